@@ -1,0 +1,136 @@
+# Everything runs in virtual environments that are made here, on first use, from nothing but git,
+# Python and the package registry. They are made again when this file or pyproject.toml changes.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Both ends of `make test` share two cores: one after the other.
+.NOTPARALLEL:
+
+TORCH := torch==2.13.0
+OLDEST_JAX := jax==0.10.2
+
+# A pyenv shim is on the PATH even where its version is switched off, and some systems ship Python
+# without ensurepip: so each candidate is started, not only looked up.
+PYENV_VERSIONS := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+find_python = $(shell for version in $(1); do \
+	for candidate in python$$version "$(PYENV_VERSIONS)"/$$version.*/bin/python; do \
+		if "$$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then \
+			echo "$$candidate"; exit; \
+		fi; \
+	done; \
+done)
+
+ifndef PYTHON
+PYTHON := $(or $(call find_python,3.11),python3)
+endif
+ifndef NEWEST_PYTHON
+NEWEST_PYTHON := $(call find_python,3.13 3.12)
+endif
+HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+
+OLDEST := .venv
+NEWEST := .venv-newest
+DEMO := .venv-demo
+CUDA := .venv-cuda13
+
+PYTEST_FLAGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+
+# $(call make_venv,python,folder) starts from an empty folder: what an interrupted install left
+# behind is not to be trusted.
+define make_venv
+@$(1) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	"ato-jax needs Python 3.11 or newer, and $(1) is " + sys.version.split()[0] + \
+	": install one, or name it with `make PYTHON=...`")'
+rm -rf $(2)
+$(1) -m venv $(2)
+endef
+
+# The stamp comes last, so that only a finished install has one.
+STAMP := .complete
+
+.PHONY: help
+help:
+	@echo 'make test         linters, types, and the tests on the oldest and the newest JAX'
+	@echo 'make demo         linear attention against PyTorch, measured on this machine'
+	@echo 'make lint         linters and types alone'
+	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
+	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
+	@echo 'make gpu-test     the tests that need an NVIDIA GPU; writes tests/gpu_receipt.json'
+	@echo 'make venv         the virtual environment $(OLDEST), to work in'
+	@echo 'make clean        away with everything that was made here'
+
+# PyTorch by its exact pin and first: whatever else asks for it then finds it there.
+$(OLDEST)/$(STAMP): pyproject.toml Makefile
+	$(call make_venv,$(PYTHON),$(OLDEST))
+	$(OLDEST)/bin/python -m pip install $(TORCH)
+	$(OLDEST)/bin/python -m pip install $(OLDEST_JAX) --editable '.[bench,dev]'
+	touch $@
+
+$(NEWEST)/$(STAMP): pyproject.toml Makefile
+	$(call make_venv,$(NEWEST_PYTHON),$(NEWEST))
+	$(NEWEST)/bin/python -m pip install --editable '.[bench,dev]'
+	touch $@
+
+$(DEMO)/$(STAMP): pyproject.toml Makefile
+	$(call make_venv,$(PYTHON),$(DEMO))
+	$(DEMO)/bin/python -m pip install $(TORCH)
+	$(DEMO)/bin/python -m pip install --editable '.[bench,torch]'
+	touch $@
+
+# In one step, so that pip finds a JAX and a PyTorch whose CUDA libraries agree.
+$(CUDA)/$(STAMP): pyproject.toml Makefile
+	$(call make_venv,$(or $(NEWEST_PYTHON),$(PYTHON)),$(CUDA))
+	$(CUDA)/bin/python -m pip install --editable '.[bench,cuda13,dev,torch]'
+	touch $@
+
+.PHONY: venv
+venv: $(OLDEST)/$(STAMP)
+
+.PHONY: lint
+lint: $(OLDEST)/$(STAMP)
+	$(OLDEST)/bin/ruff check .
+	$(OLDEST)/bin/mypy
+
+.PHONY: test-oldest
+test-oldest: $(OLDEST)/$(STAMP)
+	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# The same tests; hypothesis draws fewer examples, since the other end has drawn them already.
+.PHONY: test-newest
+ifdef NEWEST_PYTHON
+test-newest: $(NEWEST)/$(STAMP)
+	ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
+else
+test-newest:
+	@echo '*** No Python 3.13 or 3.12 found: the newest JAX can NOT be tested here.' >&2
+	@echo '*** Install one, or name it with `make NEWEST_PYTHON=...`.' >&2
+	@exit 1
+endif
+
+# Without a newer Python the newest JAX is left out, and said to be; REQUIRE_NEWEST=1 fails instead.
+.PHONY: test
+test: lint test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
+ifndef NEWEST_PYTHON
+	@echo '*** No Python 3.13 or 3.12 found: the tests on the newest JAX were SKIPPED.' >&2
+endif
+
+.PHONY: demo
+demo: $(if $(HAS_GPU),$(CUDA),$(DEMO))/$(STAMP)
+	$(<D)/bin/python -m benchmarks demo
+
+# Without workers: they would share the card's memory and disturb each other's measurements.
+.PHONY: gpu-test
+ifdef HAS_GPU
+gpu-test: $(CUDA)/$(STAMP)
+	$(CUDA)/bin/python -m pytest -m gpu
+else
+gpu-test:
+	@echo '*** nvidia-smi finds no GPU here: nothing was run.' >&2
+	@exit 1
+endif
+
+.PHONY: clean
+clean:
+	rm -rf $(OLDEST) $(NEWEST) $(DEMO) $(CUDA) build dist
+	rm -rf .aot_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,124 @@
+"""The project's own files: what they promise each other, and what they must not contain."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+# The text as published by the Apache Software Foundation, unmodified.
+APACHE_2_SHA256 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+# Folders of somebody's machine, and the registries' hosts.
+NOT_FOR_A_PROJECT = re.compile(
+    r"(?<![\w.})/-])/(?:home|root|Users|work|tmp)/\w"
+    r"|\b(?:pypi|pythonhosted|anaconda|npmjs)\.(?:org|com)\b"
+    r"|\bdownload\.pytorch\.org\b"
+)
+
+
+def tracked_text() -> dict[str, str]:
+    """Every text file that git tracks, by its path."""
+    try:
+        listing = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+        ).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    texts = {}
+    for name in filter(None, listing.split("\0")):
+        path = ROOT / name
+        if not path.is_file():  # removed here and not committed yet
+            continue
+        content = path.read_bytes()
+        if b"\0" not in content:
+            texts[name] = content.decode(errors="replace")
+    return texts
+
+
+def test_extras():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert set(extras) == {"cuda12", "cuda13", "flax", "torch", "triton", "bench", "dev"}
+    assert PYPROJECT["project"]["dependencies"] == ["jax>=0.10.2"]
+
+
+def test_nothing_depends_on_the_empty_dlpack_package():
+    project = PYPROJECT["project"]
+    for requirements in [project["dependencies"], *project["optional-dependencies"].values()]:
+        assert not [requirement for requirement in requirements if "dlpack" in requirement]
+
+
+def test_license_is_apache_2():
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2_SHA256
+    assert PYPROJECT["project"]["license"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"])
+def test_make_commands_in_documents_exist(document):
+    text = (ROOT / document).read_text()
+    commands = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
+    assert commands, f"{document} names no make command"
+    assert commands <= targets
+
+
+def test_readme_names_the_two_commands_and_every_extra():
+    assert "    make demo" in README
+    assert "    make test" in README
+    for extra in PYPROJECT["project"]["optional-dependencies"]:
+        assert f"| `{extra}` |" in README
+    assert README.index("<!-- support -->") < README.index("<!-- /support -->")
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"])
+def test_links_in_documents_lead_somewhere(document):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / document).read_text())
+    relative = [target for target in targets if "://" not in target]
+    assert [target for target in relative if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.parametrize("package", ["ato_jax", "ato_torch"])
+def test_readme_example_runs(package):
+    if package == "ato_torch":
+        pytest.importorskip("torch")
+    examples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    [example] = [example for example in examples if example.startswith(f"import {package}\n")]
+    exec(compile(example, f"README.md, {package}", "exec"), {"__name__": "readme"})
+
+
+def test_ci_runs_the_readme_test_command():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    assert [line for line in lines if re.match(r"make test( |$)", line)]
+
+
+def test_both_ends_of_the_version_range_are_tested():
+    [minimum] = re.findall(r"^OLDEST_JAX := jax==(.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert PYPROJECT["project"]["dependencies"] == [f"jax>={minimum}"]
+    [test_target] = re.findall(r"^test: (.*)$", MAKEFILE, flags=re.MULTILINE)
+    for prerequisite in ("lint", "test-oldest", "test-newest"):
+        assert prerequisite in test_target
+
+
+def test_no_machine_paths_or_registry_hosts():
+    # A path of one part, such as a container's home, is too short to tell anything.
+    own = [str(path) + "/" for path in (ROOT, Path.home()) if len(path.parts) > 2]
+    found = []
+    for name, text in tracked_text().items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if NOT_FOR_A_PROJECT.search(line) or any(path in line for path in own):
+                found.append(f"{name}:{number}: {line.strip()}")
+    assert found == []
