@@ -1,0 +1,272 @@
+"""Compiles Pallas kernels for NVIDIA GPUs on a machine that has none.
+
+A JAX function is lowered for CUDA as on a GPU, its Triton kernels are taken out of the lowered
+module, and Triton's own compiler turns each into machine code: registers, shared memory and
+spills come out, nothing is run.
+
+    for kernel in compile_function(function, q, k, v):
+        assert not kernel.spills and kernel.fits, kernel
+
+XLA compiles the same Triton IR by the same passes, but with the Triton and the ptxas that it
+ships, so the figures are close to a GPU's and not equal to them. Where XLA is known to choose
+otherwise than the Triton wheel, this file follows XLA and says so.
+
+Results are kept in `.aot_cache/`, failures are not: what does not compile fails every time.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax._src.pallas.triton.lowering import _new_ir_context
+from jax.extend.mlir import ir
+
+requires_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="compiling kernels without a GPU needs the triton package, which the dev extra holds",
+)
+
+# The most shared memory that one block may ask for, in bytes.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+
+# From JAX 0.11 on, the lowering asks which GPU it is for, and knows them by these names. JAX 0.10
+# lowers for capability 9.0 where it sees no GPU; only casts to float8 depend on it.
+DEVICE_KIND = {80: "NVIDIA A100", 90: "NVIDIA H100"}
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
+CACHE = Path(__file__).parent.parent / ".aot_cache"
+OWN_SOURCE = Path(__file__).read_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One Triton kernel of a lowered function, as Pallas hands it to XLA."""
+
+    name: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    ttir: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What became of one kernel: registers per thread, the rest in bytes.
+
+    `spill_stores` and `spill_loads` count what the instructions of one thread move, as ptxas
+    prints them. `shared_bytes` is what a launch asks for.
+    """
+
+    name: str
+    capability: int
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    registers: int
+    shared_bytes: int
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def spills(self) -> bool:
+        return self.spill_stores > 0 or self.spill_loads > 0
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes <= SHARED_LIMIT[self.capability]
+
+
+def compile_function(
+    function: Callable[..., Any], *args: Any, capabilities: Sequence[int] = (80, 90)
+) -> list[Compiled]:
+    """Compiles every Triton kernel that `function(*args)` launches.
+
+    `args` are arrays or `jax.ShapeDtypeStruct`s, or trees of them. The result has one entry for
+    each capability and each place in the lowered module that launches a kernel, in that order. A
+    function without a Triton kernel is a ValueError, since a check of nothing would pass.
+    """
+    return [
+        Compiled(
+            name=kernel.name,
+            capability=capability,
+            grid=kernel.grid,
+            num_warps=kernel.num_warps,
+            num_stages=kernel.num_stages,
+            **_cached_figures(kernel, capability),
+        )
+        for capability in capabilities
+        for kernel in triton_kernels(function, *args, capability=capability)
+    ]
+
+
+def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) -> list[Kernel]:
+    """Lowers `function(*args)` for CUDA and returns its Triton kernels, uncompiled."""
+    device = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    kernels = [
+        _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
+        for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
+        if ir.StringAttr(operation.attributes["call_target_name"]).value == TRITON_CALL
+    ]
+    if not kernels:
+        raise ValueError(
+            "the function lowered to no Triton kernel: is it interpreted, or another backend's?"
+        )
+    return kernels
+
+
+def _custom_calls(module: ir.Operation) -> list[ir.Operation]:
+    found: list[ir.Operation] = []
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name == "stablehlo.custom_call":
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
+
+
+def _kernel(config: ir.DictAttr) -> Kernel:
+    def number(key: str) -> int:
+        return ir.IntegerAttr(config[key]).value
+
+    return Kernel(
+        name=ir.StringAttr(config["name"]).value,
+        grid=(number("grid_x"), number("grid_y"), number("grid_z")),
+        num_warps=number("num_warps"),
+        num_stages=number("num_stages"),
+        ttir=_ttir(ir.StringAttr(config["ir"]).value_bytes),
+    )
+
+
+def _ttir(bytecode: bytes) -> str:
+    """The kernel as text that the wheel can read.
+
+    The wheel cannot read jaxlib's bytecode: that encodes operations by the layout of their
+    properties, which differs between the two Tritons. Nor is the generic text safe, where
+    enumerations are bare numbers. Triton's own syntax names everything, and carries no source
+    locations, so that moving a kernel within its file leaves the cache valid.
+    """
+    with _new_ir_context():  # the context in which Pallas built the kernel: it has the dialect
+        text = str(ir.Module.parse(bytecode))
+    # From JAX 0.12 on, one attribute holds what used to be two; the wheel knows only the two:
+    #   {cachePolicy = #tt.cache_policy<cache_modifier = cg, eviction_policy = evict_first>}
+    #   cacheModifier = cg evictionPolicy = evict_first
+    # Another attribute of the same operation, if any, follows inside the braces.
+    return re.sub(
+        r"\{cachePolicy = #tt\.cache_policy<cache_modifier = (\w+), eviction_policy = (\w+)>"
+        r"(?:, )?",
+        r"cacheModifier = \1 evictionPolicy = \2 {",
+        text,
+    )
+
+
+def _cached_figures(kernel: Kernel, capability: int) -> dict[str, int]:
+    """`_figures`, remembered on disk under everything that it depends on."""
+    # What steers Triton or ptxas from outside, TRITON_PTXAS_PATH for one.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if any(word in name for word in ("TRITON", "PTXAS", "LLVM", "MLIR"))
+    }
+    key = (
+        kernel.ttir,
+        capability,
+        kernel.num_warps,
+        kernel.num_stages,
+        importlib.metadata.version("triton"),
+        sorted(environment.items()),
+        OWN_SOURCE,
+    )
+    path = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    try:
+        figures = _figures(kernel, capability)
+    except Exception as error:
+        error.add_note(f"while compiling the kernel {kernel.name!r} for sm_{capability}")
+        raise
+    CACHE.mkdir(exist_ok=True)
+    # Written aside and moved into place: tests in parallel never read half a file.
+    with tempfile.NamedTemporaryFile("w", dir=CACHE, delete=False) as file:
+        json.dump(figures, file)
+    os.replace(file.name, path)
+    return figures
+
+
+def _figures(kernel: Kernel, capability: int) -> dict[str, int]:
+    """Compiles one kernel; the fields of `Compiled` that the compiler finds out."""
+    # Here, because importing Triton takes longer than reading a result from the cache.
+    from triton._C.libtriton import ir as triton_ir
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", capability, warp_size=32))
+    options = backend.parse_options(
+        {
+            "num_warps": kernel.num_warps,
+            "num_stages": kernel.num_stages,
+            "num_ctas": 1,
+            # XLA leaves denormals alone in libdevice's functions, Triton flushes them.
+            "enable_reflect_ftz": False,
+        }
+    )
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    # `triton.compile` leaves out the first stage when it is given IR, and XLA does not.
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    metadata: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ttir_path = Path(folder, "kernel.ttir")
+        ttir_path.write_text(kernel.ttir)
+        module = triton_ir.parse_mlir_module(str(ttir_path), context)
+        module.context = context
+        for stage in ("ttir", "ttgir", "llir", "ptx"):
+            module = stages[stage](module, metadata)
+
+        # Triton's last stage runs ptxas too, and throws away what it says.
+        ptx_path = Path(folder, "kernel.ptx")
+        ptx_path.write_text(module)
+        ptxas = subprocess.run(
+            [
+                get_ptxas(capability).path,
+                "-v",
+                f"--gpu-name={sm_arch_from_capability(capability)}",
+                str(ptx_path),
+                "-o",
+                str(Path(folder, "kernel.cubin")),
+            ],
+            capture_output=True,
+            text=True,
+        )
+    if ptxas.returncode:
+        raise RuntimeError(f"ptxas failed:\n{ptxas.stderr}")
+    registers = re.findall(r"Used (\d+) registers", ptxas.stderr)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", ptxas.stderr)
+    if not registers or not spills:
+        raise RuntimeError(f"ptxas does not say what the kernel uses:\n{ptxas.stderr}")
+    # More than one line where a library function was not inlined: each has its own spills.
+    return {
+        "registers": max(map(int, registers)),
+        "shared_bytes": metadata["shared"],
+        "spill_stores": sum(int(stores) for stores, _ in spills),
+        "spill_loads": sum(int(loads) for _, loads in spills),
+    }
