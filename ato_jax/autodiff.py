@@ -1,0 +1,31 @@
+"""Derivatives taken by tracing: for the backends that are plain JAX, and for second order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def gradient(function: Callable[[Any], Any], inputs: Any, cotangents: Any) -> Any:
+    """The cotangent of `inputs` under `function`; None for those that hold no floats."""
+    leaves, structure = jax.tree.flatten(inputs)
+    where = [index for index, leaf in enumerate(leaves) if _is_float(leaf)]
+
+    def of_floats(floats: list[Any]) -> Any:
+        merged = list(leaves)
+        for index, leaf in zip(where, floats, strict=True):
+            merged[index] = leaf
+        return function(jax.tree.unflatten(structure, merged))
+
+    _, pull = jax.vjp(of_floats, [leaves[index] for index in where])
+    result: list[Any] = [None] * len(leaves)
+    for index, leaf in zip(where, pull(cotangents)[0], strict=True):
+        result[index] = leaf
+    return jax.tree.unflatten(structure, result)

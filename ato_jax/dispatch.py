@@ -1,0 +1,234 @@
+"""From a spec to a backend, and the one custom derivative.
+
+Every op runs through `run`. A backend is a module with five names:
+
+    Config                                      its tunable sizes, a frozen dataclass
+    unsupported(spec, phase) -> str | None      why not, for phase "forward" or "backward"
+    default_config(spec, device) -> Config
+    forward(spec, config, inputs) -> outputs
+    backward(spec, config, residuals, cotangents) -> inputs' cotangents
+
+`outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
+backward. Backends that are plain JAX are differentiated by JAX itself: in forward mode and to any
+order. Kernels carry a custom derivative; its own derivative goes through XLA, so second order is
+right there, too, and forward mode is refused by JAX with an error that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax import autodiff, device, tuning
+
+PLAIN_JAX = ("xla", "reference")
+PHASES = ("forward", "backward")
+
+
+class UnsupportedError(NotImplementedError):
+    """The request is right, but not by this backend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """`backends` in the order in which `implementation=None` tries them.
+
+    `planned` are names that are promised, but have no kernels yet: refused as unsupported.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    package: str
+    planned: tuple[str, ...] = ()
+
+    def backend(self, name: str) -> Any:
+        return importlib.import_module(f"{self.package}.{name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One phase's backend and its block sizes."""
+
+    backend: str
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Everything static about one call: the key that JAX caches its program under."""
+
+    op: Op
+    spec: Any
+    implementation: str | None
+    device: device.Device
+    interpret: bool
+
+
+def reason_against(call: _Call, name: str, phase: str) -> str | None:
+    """Why this backend cannot run this phase here; None if it can."""
+    if name in call.op.planned:
+        return "has no kernels for this op yet"
+    if name not in PLAIN_JAX and call.device.platform != "gpu" and not call.interpret:
+        return (
+            f"needs a GPU, and this call runs on {call.device.platform} "
+            "(ato_jax.interpret() interprets kernels)"
+        )
+    return call.op.backend(name).unsupported(call.spec, phase)
+
+
+def choose(call: _Call, phase: str) -> Choice:
+    """The backend for a phase: the one named, or the first that supports it."""
+    # Inside interpret(), too, kernels run only where they are asked for by name: slow otherwise.
+    names: Sequence[str] = call.op.backends
+    if call.implementation is not None:
+        names = (call.implementation,)
+    elif call.device.platform != "gpu":
+        names = tuple(name for name in names if name in PLAIN_JAX)
+    reasons = {}
+    for name in names:
+        reasons[name] = reason_against(call, name, phase)
+        if reasons[name] is None:
+            backend = call.op.backend(name)
+            return Choice(
+                name, tuning.config(call.op.name, name, backend, call.spec, call.device)
+            )
+    listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
+
+
+def _forward(call: _Call, inputs: Any) -> Any:
+    choice = choose(call, "forward")
+    with device.interpret(call.interpret):
+        return call.op.backend(choice.backend).forward(call.spec, choice.config, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernels(call: _Call, inputs: Any) -> Any:
+    return _forward(call, inputs)
+
+
+def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
+    outputs = _forward(call, inputs)
+    return outputs, (inputs, outputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernels_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
+    choice = choose(call, "backward")
+    with device.interpret(call.interpret):
+        return call.op.backend(choice.backend).backward(
+            call.spec, choice.config, residuals, cotangents
+        )
+
+
+def _twice_forward(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+    return _kernels_backward(call, residuals, cotangents), (residuals[0], cotangents)
+
+
+def _twice_backward(call: _Call, saved: Any, second_cotangents: Any) -> tuple[Any, Any]:
+    """The derivative of the gradient: of the XLA gradient, as a function of the inputs alone."""
+    xla = call.op.backend("xla")
+    config = tuning.config(call.op.name, "xla", xla, call.spec, call.device)
+
+    def first_gradient(pair: Any) -> Any:
+        inputs, cotangents = pair
+        return autodiff.gradient(
+            functools.partial(xla.forward, call.spec, config), inputs, cotangents
+        )
+
+    inputs_cotangent, cotangents_cotangent = autodiff.gradient(
+        first_gradient, saved, second_cotangents
+    )
+    # The outputs among the residuals are functions of the inputs, which have them accounted for.
+    return (inputs_cotangent, None), cotangents_cotangent
+
+
+_kernels.defvjp(_kernels_forward, lambda *args: (_kernels_backward(*args),))
+_kernels_backward.defvjp(_twice_forward, _twice_backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call: _Call, inputs: Any) -> Any:
+    if choose(call, "forward").backend in PLAIN_JAX and _backward_is_plain(call):
+        return _forward(call, inputs)
+    return _kernels(call, inputs)
+
+
+def _backward_is_plain(call: _Call) -> bool:
+    """Whether JAX's own derivative of a plain forward is what the backward phase would run."""
+    try:
+        return choose(call, "backward").backend in PLAIN_JAX
+    except UnsupportedError:
+        return False
+
+
+def _call_of(op: Op, spec: Any, inputs: Any, implementation: str | None) -> _Call:
+    names = op.backends + op.planned
+    if implementation is not None and implementation not in names:
+        raise ValueError(
+            f"implementation must be None or one of {', '.join(map(repr, names))}, "
+            f"got {implementation!r}"
+        )
+    return _Call(op, spec, implementation, device.of_call(inputs), device.interpreting())
+
+
+def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
+    """The op's outputs, by the backend named or by the first that supports the request."""
+    call = _call_of(op, spec, inputs, implementation)
+    if spec.B == 0:
+        choose(call, "forward")
+        reference = functools.partial(op.backend("reference").forward, spec, None)
+        shapes = jax.eval_shape(reference, inputs)
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return _run(call, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a call would run, and why nothing else: `print` it, or read its fields.
+
+    `forward` and `backward` are a `Choice` (backend, config), or None where no backend fits;
+    `reasons[backend][phase]` is None for a backend that could run the phase.
+    """
+
+    op: str
+    spec: Any
+    device: device.Device
+    forward: Choice | None
+    backward: Choice | None
+    reasons: dict[str, dict[str, str | None]]
+
+    @property
+    def implementation(self) -> str | None:
+        return self.forward.backend if self.forward else None
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device.platform} {self.device.name}".rstrip()]
+        for phase in PHASES:
+            choice = getattr(self, phase)
+            lines.append(f"  {phase}: {f'{choice.backend}, {choice.config}' if choice else '-'}")
+        for name, reasons in self.reasons.items():
+            for phase, reason in reasons.items():
+                lines.append(f"  {name} {phase}: {reason or 'supported'}")
+        return "\n".join(lines)
+
+
+def explain(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Explanation:
+    call = _call_of(op, spec, inputs, implementation)
+    choices: dict[str, Choice | None] = {}
+    for phase in PHASES:
+        try:
+            choices[phase] = choose(call, phase)
+        except UnsupportedError:
+            choices[phase] = None
+    reasons = {
+        name: {phase: reason_against(call, name, phase) for phase in PHASES}
+        for name in op.backends
+    }
+    return Explanation(op.name, spec, call.device, *choices.values(), reasons)

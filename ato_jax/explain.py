@@ -1,0 +1,53 @@
+"""What a call would run, told without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ato_jax import dispatch
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.linear_attention import api as linear_attention_api
+
+APIS: dict[str, Any] = {
+    "attention": attention_api,
+    "linear_attention": linear_attention_api,
+}
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Explanation:
+    """Which backend and block sizes a call would run, and each other backend's reason.
+
+    Args:
+      op: `ato_jax.attention` or `ato_jax.linear_attention`, or the name of one.
+      *args, **kwargs: the call's own, arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises what the call itself would raise for wrong arguments. Nothing is computed.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in APIS:
+        raise ValueError(f"op must be one of {', '.join(map(repr, APIS))}, got {op!r}")
+    api = APIS[name]
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        request = api.prepare(*args, **kwargs)
+        return dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+    arrays = {
+        index: leaf
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+    }
+    found: list[dispatch.Explanation] = []
+
+    def prepare(traced: dict[int, Any]) -> None:
+        merged = [traced.get(index, leaf) for index, leaf in enumerate(leaves)]
+        call_args, call_kwargs = jax.tree.unflatten(structure, merged)
+        request = api.prepare(*call_args, **call_kwargs)
+        found.append(
+            dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+        )
+
+    jax.eval_shape(prepare, arrays)
+    return found[0]

@@ -1,0 +1,313 @@
+"""Softmax attention, the public function: arguments checked and bound, then dispatched.
+
+    s[i,j] = scale * q_i . k_j ; softcap: c * tanh(s / c) ; + bias ; masked where not visible
+    out_i  = softmax over j (and over the sink logit, which has no value) . v
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ato_jax import dispatch, shapes
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs
+from ato_jax.ops.common import (
+    axes,
+    bind_lengths,
+    bind_qkv,
+    bind_segments,
+    pad_to_one,
+    precision_of,
+)
+
+OP = dispatch.Op(
+    "attention",
+    ("triton", "cudnn", "xla", "reference"),
+    package="ato_jax.ops.attention",
+    planned=("mosaic_gpu",),
+)
+
+
+class Request(NamedTuple):
+    """A call with its arguments checked: what `dispatch` needs, and the shape of the answer."""
+
+    spec: AttentionSpec
+    inputs: Inputs
+    implementation: str | None
+    batched: bool
+    T: int
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    query_offset: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    return_lse: bool = False,
+    layout: str = "bthd",
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Request:
+    """Checks and binds every argument of `attention`; its ValueErrors come from here."""
+    (q, k, v), sizes, batched = bind_qkv(q, k, v, layout)
+    causal, return_lse = shapes.flag("causal", causal), shapes.flag("return_lse", return_lse)
+    left, right = bounds(causal, window)
+    q_lengths, kv_lengths, shared = bind_lengths(q_lengths, kv_lengths, sizes, batched)
+    q_ids, kv_ids = bind_segments(segment_ids, q_segment_ids, kv_segment_ids, sizes, batched)
+    bias = bind_bias(bias, sizes, batched)
+    mask = bind_mask(mask, sizes, batched)
+    if sinks is not None:
+        sinks = shapes.floating("sinks", sinks)
+        shapes.bind(sizes, "sinks", sinks.shape, "H")
+        sinks = sinks.astype(jnp.float32)
+    dropout_rate = shapes.static_number("dropout_rate", dropout_rate)
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
+    seed = dropout_seed(dropout_key) if dropout_rate > 0 else None
+    static_offset, query_offset = bind_offset(query_offset, sizes, batched)
+
+    T = sizes["T"]
+    if static_offset is None and query_offset is None:
+        if shared:
+            static_offset = 0
+        elif q_lengths is None and kv_lengths is None:
+            static_offset = sizes["S"] - sizes["T"]
+    if T == 0 or sizes["S"] == 0:
+        # An empty side becomes one padded row, so that backends never meet an empty array.
+        if T == 0:
+            q_lengths = jnp.zeros(sizes["B"], jnp.int32)
+        if sizes["S"] == 0:
+            kv_lengths = jnp.zeros(sizes["B"], jnp.int32)
+        time = axes(layout, "BTHD").index("T")
+        q, k, v = (pad_to_one(array, time) for array in (q, k, v))
+        if q_ids is not None and kv_ids is not None:
+            q_ids, kv_ids = pad_to_one(q_ids, 1), pad_to_one(kv_ids, 1)
+        bias, mask = (
+            None if array is None else pad_to_one(pad_to_one(array, 2), 3)
+            for array in (bias, mask)
+        )
+        sizes |= {"T": max(T, 1), "S": max(sizes["S"], 1)}
+
+    def full(array: jax.Array | None) -> Any:
+        shape = tuple(sizes[letter] for letter in "BHTS")
+        return None if array is None else tuple(map(operator.eq, array.shape, shape))
+
+    spec = AttentionSpec(
+        **sizes,
+        dtype=str(q.dtype),
+        scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
+        layout=layout,
+        left=left,
+        right=right,
+        offset=static_offset,
+        query_offset=query_offset is not None,
+        bias=full(bias),
+        mask=full(mask),
+        segments=q_ids is not None,
+        q_lengths=q_lengths is not None,
+        kv_lengths=kv_lengths is not None,
+        softcap=positive("softcap", softcap),
+        sinks=sinks is not None,
+        dropout_rate=dropout_rate,
+        return_lse=return_lse,
+        precision=precision_of(precision, str(q.dtype)),
+    )
+    inputs = Inputs(
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        sinks,
+        q_ids,
+        kv_ids,
+        q_lengths,
+        kv_lengths,
+        query_offset,
+        seed,
+    )
+    return Request(spec, inputs, implementation, batched, T)
+
+
+def positive(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    number = shapes.static_number(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be positive, got {number}")
+    return number
+
+
+def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
+    """How many keys to the left and to the right of its position a query sees."""
+    left = right = None
+    if window is not None:
+        is_pair = isinstance(window, tuple | list) and len(window) == 2
+        if not is_pair or not all(
+            bound is None
+            or (isinstance(bound, int | np.integer) and not isinstance(bound, bool) and bound >= 0)
+            for bound in window
+        ):
+            raise ValueError(
+                "window must be a pair (left, right), each an int >= 0 or None, "
+                f"got {window!r}"
+            )
+        left, right = (None if bound is None else int(bound) for bound in window)
+    return left, 0 if causal else right
+
+
+def bind_offset(
+    query_offset: Any, sizes: dict[str, int], batched: bool
+) -> tuple[int | None, jax.Array | None]:
+    """The query offset as a static int or as an array [B]."""
+    if query_offset is None:
+        return None, None
+    if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
+        return int(query_offset), None
+    found = shapes.integers("query_offset", query_offset)
+    if found.ndim == 0:
+        return None, jnp.broadcast_to(found, (sizes["B"],))
+    shapes.bind(sizes, "query_offset", found.shape, "B")
+    return None, found
+
+
+def _four_axes(name: str, array: Any, sizes: dict[str, int], batched: bool) -> jax.Array:
+    """[B|1, H|1, T|1, S|1]; without a batch axis in q, [H, T, S] and what broadcasts to it."""
+    return array.reshape(shapes.broadcastable(sizes, name, array.shape, "BHTS"))
+
+
+def bind_bias(bias: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
+    if bias is None:
+        return None
+    return _four_axes("bias", shapes.floating("bias", bias), sizes, batched)
+
+
+def bind_mask(mask: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
+    if mask is None:
+        return None
+    if shapes.dtype_name(mask) != "bool":
+        raise ValueError(
+            f"mask must be boolean, got {shapes.dtype_name(mask)}; an additive one is `bias`"
+        )
+    return _four_axes("mask", jnp.asarray(mask), sizes, batched)
+
+
+def dropout_seed(key: Any) -> jax.Array:
+    """Two words from a JAX random key, typed or raw."""
+    if key is None:
+        raise ValueError("dropout_key must be given with a dropout_rate above 0")
+    try:
+        return jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"dropout_key must be a single JAX random key, got {key!r}") from error
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    query_offset: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    return_lse: bool = False,
+    layout: str = "bthd",
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Any:
+    """Exact softmax attention, in memory linear in T and S.
+
+        s[i,j] = scale * q_i . k_j ; softcap: c * tanh(s / c) ; + bias ; masked where hidden
+        out_i  = softmax over j (and over the sink logit, which has no value) . v
+
+    Args:
+      q: [B, T, H, D]; the batch axis may be missing, here and everywhere.
+      k: [B, S, G, D] with H % G == 0: query head h reads kv head h // (H // G).
+      v: [B, S, G, V].
+      causal: query i sees key j iff j <= position(i) = kv_length - q_length + i: the last query
+        sees the last key.
+      window: (left, right): keys from position - left to position + right, None for no bound.
+      query_offset: an int or [B]; puts query i at position query_offset + i (0: top left).
+      bias: added to the scores, broadcastable to [B, H, T, S], differentiable; -inf hides.
+      mask: boolean, broadcastable to [B, H, T, S]; False hides.
+      segment_ids: [B, T] for both sides, T = S; only equal ids see each other.
+      q_segment_ids, kv_segment_ids: [B, T] and [B, S], in place of `segment_ids`.
+      q_lengths, kv_lengths: [B]; what lies beyond is padding. Where T = S, one gives both.
+      softcap: c, limits the scores to (-c, c).
+      sinks: [H], one more logit for every query of a head.
+      scale: D**-0.5 unless given.
+      dropout_rate, dropout_key: weights dropped at random, keyed by position.
+      return_lse: return (out, lse).
+      layout: "bthd", or "bhtd" for [B, H, T, D] (and lse [B, H, T]; bias and mask as ever).
+      precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
+      implementation: None (the fastest that supports the request here), "triton", "cudnn",
+        "xla" or "reference".
+
+    Returns:
+      out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log
+      normaliser, float32 [B, T, H], sink included. A query that sees nothing gives 0, and -inf
+      (the sink's logit where there is one).
+    """
+    request = prepare(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        query_offset=query_offset,
+        bias=bias,
+        mask=mask,
+        segment_ids=segment_ids,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        return_lse=return_lse,
+        layout=layout,
+        precision=precision,
+        implementation=implementation,
+    )
+    spec = request.spec
+    out, lse = dispatch.run(OP, spec, request.inputs, request.implementation)
+    if request.T < spec.T:
+        time = axes(layout, "BTH").index("T")
+        out, lse = (jax.lax.slice_in_dim(array, 0, request.T, axis=time) for array in (out, lse))
+    if not request.batched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out

@@ -1,0 +1,133 @@
+"""Softmax attention: what one call is, its arrays, and the rules that every backend shares."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Broadcast = tuple[bool, bool, bool, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Everything static about one call.
+
+    `left` and `right` bound the keys around a query's position, None for no bound; `causal` is
+    `right = 0`. `offset` is the position of query 0 among the keys where it is static, None where
+    it follows from `query_offset` or the lengths. `bias` and `mask` tell, for each axis of
+    [B, H, T, S], whether the array has it in full (False: broadcast, of size 1).
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    G: int
+    D: int
+    V: int
+    dtype: str
+    scale: float
+    layout: str = "bthd"
+    left: int | None = None
+    right: int | None = None
+    offset: int | None = 0
+    query_offset: bool = False
+    bias: Broadcast | None = None
+    mask: Broadcast | None = None
+    segments: bool = False
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    dropout_rate: float = 0.0
+    return_lse: bool = False
+    precision: str = "exact"
+
+    def traits(self) -> dict[str, Any]:
+        """What block sizes may depend on."""
+        return {
+            "dtype": self.dtype,
+            "D": self.D,
+            "V": self.V,
+            "causal": self.right == 0,
+            "window": self.left is not None,
+            "bias": self.bias is not None,
+            "precision": self.precision,
+        }
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, in `spec.layout`; the optional ones None where not given."""
+
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, G, D]
+    v: jax.Array  # [B, S, G, V]
+    bias: jax.Array | None = None  # [B|1, H|1, T|1, S|1]
+    mask: jax.Array | None = None  # [B|1, H|1, T|1, S|1] bool
+    sinks: jax.Array | None = None  # [H] float32
+    q_segments: jax.Array | None = None  # [B, T] int32
+    kv_segments: jax.Array | None = None  # [B, S] int32
+    q_lengths: jax.Array | None = None  # [B] int32
+    kv_lengths: jax.Array | None = None  # [B] int32
+    query_offset: jax.Array | None = None  # [B] int32
+    dropout_seed: jax.Array | None = None  # [2] uint32
+
+
+class Outputs(NamedTuple):
+    """Both always; `lse`'s cotangent is zero unless `spec.return_lse`."""
+
+    out: jax.Array  # [B, T, H, V], v's dtype
+    lse: jax.Array  # [B, T, H] float32 ([B, H, T] with layout "bhtd")
+
+
+class Residuals(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+
+
+def positions_of_first_query(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
+    """The position of query 0 among the keys, [B] int32: query i stands i further on."""
+    if spec.offset is not None:
+        return jnp.full((spec.B,), spec.offset, jnp.int32)
+    if inputs.query_offset is not None:
+        return inputs.query_offset
+    q_lengths = jnp.int32(spec.T) if inputs.q_lengths is None else inputs.q_lengths
+    kv_lengths = jnp.int32(spec.S) if inputs.kv_lengths is None else inputs.kv_lengths
+    return jnp.broadcast_to(kv_lengths - q_lengths, (spec.B,))
+
+
+def within_bounds(spec: AttentionSpec, position: Any, key: Any) -> Any:
+    """Whether a query at `position` may see the key at `key`, by causality and window alone."""
+    visible = True
+    if spec.left is not None:
+        visible = key >= position - spec.left
+    if spec.right is not None:
+        visible = visible & (key <= position + spec.right)
+    return visible
+
+
+def _mix(bits: Any) -> Any:
+    """A 32-bit finaliser (Ettinger's lowbias32): every input bit reaches every output bit."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)
+
+
+def dropout_keep(rate: float, seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Which weights dropout keeps: a hash of the seed and of the position (b, h, i, j) alone.
+
+    `seed` holds two uint32 scalars, the indices broadcast against each other. The same bits
+    come out in forward and backward, on every backend, for every tile size.
+    """
+
+    def word(x: Any) -> Any:
+        return jnp.asarray(x).astype(jnp.uint32)
+
+    row = _mix(_mix(_mix(seed[0] ^ word(b)) + word(h)) + word(i))
+    bits = _mix(_mix(row ^ seed[1]) + word(j))
+    # 24 bits, so that the threshold is exact in a float32 and the comparison in an int32.
+    threshold = round(rate * (1 << 24))
+    return (bits >> 8).astype(jnp.int32) >= threshold

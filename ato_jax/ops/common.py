@@ -1,0 +1,148 @@
+"""What both ops' argument checks share: layouts, missing batch axes, lengths, precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ato_jax import shapes
+
+LAYOUTS = ("bthd", "bhtd")
+
+# float32 inputs: "exact" multiplies in full float32, "tf32" may round the factors to TF32.
+PRECISIONS = {
+    None: "exact",
+    "highest": "exact",
+    "high": "exact",
+    "float32": "exact",
+    jax.lax.Precision.HIGHEST: "exact",
+    jax.lax.Precision.HIGH: "exact",
+    "tf32": "tf32",
+    "tensorfloat32": "tf32",
+    "default": "tf32",
+    jax.lax.Precision.DEFAULT: "tf32",
+}
+
+
+def precision_of(precision: Any, dtype: str) -> str:
+    try:
+        found = PRECISIONS[precision]
+    except (KeyError, TypeError):
+        names = ", ".join(repr(name) for name in PRECISIONS if isinstance(name, str))
+        raise ValueError(
+            f"precision must be None, a jax.lax.Precision or one of {names}, got {precision!r}"
+        ) from None
+    return found if dtype == "float32" else "exact"
+
+
+def axes(layout: str, letters: str) -> str:
+    """The letters of an array with time before heads, in the order of the layout."""
+    return letters if layout == "bthd" else letters[0] + letters[2] + letters[1] + letters[3:]
+
+
+def with_batch(array: Any, ndim: int) -> Any:
+    """`array` with a leading batch axis of 1 where it comes one axis short of `ndim`."""
+    return array[None] if array is not None and array.ndim == ndim - 1 else array
+
+
+def is_batched(q: jax.Array, letters: str) -> bool:
+    """Whether q has a batch axis; a ValueError unless it has three or four axes."""
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"q must be [{', '.join(letters)}] or [{', '.join(letters[1:])}], got shape {q.shape}"
+        )
+    return q.ndim == 4
+
+
+def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict[str, int], bool]:
+    """q, k, v with a batch axis, the sizes of their axes, and whether they came with one."""
+    shapes.one_of("layout", layout, LAYOUTS)
+    q = shapes.floating("q", q)
+    k, v = (
+        shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v))
+    )
+    batched = is_batched(q, axes(layout, "BTHD"))
+    sizes: dict[str, int] = {}
+    first = 0 if batched else 1
+    for name, array, letters in (("q", q, "BTHD"), ("k", k, "BSGD"), ("v", v, "BSGV")):
+        shapes.bind(sizes, name, array.shape, axes(layout, letters)[first:])
+    sizes.setdefault("B", 1)
+    for letter in "HGDV":
+        if sizes[letter] < 1:
+            raise ValueError(f"axis {letter} must be at least 1, got {letter}=0")
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, G={sizes['G']}"
+        )
+    return [with_batch(array, 4) for array in (q, k, v)], sizes, batched
+
+
+def bind_lengths(
+    q_lengths: Any, kv_lengths: Any, sizes: dict[str, int], batched: bool
+) -> tuple[jax.Array | None, jax.Array | None, bool]:
+    """Both lengths, and whether they are the same: where T = S, one given gives both."""
+    shared = sizes["T"] == sizes["S"] and (
+        q_lengths is None or kv_lengths is None or q_lengths is kv_lengths
+    )
+
+    def bound(name: str, array: Any, axis: str) -> jax.Array | None:
+        if array is None:
+            return None
+        if not batched and getattr(array, "ndim", 0) == 0:
+            shapes.integers(name, array)
+            array = array[None] if hasattr(array, "ndim") else [array]
+        return shapes.lengths(name, array, sizes, axis)
+
+    if shared and (q_lengths is not None or kv_lengths is not None):
+        if q_lengths is not None:
+            lengths = bound("q_lengths", q_lengths, "T")
+        else:
+            lengths = bound("kv_lengths", kv_lengths, "S")
+        return lengths, lengths, True
+    return bound("q_lengths", q_lengths, "T"), bound("kv_lengths", kv_lengths, "S"), shared
+
+
+def bind_segments(
+    segment_ids: Any,
+    q_segment_ids: Any,
+    kv_segment_ids: Any,
+    sizes: dict[str, int],
+    batched: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Segment ids of queries [B, T] and keys [B, S], the same array where given for both."""
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        missing = "q_segment_ids" if q_segment_ids is None else "kv_segment_ids"
+        raise ValueError(f"{missing} must be given with its counterpart, or use segment_ids")
+    if segment_ids is not None:
+        if q_segment_ids is not None:
+            raise ValueError("segment_ids cannot be given together with q_segment_ids")
+        if sizes["T"] != sizes["S"]:
+            raise ValueError(
+                "segment_ids serves both sides, so it needs T = S; give q_segment_ids and "
+                f"kv_segment_ids, got T={sizes['T']}, S={sizes['S']}"
+            )
+
+    def bound(name: str, array: Any, letters: str) -> jax.Array:
+        ids = shapes.integers(name, array)
+        shapes.bind(sizes, name, ids.shape, letters if batched else letters[1:])
+        return with_batch(ids, 2)
+
+    if segment_ids is not None:
+        ids = bound("segment_ids", segment_ids, "BT")
+        return ids, ids
+    if q_segment_ids is None:
+        return None, None
+    q_ids = bound("q_segment_ids", q_segment_ids, "BT")
+    if q_segment_ids is kv_segment_ids:
+        return q_ids, q_ids
+    return q_ids, bound("kv_segment_ids", kv_segment_ids, "BS")
+
+
+def pad_to_one(array: jax.Array, axis: int) -> jax.Array:
+    """An empty axis made one long: callers hide what is added behind a length of 0."""
+    if array.shape[axis]:
+        return array
+    shape = list(array.shape)
+    shape[axis] = 1
+    return jax.numpy.zeros(shape, array.dtype)

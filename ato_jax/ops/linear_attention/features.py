@@ -1,0 +1,178 @@
+"""Feature maps phi: the named ones, any elementwise JAX function, and Performer's FAVOR+.
+
+A `FeatureMap` is static and hashable: the same function written again is the same map, so an
+inline lambda does not compile anew at every call. What the function closes over (a learned
+temperature, FAVOR+'s projection) is hoisted out as its parameters and travels as arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureMap:
+    """phi(x, *parameters) -> features, in x's dtype; `text` identifies a custom function.
+
+    `elementwise` is False only for FAVOR+, which maps [..., D] to [..., num_features].
+    """
+
+    name: str
+    nonnegative: bool
+    function: Callable[..., jax.Array] = dataclasses.field(compare=False, repr=False)
+    text: str = dataclasses.field(default="", repr=False)
+    elementwise: bool = True
+
+    def __call__(self, x: jax.Array, *parameters: jax.Array) -> jax.Array:
+        return self.function(x, *parameters)
+
+
+def _elu1(x: jax.Array) -> jax.Array:
+    # exp of the clipped value: its derivative stays finite where the other branch is taken.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+NAMED = {
+    feature_map.name: feature_map
+    for feature_map in (
+        FeatureMap("elu1", True, _elu1),
+        FeatureMap("relu", True, lambda x: jnp.where(x > 0, x, 0)),
+        FeatureMap("exp", True, jnp.exp),
+        FeatureMap("softplus", True, lambda x: jnp.logaddexp(x, 0)),
+        FeatureMap("identity", False, lambda x: x),
+        FeatureMap("silu", False, lambda x: x * jax.nn.sigmoid(x)),
+        FeatureMap("relu2", True, lambda x: jnp.where(x > 0, x * x, 0)),
+    )
+}
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Favor:
+    """Performer's positive random features of one projection; call it to map [..., D].
+
+    With w the projection's rows and x' = x / D^(1/4), phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(M),
+    so that the mean of phi(q) . phi(k) over projections is exp(q . k / sqrt(D)).
+    """
+
+    projection: jax.Array  # [M, D] float32
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _favor(x, self.projection)
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
+        return (self.projection,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[jax.Array]) -> Favor:
+        return cls(*children)
+
+
+def _favor(x: jax.Array, projection: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    features, size = projection.shape
+    x = x.astype(dtype) * size**-0.25
+    product = jnp.einsum(
+        "...d,md->...m", x, projection.astype(dtype), precision=jax.lax.Precision.HIGHEST
+    )
+    half_norm = 0.5 * jnp.sum(x * x, axis=-1, keepdims=True)
+    return jnp.exp(product - half_norm) * features**-0.5
+
+
+def favor(
+    key: jax.Array, num_features: int, head_dim: int, *, orthogonal: bool = True
+) -> Favor:
+    """A feature map that approximates softmax attention: FAVOR+ (Choromanski et al., 2021).
+
+    Args:
+      key: JAX random key; a new one redraws the features.
+      num_features: M; the estimate's variance falls as 1/M.
+      head_dim: D of the queries and keys it will map.
+      orthogonal: rows orthogonal within each block of D, which lowers the variance and keeps
+        the estimate unbiased.
+    """
+    for name, size in (("num_features", num_features), ("head_dim", head_dim)):
+        if not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+    direction_key, norm_key = jax.random.split(key)
+    if not orthogonal:
+        return Favor(jax.random.normal(direction_key, (num_features, head_dim), jnp.float32))
+    blocks = -(-num_features // head_dim)
+    gaussian = jax.random.normal(direction_key, (blocks, head_dim, head_dim), jnp.float32)
+    unitary, upper = jnp.linalg.qr(gaussian)
+    # QR fixes the signs of R's diagonal, not of Q's columns: without this Q is not uniform.
+    unitary = unitary * jnp.sign(jnp.diagonal(upper, axis1=-2, axis2=-1))[:, None, :]
+    rows = unitary.reshape(blocks * head_dim, head_dim)[:num_features]
+    lengths = jnp.linalg.norm(
+        jax.random.normal(norm_key, (num_features, head_dim), jnp.float32), axis=-1, keepdims=True
+    )
+    return Favor(rows * lengths)
+
+
+def _trace(function: Callable[[jax.Array], jax.Array], dtype: Any) -> Any:
+    """The jaxpr of an elementwise function: traced on one scalar, which no mixing survives."""
+    try:
+        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), dtype))
+    except Exception as error:
+        raise ValueError(
+            "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "
+            f"tracing it failed with {type(error).__name__}: {error}"
+        ) from error
+    if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
+        raise ValueError(
+            "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "
+            f"it mapped one to {closed.out_avals}"
+        )
+    return closed
+
+
+def _evaluate(
+    function: Callable[[jax.Array], jax.Array], jaxpr: Any, x: jax.Array, *constants: jax.Array
+) -> jax.Array:
+    if x.dtype != jnp.float32:
+        jaxpr = _trace(function, x.dtype).jaxpr
+
+    def scalar(element: jax.Array) -> jax.Array:
+        return jax.core.eval_jaxpr(jaxpr, constants, element)[0].astype(x.dtype)
+
+    mapped = scalar
+    for _ in range(x.ndim):
+        mapped = jax.vmap(mapped)
+    return mapped(x)
+
+
+def resolve(feature_map: Any, D: int) -> tuple[FeatureMap, tuple[jax.Array, ...], int]:
+    """The map, its parameters and the feature size F for keys of size D."""
+    if isinstance(feature_map, str):
+        if feature_map not in NAMED:
+            names = ", ".join(map(repr, NAMED))
+            raise ValueError(
+                f"feature_map must be one of {names}, an elementwise JAX function or "
+                f"ato_jax.favor(...), got {feature_map!r}"
+            )
+        return NAMED[feature_map], (), D
+    if isinstance(feature_map, Favor):
+        features, size = feature_map.projection.shape
+        if size != D:
+            raise ValueError(f"feature_map was drawn for head_dim {size}, but q has D={D}")
+        favor_map = FeatureMap("favor", True, _favor, elementwise=False)
+        return favor_map, (feature_map.projection,), features
+    if not callable(feature_map):
+        raise ValueError(
+            "feature_map must be a name, an elementwise JAX function or ato_jax.favor(...), "
+            f"got {feature_map!r}"
+        )
+    closed = _trace(feature_map, jnp.float32)
+    function = functools.partial(_evaluate, feature_map, closed.jaxpr)
+    parameters = tuple(jnp.asarray(constant) for constant in closed.consts)
+    # Addresses of functions differ from one trace of the same function to the next.
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    return FeatureMap("custom", False, function, text), parameters, D

@@ -1,0 +1,108 @@
+"""Linear attention: what one call is, its arrays, and the rules that every backend shares."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.ops.linear_attention.features import FeatureMap
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttentionSpec:
+    """Everything static about one call.
+
+    `F` is the feature size: D for an elementwise map. `decay` is None, "head" ([G]), "step"
+    ([B,S,G]) or "channel" ([B,S,G,F]). `scale` is 1 where the output is normalised.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    G: int
+    D: int
+    F: int
+    V: int
+    dtype: str
+    feature_map: FeatureMap
+    normalize: bool
+    scale: float
+    eps: float
+    layout: str = "bthd"
+    causal: bool = False
+    decay: str | None = None
+    offset: int | None = 0
+    segments: str | None = None
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    initial_state: bool = False
+    return_state: bool = False
+    precision: str = "exact"
+
+    def traits(self) -> dict[str, Any]:
+        """What block sizes may depend on."""
+        return {
+            "dtype": self.dtype,
+            "D": self.D,
+            "V": self.V,
+            "causal": self.causal,
+            "decay": self.decay or "none",
+            "normalize": self.normalize,
+            "precision": self.precision,
+        }
+
+
+class LinearState(NamedTuple):
+    """Unscaled float32 sums over the keys seen: of phi(k) v^T, and of phi(k)."""
+
+    kv: jax.Array  # [B, G, F, V]
+    k_sum: jax.Array  # [B, G, F]
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, q, k, v and per-step decays in `spec.layout`.
+
+    Segments are canonical: a key's is the number of its run, counted from 0 and never
+    decreasing along S; a query's is that of the run it may see, or -1 where there is none.
+    Beyond the lengths they mean nothing.
+    """
+
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, G, D]
+    v: jax.Array  # [B, S, G, V]
+    decay: jax.Array | None = None  # [G] | [B, S, G] | [B, S, G, F] float32
+    initial_state: LinearState | None = None
+    feature_parameters: tuple[jax.Array, ...] = ()
+    q_segments: jax.Array | None = None  # [B, T] int32
+    kv_segments: jax.Array | None = None  # [B, S] int32
+    q_lengths: jax.Array | None = None  # [B] int32
+    kv_lengths: jax.Array | None = None  # [B] int32
+
+
+class Outputs(NamedTuple):
+    """Both always; the state's cotangent is zero unless `spec.return_state`.
+
+    `state` is what `return_state` returns: initial state included, of the last segment. Where
+    causal with T != S it is the state after the last key.
+    """
+
+    out: jax.Array  # [B, T, H, V], v's dtype
+    state: LinearState
+
+
+class Residuals(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+
+
+def positions_of_first_query(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
+    """The position of query 0 among the keys, [B] int32: aligned so that the last meet."""
+    if spec.offset is not None:
+        return jnp.full((spec.B,), spec.offset, jnp.int32)
+    q_lengths = jnp.int32(spec.T) if inputs.q_lengths is None else inputs.q_lengths
+    kv_lengths = jnp.int32(spec.S) if inputs.kv_lengths is None else inputs.kv_lengths
+    return jnp.broadcast_to(kv_lengths - q_lengths, (spec.B,))
