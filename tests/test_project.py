@@ -58,6 +58,12 @@ def test_nothing_depends_on_the_empty_dlpack_package():
         assert not [requirement for requirement in requirements if "dlpack" in requirement]
 
 
+def test_package_and_project_have_one_version():
+    assert f'__version__ = "{PYPROJECT["project"]["version"]}"' in (
+        ROOT / "ato_jax" / "__init__.py"
+    ).read_text()
+
+
 def test_license_is_apache_2():
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2_SHA256
     assert PYPROJECT["project"]["license"] == "Apache-2.0"
