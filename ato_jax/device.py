@@ -62,7 +62,7 @@ def of_call(arrays: Any) -> Device:
     for array in jax.tree.leaves(arrays):
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return describe(next(iter(array.devices())))
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if default is None or isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
     return describe(default)

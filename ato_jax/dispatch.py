@@ -221,14 +221,17 @@ class Explanation:
 
 def explain(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Explanation:
     call = _call_of(op, spec, inputs, implementation)
-    choices: dict[str, Choice | None] = {}
-    for phase in PHASES:
+
+    def choice(phase: str) -> Choice | None:
         try:
-            choices[phase] = choose(call, phase)
+            return choose(call, phase)
         except UnsupportedError:
-            choices[phase] = None
+            return None
+
     reasons = {
         name: {phase: reason_against(call, name, phase) for phase in PHASES}
-        for name in op.backends
+        for name in op.backends + op.planned
     }
-    return Explanation(op.name, spec, call.device, *choices.values(), reasons)
+    return Explanation(
+        op.name, spec, call.device, choice("forward"), choice("backward"), reasons
+    )

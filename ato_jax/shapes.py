@@ -106,6 +106,12 @@ def static_number(name: str, value: Any) -> float:
     return number
 
 
+def positive_int(name: str, value: Any) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    return int(value)
+
+
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

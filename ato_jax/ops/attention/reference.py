@@ -62,9 +62,9 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # Padding is replaced before any arithmetic, so that a NaN in it goes nowhere.
-    if inputs.q_lengths is not None:
-        asked = jnp.arange(spec.T) < inputs.q_lengths[:, None]
-        q = jnp.where(asked[:, None, :, None], q, 0)
+    q_lengths = jnp.full(spec.B, spec.T) if inputs.q_lengths is None else inputs.q_lengths
+    asked = (jnp.arange(spec.T) < q_lengths[:, None])[:, None, :, None]  # [B, 1, T, 1]
+    q = jnp.where(asked, q, 0)
     if inputs.kv_lengths is not None:
         real = jnp.arange(spec.S) < inputs.kv_lengths[:, None]
         k, v = (jnp.where(real[:, None, :, None], array, 0) for array in (k, v))
@@ -101,8 +101,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         keep = dropout_keep(spec.dropout_rate, inputs.dropout_seed, b, h, i, j)
         p = jnp.where(keep, p / (1 - spec.dropout_rate), 0)
     out = jnp.einsum("bhts,bhsv->bhtv", p, v, precision=EXACT).astype(inputs.v.dtype)
-    if inputs.q_lengths is not None:
-        out = jnp.where(asked[:, None, :, None], out, 0)
+    out = jnp.where(asked, out, 0)
     if spec.layout == "bthd":
         out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     return Outputs(out, lse)

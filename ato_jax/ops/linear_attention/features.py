@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from ato_jax import shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +100,8 @@ def favor(
       orthogonal: rows orthogonal within each block of D, which lowers the variance and keeps
         the estimate unbiased.
     """
-    for name, size in (("num_features", num_features), ("head_dim", head_dim)):
-        if not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+    num_features = shapes.positive_int("num_features", num_features)
+    head_dim = shapes.positive_int("head_dim", head_dim)
     direction_key, norm_key = jax.random.split(key)
     if not orthogonal:
         return Favor(jax.random.normal(direction_key, (num_features, head_dim), jnp.float32))

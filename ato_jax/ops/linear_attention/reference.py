@@ -55,7 +55,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     per_step = spec.decay in ("step", "channel")
     if spec.layout == "bhtd":
         q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
-        decay = jnp.swapaxes(decay, 1, 2) if per_step else decay
+        decay = jnp.swapaxes(decay, 1, 2) if decay is not None and per_step else decay
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     q_lengths = jnp.full(spec.B, spec.T) if inputs.q_lengths is None else inputs.q_lengths
     kv_lengths = jnp.full(spec.B, spec.S) if inputs.kv_lengths is None else inputs.kv_lengths
