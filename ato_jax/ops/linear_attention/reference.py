@@ -73,12 +73,10 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     q = phi(jnp.where(asked[..., None, None], q, 0))  # [B, T, H, F]
     k = jnp.where(real[..., None, None], phi(jnp.where(real[..., None, None], k, 0)), 0)
     v = jnp.where(real[..., None, None], v, 0).astype(dtype)
-    if decay is None:
-        steps = jnp.zeros((spec.B, spec.S, spec.G, spec.F), dtype)
-    else:
-        steps = decay.astype(dtype)
-        steps = steps[..., None] if spec.decay != "channel" else steps
-        steps = jnp.broadcast_to(steps, (spec.B, spec.S, spec.G, spec.F))
+    # Log-decays, [B, S, G, F], or [B, S, G, 1] where the channels share them.
+    steps = jnp.zeros((spec.B, spec.S, spec.G, 1), dtype)
+    if decay is not None:
+        steps += decay.astype(dtype) if spec.decay == "channel" else decay.astype(dtype)[..., None]
         steps = jnp.where(real[..., None, None], steps, 0)
     if inputs.initial_state is None:
         state = LinearState(
@@ -91,7 +89,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     def one_entry(
         q: Any, k: Any, v: Any, steps: Any, state: Any, b_facts: Any
     ) -> tuple[jax.Array, LinearState]:
-        """q [T, F] of one head; k [S, F], v [S, V], steps [S, F], state [F, V], [F] of its kv."""
+        """q [T, F] of one head; k [S, F], v [S, V], steps [S, F|1], state [F, V], [F] of its kv."""
         first, asked, real, q_segments, kv_segments, kv_length = b_facts
         i = jnp.arange(spec.T)[:, None]
         j = jnp.arange(spec.S)[None, :]
@@ -102,8 +100,11 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         if spec.causal:
             visible &= j <= position
         # The sum of decay[j+1..position], a slice from j + 1 to position + 1, or mirrored.
-        between = sums[jnp.minimum(step, j) + 1, jnp.maximum(step, j) + 1]  # [T, S, F]
-        w = jnp.sum(q[:, None] * k * jnp.exp(between), axis=-1)  # [T, S]
+        between = sums[jnp.minimum(step, j) + 1, jnp.maximum(step, j) + 1]  # [T, S, F or 1]
+        if spec.decay == "channel":
+            w = jnp.sum(q[:, None] * k * jnp.exp(between), axis=-1)  # [T, S]
+        else:
+            w = jnp.matmul(q, k.T, precision=EXACT) * jnp.exp(between[..., 0])  # [T, S]
         w = jnp.where(visible, w, 0)
         sees_state = asked[:, None] & (q_segments == 0)[:, None] & (position >= -1)  # [T, 1]
         q_state = jnp.where(sees_state, q * jnp.exp(sums[0, step[:, 0] + 1]), 0)
@@ -114,7 +115,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         last_segment = jnp.where(kv_length > 0, kv_segments[jnp.maximum(kv_length - 1, 0)], 0)
         in_last = (real & (kv_segments == last_segment))[:, None]
         kept = jnp.where(in_last, k * jnp.exp(sums[1:, kv_length]), 0)  # [S, F]
-        since = jnp.where(last_segment == 0, jnp.exp(sums[0, kv_length]), 0)  # [F]
+        since = jnp.where(last_segment == 0, jnp.exp(sums[0, kv_length]), 0)  # [F or 1]
         return out, LinearState(
             jnp.matmul(kept.T, v, precision=EXACT) + since[:, None] * state.kv,
             jnp.sum(kept, axis=0) + since * state.k_sum,
