@@ -189,6 +189,19 @@ def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
     return _run(call, inputs)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _run_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
+    return _kernels_backward(call, residuals, cotangents)
+
+
+def backward(
+    op: Op, spec: Any, residuals: Any, cotangents: Any, implementation: str | None
+) -> Any:
+    """The inputs' cotangents, for a caller that kept the residuals; None where no floats are."""
+    call = _call_of(op, spec, residuals[0], implementation)
+    return _run_backward(call, residuals, cotangents)
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a call would run, and why nothing else: `print` it, or read its fields.
