@@ -189,17 +189,23 @@ def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
     return _run(call, inputs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
-    return _kernels_backward(call, residuals, cotangents)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_backward(call: _Call, wanted: tuple[str, ...], residuals: Any, cotangents: Any) -> Any:
+    gradients = _kernels_backward(call, residuals, cotangents)
+    return {name: getattr(gradients, name) for name in wanted}
 
 
 def backward(
-    op: Op, spec: Any, residuals: Any, cotangents: Any, implementation: str | None
-) -> Any:
-    """The inputs' cotangents, for a caller that kept the residuals; None where no floats are."""
+    op: Op,
+    spec: Any,
+    residuals: Any,
+    cotangents: Any,
+    implementation: str | None,
+    wanted: tuple[str, ...],
+) -> dict[str, Any]:
+    """The cotangents of the inputs named in `wanted`, for a caller that kept the residuals."""
     call = _call_of(op, spec, residuals[0], implementation)
-    return _run_backward(call, residuals, cotangents)
+    return _run_backward(call, wanted, residuals, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
