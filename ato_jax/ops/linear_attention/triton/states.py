@@ -1,0 +1,68 @@
+"""The sums over the keys, piece by piece: the first pass of every forward and causal backward.
+
+    kv[p] = sum over the keys j of piece p of v_j phi(k_j)^T     [V, F], the state transposed
+    k_sum[p] = sum over them of phi(k_j)                         [F]
+
+Written as v^T phi(k) the mapped tile is the product's right operand, which is the one that goes
+through shared memory anyway; v's tile is there from its load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces
+
+
+def piece_states(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, pieces: Pieces, first: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """kv [B, G, pieces, V, F] and k_sum [B, G, pieces, F], float32; piece 0 starts at `first`."""
+    block = min(config.state_block, pieces.rows)
+    whole = first == 0 and pieces.count * pieces.rows == spec.S
+    wide = tiles.wide_features(spec)
+
+    def kernel(k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any) -> None:
+        start = first + pl.program_id(0) * pieces.rows
+        ones = tiles.as_column(jnp.ones(block, jnp.float32))  # [S_block, 16]
+
+        def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            kv, k_sum = sums  # [V, F], [F, 16]
+            rows = tiles.tile_rows(start + i * block, block, spec.S, whole)
+            k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
+            v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
+            features = tiles.operand(spec, tiles.features_of(spec, k, rows), wide=wide)
+            kv += tiles.product(spec, v, features, wide=wide, trans_a=True)
+            k_sum += tiles.product(spec, features, ones, wide=wide, trans_a=True)
+            return kv, k_sum
+
+        sums = tiles.no_sums(spec)
+        kv, k_sum = jax.lax.fori_loop(0, pieces.rows // block, add_tile, sums)
+        tiles.store_matrix(kv_ref, spec.V, spec.F, kv)
+        tiles.store_vector(k_sum_ref, spec.F, tiles.as_vector(k_sum))
+
+    return tiles.launch(
+        kernel,
+        "linear_attention_states",
+        grid=(pieces.count, spec.G, spec.B),
+        in_specs=[
+            tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g)),
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, spec.V, spec.F), lambda p, g, b: (b, g, p, 0, 0)),
+            pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((spec.B, spec.G, pieces.count, spec.V, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, spec.G, pieces.count, spec.F), jnp.float32),
+        ],
+        warps=config.state_warps,
+        stages=config.state_stages,
+    )(inputs.k, inputs.v)
