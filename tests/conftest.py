@@ -1,0 +1,47 @@
+"""What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+# quick and default draw the same examples every time, so that no build fails by luck.
+for name, examples, settled in (
+    ("quick", 5, True),
+    ("default", 15, True),
+    ("thorough", 300, False),
+):
+    hypothesis.settings.register_profile(
+        name,
+        max_examples=examples,
+        derandomize=settled or "CI" in os.environ,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.data_too_large,
+        ],
+    )
+hypothesis.settings.load_profile(os.environ.get("ATO_HYPOTHESIS_PROFILE", "default"))
+
+
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # On a CPU nearly all of the time goes into compiling, and nothing here is about its speed.
+    if not has_gpu():
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if has_gpu():
+        return
+    reason = f"needs an NVIDIA GPU; JAX finds {', '.join(map(str, jax.devices()))} alone"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
