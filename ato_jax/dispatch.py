@@ -50,6 +50,11 @@ class Op:
     def backend(self, name: str) -> Any:
         return importlib.import_module(f"{self.package}.{name}")
 
+    @property
+    def residuals(self) -> Any:
+        """The op's own type of (inputs, outputs): backends read its fields by name."""
+        return importlib.import_module(f"{self.package}.spec").Residuals
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -115,7 +120,7 @@ def _kernels(call: _Call, inputs: Any) -> Any:
 
 def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
     outputs = _forward(call, inputs)
-    return outputs, (inputs, outputs)
+    return outputs, call.op.residuals(inputs, outputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +133,7 @@ def _kernels_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
 
 
 def _twice_forward(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
-    return _kernels_backward(call, residuals, cotangents), (residuals[0], cotangents)
+    return _kernels_backward(call, residuals, cotangents), (residuals.inputs, cotangents)
 
 
 def _twice_backward(call: _Call, saved: Any, second_cotangents: Any) -> tuple[Any, Any]:
@@ -146,7 +151,7 @@ def _twice_backward(call: _Call, saved: Any, second_cotangents: Any) -> tuple[An
         first_gradient, saved, second_cotangents
     )
     # The outputs among the residuals are functions of the inputs, which have them accounted for.
-    return (inputs_cotangent, None), cotangents_cotangent
+    return call.op.residuals(inputs_cotangent, None), cotangents_cotangent
 
 
 _kernels.defvjp(_kernels_forward, lambda *args: (_kernels_backward(*args),))
@@ -198,14 +203,15 @@ def _run_backward(call: _Call, wanted: tuple[str, ...], residuals: Any, cotangen
 def backward(
     op: Op,
     spec: Any,
-    residuals: Any,
+    inputs: Any,
+    outputs: Any,
     cotangents: Any,
     implementation: str | None,
     wanted: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The cotangents of the inputs named in `wanted`, for a caller that kept the residuals."""
-    call = _call_of(op, spec, residuals[0], implementation)
-    return _run_backward(call, wanted, residuals, cotangents)
+    """The cotangents of the inputs named in `wanted`, for a caller that kept the outputs."""
+    call = _call_of(op, spec, inputs, implementation)
+    return _run_backward(call, wanted, op.residuals(inputs, outputs), cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
