@@ -8,6 +8,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests import receipt
+
 # quick and default draw the same examples every time, so that no build fails by luck.
 for name, examples, settled in (
     ("quick", 5, True),
@@ -45,3 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if has_gpu():
+        receipt.after(session)

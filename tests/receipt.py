@@ -24,6 +24,8 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
+import jax
+
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
@@ -37,6 +39,7 @@ KERNEL_SOURCES = (
     "ato_jax/ops/*/triton.py",
     "ato_jax/ops/*/triton/*.py",
 )
+OUTCOMES = ("passed", "failed", "error", "skipped")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 
 
@@ -91,6 +94,27 @@ def write(content: dict[str, Any]) -> None:
 
 def write_run(device: str, tally: dict[str, int], failed: list[str]) -> None:
     write({"device": device, "versions": versions(), "tally": tally, "failed": failed})
+
+
+def after(session: Any) -> None:
+    """Writes the receipt of a session that ran every test of the marker gpu, and no less."""
+    config = session.config
+    whole = (
+        config.args_source is config.ArgsSource.TESTPATHS
+        and config.option.markexpr == "gpu"
+        and not config.option.keyword
+        and not config.option.collectonly
+        and not config.option.deselect
+        and not getattr(config.option, "lf", False)
+        and not session.shouldstop
+        and not hasattr(config, "workerinput")
+    )
+    if not whole:
+        return
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    tally = {outcome: len(stats.get(outcome, [])) for outcome in OUTCOMES}
+    failed = [report.nodeid for outcome in ("failed", "error") for report in stats.get(outcome, [])]
+    write_run(jax.devices()[0].device_kind, tally, failed)
 
 
 def verdict(receipt: dict[str, Any], current_hash: str) -> tuple[str | None, str | None]:
