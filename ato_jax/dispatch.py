@@ -119,7 +119,8 @@ def _kernels(call: _Call, inputs: Any) -> Any:
 
 
 def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
-    outputs = _forward(call, inputs)
+    # Not `_forward`: a second derivative passes here, and has to meet the custom rule again.
+    outputs = _kernels(call, inputs)
     return outputs, call.op.residuals(inputs, outputs)
 
 
