@@ -1,0 +1,15 @@
+"""ato_jax on PyTorch's tensors: where they live, with gradients, by DLPack without copies.
+
+    ato_torch.attention(query, key, value, attn_mask=None, ...)   as F.scaled_dot_product_attention
+    ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
+
+Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX not to take most of
+the memory for itself.
+"""
+
+from ato_torch import _bridge
+from ato_torch.functional import attention, linear_attention
+
+_bridge.share_the_gpu()
+
+__all__ = ["attention", "linear_attention"]

@@ -1,0 +1,503 @@
+"""ato_torch against PyTorch itself: values, gradients, meaning, lifetimes and errors."""
+
+import gc
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from tests import numerics
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
+)
+F = torch.nn.functional
+
+import ato_torch  # noqa: E402
+from ato_jax import LinearState, UnsupportedError  # noqa: E402
+from ato_torch import _bridge  # noqa: E402
+
+B, H, T, S, D = 2, 4, 7, 9, 16
+SHAPES = ((B, H, T, D), (B, H, S, D), (B, H, S, D))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def draw(*shapes, dtype=torch.float32, seed=0, requires_grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_(requires_grad)
+        for shape in shapes
+    ]
+
+
+def results(function, tensors, cotangent):
+    """The output and the gradients of all tensors that want one, by name; q, k, v, then others."""
+    names = ("q", "k", "v", "bias")
+    wanted = {
+        name: tensor
+        for name, tensor in zip(names, tensors, strict=False)
+        if tensor is not None and tensor.requires_grad
+    }
+    out = function(*tensors)
+    gradients = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out.dtype))
+    return {"out": out.detach()} | {
+        f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)
+    }
+
+
+def upcast(tensors, dtype):
+    return [
+        tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        if tensor is not None and tensor.is_floating_point()
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def array(tensor):
+    """As NumPy sees it, bfloat16 included."""
+    return np.asarray(jax.dlpack.from_dlpack(tensor.detach().contiguous()))
+
+
+def check(function, peer, tensors):
+    """`function` on the tensors against `peer` in float64, within the budgets of the dtype."""
+    shape = peer(*(tensor if tensor is None else tensor.detach() for tensor in tensors)).shape
+    (cotangent,) = draw(shape, seed=1, requires_grad=False)
+    cotangent = cotangent.to(tensors[0].dtype)
+    found = results(function, tensors, cotangent)
+    exact = results(peer, upcast(tensors, torch.float64), cotangent)
+    ideal = results(peer, upcast(tensors, torch.float32), cotangent)
+    assert found.keys() == exact.keys()
+    for name in exact:
+        numerics.check(
+            name,
+            array(found[name]),
+            exact[name].numpy(),
+            dtype=str(tensors[0].dtype).removeprefix("torch."),
+            ideal=array(ideal[name].to(found[name].dtype)),
+        )
+        assert found[name].dtype == (tensors[0] if name == "out" else found[name]).dtype
+
+
+def check_attention(tensors, **options):
+    check(
+        lambda *tensors: ato_torch.attention(*tensors, **options),
+        lambda *tensors: F.scaled_dot_product_attention(*tensors, **options),
+        tensors,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_is_sdpa(dtype):
+    check_attention(draw(*SHAPES, dtype=dtype))
+
+
+@pytest.mark.parametrize("sizes", [(T, S), (S, T)], ids=["T < S", "T > S"])
+def test_causal_is_top_left(sizes):
+    T, S = sizes
+    check_attention(draw((B, H, T, D), (B, H, S, D), (B, H, S, D)), is_causal=True)
+
+
+def test_scale_value_size_and_grouped_heads():
+    tensors = draw((B, H, T, D), (B, 2, S, D), (B, 2, S, 5))
+    check_attention(tensors, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(T, S), (B, 1, 1, S), (H, T, 1)], ids=str
+)
+@pytest.mark.parametrize("kind", ["float", "bool"])
+def test_mask(shape, kind):
+    tensors = draw(*SHAPES, shape)
+    if kind == "bool":
+        mask = tensors[-1].detach() > -0.5
+        if shape[-2:] == (T, S):
+            mask[..., 2, :] = False  # sees nothing
+        check_attention([*tensors[:3], mask])
+    else:
+        check_attention(tensors)
+
+
+def test_infinite_mask_hides_and_a_row_that_sees_nothing_gives_zero():
+    query, key, value = draw(*SHAPES)
+    mask = torch.zeros(T, S).masked_fill_(torch.ones(T, S).tril() == 0, -torch.inf)
+    mask[3] = -torch.inf
+    out = ato_torch.attention(query, key, value, mask)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value, mask))
+    assert (out[:, :, 3] == 0).all()
+    out.sum().backward()
+    assert (query.grad[:, :, 3] == 0).all() and torch.isfinite(key.grad).all()
+
+
+def test_float32_mask_on_bfloat16_and_an_expanded_one():
+    tensors = draw(*SHAPES, dtype=torch.bfloat16)
+    (mask,) = draw((T, 1), requires_grad=False)
+    check_attention([*tensors, mask.expand(T, S)])
+    (mask,) = draw((B, 1, 1, S))
+    query, key, value = (tensor.detach() for tensor in tensors)
+    ato_torch.attention(query, key, value, mask.expand(B, H, T, S)).sum().backward()
+    assert mask.grad.shape == mask.shape and mask.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((T, D), (S, D), (S, D)),
+        ((H, T, D), (H, S, D), (H, S, D)),
+        ((B, H, T, D), (H, S, D), (1, 1, S, D)),
+        ((2, 3, H, T, D), (3, H, S, D), (2, 3, H, S, D)),
+        ((1, 1, T, D), (B, H, S, D), (B, H, S, D)),
+    ],
+    ids=str,
+)
+def test_leading_axes_broadcast_as_there(shapes):
+    check_attention(draw(*shapes))
+
+
+def test_mask_of_more_leading_axes():
+    check_attention(draw((2, 3, H, T, D), (2, 3, H, S, D), (2, 3, H, S, D), (3, 1, T, S)))
+
+
+def test_views_of_any_stride_and_offset():
+    def views(tensors):
+        first, second, third = tensors
+        return (
+            first.transpose(1, 2),  # [B, T, H, D] in memory
+            second[..., 1 : D + 1],  # neither dense nor aligned
+            third.flatten()[3:].view(B, H, S, D),  # dense, starts at byte 12
+        )
+
+    tensors = draw((B, T, H, D), (B, H, S, D + 1), (B * H * S * D + 3,))
+    check(
+        lambda *tensors: ato_torch.attention(*views(tensors)),
+        lambda *tensors: F.scaled_dot_product_attention(*views(tensors)),
+        tensors,
+    )
+
+
+def test_transposed_memory_is_not_copied(monkeypatch):
+    tensors = draw((B, T, H, D), (B, S, 2, D), (B, S, 2, D), requires_grad=False)
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+    wanted = ato_torch.attention(
+        *(tensor.contiguous() for tensor in (query, key, value)), is_causal=True, enable_gqa=True
+    )
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *_, **__: pytest.fail("a copy was made"))
+    found = ato_torch.attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, wanted)
+    decay = torch.full((B, S, 2), -0.1).transpose(1, 2)
+    linear = ato_torch.linear_attention(key, key, value, causal=True, decay=decay)
+    assert linear.shape == (B, 2, S, D)
+
+
+@pytest.mark.parametrize("wanting", [(True, False, False), (False, True, True)])
+def test_only_the_gradients_that_are_wanted(wanting):
+    tensors = draw(*SHAPES, (T, S), requires_grad=False)
+    for tensor, wants in zip(tensors, (*wanting, wanting[0]), strict=True):
+        tensor.requires_grad_(wants)
+    check_attention(tensors)
+
+
+def test_no_grad_and_nothing_that_wants_a_gradient():
+    tensors = draw(*SHAPES)
+    with torch.no_grad():
+        assert not ato_torch.attention(*tensors).requires_grad
+    assert not ato_torch.attention(*(tensor.detach() for tensor in tensors)).requires_grad
+
+
+def test_dropout_follows_torchs_generator():
+    query, key, value = draw(*SHAPES)
+    value = torch.ones_like(value)
+
+    def call(seed):
+        torch.manual_seed(seed)
+        return ato_torch.attention(query, key, value, dropout_p=0.5)
+
+    assert torch.equal(call(0), call(0)) and not torch.equal(call(0), call(1))
+    # The sum of the weights that are kept: 1 in the mean.
+    query, key, value = draw((1, 8, 64, D), (1, 8, 64, D), (1, 8, 64, D), requires_grad=False)
+    value = torch.ones_like(value)
+    assert call(2).std() > 0.05 and abs(call(2).mean() - 1) < 0.05
+
+
+def test_dropout_gradient_drops_what_the_forward_dropped():
+    query, key, value = draw((1, 1, 5, D), (1, 1, 5, D), (1, 1, 5, 5), requires_grad=False)
+    value = torch.eye(5)[None, None].requires_grad_()
+    weights = ato_torch.attention(query, key, value, dropout_p=0.5)
+    (gradient,) = torch.autograd.grad(weights[..., :1].sum(), value)
+    torch.testing.assert_close(gradient[0, 0, :, 0], weights.detach()[0, 0].sum(0))
+
+
+def test_extras_of_attention():
+    query, key, value = draw((B, H, S, D), (B, H, S, D), (B, H, S, D))
+    (sinks,) = draw((H,))
+    ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    out, lse = ato_torch.attention(
+        query, key, value, window=(2, 0), segment_ids=ids, sinks=sinks, return_lse=True
+    )
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    visible = (j <= i) & (j >= i - 2) & (ids[:, None, :, None] == ids[:, None, None, :])
+    scores = (query @ key.mT) * D**-0.5
+    scores = scores.masked_fill(~visible, -torch.inf)
+    wanted = torch.logaddexp(torch.logsumexp(scores, -1), sinks[:, None])
+    torch.testing.assert_close(lse, wanted)
+    torch.testing.assert_close(out, torch.exp(scores - wanted[..., None]) @ value)
+    found = torch.autograd.grad(lse.sum() + out.square().sum(), (query, sinks))
+    wanted_out = torch.exp(scores - wanted[..., None]) @ value
+    exact = torch.autograd.grad(wanted.sum() + wanted_out.square().sum(), (query, sinks))
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    lengths = torch.tensor([9, 4])
+    out = ato_torch.attention(query, key, value, kv_lengths=lengths)
+    assert (out[1, :, 4:] == 0).all() and (out[0] != 0).all()
+
+
+def plain_linear(query, key, value, causal=False, decay=None, normalize=True):
+    """w[i,j] = phi(q_i) . phi(k_j) * decay(i,j), written out; [B, H, T, D]."""
+    phi_q, phi_k = F.elu(query) + 1, F.elu(key) + 1
+    groups = query.shape[1] // key.shape[1]
+    phi_k, value = (tensor.repeat_interleave(groups, 1) for tensor in (phi_k, value))
+    w = phi_q @ phi_k.mT
+    if decay is not None:
+        total = decay.to(w.dtype).repeat_interleave(groups, 1).cumsum(-1)
+        w = w * torch.exp((total[..., :, None] - total[..., None, :]).tril())
+    w = w.tril(key.shape[2] - query.shape[2]) if causal else w
+    out = w @ value
+    return out / w.sum(-1, keepdim=True) if normalize else out * query.shape[-1] ** -0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention(causal, dtype):
+    check(
+        lambda *tensors: ato_torch.linear_attention(*tensors, causal=causal),
+        lambda *tensors: plain_linear(*tensors, causal=causal),
+        draw((B, H, T, D), (B, 2, S, D), (B, 2, S, D), dtype=dtype),
+    )
+
+
+def test_linear_attention_options_layout_and_no_batch():
+    tensors = draw((B, S, H, D), (B, S, 2, D), (B, S, 2, D))
+    options = {"causal": True, "normalize": False, "layout": "bthd"}
+    flipped = [tensor.transpose(1, 2) for tensor in tensors]
+    out = ato_torch.linear_attention(*tensors, **options)
+    wanted = plain_linear(*flipped, causal=True, normalize=False)
+    torch.testing.assert_close(out.transpose(1, 2), wanted)
+    single = ato_torch.linear_attention(*(tensor[1] for tensor in tensors), **options)
+    torch.testing.assert_close(single, out[1])
+
+
+def test_linear_attention_state_and_decay_have_gradients():
+    query, key, value = draw((B, 2, S, D), (B, 2, S, D), (B, 2, S, D))
+    decay = (-torch.rand(B, 2, S)).requires_grad_()
+    whole = plain_linear(query, key, value, causal=True, decay=decay)
+    first, state = ato_torch.linear_attention(
+        query[:, :, :4],
+        key[:, :, :4],
+        value[:, :, :4],
+        causal=True,
+        decay=decay[:, :, :4],
+        return_state=True,
+    )
+    assert isinstance(state, LinearState) and state.kv.dtype == torch.float32
+    rest = ato_torch.linear_attention(
+        query[:, :, 4:],
+        key[:, :, 4:],
+        value[:, :, 4:],
+        causal=True,
+        decay=decay[:, :, 4:],
+        initial_state=state,
+    )
+    joined = torch.cat([first, rest], 2)
+    torch.testing.assert_close(joined, whole)
+    leaves = (query, key, value, decay)
+    (cotangent,) = draw(whole.shape, seed=1, requires_grad=False)
+    torch.testing.assert_close(
+        torch.autograd.grad(joined, leaves, cotangent),
+        torch.autograd.grad(whole, leaves, cotangent),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+def test_linear_attention_takes_jax_feature_maps():
+    query, key, value = draw(*SHAPES, requires_grad=False)
+    named = ato_torch.linear_attention(query, key, value, feature_map="silu")
+    torch.testing.assert_close(
+        ato_torch.linear_attention(query, key, value, feature_map=jax.nn.silu), named
+    )
+
+
+def test_empty_axes():
+    for tokens, keys in ((0, S), (T, 0)):
+        tensors = draw((B, H, tokens, D), (B, H, keys, D), (B, H, keys, D))
+        for function in (ato_torch.attention, ato_torch.linear_attention):
+            out = function(*tensors)
+            assert out.shape == (B, H, tokens, D) and not out.any()
+            gradients = torch.autograd.grad(out.sum(), tensors)
+            for gradient, tensor in zip(gradients, tensors, strict=True):
+                assert gradient.shape == tensor.shape and not gradient.any()
+    tensors = draw((0, H, T, D), (0, H, S, D), (0, H, S, D))
+    out = ato_torch.attention(*tensors)
+    assert out.shape == (0, H, T, D)
+    assert torch.autograd.grad(out.sum(), tensors)[0].shape == (0, H, T, D)
+
+
+def test_results_share_no_memory_with_inputs():
+    state = LinearState(torch.zeros(B, H, D, D), torch.zeros(B, H, D))
+    query, key, value = draw((B, H, T, D), (B, H, 0, D), (B, H, 0, D), requires_grad=False)
+    # Without keys the state is handed on as it came.
+    _, found = ato_torch.linear_attention(
+        query, key, value, initial_state=state, return_state=True
+    )
+    for before, after in zip(state, found, strict=True):
+        after += 1
+        assert not before.any()
+
+
+def test_lifetimes():
+    """Results outlive the inputs, and inputs written to after the call don't change results."""
+    for _ in range(5):
+        query, key, value = draw((1, 2, 64, 32), (1, 2, 64, 32), (1, 2, 64, 32))
+        wanted = F.scaled_dot_product_attention(query, key, value).detach()
+        out = ato_torch.attention(query, key, value)
+        with torch.no_grad():
+            copy = out.detach() * 1
+            for tensor in (query, key, value):
+                tensor.zero_()
+        del query, key, value, tensor
+        gc.collect()
+        torch.testing.assert_close(copy, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out.detach(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_an_input_written_to_before_backward_is_refused():
+    query, key, value = draw(*SHAPES)
+    out = ato_torch.attention(query, key * 1, value)
+    with torch.no_grad():
+        query.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_second_order_and_forward_mode_are_refused():
+    query, key, value = draw(*SHAPES)
+    (gradient,) = torch.autograd.grad(
+        ato_torch.attention(query, key, value).sum(), query, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="no derivatives of second order"):
+        gradient.sum().backward()
+    with pytest.raises((RuntimeError, NotImplementedError), match="forward|jvp"):
+        torch.func.jvp(lambda query: ato_torch.attention(query, key, value), (query,), (query,))
+
+
+def test_func_grad_and_checkpoint():
+    query, key, value = draw(*SHAPES)
+
+    def loss(query):
+        return ato_torch.attention(query, key, value, dropout_p=0.5).square().sum()
+
+    torch.manual_seed(0)
+    (wanted,) = torch.autograd.grad(loss(query), query)
+    torch.manual_seed(0)
+    torch.testing.assert_close(torch.func.grad(loss)(query), wanted)
+    torch.manual_seed(0)
+    out = torch.utils.checkpoint.checkpoint(loss, query, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out, query)[0], wanted)
+
+
+def test_compiled_models_call_it():
+    query, key, value = draw(*SHAPES)
+
+    def model(query):
+        return ato_torch.attention(query * 2, key, value, is_causal=True).square().sum()
+
+    compiled = torch.compile(model, backend="eager")
+    (wanted,) = torch.autograd.grad(model(query), query)
+    torch.testing.assert_close(torch.autograd.grad(compiled(query), query)[0], wanted)
+
+
+def test_autocast():
+    query, key, value = draw(*SHAPES)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ato_torch.attention(query, key, value.bfloat16())
+        linear = ato_torch.linear_attention(query, key, value)
+    assert out.dtype == linear.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert query.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(B, H, T, D, dtype=torch.float64)}, "query must be bfloat16"),
+        ({"query": torch.zeros(B, H, T, D, dtype=torch.int32)}, "query must be bfloat16"),
+        ({"query": np.zeros((B, H, T, D), np.float32)}, "query must be a torch.Tensor"),
+        ({"query": torch.zeros(B, H, T, D, device="meta")}, "key must be on meta"),
+        ({"key": torch.zeros(B, H, S, D).half()}, "key must have query's dtype"),
+        ({"key": torch.zeros(B, H, S, D + 1)}, "key must be .B, G, S, D. with .*D=16"),
+        ({"value": torch.zeros(B, H, S + 1, D)}, "value must be .B, G, S, V. with .*S=9"),
+        ({"value": torch.zeros(3, H, S, D)}, "leading axes of query, key and value"),
+        ({"key": torch.zeros(B, 2, S, D), "value": torch.zeros(B, 2, S, D)}, "enable_gqa=True"),
+        ({"attn_mask": torch.zeros(T, S + 1)}, "attn_mask must broadcast to .* got shape .7, 10"),
+        ({"attn_mask": torch.zeros(S)}, "attn_mask must broadcast"),
+        ({"attn_mask": torch.zeros(T, S, dtype=torch.int32)}, "attn_mask must be bool"),
+        ({"attn_mask": torch.zeros(T, S), "is_causal": True}, "attn_mask .* is_causal=True"),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1"),
+        ({"scale": float("nan")}, "scale must be finite"),
+        ({"is_causal": 2}, "causal must be True or False"),
+        ({"sinks": torch.zeros(3)}, "sinks must be .H. with H=4"),
+        ({"kv_lengths": torch.tensor([3, 10])}, "kv_lengths must lie between 0 and S=9"),
+        ({"implementation": "fast"}, "implementation must be None or one of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_of_attention(change, message):
+    arguments = dict(zip(("query", "key", "value"), draw(*SHAPES), strict=True)) | change
+    with pytest.raises(ValueError, match=message):
+        ato_torch.attention(**arguments)
+
+
+def test_errors_of_linear_attention():
+    query, key, value = draw(*SHAPES)
+    with pytest.raises(ValueError, match="key must be .B, G, S, D. with .*D=16"):
+        ato_torch.linear_attention(query, key[..., 1:], value)
+    with pytest.raises(ValueError, match="query's heads H must be a multiple"):
+        ato_torch.linear_attention(query, key[:, :3], value[:, :3])
+    with pytest.raises(ValueError, match="decay .* must be <= 0"):
+        ato_torch.linear_attention(query, key, value, causal=True, decay=torch.ones(H))
+    with pytest.raises(ValueError, match="initial_state must be a pair of tensors"):
+        ato_torch.linear_attention(query, key, value, initial_state=torch.zeros(2))
+    with pytest.raises(ValueError, match="layout must be one of"):
+        ato_torch.linear_attention(query, key, value, layout="bhdt")
+
+
+def test_a_backend_that_cannot_says_so():
+    with pytest.raises(UnsupportedError, match="needs a GPU"):
+        ato_torch.attention(*draw(*SHAPES), implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "warns"),
+    [
+        ("gpu", {}, True),
+        ("gpu", {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, True),
+        ("gpu", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False),
+        ("gpu", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, False),
+        ("cpu", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_sharing_the_gpu(monkeypatch, platform, environment, warns):
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_bridge, "_platform_started", lambda: platform)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _bridge.share_the_gpu()
+    assert bool(caught) == warns
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in str(caught[0].message) if warns else True
+    assert _bridge.os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] in (
+        environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    )
