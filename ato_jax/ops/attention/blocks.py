@@ -1,0 +1,311 @@
+"""How plain JAX cuts softmax attention into pieces: per kv head, per strip, per block of queries.
+
+    s[i,j] = softcap(scale * q_i . k_j) + bias[i,j]      -inf where query i may not see key j
+
+Everything here speaks of one kv head and the R = H // G query heads that read it, in arrays named
+by a dictionary (`Arrays`); optional ones are absent:
+
+    q [R,T,D]  k [S,D]  v [S,V]  bias, mask [R|1,T|1,S|1]  sinks, h [R]  q_segments [T]
+    kv_segments [S]  first, b, q_lengths, kv_lengths []  seed [2]  i0, j0 []
+
+`first` is the position of query 0 among the keys, `b` and `h` are the indices that dropout
+hashes, `i0` and `j0` the indices of the first query and the first key that the arrays hold.
+
+A *strip* is a run of queries and the run of keys that it can see, by causality and window, known
+before the arrays are: what lies outside is never multiplied. Inside a strip, `over_queries` goes
+block by block over the queries, each against all the strip's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax.ops.attention.spec import (
+    AttentionSpec,
+    Inputs,
+    positions_of_first_query,
+    within_bounds,
+)
+
+Arrays = dict[str, jax.Array]
+
+# Which axis, from the end, runs over queries and over keys; bias and mask may leave out either.
+T_AXES = {"q": 2, "bias": 2, "mask": 2, "q_segments": 1, "lse": 1}
+S_AXES = {"k": 2, "v": 2, "bias": 1, "mask": 1, "kv_segments": 1}
+
+# Strips where only one side is bounded have keys of different lengths, so each is a program of
+# its own: n of them cost (n + 1) / 2n of the square, and n times the compilation.
+MOST_STRIPS = 8
+SHORTEST_STRIP = 256
+# A band's strip is that part of the window long: its keys are then 1 + 1/4 windows.
+STRIPS_PER_WINDOW = 4
+
+
+def dot_precision(spec: AttentionSpec) -> lax.Precision:
+    exact = spec.dtype == "float32" and spec.precision != "tf32"
+    return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+
+
+def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
+    """The arrays behind two leading axes [B|1, G|1], of size 1 where entries share them.
+
+    What lies beyond the lengths becomes 0 here, so that NaN in it goes nowhere: as 0 * NaN it
+    would come back in the gradients.
+    """
+    B, G, R = spec.B, spec.G, spec.H // spec.G
+
+    def heads_first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        if spec.layout == "bthd":
+            x = x.swapaxes(1, 2)  # [B, H|G, T|S, D|V]
+        if lengths is not None:
+            held = jnp.arange(x.shape[2]) < lengths[:, None]  # [B, T|S]
+            x = jnp.where(held[:, None, :, None], x, 0)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def grouped(x: jax.Array) -> jax.Array:
+        """[B|1, H|1, ...] -> [B|1, G|1, R|1, ...]"""
+        heads = (G, R) if x.shape[1] == spec.H else (1, 1)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    found: dict[str, jax.Array | None] = {
+        "q": grouped(heads_first(inputs.q, inputs.q_lengths) * spec.scale),
+        "k": heads_first(inputs.k, inputs.kv_lengths),
+        "v": heads_first(inputs.v, inputs.kv_lengths),
+        "bias": None if inputs.bias is None else grouped(inputs.bias),
+        "mask": None if inputs.mask is None else grouped(inputs.mask),
+        "sinks": None if inputs.sinks is None else inputs.sinks.reshape(1, G, R),
+        "h": jnp.arange(spec.H).reshape(1, G, R),
+        "b": jnp.arange(B)[:, None],
+        "first": positions_of_first_query(spec, inputs)[:, None],
+        "q_segments": None if inputs.q_segments is None else inputs.q_segments[:, None],
+        "kv_segments": None if inputs.kv_segments is None else inputs.kv_segments[:, None],
+        "q_lengths": None if inputs.q_lengths is None else inputs.q_lengths[:, None],
+        "kv_lengths": None if inputs.kv_lengths is None else inputs.kv_lengths[:, None],
+        "seed": None if inputs.dropout_seed is None else inputs.dropout_seed[None, None],
+        "i0": jnp.zeros((1, 1), jnp.int32),
+        "j0": jnp.zeros((1, 1), jnp.int32),
+    }
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def each(function: Callable[[Arrays], Any], arrays: Arrays, size: int, together: int) -> Any:
+    """`function` of every entry of the leading axis, `together` at once, the results stacked.
+
+    An array with a leading 1 is shared by the entries: never expanded, its gradient summed.
+    """
+    shared = {name: array[0] for name, array in arrays.items() if array.shape[0] == 1}
+    own = {name: array for name, array in arrays.items() if name not in shared}
+    if size == 1:
+        return jax.tree.map(lambda x: x[None], function(shared))
+    if together >= size:
+        return jax.vmap(lambda entry: function(shared | entry))(own)
+    return lax.map(
+        lambda entry: function(shared | entry), own, batch_size=together if together > 1 else None
+    )
+
+
+def _has(axes: dict[str, int], name: str, array: jax.Array) -> bool:
+    """Whether the array runs over queries (`T_AXES`) or keys (`S_AXES`)."""
+    return name in axes and (name not in ("bias", "mask") or array.shape[-axes[name]] > 1)
+
+
+def _cut(arrays: Arrays, axes: dict[str, int], start: int, stop: int) -> Arrays:
+    """`arrays` with only the entries from `start` to `stop` of an axis, where they have it."""
+    return arrays | {
+        name: lax.slice_in_dim(array, start, stop, axis=array.ndim - axes[name])
+        for name, array in arrays.items()
+        if _has(axes, name, array)
+    }
+
+
+def _bounds(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """`left` and `right` where they hide keys and can be known beforehand, else None."""
+    if spec.offset is None:
+        return None, None
+    left, right = spec.left, spec.right
+    if left is not None and left >= spec.offset + spec.T - 1:
+        left = None
+    if right is not None and spec.offset + right >= spec.S - 1:
+        right = None
+    return left, right
+
+
+def prefix_strips(spec: AttentionSpec) -> Iterator[tuple[int, int, int, int]]:
+    """Queries `from, to` and the keys `from, to` they can see, where one side at most is bounded."""
+    left, right = _bounds(spec)
+    bounded = left is not None or right is not None
+    count = min(MOST_STRIPS, max(1, spec.T // SHORTEST_STRIP)) if bounded else 1
+    length = -(-spec.T // count)
+    for start in range(0, spec.T, length):
+        stop = min(start + length, spec.T)
+        low = 0 if left is None else (spec.offset or 0) + start - left
+        high = spec.S if right is None else (spec.offset or 0) + stop + right
+        low = min(max(low, 0), spec.S - 1)
+        yield start, stop, low, min(max(high, low + 1), spec.S)
+
+
+def band_strip(spec: AttentionSpec) -> int | None:
+    """Queries per strip where both sides are bounded: every strip sees as many keys."""
+    left, right = _bounds(spec)
+    if left is None or right is None:
+        return None
+    return min(spec.T, max(SHORTEST_STRIP, (left + right) // STRIPS_PER_WINDOW))
+
+
+def strips(spec: AttentionSpec, function: Callable[[Arrays], Any], arrays: Arrays) -> Any:
+    """`function` of every strip's arrays, its results [R, T, ...] joined along the queries."""
+    length = band_strip(spec)
+    if length is not None:
+        return _band(spec, length, function, arrays)
+    results = [
+        function(
+            _cut(_cut(arrays, T_AXES, start, stop), S_AXES, low, high)
+            | {"i0": arrays["i0"] + start, "j0": arrays["j0"] + low}
+        )
+        for start, stop, low, high in prefix_strips(spec)
+    ]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *results)
+
+
+def _band(
+    spec: AttentionSpec, length: int, function: Callable[[Arrays], Any], arrays: Arrays
+) -> Any:
+    """The strips of a window, one after the other, so that time and gradients follow the band.
+
+    The keys are laid out beforehand, strip by strip (they overlap: about 1 + STRIPS_PER_WINDOW
+    times their memory). A slice cut from all keys inside the loop would be as quick forward, but
+    its gradient is as long as all keys, for every strip.
+    """
+    left, right = _bounds(spec)
+    assert left is not None and right is not None and spec.offset is not None
+    count = -(-spec.T // length)
+    spans = -(-(length + left + right) // length)  # a strip's keys, in strip lengths
+    first_key = spec.offset - left  # of strip 0; may lie outside of the keys
+
+    def from_first_key(array: jax.Array, axis: int) -> jax.Array:
+        """Cut or padded to the keys that the strips see: (count + spans - 1) * length."""
+        pads = [(0, 0, 0)] * array.ndim
+        pads[-axis] = (-first_key, (count + spans - 1) * length + first_key - spec.S, 0)
+        return lax.pad(array, jnp.zeros((), array.dtype), pads)
+
+    def overlapping(array: jax.Array, axis: int) -> jax.Array:
+        """[..., S, ...] -> [count, ..., spans * length, ...]"""
+        cut = _blocks(from_first_key(array, axis), axis, length)
+        return jnp.concatenate(
+            [cut[span : span + count] for span in range(spans)], axis=cut.ndim - axis
+        )
+
+    stacked: Arrays = {"strip": jnp.arange(count)}
+    shared: Arrays = {}
+    rectangular = []  # [R|1, T, S]: rows by strip, columns cut inside the loop
+    for name, array in arrays.items():
+        has_s = _has(S_AXES, name, array)
+        if _has(T_AXES, name, array):
+            stacked[name] = _blocks(_padded(array, T_AXES[name], length), T_AXES[name], length)
+            if has_s:
+                rectangular.append(name)
+                stacked[name] = from_first_key(stacked[name], S_AXES[name])
+        elif has_s:
+            stacked[name] = overlapping(array, S_AXES[name])
+        else:
+            shared[name] = array
+
+    def strip(entry: Arrays) -> Any:
+        start = entry.pop("strip") * length
+        for name in rectangular:
+            entry[name] = lax.dynamic_slice_in_dim(entry[name], start, spans * length, axis=-1)
+        return function(shared | entry | {"i0": start, "j0": first_key + start})
+
+    return _joined(lax.map(strip, stacked), spec.T)
+
+
+def _padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
+    pads = [(0, 0)] * array.ndim
+    pads[-axis] = (0, -array.shape[-axis] % multiple)
+    return jnp.pad(array, pads)
+
+
+def _blocks(array: jax.Array, axis: int, length: int) -> jax.Array:
+    """[..., n * length, ...] -> [n, ..., length, ...]"""
+    at = array.ndim - axis
+    split = array.reshape(*array.shape[:at], -1, length, *array.shape[at + 1 :])
+    return jnp.moveaxis(split, at, 0)
+
+
+def _joined(results: Any, T: int) -> Any:
+    """[n, R, length, ...] -> [R, T, ...], what was padded cut off"""
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)  # [R, n, length, ...]
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+
+    return jax.tree.map(join, results)
+
+
+def by_query_block(arrays: Arrays, block_t: int) -> tuple[Arrays, Arrays]:
+    """What is the same for all blocks of queries, and what each has, stacked in front."""
+    T = arrays["q"].shape[-2]
+    length = -(-T // -(-T // block_t))  # as many blocks, of even length: little padding
+    own = {
+        name: _blocks(_padded(array, T_AXES[name], length), T_AXES[name], length)
+        for name, array in arrays.items()
+        if _has(T_AXES, name, array)
+    }
+    shared = {name: array for name, array in arrays.items() if name not in own}
+    own["i0"] = shared.pop("i0") + length * jnp.arange(own["q"].shape[0])
+    return shared, own
+
+
+def over_queries(function: Callable[[Arrays], Any], arrays: Arrays, block_t: int) -> Any:
+    """`function` of every block of queries, its results [R, block, ...] joined to [R, T, ...]."""
+    shared, own = by_query_block(arrays, block_t)
+    return _joined(
+        lax.map(lambda entry: function(shared | entry), own), arrays["q"].shape[-2]
+    )
+
+
+def indices(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """The indices of the queries, [T,1], and of the keys, [1,S], that the arrays hold."""
+    i = arrays["i0"] + jnp.arange(arrays["q"].shape[-2])[:, None]
+    j = arrays["j0"] + jnp.arange(arrays["k"].shape[-2])[None, :]
+    return i, j
+
+
+def visible(spec: AttentionSpec, arrays: Arrays) -> jax.Array | None:
+    """Which query may see which key, [R|1, T|1, S|1]; None where all see all."""
+    i, j = indices(arrays)
+    rules = []
+    if spec.left is not None or spec.right is not None:
+        rules.append(within_bounds(spec, arrays["first"] + i, j))
+    if band_strip(spec) is not None:
+        rules.append((j >= 0) & (j < spec.S))  # the last strips' keys run over the ends
+    if "q_lengths" in arrays:
+        rules.append(i < arrays["q_lengths"])
+    if "kv_lengths" in arrays:
+        rules.append(j < arrays["kv_lengths"])
+    if "q_segments" in arrays:
+        rules.append(arrays["q_segments"][:, None] == arrays["kv_segments"][None, :])
+    if "mask" in arrays:
+        rules.append(arrays["mask"])
+    if not rules:
+        return None
+    seen = rules[0]
+    for rule in rules[1:]:
+        seen = seen & rule
+    return seen if seen.ndim == 3 else seen[None]
+
+
+def scores(spec: AttentionSpec, arrays: Arrays) -> jax.Array:
+    """s, [R, T, S]: -inf where hidden. Only a select there, so no gradient can become NaN."""
+    s = jnp.einsum("rtd,sd->rts", arrays["q"], arrays["k"], precision=dot_precision(spec))
+    if spec.softcap is not None:
+        s = spec.softcap * jnp.tanh(s / spec.softcap)
+    if "bias" in arrays:
+        s = s + arrays["bias"].astype(s.dtype)
+    seen = visible(spec, arrays)
+    return s if seen is None else jnp.where(seen, s, -jnp.inf)
