@@ -1,0 +1,170 @@
+"""Linear attention in plain JAX: every option, time and memory linear in T, any derivative.
+
+Time is cut into chunks. A chunk's queries meet its own keys as a square of features' products,
+and all earlier keys through the state that they left (`chunk.py` has the mathematics).
+`lax.scan` carries the state from chunk to chunk, and the states alone are kept for the
+derivative: `jax.checkpoint` computes a chunk again instead of storing its squares.
+
+Both ways at once (a decay or segments without causality) is the same with the whole square and
+with a second state, which comes from the right. Without either, one state serves every query.
+
+Queries stand on the keys' own timeline where query i is at a known distance from key i. Else
+(lengths or segments of their own) both are sorted onto one timeline (`timeline.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax import autodiff
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.xla.chunk import Carry, absorb, open_chunk, output, read, weights
+from ato_jax.ops.linear_attention.xla.timeline import (
+    Timeline,
+    cut,
+    heads_first,
+    join,
+    merge,
+    time_slice,
+    zero_unless,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Steps per chunk, powers of two: `chunk` where queries meet keys one by one.
+
+    `wide_chunk` where they only meet the state: no square there, and fewer, larger products.
+    """
+
+    chunk: int
+    wide_chunk: int
+
+
+def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    return None
+
+
+def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
+    return Config(64, 256)
+
+
+def scan(body: Any, carry: Any, chunks: Any, reverse: bool = False) -> Any:
+    """`lax.scan` that keeps the carries alone for the derivative."""
+    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, chunks, reverse=reverse)
+
+
+def sum_keys(
+    spec: LinearAttentionSpec, size: int, parameters: Any, carry: Carry, timeline: Timeline
+) -> Carry:
+    """The carry after the timeline's last key."""
+
+    def body(carry: Carry, steps: Timeline) -> tuple[Carry, None]:
+        chunk = open_chunk(spec, parameters, steps)
+        return absorb(chunk, carry, chunk.right), None
+
+    return scan(body, carry, cut(timeline._replace(q=None), size))[0]
+
+
+def read_state(
+    spec: LinearAttentionSpec, size: int, parameters: Any, state: Carry, timeline: Timeline
+) -> jax.Array:
+    """out [B, G, R, T, V], every query reading the same state."""
+
+    def body(state: Carry, steps: Timeline) -> tuple[Carry, jax.Array]:
+        chunk = open_chunk(spec, parameters, steps)
+        return state, output(spec, *read(chunk, state, chunk.left))
+
+    return join(scan(body, state, cut(timeline, size))[1], timeline.length)
+
+
+def attend(
+    spec: LinearAttentionSpec,
+    size: int,
+    parameters: Any,
+    carry: Carry,
+    timeline: Timeline,
+    both_ways: bool,
+) -> tuple[Carry, jax.Array]:
+    """The carry after the timeline's last key, and out [B, G, R, N, V]."""
+    chunks = cut(timeline, size)
+
+    def from_right(carry: Carry, steps: Timeline) -> tuple[Carry, Carry]:
+        chunk = open_chunk(spec, parameters, steps)
+        return absorb(chunk, carry, chunk.left), carry
+
+    def from_left(carry: Carry, steps: tuple[Timeline, Carry | None]) -> tuple[Carry, jax.Array]:
+        chunk, right = open_chunk(spec, parameters, steps[0]), steps[1]
+        num, den = read(chunk, carry, chunk.left)
+        if right is not None:
+            right_num, right_den = read(chunk, right, chunk.right)
+            num, den = num + right_num, den + right_den
+        w = weights(chunk, both_ways)  # [B, G, R, C, C]
+        num += chunk.einsum("bgrij,bgjv->bgriv", w, chunk.v)
+        den += jnp.sum(w, axis=-1)
+        return absorb(chunk, carry, chunk.right), output(spec, num, den)
+
+    right = None
+    if both_ways:
+        nothing = jax.tree.map(jnp.zeros_like, carry)
+        _, right = scan(from_right, nothing, chunks._replace(q=None), reverse=True)
+    carry, out = scan(from_left, carry, (chunks, right))
+    return carry, join(out, timeline.length)
+
+
+def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    queries, keys = heads_first(spec, inputs)
+    asked = queries.asked
+    dtype = jnp.promote_types(inputs.q.dtype, jnp.float32)
+    state = inputs.initial_state
+    if state is None:
+        rows = (spec.B, spec.G, spec.F)
+        state = LinearState(jnp.zeros((*rows, spec.V), dtype), jnp.zeros(rows, dtype))
+    carry = Carry(*state, None if keys.run is None else jnp.zeros(spec.B, jnp.int32))
+    parameters = inputs.feature_parameters
+
+    if not spec.causal and spec.decay is None and spec.segments is None:
+        carry = sum_keys(spec, config.wide_chunk, parameters, carry, keys)
+        out = read_state(spec, config.wide_chunk, parameters, carry, queries)
+    elif spec.segments == "cross" or (spec.causal and spec.offset is None):
+        timeline, asked, slots = merge(spec, inputs, queries, keys)
+        both_ways = not spec.causal and spec.decay is not None
+        carry, out = attend(spec, config.chunk, parameters, carry, timeline, both_ways)
+        out = jax.vmap(lambda out, slot: jnp.take(out, slot, axis=2))(out, slots)
+    else:
+        # Keys before the first query's position, or queries that stand before the first key.
+        alone = spec.offset if spec.causal and spec.offset is not None else 0
+        if alone > 0:
+            carry = sum_keys(
+                spec, config.wide_chunk, parameters, carry, time_slice(keys, 0, alone)
+            )
+            keys = time_slice(keys, alone, spec.S)
+        elif alone < 0:
+            queries = time_slice(queries, -alone, spec.T)
+        timeline = keys._replace(q=queries.q, asked=queries.asked)
+        carry, out = attend(spec, config.chunk, parameters, carry, timeline, not spec.causal)
+        out = jnp.pad(out, ((0, 0), (0, 0), (0, 0), (max(-alone, 0), 0), (0, 0)))
+
+    out = zero_unless(asked, out).reshape(spec.B, spec.H, spec.T, spec.V)
+    if spec.layout == "bthd":
+        out = jnp.swapaxes(out, 1, 2)
+    return Outputs(out, LinearState(carry.kv, carry.k_sum))
+
+
+def backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    return autodiff.gradient(
+        functools.partial(forward, spec, config), residuals.inputs, cotangents
+    )

@@ -1,0 +1,195 @@
+"""Queries and keys in time, whatever their layout, lengths, segments and positions.
+
+A query of position p that sees the run of keys [start, end] reads the state after key
+clip(p, start - 1, end), with the decay of the steps between there and p on top.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    positions_of_first_query,
+)
+
+
+class Timeline(NamedTuple):
+    """N steps, at each a query, a key or both, heads first; None for what there is none of.
+
+    R = H / G query heads share a kv head. `cut` puts an axis of chunks in front and C in N's place.
+    """
+
+    q: jax.Array | None = None  # [B, G, R, N, D]
+    k: jax.Array | None = None  # [B, G, N, D]
+    v: jax.Array | None = None  # [B, G, N, V]
+    decay: jax.Array | None = None  # [B, G, N, 1 or F]
+    q_decay: jax.Array | None = None  # [B, G, N, 1 or F], between the query and its step
+    run: jax.Array | None = None  # [B, N], the run of keys at each step, never decreasing
+    asked: jax.Array | None = None  # [B, N], whether there is a query; None: everywhere
+    real: jax.Array | None = None  # [B, N], whether there is a key; None: everywhere
+
+    @property
+    def length(self) -> int:
+        return (self.k if self.q is None else self.q).shape[-2]
+
+
+TIME_AXES = Timeline(q=3, k=2, v=2, decay=2, q_decay=2, run=1, asked=1, real=1)
+
+
+def time_slice(timeline: Timeline, start: int, stop: int) -> Timeline:
+    return Timeline(
+        *(
+            None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=axis)
+            for array, axis in zip(timeline, TIME_AXES, strict=True)
+        )
+    )
+
+
+def cut(timeline: Timeline, size: int) -> Timeline:
+    """The timeline in chunks of `size` steps, or of the power of two that holds them all."""
+    N = timeline.length
+    size = min(size, 1 << (N - 1).bit_length())
+    tail = -N % size
+    if tail and timeline.real is None and timeline.k is not None:
+        timeline = timeline._replace(real=jnp.ones((timeline.k.shape[0], N), bool))
+
+    def chunks(array: jax.Array | None, axis: int, mode: str) -> jax.Array | None:
+        if array is None:
+            return None
+        if tail:
+            width = [(0, tail if a == axis else 0) for a in range(array.ndim)]
+            array = jnp.pad(array, width, mode=mode)
+        shape = (*array.shape[:axis], -1, size, *array.shape[axis + 1 :])
+        return jnp.moveaxis(array.reshape(shape), axis, 0)
+
+    return Timeline(
+        *(
+            chunks(array, axis, "edge" if name == "run" else "constant")
+            for name, array, axis in zip(Timeline._fields, timeline, TIME_AXES, strict=True)
+        )
+    )
+
+
+def join(chunks: jax.Array, length: int) -> jax.Array:
+    """[chunks, B, G, R, C, V] -> [B, G, R, N, V]."""
+    chunks = jnp.moveaxis(chunks, 0, 3)
+    B, G, R, _, _, V = chunks.shape
+    return chunks.reshape(B, G, R, -1, V)[:, :, :, :length]
+
+
+def zero_unless(mask: jax.Array | None, array: jax.Array) -> jax.Array:
+    """array [B, G, ..., N, X] where mask [B, N], else 0, whatever the array holds there."""
+    if mask is None:
+        return array
+    B, N = mask.shape
+    return jnp.where(mask.reshape(B, *(1,) * (array.ndim - 3), N, 1), array, 0)
+
+
+def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Timeline]:
+    """The queries alone and the keys alone."""
+    B, G = spec.B, spec.G
+    q, k, v, decay = inputs.q, inputs.k, inputs.v, inputs.decay
+    if spec.decay == "head":
+        decay = jnp.broadcast_to(decay[:, None, None], (B, G, spec.S, 1))
+    elif spec.decay == "step":
+        decay = decay[..., None]
+    if spec.layout == "bthd":
+        q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
+        decay = jnp.swapaxes(decay, 1, 2) if spec.decay in ("step", "channel") else decay
+    asked = real = run = None
+    if spec.q_lengths:
+        asked = jnp.arange(spec.T) < inputs.q_lengths[:, None]
+    if spec.kv_lengths:
+        real = jnp.arange(spec.S) < inputs.kv_lengths[:, None]
+    if spec.segments is not None:
+        run = inputs.kv_segments
+        if spec.kv_lengths:
+            # Padding goes with the last keys, so that it ends no run.
+            last = jnp.maximum(inputs.kv_lengths - 1, 0)[:, None]
+            run = jnp.where(jnp.arange(spec.S) <= last, run, jnp.take_along_axis(run, last, 1))
+            run = jnp.where(inputs.kv_lengths[:, None] > 0, run, 0)
+    q = q.reshape(B, G, spec.H // G, spec.T, spec.D)
+    return Timeline(q=q, asked=asked), Timeline(k=k, v=v, decay=decay, run=run, real=real)
+
+
+def merge(
+    spec: LinearAttentionSpec, inputs: Inputs, queries: Timeline, keys: Timeline
+) -> tuple[Timeline, jax.Array, jax.Array]:
+    """Both sorted onto one timeline of T + S steps; which queries see anything, and their steps.
+
+    The last two are [B, T].
+    """
+    B, T, S = spec.B, spec.T, spec.S
+    position = jnp.broadcast_to(jnp.arange(T), (B, T))
+    if spec.causal:
+        position += positions_of_first_query(spec, inputs)[:, None]
+    asked = jnp.full((B, T), True) if queries.asked is None else queries.asked
+    start, end = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), S - 1)
+    run = keys.run
+    if run is not None:
+        start = jax.vmap(jnp.searchsorted)(run, inputs.q_segments)
+        end = jax.vmap(lambda r, q: jnp.searchsorted(r, q, side="right"))(run, inputs.q_segments) - 1
+        asked &= start <= end
+    if spec.causal:
+        asked &= position >= -1  # -1 is where the initial state stands
+    after_key = end
+    if spec.causal or spec.decay is not None:
+        after_key = jnp.clip(position, start - 1, end)
+    after_key = jnp.where(asked, after_key, S - 1)
+
+    key_times = jnp.broadcast_to(2 * jnp.arange(S), (B, S))
+    order = jnp.argsort(jnp.concatenate([key_times, 2 * after_key + 1], axis=1), axis=1)
+    slots = jnp.argsort(order, axis=1)[:, S:]
+    is_key = order < S
+    key, query = jnp.where(is_key, order, 0), jnp.where(is_key, 0, order - S)  # [B, T + S]
+
+    def take(array: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.vmap(lambda array, index: jnp.take(array, index, axis=-2))(array, index)
+
+    def rows(array: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(array, index, axis=1)
+
+    real = is_key if keys.real is None else is_key & rows(keys.real, key)
+    merged = Timeline(
+        q=take(queries.q, query),
+        k=take(keys.k, key),
+        v=take(keys.v, key),
+        asked=~is_key & rows(asked, query),
+        real=real,
+    )
+    if run is not None:
+        q_run = jnp.where(asked, inputs.q_segments, run[:, -1:])
+        merged = merged._replace(run=jnp.where(is_key, rows(run, key), rows(q_run, query)))
+    if keys.decay is not None:
+        merged = merged._replace(decay=take(keys.decay, key))
+        if run is not None:
+            steps = zero_unless(keys.real, keys.decay)
+            low = jnp.clip(jnp.minimum(position, after_key) + 1, 0, S)
+            high = jnp.clip(jnp.maximum(position, after_key) + 1, 0, S)
+            q_decay = jax.vmap(sum_between)(steps, low, high)  # [B, G, T, 1 or F]
+            merged = merged._replace(q_decay=take(q_decay, query))
+    return merged, asked, slots
+
+
+def sum_between(steps: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """steps [G, S, X], low and high [T] -> [G, T, X], the sums of steps[low:high].
+
+    By blocks of 1, 2, 4, ... steps, at most two of a size: sums of numbers of one sign, where a
+    difference of running sums would cancel.
+    """
+    G, size, X = steps.shape
+    total = jnp.zeros((G, low.shape[0], X), steps.dtype)
+    while size:
+        # A block that begins or ends between two larger ones counts alone; the rest is even.
+        for block, alone in ((low, low % 2 == 1), (high - 1, high % 2 == 1)):
+            counted = (alone & (low < high))[:, None]
+            total += jnp.where(counted, steps[:, jnp.clip(block, 0, size - 1)], 0)
+        low, high = (low + 1) // 2, high // 2
+        size //= 2
+        steps = steps[:, : 2 * size : 2] + steps[:, 1 : 2 * size : 2]
+    return total
