@@ -9,6 +9,7 @@ later one must agree. The error names the argument, what came and what was neede
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,9 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype)
 
 
-def bind(sizes: dict[str, int], name: str, shape: tuple[int, ...], letters: str) -> None:
+def bind(
+    sizes: dict[str, int], name: str, shape: tuple[int, ...], letters: Sequence[str]
+) -> None:
     """Binds the axes of `shape` to `letters`, in place; a ValueError where they disagree."""
     agrees = len(shape) == len(letters) and all(
         sizes.get(letter, size) == size for letter, size in zip(letters, shape, strict=True)

@@ -18,6 +18,7 @@ block by block over the queries, each against all the strip's keys.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ato_jax.device import Device
 from ato_jax.ops.attention.spec import (
     AttentionSpec,
     Inputs,
@@ -46,40 +48,63 @@ SHORTEST_STRIP = 256
 STRIPS_PER_WINDOW = 4
 
 
+# How many scores to hold at once. On a CPU 4 MB of them: they stay in its caches, while the
+# products are large enough. Accelerators want long programs: 256 MB.
+SCORES_AT_ONCE = {"cpu": 1 << 20}
+SCORES_AT_ONCE_ELSEWHERE = 1 << 26
+# Below this many rows, products wait for the memory of their keys.
+FEWEST_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Queries to a block; kv heads and batch entries that are computed together."""
+
+    block_t: int
+    heads: int
+    batch: int
+
+
+def default_config(spec: AttentionSpec, device: Device) -> Config:
+    """As many scores at once as the platform likes: first queries, then heads, then batch."""
+    limit = SCORES_AT_ONCE.get(device.platform, SCORES_AT_ONCE_ELSEWHERE)
+    repeats = spec.H // spec.G
+    block_t = min(spec.T, max(limit // (repeats * spec.S), -(-FEWEST_ROWS // repeats)))
+    limit //= repeats * block_t * spec.S  # kv heads
+    heads = _divisor(spec.G, limit)
+    return Config(block_t, heads, _divisor(spec.B, limit // heads) if heads == spec.G else 1)
+
+
+def _divisor(size: int, limit: int) -> int:
+    """The largest divisor of `size` up to `limit`, at least 1."""
+    return next(d for d in range(max(1, min(size, limit)), 0, -1) if size % d == 0)
+
+
 def dot_precision(spec: AttentionSpec) -> lax.Precision:
     exact = spec.dtype == "float32" and spec.precision != "tf32"
     return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
 
 
 def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
-    """The arrays behind two leading axes [B|1, G|1], of size 1 where entries share them.
+    """The arrays behind two leading axes [B|1, G|1], of size 1 where entries share them."""
+    B, H, G = spec.B, spec.H, spec.G
 
-    What lies beyond the lengths becomes 0 here, so that NaN in it goes nowhere: as 0 * NaN it
-    would come back in the gradients.
-    """
-    B, G, R = spec.B, spec.G, spec.H // spec.G
-
-    def heads_first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        if spec.layout == "bthd":
-            x = x.swapaxes(1, 2)  # [B, H|G, T|S, D|V]
-        if lengths is not None:
-            held = jnp.arange(x.shape[2]) < lengths[:, None]  # [B, T|S]
-            x = jnp.where(held[:, None, :, None], x, 0)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    def heads_first(x: jax.Array) -> jax.Array:
+        return x.swapaxes(1, 2) if spec.layout == "bthd" else x  # [B, H|G, T|S, D|V]
 
     def grouped(x: jax.Array) -> jax.Array:
         """[B|1, H|1, ...] -> [B|1, G|1, R|1, ...]"""
-        heads = (G, R) if x.shape[1] == spec.H else (1, 1)
+        heads = (G, H // G) if x.shape[1] == H else (1, 1)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     found: dict[str, jax.Array | None] = {
-        "q": grouped(heads_first(inputs.q, inputs.q_lengths) * spec.scale),
-        "k": heads_first(inputs.k, inputs.kv_lengths),
-        "v": heads_first(inputs.v, inputs.kv_lengths),
+        "q": grouped(heads_first(inputs.q)),
+        "k": heads_first(inputs.k),
+        "v": heads_first(inputs.v),
         "bias": None if inputs.bias is None else grouped(inputs.bias),
         "mask": None if inputs.mask is None else grouped(inputs.mask),
-        "sinks": None if inputs.sinks is None else inputs.sinks.reshape(1, G, R),
-        "h": jnp.arange(spec.H).reshape(1, G, R),
+        "sinks": None if inputs.sinks is None else inputs.sinks.reshape(1, G, H // G),
+        "h": jnp.arange(H).reshape(1, G, H // G),
         "b": jnp.arange(B)[:, None],
         "first": positions_of_first_query(spec, inputs)[:, None],
         "q_segments": None if inputs.q_segments is None else inputs.q_segments[:, None],
@@ -93,7 +118,36 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def each(function: Callable[[Arrays], Any], arrays: Arrays, size: int, together: int) -> Any:
+def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
+    """One kv head's arrays with q, k and v in float32, q scaled.
+
+    What lies beyond the lengths becomes 0, so that NaN in it goes nowhere: as 0 * NaN it would
+    come back in the gradients.
+    """
+
+    def wide(name: str, lengths: str) -> jax.Array:
+        x = arrays[name]  # [R, T, D], [S, D] or [S, V]
+        if lengths in arrays:
+            x = jnp.where(jnp.arange(x.shape[-2])[:, None] < arrays[lengths], x, 0)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    found = {"q": wide("q", "q_lengths") * spec.scale, "k": wide("k", "kv_lengths")}
+    return arrays | found | ({"v": wide("v", "kv_lengths")} if "v" in arrays else {})
+
+
+def per_head(
+    spec: AttentionSpec, config: Config, function: Callable[[Arrays], Any], arrays: Arrays
+) -> Any:
+    """`function` of every kv head's arrays, its results [R, ...] stacked to [B, H, ...]."""
+
+    def entry(arrays: Arrays) -> Any:
+        return _each(lambda head: function(ready(spec, head)), arrays, spec.G, config.heads)
+
+    found = _each(entry, arrays, spec.B, config.batch)  # [B, G, R, ...]
+    return jax.tree.map(lambda x: x.reshape(spec.B, spec.H, *x.shape[3:]), found)
+
+
+def _each(function: Callable[[Arrays], Any], arrays: Arrays, size: int, together: int) -> Any:
     """`function` of every entry of the leading axis, `together` at once, the results stacked.
 
     An array with a leading 1 is shared by the entries: never expanded, its gradient summed.
@@ -136,7 +190,7 @@ def _bounds(spec: AttentionSpec) -> tuple[int | None, int | None]:
 
 
 def prefix_strips(spec: AttentionSpec) -> Iterator[tuple[int, int, int, int]]:
-    """Queries `from, to` and the keys `from, to` they can see, where one side at most is bounded."""
+    """Queries `from, to` and the keys `from, to` they see, where at most one side is bounded."""
     left, right = _bounds(spec)
     bounded = left is not None or right is not None
     count = min(MOST_STRIPS, max(1, spec.T // SHORTEST_STRIP)) if bounded else 1

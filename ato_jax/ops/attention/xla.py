@@ -19,7 +19,6 @@ Causality and windows skip what they hide where the position of query 0 is stati
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -28,49 +27,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ato_jax import autodiff
-from ato_jax.device import Device
 from ato_jax.ops.attention import blocks
+from ato_jax.ops.attention.blocks import Config, default_config
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals, dropout_keep
 
-# How many scores to hold at once. On a CPU 4 MB of them: they stay in its caches, while the
-# products are large enough. Accelerators want long programs: 256 MB.
-SCORES_AT_ONCE = {"cpu": 1 << 20}
-SCORES_AT_ONCE_ELSEWHERE = 1 << 26
-# Below this many rows, products wait for the memory of their keys.
-FEWEST_ROWS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Queries to a block; kv heads and batch entries that are computed together."""
-
-    block_t: int
-    heads: int
-    batch: int
+__all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:
     return None
 
 
-def default_config(spec: AttentionSpec, device: Device) -> Config:
-    """As many scores at once as the platform likes: first queries, then heads, then batch."""
-    scores = SCORES_AT_ONCE.get(device.platform, SCORES_AT_ONCE_ELSEWHERE)
-    R = spec.H // spec.G
-    block_t = min(spec.T, max(scores // (R * spec.S), -(-FEWEST_ROWS // R)))
-    heads = _divisor(spec.G, scores // (R * spec.S * block_t))
-    batch = _divisor(spec.B, scores // (R * spec.S * block_t * heads)) if heads == spec.G else 1
-    return Config(block_t, heads, batch)
-
-
-def _divisor(size: int, limit: int) -> int:
-    """The largest divisor of `size` up to `limit`, at least 1."""
-    return next(d for d in range(max(1, min(size, limit)), 0, -1) if size % d == 0)
-
-
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    arrays = blocks.per_kv_head(spec, inputs)
-
     @functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("m", "l", "pv")
     )
@@ -83,12 +51,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     def head(arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
         return blocks.strips(spec, strip, arrays)
 
-    def entry(arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
-        return blocks.each(head, arrays, spec.G, config.heads)
-
-    out, lse = blocks.each(entry, arrays, spec.B, config.batch)
-    out = out.reshape(spec.B, spec.H, spec.T, spec.V)
-    lse = lse.reshape(spec.B, spec.H, spec.T)
+    out, lse = blocks.per_head(spec, config, head, blocks.per_kv_head(spec, inputs))
     if inputs.q_lengths is not None:
         # These rows hold that already; the selects keep NaN in their cotangents out.
         held = jnp.arange(spec.T) < inputs.q_lengths[:, None, None]  # [B, 1, T]
@@ -103,13 +66,13 @@ def _block(spec: AttentionSpec, arrays: blocks.Arrays) -> tuple[jax.Array, jax.A
     """out [R, block, V] and lse [R, block] of a block of queries, from all of their keys."""
     s = blocks.scores(spec, arrays)  # [R, block, S]
     top = jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True)  # [R, block, 1]
-    if spec.sinks:
-        sinks = arrays["sinks"].astype(s.dtype)[:, None, None]  # [R, 1, 1]
+    sinks = arrays["sinks"][:, None, None] if spec.sinks else None  # [R, 1, 1]
+    if sinks is not None:
         top = jnp.maximum(top, lax.stop_gradient(sinks))
     m = checkpoint_name(jnp.where(top == -jnp.inf, 0, top), "m")
     p = jnp.exp(s - m)  # [R, block, S]
     total = jnp.sum(p, axis=-1, keepdims=True)  # l, [R, block, 1]
-    if spec.sinks:
+    if sinks is not None:
         total = total + jnp.exp(sinks - m)
     total = checkpoint_name(total, "l")
     if spec.dropout_rate:

@@ -1,0 +1,98 @@
+"""cuDNN's flash attention, through `jax.nn.dot_product_attention`.
+
+Only what cuDNN means exactly as the contract does is passed on to it: 16-bit inputs, all keys,
+causal from the top left (position of query 0 = 0), and windows to the left of that. Whatever
+could hide every key from a query is refused, as cuDNN then does not answer 0; so are lengths, as
+a NaN in the padding would come through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax import autodiff, device
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
+
+# What jax._src.cudnn asks of the head size.
+HEAD_MULTIPLE = 8
+WIDEST_HEAD = 256
+WIDEST_HEAD_BEFORE_HOPPER = 128
+HOPPER = (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to tune: cuDNN chooses."""
+
+
+def unsupported(spec: AttentionSpec, phase: str) -> str | None:
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"takes bfloat16 and float16 alone, got {spec.dtype}"
+    if spec.layout != "bthd":
+        return "takes layout 'bthd' alone: jax.nn.dot_product_attention would have to copy"
+    if spec.D != spec.V:
+        return f"needs D = V, got D={spec.D}, V={spec.V}"
+    capability = device.of_call(()).capability
+    widest = WIDEST_HEAD_BEFORE_HOPPER if capability and capability < HOPPER else WIDEST_HEAD
+    if spec.D % HEAD_MULTIPLE or spec.D > widest:
+        return f"needs D to be a multiple of {HEAD_MULTIPLE} up to {widest}, got D={spec.D}"
+    features = {
+        "return_lse (jax rounds it to 16 bits and drops its gradient)": spec.return_lse,
+        "bias": spec.bias is not None,
+        "mask": spec.mask is not None,
+        "segments": spec.segments,
+        "lengths": spec.q_lengths or spec.kv_lengths,
+        "softcap": spec.softcap is not None,
+        "sinks": spec.sinks,
+        "dropout keyed by position": spec.dropout_rate > 0,
+    }
+    missing = [name for name, asked in features.items() if asked]
+    if missing:
+        return f"does not support {', '.join(missing)}"
+    if spec.left is None and spec.right is None:
+        return None
+    if spec.right != 0:
+        return "takes a window only together with causal=True"
+    if spec.offset != 0:
+        return (
+            "aligns causal attention and windows top left, so that it needs query 0 at position 0 "
+            f"(T = S or query_offset=0), got T={spec.T}, S={spec.S}, position {spec.offset}"
+        )
+    if spec.left is not None and spec.T - spec.left > spec.S:
+        return "does not support queries that see nothing: the last ones' windows hold no key"
+    return None
+
+
+def default_config(spec: AttentionSpec, device: device.Device) -> Config:
+    return Config()
+
+
+def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    out = _attention(spec, inputs)
+    # No caller asked for lse. NaN, so that no backward pass takes it for one unnoticed.
+    return Outputs(out, jnp.full((spec.B, spec.T, spec.H), jnp.nan, jnp.float32))
+
+
+def backward(
+    spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    """By jax's own derivative of its function, which runs cuDNN's forward once more."""
+    return autodiff.gradient(
+        functools.partial(_attention, spec), residuals.inputs, cotangents.out
+    )
+
+
+def _attention(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        scale=spec.scale,
+        is_causal=spec.right == 0,
+        local_window_size=None if spec.left is None else (spec.left, 0),
+        implementation="cudnn",
+    )
