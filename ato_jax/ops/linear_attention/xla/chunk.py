@@ -40,25 +40,25 @@ class Carry(NamedTuple):
 
     kv: jax.Array  # [B, G, F, V]
     k_sum: jax.Array  # [B, G, F]
-    run: jax.Array | None  # [B], the run that it belongs to
+    run: Any  # [B], the run that it belongs to
 
 
 class Edge(NamedTuple):
     """One edge of a chunk: the decays between it and each step, and the run that touches it."""
 
-    decay: jax.Array | None  # [B, G, C, 1 or F]
-    run: jax.Array | None  # [B]
+    decay: Any  # [B, G, C, 1 or F]
+    run: Any  # [B]
 
 
 class Chunk(NamedTuple):
-    """C steps, cleared of padding and mapped to features."""
+    """C steps, cleared of padding and mapped to features; None as in the timeline."""
 
-    q: jax.Array  # [B, G, R, C, F]
-    k: jax.Array  # [B, G, C, F]
-    v: jax.Array  # [B, G, C, V]
-    decay: jax.Array | None  # [B, G, C, 1 or F]
+    q: Any  # [B, G, R, C, F]
+    k: Any  # [B, G, C, F]
+    v: Any  # [B, G, C, V]
+    decay: Any  # [B, G, C, 1 or F]
     levels: list[jax.Array]  # of [B, G, C, 1 or F]: see `sums_in_halves`
-    run: jax.Array | None  # [B, C]
+    run: Any  # [B, C]
     left: Edge
     right: Edge
     einsum: Callable[..., jax.Array]
@@ -188,11 +188,11 @@ def sums_in_halves(decay: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Arr
     there up to the other: the entries of that level. They are sums of numbers of one sign, so
     nothing cancels.
     """
-    B, G, C, X = decay.shape
+    B, G, size, channels = decay.shape
     before, after, levels = decay, jnp.zeros_like(decay), []
-    for level in range(C.bit_length() - 1):
+    for level in range(size.bit_length() - 1):
         h = 1 << level
-        halves = (B, G, C // (2 * h), 2, h, X)
+        halves = (B, G, size // (2 * h), 2, h, channels)
         before, after = before.reshape(halves), after.reshape(halves)
         second = jnp.array([False, True])[:, None, None]
         levels.append(jnp.where(second, before, after).reshape(decay.shape))

@@ -6,7 +6,7 @@ clip(p, start - 1, end), with the decay of the steps between there and p on top.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ class Timeline(NamedTuple):
     R = H / G query heads share a kv head. `cut` puts an axis of chunks in front and C in N's place.
     """
 
-    q: jax.Array | None = None  # [B, G, R, N, D]
-    k: jax.Array | None = None  # [B, G, N, D]
-    v: jax.Array | None = None  # [B, G, N, V]
-    decay: jax.Array | None = None  # [B, G, N, 1 or F]
-    q_decay: jax.Array | None = None  # [B, G, N, 1 or F], between the query and its step
-    run: jax.Array | None = None  # [B, N], the run of keys at each step, never decreasing
-    asked: jax.Array | None = None  # [B, N], whether there is a query; None: everywhere
-    real: jax.Array | None = None  # [B, N], whether there is a key; None: everywhere
+    q: Any = None  # [B, G, R, N, D]
+    k: Any = None  # [B, G, N, D]
+    v: Any = None  # [B, G, N, V]
+    decay: Any = None  # [B, G, N, 1 or F]
+    q_decay: Any = None  # [B, G, N, 1 or F], between the query and its step
+    run: Any = None  # [B, N], the run of keys at each step, never decreasing
+    asked: Any = None  # [B, N], whether there is a query; None: everywhere
+    real: Any = None  # [B, N], whether there is a key; None: everywhere
 
     @property
     def length(self) -> int:
@@ -52,11 +52,11 @@ def time_slice(timeline: Timeline, start: int, stop: int) -> Timeline:
 
 def cut(timeline: Timeline, size: int) -> Timeline:
     """The timeline in chunks of `size` steps, or of the power of two that holds them all."""
-    N = timeline.length
-    size = min(size, 1 << (N - 1).bit_length())
-    tail = -N % size
+    length = timeline.length
+    size = min(size, 1 << (length - 1).bit_length())
+    tail = -length % size
     if tail and timeline.real is None and timeline.k is not None:
-        timeline = timeline._replace(real=jnp.ones((timeline.k.shape[0], N), bool))
+        timeline = timeline._replace(real=jnp.ones((timeline.k.shape[0], length), bool))
 
     def chunks(array: jax.Array | None, axis: int, mode: str) -> jax.Array | None:
         if array is None:
@@ -78,22 +78,23 @@ def cut(timeline: Timeline, size: int) -> Timeline:
 def join(chunks: jax.Array, length: int) -> jax.Array:
     """[chunks, B, G, R, C, V] -> [B, G, R, N, V]."""
     chunks = jnp.moveaxis(chunks, 0, 3)
-    B, G, R, _, _, V = chunks.shape
-    return chunks.reshape(B, G, R, -1, V)[:, :, :, :length]
+    B, G, group, *_, V = chunks.shape
+    return chunks.reshape(B, G, group, -1, V)[:, :, :, :length]
 
 
 def zero_unless(mask: jax.Array | None, array: jax.Array) -> jax.Array:
     """array [B, G, ..., N, X] where mask [B, N], else 0, whatever the array holds there."""
     if mask is None:
         return array
-    B, N = mask.shape
-    return jnp.where(mask.reshape(B, *(1,) * (array.ndim - 3), N, 1), array, 0)
+    between = tuple(range(1, array.ndim - 2))
+    return jnp.where(jnp.expand_dims(mask, (*between, -1)), array, 0)
 
 
 def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Timeline]:
     """The queries alone and the keys alone."""
     B, G = spec.B, spec.G
-    q, k, v, decay = inputs.q, inputs.k, inputs.v, inputs.decay
+    q, k, v = inputs.q, inputs.k, inputs.v
+    decay: Any = inputs.decay
     if spec.decay == "head":
         decay = jnp.broadcast_to(decay[:, None, None], (B, G, spec.S, 1))
     elif spec.decay == "step":
@@ -102,17 +103,16 @@ def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Ti
         q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
         decay = jnp.swapaxes(decay, 1, 2) if spec.decay in ("step", "channel") else decay
     asked = real = run = None
-    if spec.q_lengths:
+    if inputs.q_lengths is not None:
         asked = jnp.arange(spec.T) < inputs.q_lengths[:, None]
-    if spec.kv_lengths:
+    if inputs.kv_lengths is not None:
         real = jnp.arange(spec.S) < inputs.kv_lengths[:, None]
-    if spec.segments is not None:
+    if inputs.kv_segments is not None:
         run = inputs.kv_segments
-        if spec.kv_lengths:
+        if inputs.kv_lengths is not None:
             # Padding goes with the last keys, so that it ends no run.
             last = jnp.maximum(inputs.kv_lengths - 1, 0)[:, None]
             run = jnp.where(jnp.arange(spec.S) <= last, run, jnp.take_along_axis(run, last, 1))
-            run = jnp.where(inputs.kv_lengths[:, None] > 0, run, 0)
     q = q.reshape(B, G, spec.H // G, spec.T, spec.D)
     return Timeline(q=q, asked=asked), Timeline(k=k, v=v, decay=decay, run=run, real=real)
 
@@ -130,10 +130,11 @@ def merge(
         position += positions_of_first_query(spec, inputs)[:, None]
     asked = jnp.full((B, T), True) if queries.asked is None else queries.asked
     start, end = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), S - 1)
-    run = keys.run
-    if run is not None:
-        start = jax.vmap(jnp.searchsorted)(run, inputs.q_segments)
-        end = jax.vmap(lambda r, q: jnp.searchsorted(r, q, side="right"))(run, inputs.q_segments) - 1
+    run, q_run = keys.run, inputs.q_segments
+    if q_run is not None:
+        search = jax.vmap(jnp.searchsorted)
+        start = search(run, q_run)
+        end = search(run, q_run + 1) - 1  # behind it the next run starts
         asked &= start <= end
     if spec.causal:
         asked &= position >= -1  # -1 is where the initial state stands
@@ -142,8 +143,10 @@ def merge(
         after_key = jnp.clip(position, start - 1, end)
     after_key = jnp.where(asked, after_key, S - 1)
 
-    key_times = jnp.broadcast_to(2 * jnp.arange(S), (B, S))
-    order = jnp.argsort(jnp.concatenate([key_times, 2 * after_key + 1], axis=1), axis=1)
+    # After the same key, those that see the run it ends come before those that see the next one.
+    key_times = jnp.broadcast_to(3 * jnp.arange(S), (B, S))
+    query_times = 3 * after_key + jnp.where(after_key < start, 2, 1)
+    order = jnp.argsort(jnp.concatenate([key_times, query_times], axis=1), axis=1)
     slots = jnp.argsort(order, axis=1)[:, S:]
     is_key = order < S
     key, query = jnp.where(is_key, order, 0), jnp.where(is_key, 0, order - S)  # [B, T + S]
@@ -162,12 +165,12 @@ def merge(
         asked=~is_key & rows(asked, query),
         real=real,
     )
-    if run is not None:
-        q_run = jnp.where(asked, inputs.q_segments, run[:, -1:])
+    if q_run is not None:
+        q_run = jnp.where(asked, q_run, run[:, -1:])
         merged = merged._replace(run=jnp.where(is_key, rows(run, key), rows(q_run, query)))
     if keys.decay is not None:
         merged = merged._replace(decay=take(keys.decay, key))
-        if run is not None:
+        if q_run is not None:
             steps = zero_unless(keys.real, keys.decay)
             low = jnp.clip(jnp.minimum(position, after_key) + 1, 0, S)
             high = jnp.clip(jnp.maximum(position, after_key) + 1, 0, S)
@@ -182,8 +185,8 @@ def sum_between(steps: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     By blocks of 1, 2, 4, ... steps, at most two of a size: sums of numbers of one sign, where a
     difference of running sums would cancel.
     """
-    G, size, X = steps.shape
-    total = jnp.zeros((G, low.shape[0], X), steps.dtype)
+    G, size, channels = steps.shape
+    total = jnp.zeros((G, low.shape[0], channels), steps.dtype)
     while size:
         # A block that begins or ends between two larger ones counts alone; the rest is even.
         for block, alone in ((low, low % 2 == 1), (high - 1, high % 2 == 1)):

@@ -1,0 +1,130 @@
+"""Linear attention, one token at a time: the state takes the key in, and the query reads it.
+
+    kv'    = exp(decay) kv + phi(k) v^T
+    k_sum' = exp(decay) k_sum + phi(k)
+    out    = phi(q) . kv' / max(phi(q) . k_sum', eps)     normalize=True
+    out    = scale * phi(q) . kv'                         normalize=False
+
+A loop of steps equals `linear_attention(causal=True)`. The new state is read, not the old one, so
+that where the caller's `jit` donates the state, the update happens in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax import shapes
+from ato_jax.ops.common import with_batch
+from ato_jax.ops.linear_attention import features
+from ato_jax.ops.linear_attention.api import bind_state, refuse_positive, resolve_output
+from ato_jax.ops.linear_attention.spec import LinearState
+
+EXACT = jax.lax.Precision.HIGHEST
+
+
+def linear_attention_step(
+    q: Any,
+    k: Any,
+    v: Any,
+    state: Any,
+    *,
+    feature_map: Any = "elu1",
+    decay: Any = None,
+    normalize: bool | None = None,
+    scale: Any = None,
+    eps: Any = 1e-6,
+) -> tuple[jax.Array, LinearState]:
+    """One token of causal linear attention.
+
+    Args:
+      q: [B, H, D]; the batch axis may be missing, here and everywhere.
+      k: [B, G, D] with H % G == 0.
+      v: [B, G, V].
+      state: LinearState(kv [B, G, D, V], k_sum [B, G, D]), float32: what `linear_attention`
+        with `return_state` or the step before returned, or zeros. Donate it to the caller's
+        `jit`, and it is updated in place.
+      feature_map, normalize, scale, eps: as in `linear_attention`.
+      decay: log of this step's factor, <= 0: [G], [B, G] or [B, G, D].
+
+    Returns:
+      (out [B, H, V] in v's dtype, the new state).
+    """
+    q = shapes.floating("q", q)
+    k, v = (shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v)))
+    if q.ndim not in (2, 3):
+        raise ValueError(f"q must be [B, H, D] or [H, D], got shape {q.shape}")
+    batched = q.ndim == 3
+    sizes: dict[str, int] = {}
+    for name, array, letters in (("q", q, "BHD"), ("k", k, "BGD"), ("v", v, "BGV")):
+        shapes.bind(sizes, name, array.shape, letters if batched else letters[1:])
+    sizes.setdefault("B", 1)
+    for letter in "HGDV":
+        if sizes[letter] < 1:
+            raise ValueError(f"axis {letter} must be at least 1, got {letter}=0")
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, G={sizes['G']}"
+        )
+    q, k, v = (with_batch(array, 3) for array in (q, k, v))
+    phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
+    normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
+    state = bind_state("state", state, sizes, batched)
+    decay = _bind_decay(decay, sizes, batched)
+    out, state = _step(phi, normalize, scale, eps, q, k, v, state, decay, parameters)
+    return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
+
+
+def _bind_decay(decay: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
+    """decay as float32 [B or 1, G, F or 1]."""
+    if decay is None:
+        return None
+    decay = shapes.floating("decay", decay)
+    letters = {1: "G", 1 + batched: "BG", 2 + batched: "BGF"}.get(decay.ndim)
+    if letters is None:
+        raise ValueError(
+            "decay must be [G], [B, G] or [B, G, D] (no B where q has none), "
+            f"got shape {decay.shape}"
+        )
+    if not batched:
+        letters = letters.removeprefix("B")
+    shapes.bind(sizes, "decay", decay.shape, letters)
+    refuse_positive(decay)
+    decay = decay.astype(jnp.float32)
+    decay = decay if "B" in letters else decay[None]
+    return decay if "F" in letters else decay[..., None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _step(
+    phi: features.FeatureMap,
+    normalize: bool,
+    scale: float,
+    eps: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    state: LinearState,
+    decay: jax.Array | None,
+    parameters: tuple[jax.Array, ...],
+) -> tuple[jax.Array, LinearState]:
+    B, H, _ = q.shape
+    G, V = v.shape[1:]
+    q_features = phi(q.astype(jnp.float32), *parameters).reshape(B, G, H // G, -1)
+    k_features = phi(k.astype(jnp.float32), *parameters)  # [B, G, F]
+    kv, k_sum = state
+    if decay is not None:
+        kv, k_sum = kv * jnp.exp(decay)[..., None], k_sum * jnp.exp(decay)
+    kv = kv + k_features[..., None] * v.astype(jnp.float32)[:, :, None]  # [B, G, F, V]
+    k_sum = k_sum + k_features
+    out = jnp.einsum("bgrf,bgfv->bgrv", q_features, kv, precision=EXACT)
+    if normalize:
+        den = jnp.einsum("bgrf,bgf->bgr", q_features, k_sum, precision=EXACT)
+        # Not jnp.maximum, which passes on half of the gradient where both are equal.
+        out = out / jnp.where(den > eps, den, eps)[..., None]
+    else:
+        out = out * scale
+    return out.reshape(B, H, V).astype(v.dtype), LinearState(kv, k_sum)
