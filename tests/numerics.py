@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ato_jax import autodiff
+from ato_jax.device import describe
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import reference as attention_reference
 from ato_jax.ops.attention import spec as attention_spec
@@ -277,6 +278,7 @@ class Oracle:
             inputs, cotangents = (
                 _upcast(tree, np.float64) for tree in (self.request.inputs, self.outputs_cotangents)
             )
+            cotangents = jax.tree.map(jnp.nan_to_num, cotangents)
             if self.op == "attention":
                 pair = _attention_terms(spec, inputs, cotangents)
             elif spec.normalize:
@@ -380,19 +382,33 @@ def prepare(op: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, dict[
 
 
 def draw_cotangents(op: str, request: Any, seed: int = 0) -> Any:
-    """Random cotangents of a backend's outputs; zero for what the call does not return."""
+    """Random cotangents of a backend's outputs; zero for what the call does not return.
+
+    Those of padded queries are NaN: the contract keeps NaN in padding from every gradient.
+    """
     generator = np.random.default_rng(seed)
     spec = request.spec
     shapes = jax.eval_shape(functools.partial(REFERENCES[op].forward, spec, None), request.inputs)
 
-    def draw(shape: Any, returned: bool = True) -> Any:
+    lengths = (
+        np.full(spec.B, spec.T) if request.inputs.q_lengths is None else request.inputs.q_lengths
+    )
+    padding = np.arange(spec.T) >= np.asarray(lengths)[:, None]  # [B, T]
+
+    def draw(shape: Any, returned: bool = True, timed: bool = False) -> Any:
         values = generator.normal(size=shape.shape) * returned
+        if timed and returned:
+            # NaN in padding reaches nothing, in the outputs' cotangents either.
+            beyond = np.expand_dims(padding, tuple(range(2, values.ndim)))
+            beyond = beyond if spec.layout == "bthd" else np.swapaxes(beyond, 1, 2)
+            values = np.where(beyond, np.nan, values)
         return jnp.asarray(values.astype(shape.dtype))
 
+    out = draw(shapes.out, timed=True)
     if op == "attention":
-        return type(shapes)(draw(shapes.out), draw(shapes.lse, spec.return_lse))
+        return type(shapes)(out, draw(shapes.lse, spec.return_lse, True))
     state = jax.tree.map(lambda shape: draw(shape, spec.return_state), shapes.state)
-    return type(shapes)(draw(shapes.out), state)
+    return type(shapes)(out, state)
 
 
 def oracle(op: str, q: Any, k: Any, v: Any, *, cotangents: Any = None, **options: Any) -> Oracle:
@@ -450,20 +466,51 @@ def run(
     return found
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _forward_and_backward(
+    op: str,
+    forward: Any,
+    backward: Any,
+    spec: Any,
+    forward_config: Any,
+    backward_config: Any,
+    inputs: Any,
+    cotangents: Any,
+) -> tuple[Any, Any]:
+    outputs = forward.forward(spec, forward_config, inputs)
+    residuals = SPECS[op].Residuals(inputs, outputs)
+    return outputs, backward.backward(spec, backward_config, residuals, cotangents)
+
+
 def run_backends(
-    op: str, forward: Any, backward: Any, wanted: Oracle, device: Any
+    forward: str,
+    backward: str,
+    wanted: Oracle,
+    *,
+    device: Any = None,
+    forward_config: Mapping[str, int] | None = None,
+    backward_config: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """One module's forward with another's backward on the same residuals, by name."""
-    request = wanted.request
-    spec, inputs = request.spec, request.inputs
-    outputs = forward.forward(spec, forward.default_config(spec, device), inputs)
-    gradients = backward.backward(
-        spec,
-        backward.default_config(spec, device),
-        SPECS[op].Residuals(inputs, outputs),
-        wanted.outputs_cotangents,
+    """One backend's forward with another's backward on the same residuals, by name.
+
+    `forward_config` and `backward_config` override fields of the default config, as a tuning
+    table does.
+    """
+    op, request = wanted.op, wanted.request
+    device = describe(jax.devices()[0]) if device is None else device
+    modules = [APIS[op].OP.backend(name) for name in (forward, backward)]
+    configs = [
+        dataclasses.replace(module.default_config(request.spec, device), **(override or {}))
+        for module, override in zip(modules, (forward_config, backward_config), strict=True)
+    ]
+    outputs, gradients = _forward_and_backward(
+        op, *modules, request.spec, *configs, request.inputs, wanted.outputs_cotangents
     )
-    return users_outputs(op, request, outputs) | users_gradients(wanted.arrays, gradients)
+    found = users_outputs(op, request, outputs)
+    for name, gradient in users_gradients(wanted.arrays, gradients).items():
+        # Backends see sinks and decays in float32: the public function converts both ways.
+        found[name] = gradient.astype(wanted.result_dtype(name))
+    return found
 
 
 def compare(

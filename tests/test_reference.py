@@ -284,7 +284,9 @@ def agrees(wanted: numerics.Oracle, loops: Any) -> None:
     for name, cotangent in cotangents.items():
         infinite = np.isinf(found[name])
         difference = np.where(infinite, 0, above[name] - np.where(infinite, 0, below[name]))
-        slope += float(np.sum(np.asarray(cotangent, np.float64) * difference)) / (2 * by)
+        # Padding has NaN for a cotangent.
+        cotangent = np.nan_to_num(np.asarray(cotangent, np.float64))
+        slope += float(np.sum(cotangent * difference)) / (2 * by)
     predicted = 0.0
     for name, change in direction.items():
         parts = zip(

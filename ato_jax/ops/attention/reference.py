@@ -102,6 +102,8 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         p = jnp.where(keep, p / (1 - spec.dropout_rate), 0)
     out = jnp.einsum("bhts,bhsv->bhtv", p, v, precision=EXACT).astype(inputs.v.dtype)
     out = jnp.where(asked, out, 0)
+    # Padded queries leave the sinks alone, too, and NaN in their cotangents goes nowhere.
+    lse = jnp.where(asked[..., 0], lse, jax.lax.stop_gradient(lse))
     if spec.layout == "bthd":
         out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     return Outputs(out, lse)

@@ -1,0 +1,211 @@
+"""Random calls of both ops for hypothesis: every option alone and in combination.
+
+A call is drawn as a few plain facts and a seed, so that a failing one prints short. Sizes come
+from a short list, since the oracle compiles its steps once per size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import ato_jax
+
+# B, T, S, H, G, D, V: square, more keys and more queries.
+SIZES = ((2, 19, 19, 4, 2, 4, 3), (2, 6, 21, 2, 2, 5, 2), (1, 21, 6, 3, 1, 1, 2))
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass
+class Call:
+    """One call's facts; `arguments` makes its arrays."""
+
+    op: str
+    sizes: tuple[int, ...]
+    dtype: str
+    magnitude: float
+    seed: int
+    layout: str = "bthd"
+    batched: bool = True
+    poisoned: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """q, k, v and the options. NaN fills what lies beyond the lengths if `poisoned`."""
+        B, T, S, H, G, D, V = self.sizes
+        draw = np.random.default_rng(self.seed)
+        options = dict(self.options) | {"layout": self.layout}
+
+        def normal(*shape: int) -> np.ndarray:
+            return draw.normal(size=shape)
+
+        shapes = {"q": (B, T, H, D), "k": (B, S, G, D), "v": (B, S, G, V)}
+        timed = {name: self.magnitude * normal(*shape) for name, shape in shapes.items()}
+        for name, kind in self.arrays.items():
+            if name == "decay":
+                shape = {"head": (G,), "step": (B, S, G), "channel": (B, S, G, D)}[kind]
+                decay = -np.abs(normal(*shape))
+                # Strong, total and no decay, a few of each.
+                for value, share in ((-50.0, 0.05), (-np.inf, 0.03), (0.0, 0.1)):
+                    decay[draw.uniform(size=shape) < share] = value
+                if kind == "head":
+                    options["decay"] = jnp.asarray(decay, jnp.float32)
+                else:
+                    timed["decay"] = decay
+            elif name == "initial_state":
+                sums = draw.uniform(0.2, 1.0, size=(B, G, D, V + 1))
+                options["initial_state"] = ato_jax.LinearState(
+                    jnp.asarray(sums[..., :V], jnp.float32), jnp.asarray(sums[..., V], jnp.float32)
+                )
+            elif name in ("q_lengths", "kv_lengths"):
+                options[name] = draw.integers(0, 1 + (T if name == "q_lengths" else S), size=B)
+            elif name == "segment_ids":
+                options["segment_ids"] = self._ids(draw, B, T)
+            elif name == "q_segment_ids":
+                options["q_segment_ids"] = self._ids(draw, B, T)
+                options["kv_segment_ids"] = self._ids(draw, B, S)
+            elif name in ("bias", "mask"):
+                full = [B, H, T, S]
+                shape = tuple(
+                    size if axis in kind else 1 for axis, size in zip("BHTS", full, strict=True)
+                )
+                if name == "mask":
+                    options["mask"] = draw.uniform(size=shape) < 0.7
+                else:
+                    bias = normal(*shape)
+                    bias[draw.uniform(size=shape) < 0.1] = -np.inf
+                    options["bias"] = jnp.asarray(bias, self.dtype)
+            elif name == "sinks":
+                options["sinks"] = jnp.asarray(normal(H), self.dtype)
+            elif name == "query_offset":
+                options["query_offset"] = draw.integers(-3, S, size=B)
+            elif name == "dropout_key":
+                options["dropout_key"] = jax.random.key(self.seed)
+        if self.poisoned:
+            self._poison(timed, options)
+        for name, array in timed.items():
+            array = np.swapaxes(array, 1, 2) if self.layout == "bhtd" else array
+            dtype = jnp.float32 if name == "decay" else self.dtype
+            timed[name] = jnp.asarray(array, dtype)
+        if not self.batched:
+            timed = {name: array[0] for name, array in timed.items()}
+            for name in ("initial_state", "segment_ids", "q_segment_ids", "kv_segment_ids"):
+                if name in options:
+                    options[name] = jax.tree.map(lambda array: array[0], options[name])
+        if "decay" in timed:
+            options["decay"] = timed.pop("decay")
+        return [timed["q"], timed["k"], timed["v"]], options
+
+    @staticmethod
+    def _ids(draw: np.random.Generator, batch: int, size: int) -> np.ndarray:
+        """Runs of ids, some of which return."""
+        ends = draw.uniform(size=(batch, size)) < 0.25
+        return np.asarray(draw.integers(0, 3, size=(batch, size)) * ends).cumsum(1) % 4
+
+    def _poison(self, timed: dict[str, np.ndarray], options: dict[str, Any]) -> None:
+        _, T, S, *_ = self.sizes
+        lengths = {"q": options.get("q_lengths"), "k": options.get("kv_lengths")}
+        if T == S:
+            given = lengths["q"] if lengths["q"] is not None else lengths["k"]
+            lengths = {
+                side: given if length is None else length for side, length in lengths.items()
+            }
+        for name, array in timed.items():
+            length = lengths["q" if name == "q" else "k"]
+            if length is not None:
+                for b, end in enumerate(length):
+                    array[b, end:] = np.nan
+
+
+@st.composite
+def _common(draw: Any, op: str, sizes: tuple[tuple[int, ...], ...]) -> Call:
+    call = Call(
+        op,
+        draw(st.sampled_from(sizes)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from((1.0, 1.0, 1.0, 0.01, 30.0))),
+        draw(st.integers(0, 999)),
+        layout=draw(st.sampled_from(("bthd", "bhtd"))),
+    )
+    call.batched = call.sizes[0] > 1 or draw(st.booleans())
+    square = call.sizes[1] == call.sizes[2]
+    segments = (None, None, "q_segment_ids") + (("segment_ids",) if square else ())
+    chosen = draw(st.sampled_from(segments))
+    if chosen:
+        call.arrays[chosen] = "runs"
+    for name in ("q_lengths", "kv_lengths"):
+        if draw(st.sampled_from((False, False, True))):
+            call.arrays[name] = "drawn"
+            call.poisoned = draw(st.booleans())
+    if draw(st.booleans()):
+        call.options["causal"] = True
+    return call
+
+
+@st.composite
+def linear_attention(draw: Any, sizes: Any = SIZES) -> Call:
+    call = draw(_common("linear_attention", sizes))
+    square = call.sizes[1] == call.sizes[2]
+    causal = call.options.get("causal", False)
+    call.options["feature_map"] = draw(
+        st.sampled_from(("elu1", "relu", "exp", "softplus", "identity", "silu", "relu2"))
+    )
+    if call.options["feature_map"] == "exp":
+        call.magnitude = min(call.magnitude, 1.0)
+    if square or causal:
+        kind = draw(st.sampled_from((None, "head", "step", "channel")))
+        if kind:
+            call.arrays["decay"] = kind
+    if square or not causal:
+        if draw(st.booleans()):
+            call.arrays["initial_state"] = "drawn"
+        call.options["return_state"] = draw(st.booleans())
+    if draw(st.sampled_from((False, False, True))):
+        call.options["normalize"] = False
+    if call.options["feature_map"] in ("identity", "silu") or "normalize" in call.options:
+        # The sums themselves come out: they leave float16's range long before float32's.
+        call.magnitude = min(call.magnitude, 1.0)
+        if draw(st.booleans()):
+            call.options["scale"] = 0.7
+    else:
+        call.options["eps"] = draw(st.sampled_from((1e-6, 0.5)))
+    return call
+
+
+@st.composite
+def attention(draw: Any, sizes: Any = SIZES) -> Call:
+    call = draw(_common("attention", sizes))
+    some = st.sampled_from((False, False, True))
+    if call.dtype == "float32":
+        # Scores in the thousands carry errors of 1e-4 into exp, and a few rows say by luck how many
+        # times the ideal's: a larger array tells (test_scale).
+        call.magnitude = min(call.magnitude, 1.0)
+    if draw(some):
+        bound = st.sampled_from((None, 0, 2, 7))
+        call.options["window"] = (draw(bound), draw(bound))
+    offset = draw(st.sampled_from((None, None, 0, 5, "array")))
+    if offset == "array":
+        call.arrays["query_offset"] = "drawn"
+    elif offset is not None:
+        call.options["query_offset"] = offset
+    axes = st.sampled_from(("BHTS", "TS", "HT", "BS", "H", ""))
+    for name in ("bias", "mask"):
+        if draw(some):
+            call.arrays[name] = draw(axes)
+    if draw(some):
+        call.options["softcap"] = 1.5
+    if draw(some):
+        call.arrays["sinks"] = "drawn"
+    if draw(some):
+        call.options["scale"] = 0.7
+    if draw(some):
+        call.options["dropout_rate"] = 0.3
+        call.arrays["dropout_key"] = "drawn"
+    call.options["return_lse"] = draw(st.booleans())
+    return call
