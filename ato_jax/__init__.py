@@ -4,9 +4,12 @@ from ato_jax.device import interpret
 from ato_jax.dispatch import UnsupportedError
 from ato_jax.explain import explain
 from ato_jax.ops.attention.api import attention
+from ato_jax.ops.attention.decode import decode_attention
+from ato_jax.ops.attention.pieces import combine, total_attention
 from ato_jax.ops.linear_attention.api import linear_attention
 from ato_jax.ops.linear_attention.features import favor
 from ato_jax.ops.linear_attention.spec import LinearState
+from ato_jax.ops.linear_attention.step import linear_attention_step
 
 __version__ = "0.1.0"
 
@@ -14,8 +17,12 @@ __all__ = [
     "LinearState",
     "UnsupportedError",
     "attention",
+    "combine",
+    "decode_attention",
     "explain",
     "favor",
     "interpret",
     "linear_attention",
+    "linear_attention_step",
+    "total_attention",
 ]
