@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from ato_jax import autodiff, device, tuning
 
 PLAIN_JAX = ("xla", "reference")
+INTERPRETABLE = ("triton", "mosaic_gpu")
 PHASES = ("forward", "backward")
 
 
@@ -79,11 +80,10 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
     """Why this backend cannot run this phase here; None if it can."""
     if name in call.op.planned:
         return "has no kernels for this op yet"
-    if name not in PLAIN_JAX and call.device.platform != "gpu" and not call.interpret:
-        return (
-            f"needs a GPU, and this call runs on {call.device.platform} "
-            "(ato_jax.interpret() interprets kernels)"
-        )
+    interpreted = call.interpret and name in INTERPRETABLE
+    if name not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
+        hint = " (ato_jax.interpret() interprets kernels)" if name in INTERPRETABLE else ""
+        return f"needs a GPU, and this call runs on {call.device.platform}{hint}"
     return call.op.backend(name).unsupported(call.spec, phase)
 
 
