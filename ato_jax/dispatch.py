@@ -176,7 +176,8 @@ def _backward_is_plain(call: _Call) -> bool:
 
 def _call_of(op: Op, spec: Any, inputs: Any, implementation: str | None) -> _Call:
     names = op.backends + op.planned
-    if implementation is not None and implementation not in names:
+    named = isinstance(implementation, str) and implementation in names
+    if implementation is not None and not named:
         raise ValueError(
             f"implementation must be None or one of {', '.join(map(repr, names))}, "
             f"got {implementation!r}"

@@ -19,9 +19,14 @@ import numpy as np
 FLOATS = ("bfloat16", "float16", "float32")
 
 
-def dtype_name(array: Any) -> str:
+def dtype_name(name: str, array: Any) -> str:
     """The dtype as it came, before JAX could narrow it."""
-    return str(array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype)
+    if hasattr(array, "dtype"):
+        return str(array.dtype)
+    try:
+        return str(np.asarray(array).dtype)
+    except ValueError:
+        raise ValueError(f"{name} must be an array, got {array!r}") from None
 
 
 def bind(
@@ -58,7 +63,7 @@ def broadcastable(
 
 def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
     """`array` as a JAX array; a ValueError unless it is float16, bfloat16 or float32."""
-    found = dtype_name(array)
+    found = dtype_name(name, array)
     if found not in FLOATS:
         raise ValueError(
             f"{name} must be float16, bfloat16 or float32, got {found}; convert it first"
@@ -70,8 +75,8 @@ def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
 
 def integers(name: str, array: Any) -> jax.Array:
     """`array` as int32; a ValueError unless it holds integers that int32 can hold."""
-    found = dtype_name(array)
-    if not np.issubdtype(np.dtype(found) if "key" not in found else np.void, np.integer):
+    found = dtype_name(name, array)
+    if not found.startswith(("int", "uint")):
         raise ValueError(f"{name} must hold integers, got {found}")
     if not isinstance(array, jax.Array):
         host = np.asarray(array)
@@ -98,11 +103,11 @@ def static_number(name: str, value: Any) -> float:
     """A Python number; a ValueError for a traced one, which no kernel could be built for."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a concrete number, got a traced one; multiply q by it")
-    if isinstance(value, bool) or not np.isscalar(value) and np.ndim(value) != 0:
-        raise ValueError(f"{name} must be a number, got {value!r}")
     try:
+        if isinstance(value, bool | str) or np.ndim(value) != 0:
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
     if not np.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
@@ -115,8 +120,8 @@ def positive_int(name: str, value: Any) -> int:
     return int(value)
 
 
-def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 

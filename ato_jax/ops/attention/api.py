@@ -31,6 +31,9 @@ OP = dispatch.Op(
     planned=("mosaic_gpu",),
 )
 
+# Beyond this a bound bounds nothing, and sums of two positions would leave int32.
+FARTHEST = 1 << 30
+
 
 class Request(NamedTuple):
     """A call with its arguments checked: what `dispatch` needs, and the shape of the answer."""
@@ -171,7 +174,7 @@ def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
                 "window must be a pair (left, right), each an int >= 0 or None, "
                 f"got {window!r}"
             )
-        left, right = (None if bound is None else int(bound) for bound in window)
+        left, right = (None if bound is None else min(int(bound), FARTHEST) for bound in window)
     return left, 0 if causal else right
 
 
@@ -182,6 +185,8 @@ def bind_offset(
     if query_offset is None:
         return None, None
     if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
+        if abs(query_offset) > FARTHEST:
+            raise ValueError(f"query_offset must lie within {FARTHEST} of 0, got {query_offset}")
         return int(query_offset), None
     found = shapes.integers("query_offset", query_offset)
     if found.ndim == 0:
@@ -204,10 +209,9 @@ def bind_bias(bias: Any, sizes: dict[str, int], batched: bool) -> jax.Array | No
 def bind_mask(mask: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
     if mask is None:
         return None
-    if shapes.dtype_name(mask) != "bool":
-        raise ValueError(
-            f"mask must be boolean, got {shapes.dtype_name(mask)}; an additive one is `bias`"
-        )
+    found = shapes.dtype_name("mask", mask)
+    if found != "bool":
+        raise ValueError(f"mask must be boolean, got {found}; an additive one is `bias`")
     return _four_axes("mask", jnp.asarray(mask), sizes, batched)
 
 

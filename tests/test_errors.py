@@ -1,0 +1,367 @@
+"""Every refusal says which argument, what came and what was needed; nothing reaches a traceback.
+
+A pattern below is what the message must contain, in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+
+B, T, S, H, G, D, V = 2, 4, 6, 4, 2, 3, 5
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def qkv(queries: int = T, keys: int = S, dtype: Any = jnp.float32) -> list[jax.Array]:
+    return [
+        array(B, queries, H, D, dtype=dtype),
+        array(B, keys, G, D, dtype=dtype),
+        array(B, keys, G, V, dtype=dtype),
+    ]
+
+
+SQUARE = qkv(T, T)
+BOTH = (ato_jax.attention, ato_jax.linear_attention)
+each_op = pytest.mark.parametrize("function", BOTH, ids=lambda function: function.__name__)
+
+
+def refused(*patterns: str) -> Any:
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(patterns))
+
+
+@each_op
+@pytest.mark.parametrize(
+    ("changed", "patterns"),
+    [
+        ({"q": array(B, H, D, 1, 1)}, ["q must be", r"\[B, T, H, D\]", "got shape"]),
+        ({"q": array(D)}, ["q must be", r"\[B, T, H, D\]", "got shape"]),
+        ({"k": array(B, S, G, D + 1)}, ["k must be", r"\[B, S, G, D\]", "D=3", "got shape"]),
+        ({"k": array(B + 1, S, G, D)}, ["k must be", "B=2", "got shape"]),
+        ({"k": array(S, G, D)}, ["k must be", r"\[B, S, G, D\]", "got shape"]),
+        ({"v": array(B, S + 1, G, V)}, ["v must be", "S=6", "got shape"]),
+        ({"v": array(B, S, H, V)}, ["v must be", "G=2", "got shape"]),
+        (
+            {"k": array(B, S, 3, D), "v": array(B, S, 3, V)},
+            ["heads H must be a multiple", "H=4", "G=3"],
+        ),
+        (
+            {"k": array(B, S, 0, D), "v": array(B, S, 0, V)},
+            ["axis G must be at least 1", "G=0"],
+        ),
+        ({"v": array(B, S, G, 0)}, ["axis V must be at least 1", "V=0"]),
+        ({"k": array(B, S, G, D, dtype=jnp.bfloat16)}, ["k must have", "float32", "bfloat16"]),
+        ({"v": array(B, S, G, V, dtype=jnp.float16)}, ["v must have", "float32", "float16"]),
+        ({"q": np.ones((B, T, H, D))}, ["q must be", "float32", "got float64"]),
+        ({"k": np.ones((B, S, G, D))}, ["k must be", "float32", "got float64"]),
+        ({"q": array(B, T, H, D, dtype=jnp.int32)}, ["q must be", "got int32"]),
+        ({"q": array(B, T, H, D, dtype=jnp.complex64)}, ["q must be", "got complex64"]),
+        ({"v": array(B, S, G, V, dtype=bool)}, ["v must be", "got bool"]),
+        ({"layout": "bnth"}, ["layout must be one of", "bthd", "bhtd", "bnth"]),
+        ({"precision": "exact"}, ["precision must be", "tf32", "exact"]),
+        ({"precision": 3}, ["precision must be", "3"]),
+        ({"implementation": "cuda"}, ["implementation must be", "triton", "xla", "cuda"]),
+        ({"causal": "yes"}, ["causal must be True or False", "yes"]),
+        ({"causal": None}, ["causal must be True or False", "None"]),
+        ({"causal": jnp.bool_(True)}, ["causal must be True or False"]),
+        ({"segment_ids": jnp.zeros((B, T), int)}, ["segment_ids", "T = S", "T=4", "S=6"]),
+        ({"q_segment_ids": jnp.zeros((B, T), int)}, ["kv_segment_ids must be given"]),
+        ({"kv_segment_ids": jnp.zeros((B, S), int)}, ["q_segment_ids must be given"]),
+        (
+            {"q_segment_ids": jnp.zeros((B, T), int), "kv_segment_ids": jnp.zeros((B, T), int)},
+            ["kv_segment_ids must be", "S=6", "got shape"],
+        ),
+        (
+            {"q_segment_ids": jnp.zeros((B, T)), "kv_segment_ids": jnp.zeros((B, S))},
+            ["q_segment_ids must hold integers", "float32"],
+        ),
+        ({"q_lengths": jnp.ones(B)}, ["q_lengths must hold integers", "float32"]),
+        ({"q_lengths": np.array([T + 1, 0])}, ["q_lengths must lie between 0 and T=4", "5"]),
+        ({"kv_lengths": np.array([-1, 0])}, ["kv_lengths must lie between 0 and S=6", "-1"]),
+        ({"kv_lengths": [7, 0]}, ["kv_lengths must lie between 0 and S=6", "7"]),
+        ({"kv_lengths": np.array([1, 2, 3])}, ["kv_lengths must be", "B=2", "got shape"]),
+        ({"scale": "big"}, ["scale must be a number", "big"]),
+        ({"scale": np.nan}, ["scale must be finite", "nan"]),
+        ({"scale": jnp.ones(3)}, ["scale must be a number"]),
+    ],
+)
+def test_both(function: Any, changed: dict[str, Any], patterns: list[str]) -> None:
+    arguments = dict(zip("qkv", qkv(), strict=True)) | changed
+    if function is ato_jax.linear_attention and "scale" in changed:
+        arguments["normalize"] = False
+    with refused(*patterns):
+        function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("square", "options", "patterns"),
+    [
+        (True, {"feature_map": "gelu"}, ["feature_map must be one of", "elu1", "gelu"]),
+        (True, {"feature_map": 3}, ["feature_map must be", "3"]),
+        (True, {"feature_map": jnp.cumsum}, ["feature_map must be", "elementwise"]),
+        (True, {"feature_map": jax.nn.softmax}, ["feature_map must be", "elementwise"]),
+        (True, {"feature_map": lambda x: (x, x)}, ["feature_map must be", "elementwise"]),
+        (True, {"feature_map": lambda x: x[0]}, ["feature_map must be", "elementwise"]),
+        (
+            True,
+            {"feature_map": ato_jax.favor(jax.random.key(0), 8, D + 1)},
+            ["feature_map", "head_dim 4", "D=3"],
+        ),
+        (True, {"normalize": "yes"}, ["normalize must be True or False", "yes"]),
+        (True, {"scale": 0.5}, ["scale must be None", "normalize"]),
+        (True, {"normalize": True, "scale": 0.5}, ["scale must be None", "normalize"]),
+        (True, {"eps": 0.0}, ["eps must be positive", "0.0"]),
+        (True, {"eps": -1}, ["eps must be positive", "-1"]),
+        (True, {"eps": "small"}, ["eps must be a number", "small"]),
+        (True, {"decay": jnp.full(G, 0.1)}, ["decay", "<= 0", "0.1"]),
+        (True, {"decay": jnp.ones(H)}, ["decay must be", "G=2", "got shape"]),
+        (True, {"decay": -jnp.ones((B, T, H))}, ["decay must be", "G=2", "got shape"]),
+        (True, {"decay": -jnp.ones((B, T, G, V))}, ["decay must be", "got shape"]),
+        (True, {"decay": jnp.float32(-1.0)}, ["decay must be", r"\[G\]", "got shape"]),
+        (True, {"decay": np.array([-1, -1])}, ["decay must be", "int64"]),
+        (False, {"decay": -jnp.ones(G)}, ["decay needs", "T = S", "T=4", "S=6"]),
+        (
+            False,
+            {"causal": True, "return_state": True},
+            ["return_state", "T = S", "T=4", "S=6"],
+        ),
+        (
+            False,
+            {
+                "causal": True,
+                "initial_state": ato_jax.LinearState(array(B, G, D, V), array(B, G, D)),
+            },
+            ["initial_state", "T = S", "T=4", "S=6"],
+        ),
+        (True, {"initial_state": array(B, G, D, V)}, ["initial_state must be", "LinearState"]),
+        (
+            True,
+            {"initial_state": ato_jax.LinearState(array(B, G, V, D), array(B, G, D))},
+            ["initial_state.kv must be", "got shape"],
+        ),
+        (
+            True,
+            {"initial_state": ato_jax.LinearState(array(B, G, D, V), array(B, G, V))},
+            ["initial_state.k_sum must be", "got shape"],
+        ),
+        (
+            True,
+            {"initial_state": ato_jax.LinearState(array(B, G, D, V), np.ones((B, G, D)))},
+            ["initial_state.k_sum must be", "float64"],
+        ),
+        (True, {"return_state": 1}, ["return_state must be True or False", "1"]),
+    ],
+)
+def test_linear_attention(square: bool, options: dict[str, Any], patterns: list[str]) -> None:
+    with refused(*patterns):
+        ato_jax.linear_attention(*(SQUARE if square else qkv()), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "patterns"),
+    [
+        ({"window": 3}, ["window must be a pair", "got 3"]),
+        ({"window": (1, 2, 3)}, ["window must be a pair", r"\(1, 2, 3\)"]),
+        ({"window": (-1, 0)}, ["window must be a pair", ">= 0", r"\(-1, 0\)"]),
+        ({"window": (1.5, None)}, ["window must be a pair", "1.5"]),
+        ({"window": (True, None)}, ["window must be a pair", "True"]),
+        ({"query_offset": 1.5}, ["query_offset must hold integers", "float"]),
+        ({"query_offset": jnp.zeros(3, int)}, ["query_offset must be", "B=2", "got shape"]),
+        ({"bias": array(B, 3, T, S)}, ["bias must broadcast", "H=4", "got shape"]),
+        ({"bias": array(1, B, H, T, S)}, ["bias must broadcast", "got shape"]),
+        ({"bias": np.ones((T, S))}, ["bias must be", "float64"]),
+        ({"bias": jnp.ones((T, S), bool)}, ["bias must be", "bool"]),
+        ({"mask": array(T, S)}, ["mask must be boolean", "float32", "bias"]),
+        ({"mask": jnp.ones((T, S), int)}, ["mask must be boolean", "int32"]),
+        ({"mask": jnp.ones((S, T), bool)}, ["mask must broadcast", "T=4", "got shape"]),
+        ({"softcap": 0.0}, ["softcap must be positive", "0.0"]),
+        ({"softcap": -3}, ["softcap must be positive", "-3"]),
+        ({"softcap": "hard"}, ["softcap must be a number", "hard"]),
+        ({"sinks": array(G)}, ["sinks must be", "H=4", "got shape"]),
+        ({"sinks": np.ones(H)}, ["sinks must be", "float64"]),
+        ({"dropout_rate": 0.1}, ["dropout_key must be given"]),
+        ({"dropout_rate": 1.0}, ["dropout_rate must be", "below 1", "1.0"]),
+        ({"dropout_rate": -0.1}, ["dropout_rate must be", "-0.1"]),
+        ({"dropout_rate": 0.1, "dropout_key": 7}, ["dropout_key must be", "7"]),
+        (
+            {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0))},
+            ["dropout_key must be a single"],
+        ),
+        ({"query_offset": 1 << 70}, ["query_offset must lie within"]),
+        ({"query_offset": np.array([1 << 40, 0])}, ["query_offset must fit in int32"]),
+        ({"return_lse": None}, ["return_lse must be True or False", "None"]),
+    ],
+)
+def test_attention(options: dict[str, Any], patterns: list[str]) -> None:
+    with refused(*patterns):
+        ato_jax.attention(*qkv(), **options)
+
+
+def test_lengths_on_the_device_are_clipped() -> None:
+    """Those of a JAX array are not waited for: they count as the nearest that makes sense."""
+    for function in BOTH:
+        wanted = function(*qkv(), kv_lengths=np.array([6, 0]))
+        found = function(*qkv(), kv_lengths=jnp.array([9, -3]))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_window_wider_than_everything() -> None:
+    wanted = ato_jax.attention(*qkv())
+    np.testing.assert_array_equal(ato_jax.attention(*qkv(), window=(1 << 70, 1 << 31)), wanted)
+
+
+@each_op
+def test_float64_is_refused_with_x64_too(function: Any) -> None:
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(np.asarray(one, np.float64)) for one in qkv()]
+        with refused("q must be", "got float64"):
+            function(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "options"),
+    [
+        (ato_jax.attention, "scale", {}),
+        (ato_jax.attention, "softcap", {}),
+        (ato_jax.attention, "dropout_rate", {}),
+        (ato_jax.linear_attention, "scale", {"normalize": False}),
+        (ato_jax.linear_attention, "eps", {}),
+    ],
+)
+def test_traced_numbers(function: Any, name: str, options: dict[str, Any]) -> None:
+    @jax.jit
+    def call(number: Any) -> Any:
+        return function(*qkv(), **options, **{name: number})
+
+    with refused(f"{name} must be a concrete number", "traced"):
+        call(0.5)
+
+
+@each_op
+@pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
+def test_kernels_need_a_gpu(function: Any, name: str) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("about machines without a GPU")
+    needed = "needs a GPU" if name == "triton" else "no kernels"
+    with pytest.raises(ato_jax.UnsupportedError, match=f"{name}: .*{needed}"):
+        function(*qkv(), implementation=name)
+    assert issubclass(ato_jax.UnsupportedError, NotImplementedError)
+
+
+def test_cudnn_needs_a_gpu() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("about machines without a GPU")
+    with pytest.raises(ato_jax.UnsupportedError, match="cudnn: .*needs a GPU"):
+        ato_jax.attention(*qkv(), implementation="cudnn")
+    with refused("implementation must be", "'xla'", "cudnn"):
+        ato_jax.linear_attention(*qkv(), implementation="cudnn")
+
+
+@each_op
+@pytest.mark.parametrize("empty", ["B", "T", "S", "TS"])
+def test_empty(function: Any, empty: str) -> None:
+    """Empty axes are no error: the result has their shape, zeros where nothing was seen."""
+    sizes = {"B": B, "T": T, "S": S} | dict.fromkeys(empty, 0)
+    arrays = (
+        array(sizes["B"], sizes["T"], H, D),
+        array(sizes["B"], sizes["S"], G, D),
+        array(sizes["B"], sizes["S"], G, V),
+    )
+
+    def total(*arrays: Any) -> Any:
+        return function(*arrays).sum()
+
+    out = function(*arrays)
+    assert out.shape == (sizes["B"], sizes["T"], H, V) and not out.any()
+    for gradient, one in zip(jax.grad(total, (0, 1, 2))(*arrays), arrays, strict=True):
+        assert gradient.shape == one.shape and not gradient.any()
+
+
+# Whatever is put in an argument's place: a ValueError, or a result where it makes sense.
+JUNK = {
+    "a string": "junk",
+    "None": None,
+    "a list": [1, 2],
+    "a dict": {"a": 1},
+    "an object": object(),
+    "NaN": float("nan"),
+    "complex": 1j,
+    "an int": 3,
+    "True": True,
+    "a function": len,
+    "a scalar array": np.float32(1),
+    "a complex array": np.ones((B, T, H, D), np.complex64),
+    "a bool array": np.ones((B, T, H, D), bool),
+    "a text array": np.array(["a", "b"]),
+    "an object array": np.array([None, 1], object),
+    "seven axes": np.ones((1,) * 7, np.float32),
+    "a ragged list": [[1], [1, 2]],
+    "a big int": 1 << 70,
+    "a key": jax.random.key(0),
+    "uint32": np.ones((B, T), np.uint32),
+}
+ACCEPTED = {
+    "attention": {
+        "q k v": (),
+        "causal return_lse": ("True",),
+        "window bias mask segment_ids q_segment_ids kv_segment_ids": ("None",),
+        "q_lengths kv_lengths sinks softcap scale": ("None",),
+        "precision implementation": ("None",),
+        "layout": (),
+        "query_offset": ("None",),
+        "dropout_rate": (),
+        "dropout_key": tuple(JUNK),
+    },
+    "linear_attention": {
+        "q k v": (),
+        "causal return_state normalize": ("True",),
+        "decay segment_ids q_segment_ids kv_segment_ids": ("None",),
+        "q_lengths kv_lengths initial_state scale": ("None",),
+        "precision implementation": ("None",),
+        "layout feature_map": (),
+        "eps": (),
+    },
+}
+NUMBERS = ("softcap", "scale", "eps", "query_offset")
+ARGUMENTS = [
+    (function, name, accepted)
+    for function in BOTH
+    for names, accepted in ACCEPTED[function.__name__].items()
+    for name in names.split()
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "accepted"), ARGUMENTS, ids=[f"{f.__name__}-{n}" for f, n, _ in ARGUMENTS]
+)
+def test_junk(function: Any, name: str, accepted: tuple[str, ...]) -> None:
+    for what, junk in JUNK.items():
+        arguments = dict(zip("qkv", SQUARE, strict=True)) | {name: junk}
+        if name == "scale" and function is ato_jax.linear_attention:
+            arguments["normalize"] = False
+        sensible = what in accepted
+        sensible |= name in NUMBERS and what in ("an int", "a scalar array")
+        sensible |= name in ("q_lengths", "kv_lengths") and what == "a list"
+        sensible |= name == "segment_ids" and what == "uint32"
+        sensible |= name == "normalize" and what == "None"
+        sensible |= name in ("query_offset", "window") and what == "a list"
+        sensible |= name == "bias" and what == "a scalar array"
+        sensible |= name == "mask" and what == "True"
+        sensible |= name in ("scale", "eps", "softcap") and what == "a big int"
+        sensible &= not (name == "query_offset" and what == "a scalar array")
+        try:
+            function(**arguments)
+        except ValueError as error:
+            assert not sensible, (what, error)
+            subject = name.removeprefix("q_").removeprefix("kv_")
+            assert subject in str(error), (what, str(error))
+        else:
+            assert sensible, f"{name} took {what}"
