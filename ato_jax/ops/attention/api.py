@@ -185,9 +185,10 @@ def bind_offset(
     if query_offset is None:
         return None, None
     if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
-        if abs(query_offset) > FARTHEST:
-            raise ValueError(f"query_offset must lie within {FARTHEST} of 0, got {query_offset}")
-        return int(query_offset), None
+        offset = int(query_offset)
+        if abs(offset) > FARTHEST:
+            raise ValueError(f"query_offset must lie within {FARTHEST} of 0, got {offset}")
+        return offset, None
     found = shapes.integers("query_offset", query_offset)
     if found.ndim == 0:
         return None, jnp.broadcast_to(found, (sizes["B"],))
