@@ -19,7 +19,7 @@ block by block over the queries, each against all the strip's keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,9 +58,10 @@ FEWEST_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Queries to a block; kv heads and batch entries that are computed together."""
+    """Queries to a block and to a strip; kv heads and batch entries computed together."""
 
     block_t: int
+    strip_t: int
     heads: int
     batch: int
 
@@ -72,7 +73,17 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     block_t = min(spec.T, max(limit // (repeats * spec.S), -(-FEWEST_ROWS // repeats)))
     limit //= repeats * block_t * spec.S  # kv heads
     heads = _divisor(spec.G, limit)
-    return Config(block_t, heads, _divisor(spec.B, limit // heads) if heads == spec.G else 1)
+    batch = _divisor(spec.B, limit // heads) if heads == spec.G else 1
+    return Config(block_t, _strip_length(spec), heads, batch)
+
+
+def _strip_length(spec: AttentionSpec) -> int:
+    left, right = _bounds(spec)
+    if left is None and right is None:
+        return spec.T
+    if left is None or right is None:
+        return max(SHORTEST_STRIP, -(-spec.T // MOST_STRIPS))
+    return max(SHORTEST_STRIP, (left + right) // STRIPS_PER_WINDOW)
 
 
 def _divisor(size: int, limit: int) -> int:
@@ -97,11 +108,15 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
         heads = (G, H // G) if x.shape[1] == H else (1, 1)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
+    bias = inputs.bias
+    if bias is not None and not all(spec.bias or ()):
+        # Its gradient is a sum over blocks, and a sum is kept in float32.
+        bias = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
     found: dict[str, jax.Array | None] = {
         "q": grouped(heads_first(inputs.q)),
         "k": heads_first(inputs.k),
         "v": heads_first(inputs.v),
-        "bias": None if inputs.bias is None else grouped(inputs.bias),
+        "bias": None if bias is None else grouped(bias),
         "mask": None if inputs.mask is None else grouped(inputs.mask),
         "sinks": None if inputs.sinks is None else inputs.sinks.reshape(1, G, H // G),
         "h": jnp.arange(H).reshape(1, G, H // G),
@@ -189,40 +204,23 @@ def _bounds(spec: AttentionSpec) -> tuple[int | None, int | None]:
     return left, right
 
 
-def prefix_strips(spec: AttentionSpec) -> Iterator[tuple[int, int, int, int]]:
-    """Queries `from, to` and the keys `from, to` they see, where at most one side is bounded."""
+def strips(
+    spec: AttentionSpec, config: Config, function: Callable[[Arrays], Any], arrays: Arrays
+) -> Any:
+    """`function` of every strip's arrays, its results [R, T, ...] joined along the queries."""
     left, right = _bounds(spec)
-    bounded = left is not None or right is not None
-    count = min(MOST_STRIPS, max(1, spec.T // SHORTEST_STRIP)) if bounded else 1
-    length = -(-spec.T // count)
-    for start in range(0, spec.T, length):
-        stop = min(start + length, spec.T)
+    if left is not None and right is not None:
+        return _band(spec, min(config.strip_t, spec.T), function, arrays)
+    results = []
+    for start in range(0, spec.T, config.strip_t):
+        stop = min(start + config.strip_t, spec.T)
         low = 0 if left is None else (spec.offset or 0) + start - left
         high = spec.S if right is None else (spec.offset or 0) + stop + right
         low = min(max(low, 0), spec.S - 1)
-        yield start, stop, low, min(max(high, low + 1), spec.S)
-
-
-def band_strip(spec: AttentionSpec) -> int | None:
-    """Queries per strip where both sides are bounded: every strip sees as many keys."""
-    left, right = _bounds(spec)
-    if left is None or right is None:
-        return None
-    return min(spec.T, max(SHORTEST_STRIP, (left + right) // STRIPS_PER_WINDOW))
-
-
-def strips(spec: AttentionSpec, function: Callable[[Arrays], Any], arrays: Arrays) -> Any:
-    """`function` of every strip's arrays, its results [R, T, ...] joined along the queries."""
-    length = band_strip(spec)
-    if length is not None:
-        return _band(spec, length, function, arrays)
-    results = [
-        function(
-            _cut(_cut(arrays, T_AXES, start, stop), S_AXES, low, high)
-            | {"i0": arrays["i0"] + start, "j0": arrays["j0"] + low}
-        )
-        for start, stop, low, high in prefix_strips(spec)
-    ]
+        high = min(max(high, low + 1), spec.S)  # one key at least: it is masked
+        strip = _cut(_cut(arrays, T_AXES, start, stop), S_AXES, low, high)
+        strip |= {"i0": arrays["i0"] + start, "j0": arrays["j0"] + low}
+        results.append(function(strip))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *results)
 
 
@@ -336,7 +334,7 @@ def visible(spec: AttentionSpec, arrays: Arrays) -> jax.Array | None:
     rules = []
     if spec.left is not None or spec.right is not None:
         rules.append(within_bounds(spec, arrays["first"] + i, j))
-    if band_strip(spec) is not None:
+    if None not in _bounds(spec):
         rules.append((j >= 0) & (j < spec.S))  # the last strips' keys run over the ends
     if "q_lengths" in arrays:
         rules.append(i < arrays["q_lengths"])

@@ -49,7 +49,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         return blocks.over_queries(block, arrays, config.block_t)
 
     def head(arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
-        return blocks.strips(spec, strip, arrays)
+        return blocks.strips(spec, config, strip, arrays)
 
     out, lse = blocks.per_head(spec, config, head, blocks.per_kv_head(spec, inputs))
     if inputs.q_lengths is not None:
