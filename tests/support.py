@@ -1,0 +1,236 @@
+"""What each backend supports, as a table made from the backends' own `unsupported`.
+
+    python -m tests.support        writes tests/support.txt and the table in README.md
+
+A change of support is a change of tests/support.txt, which a test compares with the backends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ato_jax
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.linear_attention import api as linear_attention_api
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "support.txt"
+README = HERE.parent / "README.md"
+MARKERS = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.DOTALL)
+
+APIS = {"attention": attention_api, "linear_attention": linear_attention_api}
+PHASES = ("forward", "backward")
+WIDTHS = (1, 16, 64, 80, 96, 128, 192, 256, 512, 1024, 2048, 8192)
+
+
+class Row(NamedTuple):
+    """One feature: the sizes that it needs, and the options, made from these."""
+
+    feature: str
+    sizes: dict[str, int] = {}
+    options: Any = lambda sizes: {}
+    dtype: str = "bfloat16"
+
+
+SIZES = {"B": 2, "T": 32, "S": 32, "H": 2, "G": 2, "D": 16, "V": 16}
+
+
+def _always(**options: Any) -> Any:
+    return lambda sizes: options
+
+
+def _shared() -> Iterator[Row]:
+    for dtype in ("bfloat16", "float16", "float32"):
+        yield Row(dtype, dtype=dtype)
+    yield Row("float32, TF32", {}, _always(precision="tf32"), "float32")
+    for width in WIDTHS:
+        yield Row(f"D = V = {width}", {"D": width, "V": width})
+    yield Row("D != V", {"V": 24})
+    yield Row("H = 4 G", {"H": 8})
+    yield Row("T != S", {"S": 48})
+    yield Row("T = 1", {"T": 1})
+    yield Row('layout="bhtd"', {}, _always(layout="bhtd"))
+    yield Row("causal", {}, _always(causal=True))
+    yield Row("causal, T != S", {"S": 48}, _always(causal=True))
+
+    def ids(sizes: dict[str, int], length: str) -> np.ndarray:
+        return np.arange(sizes[length])[None].repeat(sizes["B"], 0) // 10
+
+    yield Row("segment_ids", {}, lambda sizes: {"segment_ids": ids(sizes, "T")})
+    yield Row(
+        "q_segment_ids, kv_segment_ids",
+        {"S": 48},
+        lambda sizes: {"q_segment_ids": ids(sizes, "T"), "kv_segment_ids": ids(sizes, "S")},
+    )
+    yield Row("lengths", {}, _always(kv_lengths=np.array([20, 32])))
+    yield Row(
+        "q_lengths and kv_lengths",
+        {},
+        _always(q_lengths=np.array([9, 32]), kv_lengths=np.array([20, 32])),
+    )
+
+
+def _attention() -> Iterator[Row]:
+    yield Row("window", {}, _always(window=(8, 2)))
+    yield Row("causal window", {}, _always(window=(8, None), causal=True))
+    yield Row("query_offset", {}, _always(query_offset=3, causal=True))
+    yield Row("query_offset [B]", {}, _always(query_offset=np.array([0, 3]), causal=True))
+    for shape in ("BHTS", "TS", "BS", "H"):
+        for name, dtype in (("bias", "bfloat16"), ("mask", "bool")):
+            yield Row(
+                f"{name} [{', '.join(axis if axis in shape else '1' for axis in 'BHTS')}]",
+                {},
+                lambda sizes, name=name, shape=shape, dtype=dtype: {
+                    name: jnp.ones([sizes[x] if x in shape else 1 for x in "BHTS"], dtype)
+                },
+            )
+    yield Row("softcap", {}, _always(softcap=5.0))
+    yield Row("sinks", {}, lambda sizes: {"sinks": jnp.zeros(sizes["H"])})
+    yield Row("scale", {}, _always(scale=0.1))
+    yield Row("dropout", {}, _always(dropout_rate=0.1, dropout_key=jax.random.key(0)))
+    yield Row("return_lse", {}, _always(return_lse=True))
+
+
+def _linear_attention() -> Iterator[Row]:
+    for name in ("relu", "exp", "softplus", "identity", "silu", "relu2"):
+        yield Row(f'feature_map="{name}"', {}, _always(feature_map=name))
+    yield Row("feature_map=a function", {}, _always(feature_map=lambda x: jnp.tanh(x) + 1))
+    yield Row(
+        "feature_map=favor(...)",
+        {},
+        lambda sizes: {"feature_map": ato_jax.favor(jax.random.key(0), 24, sizes["D"])},
+    )
+    yield Row("normalize=False", {}, _always(normalize=False))
+    yield Row("normalize=False, causal", {}, _always(normalize=False, causal=True))
+    kinds = {"[G]": "G", "[B, S, G]": "BSG", "[B, S, G, D]": "BSGD"}
+    for causal in (False, True):
+        for kind, axes in kinds.items():
+            yield Row(
+                f"decay {kind}{', causal' * causal}",
+                {},
+                lambda sizes, axes=axes, causal=causal: {
+                    "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
+                    "causal": causal,
+                },
+            )
+
+    def state(sizes: dict[str, int]) -> ato_jax.LinearState:
+        B, G, D, V = (sizes[axis] for axis in "BGDV")
+        return ato_jax.LinearState(jnp.ones((B, G, D, V)), jnp.ones((B, G, D)))
+
+    for causal in (False, True):
+        yield Row(
+            f"initial_state{', causal' * causal}",
+            {},
+            lambda sizes, causal=causal: {"initial_state": state(sizes), "causal": causal},
+        )
+        yield Row(
+            f"return_state{', causal' * causal}", {}, _always(return_state=True, causal=causal)
+        )
+
+
+ROWS = {
+    "attention": [*_shared(), *_attention()],
+    "linear_attention": [*_shared(), *_linear_attention()],
+}
+
+
+def arguments(row: Row, seed: int = 0) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Random q, k, v and the options of a row."""
+    sizes = SIZES | row.sizes
+    if "T" in row.sizes and "S" not in row.sizes:
+        sizes["S"] = sizes["T"]
+    options = row.options(sizes)
+    draw = np.random.default_rng(seed)
+    arrays = []
+    for axes in ("BTHD", "BSGD", "BSGV"):
+        shape = [sizes[axis] for axis in axes]
+        if options.get("layout") == "bhtd":
+            shape[1], shape[2] = shape[2], shape[1]
+        arrays.append(jnp.asarray(draw.normal(size=shape), row.dtype))
+    return arrays, options
+
+
+def reasons(op: str, row: Row) -> dict[str, dict[str, str | None]]:
+    """For each backend and phase, why not; None where it is supported."""
+    api = APIS[op]
+    arrays, options = arguments(row)
+    spec = api.prepare(*arrays, **options).spec
+    found: dict[str, dict[str, str | None]] = {
+        name: {phase: api.OP.backend(name).unsupported(spec, phase) for phase in PHASES}
+        for name in api.OP.backends
+    }
+    for name in api.OP.planned:
+        found[name] = dict.fromkeys(PHASES, "has no kernels for this op yet")
+    return found
+
+
+def cell(of_phase: dict[str, str | None]) -> str:
+    supported = [phase for phase in PHASES if of_phase[phase] is None]
+    return "yes" if len(supported) == 2 else " ".join(supported) or "-"
+
+
+def golden() -> str:
+    """The whole table, and below it each backend's reasons."""
+    lines = ["What each backend supports, from its `unsupported`; made by python -m tests.support."]
+    for op, rows in ROWS.items():
+        names = [*APIS[op].OP.backends, *APIS[op].OP.planned]
+        table = {row.feature: reasons(op, row) for row in rows}
+        wide = max(map(len, table))
+        lines += ["", f"{op:<{wide}}" + "".join(f"  {name:<10}" for name in names)]
+        for feature, found in table.items():
+            cells = "".join(f"  {cell(found[name]):<10}" for name in names)
+            lines.append(f"{feature:<{wide}}{cells}".rstrip())
+        lines.append("")
+        for name in APIS[op].OP.backends:
+            for feature, found in table.items():
+                for reason in dict.fromkeys(filter(None, found[name].values())):
+                    lines.append(f"{op}, {name}, {feature}: {reason}")
+    return "\n".join(lines) + "\n"
+
+
+MARKS = {"yes": "yes", "-": "-", "forward": "forward only", "backward": "backward only"}
+
+
+def readme() -> str:
+    """The compact table: a row a feature, those together that all backends answer alike."""
+    parts = []
+    for op, rows in ROWS.items():
+        names = [name for name in APIS[op].OP.backends if name != "reference"]
+        parts += [f"| `{op}` | " + " | ".join(f"`{name}`" for name in names) + " |"]
+        parts += ["|---|" + "---|" * len(names)]
+        together: dict[tuple[str, ...], list[str]] = {}
+        for row in rows:
+            found = reasons(op, row)
+            cells = tuple(MARKS[cell(found[name])] for name in names)
+            together.setdefault(cells, []).append(row.feature)
+        for cells, features in together.items():
+            parts.append(f"| {'; '.join(_widths(features))} | " + " | ".join(cells) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _widths(features: list[str]) -> list[str]:
+    """Neighbouring widths as one entry."""
+    widths = [int(name.split()[-1]) for name in features if name.startswith("D = V = ")]
+    if not widths:
+        return features
+    kept = [name for name in features if not name.startswith("D = V = ")]
+    span = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else f"{widths[0]}"
+    return [f"D = V = {span}", *kept]
+
+
+def with_table(text: str) -> str:
+    return MARKERS.sub(lambda found: found[1] + "\n" + readme() + "\n" + found[2], text)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(golden())
+    README.write_text(with_table(README.read_text()))

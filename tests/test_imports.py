@@ -1,0 +1,157 @@
+"""Imports go one way, and `import ato_jax` brings JAX and nothing else of weight.
+
+    ato_torch -> ops/*/api -> spec, dispatch -> tuning -> device
+    a backend -> spec, device, Pallas; never another backend
+
+Read from the sources: what a module imports, also inside functions and for types alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OPS = ("attention", "linear_attention")
+BACKENDS = ("triton", "mosaic_gpu", "xla", "cudnn", "reference")
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of both packages by name; a folder is its __init__."""
+    found = {}
+    for package in ("ato_jax", "ato_torch"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text())
+    return found
+
+
+@functools.cache
+def imports(name: str) -> frozenset[str]:
+    """What a module imports: the project's modules by full name, others as written."""
+    found = set()
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} imports relatively"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in modules() else str(node.module))
+    return frozenset(found)
+
+
+def reached(name: str) -> set[str]:
+    """The project's modules that a module imports, and what these import."""
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        for imported in imports(ahead.pop()) & set(modules()):
+            if imported not in found:
+                found.add(imported)
+                ahead.append(imported)
+    return found - {name}
+
+
+def within(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(f"{folder}.")
+
+
+def backends() -> list[str]:
+    """The backends' own modules, the parts of those that are folders included."""
+    folders = [f"ato_jax.ops.{op}.{backend}" for op in OPS for backend in BACKENDS]
+    return [name for name in modules() for folder in folders if within(name, folder)]
+
+
+def test_backends_are_found() -> None:
+    assert {"ato_jax.ops.attention.triton", "ato_jax.ops.linear_attention.xla"} <= set(backends())
+
+
+@pytest.mark.parametrize("name", backends())
+def test_backends(name: str) -> None:
+    """A backend reaches its op's rules and the device, no other backend and nothing above."""
+    op, own = name.split(".")[2:4]
+    home = f"ato_jax.ops.{op}"
+    for imported in reached(name):
+        shared = ("ato_jax.device", "ato_jax.autodiff", "ato_jax.shapes")
+        assert imported in shared or within(imported, home), f"{name} reaches {imported}"
+        assert imported not in (home, f"{home}.api"), f"{name} reaches {imported}"
+        part = imported.removeprefix(f"{home}.").split(".")[0]
+        assert part == own or part not in BACKENDS, f"{name} reaches another backend, {imported}"
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("ato_jax.device", ()),
+        ("ato_jax.autodiff", ()),
+        ("ato_jax.shapes", ()),
+        ("ato_jax.tuning", ("ato_jax.device",)),
+        ("ato_jax.dispatch", ("ato_jax.tuning", "ato_jax.device", "ato_jax.autodiff")),
+        ("ato_jax.ops.common", ("ato_jax.shapes",)),
+        ("ato_jax.ops.attention.spec", ()),
+        (
+            "ato_jax.ops.linear_attention.spec",
+            ("ato_jax.ops.linear_attention.features", "ato_jax.shapes"),
+        ),
+    ],
+)
+def test_layers(name: str, allowed: tuple[str, ...]) -> None:
+    assert reached(name) <= set(allowed)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_apis(op: str) -> None:
+    """An api names its backends by strings: it imports none of them, nor another op."""
+    for imported in reached(f"ato_jax.ops.{op}.api"):
+        assert imported not in backends()
+        assert not any(within(imported, f"ato_jax.ops.{other}") for other in OPS if other != op)
+        assert imported not in ("ato_jax", "ato_jax.explain", "ato_jax.nn")
+
+
+def test_no_circles() -> None:
+    for name in modules():
+        for imported in imports(name) & set(modules()):
+            assert name not in reached(imported), f"{name} and {imported} import each other"
+
+
+@pytest.mark.parametrize(
+    ("package", "alone"),
+    [("flax", "ato_jax.nn"), ("torch", "ato_torch"), ("ato_torch", "ato_torch")],
+)
+def test_who_imports(package: str, alone: str) -> None:
+    for name in modules():
+        if not within(name, alone):
+            assert not any(within(imported, package) for imported in imports(name)), name
+
+
+def test_nobody_imports_matplotlib() -> None:
+    for name in modules():
+        assert not any(within(imported, "matplotlib") for imported in imports(name)), name
+
+
+def test_import_is_light() -> None:
+    """Neither flax, torch nor matplotlib, and under a second more than `import jax`."""
+    program = """
+import sys, time
+import jax
+import jax.numpy
+before = time.process_time()
+import ato_jax
+took = time.process_time() - before
+heavy = [name for name in ("flax", "torch", "matplotlib") if name in sys.modules]
+assert not heavy, heavy
+print(took)
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert float(finished.stdout) < 1.0
