@@ -16,6 +16,10 @@ float16 holds nothing below 6e-8 and little below 6e-5, where p and ds lie for l
 there both carry powers of two into the products, taken out of the sums: 2^WEIGHT_SHIFT in p, which
 is at most 1, and `gain` in dp - delta besides, a power of two per group that keeps the product
 within 2^WEIGHT_SHIFT whatever the size of v and do.
+
+A large lse is rounded by more than float32's budget for p: at 1000 by 3e-5. So for float32 the
+first kernel sums each query's weights as it finds them from lse, divides its dq by that sum, which
+should be 1, and leaves the inverse for the second kernel to multiply with.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from ato_jax.ops.attention.triton.common import (
     LOG2_E,
     block_ranges,
     dot,
+    exp2,
     fitted,
     for_blocks,
     key_bounds,
@@ -58,6 +63,10 @@ ROWS_LAYOUT = "bhtd"
 
 def _shift(spec: AttentionSpec) -> int:
     return WEIGHT_SHIFT if spec.dtype == "float16" else 0
+
+
+def _renormalises(spec: AttentionSpec) -> bool:
+    return spec.dtype == "float32"
 
 
 def _gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:
@@ -104,14 +113,18 @@ def _without_gain(spec: AttentionSpec, sums: jax.Array, gain: jax.Array | None) 
 
 
 def _weights(
-    spec: AttentionSpec, products: jax.Array, log2_norm: jax.Array, hidden: jax.Array | None
+    spec: AttentionSpec,
+    products: jax.Array,
+    log2_norm: jax.Array,
+    hidden: jax.Array | None,
+    fast_exp2: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """p * 2^shift from q . k, and the softcap's slope. `log2_norm` lacks the shift already."""
     raw = raw_scores(spec, products)
     slope = None if spec.softcap is None else 1 - raw * raw
     if hidden is not None:
         raw = jnp.where(hidden, -jnp.inf, raw)
-    return jnp.exp2(raw * score_factor(spec) - log2_norm), slope
+    return exp2(raw * score_factor(spec) - log2_norm, fast_exp2), slope
 
 
 def _dq_kernel(
@@ -126,11 +139,13 @@ def _dq_kernel(
     dq_ref: Any,
     log2_norm_ref: Any,
     delta_ref: Any,
+    correction_ref: Any | None,
     *,
     spec: AttentionSpec,
     offset: int,
     block_q: int,
     block_k: int,
+    fast_exp2: bool,
 ) -> None:
     layout = spec.layout
     block = pl.program_id(0)
@@ -156,7 +171,10 @@ def _dq_kernel(
 
     q = load_tile(layout, q_ref, None, i0, block_q, spec.T, spec.D)  # [block_q, D]
 
-    def step(masked: bool, n: Any, dq: jax.Array) -> jax.Array:
+    def step(
+        masked: bool, n: Any, sums: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        dq, total = sums  # [block_q, D], [block_q]
         j0 = n * block_k
         k = load_tile(layout, k_ref, None, j0, block_k, spec.S, spec.D, not masked)  # [block_k, D]
         v = load_tile(layout, v_ref, None, j0, block_k, spec.S, spec.V, not masked)  # [block_k, V]
@@ -165,13 +183,23 @@ def _dq_kernel(
             key = (j0 + jnp.arange(block_k))[None, :]  # [1, block_k]
             hidden = ~visible(spec, offset, query, key)
         products = dot(spec, q, k, trans_b=True)  # [block_q, block_k]
-        p, slope = _weights(spec, products, log2_norm[:, None], hidden)
+        p, slope = _weights(spec, products, log2_norm[:, None], hidden, fast_exp2)
+        if correction_ref is not None:
+            total = total + jnp.sum(p, axis=1)
         dp = dot(spec, do, v, trans_b=True)  # [block_q, block_k]
         ds = _score_gradient(spec, p, dp, delta[:, None], slope, gain)
-        return dq + dot(spec, ds, k)
+        return dq + dot(spec, ds, k), total
 
     ranges = block_ranges(key_bounds(spec, offset), i0, block_q, spec.S, block_k)
-    dq = for_blocks(ranges, step, jnp.zeros((block_q, padded(spec.D)), jnp.float32))
+    start = (
+        jnp.zeros((block_q, padded(spec.D)), jnp.float32),
+        jnp.zeros((block_q,), jnp.float32),
+    )
+    dq, total = for_blocks(ranges, step, start)
+    if correction_ref is not None:
+        correction = 1 / jnp.where(total == 0, 1.0, total)
+        store_tile(ROWS_LAYOUT, correction_ref, None, i0, correction, spec.T)
+        dq = dq * correction[:, None]
     store_tile(layout, dq_ref, None, i0, _without_gain(spec, dq, gain), spec.T, spec.D)
 
 
@@ -182,6 +210,7 @@ def _dkv_kernel(
     do_ref: Any,
     log2_norm_ref: Any,
     delta_ref: Any,
+    correction_ref: Any | None,
     gain_ref: Any | None,
     dk_ref: Any,
     dv_ref: Any,
@@ -190,6 +219,7 @@ def _dkv_kernel(
     offset: int,
     block_q: int,
     block_k: int,
+    fast_exp2: bool,
 ) -> None:
     """Tiles of pairs stand transposed, [block_k, block_q], ready for the sums over queries."""
     layout = spec.layout
@@ -207,25 +237,30 @@ def _dkv_kernel(
             dk, dv = sums  # [block_k, D], [block_k, V]
             i0 = n * block_q
             all_exist = not masked
+
+            def row(ref: Any) -> jax.Array:
+                values = load_tile(ROWS_LAYOUT, ref, h, i0, block_q, spec.T, whole=all_exist)
+                return values[None, :]  # [1, block_q]
+
             q = load_tile(layout, q_ref, h, i0, block_q, spec.T, spec.D, all_exist)  # [block_q, D]
-            log2_norm = load_tile(
-                ROWS_LAYOUT, log2_norm_ref, h, i0, block_q, spec.T, whole=all_exist
-            )[None, :]  # [1, block_q]
-            delta = load_tile(ROWS_LAYOUT, delta_ref, h, i0, block_q, spec.T, whole=all_exist)[
-                None, :
-            ]  # [1, block_q]
             hidden = None
             if masked:
                 query = (i0 + jnp.arange(block_q))[None, :]  # [1, block_q]
                 hidden = ~(visible(spec, offset, query, key) & (query < spec.T))
-            products = dot(spec, k, q, trans_b=True)  # [block_k, block_q]
-            p, slope = _weights(spec, products, log2_norm, hidden)
+            if correction_ref is not None:
+                # Rounded as in the first kernel, whose sum of weights is about to be applied.
+                products = dot(spec, q, k, trans_b=True).T  # [block_k, block_q]
+            else:
+                products = dot(spec, k, q, trans_b=True)  # [block_k, block_q]
+            p, slope = _weights(spec, products, row(log2_norm_ref), hidden, fast_exp2)
+            if correction_ref is not None:
+                p = p * row(correction_ref)
             do = load_tile(
                 layout, do_ref, h, i0, block_q, spec.T, spec.V, all_exist
             )  # [block_q, V]
             dv = dv + dot(spec, p.astype(do.dtype), do)
             dp = dot(spec, v, do, trans_b=True)  # [block_k, block_q]
-            ds = _score_gradient(spec, p, dp, delta, slope, gain)
+            ds = _score_gradient(spec, p, dp, row(delta_ref), slope, gain)
             return dk + dot(spec, ds, q), dv
 
         return for_blocks(ranges, step, sums)
@@ -240,9 +275,7 @@ def _dkv_kernel(
     store_tile(layout, dv_ref, None, j0, dv * 2.0 ** -_shift(spec), spec.S, spec.V)
 
 
-def backward(
-    spec: AttentionSpec, config: Any, residuals: Residuals, cotangents: Outputs
-) -> Inputs:
+def backward(spec: AttentionSpec, config: Any, residuals: Residuals, cotangents: Outputs) -> Inputs:
     assert spec.offset is not None
     inputs, outputs = residuals
     layout = spec.layout
@@ -254,9 +287,15 @@ def backward(
     block_q, block_k = fitted(config.dq_block_q, spec.T), fitted(config.dq_block_k, spec.S)
     query_rows = sequence_spec(layout, spec.T, None, block_q)
     rows_spec = sequence_spec(ROWS_LAYOUT, spec.T, None, block_q)
-    dq, log2_norm, delta = pl.pallas_call(
+    correction_spec, correction_rows = (rows_spec, rows) if _renormalises(spec) else (None, None)
+    dq, log2_norm, delta, correction = pl.pallas_call(
         functools.partial(
-            _dq_kernel, spec=spec, offset=spec.offset, block_q=block_q, block_k=block_k
+            _dq_kernel,
+            spec=spec,
+            offset=spec.offset,
+            block_q=block_q,
+            block_k=block_k,
+            fast_exp2=config.fast_exp2,
         ),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B),
         in_specs=[
@@ -269,8 +308,18 @@ def backward(
             None if dlse is None else query_rows,
             None if gain is None else pl.BlockSpec((1, 1), lambda n, h, b: (b, lax.div(h, share))),
         ],
-        out_specs=[sequence_spec(layout, spec.T, spec.D, block_q), rows_spec, rows_spec],
-        out_shape=[jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype), rows, rows],
+        out_specs=[
+            sequence_spec(layout, spec.T, spec.D, block_q),
+            rows_spec,
+            rows_spec,
+            correction_spec,
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
+            rows,
+            rows,
+            correction_rows,
+        ],
         compiler_params=plgpu.CompilerParams(
             num_warps=config.dq_num_warps, num_stages=config.dq_num_stages
         ),
@@ -284,7 +333,12 @@ def backward(
     values = sequence_spec(layout, spec.S, spec.V, block_k)
     dk, dv = pl.pallas_call(
         functools.partial(
-            _dkv_kernel, spec=spec, offset=spec.offset, block_q=block_q, block_k=block_k
+            _dkv_kernel,
+            spec=spec,
+            offset=spec.offset,
+            block_q=block_q,
+            block_k=block_k,
+            fast_exp2=config.fast_exp2,
         ),
         grid=(pl.cdiv(spec.S, block_k), spec.G, spec.B),
         in_specs=[
@@ -294,6 +348,7 @@ def backward(
             sequence_spec(layout, spec.T, spec.V, block_q, group=share),
             rows_spec,
             rows_spec,
+            None if correction is None else rows_spec,
             None if gain is None else pl.BlockSpec((1, 1), lambda n, g, b: (b, g)),
         ],
         out_specs=[keys, values],
@@ -306,5 +361,5 @@ def backward(
         ),
         interpret=device.interpreting(),
         name="attention_backward_dkv",
-    )(inputs.q, inputs.k, inputs.v, cotangents.out, log2_norm, delta, gain)
+    )(inputs.q, inputs.k, inputs.v, cotangents.out, log2_norm, delta, correction, gain)
     return Inputs(q=dq, k=dk, v=dv)

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import device
 from ato_jax.ops.attention.spec import AttentionSpec, within_bounds
 
 LOG2_E = math.log2(math.e)
@@ -33,6 +34,11 @@ LN_2 = math.log(2)
 
 # Triton's dots take no side shorter than this.
 SMALLEST_TILE = 16
+
+# float32 operands as sums of three bfloat16 pieces, which hold all of their bits, and the six
+# largest of the nine products of pieces: on the tensor cores, and closer to the exact sum than
+# float32 multiply-adds in sequence, which also run at a quarter of the speed.
+EXACT_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 Carry = TypeVar("Carry")
 
@@ -194,14 +200,31 @@ def visible(spec: AttentionSpec, offset: int, query: jax.Array, key: jax.Array) 
     return bounded & (key < spec.S)
 
 
-def dot(
-    spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = False
-) -> jax.Array:
+def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     """a . b or a . b^T, accumulated in float32; float32 operands are rounded only if asked."""
-    exact = spec.precision == "exact"
-    return plgpu.dot(
-        a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST if exact else lax.Precision.HIGH
+    precision: Any = None
+    if spec.dtype == "float32":
+        precision = EXACT_PRODUCTS if spec.precision == "exact" else lax.Precision.HIGH
+        if device.interpreting():
+            precision = lax.Precision.HIGHEST
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def exp2(x: jax.Array, fast: bool) -> jax.Array:
+    """2^x; `fast` by the bare instruction, which flushes results below 1e-38 to 0.
+
+    Without it the compiler adds three instructions per element to get those right.
+    """
+    if not fast or device.interpreting():
+        return jnp.exp2(x)
+    (result,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
+    return result
 
 
 def score_factor(spec: AttentionSpec) -> float:

@@ -27,6 +27,7 @@ from ato_jax.ops.attention.triton.common import (
     LN_2,
     block_ranges,
     dot,
+    exp2,
     fitted,
     for_blocks,
     key_bounds,
@@ -57,6 +58,7 @@ def _kernel(
     offset: int,
     block_q: int,
     block_k: int,
+    fast_exp2: bool,
 ) -> None:
     layout = spec.layout
     factor = score_factor(spec)
@@ -77,8 +79,8 @@ def _kernel(
             key = (j0 + jnp.arange(block_k))[None, :]  # [1, block_k]
             raw = jnp.where(visible(spec, offset, query, key), raw, -jnp.inf)
         m_next = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
-        p = jnp.exp2(raw * factor - m_next[:, None])
-        correction = jnp.exp2(m - m_next)
+        p = exp2(raw * factor - m_next[:, None], fast_exp2)
+        correction = exp2(m - m_next, fast_exp2)
         total = total * correction + jnp.sum(p, axis=1)
         v = load_tile(layout, v_ref, None, j0, block_k, spec.S, spec.V, not masked)  # [block_k, V]
         acc = acc * correction[:, None] + dot(spec, p.astype(v.dtype), v)
@@ -107,7 +109,12 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
     out, lse = pl.pallas_call(
         functools.partial(
-            _kernel, spec=spec, offset=spec.offset, block_q=block_q, block_k=block_k
+            _kernel,
+            spec=spec,
+            offset=spec.offset,
+            block_q=block_q,
+            block_k=block_k,
+            fast_exp2=config.fast_exp2,
         ),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B),
         in_specs=[

@@ -1,0 +1,164 @@
+"""The Triton kernels of softmax attention: interpreted, against the reference."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax.ops.attention import triton
+from ato_jax.ops.attention.spec import AttentionSpec, Outputs
+from ato_jax.ops.attention.triton import common
+from tests import numerics
+
+# Tiles as small as they come: several blocks, masked ones and whole ones, at sizes that a CPU
+# interprets quickly.
+SMALL_TILES = {f"{kernel}block_{side}": 16 for kernel in ("", "dq_", "dkv_") for side in ("q", "k")}
+
+
+def draw(dtype, B=1, T=50, S=50, H=2, G=2, D=16, V=16, layout="bthd", scale=1.0):
+    generator = np.random.default_rng(0)
+
+    def array(length, heads, width):
+        shape = (B, length, heads, width) if layout == "bthd" else (B, heads, length, width)
+        return jnp.asarray(scale * generator.normal(size=shape), dtype)
+
+    return array(T, H, D), array(S, G, D), array(S, G, V)
+
+
+def check(q, k, v, cotangents=None, **options):
+    wanted = numerics.oracle("attention", q, k, v, cotangents=cotangents, **options)
+    with ato_jax.interpret():
+        result = numerics.run_backends(
+            "triton",
+            "triton",
+            wanted,
+            forward_config=SMALL_TILES,
+            backward_config=SMALL_TILES,
+        )
+    numerics.compare(result, wanted)
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_numerics_by_dtype(dtype, causal):
+    check(*draw(dtype), causal=causal)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(T=37, S=70, H=4, G=2, D=20, V=9, B=2), dict(causal=True, return_lse=True)),
+        (dict(T=70, S=37, H=4, G=1, layout="bhtd"), dict(causal=True, return_lse=True)),
+        (dict(T=33, S=40, layout="bhtd", B=2), dict()),
+        (dict(T=40, S=50), dict(causal=True, query_offset=0, softcap=1.5)),
+        (dict(T=40, S=50), dict(causal=True, query_offset=-20, return_lse=True)),
+        (dict(T=40, S=50), dict(causal=True, query_offset=60)),
+        (dict(T=60, S=60, H=2, G=1), dict(causal=True, window=(9, None))),
+        (dict(T=60, S=70), dict(window=(5, 20), query_offset=3)),
+        (dict(T=60, S=40), dict(window=(None, 0))),
+        (dict(T=1, S=1, D=1, V=1), dict()),
+        (dict(T=1, S=40, D=3), dict(causal=True)),
+        (dict(T=20, S=1), dict()),
+        (dict(), dict(scale=-0.5, causal=True)),
+        (dict(), dict(scale=0.0)),
+        (dict(), dict(precision="tf32")),
+    ],
+    ids=str,
+)
+def test_numerics_by_feature(sizes, options):
+    q, k, v = draw("float32", **sizes)
+    check(q, k, v, **options, **({"layout": sizes["layout"]} if "layout" in sizes else {}))
+
+
+# float32 at scale 30 is left to a card: the scores, in the thousands, round differently in the
+# two backward kernels as a CPU multiplies them.
+@pytest.mark.parametrize(
+    "dtype, scale",
+    [
+        ("float32", 0.01),
+        ("float16", 0.01),
+        ("bfloat16", 0.01),
+        ("float16", 30.0),
+        ("bfloat16", 30.0),
+    ],
+)
+def test_numerics_by_scale(dtype, scale):
+    check(*draw(dtype, scale=scale), causal=True)
+
+
+@pytest.mark.parametrize("size", [2.0**-12, 2.0**10])
+def test_float16_gradients_of_tiny_and_huge_cotangents(size):
+    """The scores' gradient is below what float16 holds, or above, but for the powers of two."""
+    q, k, v = draw("float16")
+    generator = np.random.default_rng(1)
+    out = jnp.asarray(size * generator.normal(size=q.shape), "float16")
+    check(q, k, v, cotangents=Outputs(out, jnp.zeros(q.shape[:-1], jnp.float32)))
+
+
+def test_queries_that_see_nothing():
+    q, k, v = draw("float32", T=40, S=40)
+    with ato_jax.interpret():
+        (out, lse), pull = jax.vjp(
+            lambda q, k, v: ato_jax.attention(
+                q,
+                k,
+                v,
+                causal=True,
+                query_offset=-30,
+                return_lse=True,
+                implementation="triton",
+            ),
+            q,
+            k,
+            v,
+        )
+        dq, dk, dv = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert not out[:, :30].any() and not dq[:, :30].any()
+    assert jnp.isneginf(lse[:, :30]).all() and jnp.isfinite(lse[:, 30:]).all()
+    assert all(jnp.isfinite(array).all() for array in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("left, right", [(None, None), (None, 0), (7, 0), (3, 11), (20, None)])
+@pytest.mark.parametrize("offset", [-25, 0, 13, 90])
+def test_block_ranges_hold_every_visible_pair(left, right, offset):
+    spec = AttentionSpec(1, 50, 70, 1, 1, 16, 16, "float32", 1.0, left=left, right=right)
+    i, j = np.ogrid[: spec.T, : spec.S]
+    seen = np.ones((spec.T, spec.S), bool)
+    if left is not None:
+        seen &= j >= i + offset - left
+    if right is not None:
+        seen &= j <= i + offset + right
+    for bounds, pairs, rows, block in (
+        (common.key_bounds(spec, offset), seen, 16, 8),
+        (common.query_bounds(spec, offset), seen.T, 8, 16),
+    ):
+        items, length = pairs.shape
+        for start in range(0, items, rows):
+            first, whole, whole_end, end = map(
+                int, common.block_ranges(bounds, jnp.int32(start), rows, length, block)
+            )
+            assert 0 <= first <= whole <= whole_end <= end <= -(-length // block)
+            tile = pairs[start : start + rows]
+            assert not tile[:, : first * block].any() and not tile[:, end * block :].any()
+            assert whole_end * block <= length or whole == whole_end
+            assert tile[:, whole * block : whole_end * block].all()
+
+
+def test_unsupported_says_why():
+    spec = AttentionSpec(1, 8, 8, 1, 1, 16, 16, "float32", 1.0)
+    assert triton.unsupported(spec, "forward") is None
+    for change in (
+        dict(D=257),
+        dict(V=300),
+        dict(sinks=True),
+        dict(segments=True),
+        dict(kv_lengths=True, offset=None),
+        dict(dropout_rate=0.1),
+        dict(bias=(True,) * 4),
+        dict(mask=(True,) * 4),
+    ):
+        assert triton.unsupported(dataclasses.replace(spec, **change), "backward")
