@@ -501,3 +501,72 @@ def test_sharing_the_gpu(monkeypatch, platform, environment, warns):
     assert _bridge.os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] in (
         environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("views", ["whole", "offset", "transposed"])
+@pytest.mark.parametrize("op", ["attention", "causal", "linear_attention"])
+def test_on_a_gpu(op, views, dtype):
+    """Against float64 on the CPU; "offset" starts 2 or 4 bytes into the memory."""
+    shape = (2, 4, 96, 64)
+    drawn, view = {
+        "whole": (shape, lambda x: x),
+        "offset": ((2 * 4 * 96 * 64 + 1,), lambda x: x[1:].view(shape)),
+        "transposed": ((2, 96, 4, 64), lambda x: x.transpose(1, 2)),
+    }[views]
+    ours, peer = {
+        "attention": (ato_torch.attention, F.scaled_dot_product_attention),
+        "causal": (
+            lambda *tensors: ato_torch.attention(*tensors, is_causal=True),
+            lambda *tensors: F.scaled_dot_product_attention(*tensors, is_causal=True),
+        ),
+        "linear_attention": (ato_torch.linear_attention, plain_linear),
+    }[op]
+    tensors = draw(*(drawn,) * 3, dtype=dtype)
+    (cotangent,) = draw(shape, dtype=dtype, seed=1, requires_grad=False)
+    found = results(
+        lambda *tensors: ours(*map(view, tensors)),
+        [tensor.detach().cuda().requires_grad_() for tensor in tensors],
+        cotangent.cuda(),
+    )
+    exact, ideal = (
+        results(
+            lambda *tensors: peer(*map(view, tensors)),
+            upcast(tensors, precision),
+            cotangent.to(precision),
+        )
+        for precision in (torch.float64, torch.float32)
+    )
+    for name, tensor in found.items():
+        assert tensor.is_cuda and tensor.dtype == dtype
+        numerics.check(
+            name,
+            array(tensor.cpu()),
+            exact[name].numpy(),
+            dtype=str(dtype).removeprefix("torch."),
+            ideal=array(ideal[name].to(dtype)),
+        )
+
+
+@pytest.mark.gpu
+def test_streams_and_lifetimes_on_a_gpu():
+    """Kernels before and after on the current stream are waited for; freed memory is not read."""
+    slow = torch.randn(8192, 8192, device="cuda")
+    query = torch.randn(4, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    wanted = F.scaled_dot_product_attention(query * 2, query + 1, query)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(10):
+                slow @ slow
+                doubled, moved, value = query * 2, query + 1, query.clone()
+                out = ato_torch.attention(doubled, moved, value)
+                for tensor in (doubled, moved, value):
+                    tensor.zero_()
+                del doubled, moved, value, tensor
+                scrap = torch.randn(3, *query.shape, device="cuda", dtype=query.dtype)
+                error = (out - wanted).float().norm() / wanted.float().norm()
+                del out, scrap
+                assert error < 1e-2
+    torch.cuda.synchronize()

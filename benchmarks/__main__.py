@@ -1,0 +1,39 @@
+"""`python -m benchmarks demo` and `python -m benchmarks run`; `--helpshort` lists the flags."""
+
+from __future__ import annotations
+
+import logging as standard_logging
+import os
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+
+# PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+from benchmarks import demo, run  # noqa: E402
+from benchmarks.peers import PeerError  # noqa: E402
+
+flags.adopt_module_key_flags(demo)
+flags.adopt_module_key_flags(run)
+
+COMMANDS = {"demo": demo.main, "run": run.main}
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 2 or arguments[1] not in COMMANDS:
+        given = " ".join(arguments[1:]) or "nothing"
+        logging.error("Give one command, %s; got %s", " or ".join(COMMANDS), given)
+        return 2
+    # Absl shows what libraries say to each other, too.
+    for library in ("jax", "matplotlib"):
+        standard_logging.getLogger(library).setLevel(standard_logging.WARNING)
+    try:
+        return COMMANDS[arguments[1]]()
+    except PeerError as error:
+        logging.error("%s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,135 @@
+"""What is measured, and what is right: sizes, operations, traffic, memory, exact results.
+
+    u              = B * T * H * D * itemsize, one tensor
+    traffic        = 4u forward (q, k, v in, out), 7u backward (q, k, v, dout in, dq, dk, dv out)
+    products       = 4 * B * H * T^2 * D forward, 2.5 times as many backward; causal: half
+
+A result passes when its relative RMS error against float64, on the same rounded inputs, is at
+most `TOLERANCES`: far above rounding, far below a mistake. The budgets that the library holds
+itself to are the tests' matter; these serve every peer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+TOLERANCES = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3}
+PHASES = ("forward", "forward + backward")
+# Up to here all rows are compared, and dk and dv with them; beyond, a sample of rows.
+WHOLE = 1024
+SAMPLE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem with T = S and as many key as query heads; `op` is "linear" or "softmax"."""
+
+    op: str
+    B: int
+    H: int
+    T: int
+    D: int
+    dtype: str
+    causal: bool = False
+
+    @property
+    def unit(self) -> int:
+        """u, in bytes."""
+        return self.B * self.T * self.H * self.D * ITEMSIZES[self.dtype]
+
+    def traffic(self, phase: str) -> int:
+        """The fewest bytes that have to move: every input read once, every output written once."""
+        return self.unit * (4 if phase == "forward" else 4 + 7)
+
+    def operations(self, phase: str) -> float:
+        """Multiplications and additions of softmax attention's products."""
+        forward = 4 * self.B * self.H * self.T**2 * self.D / (2 if self.causal else 1)
+        return forward if phase == "forward" else 3.5 * forward
+
+    def memory(self, phase: str, quadratic: bool = False) -> int:
+        """Bytes that a measurement takes, about; `quadratic` where all scores are kept.
+
+        Inputs, outputs and gradients, and as much again for what is made on the way. Scores are
+        float32, with their exponentials and the mask; backward has their gradients, too.
+        """
+        scores = 4 * self.B * self.H * self.T**2 if quadratic else 0
+        if phase == "forward":
+            return 8 * self.unit + 3 * scores
+        return 16 * self.unit + 5 * scores
+
+    def __str__(self) -> str:
+        return (
+            f"B{self.B} H{self.H} T{self.T} D{self.D} {self.dtype}"
+            f"{' causal' if self.causal else ''}"
+        )
+
+
+def exact(
+    case: Case, q: Any, k: Any, v: Any, dout: Any, rows: np.ndarray
+) -> dict[str, np.ndarray]:
+    """One head in float64: out and dq [R, D] of the rows; with all the rows, dk and dv [T, D], too.
+
+    With p the weights that average v, dp[i,j] = dout_i . v_j, and either
+
+        softmax: p = exp(s) / sum exp(s), s = q k^T / sqrt(D):   ds = p * (dp - sum(p * dp))
+        linear:  p = w / sum w, w = phi(q) phi(k)^T:             dw = (dp - sum(p * dp)) / sum w
+    """
+    q, k, v, dout = (np.asarray(array, np.float64) for array in (q[rows], k, v, dout[rows]))
+    visible = np.arange(len(k)) <= rows[:, None] if case.causal else np.ones((1, len(k)), bool)
+    dp = dout @ v.T
+    if case.op == "softmax":
+        scale = q.shape[-1] ** -0.5
+        s = np.where(visible, scale * (q @ k.T), -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        left, right = q, k
+        d_weights = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    else:
+        left, right = phi(q), phi(k)
+        w = np.where(visible, left @ right.T, 0)
+        total = w.sum(-1, keepdims=True)
+        p = w / total
+        d_weights = np.where(visible, (dp - (p * dp).sum(-1, keepdims=True)) / total, 0)
+    found = {"out": p @ v, "dq": d_weights @ right}
+    if len(rows) == len(k):
+        found |= {"dk": d_weights.T @ left, "dv": p.T @ dout}
+    if case.op == "linear":
+        found["dq"] = found["dq"] * slope(q)
+        if "dk" in found:
+            found["dk"] = found["dk"] * slope(k)
+    return found
+
+
+def phi(x: np.ndarray) -> np.ndarray:
+    """elu(x) + 1, the feature map."""
+    return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+
+def slope(x: np.ndarray) -> np.ndarray:
+    """phi's derivative."""
+    return np.exp(np.minimum(x, 0))
+
+
+def wrong(
+    case: Case, inputs: dict[str, np.ndarray], found: dict[str, np.ndarray]
+) -> str | None:
+    """What is wrong with one head's results [T, D] (out, and maybe dq, dk, dv); None if nothing."""
+    T = len(inputs["q"])
+    rows = np.arange(T)
+    if T > WHOLE:
+        rows = np.sort(np.random.default_rng(T).choice(T, SAMPLE, replace=False))
+    q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    wanted = exact(case, q, k, v, dout, rows)
+    for name, array in found.items():
+        if name not in wanted:
+            continue
+        array = np.asarray(array if name in ("dk", "dv") else array[rows], np.float64)
+        error = np.linalg.norm(array - wanted[name]) / np.linalg.norm(wanted[name])
+        # A comparison that NaN does not pass.
+        if not error <= TOLERANCES[case.dtype]:
+            return f"{name} is wrong: relative error {error:.1e}"
+    return None

@@ -1,0 +1,320 @@
+"""The benchmarks' own logic: what is said of measured times, what is left out, what is compared."""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import __main__ as entry
+from benchmarks import byte_limit, cases, demo, ours, peers, picture, run, timing
+from tests import numerics
+
+ROOT = Path(__file__).resolve().parents[1]
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="the benchmarks compare with PyTorch")
+CASE = cases.Case("linear", B=2, H=3, T=64, D=16, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])
+
+
+@pytest.mark.parametrize(
+    ("linear", "sdpa", "said"),
+    [
+        (
+            {512: 1, 1024: 2, 2048: 4},
+            {512: 1.5, 1024: 6, 2048: 24},
+            "is faster than the best SDPA backend at every T measured, 1.5 times at T = 512 and "
+            "6.0 times at T = 2048",
+        ),
+        (
+            {512: 4, 1024: 8},
+            {512: 1, 1024: 4},
+            "overtakes SDPA at no T measured and takes 2.0 times the time of the best SDPA "
+            "backend at T = 1024",
+        ),
+        (
+            {512: 2, 1024: 2, 2048: 2, 4096: 2},
+            {512: 1, 1024: 1.9, 2048: 10, 4096: 68},
+            "overtakes the best SDPA backend at T = 2048 and is 34 times faster at T = 4096",
+        ),
+        (  # faster once by chance: what counts is from where on it stays faster
+            {512: 1, 1024: 2, 2048: 2},
+            {512: 1.1, 1024: 1.9, 2048: 684},
+            "overtakes the best SDPA backend at T = 2048 and is 340 times faster at T = 2048",
+        ),
+        (
+            {512: 1, 1024: 4},
+            {512: 2, 1024: 2},
+            "overtakes SDPA only at shorter T and takes 2.0 times the time of the best SDPA "
+            "backend at T = 1024",
+        ),
+        ({512: 1}, {512: 3}, "is 3.0 times faster than the best SDPA backend at T = 512"),
+        ({512: 1, 1024: 2}, {}, "could not be compared with SDPA"),
+    ],
+    ids=["always", "never", "crossover", "by chance", "shorter only", "one length", "alone"],
+)
+def test_verdict(linear, sdpa, said):
+    assert demo.verdict(linear, sdpa) == said
+
+
+def test_finding_takes_the_best_backend_at_each_length():
+    times = {
+        phase: {
+            demo.OURS: {512: 2.0, 1024: 2.0, 2048: 3.0},
+            "SDPA flash": {512: 1.0, 1024: 5.0},
+            "SDPA math": {512: 3.0, 1024: 4.0},
+        }
+        for phase in cases.PHASES
+    }
+    assert demo.best_of_sdpa(times["forward"]) == {512: 1.0, 1024: 4.0}
+    assert demo.finding(times) == (
+        "Forward, linear attention overtakes the best SDPA backend at T = 1024 and is 2.0 times "
+        "faster at T = 1024; forward + backward, it overtakes the best SDPA backend at T = 1024 "
+        "and is 2.0 times faster at T = 1024."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1.04, "1.0"), (9.94, "9.9"), (9.96, "10"), (34.4, "34"), (346, "350")]
+)
+def test_ratio_has_two_digits(value, text):
+    assert demo.ratio(value) == text
+
+
+def test_table_leaves_gaps_where_nothing_was_measured():
+    times = {
+        phase: {demo.OURS: {512: 1e-3, 1024: 0.02345}, "SDPA math": {512: 5e-6}, "SDPA flash": {}}
+        for phase in cases.PHASES
+    }
+    limits = {phase: {512: 1e-4, 1024: 2e-4} for phase in cases.PHASES}
+    block = demo.table(times, limits).split("\n\n")[0].splitlines()
+    assert block[0] == "forward, ms"
+    assert block[1].split("  ")[-1] == "byte limit" and "flash" not in block[1]
+    assert block[2].split() == ["512", "1.000", "0.0050", "0.1000"]
+    assert block[3].split() == ["1024", "23.45", "0.2000"]
+    assert len({len(line) for line in block[1:]}) == 1
+
+
+def test_memory_doubles_and_that_of_scores_quadruples():
+    twice = dataclasses.replace(CASE, T=2 * CASE.T)
+    for phase in cases.PHASES:
+        assert twice.memory(phase) == 2 * CASE.memory(phase)
+        scores = CASE.memory(phase, quadratic=True) - CASE.memory(phase)
+        assert twice.memory(phase, quadratic=True) - twice.memory(phase) == 4 * scores
+        assert scores >= 3 * 4 * 2 * 3 * 64 * 64
+    assert CASE.memory("forward + backward") >= 8 * CASE.unit
+
+
+def test_traffic_and_byte_limit(monkeypatch):
+    monkeypatch.setattr(byte_limit, "CPU_COPY_BYTES", 1 << 22)
+    assert CASE.unit == 2 * 3 * 64 * 16 * 4
+    assert [CASE.traffic(phase) / CASE.unit for phase in cases.PHASES] == [4, 11]
+    assert byte_limit.limit(CASE, "forward", 2.0 * CASE.unit) == 2
+    assert byte_limit.cpu_bandwidth() > 1e8
+
+
+def test_plan_refuses_what_would_not_fit():
+    big = dataclasses.replace(CASE, T=65536)
+    plan = demo.Plan(budget=100, memory=2**34)
+    reason = plan.reason_against("SDPA math", big, "forward", None, 0.0)
+    assert reason is not None and reason.startswith("would need about 288.") and "of 16.0" in reason
+    assert plan.reason_against("SDPA flash", big, "forward", None, 0.0) is None
+    # Four times the last for SDPA, twice for ours; a quarter of what is left.
+    last = 100 / 4 / timing.FEWEST_CALLS / 3
+    assert "would take about 33 s" in plan.reason_against("SDPA flash", big, "forward", last, 0.0)
+    assert plan.reason_against(demo.OURS, big, "forward", last, 0.0) is None
+    assert "would take about 27 s" in plan.reason_against(demo.OURS, big, "forward", last, 10.0)
+    plan = demo.Plan(budget=0, memory=2**34)
+    assert plan.reason_against("SDPA flash", CASE, "forward", None, 0.0) == "the time is used up"
+
+
+def test_measure_goes_on_with_those_that_are_left():
+    def contender(growth, refuses=None):
+        def call(case, phase, seconds):
+            if case.T == refuses:
+                return "out of memory"
+            return timing.Timing(1e-4 * (case.T / 64) ** growth, 0, 0, 1)
+
+        return call
+
+    contenders = {
+        demo.OURS: contender(1),
+        "SDPA flash": contender(2, refuses=256),
+        "SDPA math": lambda *_: "no",
+    }
+    seen = []
+    times, left_out = demo.measure(
+        demo.Plan(100, 2**40), contenders, CASE, 1024, lambda T, what: seen.append((T, what))
+    )
+    assert list(times["forward"][demo.OURS]) == [64, 128, 256, 512, 1024]
+    assert list(times["forward + backward"]["SDPA flash"]) == [64, 128]
+    assert times["forward"]["SDPA math"] == {}
+    assert left_out == [
+        "SDPA math, forward and forward + backward, at all: no",
+        "SDPA flash, forward and forward + backward, from T = 256: out of memory",
+    ]
+    assert seen[0] == (64, f"{demo.OURS}, forward")
+
+
+@pytest.mark.parametrize(("op", "causal"), [("linear", True), ("softmax", False)])
+def test_exact_is_the_reference(op, causal):
+    generator = np.random.default_rng(0)
+    q, k, v = generator.normal(size=(3, 1, 12, 1, 4)).astype(np.float32)
+    name = {"linear": "linear_attention", "softmax": "attention"}[op]
+    wanted = numerics.oracle(name, q, k, v, causal=causal)
+    case = cases.Case(op, 1, 1, 12, 4, "float32", causal)
+    one = {"q": q, "k": k, "v": v, "dout": np.asarray(wanted.cotangents)}
+    one = {name: array[0, :, 0] for name, array in one.items()}
+    found = cases.exact(case, *one.values(), np.arange(12))
+    for name, array in wanted.exact.items():
+        np.testing.assert_allclose(found[name], array[0, :, 0], rtol=1e-6, atol=1e-9)
+    assert cases.wrong(case, one, found) is None
+    rows = np.array([3, 11])
+    sampled = cases.exact(case, *one.values(), rows)
+    assert sampled.keys() == {"out", "dq"}
+    np.testing.assert_allclose(sampled["dq"], found["dq"][rows])
+    assert "dk is wrong" in cases.wrong(case, one, found | {"dk": found["dk"] * 1.01})
+    assert "out is wrong" in cases.wrong(case, one, found | {"out": found["out"] * np.nan})
+
+
+def test_long_sequences_are_compared_by_a_sample_of_rows():
+    case = cases.Case("linear", 1, 1, 2 * cases.WHOLE, 4, "float32")
+    generator = np.random.default_rng(0)
+    one = {name: generator.normal(size=(case.T, 4)) for name in ("q", "k", "v", "dout")}
+    out = cases.exact(case, *one.values(), np.arange(case.T))["out"]
+    assert cases.wrong(case, one, {"out": out, "dk": np.zeros_like(out)}) is None
+    assert "out is wrong" in cases.wrong(case, one, {"out": out + 0.1})
+
+
+def test_timing_counts_calls_and_waits_once_a_batch():
+    launched, waited = [], []
+    found = timing.measure(launched.append, waited.append, "cpu", 0.0, calls=2)
+    assert found.calls == 2 * timing.FEWEST_BATCHES
+    assert len(launched) == len(waited) == 1 + timing.FEWEST_BATCHES
+    assert 0 < found.lower <= found.seconds <= found.upper
+
+
+@pytest.mark.parametrize(
+    ("set_bytes", "platform", "groups"),
+    [
+        (1 << 20, "cpu", (1, 1)),
+        (1 << 30, "gpu", (1, 1)),
+        (1 << 27, "gpu", (1, 8)),
+        (1 << 10, "gpu", (4, 8)),
+    ],
+)
+def test_inputs_take_turns_on_a_gpu(set_bytes, platform, groups):
+    assert timing.groups_of_inputs(set_bytes, platform) == groups
+
+
+@pytest.mark.parametrize("phase", cases.PHASES)
+def test_ours_is_compared_and_timed(phase, monkeypatch):
+    assert isinstance(ours.measure(CASE, phase, 0.0), timing.Timing)
+    assert "is wrong" in ours.measure(CASE, phase, 0.0, lambda q, k, v: q)
+    assert ours.backends(CASE) == ("xla", "xla")
+    monkeypatch.setattr(timing, "groups_of_inputs", lambda *_: (2, 3))
+    found = ours.measure(CASE, phase, 0.0)
+    assert found.calls == 3 * timing.FEWEST_BATCHES
+
+
+def test_picture_is_a_picture(tmp_path):
+    from matplotlib import image
+
+    lengths = [512 << power for power in range(12)]
+    times = {
+        phase: {
+            demo.OURS: {T: 1e-7 * T for T in lengths},
+            "SDPA flash": {T: 1e-10 * T**2 for T in lengths[:7]},
+            "SDPA cuDNN": {},
+        }
+        for phase in cases.PHASES
+    }
+    limits = {phase: {T: 5e-8 * T for T in lengths} for phase in cases.PHASES}
+    output = tmp_path / "folder" / "picture.png"
+    picture.draw(times, limits, "One sentence.", "one machine", output)
+    pixels = image.imread(output)
+    height, width = pixels.shape[:2]
+    assert height > 500 and width > 1000
+    for style in picture.STYLES[:2]:
+        colour = [int(style["color"][at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        drawn = (np.abs(pixels[..., :3] - colour) < 0.02).all(-1)
+        # In both panels.
+        assert drawn[:, : width // 2].sum() > 200 and drawn[:, width // 2 :].sum() > 200
+    assert picture.length(512) == "512" and picture.length(3 << 20) == "3M"
+    assert [picture.duration(x) for x in (2e-6, 1e-3, 0.25)] == ["2 µs", "1 ms", "250 ms"]
+
+
+@needs_torch
+def test_demo_runs(tmp_path):
+    """The command itself, at two lengths: table, sentence, what was left out and the picture."""
+    output = tmp_path / "demo.png"
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks", "demo", "--max_tokens=256"),
+            *("--budget_seconds=40", f"--output={output}"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "no GPU here" in ran.stdout and "xla forward" in ran.stdout
+    assert "forward + backward, ms" in ran.stdout and "SDPA flash" in ran.stdout
+    assert "SDPA cuDNN, forward and forward + backward, at all: No viable backend" in ran.stdout
+    sentence, name = ran.stdout.splitlines()[-2:]
+    assert sentence.startswith("Forward, linear attention ") and sentence.endswith(".")
+    assert name == str(output)
+    assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 20_000
+    assert "T = 256 after" in ran.stderr
+
+
+@needs_torch
+def test_run_prints_both_tables(monkeypatch, capsys):
+    sizes = {"linear": [(1, 2, 64, 16)], "softmax": [(1, 2, 64, 16)], "dtype": "float32"}
+    monkeypatch.setitem(run.SIZES, "cpu", sizes)
+    monkeypatch.setitem(run.PEERS, "cpu", ("flash", "cuDNN"))
+    with flagsaver.flagsaver(seconds=0.01):
+        assert entry.main(["benchmarks", "run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("B1 H2 T64 D16 float32 causal") == 4 * 2
+    assert "GFLOP/s" in out and "%" in out
+    assert "No time:" in out and "No viable backend" in out
+
+
+@pytest.mark.skipif(HAS_TORCH, reason="PyTorch is installed")
+def test_without_pytorch_the_commands_say_so(caplog):
+    for command in ("demo", "run"):
+        assert entry.main(["benchmarks", command]) == 1
+
+
+def test_a_peer_that_dies_is_an_error():
+    with peers.Peer("cpu") as peer:
+        peer._process.kill()
+        with pytest.raises(peers.PeerError, match="ended with status -9"):
+            peer.ask("about")
+
+
+@pytest.mark.parametrize("arguments", [[], ["sing"], ["demo", "run"]], ids=str)
+def test_unknown_commands(arguments):
+    assert entry.main(["benchmarks", *arguments]) == 2
+
+
+@pytest.mark.parametrize(
+    "flag", ["--output=picture.jpg", "--budget_seconds=0", "--max_tokens=many", "--op=both,linear"]
+)
+def test_bad_flags(flag):
+    name = flag.split("=")[0].removeprefix("--")
+    with flagsaver.flagsaver(), pytest.raises(flags.IllegalFlagValueError, match=name):
+        flags.FLAGS(["benchmarks", flag])
