@@ -127,7 +127,7 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
         "q_lengths": None if inputs.q_lengths is None else inputs.q_lengths[:, None],
         "kv_lengths": None if inputs.kv_lengths is None else inputs.kv_lengths[:, None],
         "seed": None if inputs.dropout_seed is None else inputs.dropout_seed[None, None],
-        "i0": jnp.zeros((1, 1), jnp.int32),
+        "i0": jnp.zeros((B, G), jnp.int32),
         "j0": jnp.zeros((1, 1), jnp.int32),
     }
     return {name: array for name, array in found.items() if array is not None}
@@ -147,7 +147,18 @@ def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     found = {"q": wide("q", "q_lengths") * spec.scale, "k": wide("k", "kv_lengths")}
-    return arrays | found | ({"v": wide("v", "kv_lengths")} if "v" in arrays else {})
+    if "v" in arrays:
+        found["v"] = wide("v", "kv_lengths")
+    # JAX's derivative of a loop over heads computes what is the same for all of them once, ahead
+    # of it: the visible pairs, and all T * S of them. So whatever they follow from is tied to i0,
+    # which comes per head.
+    return arrays | found | lax.optimization_barrier(
+        {
+            name: array
+            for name, array in arrays.items()
+            if not jnp.issubdtype(array.dtype, jnp.floating)
+        }
+    )
 
 
 def per_head(
