@@ -73,7 +73,7 @@ class Plan:
             growth = GROWTH.get(contender, QUADRATIC_GROWTH)
             predicted = overhead + timing.FEWEST_CALLS * growth * last
             if predicted > LARGEST_SHARE_OF_TIME * self.left():
-                return f"would take about {predicted:.0f} s"
+                return f"would take about {predicted:.0f} s, with {self.left():.0f} s left"
         return "the time is used up" if self.left() <= 0 else None
 
 
@@ -286,7 +286,7 @@ def main() -> int:
             device, memory = about["device"], about["free_bytes"]
             bandwidth = peer.ask("copy", seconds=0.5)["bandwidth"]
         else:
-            device, memory = processor(), free_memory()
+            device, memory = f"on a CPU: {processor()}", free_memory()
             bandwidth = byte_limit.cpu_bandwidth()
         plan = Plan(FLAGS.budget_seconds, memory)
         forward, backward = ours.backends(first)

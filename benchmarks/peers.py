@@ -136,39 +136,45 @@ def _sdpa(torch: Any, platform: str, request: dict[str, Any]) -> dict[str, Any]:
             name: tensor.detach()[-1, -1].double().cpu().numpy() for name, tensor in tensors.items()
         }
 
+    def wait(_: Any) -> None:
+        if platform == "gpu":
+            torch.cuda.synchronize()
+
     groups, calls = timing.groups_of_inputs(4 * case.unit, platform)
-    sets = [[draw() for _ in range(calls)] for _ in range(groups)]
+    sets = [draw() for _ in range(groups * calls)]
     with sdpa_kernel([getattr(SDPBackend, BACKENDS[request["backend"]])]):
-        reason = cases.wrong(case, one_head(sets[0][0]), one_head(call(sets[0][0])))
+        reason = cases.wrong(case, one_head(sets[0]), one_head(call(sets[0])))
         if reason:
             return {"unavailable": reason}
-
-        def launch(index: int) -> Any:
-            return [call(tensors) for tensors in sets[index % groups]]
-
-        def wait(_: Any) -> None:
-            if platform == "gpu":
-                torch.cuda.synchronize()
-
-        if calls > 1:
-            launch(0)
-            wait(None)
-            start = time.perf_counter()
-            launch(0)
-            wait(None)
-            if time.perf_counter() - start < SHORT_SECONDS * calls:
-                replays = [_captured(torch, functools.partial(launch, i)) for i in range(groups)]
-                launch = lambda index: replays[index % groups]()  # noqa: E731
-        found = timing.measure(launch, wait, platform, request["seconds"], calls)
+        start = time.perf_counter()
+        wait(call(sets[-1]))
+        if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
+            replays: list[Callable[[], Any]] = [
+                _captured(torch, call, sets[first : first + calls])
+                for first in range(0, len(sets), calls)
+            ]
+        else:
+            calls = 1
+            replays = [functools.partial(call, tensors) for tensors in sets]
+        found = timing.measure(
+            lambda index: replays[index % len(replays)](),
+            wait,
+            platform,
+            request["seconds"],
+            calls,
+        )
     return dataclasses.asdict(found)
 
 
-def _captured(torch: Any, launch: Callable[[], Any]) -> Callable[[], None]:
-    """What `launch` enqueues, as one CUDA graph."""
+def _captured(
+    torch: Any, call: Callable[[Any], Any], sets: list[dict[str, Any]]
+) -> Callable[[], None]:
+    """A call on each set of tensors, one after the other, as one CUDA graph."""
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
+        for tensors in sets:
+            call(tensors)
     return graph.replay
 
 
