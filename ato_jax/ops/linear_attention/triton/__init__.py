@@ -28,8 +28,8 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 from ato_jax.ops.linear_attention.triton import bidirectional, causal, tiles
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
-# A state [V, F] is held in one program's registers.
-LARGEST_WIDTH = 256
+# One program holds a state [V, F] in float32 in its registers, beside all else.
+LARGEST_STATE = 128 * 128
 
 # What Pallas lowers to Triton elementwise, and feature maps and their derivatives consist of.
 ELEMENTWISE = frozenset(
@@ -57,7 +57,7 @@ def _primitives(jaxpr: Any) -> set[str]:
 def _unsupported_map(feature_map: FeatureMap) -> str | None:
     if not feature_map.elementwise:
         return f"feature map {feature_map.name!r} is not elementwise"
-    x = jax.ShapeDtypeStruct((tiles.COLUMN, tiles.COLUMN), jnp.float32)
+    x = jax.ShapeDtypeStruct((tiles.COLUMNS, tiles.COLUMNS), jnp.float32)
     try:
         closed = jax.make_jaxpr(lambda x: jax.jvp(feature_map, (x,), (jnp.ones_like(x),)))(x)
     except Exception:  # the map is the user's: whatever it raises without its parameters
@@ -74,30 +74,46 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "segments are not supported yet"
     if spec.q_lengths or spec.kv_lengths:
         return "lengths are not supported yet"
-    if max(spec.D, spec.V) > LARGEST_WIDTH:
-        return f"D and V up to {LARGEST_WIDTH}, got D={spec.D}, V={spec.V}"
+    if tiles.state_size(spec) > LARGEST_STATE:
+        return f"states up to D * V = 128 * 128, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
         return f"empty arrays, got B={spec.B}, T={spec.T}, S={spec.S}"
     return _unsupported_map(spec.feature_map)
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    """Tiles by the size of a state, whose registers bind: [V, F] float32 over the warps."""
+    """By the size of a state [V, F], whose float32 accumulators are what fills the registers.
+
+    Up to 64 x 64, 4 warps hold them beside tiles of 64 rows, the height at which Hopper's tensor
+    cores take over; a state is then 16 KiB, so that 8 pieces per multiprocessor cost little
+    traffic. At 128 x 128 it is 64 KiB: 8 warps where a pass keeps sums, 2 pieces per
+    multiprocessor, and tiles of 32 rows where a pass keeps two states or a chunk's weights as
+    well. float32 factors, and float16's wide ones, take up to three times the room. Measured on
+    an H200 in bfloat16; in the causal backward some spills were faster than smaller tiles.
+    """
+    small = tiles.state_size(spec) <= tiles.SMALL_STATE
+    half = spec.dtype == "bfloat16"
+    narrow = 32 if small or spec.dtype != "float32" else 16
+    walk_block, walk_warps = (64, 4) if small and half else (narrow, 8)
+    # Passes that keep no sums, or in the bidirectional case only one state.
+    stream_block, stream_warps = (64, 4) if half else (narrow, 8)
+    if spec.causal:
+        stream_block, stream_warps = walk_block, walk_warps
     return Config(
         piece_rows=4096,
         stream_rows=256,
-        programs=8 * device.multiprocessors,
-        state_block=64,
-        state_warps=4,
-        state_stages=3,
-        output_block=64,
-        output_warps=4,
-        output_stages=3,
-        dq_block=64,
-        dq_warps=4,
+        programs=(8 if small else 2) * device.multiprocessors,
+        state_block=64 if half else 32,
+        state_warps=4 if small else 8,
+        state_stages=3 if small else 2,
+        output_block=stream_block,
+        output_warps=stream_warps,
+        output_stages=2,
+        dq_block=walk_block,
+        dq_warps=walk_warps,
         dq_stages=2,
-        dkv_block=64,
-        dkv_warps=4,
+        dkv_block=stream_block,
+        dkv_warps=stream_warps,
         dkv_stages=2,
     )
 

@@ -68,7 +68,7 @@ def _output(
     def kernel(q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any) -> None:
         start = pl.program_id(0) * pieces.rows
         kv = tiles.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
-        k_sum = tiles.as_column(tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
+        z = tiles.as_columns(spec, tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
 
         def write_tile(i: Any, carry: None) -> None:
             rows = tiles.tile_rows(start + i * block, block, spec.T, whole)
@@ -76,7 +76,7 @@ def _output(
             features = tiles.operand(spec, tiles.features_of(spec, q, rows), wide=True)
             out = tiles.product(spec, features, kv, wide=True)  # [T_block, V]
             if spec.normalize:
-                den = tiles.as_vector(tiles.column_product(spec, features, k_sum))  # [T_block]
+                den = jnp.sum(tiles.product(spec, features, z, wide=True), axis=1)  # [T_block]
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
             else:
                 out *= spec.scale
@@ -139,7 +139,7 @@ def _query_gradient(
         z = tiles.load_vector(k_sum_ref, spec.F)  # [F]
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            dkv, dk_sum = sums  # [V, F], [F, 16]
+            dkv, dk_sum = sums  # [V, F], [T_block, F]
             rows = tiles.tile_rows(start + i * block, block, spec.T, whole)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
             do = tiles.load_tile(do_ref, rows, spec.V)  # [T_block, V]
@@ -151,7 +151,7 @@ def _query_gradient(
                 e, inverse = normalizer_terms(spec, features, g, z[None, :])
                 g += e[:, None] * z[None, :]
                 u = tiles.operand(spec, features * inverse[:, None], wide=True)
-                dk_sum += tiles.column_product(spec, u, tiles.as_column(e), trans_a=True)
+                dk_sum += e[:, None] * u.astype(jnp.float32)
                 dq = g * inverse[:, None] * slopes
             else:
                 u = tiles.operand(spec, features * spec.scale, wide=True)
@@ -160,10 +160,10 @@ def _query_gradient(
             dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
             return dkv, dk_sum
 
-        sums = tiles.no_sums(spec)
+        sums = tiles.no_sums(spec, block)
         dkv, dk_sum = jax.lax.fori_loop(0, pieces.rows // block, add_tile, sums)
         tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
-        tiles.store_vector(dk_sum_ref, spec.F, tiles.as_vector(dk_sum))
+        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dk_sum, axis=0))
 
     return tiles.launch(
         kernel,
@@ -211,6 +211,8 @@ def _key_gradient(
     block = config.dkv_block
     pieces = tiles.cut(spec.S, spec.B * spec.G, config.stream_rows, block, config.programs)
     whole = pieces.count * pieces.rows == spec.S
+    # dS is a factor both ways round, and each way its three parts lie in shared memory.
+    in_parts = tiles.state_size(spec) <= tiles.SMALL_STATE
 
     def kernel(
         k_ref: Any, v_ref: Any, dkv_ref: Any, dk_sum_ref: Any, dk_ref: Any, dv_ref: Any
@@ -224,8 +226,11 @@ def _key_gradient(
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
             features, slopes = tiles.features_and_slopes(spec, k, rows)  # [S_block, F]
-            dv = tiles.product(spec, features, dkv, wide=True, trans_b=True)  # [S_block, V]
-            d_features = tiles.product(spec, v, dkv, wide=True) + dz[None, :]  # [S_block, F]
+            dv = tiles.product(  # [S_block, V]
+                spec, features, dkv, wide=True, trans_b=True, in_parts=in_parts
+            )
+            d_features = tiles.product(spec, v, dkv, wide=True, in_parts=in_parts)
+            d_features += dz[None, :]  # [S_block, F]
             tiles.store_tile(dv_ref, rows, spec.V, dv)
             tiles.store_tile(dk_ref, rows, spec.D, d_features * slopes)
 

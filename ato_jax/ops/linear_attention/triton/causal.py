@@ -106,12 +106,13 @@ def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
 
 
 def _load_state(
-    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any
+    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [V, F] and k_sum as a column [F, 16]."""
+    """kv [V, F], and k_sum in each of so many rows [rows, F]."""
+    width = tiles.padded(spec.F)
     return (
         tiles.load_matrix(kv_ref, spec.V, spec.F),
-        tiles.as_column(tiles.load_vector(k_sum_ref, spec.F)),
+        jnp.broadcast_to(tiles.load_vector(k_sum_ref, spec.F)[None, :], (rows, width)),
     )
 
 
@@ -143,10 +144,10 @@ def _output(
         q_ref: Any, k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any
     ) -> None:
         piece = walk.with_queries + pl.program_id(0)
-        ones = tiles.as_column(jnp.ones(block, jnp.float32))  # [C, 16]
+        ones = jnp.ones((block, block), jnp.float32)
 
         def write_chunk(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            kv, k_sum = state  # [V, F], [F, 16]
+            kv, z = state  # [V, F], [C, F]
             queries, keys = walk.rows_at(spec, piece, i, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
@@ -155,20 +156,21 @@ def _output(
             wide = tiles.wide_features(spec)
             phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
             w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
-            w = tiles.operand(spec, jnp.where(_seen(block), w, 0.0), wide=True)
+            w = jnp.where(_seen(block), w, 0.0)
             out = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)  # [C, V]
             out += tiles.product(spec, w, v, wide=True)
             if spec.normalize:
-                den = tiles.column_product(spec, phi_q, k_sum)  # [C, 16]
-                den += tiles.product(spec, w, ones, wide=True)
-                out *= (1 / jnp.maximum(tiles.as_vector(den), spec.eps))[:, None]
-                k_sum += tiles.product(spec, phi_k, ones, wide=wide, trans_a=True)
+                seen = jnp.where(_seen(block), ones, 0.0)
+                z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
+                den = jnp.sum(phi_q.astype(jnp.float32) * z_seen, axis=1)  # [C]
+                out *= (1 / jnp.maximum(den, spec.eps))[:, None]
+                z += tiles.product(spec, ones, phi_k, wide=wide)
             else:
                 out *= spec.scale
             tiles.store_tile(out_ref, queries, spec.V, out)
-            return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), k_sum
+            return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), z
 
-        state = _load_state(spec, kv_ref, k_sum_ref)
+        state = _load_state(spec, kv_ref, k_sum_ref, block)
         jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, state)
 
     return tiles.launch(
@@ -257,10 +259,10 @@ def _query_gradient(
         *normalizer_refs: Any,
     ) -> None:
         piece = walk.with_queries + pl.program_id(0)
-        ones = tiles.as_column(jnp.ones(block, jnp.float32))  # [C, 16]
+        ones = jnp.ones((block, block), jnp.float32)
 
         def write_chunk(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            kv, k_sum, dkv, dk_sum = carry  # [V, F], [F, 16], [V, F], [F, 16]
+            kv, z, dkv, dz = carry  # [V, F], [C, F], [V, F], [C, F]
             queries, keys = walk.rows_at(spec, piece, i, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
@@ -276,29 +278,28 @@ def _query_gradient(
             if spec.normalize:
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 phi_q = tiles.operand(spec, phi_q, wide=True).astype(jnp.float32)
-                seen = jnp.where(_seen(block), 1.0, 0.0)  # [C, C]
-                z = tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
-                z += tiles.as_vector(k_sum)[None, :]
-                e, inverse = normalizer_terms(spec, phi_q, g, z)
+                seen = jnp.where(_seen(block), ones, 0.0)
+                z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
+                e, inverse = normalizer_terms(spec, phi_q, g, z_seen)
                 tiles.store_rows(normalizer_refs[0], queries, e)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
                 u = tiles.operand(spec, phi_q * inverse[:, None], wide=True)
-                dk_sum += tiles.column_product(spec, u, tiles.as_column(e), trans_a=True)
-                k_sum += tiles.product(spec, phi_k, ones, wide=wide, trans_a=True)
-                dq = (g + e[:, None] * z) * inverse[:, None] * slopes
+                dz += e[:, None] * u.astype(jnp.float32)
+                z += tiles.product(spec, ones, phi_k, wide=wide)
+                dq = (g + e[:, None] * z_seen) * inverse[:, None] * slopes
             else:
                 u = tiles.operand(spec, phi_q * spec.scale, wide=True)
                 dq = g * spec.scale * slopes
             tiles.store_tile(dq_ref, queries, spec.D, dq)
             kv += tiles.product(spec, v, phi_k, wide=wide, trans_a=True)
             dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
-            return kv, k_sum, dkv, dk_sum
+            return kv, z, dkv, dz
 
-        state = _load_state(spec, kv_ref, k_sum_ref)
+        state = _load_state(spec, kv_ref, k_sum_ref, block)
         carry = (*state, *(jnp.zeros_like(array) for array in state))
-        *_, dkv, dk_sum = jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, carry)
+        *_, dkv, dz = jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, carry)
         tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
-        tiles.store_vector(dk_sum_ref, spec.F, tiles.as_vector(dk_sum))
+        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
 
     per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
     row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
@@ -360,19 +361,18 @@ def _key_gradient(
         piece = pl.program_id(0)
 
         def write_chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            dkv, dk_sum = sums  # [V, F], [F, 16]
+            dkv, dz = sums  # [V, F], [C, F]
             queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             phi_k, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
             phi_k = tiles.operand(spec, phi_k, wide=True)
             dv = tiles.product(spec, phi_k, dkv, wide=True, trans_b=True)  # [C, V]
-            d_features = tiles.product(spec, v, dkv, wide=True)  # [C, F]
-            d_features += tiles.as_vector(dk_sum)[None, :]
+            d_features = tiles.product(spec, v, dkv, wide=True) + dz  # [C, F]
             seen = _seen(block).T  # [C keys, C queries]
 
             def add_head(head: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                dv, d_features, dkv, dk_sum = sums
+                dv, d_features, dkv, dz = sums
                 q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                 do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
                 phi_q = tiles.features_of(spec, q, queries)  # [C, F]
@@ -382,24 +382,25 @@ def _key_gradient(
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
                     u = tiles.operand(spec, phi_q * inverse[:, None], wide=True)
-                    dw += e[None, :]
-                    dk_sum += tiles.column_product(spec, u, tiles.as_column(e), trans_a=True)
+                    e_rows = jnp.broadcast_to(e[None, :], (block, block))
+                    dw += e_rows
+                    dz += tiles.product(spec, e_rows, u, wide=True)
                 else:
                     u = tiles.operand(spec, phi_q * spec.scale, wide=True)
                 w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)  # [C keys, C queries]
                 dv += tiles.product(spec, jnp.where(seen, w, 0.0), do, wide=True)
                 d_features += tiles.product(spec, jnp.where(seen, dw, 0.0), u, wide=True)
                 dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
-                return dv, d_features, dkv, dk_sum
+                return dv, d_features, dkv, dz
 
-            dv, d_features, dkv, dk_sum = jax.lax.fori_loop(
-                0, group, add_head, (dv, d_features, dkv, dk_sum)
+            dv, d_features, dkv, dz = jax.lax.fori_loop(
+                0, group, add_head, (dv, d_features, dkv, dz)
             )
             tiles.store_tile(dv_ref, keys, spec.V, dv)
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
-            return dkv, dk_sum
+            return dkv, dz
 
-        jax.lax.fori_loop(0, chunks, write_chunk, _load_state(spec, dkv_ref, dk_sum_ref))
+        jax.lax.fori_loop(0, chunks, write_chunk, _load_state(spec, dkv_ref, dk_sum_ref, block))
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))

@@ -3,8 +3,8 @@
 Sizes that Triton wants as powers of two are padded: `padded(D)` columns are loaded, those beyond
 D as zeros, and features beyond F are put to zero, since phi(0) need not be.
 
-A vector that meets a matrix in a product is a *column*: [n, 16], zero but for column 0, as wide
-as the narrowest tile that the tensor cores take.
+Sums over a tile's rows that are wanted tile after tile are products with ones, or added up
+elementwise and summed once at the end: a reduction across threads for each tile costs more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from jax.experimental.pallas import triton as plgpu
 from ato_jax import device
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-COLUMN = 16
+COLUMNS = 16  # the narrowest tile that Triton's dots take
+# The product of ones [SUM_ROWS, C] with a tile [C, F] is the tile's sum over its rows, in each
+# row; it costs nothing beside the other products, at the height that Hopper's tensor cores take.
+SUM_ROWS = 64
+# float32 factors in three bfloat16 parts each, six products of them on the tensor cores: measured
+# as near to float64 as multiply-adds in float32, at D = 64 and T = 65,536, and free of the
+# spills into which Triton's float32 dots run from tiles of 32 x 32 on.
+EXACT = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 LOG2_E = math.log2(math.e)
 # Of float32's 23 bits of mantissa TF32 keeps 10.
 TF32_HALF_ULP = 1 << 12
@@ -61,7 +68,15 @@ class Config:
 
 def padded(size: int) -> int:
     """The power of two that a tile's axis takes, at least the smallest that dots take."""
-    return max(COLUMN, pl.next_power_of_2(size))
+    return max(COLUMNS, pl.next_power_of_2(size))
+
+
+SMALL_STATE = 64 * 64
+
+
+def state_size(spec: LinearAttentionSpec) -> int:
+    """The elements of a state as a program holds it."""
+    return padded(spec.F) * padded(spec.V)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +179,9 @@ def features_and_slopes(
     """phi(x) and phi'(x), float32 [C, F]; the features of what does not exist are zero."""
     x = x.astype(jnp.float32)
     if spec.feature_map.name == "elu1":
-        # exp2 is one instruction where exp is several; and the slope comes with the value.
-        below = jnp.exp2(x * LOG2_E)
-        features = jnp.where(x > 0, x + 1, below)
-        slopes = jnp.where(x > 0, 1.0, below)
+        # exp2 is one instruction where exp is several; and the slope follows from the value.
+        features = jnp.where(x > 0, x + 1, jnp.exp2(x * LOG2_E))
+        slopes = jnp.where(features > 1, 1.0, features)
     else:
         features, slopes = jax.jvp(spec.feature_map, (x,), (jnp.ones_like(x),))
     mask = _mask(rows, spec.D)
@@ -209,45 +223,43 @@ def product(
     wide: bool = False,
     trans_a: bool = False,
     trans_b: bool = False,
+    in_parts: bool = True,
 ) -> jax.Array:
-    """a @ b in float32, the factors rounded to operands."""
+    """a @ b in float32, the factors rounded to operands.
+
+    Without `in_parts` exact float32 products are multiply-adds: slower, without shared memory
+    for the parts.
+    """
     exact = spec.dtype == "float32" and spec.precision == "exact"
     return plgpu.dot(
         operand(spec, a, wide=wide),
         operand(spec, b, wide=wide),
         trans_a=trans_a,
         trans_b=trans_b,
-        # What is no float32 here is not rounded any further by either precision.
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+        # DEFAULT is TF32 for float32 operands, and rounds no others.
+        precision=(EXACT if in_parts else jax.lax.Precision.HIGHEST)
+        if exact
+        else jax.lax.Precision.DEFAULT,
     )
 
 
-def as_column(vector: jax.Array) -> jax.Array:
-    """[n] -> [n, 16], in column 0."""
-    first = jnp.arange(COLUMN, dtype=jnp.int32)[None, :] == 0
-    return jnp.where(first, vector[:, None], 0.0)
+def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
+    """float32 [n] as [n, 16] operands, the sum over whose columns is the vector.
+
+    A vector rounded once would be the least precise part of a product with it: so column 0 is
+    the rounded vector, column 1 what the rounding left, and the others are zero.
+    """
+    column = jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
+    rounded = operand(spec, vector, wide=True)
+    rest = vector - rounded.astype(jnp.float32)
+    columns = jnp.where(column == 0, vector[:, None], 0.0)
+    return operand(spec, jnp.where(column == 1, rest[:, None], columns), wide=True)
 
 
-def as_vector(column: jax.Array) -> jax.Array:
-    """[n, 16] -> [n]."""
-    return jnp.sum(column, axis=1)
-
-
-def column_product(
-    spec: LinearAttentionSpec, a: jax.Array, column: jax.Array, *, trans_a: bool = False
-) -> jax.Array:
-    """a @ column with the column in float32's precision: as the sum of two operands."""
-    result = product(spec, a, column, wide=True, trans_a=trans_a)
-    if spec.dtype == "float32" and spec.precision == "exact":
-        return result
-    rest = column - operand(spec, column, wide=True).astype(jnp.float32)
-    return result + product(spec, a, rest, wide=True, trans_a=trans_a)
-
-
-def no_sums(spec: LinearAttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """A state to add to: kv transposed, [V, F], and k_sum as a column [F, 16]."""
+def no_sums(spec: LinearAttentionSpec, rows: int) -> tuple[jax.Array, jax.Array]:
+    """A state to add to: kv transposed, [V, F], and k_sum in each of some rows [rows, F]."""
     height, width = padded(spec.V), padded(spec.F)
-    return jnp.zeros((height, width), jnp.float32), jnp.zeros((width, COLUMN), jnp.float32)
+    return jnp.zeros((height, width), jnp.float32), jnp.zeros((rows, width), jnp.float32)
 
 
 def wide_features(spec: LinearAttentionSpec) -> bool:
