@@ -33,9 +33,9 @@ LARGEST_STATE = 128 * 128
 
 # What Pallas lowers to Triton elementwise, and feature maps and their derivatives consist of.
 ELEMENTWISE = frozenset(
-    "abs add add_any and ceil convert_element_type copy cos custom_jvp_call div eq erf exp exp2 "
+    "abs add add_any and ceil convert_element_type cos custom_jvp_call div eq exp exp2 "
     "expm1 floor ge gt integer_pow is_finite jit le log log1p logistic lt max min mul ne neg not "
-    "or pjit pow rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh "
+    "one_minus_square or pow rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh "
     "broadcast_in_dim".split()
 )
 
