@@ -1,7 +1,6 @@
 """Random calls of both ops for hypothesis: every option alone and in combination.
 
-A call is drawn as a few plain facts and a seed, so that a failing one prints short. Sizes come
-from a short list, since the oracle compiles its steps once per size.
+A call is drawn as a few plain facts and a seed, so that a failing one prints short.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 import ato_jax
+from ato_jax.dispatch import PHASES
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.linear_attention import api as linear_attention_api
 
 # B, T, S, H, G, D, V: square, more keys and more queries.
 SIZES = ((2, 19, 19, 4, 2, 4, 3), (2, 6, 21, 2, 2, 5, 2), (1, 21, 6, 3, 1, 1, 2))
@@ -121,6 +123,25 @@ class Call:
             if length is not None:
                 for b, end in enumerate(length):
                     array[b, end:] = np.nan
+
+
+def for_triton(call: Call) -> Call:
+    """The call without those options that the Triton kernels do not support."""
+    if call.op == "attention":
+        api: Any = attention_api
+    else:
+        api = linear_attention_api
+    while True:
+        arguments, options = call.arguments()
+        request = api.prepare(*arguments, **options)
+        backend = api.OP.backend("triton")
+        if all(backend.unsupported(request.spec, phase) is None for phase in PHASES):
+            return call
+        assert call.arrays or call.options, "nothing is left to leave out"
+        (call.arrays or call.options).popitem()
+        call.options.pop("dropout_rate", None)
+        call.arrays.pop("dropout_key", None)
+        call.poisoned = call.poisoned and any("lengths" in name for name in call.arrays)
 
 
 @st.composite

@@ -310,6 +310,7 @@ class Oracle:
         return found
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]:
     """With weights p, ds = p * (dp + dlse) - p * delta: the lse's cotangent splits the terms."""
     forward = functools.partial(attention_reference.forward, spec, None)
@@ -323,6 +324,7 @@ def _attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _linear_attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]:
     """Numerator and denominator as one unnormalised call, the latter as a column of ones in v."""
     ones = jnp.ones(inputs.v.shape[:-1] + (1,), inputs.v.dtype)
@@ -362,16 +364,20 @@ def _linear_attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[An
     )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _outputs_and_gradients(op: str, spec: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]:
+    forward = functools.partial(REFERENCES[op].forward, spec, None)
+    return forward(inputs), autodiff.gradient(forward, inputs, cotangents)
+
+
 def _reference(
     op: str, request: Any, arrays: Mapping[str, Any], cotangents: Any, dtype: Any
 ) -> dict[str, np.ndarray]:
     """Outputs and gradients by name, computed in `dtype`."""
     with jax.enable_x64(dtype == np.float64):
         inputs, cotangents = (_upcast(tree, dtype) for tree in (request.inputs, cotangents))
-        forward = functools.partial(REFERENCES[op].forward, request.spec, None)
-        found = users_outputs(op, request, forward(inputs))
-        gradients = autodiff.gradient(forward, inputs, cotangents)
-        found |= users_gradients(arrays, gradients)
+        outputs, gradients = _outputs_and_gradients(op, request.spec, inputs, cotangents)
+        found = users_outputs(op, request, outputs) | users_gradients(arrays, gradients)
         return {name: np.asarray(array) for name, array in found.items()}
 
 
