@@ -37,8 +37,8 @@ class FeatureMap:
 
 
 def _elu1(x: jax.Array) -> jax.Array:
-    # exp of the clipped value: its derivative stays finite where the other branch is taken.
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+    # exp of 0 where x > 0: it could overflow there, and its derivative would be 0 * inf.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
 NAMED = {
