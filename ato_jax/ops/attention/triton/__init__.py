@@ -59,14 +59,57 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
     return f"does not support {', '.join(missing)}" if missing else None
 
 
+# (queries, keys, warps, stages) of the three kernels, by the widest head they are for.
+Tiles = tuple[int, int, int, int]
+Table = dict[int, tuple[Tiles, Tiles, Tiles]]
+
+# With 228 KiB of shared memory: the fastest of 5 to 11 tried each on an H200 at T = 8192, causal.
+# The warp-group instructions want four warps for each 64 rows of a tile's own side; the forward
+# kernel and dQ's, which hold that side for the whole loop, gain from 128 rows. Some spill a little
+# and are still the fastest.
+LARGE: Table = {
+    64: ((128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 2)),
+    128: ((128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 2)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+}
+# Without a masked loop to hold registers for, taller tiles pay.
+LARGE_FULL_128: Tiles = (256, 64, 8, 3)
+LARGE_FLOAT32: Table = {
+    64: ((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1)),
+    128: ((64, 64, 4, 1), (64, 32, 4, 1), (32, 128, 8, 1)),
+    256: ((32, 32, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
+}
+LARGE_TF32: Table = {
+    64: ((64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 1)),
+    128: ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 4, 2)),
+    256: ((128, 64, 8, 1), (32, 32, 4, 2), (32, 32, 4, 2)),
+}
+# For less shared memory, down to the 99 KiB of consumer cards: what compiles for sm_80 with the
+# fewest spills. Not measured.
+SMALL: Table = {
+    64: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+    256: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+}
+SMALL_FLOAT32: Table = {
+    64: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    128: ((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    256: ((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+}
+LARGE_SHARED_MEMORY = 200 * 1024
+
+
 def default_config(spec: AttentionSpec, device: Device) -> Config:
-    """Tiles by the width of a head, its dtype and the shared memory of the device."""
-    width = max(padded(spec.D), padded(spec.V))
-    fast = device.capability is not None
-    if spec.dtype == "float32":
-        return Config(32, 32, 4, 2, 32, 32, 8, 1, 32, 32, 8, 1, fast)
-    if width <= 64:
-        return Config(64, 128, 4, 3, 64, 64, 4, 2, 64, 64, 4, 2, fast)
-    if width <= 128:
-        return Config(128, 64, 4, 2, 64, 64, 4, 2, 64, 64, 4, 2, fast)
-    return Config(128, 64, 8, 2, 64, 64, 8, 1, 64, 64, 8, 1, fast)
+    """Tiles by the width of a head, the dtype and the device's shared memory, from the tables."""
+    width = next(w for w in LARGE if w >= max(padded(spec.D), padded(spec.V)))
+    large = device.shared_memory >= LARGE_SHARED_MEMORY
+    if spec.dtype != "float32":
+        table = LARGE if large else SMALL
+    elif spec.precision == "tf32":
+        table = LARGE_TF32 if large else SMALL_FLOAT32
+    else:
+        table = LARGE_FLOAT32 if large else SMALL_FLOAT32
+    forward, dq, dkv = table[width]
+    if table is LARGE and width == 128 and spec.left is None and spec.right is None:
+        forward = LARGE_FULL_128
+    return Config(*forward, *dq, *dkv, fast_exp2=device.capability is not None)

@@ -247,11 +247,7 @@ def _dkv_kernel(
             if masked:
                 query = (i0 + jnp.arange(block_q))[None, :]  # [1, block_q]
                 hidden = ~(visible(spec, offset, query, key) & (query < spec.T))
-            if correction_ref is not None:
-                # Rounded as in the first kernel, whose sum of weights is about to be applied.
-                products = dot(spec, q, k, trans_b=True).T  # [block_k, block_q]
-            else:
-                products = dot(spec, k, q, trans_b=True)  # [block_k, block_q]
+            products = dot(spec, k, q, trans_b=True)  # [block_k, block_q]
             p, slope = _weights(spec, products, row(log2_norm_ref), hidden, fast_exp2)
             if correction_ref is not None:
                 p = p * row(correction_ref)
