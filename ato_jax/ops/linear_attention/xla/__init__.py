@@ -2,7 +2,7 @@
 
 Time is cut into chunks. A chunk's queries meet its own keys as a square of features' products,
 and all earlier keys through the state that they left (`chunk.py` has the mathematics).
-`lax.scan` carries the state from chunk to chunk, and the states alone are kept for the
+`lax.scan` carries the state from chunk to chunk, and the states ahead are kept for the
 derivative: `jax.checkpoint` computes a chunk again instead of storing its squares.
 
 Both ways at once (a decay or segments without causality) is the same with the whole square and
@@ -29,13 +29,22 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.xla.chunk import Carry, absorb, open_chunk, output, read, weights
+from ato_jax.ops.linear_attention.xla.chunk import (
+    MOST_STEPS,
+    Carry,
+    absorb,
+    open_chunk,
+    output,
+    read,
+    weights,
+)
 from ato_jax.ops.linear_attention.xla.timeline import (
     Timeline,
     cut,
     heads_first,
     join,
     merge,
+    power_of_two,
     time_slice,
     zero_unless,
 )
@@ -57,11 +66,18 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
-    return Config(64, 256)
+    """Measured on CPUs. Wider chunks spend more on squares, narrower ones on states.
+
+    The states kept for the derivative weigh no more than a few times what q does in float32.
+    """
+    chunk = min(max(64, power_of_two(max(spec.F, spec.V)) // 2), MOST_STEPS)
+    if spec.decay == "channel":
+        chunk = 32  # a product for every doubling, not one in all
+    return Config(chunk, wide_chunk=256)
 
 
 def scan(body: Any, carry: Any, chunks: Any, reverse: bool = False) -> Any:
-    """`lax.scan` that keeps the carries alone for the derivative."""
+    """`lax.scan` that keeps the carries ahead for the derivative."""
     return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, chunks, reverse=reverse)
 
 
@@ -84,7 +100,8 @@ def read_state(
 
     def body(state: Carry, steps: Timeline) -> tuple[Carry, jax.Array]:
         chunk = open_chunk(spec, parameters, steps)
-        return state, output(spec, *read(chunk, state, chunk.left))
+        out = output(spec, *read(chunk, state, chunk.left))
+        return state, out.astype(steps.q.dtype)
 
     return join(scan(body, state, cut(timeline, size))[1], timeline.length)
 
@@ -104,8 +121,9 @@ def attend(
         chunk = open_chunk(spec, parameters, steps)
         return absorb(chunk, carry, chunk.left), carry
 
-    def from_left(carry: Carry, steps: tuple[Timeline, Carry | None]) -> tuple[Carry, jax.Array]:
-        chunk, right = open_chunk(spec, parameters, steps[0]), steps[1]
+    def from_left(carry: Carry, both: tuple[Timeline, Carry | None]) -> tuple[Carry, jax.Array]:
+        steps, right = both
+        chunk = open_chunk(spec, parameters, steps)
         num, den = read(chunk, carry, chunk.left)
         if right is not None:
             right_num, right_den = read(chunk, right, chunk.right)
@@ -113,7 +131,8 @@ def attend(
         w = weights(chunk, both_ways)  # [B, G, R, C, C]
         num += chunk.einsum("bgrij,bgjv->bgriv", w, chunk.v)
         den += jnp.sum(w, axis=-1)
-        return absorb(chunk, carry, chunk.right), output(spec, num, den)
+        out = output(spec, num, den).astype(steps.v.dtype)
+        return absorb(chunk, carry, chunk.right), out
 
     right = None
     if both_ways:
@@ -143,18 +162,18 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         carry, out = attend(spec, config.chunk, parameters, carry, timeline, both_ways)
         out = jax.vmap(lambda out, slot: jnp.take(out, slot, axis=2))(out, slots)
     else:
-        # Keys before the first query's position, or queries that stand before the first key.
-        alone = spec.offset if spec.causal and spec.offset is not None else 0
-        if alone > 0:
+        # Keys that stand before the first query, or less than 0: queries before the first key.
+        ahead = spec.offset if spec.causal and spec.offset is not None else 0
+        if ahead > 0:
             carry = sum_keys(
-                spec, config.wide_chunk, parameters, carry, time_slice(keys, 0, alone)
+                spec, config.wide_chunk, parameters, carry, time_slice(keys, 0, ahead)
             )
-            keys = time_slice(keys, alone, spec.S)
-        elif alone < 0:
-            queries = time_slice(queries, -alone, spec.T)
+            keys = time_slice(keys, ahead, spec.S)
+        elif ahead < 0:
+            queries = time_slice(queries, -ahead, spec.T)
         timeline = keys._replace(q=queries.q, asked=queries.asked)
         carry, out = attend(spec, config.chunk, parameters, carry, timeline, not spec.causal)
-        out = jnp.pad(out, ((0, 0), (0, 0), (0, 0), (max(-alone, 0), 0), (0, 0)))
+        out = jnp.pad(out, ((0, 0), (0, 0), (0, 0), (max(-ahead, 0), 0), (0, 0)))
 
     out = zero_unless(asked, out).reshape(spec.B, spec.H, spec.T, spec.V)
     if spec.layout == "bthd":

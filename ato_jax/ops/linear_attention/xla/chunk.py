@@ -25,13 +25,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.xla.timeline import Timeline, zero_unless
 
-# exp of it is 0 in float32, and a chunk's sum of it stays exact on the grid: see `pair_decay`.
-LEAST_DECAY = -200.0
-# The grid on which float32 adds up a chunk's decays without rounding: 2^-8 * 2^24 = 65,536.
+# The largest chunk, and a decay so strong that nothing weaker matters: exp of it is 0 in float32.
+MOST_STEPS = 512
+LEAST_DECAY = -128.0
+# float32 adds multiples of it without rounding up to 2^24 of them, here 65,536: `MOST_STEPS` of
+# the strongest decay.
 GRID = 2.0**-8
 
 
@@ -57,7 +60,7 @@ class Chunk(NamedTuple):
     k: Any  # [B, G, C, F]
     v: Any  # [B, G, C, V]
     decay: Any  # [B, G, C, 1 or F]
-    levels: list[jax.Array]  # of [B, G, C, 1 or F]: see `sums_in_halves`
+    halves: list[jax.Array]  # of [B, G, C, F], the decays between each step and its `middles`
     run: Any  # [B, C]
     left: Edge
     right: Edge
@@ -66,15 +69,16 @@ class Chunk(NamedTuple):
 
 def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> Chunk:
     """A chunk of the timeline; what the timeline lacks, the chunk lacks."""
-    dtype = jnp.promote_types(spec.dtype, jnp.float32)
-    exact = spec.dtype not in ("bfloat16", "float16") and spec.precision == "exact"
+    given = (steps.k if steps.q is None else steps.q).dtype
+    dtype = jnp.promote_types(given, jnp.float32)
+    exact = dtype == given and spec.precision == "exact"
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
     def phi(x: jax.Array) -> jax.Array:
         return spec.feature_map(x.astype(dtype), *parameters)
 
     q = k = v = decay = before = after = first = last = None
-    levels: list[jax.Array] = []
+    halves: list[jax.Array] = []
     if steps.q is not None:
         q = phi(zero_unless(steps.asked, steps.q))
         if steps.q_decay is not None:
@@ -84,15 +88,16 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
         k = zero_unless(steps.real, phi(zero_unless(steps.real, steps.k)))
         v = zero_unless(steps.real, steps.v).astype(dtype)
     if steps.decay is not None:
-        decay = jnp.maximum(
-            zero_unless(steps.real, steps.decay.astype(dtype)), LEAST_DECAY
-        )
-        before, after, levels = sums_in_halves(decay)
+        decay = jnp.maximum(zero_unless(steps.real, steps.decay.astype(dtype)), LEAST_DECAY)
+        edges: list[Any] = [0, decay.shape[2]]
+        if q is not None and decay.shape[-1] > 1:
+            edges += middles(decay.shape[2])
+        before, after, *halves = sums_to_edges(decay, edges)
     if steps.run is not None:
         first, last = steps.run[:, 0], steps.run[:, -1]
     einsum = functools.partial(jnp.einsum, precision=precision)
     return Chunk(
-        q, k, v, decay, levels, steps.run, Edge(before, first), Edge(after, last), einsum
+        q, k, v, decay, halves, steps.run, Edge(before, first), Edge(after, last), einsum
     )
 
 
@@ -131,11 +136,11 @@ def weights(chunk: Chunk, both_ways: bool) -> jax.Array:
     if chunk.decay is None or chunk.decay.shape[-1] == 1:
         w = chunk.einsum("bgrif,bgjf->bgrij", chunk.q, chunk.k)
         if chunk.decay is not None:
-            w *= jnp.exp(pair_decay(chunk.decay[..., 0]))[:, :, None]
+            w *= jnp.exp(pair_decay(chunk.decay))[:, :, None]
     else:
-        # The diagonal has no decay; every other pair has one level, at which a half parts it.
+        # The diagonal has no decay; every other pair has one level, at which a middle parts it.
         w = jnp.sum(chunk.q * chunk.k[:, :, None], axis=-1, keepdims=True)  # [B, G, R, C, 1]
-        for level, exponent in enumerate(chunk.levels):
+        for level, exponent in enumerate(chunk.halves):
             factor = jnp.exp(exponent)  # [B, G, C, F]
             parted = chunk.einsum(
                 "bgrif,bgjf->bgrij", chunk.q * factor[:, :, None], chunk.k * factor
@@ -149,13 +154,11 @@ def weights(chunk: Chunk, both_ways: bool) -> jax.Array:
 
 
 def output(spec: LinearAttentionSpec, num: jax.Array, den: jax.Array) -> jax.Array:
-    """num [..., C, V], den [..., C] -> out, in the dtype of the inputs."""
-    if spec.normalize:
-        # Not jnp.maximum, which passes on half of the gradient where both are equal.
-        out = num / jnp.where(den > spec.eps, den, spec.eps)[..., None]
-    else:
-        out = spec.scale * num
-    return out.astype(spec.dtype)
+    """num [..., C, V], den [..., C] -> out [..., C, V]."""
+    if not spec.normalize:
+        return spec.scale * num
+    # Not jnp.maximum, which passes on half of the gradient where both are equal.
+    return num / jnp.where(den > spec.eps, den, spec.eps)[..., None]
 
 
 def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
@@ -163,40 +166,45 @@ def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def pair_decay(decay: jax.Array) -> jax.Array:
-    """[B, G, C] -> [B, G, C, C]: the sums of the decays between two steps, either way.
+    """[B, G, C, 1] -> [B, G, C, C]: the sums of the decays between two steps, either way.
 
     A difference of running sums would lose the small decays that follow a large one. So they are
     taken apart: multiples of the grid, which float32 adds exactly, and what is left, at most half
     the grid a step.
     """
     coarse = jax.lax.stop_gradient(jnp.round(decay / GRID) * GRID)
-    i, j = pair_indices(decay.shape[-1])
+    i, j = pair_indices(decay.shape[2])
 
     def difference(part: jax.Array) -> jax.Array:
-        running = jnp.cumsum(part, axis=-1)
-        return running[..., :, None] - running[..., None, :]
+        running = sums_to_edges(part, [0])[0]  # [B, G, C, 1]
+        return running - jnp.swapaxes(running, 2, 3)
 
     # The sign, 0 on the diagonal, also keeps w[i,i] out of the decay's gradient.
     return (difference(coarse) + difference(decay - coarse)) * jnp.sign(i - j)
 
 
-def sums_in_halves(decay: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Sums of [B, G, C, X] decays up to each step, from behind it to the end, and by halves.
+def middles(size: int) -> list[np.ndarray]:
+    """By level, the middle of each step's block of 2, 4, 8, ... steps.
 
-    At each level the chunk falls into blocks of 2 h steps. The decays between a step of a block's
-    first half and one of its second half are those behind the one, to the middle, and those from
-    there up to the other: the entries of that level. They are sums of numbers of one sign, so
-    nothing cancels.
+    Two steps lie in one block, on either side of its middle, at the level of the highest bit in
+    which they differ. So the decays between them are those from the one to the middle and from
+    there to the other: sums of numbers of one sign, two factors that are at most 1.
     """
-    B, G, size, channels = decay.shape
-    before, after, levels = decay, jnp.zeros_like(decay), []
-    for level in range(size.bit_length() - 1):
-        h = 1 << level
-        halves = (B, G, size // (2 * h), 2, h, channels)
-        before, after = before.reshape(halves), after.reshape(halves)
-        second = jnp.array([False, True])[:, None, None]
-        levels.append(jnp.where(second, before, after).reshape(decay.shape))
-        other_half = before[:, :, :, ::-1, -1:]  # its sum, [B, G, C / 2h, 2, 1, X]
-        before += jnp.where(second, other_half, 0)
-        after += jnp.where(second, 0, other_half)
-    return before.reshape(decay.shape), after.reshape(decay.shape), levels
+    step = np.arange(size)
+    halves = [1 << level for level in range(size.bit_length() - 1)]
+    return [step // (2 * half) * (2 * half) + half for half in halves]
+
+
+def sums_to_edges(decay: jax.Array, edges: list[Any]) -> jax.Array:
+    """[B, G, C, X] -> [edges, B, G, C, X]: the sums of the decays between each step and an edge.
+
+    Edge e lies before step e; it is a number, or one for each step. Behind itself is where a step
+    stands: its own decay came first. As products with zeros and ones, nothing cancels.
+    """
+    step = np.arange(decay.shape[2])
+    edge = np.stack([np.broadcast_to(edge, step.shape) for edge in edges])[..., None]
+    behind = step[:, None] + 1
+    between = (np.minimum(edge, behind) <= step) & (step < np.maximum(edge, behind))
+    return jnp.einsum(
+        "eit,bgtx->ebgix", between.astype(decay.dtype), decay, precision=jax.lax.Precision.HIGHEST
+    )

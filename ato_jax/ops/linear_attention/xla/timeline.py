@@ -50,10 +50,15 @@ def time_slice(timeline: Timeline, start: int, stop: int) -> Timeline:
     )
 
 
+def power_of_two(size: int) -> int:
+    """The least that is no less than `size`."""
+    return 1 << (size - 1).bit_length()
+
+
 def cut(timeline: Timeline, size: int) -> Timeline:
     """The timeline in chunks of `size` steps, or of the power of two that holds them all."""
     length = timeline.length
-    size = min(size, 1 << (length - 1).bit_length())
+    size = min(size, power_of_two(length))
     tail = -length % size
     if tail and timeline.real is None and timeline.k is not None:
         timeline = timeline._replace(real=jnp.ones((timeline.k.shape[0], length), bool))
