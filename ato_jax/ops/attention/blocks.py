@@ -52,8 +52,9 @@ STRIPS_PER_WINDOW = 4
 # products are large enough. Accelerators want long programs: 256 MB.
 SCORES_AT_ONCE = {"cpu": 1 << 20}
 SCORES_AT_ONCE_ELSEWHERE = 1 << 26
-# Below this many rows, products wait for the memory of their keys.
+# Below so many rows, products wait for the memory of their keys; above, nothing is gained.
 FEWEST_ROWS = 64
+MOST_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,8 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     """As many scores at once as the platform likes: first queries, then heads, then batch."""
     limit = SCORES_AT_ONCE.get(device.platform, SCORES_AT_ONCE_ELSEWHERE)
     repeats = spec.H // spec.G
-    block_t = min(spec.T, max(limit // (repeats * spec.S), -(-FEWEST_ROWS // repeats)))
+    rows = min(max(limit // spec.S, FEWEST_ROWS), MOST_ROWS)
+    block_t = min(spec.T, -(-rows // repeats))
     limit //= repeats * block_t * spec.S  # kv heads
     heads = _divisor(spec.G, limit)
     batch = _divisor(spec.B, limit // heads) if heads == spec.G else 1
@@ -152,13 +154,12 @@ def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
     # JAX's derivative of a loop over heads computes what is the same for all of them once, ahead
     # of it: the visible pairs, and all T * S of them. So whatever they follow from is tied to i0,
     # which comes per head.
-    return arrays | found | lax.optimization_barrier(
-        {
-            name: array
-            for name, array in arrays.items()
-            if not jnp.issubdtype(array.dtype, jnp.floating)
-        }
-    )
+    undifferentiated = {
+        name: array
+        for name, array in arrays.items()
+        if not jnp.issubdtype(array.dtype, jnp.floating)
+    }
+    return arrays | found | lax.optimization_barrier(undifferentiated)
 
 
 def per_head(
