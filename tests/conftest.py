@@ -14,7 +14,7 @@ from tests import receipt
 # failing one as it is: it prints short already, and every step of shrinking would compile anew.
 for name, examples, settled in (
     ("quick", 5, True),
-    ("default", 15, True),
+    ("default", 10, True),
     ("thorough", 300, False),
 ):
     hypothesis.settings.register_profile(
