@@ -51,6 +51,7 @@ def run_a_faulty_kernel() -> None:
         kernel,
         jax.ShapeDtypeStruct((16,), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=1),
+        name="attention_with_a_fault",
     )
     jax.block_until_ready(call(x))
 

@@ -180,6 +180,8 @@ def sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
     # One allocation per array, so that its ends are known: a pool would hide what runs over them.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     command = [program, "--tool", "memcheck", "--error-exitcode", "7"]
+    # Kernels of ours alone: with XLA's and cuBLAS's watched, too, a run takes many minutes.
+    command += ["--kernel-name", "kernel_substring=attention"]
     command += [sys.executable, "-m", "tests.sanitize", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 

@@ -1,0 +1,165 @@
+"""Every kernel of the support table compiles for sm_80 and sm_90, without a GPU.
+
+Each fits the device's shared memory and spills no register, but for what `tests/spills.txt`
+accepts, and for one of the reasons below. After a change of kernels or tiles
+
+    python -m tests.test_aot_kernels
+
+writes that file anew (minutes); its difference is what to look at.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ato_jax
+from ato_jax import dispatch, tuning
+from ato_jax.device import SHARED_MEMORY, Device
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.attention import spec as attention_spec
+from ato_jax.ops.linear_attention import api as linear_attention_api
+from ato_jax.ops.linear_attention import spec as linear_attention_spec
+from tests import aot
+
+OPS: dict[str, dispatch.Op] = {
+    "attention": attention_api.OP,
+    "linear_attention": linear_attention_api.OP,
+}
+INPUTS = {"attention": attention_spec.Inputs, "linear_attention": linear_attention_spec.Inputs}
+DEVICES = {
+    80: Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, SHARED_MEMORY[8, 0]),
+    90: Device("gpu", "NVIDIA H200", (9, 0), 132, SHARED_MEMORY[9, 0]),
+}
+ACCEPTED = Path(__file__).parent / "spills.txt"
+# One thread's spilled bytes, beyond which a kernel needs a reason of its own.
+FEW_BYTES = 1024
+
+Case = tuple[str, str, int, bool, str]  # op, dtype, D, causal, feature map (linear attention)
+Row = tuple[str, str, int, bool, str, int, str]  # case, capability, kernel
+
+
+def cases() -> list[Case]:
+    """Each compiles the kernels of both phases. D = 80 has the tiles of 128, but for its masks."""
+    causal = (False, True)
+    return [
+        *itertools.product(["linear_attention"], ["bfloat16"], (32, 64, 80, 128), causal, ["elu1"]),
+        *itertools.product(["linear_attention"], ["bfloat16"], (64, 128), causal, ["identity"]),
+        *itertools.product(
+            ["linear_attention"], ["float32", "float16"], (32, 64, 128), causal, ["elu1"]
+        ),
+        *itertools.product(["attention"], ["bfloat16"], (32, 64, 80, 128, 256), causal, ["-"]),
+        *itertools.product(["attention"], ["float32", "float16"], (32, 64, 128), causal, ["-"]),
+    ]
+
+
+def reason(row: Row, spilled: int) -> str | None:
+    """Why a spill is accepted; None where it is not."""
+    _, dtype, _, _, _, capability, _ = row
+    if spilled <= FEW_BYTES:
+        return "a few registers: the fastest tile of those tried on a card, spill and all"
+    if dtype == "float32":
+        return "exact products hold three bfloat16 pieces of each operand; right first, fast later"
+    if capability == 80:
+        return "tiles were measured on sm_90 alone: an sm_80 card runs them, slowly"
+    if dtype == "float16":
+        return "products with the state are TF32, twice as wide as the tiles were measured for"
+    return None
+
+
+def accepted() -> dict[Row, int]:
+    found: dict[Row, int] = {}
+    for line in ACCEPTED.read_text().splitlines():
+        if line and not line.startswith("#"):
+            op, dtype, D, causal, feature_map, capability, kernel, spilled = line.split()
+            row = (op, dtype, int(D), causal == "causal", feature_map, int(capability), kernel)
+            found[row] = int(spilled)
+    return found
+
+
+def programs(case: Case, target: Device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each phase as a function of arrays, and the arrays' shapes."""
+    op, dtype, D, causal, feature_map = case
+    options = {"feature_map": feature_map} if op == "linear_attention" else {"return_lse": True}
+    q, k, v = (
+        jax.ShapeDtypeStruct((2, 1000, heads, D), jnp.dtype(dtype)) for heads in (4, 2, 2)
+    )
+    spec = ato_jax.explain(op, q, k, v, causal=causal, **options).spec
+    triton = OPS[op].backend("triton")
+    assert triton.unsupported(spec, "forward") is None
+    assert triton.unsupported(spec, "backward") is None
+    config = tuning.config(op, "triton", triton, spec, target)
+    forward = functools.partial(triton.forward, spec, config)
+    inputs = INPUTS[op](q, k, v)
+    outputs = jax.eval_shape(forward, inputs)
+    yield forward, (inputs,)
+    residuals = OPS[op].residuals(inputs, outputs)
+    yield functools.partial(triton.backward, spec, config), (residuals, outputs)
+
+
+def compiled(case: Case, capability: int) -> list[aot.Compiled]:
+    return [
+        kernel
+        for function, shapes in programs(case, DEVICES[capability])
+        for kernel in aot.compile_function(function, *shapes, capabilities=(capability,))
+    ]
+
+
+def spills(case: Case, capability: int) -> dict[Row, int]:
+    found: dict[Row, int] = {}
+    for kernel in compiled(case, capability):
+        row = (*case, capability, kernel.name)
+        spilled = max(kernel.spill_stores, kernel.spill_loads)
+        found[row] = max(spilled, found.get(row, 0))
+    return found
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
+def test_compiles(case: Case, capability: int) -> None:
+    allowed = accepted()
+    for kernel in compiled(case, capability):
+        assert kernel.fits, kernel
+        assert kernel.registers <= 255, kernel
+        spilled = max(kernel.spill_stores, kernel.spill_loads)
+        assert spilled <= allowed.get((*case, capability, kernel.name), 0), kernel
+
+
+def test_every_accepted_spill_has_a_reason() -> None:
+    for row, spilled in accepted().items():
+        assert reason(row, spilled) is not None, (row, spilled)
+        assert row[:5] in cases(), row
+
+
+def write() -> None:
+    work = [(case, capability) for case in cases() for capability in (80, 90)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda pair: spills(*pair), work))
+    by_reason: dict[str, list[str]] = {}
+    for rows in found:
+        for row, spilled in rows.items():
+            if spilled:
+                words = [*map(str, row[:3]), "causal" if row[3] else "full", *map(str, row[4:])]
+                because = reason(row, spilled) or "NO REASON: not accepted"
+                by_reason.setdefault(because, []).append(" ".join([*words, str(spilled)]))
+    lines = [
+        "# Bytes of registers that a thread of each kernel spills, and why that is accepted;",
+        "# made by python -m tests.test_aot_kernels. What is not here spills nothing.",
+        "# op, dtype, D, causal or full, feature map, capability, kernel, bytes",
+    ]
+    for because, rows in sorted(by_reason.items()):
+        lines += ["", f"# {because}", *rows]
+    ACCEPTED.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    write()
