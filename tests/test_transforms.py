@@ -180,8 +180,14 @@ def test_traced_offset() -> None:
 @each_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["xla", "reference", "triton"])
-def test_x64_changes_no_dtype(op: str, dtype: str, implementation: str) -> None:
+def test_x64_changes_no_dtype(
+    op: str, dtype: str, implementation: str, request: pytest.FixtureRequest
+) -> None:
     """With jax_enable_x64 the answer is the same, to the bit or nearly, and of the same dtype."""
+    if (op, implementation) == ("attention", "triton"):
+        # `test_aot_kernels.test_compiles_with_x64` shows that only the interpreter does.
+        reason = "Pallas's interpreter slices refs with indices of two dtypes under x64"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=TypeError, reason=reason))
     more = {"return_lse": True} if op == "attention" else {"return_state": True}
     function = call(op, implementation, **more)
     narrow = [np.asarray(one) for one in arrays(dtype=dtype)]

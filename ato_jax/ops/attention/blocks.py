@@ -136,7 +136,7 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
 
 
 def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
-    """One kv head's arrays with q, k and v in float32, q scaled.
+    """One kv head's arrays with q, k and v in float32.
 
     What lies beyond the lengths becomes 0, so that NaN in it goes nowhere: as 0 * NaN it would
     come back in the gradients.
@@ -148,7 +148,7 @@ def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
             x = jnp.where(jnp.arange(x.shape[-2])[:, None] < arrays[lengths], x, 0)
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    found = {"q": wide("q", "q_lengths") * spec.scale, "k": wide("k", "kv_lengths")}
+    found = {"q": wide("q", "q_lengths"), "k": wide("k", "kv_lengths")}
     if "v" in arrays:
         found["v"] = wide("v", "kv_lengths")
     # JAX's derivative of a loop over heads computes what is the same for all of them once, ahead
@@ -367,6 +367,7 @@ def visible(spec: AttentionSpec, arrays: Arrays) -> jax.Array | None:
 def scores(spec: AttentionSpec, arrays: Arrays) -> jax.Array:
     """s, [R, T, S]: -inf where hidden. Only a select there, so no gradient can become NaN."""
     s = jnp.einsum("rtd,sd->rts", arrays["q"], arrays["k"], precision=dot_precision(spec))
+    s = s * spec.scale  # not q: it would be rounded once more, which large scores show
     if spec.softcap is not None:
         s = spec.softcap * jnp.tanh(s / spec.softcap)
     if "bias" in arrays:

@@ -46,6 +46,7 @@ from ato_jax.ops.attention.triton.common import (
     load_tile,
     padded,
     query_bounds,
+    quotient,
     raw_scores,
     score_factor,
     sequence_spec,
@@ -302,7 +303,7 @@ def backward(spec: AttentionSpec, config: Any, residuals: Residuals, cotangents:
             query_rows,
             sequence_spec(layout, spec.T, spec.V, block_q),
             None if dlse is None else query_rows,
-            None if gain is None else pl.BlockSpec((1, 1), lambda n, h, b: (b, lax.div(h, share))),
+            None if gain is None else pl.BlockSpec((1, 1), lambda n, h, b: (b, quotient(h, share))),
         ],
         out_specs=[
             sequence_spec(layout, spec.T, spec.D, block_q),

@@ -53,6 +53,11 @@ def fitted(block: int, length: int) -> int:
     return min(block, padded(length))
 
 
+def quotient(a: Any, b: int) -> Any:
+    """a / b rounded down, for a >= 0, in int32 whatever JAX's default integer is."""
+    return lax.div(a, np.int32(b))
+
+
 def sequence_spec(
     layout: str, length: int, width: int | None, block: int, group: int = 1, share: int = 1
 ) -> pl.BlockSpec:
@@ -67,11 +72,11 @@ def sequence_spec(
     if layout == "bthd":
         return pl.BlockSpec(
             (None, rows, heads, *columns),
-            lambda n, h, b: (b, 0, lax.div(h, share), *(0 for _ in columns)),
+            lambda n, h, b: (b, 0, quotient(h, share), *(0 for _ in columns)),
         )
     return pl.BlockSpec(
         (None, heads, rows, *columns),
-        lambda n, h, b: (b, lax.div(h, share), 0, *(0 for _ in columns)),
+        lambda n, h, b: (b, quotient(h, share), 0, *(0 for _ in columns)),
     )
 
 
@@ -160,11 +165,11 @@ def block_ranges(
     whole_end: Any = length // block
     end: Any = pl.cdiv(length, block)
     if high is not None:
-        whole_end = jnp.minimum(whole_end, lax.div(jnp.maximum(start + high + 1, 0), block))
-        end = jnp.minimum(end, lax.div(jnp.maximum(last + high + block, 0), block))
+        whole_end = jnp.minimum(whole_end, quotient(jnp.maximum(start + high + 1, 0), block))
+        end = jnp.minimum(end, quotient(jnp.maximum(last + high + block, 0), block))
     if low is not None:
-        first = jnp.minimum(end, lax.div(jnp.maximum(start + low, 0), block))
-        whole = lax.div(jnp.maximum(last + low + block - 1, 0), block)
+        first = jnp.minimum(end, quotient(jnp.maximum(start + low, 0), block))
+        whole = quotient(jnp.maximum(last + low + block - 1, 0), block)
         whole = jnp.minimum(jnp.maximum(whole, first), end)
     if high is not None or low is not None:
         whole_end = jnp.maximum(whole_end, whole)
@@ -175,9 +180,11 @@ def _loop(lower: Any, upper: Any, body: Callable[[Any, Carry], Carry], carry: Ca
     if isinstance(lower, int) and isinstance(upper, int):
         if lower >= upper:
             return carry
-        if upper == lower + 1:
+        if upper == lower + 1 and not device.interpreting():
             # A loop known to run once is inlined, and its neighbour then spills a thousand bytes.
             upper = upper + jnp.minimum(pl.program_id(0), 0)
+    # Python ints would count in JAX's default integer.
+    lower, upper = (np.int32(n) if isinstance(n, int) else n for n in (lower, upper))
     return lax.fori_loop(lower, upper, body, carry)
 
 

@@ -150,14 +150,14 @@ def _query_gradient(
                 features = tiles.operand(spec, features, wide=True).astype(jnp.float32)
                 e, inverse = normalizer_terms(spec, features, g, z[None, :])
                 g += e[:, None] * z[None, :]
-                u = tiles.operand(spec, features * inverse[:, None], wide=True)
-                dk_sum += e[:, None] * u.astype(jnp.float32)
+                dk_sum += (e * inverse)[:, None] * features
                 dq = g * inverse[:, None] * slopes
+                d_num = do.astype(jnp.float32) * inverse[:, None]
             else:
-                u = tiles.operand(spec, features * spec.scale, wide=True)
                 dq = g * spec.scale * slopes
+                d_num = do.astype(jnp.float32) * spec.scale
             tiles.store_tile(dq_ref, rows, spec.D, dq)
-            dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
+            dkv += tiles.product(spec, d_num, features, wide=True, trans_a=True)
             return dkv, dk_sum
 
         sums = tiles.no_sums(spec, block)

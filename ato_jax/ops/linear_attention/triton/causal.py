@@ -14,14 +14,17 @@ normaliser, and row i's own z_i = z + sum_{j<=i} phi(k_j):
 
     g_i       = S do_i + sum_j dw[i, j] phi(k_j)
     e_i       = -(phi(q_i) . g_i) / den_i, 0 where phi(q_i) . z_i <= eps or not normalize
-    u_i       = phi(q_i) / den_i
+    d_num_i   = do_i / den_i
+    d_den_i   = e_i / den_i
     d_phi_q_i = (g_i + e_i z_i) / den_i
 
-and a walk from the end for dk and dv, with dS = sum u_i do_i^T and dz = sum e_i u_i over the
-queries i of later chunks; e and 1 / den were left by the walk before, in float32:
+and a walk from the end for dk and dv, with dS = sum phi(q_i) d_num_i^T and dz = sum d_den_i
+phi(q_i) over the queries i of later chunks; d_den and 1 / den were left by the walk before, in
+float32. 1 / den goes with do, not with phi(q), whose rows may all be alike: their roundings would
+add up.
 
-    dv_j      = dS^T phi(k_j) + sum_i seen[i, j] (u_i . phi(k_j)) do_i
-    d_phi_k_j = dS v_j + dz   + sum_i seen[i, j] (do_i . v_j + e_i) u_i
+    dv_j      = dS^T phi(k_j) + sum_i seen[i, j] (phi(q_i) . phi(k_j)) d_num_i
+    d_phi_k_j = dS v_j + dz   + sum_i seen[i, j] (d_num_i . v_j + d_den_i) phi(q_i)
 
 The states' kv are held transposed, [V, F]: what the state pass leaves.
 """
@@ -158,7 +161,7 @@ def _output(
             w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
             w = jnp.where(_seen(block), w, 0.0)
             out = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)  # [C, V]
-            out += tiles.product(spec, w, v, wide=True)
+            out += tiles.weighted_sum(spec, w, v)
             if spec.normalize:
                 seen = jnp.where(_seen(block), ones, 0.0)
                 z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
@@ -193,8 +196,8 @@ def _output(
 class Normalizer(NamedTuple):
     """What the walk for dq leaves for the one for dk and dv, [B, H, T] float32."""
 
-    e: jax.Array
-    inverse: jax.Array
+    d_den: jax.Array  # e / den
+    inverse: jax.Array  # 1 / den
 
 
 def backward(
@@ -281,18 +284,18 @@ def _query_gradient(
                 seen = jnp.where(_seen(block), ones, 0.0)
                 z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
                 e, inverse = normalizer_terms(spec, phi_q, g, z_seen)
-                tiles.store_rows(normalizer_refs[0], queries, e)
+                tiles.store_rows(normalizer_refs[0], queries, e * inverse)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
-                u = tiles.operand(spec, phi_q * inverse[:, None], wide=True)
-                dz += e[:, None] * u.astype(jnp.float32)
+                dz += (e * inverse)[:, None] * phi_q
                 z += tiles.product(spec, ones, phi_k, wide=wide)
                 dq = (g + e[:, None] * z_seen) * inverse[:, None] * slopes
+                d_num = do.astype(jnp.float32) * inverse[:, None]
             else:
-                u = tiles.operand(spec, phi_q * spec.scale, wide=True)
                 dq = g * spec.scale * slopes
+                d_num = do.astype(jnp.float32) * spec.scale
             tiles.store_tile(dq_ref, queries, spec.D, dq)
             kv += tiles.product(spec, v, phi_k, wide=wide, trans_a=True)
-            dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
+            dkv += tiles.product(spec, d_num, phi_q, wide=True, trans_a=True)
             return kv, z, dkv, dz
 
         state = _load_state(spec, kv_ref, k_sum_ref, block)
@@ -368,7 +371,7 @@ def _key_gradient(
             phi_k, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
             phi_k = tiles.operand(spec, phi_k, wide=True)
             dv = tiles.product(spec, phi_k, dkv, wide=True, trans_b=True)  # [C, V]
-            d_features = tiles.product(spec, v, dkv, wide=True) + dz  # [C, F]
+            d_features = tiles.read_state(spec, v, dkv) + dz  # [C, F]
             seen = _seen(block).T  # [C keys, C queries]
 
             def add_head(head: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -376,21 +379,24 @@ def _key_gradient(
                 q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                 do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
                 phi_q = tiles.features_of(spec, q, queries)  # [C, F]
-                dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
+                phi_q = tiles.operand(spec, phi_q, wide=True)
+                factor = jnp.full((block,), spec.scale, jnp.float32)
                 if spec.normalize:
-                    phi_q = tiles.operand(spec, phi_q, wide=True).astype(jnp.float32)
-                    e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
-                    inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
-                    u = tiles.operand(spec, phi_q * inverse[:, None], wide=True)
-                    e_rows = jnp.broadcast_to(e[None, :], (block, block))
-                    dw += e_rows
-                    dz += tiles.product(spec, e_rows, u, wide=True)
-                else:
-                    u = tiles.operand(spec, phi_q * spec.scale, wide=True)
-                w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)  # [C keys, C queries]
-                dv += tiles.product(spec, jnp.where(seen, w, 0.0), do, wide=True)
-                d_features += tiles.product(spec, jnp.where(seen, dw, 0.0), u, wide=True)
-                dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
+                    factor = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                d_num = do.astype(jnp.float32) * factor[:, None]
+                d_num = tiles.operand(spec, d_num, wide=True)  # [C, V]
+                # Not v . d_num, which is rounded: these terms are a difference.
+                dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
+                dw *= factor[None, :]
+                if spec.normalize:
+                    d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
+                    d_den_rows = jnp.broadcast_to(d_den[None, :], (block, block))
+                    dw += d_den_rows
+                    dz += tiles.weighted_sum(spec, d_den_rows, phi_q)
+                w = tiles.product(spec, phi_k, phi_q, wide=True, trans_b=True)
+                dv += tiles.weighted_sum(spec, jnp.where(seen, w, 0.0), d_num)
+                d_features += tiles.weighted_sum(spec, jnp.where(seen, dw, 0.0), phi_q)
+                dkv += tiles.product(spec, d_num, phi_q, wide=True, trans_a=True)
                 return dv, d_features, dkv, dz
 
             dv, d_features, dkv, dz = jax.lax.fori_loop(

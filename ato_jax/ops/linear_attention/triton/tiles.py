@@ -243,6 +243,30 @@ def product(
     )
 
 
+def _left_by_rounding(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
+    return x - operand(spec, x).astype(jnp.float32)
+
+
+def weighted_sum(spec: LinearAttentionSpec, w: jax.Array, rows: jax.Array) -> jax.Array:
+    """w @ rows, the weights w [.., C] of pairs rounded less than operands are.
+
+    Weights that are nearly alike are rounded alike, and the errors add up. bfloat16 shows it: so
+    there, what the rounding left is multiplied, too.
+    """
+    found = product(spec, w, rows, wide=True)
+    if spec.dtype == "bfloat16":
+        found += product(spec, _left_by_rounding(spec, w), rows)
+    return found
+
+
+def read_state(spec: LinearAttentionSpec, rows: jax.Array, state: jax.Array) -> jax.Array:
+    """rows @ state, the state rounded as little as weights are in `weighted_sum`."""
+    found = product(spec, rows, state, wide=True)
+    if spec.dtype == "bfloat16":
+        found += product(spec, rows, _left_by_rounding(spec, state))
+    return found
+
+
 def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
     """float32 [n] as [n, 16] operands, the sum over whose columns is the vector.
 
