@@ -1,4 +1,7 @@
-"""What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings."""
+"""What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
+
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=3 only every third test runs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sample = int(os.environ.get("ATO_SAMPLE", "1"))
+    config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % sample])
+    items[:] = items[::sample]
     if has_gpu():
         return
     reason = f"needs an NVIDIA GPU; JAX finds {', '.join(map(str, jax.devices()))} alone"
