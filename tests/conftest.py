@@ -1,6 +1,6 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=3 only every third test runs.
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=4 only every fourth test runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests import receipt
 # failing one as it is: it prints short already, and every step of shrinking would compile anew.
 for name, examples, settled in (
     ("quick", 5, True),
-    ("default", 10, True),
+    ("default", 6, True),
     ("thorough", 300, False),
 ):
     hypothesis.settings.register_profile(
