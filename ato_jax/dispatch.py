@@ -107,6 +107,14 @@ def choose(call: _Call, phase: str) -> Choice:
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
 
 
+def choose_if_any(call: _Call, phase: str) -> Choice | None:
+    """`choose`, or None where no backend fits."""
+    try:
+        return choose(call, phase)
+    except UnsupportedError:
+        return None
+
+
 def _forward(call: _Call, inputs: Any) -> Any:
     choice = choose(call, "forward")
     with device.interpret(call.interpret):
@@ -161,17 +169,10 @@ _kernels_backward.defvjp(_twice_forward, _twice_backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, inputs: Any) -> Any:
-    if choose(call, "forward").backend in PLAIN_JAX and _backward_is_plain(call):
-        return _forward(call, inputs)
-    return _kernels(call, inputs)
-
-
-def _backward_is_plain(call: _Call) -> bool:
-    """Whether JAX's own derivative of a plain forward is what the backward phase would run."""
-    try:
-        return choose(call, "backward").backend in PLAIN_JAX
-    except UnsupportedError:
-        return False
+    forward, backward = choose(call, "forward"), choose_if_any(call, "backward")
+    plain = backward is not None and {forward.backend, backward.backend} <= set(PLAIN_JAX)
+    # Plain JAX both ways is left to JAX's own derivative.
+    return _forward(call, inputs) if plain else _kernels(call, inputs)
 
 
 def _call_of(op: Op, spec: Any, inputs: Any, implementation: str | None) -> _Call:
@@ -248,17 +249,9 @@ class Explanation:
 
 def explain(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Explanation:
     call = _call_of(op, spec, inputs, implementation)
-
-    def choice(phase: str) -> Choice | None:
-        try:
-            return choose(call, phase)
-        except UnsupportedError:
-            return None
-
     reasons = {
         name: {phase: reason_against(call, name, phase) for phase in PHASES}
         for name in op.backends + op.planned
     }
-    return Explanation(
-        op.name, spec, call.device, choice("forward"), choice("backward"), reasons
-    )
+    forward, backward = (choose_if_any(call, phase) for phase in PHASES)
+    return Explanation(op.name, spec, call.device, forward, backward, reasons)

@@ -17,10 +17,27 @@ import ato_jax
 from ato_jax.dispatch import PHASES
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
+from tests import numerics
 
 # B, T, S, H, G, D, V: square, more keys and more queries.
 SIZES = ((2, 19, 19, 4, 2, 4, 3), (2, 6, 21, 2, 2, 5, 2), (1, 21, 6, 3, 1, 1, 2))
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def arrays(*sizes: int, dtype: str = "float32", magnitude: float = 1.0) -> list[jax.Array]:
+    """q, k and v, the same ones for the same sizes."""
+    B, T, S, H, G, D, V = sizes
+    draw = np.random.default_rng(0)
+    shapes = ((B, T, H, D), (B, S, G, D), (B, S, G, V))
+    return [jnp.asarray(magnitude * draw.normal(size=shape), dtype) for shape in shapes]
+
+
+def run(op: str, implementation: str, *qkv: Any, **options: Any) -> dict[str, numerics.Measure]:
+    """The public function against the oracle."""
+    wanted = numerics.oracle(op, *qkv, **options)
+    with ato_jax.interpret():
+        result = numerics.run(op, implementation, *qkv, cotangents=wanted.cotangents, **options)
+    return numerics.compare(result, wanted)
 
 
 @dataclasses.dataclass
@@ -123,6 +140,16 @@ class Call:
             if length is not None:
                 for b, end in enumerate(length):
                     array[b, end:] = np.nan
+
+
+def check(call: Call, implementation: str, config: dict[str, int]) -> None:
+    """One backend, both phases with these block sizes, against the oracle."""
+    arguments, options = call.arguments()
+    wanted = numerics.oracle(call.op, *arguments, **options)
+    result = numerics.run_backends(
+        implementation, implementation, wanted, forward_config=config, backward_config=config
+    )
+    numerics.compare(result, wanted)
 
 
 def for_triton(call: Call) -> Call:

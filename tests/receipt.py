@@ -12,10 +12,10 @@ writes a receipt that passes with a loud warning.
 from __future__ import annotations
 
 import ast
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import platform
@@ -77,11 +77,8 @@ def kernel_hash() -> str:
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        if importlib.util.find_spec(package.replace("-", "_")) or "cuda" in package:
-            try:
-                found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     return found
 
 

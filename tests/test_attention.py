@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,26 +12,17 @@ import pytest
 from hypothesis import given, settings
 
 import ato_jax
-from tests import calls, numerics
-
-
-def check(call: calls.Call, implementation: str, config: dict[str, int]) -> None:
-    arguments, options = call.arguments()
-    wanted = numerics.oracle("attention", *arguments, **options)
-    result = numerics.run_backends(
-        implementation, implementation, wanted, forward_config=config, backward_config=config
-    )
-    numerics.compare(result, wanted)
+from tests import calls
 
 
 @given(call=calls.attention())
 def test_xla(call: calls.Call) -> None:
-    check(call, "xla", {})
+    calls.check(call, "xla", {})
 
 
 @given(call=calls.attention())
 def test_xla_in_small_blocks(call: calls.Call) -> None:
-    check(call, "xla", {"block_t": 4, "heads": 1, "batch": 1})
+    calls.check(call, "xla", {"block_t": 4, "heads": 1, "batch": 1})
 
 
 # -- one thing at a time -------------------------------------------------------------------------
@@ -38,22 +30,8 @@ def test_xla_in_small_blocks(call: calls.Call) -> None:
 IMPLEMENTATIONS = ("xla", "triton")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
-
-def arrays(*sizes: int, dtype: str = "float32", magnitude: float = 1.0) -> list[jax.Array]:
-    B, T, S, H, G, D, V = sizes
-    draw = np.random.default_rng(0)
-    shapes = ((B, T, H, D), (B, S, G, D), (B, S, G, V))
-    return [jnp.asarray(magnitude * draw.normal(size=shape), dtype) for shape in shapes]
-
-
-def run(implementation: str, *qkv: Any, **options: Any) -> dict[str, numerics.Measure]:
-    """The public function against the oracle."""
-    wanted = numerics.oracle("attention", *qkv, **options)
-    with ato_jax.interpret():
-        result = numerics.run(
-            "attention", implementation, *qkv, cotangents=wanted.cotangents, **options
-        )
-    return numerics.compare(result, wanted)
+arrays = calls.arrays
+run = functools.partial(calls.run, "attention")
 
 
 @given(call=calls.attention().map(calls.for_triton))

@@ -16,23 +16,14 @@ from ato_jax import dispatch
 from tests import calls, numerics
 
 
-def check(call: calls.Call, implementation: str, config: dict[str, int]) -> None:
-    arguments, options = call.arguments()
-    wanted = numerics.oracle("linear_attention", *arguments, **options)
-    result = numerics.run_backends(
-        implementation, implementation, wanted, forward_config=config, backward_config=config
-    )
-    numerics.compare(result, wanted)
-
-
 @given(call=calls.linear_attention())
 def test_xla(call: calls.Call) -> None:
-    check(call, "xla", {})
+    calls.check(call, "xla", {})
 
 
 @given(call=calls.linear_attention())
 def test_xla_in_small_chunks(call: calls.Call) -> None:
-    check(call, "xla", {"chunk": 4, "wide_chunk": 4})
+    calls.check(call, "xla", {"chunk": 4, "wide_chunk": 4})
 
 
 # -- one thing at a time -------------------------------------------------------------------------
@@ -40,26 +31,12 @@ def test_xla_in_small_chunks(call: calls.Call) -> None:
 IMPLEMENTATIONS = ("xla", "triton")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
-
-def arrays(*sizes: int, dtype: str = "float32", magnitude: float = 1.0) -> list[jax.Array]:
-    B, T, S, H, G, D, V = sizes
-    draw = np.random.default_rng(0)
-    shapes = ((B, T, H, D), (B, S, G, D), (B, S, G, V))
-    return [jnp.asarray(magnitude * draw.normal(size=shape), dtype) for shape in shapes]
+arrays = calls.arrays
+run = functools.partial(calls.run, "linear_attention")
 
 
 def gates(*shape: int) -> jax.Array:
     return jnp.asarray(-np.abs(np.random.default_rng(1).normal(size=shape)), jnp.float32)
-
-
-def run(implementation: str, *qkv: Any, **options: Any) -> dict[str, numerics.Measure]:
-    """The public function against the oracle."""
-    wanted = numerics.oracle("linear_attention", *qkv, **options)
-    with ato_jax.interpret():
-        result = numerics.run(
-            "linear_attention", implementation, *qkv, cotangents=wanted.cotangents, **options
-        )
-    return numerics.compare(result, wanted)
 
 
 @given(call=calls.linear_attention().map(calls.for_triton))

@@ -41,9 +41,9 @@ def axes(layout: str, letters: str) -> str:
     return letters if layout == "bthd" else letters[0] + letters[2] + letters[1] + letters[3:]
 
 
-def with_batch(array: Any, ndim: int) -> Any:
+def with_batch(array: jax.Array, ndim: int) -> jax.Array:
     """`array` with a leading batch axis of 1 where it comes one axis short of `ndim`."""
-    return array[None] if array is not None and array.ndim == ndim - 1 else array
+    return array[None] if array.ndim == ndim - 1 else array
 
 
 def is_batched(q: jax.Array, letters: str) -> bool:
@@ -53,6 +53,17 @@ def is_batched(q: jax.Array, letters: str) -> bool:
             f"q must be [{', '.join(letters)}] or [{', '.join(letters[1:])}], got shape {q.shape}"
         )
     return q.ndim == 4
+
+
+def check_heads(sizes: dict[str, int]) -> None:
+    """No axis of a head is empty, and the query heads fall into groups of one kv head each."""
+    for letter in "HGDV":
+        if sizes[letter] < 1:
+            raise ValueError(f"axis {letter} must be at least 1, got {letter}=0")
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, G={sizes['G']}"
+        )
 
 
 def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict[str, int], bool]:
@@ -68,13 +79,7 @@ def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict
     for name, array, letters in (("q", q, "BTHD"), ("k", k, "BSGD"), ("v", v, "BSGV")):
         shapes.bind(sizes, name, array.shape, axes(layout, letters)[first:])
     sizes.setdefault("B", 1)
-    for letter in "HGDV":
-        if sizes[letter] < 1:
-            raise ValueError(f"axis {letter} must be at least 1, got {letter}=0")
-    if sizes["H"] % sizes["G"]:
-        raise ValueError(
-            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, G={sizes['G']}"
-        )
+    check_heads(sizes)
     return [with_batch(array, 4) for array in (q, k, v)], sizes, batched
 
 

@@ -76,8 +76,8 @@ def prepare(
     left, right = bounds(causal, window)
     q_lengths, kv_lengths, shared = bind_lengths(q_lengths, kv_lengths, sizes, batched)
     q_ids, kv_ids = bind_segments(segment_ids, q_segment_ids, kv_segment_ids, sizes, batched)
-    bias = bind_bias(bias, sizes, batched)
-    mask = bind_mask(mask, sizes, batched)
+    bias = bind_bias(bias, sizes)
+    mask = bind_mask(mask, sizes)
     if sinks is not None:
         sinks = shapes.floating("sinks", sinks)
         shapes.bind(sizes, "sinks", sinks.shape, "H")
@@ -86,7 +86,7 @@ def prepare(
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
     seed = dropout_seed(dropout_key) if dropout_rate > 0 else None
-    static_offset, query_offset = bind_offset(query_offset, sizes, batched)
+    static_offset, query_offset = bind_offset(query_offset, sizes)
 
     T = sizes["T"]
     if static_offset is None and query_offset is None:
@@ -179,7 +179,7 @@ def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
 
 
 def bind_offset(
-    query_offset: Any, sizes: dict[str, int], batched: bool
+    query_offset: Any, sizes: dict[str, int]
 ) -> tuple[int | None, jax.Array | None]:
     """The query offset as a static int or as an array [B]."""
     if query_offset is None:
@@ -196,24 +196,24 @@ def bind_offset(
     return None, found
 
 
-def _four_axes(name: str, array: Any, sizes: dict[str, int], batched: bool) -> jax.Array:
+def _four_axes(name: str, array: Any, sizes: dict[str, int]) -> jax.Array:
     """[B|1, H|1, T|1, S|1]; without a batch axis in q, [H, T, S] and what broadcasts to it."""
     return array.reshape(shapes.broadcastable(sizes, name, array.shape, "BHTS"))
 
 
-def bind_bias(bias: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
+def bind_bias(bias: Any, sizes: dict[str, int]) -> jax.Array | None:
     if bias is None:
         return None
-    return _four_axes("bias", shapes.floating("bias", bias), sizes, batched)
+    return _four_axes("bias", shapes.floating("bias", bias), sizes)
 
 
-def bind_mask(mask: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
+def bind_mask(mask: Any, sizes: dict[str, int]) -> jax.Array | None:
     if mask is None:
         return None
     found = shapes.dtype_name("mask", mask)
     if found != "bool":
         raise ValueError(f"mask must be boolean, got {found}; an additive one is `bias`")
-    return _four_axes("mask", jnp.asarray(mask), sizes, batched)
+    return _four_axes("mask", jnp.asarray(mask), sizes)
 
 
 def dropout_seed(key: Any) -> jax.Array:

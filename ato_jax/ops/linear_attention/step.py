@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import shapes
-from ato_jax.ops.common import with_batch
+from ato_jax.ops.common import check_heads, with_batch
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import bind_state, refuse_positive, resolve_output
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -62,13 +62,7 @@ def linear_attention_step(
     for name, array, letters in (("q", q, "BHD"), ("k", k, "BGD"), ("v", v, "BGV")):
         shapes.bind(sizes, name, array.shape, letters if batched else letters[1:])
     sizes.setdefault("B", 1)
-    for letter in "HGDV":
-        if sizes[letter] < 1:
-            raise ValueError(f"axis {letter} must be at least 1, got {letter}=0")
-    if sizes["H"] % sizes["G"]:
-        raise ValueError(
-            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, G={sizes['G']}"
-        )
+    check_heads(sizes)
     q, k, v = (with_batch(array, 3) for array in (q, k, v))
     phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
