@@ -28,6 +28,8 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 from ato_jax.ops.linear_attention.triton import bidirectional, causal, tiles
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
+# What one block may use on a Hopper card, in bytes.
+HOPPER_SHARED_MEMORY = 227 * 1024
 # One program holds a state [V, F] in float32 in its registers, beside all else.
 LARGEST_STATE = 128 * 128
 
@@ -85,36 +87,44 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """By the size of a state [V, F], whose float32 accumulators are what fills the registers.
 
     Up to 64 x 64, 4 warps hold them beside tiles of 64 rows, the height at which Hopper's tensor
-    cores take over; a state is then 16 KiB, so that 8 pieces per multiprocessor cost little
-    traffic. At 128 x 128 it is 64 KiB: 8 warps where a pass keeps sums, 2 pieces per
-    multiprocessor, and tiles of 32 rows where a pass keeps two states or a chunk's weights as
-    well. float32 factors, and float16's wide ones, take up to three times the room. Measured on
-    an H200 in bfloat16; in the causal backward some spills were faster than smaller tiles.
+    cores take over, and several programs run on a multiprocessor at once. At 128 x 128, a pass
+    with sums of its own takes 8 warps and most of a multiprocessor. float32 factors, and
+    float16's wide ones, take up to three times the room: so tiles of 32 or 16 rows. Measured on
+    an H200 in bfloat16 (docs/notes/linear_attention.md).
     """
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
     half = spec.dtype == "bfloat16"
+    roomy = device.shared_memory >= HOPPER_SHARED_MEMORY
+    places = device.multiprocessors
     narrow = 32 if small or spec.dtype != "float32" else 16
     walk_block, walk_warps = (64, 4) if small and half else (narrow, 8)
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
     if spec.causal:
         stream_block, stream_warps = walk_block, walk_warps
+    delayed = half and roomy and not small and not spec.causal
+    fast = half and not spec.causal
     return Config(
         piece_rows=4096,
         stream_rows=256,
-        programs=(8 if small else 2) * device.multiprocessors,
-        state_block=64 if half else 32,
+        programs=(8 if small else 2) * places,
+        state_block=(64 if small or not roomy or spec.causal else 128) if half else 32,
         state_warps=4 if small else 8,
-        state_stages=3 if small else 2,
+        state_stages=(4 if small else 3) if roomy and fast else 3 if small else 2,
+        state_programs=(2 if small else 1) * places,
         output_block=stream_block,
         output_warps=stream_warps,
-        output_stages=2,
-        dq_block=walk_block,
+        output_stages=(4 if small else 3) if fast else 2,
+        output_programs=0 if small else 2 * places,
+        dq_block=64 if delayed else walk_block,
         dq_warps=walk_warps,
-        dq_stages=2,
+        dq_stages=3 if fast and (small or delayed) else 2,
+        dq_programs=(3 if small else 1) * places,
+        dq_delayed=delayed,
         dkv_block=stream_block,
         dkv_warps=stream_warps,
-        dkv_stages=2,
+        dkv_stages=4 if fast and roomy else 3 if fast and small else 2,
+        dkv_programs=0 if small else places,
     )
 
 

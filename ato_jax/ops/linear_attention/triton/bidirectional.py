@@ -21,6 +21,7 @@ second reads k and v and writes dk and dv.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -36,18 +37,25 @@ from ato_jax.ops.linear_attention.spec import (
 )
 from ato_jax.ops.linear_attention.triton import tiles
 from ato_jax.ops.linear_attention.triton.states import piece_states
-from ato_jax.ops.linear_attention.triton.tiles import Config
+from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    pieces = tiles.cut(
-        spec.S, spec.B * spec.G, config.piece_rows, config.state_block, config.programs
-    )
+    pieces = tiles.deal(spec.S, spec.B * spec.G, config.state_block, config.state_programs)
     kv, k_sum = piece_states(spec, config, inputs, pieces)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
     return Outputs(_output(spec, config, inputs.q, state), state)
+
+
+def _stream(
+    config: Config, length: int, others: int, block: int, programs: int
+) -> Pieces | Dealt:
+    """How a pass that only reads a finished state is cut."""
+    if programs:
+        return tiles.deal(length, others, block, programs)
+    return tiles.cut(length, others, config.stream_rows, block, 1)
 
 
 def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
@@ -62,16 +70,17 @@ def _output(
     spec: LinearAttentionSpec, config: Config, q: jax.Array, state: LinearState
 ) -> jax.Array:
     block = config.output_block
-    pieces = tiles.cut(spec.T, spec.B * spec.H, config.stream_rows, block, config.programs)
-    whole = pieces.count * pieces.rows == spec.T
+    pieces = _stream(config, spec.T, spec.B * spec.H, block, config.output_programs)
+    whole = pieces.whole
 
     def kernel(q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any) -> None:
-        start = pl.program_id(0) * pieces.rows
+        piece = tiles.piece_id()
+        count = pieces.turns(piece, block)
         kv = tiles.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
         z = tiles.as_columns(spec, tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
 
         def write_tile(i: Any, carry: None) -> None:
-            rows = tiles.tile_rows(start + i * block, block, spec.T, whole)
+            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.T, whole)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
             features = tiles.operand(spec, tiles.features_of(spec, q, rows), wide=True)
             out = tiles.product(spec, features, kv, wide=True)  # [T_block, V]
@@ -82,7 +91,7 @@ def _output(
                 out *= spec.scale
             tiles.store_tile(out_ref, rows, spec.V, out)
 
-        jax.lax.fori_loop(0, pieces.rows // block, write_tile, None)
+        jax.lax.fori_loop(0, count, write_tile, None)
 
     return tiles.launch(
         kernel,
@@ -122,8 +131,10 @@ def _query_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; and dS^T [B, H, pieces, V, F] and dz [B, H, pieces, F] of each piece."""
     block = config.dq_block
-    pieces = tiles.cut(spec.T, spec.B * spec.H, config.piece_rows, block, config.programs)
-    whole = pieces.count * pieces.rows == spec.T
+    delayed = config.dq_delayed
+    parts = tiles.in_slices(spec.F) if delayed else [tiles.all_columns(spec.F)]
+    pieces = tiles.deal(spec.T, spec.B * spec.H, block, config.dq_programs)
+    whole = pieces.whole
 
     def kernel(
         q_ref: Any,
@@ -134,36 +145,74 @@ def _query_gradient(
         dkv_ref: Any,
         dk_sum_ref: Any,
     ) -> None:
-        start = pl.program_id(0) * pieces.rows
-        kv = tiles.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
-        z = tiles.load_vector(k_sum_ref, spec.F)  # [F]
+        piece = tiles.piece_id()
+        count = pieces.turns(piece, block)
+        kv = [  # [F, V], in parts of F
+            tiles.operand(spec, tiles.load_matrix(kv_ref, part, spec.V), wide=True)
+            for part in parts
+        ]
+        z = [tiles.load_vector(k_sum_ref, part)[None, :] for part in parts]  # [1, F]
+        one = tiles.identity(spec, parts[0].count)
 
-        def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            dkv, dk_sum = sums  # [V, F], [T_block, F]
-            rows = tiles.tile_rows(start + i * block, block, spec.T, whole)
-            q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
-            do = tiles.load_tile(do_ref, rows, spec.V)  # [T_block, V]
-            features, slopes = tiles.features_and_slopes(spec, q, rows)  # [T_block, F]
-            g = tiles.product(spec, do, kv, wide=True, trans_b=True)  # [T_block, F]
+        def load_do(i: Any) -> jax.Array:
+            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.T, whole)
+            return tiles.load_tile(do_ref, rows, spec.V)  # [T_block, V]
+
+        def add(sums: Any, do: jax.Array, terms: Any) -> Any:
+            us, e = terms
+            return [
+                (
+                    dkv + tiles.product(spec, do, u, wide=True, trans_a=True),  # [V, F]
+                    dz + tiles.product(spec, u, e, wide=True, trans_a=True)  # [F, 16]
+                    if spec.normalize
+                    else dz,
+                )
+                for (dkv, dz), u in zip(sums, us, strict=True)
+            ]
+
+        def write_tile(i: Any, carry: Any) -> Any:
+            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.T, whole)
+            do = load_do(i)
+            features, slopes, g = [], [], []  # [T_block, F]
+            for part, kv_part in zip(parts, kv, strict=True):
+                q = tiles.load_tile(q_ref, rows, part)
+                mapped = tiles.features_and_slopes(spec, tiles.as_accumulated(q, one), rows, part)
+                features.append(mapped[0])
+                slopes.append(mapped[1])
+                g.append(tiles.product(spec, do, kv_part, wide=True, trans_b=True))
             if spec.normalize:
-                # The features as the forward rounded them, in both terms that nearly cancel.
-                features = tiles.operand(spec, features, wide=True).astype(jnp.float32)
-                e, inverse = normalizer_terms(spec, features, g, z[None, :])
-                g += e[:, None] * z[None, :]
-                dk_sum += (e * inverse)[:, None] * features
-                dq = g * inverse[:, None] * slopes
-                d_num = do.astype(jnp.float32) * inverse[:, None]
+                e, inverse = normalizer_terms(spec, features, g, z)
+                g = [g_part + e[:, None] * z_part for g_part, z_part in zip(g, z, strict=True)]
             else:
-                dq = g * spec.scale * slopes
-                d_num = do.astype(jnp.float32) * spec.scale
-            tiles.store_tile(dq_ref, rows, spec.D, dq)
-            dkv += tiles.product(spec, d_num, features, wide=True, trans_a=True)
-            return dkv, dk_sum
+                e, inverse = jnp.zeros((block,)), jnp.full((block,), spec.scale, jnp.float32)
+            factor = inverse[:, None]
+            for part, g_part, slope in zip(parts, g, slopes, strict=True):
+                tiles.store_tile(dq_ref, rows, part, g_part * (factor * slope))
+            us = [tiles.operand(spec, feature * factor, wide=True) for feature in features]
+            terms = us, tiles.as_columns(spec, e)
+            if not delayed:
+                return add(carry, do, terms)
+            sums, before = carry
+            return add(sums, load_do(jnp.maximum(i - 1, 0)), before), terms
 
-        sums = tiles.no_sums(spec, block)
-        dkv, dk_sum = jax.lax.fori_loop(0, pieces.rows // block, add_tile, sums)
-        tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
-        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dk_sum, axis=0))
+        sums = [
+            (
+                jnp.zeros((tiles.padded(spec.V), part.count), jnp.float32),
+                jnp.zeros((part.count, tiles.COLUMNS), jnp.float32),
+            )
+            for part in parts
+        ]
+        if delayed:
+            dtype = jnp.bfloat16 if spec.dtype == "bfloat16" else jnp.float32
+            us = [jnp.zeros((block, part.count), dtype) for part in parts]
+            before = us, jnp.zeros((block, tiles.COLUMNS), dtype)
+            sums, before = jax.lax.fori_loop(0, count, write_tile, (sums, before))
+            sums = add(sums, load_do(count - 1), before)
+        else:
+            sums = jax.lax.fori_loop(0, count, write_tile, sums)
+        for part, (dkv, dz) in zip(parts, sums, strict=True):
+            tiles.store_matrix(dkv_ref, spec.V, part, dkv)
+            tiles.store_vector(dk_sum_ref, part, jnp.sum(dz, axis=1))
 
     return tiles.launch(
         kernel,
@@ -190,12 +239,20 @@ def _query_gradient(
 
 
 def normalizer_terms(
-    spec: LinearAttentionSpec, features: jax.Array, g: jax.Array, z: jax.Array
+    spec: LinearAttentionSpec,
+    features: list[jax.Array],
+    g: list[jax.Array],
+    z: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """e and 1 / den, [T_block], from phi(q), g and each row's z [T_block or 1, F]."""
-    weight = jnp.sum(features * z, axis=1)
+    """e and 1 / den, [T_block], from phi(q), g and each row's z, [T_block or 1, F] in parts."""
+
+    def row_sums(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
+        sums = [jnp.sum(a * b, axis=1) for a, b in zip(left, right, strict=True)]
+        return functools.reduce(jnp.add, sums)
+
+    weight = row_sums(features, z)
     inverse = 1 / jnp.maximum(weight, spec.eps)
-    e = jnp.where(weight > spec.eps, -inverse * jnp.sum(features * g, axis=1), 0.0)
+    e = jnp.where(weight > spec.eps, -inverse * row_sums(features, g), 0.0)
     return e, inverse
 
 
@@ -209,20 +266,21 @@ def _key_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, from dS^T [B, G, V, F] and dz [B, G, F]."""
     block = config.dkv_block
-    pieces = tiles.cut(spec.S, spec.B * spec.G, config.stream_rows, block, config.programs)
-    whole = pieces.count * pieces.rows == spec.S
+    pieces = _stream(config, spec.S, spec.B * spec.G, block, config.dkv_programs)
+    whole = pieces.whole
     # dS is a factor both ways round, and each way its three parts lie in shared memory.
     in_parts = tiles.state_size(spec) <= tiles.SMALL_STATE
 
     def kernel(
         k_ref: Any, v_ref: Any, dkv_ref: Any, dk_sum_ref: Any, dk_ref: Any, dv_ref: Any
     ) -> None:
-        start = pl.program_id(0) * pieces.rows
+        piece = tiles.piece_id()
+        count = pieces.turns(piece, block)
         dkv = tiles.operand(spec, tiles.load_matrix(dkv_ref, spec.V, spec.F), wide=True)  # [V, F]
         dz = tiles.load_vector(dk_sum_ref, spec.F)  # [F]
 
         def write_tile(i: Any, carry: None) -> None:
-            rows = tiles.tile_rows(start + i * block, block, spec.S, whole)
+            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.S, whole)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
             features, slopes = tiles.features_and_slopes(spec, k, rows)  # [S_block, F]
@@ -234,7 +292,7 @@ def _key_gradient(
             tiles.store_tile(dv_ref, rows, spec.V, dv)
             tiles.store_tile(dk_ref, rows, spec.D, d_features * slopes)
 
-        jax.lax.fori_loop(0, pieces.rows // block, write_tile, None)
+        jax.lax.fori_loop(0, count, write_tile, None)
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))

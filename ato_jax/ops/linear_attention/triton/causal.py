@@ -146,7 +146,7 @@ def _output(
     def kernel(
         q_ref: Any, k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any
     ) -> None:
-        piece = walk.with_queries + pl.program_id(0)
+        piece = walk.with_queries + tiles.piece_id()
         ones = jnp.ones((block, block), jnp.float32)
 
         def write_chunk(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -261,7 +261,7 @@ def _query_gradient(
         dk_sum_ref: Any,
         *normalizer_refs: Any,
     ) -> None:
-        piece = walk.with_queries + pl.program_id(0)
+        piece = walk.with_queries + tiles.piece_id()
         ones = jnp.ones((block, block), jnp.float32)
 
         def write_chunk(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -283,7 +283,7 @@ def _query_gradient(
                 phi_q = tiles.operand(spec, phi_q, wide=True).astype(jnp.float32)
                 seen = jnp.where(_seen(block), ones, 0.0)
                 z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
-                e, inverse = normalizer_terms(spec, phi_q, g, z_seen)
+                e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
                 tiles.store_rows(normalizer_refs[0], queries, e * inverse)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
                 dz += (e * inverse)[:, None] * phi_q
@@ -361,7 +361,7 @@ def _key_gradient(
         *refs: Any,
     ) -> None:
         *normalizer_refs, dk_ref, dv_ref = refs
-        piece = pl.program_id(0)
+        piece = tiles.piece_id()
 
         def write_chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             dkv, dz = sums  # [V, F], [C, F]

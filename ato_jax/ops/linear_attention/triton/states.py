@@ -17,36 +17,46 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import tiles
-from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces
+from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces
+
+# Threads in a warp, times the elements that one loads at once.
+THREADS_BY_ELEMENTS = 32 * 8
 
 
 def piece_states(
-    spec: LinearAttentionSpec, config: Config, inputs: Inputs, pieces: Pieces, first: int = 0
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    pieces: Pieces | Dealt,
+    first: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """kv [B, G, pieces, V, F] and k_sum [B, G, pieces, F], float32; piece 0 starts at `first`."""
-    block = min(config.state_block, pieces.rows)
-    whole = first == 0 and pieces.count * pieces.rows == spec.S
+    block = config.state_block
+    whole = first == 0 and pieces.whole and pieces.length == spec.S
     wide = tiles.wide_features(spec)
+    height, width = tiles.padded(spec.V), tiles.padded(spec.F)
+    # Of a tile's rows a thread has one in so many to itself, and adds up those alone.
+    apart = min(block, config.state_warps * THREADS_BY_ELEMENTS // width)
 
     def kernel(k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any) -> None:
-        start = first + pl.program_id(0) * pieces.rows
-        ones = jnp.ones((tiles.SUM_ROWS, block), jnp.float32)
+        piece = tiles.piece_id()
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            kv, k_sum = sums  # [V, F], [SUM_ROWS, F]
-            rows = tiles.tile_rows(start + i * block, block, spec.S, whole)
+            kv, k_sum = sums  # [V, F], [apart, F]
+            rows = tiles.tile_rows(
+                first + pieces.first_row(piece, i, block), block, spec.S, whole
+            )
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
-            features = tiles.operand(spec, tiles.features_of(spec, k, rows), wide=wide)
+            features = tiles.rounded(spec, tiles.features_of(spec, k, rows))  # [S_block, F]
             kv += tiles.product(spec, v, features, wide=wide, trans_a=True)
-            k_sum += tiles.product(spec, ones, features, wide=wide)
+            k_sum += jnp.sum(features.reshape(-1, apart, width), axis=0)
             return kv, k_sum
 
-        sums = tiles.no_sums(spec, tiles.SUM_ROWS)
-        kv, k_sum = jax.lax.fori_loop(0, pieces.rows // block, add_tile, sums)
+        sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((apart, width), jnp.float32)
+        kv, k_sum = jax.lax.fori_loop(0, pieces.turns(piece, block), add_tile, sums)
         tiles.store_matrix(kv_ref, spec.V, spec.F, kv)
-        # All rows are the same: which the largest of them is exactly, and their mean nearly.
-        tiles.store_vector(k_sum_ref, spec.F, jnp.max(k_sum, axis=0))
+        tiles.store_vector(k_sum_ref, spec.F, jnp.sum(k_sum, axis=0))
 
     return tiles.launch(
         kernel,

@@ -41,12 +41,13 @@ LINEARLY_BOUNDED = ("elu1", "relu", "identity", "silu", "softplus")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows per tile, warps and pipeline stages of each pass, and how long its programs are.
+    """Rows per tile, warps and pipeline stages of each pass, and how its work is cut.
 
     `state_*` sums over the keys, `output_*` writes out, `dq_*` and `dkv_*` are the two passes of
-    the backward. A program that leaves sums behind covers at most `piece_rows` rows, fewer where
-    the grid would else have less than `programs` programs; one that only reads a finished state
-    covers `stream_rows`.
+    the backward. `*_programs` are dealt the blocks of all sequences; 0 means that each covers
+    `stream_rows` rows instead. `dq_delayed` says that the pass for dq sums up each block's terms
+    when it is at the next. Causal, where programs walk along the rows, each covers at most
+    `piece_rows`, fewer where the grid would else have less than `programs`.
     """
 
     piece_rows: int
@@ -55,15 +56,20 @@ class Config:
     state_block: int
     state_warps: int
     state_stages: int
+    state_programs: int
     output_block: int
     output_warps: int
     output_stages: int
+    output_programs: int
     dq_block: int
     dq_warps: int
     dq_stages: int
+    dq_programs: int
+    dq_delayed: bool
     dkv_block: int
     dkv_warps: int
     dkv_stages: int
+    dkv_programs: int
 
 
 def padded(size: int) -> int:
@@ -81,18 +87,80 @@ def state_size(spec: LinearAttentionSpec) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """An axis cut into `count` pieces of `rows` rows, the last of which may be shorter."""
+    """An axis of `length` rows cut into `count` runs of `rows`, the last maybe shorter."""
 
     count: int
     rows: int
+    length: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows exist."""
+        return self.count * self.rows == self.length
+
+    def turns(self, piece: Any, block: int) -> Any:
+        """How many blocks a piece has."""
+        return self.rows // block
+
+    def first_row(self, piece: Any, turn: Any, block: int) -> Any:
+        """The first row of a piece's block."""
+        return piece * self.rows + turn * block
 
 
 def cut(length: int, others: int, most_rows: int, block: int, programs: int) -> Pieces:
-    """Pieces of whole blocks, so that `others` times their number is `programs` or more."""
+    """Pieces of whole blocks, so that `others` times their number is about `programs` or more.
+
+    Where the blocks divide into equal pieces of nearly that length, they do: then no piece is
+    shorter than the others, and no row needs a mask.
+    """
     blocks = pl.cdiv(length, block)
     wanted = max(pl.cdiv(programs, others), pl.cdiv(length, most_rows))
-    rows = max(1, blocks // wanted) * block
-    return Pieces(pl.cdiv(length, rows), rows)
+    most = max(1, blocks // wanted)
+    even = [size for size in range(1, most * 5 // 4 + 1) if blocks % size == 0]
+    size = even[-1] if even[-1] * 2 > most else most
+    return Pieces(pl.cdiv(blocks, size), size * block, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """An axis of `length` rows dealt out in blocks of `block` to `count` programs, in turns.
+
+    What the programs read and write at one time then lies close together, which the memory likes.
+    """
+
+    count: int
+    block: int
+    length: int
+
+    @property
+    def whole(self) -> bool:
+        return self.length % self.block == 0
+
+    def turns(self, piece: Any, block: int) -> Any:
+        blocks = pl.cdiv(self.length, block)
+        if blocks % self.count == 0:
+            return blocks // self.count
+        return jax.lax.div(blocks - piece + (self.count - 1), jnp.int32(self.count))
+
+    def first_row(self, piece: Any, turn: Any, block: int) -> Any:
+        return (piece + turn * self.count) * block
+
+
+def deal(length: int, others: int, block: int, programs: int) -> Dealt:
+    """To as many programs that `others` times their number fills `programs` places.
+
+    Programs that all run at once end together. Where `others` alone are about as many as the
+    places, or more, some multiple of them is sought whose last turn is nearly full.
+    """
+    blocks = pl.cdiv(length, block)
+    least = max(1, programs // others)
+    most = max(least, 4 * programs // others)
+
+    def filled(count: int) -> float:
+        return round(count * others / (programs * pl.cdiv(count * others, programs)), 1)
+
+    count = max(range(least, most + 1), key=lambda count: (filled(count), -count))
+    return Dealt(min(count, blocks), block, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,35 +177,72 @@ def tile_rows(first: Any, block: int, length: int, whole: bool) -> Rows:
     return Rows(index, None if whole else (index >= 0) & (index < length))
 
 
-def _mask(rows: Rows, width: int) -> jax.Array | None:
-    columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :] < width
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The columns `first` to `first + count` of an axis of `width`, in a tile of `count`."""
+
+    first: int
+    count: int
+    width: int
+
+    @property
+    def index(self) -> jax.Array:
+        return self.first + jnp.arange(self.count, dtype=jnp.int32)
+
+    @property
+    def exist(self) -> jax.Array | None:
+        return None if self.first + self.count <= self.width else self.index < self.width
+
+
+def all_columns(width: int) -> Columns:
+    return Columns(0, padded(width), width)
+
+
+def in_slices(width: int) -> list[Columns]:
+    """The columns in tiles of 64, the last of which may be narrower."""
+    whole = padded(width)
+    return [Columns(first, min(64, whole - first), width) for first in range(0, whole, 64)]
+
+
+def _mask(rows: Rows, columns: Columns) -> jax.Array | None:
+    exist = columns.exist
     if rows.exist is None:
-        return None if padded(width) == width else columns
-    exist = rows.exist[:, None]
-    return exist if padded(width) == width else exist & columns
+        return None if exist is None else exist[None, :]
+    return rows.exist[:, None] if exist is None else rows.exist[:, None] & exist[None, :]
 
 
-def load_tile(ref: Any, rows: Rows, width: int, head: Any = None, axis: int = 1) -> jax.Array:
-    """[C, padded(width)] of ref [length, width]: zero where there is no row or no column.
+def _columns(width: int | Columns) -> Columns:
+    return width if isinstance(width, Columns) else all_columns(width)
+
+
+def load_tile(
+    ref: Any, rows: Rows, width: int | Columns, head: Any = None, axis: int = 1
+) -> jax.Array:
+    """[C, padded(width)] of ref [length, width], or some of its columns: zero where there is no
+    row or no column.
 
     With `head`, ref has one more axis, of heads, at `axis`.
     """
-    columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :]
-    mask = _mask(rows, width)
-    index = [rows.numbers[:, None], columns]
+    columns = _columns(width)
+    mask = _mask(rows, columns)
+    index = [rows.numbers[:, None], columns.index[None, :]]
     if head is not None:
         index.insert(axis, head)
     return plgpu.load(ref.at[tuple(index)], mask=mask, other=None if mask is None else 0)
 
 
-def store_tile(ref: Any, rows: Rows, width: int, tile: jax.Array) -> None:
+def store_tile(ref: Any, rows: Rows, width: int | Columns, tile: jax.Array) -> None:
     """The tile's real rows and columns into ref [length, width]."""
-    columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :]
+    columns = _columns(width)
     index = rows.numbers
     if rows.exist is not None:
         # Interpreted, a negative index would wrap round; one past the end is dropped.
         index = jnp.where(index >= 0, index, ref.shape[0])
-    plgpu.store(ref.at[index[:, None], columns], tile.astype(ref.dtype), mask=_mask(rows, width))
+    plgpu.store(
+        ref.at[index[:, None], columns.index[None, :]],
+        tile.astype(ref.dtype),
+        mask=_mask(rows, columns),
+    )
 
 
 def load_rows(ref: Any, rows: Rows, head: Any = None) -> jax.Array:
@@ -154,37 +259,55 @@ def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
     plgpu.store(ref.at[index], values, mask=rows.exist)
 
 
-def load_matrix(ref: Any, height: int, width: int) -> jax.Array:
-    """[padded(height), padded(width)] of ref [height, width], such as a state."""
-    whole = padded(height) == height
-    return load_tile(ref, tile_rows(0, padded(height), height, whole), width)
+def all_rows(height: int | Columns) -> Rows:
+    """The rows of a matrix, such as a state."""
+    columns = _columns(height)
+    return Rows(columns.index, columns.exist)
 
 
-def store_matrix(ref: Any, height: int, width: int, matrix: jax.Array) -> None:
-    whole = padded(height) == height
-    store_tile(ref, tile_rows(0, padded(height), height, whole), width, matrix)
+def load_matrix(ref: Any, height: int | Columns, width: int | Columns) -> jax.Array:
+    """[padded(height), padded(width)] of ref [height, width], or a part of it."""
+    return load_tile(ref, all_rows(height), width)
 
 
-def load_vector(ref: Any, size: int) -> jax.Array:
-    return load_rows(ref, tile_rows(0, padded(size), size, padded(size) == size))
+def store_matrix(ref: Any, height: int | Columns, width: int | Columns, matrix: jax.Array) -> None:
+    store_tile(ref, all_rows(height), width, matrix)
 
 
-def store_vector(ref: Any, size: int, vector: jax.Array) -> None:
-    store_rows(ref, tile_rows(0, padded(size), size, padded(size) == size), vector)
+def load_vector(ref: Any, size: int | Columns) -> jax.Array:
+    return load_rows(ref, all_rows(size))
+
+
+def store_vector(ref: Any, size: int | Columns, vector: jax.Array) -> None:
+    store_rows(ref, all_rows(size), vector)
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """2 to the power of x, float32: one instruction, where flushing results below 2^-126 to 0 is
+    what makes it one; else three more keep them."""
+    if device.interpreting():
+        return jnp.exp2(x)
+    return plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=(x,),
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=(jax.ShapeDtypeStruct(x.shape, jnp.float32),),
+    )[0]
 
 
 def features_and_slopes(
-    spec: LinearAttentionSpec, x: jax.Array, rows: Rows
+    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, columns: Columns | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """phi(x) and phi'(x), float32 [C, F]; the features of what does not exist are zero."""
     x = x.astype(jnp.float32)
     if spec.feature_map.name == "elu1":
-        # exp2 is one instruction where exp is several; and the slope follows from the value.
-        features = jnp.where(x > 0, x + 1, jnp.exp2(x * LOG2_E))
-        slopes = jnp.where(features > 1, 1.0, features)
+        # exp(x) >= x + 1 everywhere, equal at 0: no comparison. The slope follows from the value.
+        features = jnp.maximum(x + 1, exp2(jnp.minimum(x * LOG2_E, 0)))
+        slopes = jnp.minimum(features, 1)
     else:
         features, slopes = jax.jvp(spec.feature_map, (x,), (jnp.ones_like(x),))
-    mask = _mask(rows, spec.D)
+    mask = _mask(rows, columns or all_columns(spec.D))
     return (features if mask is None else jnp.where(mask, features, 0)), slopes
 
 
@@ -213,6 +336,32 @@ def operand(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> j
         # A float16 is a TF32 as it is.
         return x.astype(jnp.float32) if x.dtype == jnp.float16 else _to_tf32(x)
     return _to_tf32(x) if spec.precision == "tf32" else x
+
+
+def rounded(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
+    """float32 x as bfloat16 operands will hold it, in float32; x itself in other dtypes.
+
+    Two at a time: a conversion down and up again, as it stands, becomes one slow instruction for
+    each element.
+    """
+    if spec.dtype != "bfloat16":
+        return x
+    if device.interpreting():
+        return jax.lax.reduce_precision(x, 8, 7)
+    return plgpu.elementwise_inline_asm(
+        """{
+        .reg .b32 pair, low, high;
+        cvt.rn.bf16x2.f32 pair, $3, $2;
+        shl.b32 low, pair, 16;
+        and.b32 high, pair, 0xffff0000;
+        mov.b32 $0, low;
+        mov.b32 $1, high;
+        }""",
+        args=(x,),
+        constraints="=f,=f,f,f",
+        pack=2,
+        result_shape_dtypes=(jax.ShapeDtypeStruct(x.shape, jnp.float32),),
+    )[0]
 
 
 def product(
@@ -247,6 +396,26 @@ def _left_by_rounding(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     return x - operand(spec, x).astype(jnp.float32)
 
 
+def identity(spec: LinearAttentionSpec, size: int) -> jax.Array | None:
+    """[size, size]: what `as_accumulated` multiplies with; None where that would round."""
+    if spec.dtype == "float32":
+        return None
+    index = jnp.arange(size, dtype=jnp.int32)
+    return operand(spec, jnp.where(index[:, None] == index[None, :], 1.0, 0.0))
+
+
+def as_accumulated(tile: jax.Array, one: jax.Array | None) -> jax.Array:
+    """A loaded tile [C, D] in float32, in the registers where products of it arrive.
+
+    Multiplied by one, exactly: the tensor cores, idle here, spread it and widen it, which saves
+    reading it once more in the layout of the accumulators, a path with bank conflicts, and all
+    that is computed from it in two layouts.
+    """
+    if one is None:
+        return tile.astype(jnp.float32)
+    return plgpu.dot(tile, one)
+
+
 def weighted_sum(spec: LinearAttentionSpec, w: jax.Array, rows: jax.Array) -> jax.Array:
     """w @ rows, the weights w [.., C] of pairs rounded less than operands are.
 
@@ -278,12 +447,6 @@ def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
     rest = vector - rounded.astype(jnp.float32)
     columns = jnp.where(column == 0, vector[:, None], 0.0)
     return operand(spec, jnp.where(column == 1, rest[:, None], columns), wide=True)
-
-
-def no_sums(spec: LinearAttentionSpec, rows: int) -> tuple[jax.Array, jax.Array]:
-    """A state to add to: kv transposed, [V, F], and k_sum in each of some rows [rows, F]."""
-    height, width = padded(spec.V), padded(spec.F)
-    return jnp.zeros((height, width), jnp.float32), jnp.zeros((rows, width), jnp.float32)
 
 
 def wide_features(spec: LinearAttentionSpec) -> bool:
@@ -327,20 +490,39 @@ def sequence_shape(
     return jax.ShapeDtypeStruct((spec.B, *axes, width), spec.dtype)
 
 
+def piece_id() -> jax.Array:
+    """Which piece a program of `launch` has."""
+    return pl.program_id(1)
+
+
 def launch(
     kernel: Callable[..., None],
     name: str,
     *,
-    grid: tuple[int, ...],
+    grid: tuple[int, int, int],
     in_specs: Any,
     out_specs: Any,
     out_shape: Any,
     warps: int,
     stages: int,
 ) -> Callable[..., Any]:
+    """A kernel over a grid (pieces, heads, batch), whose specs' index maps take these three.
+
+    Programs start in the order heads, pieces, batch: the heads of one row lie side by side in
+    memory, and are read and written together.
+    """
+    pieces, heads, batch = grid
+
+    def turned(spec: pl.BlockSpec) -> pl.BlockSpec:
+        index_map: Any = spec.index_map
+        return pl.BlockSpec(spec.block_shape, lambda h, p, b: index_map(p, h, b))
+
+    in_specs, out_specs = jax.tree.map(
+        turned, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, pl.BlockSpec)
+    )
     return pl.pallas_call(
         kernel,
-        grid=grid,
+        grid=(heads, pieces, batch),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
