@@ -43,11 +43,17 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     pieces = tiles.cut(
         spec.S, spec.B * spec.G, config.piece_rows, config.state_block, config.programs
     )
-    kv, k_sum = piece_states(spec, config, inputs, pieces)
+    whole = pieces.count * pieces.rows == spec.S
+
+    def keys_at(refs: dict[str, Any], start: Any, block: int) -> tiles.Rows:
+        return tiles.tile_rows(start, block, spec.S, whole, refs.get("kv_length"))
+
+    lengths = tiles.length_arrays(inputs)
+    kv, k_sum = piece_states(spec, config, inputs, pieces, keys_at, lengths)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
-    return Outputs(_output(spec, config, inputs.q, state), state)
+    return Outputs(_output(spec, config, inputs.q, state, lengths), state)
 
 
 def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
@@ -59,19 +65,26 @@ def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
 
 
 def _output(
-    spec: LinearAttentionSpec, config: Config, q: jax.Array, state: LinearState
+    spec: LinearAttentionSpec,
+    config: Config,
+    q: jax.Array,
+    state: LinearState,
+    lengths: dict[str, jax.Array],
 ) -> jax.Array:
     block = config.output_block
     pieces = tiles.cut(spec.T, spec.B * spec.H, config.stream_rows, block, config.programs)
     whole = pieces.count * pieces.rows == spec.T
 
-    def kernel(q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any) -> None:
+    def kernel(
+        lengths: dict[str, Any], q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any
+    ) -> None:
         start = pl.program_id(0) * pieces.rows
         kv = tiles.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
         z = tiles.as_columns(spec, tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
 
         def write_tile(i: Any, carry: None) -> None:
-            rows = tiles.tile_rows(start + i * block, block, spec.T, whole)
+            first, length = start + i * block, lengths.get("q_length")
+            rows = tiles.tile_rows(first, block, spec.T, whole, length)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
             features = tiles.operand(spec, tiles.features_of(spec, q, rows), wide=True)
             out = tiles.product(spec, features, kv, wide=True)  # [T_block, V]
@@ -89,6 +102,7 @@ def _output(
         "linear_attention_output",
         grid=(pieces.count, spec.H, spec.B),
         in_specs=[
+            tiles.step_blocks(lengths, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             *_state_blocks(spec, spec.H // spec.G),
         ],
@@ -96,21 +110,24 @@ def _output(
         out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
         warps=config.output_warps,
         stages=config.output_stages,
-    )(q, *state)
+    )(lengths, q, *state)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs, outputs = residuals
-    dq, dkv, dk_sum = _query_gradient(spec, config, inputs.q, outputs.state, cotangents.out)
+    lengths = tiles.length_arrays(inputs)
+    dq, dkv, dk_sum = _query_gradient(
+        spec, config, inputs.q, outputs.state, cotangents.out, lengths
+    )
     # Over the pieces and over the query heads of each kv head.
     dkv = jnp.sum(dkv.reshape(spec.B, spec.G, -1, spec.V, spec.F), axis=2)
     dk_sum = jnp.sum(dk_sum.reshape(spec.B, spec.G, -1, spec.F), axis=2)
     if spec.return_state:
         dkv += jnp.swapaxes(cotangents.state.kv, 2, 3)
         dk_sum += cotangents.state.k_sum
-    dk, dv = _key_gradient(spec, config, inputs.k, inputs.v, dkv, dk_sum)
+    dk, dv = _key_gradient(spec, config, inputs.k, inputs.v, dkv, dk_sum, lengths)
     d_state = None
     if inputs.initial_state is not None:
         d_state = LinearState(jnp.swapaxes(dkv, 2, 3), dk_sum)
@@ -118,7 +135,12 @@ def backward(
 
 
 def _query_gradient(
-    spec: LinearAttentionSpec, config: Config, q: jax.Array, state: LinearState, do: jax.Array
+    spec: LinearAttentionSpec,
+    config: Config,
+    q: jax.Array,
+    state: LinearState,
+    do: jax.Array,
+    lengths: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; and dS^T [B, H, pieces, V, F] and dz [B, H, pieces, F] of each piece."""
     block = config.dq_block
@@ -126,6 +148,7 @@ def _query_gradient(
     whole = pieces.count * pieces.rows == spec.T
 
     def kernel(
+        lengths: dict[str, Any],
         q_ref: Any,
         do_ref: Any,
         kv_ref: Any,
@@ -140,7 +163,8 @@ def _query_gradient(
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             dkv, dk_sum = sums  # [V, F], [T_block, F]
-            rows = tiles.tile_rows(start + i * block, block, spec.T, whole)
+            first, length = start + i * block, lengths.get("q_length")
+            rows = tiles.tile_rows(first, block, spec.T, whole, length)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
             do = tiles.load_tile(do_ref, rows, spec.V)  # [T_block, V]
             features, slopes = tiles.features_and_slopes(spec, q, rows)  # [T_block, F]
@@ -170,6 +194,7 @@ def _query_gradient(
         "linear_attention_query_gradient",
         grid=(pieces.count, spec.H, spec.B),
         in_specs=[
+            tiles.step_blocks(lengths, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
             *_state_blocks(spec, spec.H // spec.G),
@@ -186,7 +211,7 @@ def _query_gradient(
         ],
         warps=config.dq_warps,
         stages=config.dq_stages,
-    )(q, do, *state)
+    )(lengths, q, do, *state)
 
 
 def normalizer_terms(
@@ -206,6 +231,7 @@ def _key_gradient(
     v: jax.Array,
     dkv: jax.Array,
     dk_sum: jax.Array,
+    lengths: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, from dS^T [B, G, V, F] and dz [B, G, F]."""
     block = config.dkv_block
@@ -215,14 +241,21 @@ def _key_gradient(
     in_parts = tiles.state_size(spec) <= tiles.SMALL_STATE
 
     def kernel(
-        k_ref: Any, v_ref: Any, dkv_ref: Any, dk_sum_ref: Any, dk_ref: Any, dv_ref: Any
+        lengths: dict[str, Any],
+        k_ref: Any,
+        v_ref: Any,
+        dkv_ref: Any,
+        dk_sum_ref: Any,
+        dk_ref: Any,
+        dv_ref: Any,
     ) -> None:
         start = pl.program_id(0) * pieces.rows
         dkv = tiles.operand(spec, tiles.load_matrix(dkv_ref, spec.V, spec.F), wide=True)  # [V, F]
         dz = tiles.load_vector(dk_sum_ref, spec.F)  # [F]
 
         def write_tile(i: Any, carry: None) -> None:
-            rows = tiles.tile_rows(start + i * block, block, spec.S, whole)
+            first, length = start + i * block, lengths.get("kv_length")
+            rows = tiles.tile_rows(first, block, spec.S, whole, length)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
             features, slopes = tiles.features_and_slopes(spec, k, rows)  # [S_block, F]
@@ -243,6 +276,7 @@ def _key_gradient(
         "linear_attention_key_gradient",
         grid=(pieces.count, spec.G, spec.B),
         in_specs=[
+            tiles.step_blocks(lengths, lambda p, g, b: (b, g)),
             keys,
             values,
             pl.BlockSpec((None, None, spec.V, spec.F), lambda p, g, b: (b, g, 0, 0)),
@@ -255,4 +289,4 @@ def _key_gradient(
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,
-    )(k, v, dkv, dk_sum)
+    )(lengths, k, v, dkv, dk_sum)

@@ -43,18 +43,19 @@ def scan_states(
       start: kv [B, G, V, F] and k_sum [B, G, F]; None: zeros.
       keeps: [B, G or 1, P]; None: ones.
     """
-    B, G, count, V, F = pieces[0].shape
-    block = max(1, PROGRAM_SIZE // tiles.padded(F))
+    B, G, count, V, width = pieces[0].shape
+    padded = tiles.padded(width)
+    block = max(1, PROGRAM_SIZE // padded)
     inputs: dict[str, jax.Array] = {"kv": pieces[0], "k_sum": pieces[1]}
     specs = {
-        "kv": pl.BlockSpec((None, None, count, V, F), lambda r, g, b: (b, g, 0, 0, 0)),
-        "k_sum": pl.BlockSpec((None, None, count, F), lambda r, g, b: (b, g, 0, 0)),
+        "kv": pl.BlockSpec((None, None, count, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
+        "k_sum": pl.BlockSpec((None, None, count, width), lambda r, g, b: (b, g, 0, 0)),
     }
     if start is not None:
         inputs |= {"start_kv": start[0], "start_k_sum": start[1]}
         specs |= {
-            "start_kv": pl.BlockSpec((None, None, V, F), lambda r, g, b: (b, g, 0, 0)),
-            "start_k_sum": pl.BlockSpec((None, None, F), lambda r, g, b: (b, g, 0)),
+            "start_kv": pl.BlockSpec((None, None, V, width), lambda r, g, b: (b, g, 0, 0)),
+            "start_k_sum": pl.BlockSpec((None, None, width), lambda r, g, b: (b, g, 0)),
         }
     if keeps is not None:
         shared = keeps.shape[1] == 1
@@ -66,8 +67,8 @@ def scan_states(
     def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any) -> None:
         first = pl.program_id(0) * block
         rows = first + jnp.arange(block, dtype=jnp.int32)[:, None]
-        columns = jnp.arange(tiles.padded(F), dtype=jnp.int32)
-        real = columns < F
+        columns = jnp.arange(padded, dtype=jnp.int32)
+        real = columns < width
         within = (rows < V) & real[None, :]  # [V_block, F]
         once = real & (first == 0)  # k_sum is written by one program
 
@@ -98,8 +99,7 @@ def scan_states(
                 store(number + (0 if reverse else 1), state, step < count)
             return state
 
-        width = tiles.padded(F)
-        state = (jnp.zeros((block, width), jnp.float32), jnp.zeros((width,), jnp.float32))
+        state = (jnp.zeros((block, padded), jnp.float32), jnp.zeros((padded,), jnp.float32))
         if start is not None:
             state = load("start_")
         store(jnp.int32(count if reverse else 0), state)
@@ -111,12 +111,12 @@ def scan_states(
         grid=(pl.cdiv(V, block), G, B),
         in_specs=[specs],
         out_specs=[
-            pl.BlockSpec((None, None, count + 1, V, F), lambda r, g, b: (b, g, 0, 0, 0)),
-            pl.BlockSpec((None, None, count + 1, F), lambda r, g, b: (b, g, 0, 0)),
+            pl.BlockSpec((None, None, count + 1, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
+            pl.BlockSpec((None, None, count + 1, width), lambda r, g, b: (b, g, 0, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((B, G, count + 1, V, F), jnp.float32),
-            jax.ShapeDtypeStruct((B, G, count + 1, F), jnp.float32),
+            jax.ShapeDtypeStruct((B, G, count + 1, V, width), jnp.float32),
+            jax.ShapeDtypeStruct((B, G, count + 1, width), jnp.float32),
         ],
         warps=WARPS,
         stages=1,

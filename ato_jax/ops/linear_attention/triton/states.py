@@ -4,11 +4,13 @@
     k_sum[p] = sum over them of phi(k_j)                         [F]
 
 Written as v^T phi(k) the mapped tile is the product's right operand, which is the one that goes
-through shared memory anyway; v's tile is there from its load.
+through shared memory anyway; v's tile is there from its load. With a decay or segments, phi(k_j)
+is first multiplied by what of it is left at the piece's end (`walk.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,27 +19,40 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import tiles
-from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces
+from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
 
 
 def piece_states(
-    spec: LinearAttentionSpec, config: Config, inputs: Inputs, pieces: Pieces, first: int = 0
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    pieces: Pieces,
+    keys_at: Callable[[dict[str, Any], Any, int], Rows],
+    arrays: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [B, G, pieces, V, F] and k_sum [B, G, pieces, F], float32; piece 0 starts at `first`."""
-    block = min(config.state_block, pieces.rows)
-    whole = first == 0 and pieces.count * pieces.rows == spec.S
-    wide = tiles.wide_features(spec)
+    """kv [B, G, pieces, V, F] and k_sum [B, G, pieces, F], float32.
 
-    def kernel(k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any) -> None:
-        start = first + pl.program_id(0) * pieces.rows
+    Args:
+      keys_at: the keys of so many steps from one on, from the refs of `arrays`.
+      arrays: by steps, [B, N] or [B, G, N]; a key's features are multiplied by "adds".
+    """
+    block = min(config.state_block, pieces.rows)
+
+    def kernel(refs: dict[str, Any], k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any) -> None:
+        start = pl.program_id(0) * pieces.rows
         ones = jnp.ones((tiles.SUM_ROWS, block), jnp.float32)
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             kv, k_sum = sums  # [V, F], [SUM_ROWS, F]
-            rows = tiles.tile_rows(start + i * block, block, spec.S, whole)
+            first = start + i * block
+            rows = keys_at(refs, first, block)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
-            features = tiles.operand(spec, tiles.features_of(spec, k, rows), wide=wide)
+            features = tiles.features_of(spec, k, rows)  # [S_block, F]
+            wide = tiles.wide_features(spec)
+            if "adds" in refs:
+                features, wide = tiles.scale_rows(features, refs["adds"], first), True
+            features = tiles.operand(spec, features, wide=wide)
             kv += tiles.product(spec, v, features, wide=wide, trans_a=True)
             k_sum += tiles.product(spec, ones, features, wide=wide)
             return kv, k_sum
@@ -53,6 +68,7 @@ def piece_states(
         "linear_attention_states",
         grid=(pieces.count, spec.G, spec.B),
         in_specs=[
+            tiles.step_blocks(arrays, lambda p, g, b: (b, g)),
             tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g)),
             tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g)),
         ],
@@ -66,4 +82,4 @@ def piece_states(
         ],
         warps=config.state_warps,
         stages=config.state_stages,
-    )(inputs.k, inputs.v)
+    )(arrays, inputs.k, inputs.v)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
-from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 COLUMNS = 16  # the narrowest tile that Triton's dots take
 # The product of ones [SUM_ROWS, C] with a tile [C, F] is the tile's sum over its rows, in each
@@ -97,33 +97,52 @@ def cut(length: int, others: int, most_rows: int, block: int, programs: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of one array: their numbers [C], and which of them exist (None: all do)."""
+    """Rows of one array: their numbers [C], which exist and which are real (None: all are).
+
+    What exists and is not real is padding: never loaded, and stored as zeros.
+    """
 
     numbers: jax.Array
     exist: jax.Array | None
+    real: jax.Array | None
 
 
-def tile_rows(first: Any, block: int, length: int, whole: bool) -> Rows:
-    """`block` rows from `first` on; `whole` promises that all of them exist."""
+def tile_rows(first: Any, block: int, length: int, whole: bool, real_length: Any = None) -> Rows:
+    """`block` rows from `first` on; `whole` promises that all of them exist.
+
+    `real_length` is a ref [1], where what lies beyond is padding.
+    """
     index = first + jnp.arange(block, dtype=jnp.int32)
-    return Rows(index, None if whole else (index >= 0) & (index < length))
+    exist = None if whole else (index >= 0) & (index < length)
+    if real_length is None:
+        return Rows(index, exist, exist)
+    real = index < real_length[0]
+    return Rows(index, exist, real if exist is None else exist & real)
 
 
-def _mask(rows: Rows, width: int) -> jax.Array | None:
+def indexed_rows(ref: Any, first: Any, block: int, length: int) -> Rows:
+    """Rows by their numbers n in ref: -1 - n is padding, and `length` where there is none."""
+    entries = load_steps(ref, first, block)
+    numbers = jnp.maximum(entries, -1 - entries)
+    exist = numbers < length
+    return Rows(numbers, exist, exist & (entries >= 0))
+
+
+def _mask(exist: jax.Array | None, width: int) -> jax.Array | None:
     columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :] < width
-    if rows.exist is None:
+    if exist is None:
         return None if padded(width) == width else columns
-    exist = rows.exist[:, None]
+    exist = exist[:, None]
     return exist if padded(width) == width else exist & columns
 
 
 def load_tile(ref: Any, rows: Rows, width: int, head: Any = None, axis: int = 1) -> jax.Array:
-    """[C, padded(width)] of ref [length, width]: zero where there is no row or no column.
+    """[C, padded(width)] of ref [length, width]: zero where no row is real or no column exists.
 
     With `head`, ref has one more axis, of heads, at `axis`.
     """
     columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :]
-    mask = _mask(rows, width)
+    mask = _mask(rows.real, width)
     index = [rows.numbers[:, None], columns]
     if head is not None:
         index.insert(axis, head)
@@ -131,20 +150,24 @@ def load_tile(ref: Any, rows: Rows, width: int, head: Any = None, axis: int = 1)
 
 
 def store_tile(ref: Any, rows: Rows, width: int, tile: jax.Array) -> None:
-    """The tile's real rows and columns into ref [length, width]."""
+    """The tile's rows and columns that exist into ref [length, width], padding as zeros."""
     columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :]
+    if rows.real is not rows.exist:
+        tile = jnp.where(rows.real[:, None], tile, 0)
     index = rows.numbers
     if rows.exist is not None:
         # Interpreted, a negative index would wrap round; one past the end is dropped.
         index = jnp.where(index >= 0, index, ref.shape[0])
-    plgpu.store(ref.at[index[:, None], columns], tile.astype(ref.dtype), mask=_mask(rows, width))
+    plgpu.store(
+        ref.at[index[:, None], columns], tile.astype(ref.dtype), mask=_mask(rows.exist, width)
+    )
 
 
 def load_rows(ref: Any, rows: Rows, head: Any = None) -> jax.Array:
-    """[C] of ref [length], or of [heads, length]: zero where there is no row."""
+    """[C] of ref [length], or of [heads, length]: zero where no row is real."""
     index = rows.numbers if head is None else (head, rows.numbers)
-    other = None if rows.exist is None else 0
-    return plgpu.load(ref.at[index], mask=rows.exist, other=other)
+    other = None if rows.real is None else 0
+    return plgpu.load(ref.at[index], mask=rows.real, other=other)
 
 
 def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
@@ -152,6 +175,20 @@ def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
     if rows.exist is not None:
         index = jnp.where(index >= 0, index, ref.shape[0])
     plgpu.store(ref.at[index], values, mask=rows.exist)
+
+
+def load_steps(ref: Any, first: Any, block: int) -> jax.Array:
+    """[C] of ref [steps], which is as long as the pieces are together."""
+    return plgpu.load(ref.at[first + jnp.arange(block, dtype=jnp.int32)])
+
+
+def store_steps(ref: Any, first: Any, values: jax.Array) -> None:
+    plgpu.store(ref.at[first + jnp.arange(values.shape[0], dtype=jnp.int32)], values)
+
+
+def scale_rows(tile: jax.Array, ref: Any, first: Any) -> jax.Array:
+    """tile [C, X], each row times its step's number in ref."""
+    return tile * load_steps(ref, first, tile.shape[0])[:, None]
 
 
 def load_matrix(ref: Any, height: int, width: int) -> jax.Array:
@@ -176,7 +213,7 @@ def store_vector(ref: Any, size: int, vector: jax.Array) -> None:
 def features_and_slopes(
     spec: LinearAttentionSpec, x: jax.Array, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    """phi(x) and phi'(x), float32 [C, F]; the features of what does not exist are zero."""
+    """phi(x) and phi'(x), float32 [C, F]; the features of what is not real are zero."""
     x = x.astype(jnp.float32)
     if spec.feature_map.name == "elu1":
         # exp2 is one instruction where exp is several; and the slope follows from the value.
@@ -184,7 +221,7 @@ def features_and_slopes(
         slopes = jnp.where(features > 1, 1.0, features)
     else:
         features, slopes = jax.jvp(spec.feature_map, (x,), (jnp.ones_like(x),))
-    mask = _mask(rows, spec.D)
+    mask = _mask(rows.real, spec.D)
     return (features if mask is None else jnp.where(mask, features, 0)), slopes
 
 
@@ -314,6 +351,40 @@ def sequence_block(
     if spec.layout == "bthd":
         return pl.BlockSpec((None, length, heads, width), bthd)
     return pl.BlockSpec((None, heads, length, width), bhtd)
+
+
+def length_arrays(inputs: Inputs) -> dict[str, jax.Array]:
+    """[B, 1] each, of those lengths that are given."""
+    found = {}
+    if inputs.q_lengths is not None:
+        found["q_length"] = inputs.q_lengths[:, None]
+    if inputs.kv_lengths is not None:
+        found["kv_length"] = inputs.kv_lengths[:, None]
+    return found
+
+
+def step_blocks(
+    arrays: dict[str, jax.Array], index: Callable[..., tuple[Any, Any]]
+) -> dict[str, pl.BlockSpec]:
+    """The steps of one batch entry, and kv head where there is that axis; `index` gives both."""
+
+    def of_entry(*ids: Any) -> tuple[Any, ...]:
+        return index(*ids)[0], 0
+
+    def of_head(*ids: Any) -> tuple[Any, ...]:
+        return *index(*ids), 0
+
+    def of_all_heads(*ids: Any) -> tuple[Any, ...]:
+        return index(*ids)[0], 0, 0
+
+    found = {}
+    for name, array in arrays.items():
+        if array.ndim == 2:
+            found[name] = pl.BlockSpec((None, array.shape[1]), of_entry)
+        else:
+            head = of_all_heads if array.shape[1] == 1 else of_head
+            found[name] = pl.BlockSpec((None, None, array.shape[2]), head)
+    return found
 
 
 def heads_axis(spec: LinearAttentionSpec) -> int:
