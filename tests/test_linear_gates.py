@@ -72,3 +72,102 @@ def test_decay_normalised_with_states(dtype, causal):
 @pytest.mark.parametrize("T, S", [(20, 70), (70, 20), (1, 40)])
 def test_decay_of_different_lengths(T, S):
     check(T, S, 2, 1, 16, 16, causal=True, decay=decays(1, S, 1))
+
+
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_segments(causal, decay):
+    options = {"initial_state": state(2, 1, 16, 16), "return_state": True}
+    if decay:
+        options["decay"] = decays(2, 70, 1)
+    check(70, 70, 2, 1, 16, 16, B=2, causal=causal, segment_ids=runs(2, 70), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_segments_of_other_dtypes(dtype):
+    check(70, 70, 2, 1, 16, 16, dtype, causal=True, segment_ids=runs(1, 70))
+
+
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("T, S, causal", [(37, 37, True), (37, 37, False), (20, 50, True)])
+def test_segments_of_queries_and_keys(T, S, causal, decay):
+    options = {"decay": decays(2, S, 1)} if decay else {}
+    q_ids, kv_ids = runs(2, T, seed=1), runs(2, S, seed=2)
+    q_ids[:, 5:9] = 7  # which no key has
+    check(
+        T,
+        S,
+        2,
+        1,
+        16,
+        16,
+        B=2,
+        causal=causal,
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
+        q_lengths=np.array([T, T - 6]),
+        **options,
+    )
+
+
+def test_segments_of_queries_that_see_all_of_a_run():
+    q_ids, kv_ids = runs(2, 50, seed=1), runs(2, 20, seed=2)
+    check(50, 20, 2, 1, 16, 16, B=2, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    check(50, 20, 2, 1, 16, 16, B=2, q_segment_ids=0 * q_ids, kv_segment_ids=kv_ids)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "T, S, lengths",
+    [
+        (40, 40, {"kv_lengths": [33, 0, 40]}),
+        (40, 40, {"q_lengths": [33, 1, 40], "kv_lengths": [12, 40, 0]}),
+        (20, 60, {"q_lengths": [7, 20, 0]}),
+        (60, 20, {"kv_lengths": [7, 20, 0]}),
+    ],
+)
+def test_lengths(T, S, lengths, causal):
+    lengths = {name: np.array(values) for name, values in lengths.items()}
+    options = {"initial_state": state(3, 1, 16, 16), "return_state": True} if T == S else {}
+    check(T, S, 2, 1, 16, 16, B=3, causal=causal, poisoned=True, **lengths, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_everything_at_once(causal):
+    check(
+        70,
+        70,
+        4,
+        2,
+        16,
+        20,
+        "bfloat16",
+        B=2,
+        causal=causal,
+        poisoned=True,
+        layout="bhtd",
+        decay=decays(2, 2, 70),
+        segment_ids=runs(2, 70),
+        kv_lengths=np.array([61, 70]),
+        initial_state=state(2, 2, 16, 20),
+        return_state=True,
+    )
+
+
+def test_decay_with_alignment_by_lengths():
+    check(
+        40,
+        40,
+        2,
+        1,
+        16,
+        16,
+        B=2,
+        causal=True,
+        poisoned=True,
+        decay=decays(2, 40, 1),
+        q_lengths=np.array([33, 12]),
+        kv_lengths=np.array([12, 33]),
+        initial_state=state(2, 1, 16, 16),
+        return_state=True,
+    )

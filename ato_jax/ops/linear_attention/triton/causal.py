@@ -87,11 +87,10 @@ class Side(NamedTuple):
 def _lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> tuple[Steps, Any]:
     """The steps; and a function from their decays' gradients to that of the inputs' decay."""
     layout = lay_out(spec, walk, inputs)
-    decay: Any = (None, None)
-    pull = None
+    decay = own = pull = None
     if inputs.decay is not None:
-        decay, pull = jax.vjp(layout.place, inputs.decay)
-    return Steps(layout.rows, *decay, layout.run), pull
+        (decay, own), pull = jax.vjp(layout.place, inputs.decay)
+    return Steps(layout.rows, decay, own, layout.run), pull
 
 
 def _sides(
@@ -127,9 +126,10 @@ def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
 
 
 def _load_state(
-    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any, rows: int
+    spec: LinearAttentionSpec, refs: tuple[Any, Any], rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """kv [V, F], and k_sum in each of so many rows [rows, F]."""
+    kv_ref, k_sum_ref = refs
     width = tiles.padded(spec.F)
     return (
         tiles.load_matrix(kv_ref, spec.V, spec.F),
@@ -266,14 +266,17 @@ def _output(
                 out = tiles.scale_rows(out, refs["reads"], start)
                 z_seen = tiles.scale_rows(z, refs["reads"], start)
             if walk.both_ways:
-                right_kv, right_z = _load_state(spec, *side_refs[1], block)  # [V, F], [C, F]
+                right_kv, right_z = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
                 right = tiles.product(spec, phi_q, right_kv, wide=True, trans_b=True)
                 out += tiles.scale_rows(right, refs["reads_right"], start)
                 z_seen += tiles.scale_rows(right_z, refs["reads_right"], start)
             out += tiles.weighted_sum(spec, w, v)
             if spec.normalize:
-                z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
+                if pairs.decay is None:
+                    z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
                 den = jnp.sum(phi_q.astype(jnp.float32) * z_seen, axis=1)  # [C]
+                if pairs.decay is not None:
+                    den += jnp.sum(w, axis=1)
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
             else:
                 out *= spec.scale
@@ -282,7 +285,7 @@ def _output(
                 return state
             return _add_keys(spec, refs, (start, block), state, features, v, ones)
 
-        state = _load_state(spec, *side_refs[0], block)
+        state = _load_state(spec, side_refs[0], block)
         _walk_chunks(walk, walk.pieces.rows // block, write_chunk, state)
 
     return tiles.launch(
@@ -467,37 +470,40 @@ def _query_gradient(
                 z_seen = tiles.scale_rows(z, refs["reads"], start)
             read = [(g, z_seen)]
             if walk.both_ways:
-                right_kv, right_z = _load_state(spec, *side_refs[1], block)  # [V, F], [C, F]
+                right_kv, right_z = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
                 right = tiles.product(spec, do, right_kv, wide=True)
                 right = tiles.scale_rows(right, refs["reads_right"], start)
                 right_z = tiles.scale_rows(right_z, refs["reads_right"], start)
                 read.append((right, right_z))
                 g, z_seen = g + right, z_seen + right_z
             g += tiles.product(spec, dw, phi_k, wide=True)
+            e = inverse = d_den = None
             if spec.normalize:
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 phi_q = tiles.operand(spec, phi_q, wide=True).astype(jnp.float32)
                 z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
                 e, inverse = normalizer_terms(spec, phi_q, g, z_seen)
-                tiles.store_rows(normalizer_refs[0], queries, e * inverse)
-                tiles.store_rows(normalizer_refs[1], queries, inverse)
                 d_den = e * inverse
-                d_phi_q = (g + e[:, None] * z_seen) * inverse[:, None]
-                d_num = do.astype(jnp.float32) * inverse[:, None]
-            else:
-                d_den = None
-                d_phi_q = g * spec.scale
-                d_num = do.astype(jnp.float32) * spec.scale
+                tiles.store_rows(normalizer_refs[0], queries, d_den)
+                tiles.store_rows(normalizer_refs[1], queries, inverse)
+
+            def to_features(g: jax.Array, z: jax.Array) -> jax.Array:
+                """[C, F]: the derivative by phi(q) of what was read with these g and z."""
+                if e is None or inverse is None:
+                    return g * spec.scale
+                return (g + e[:, None] * z) * inverse[:, None]
+
+            d_phi_q = to_features(g, z_seen)
             tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
             at = start - walk.with_queries * walk.pieces.rows
-            for flow_ref, (g_of_side, z_of_side) in zip(flow_refs[:flows], read, strict=False):
-                if spec.normalize:
-                    d_of_side = (g_of_side + e[:, None] * z_of_side) * inverse[:, None]
-                else:
-                    d_of_side = g_of_side * spec.scale
-                tiles.store_steps(flow_ref, at, jnp.sum(phi_q * d_of_side, axis=1))
+            for flow_ref, of_side in zip(flow_refs[:flows], read, strict=False):
+                tiles.store_steps(flow_ref, at, jnp.sum(phi_q * to_features(*of_side), axis=1))
             if own:
                 tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
+            factor = spec.scale if inverse is None else inverse[:, None]
+            d_num = do.astype(jnp.float32) * factor
+            if not walk.both_ways:
+                state = _add_keys(spec, refs, (start, block), state, features, v, ones)
             found = []
             for (dkv, dz), name in zip(sums, ("reads_of_piece", "reads_right"), strict=False):
                 seen_q = phi_q
@@ -507,11 +513,9 @@ def _query_gradient(
                     dz += d_den[:, None] * seen_q
                 dkv += tiles.product(spec, d_num, seen_q, wide=True, trans_a=True)
                 found.append((dkv, dz))
-            if not walk.both_ways:
-                state = _add_keys(spec, refs, (start, block), state, features, v, ones)
             return state, tuple(found)
 
-        state = _load_state(spec, *side_refs[0], block)
+        state = _load_state(spec, side_refs[0], block)
         nothing = tuple(tuple(jnp.zeros_like(array) for array in state) for _ in sides)
         _, sums = _walk_chunks(walk, walk.pieces.rows // block, write_chunk, (state, nothing))
         for (dkv_ref, dk_sum_ref), (dkv, dz) in zip(d_side_refs, sums, strict=True):
@@ -619,7 +623,7 @@ def _key_gradient(
             if flows:
                 tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
             if walk.both_ways:
-                right_dkv, right_dz = _load_state(spec, *side_refs[1], block)  # [V, F], [C, F]
+                right_dkv, right_dz = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
                 right = tiles.product(spec, phi_k, right_dkv, wide=True, trans_b=True)
                 dv += tiles.scale_rows(right, refs["adds_right"], start)
                 right = tiles.read_state(spec, v, right_dkv) + right_dz
@@ -679,7 +683,7 @@ def _key_gradient(
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
             return dkv, dz
 
-        _walk_chunks(walk, chunks, write_chunk, _load_state(spec, *side_refs[0], block))
+        _walk_chunks(walk, chunks, write_chunk, _load_state(spec, side_refs[0], block))
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))

@@ -152,7 +152,7 @@ def load_tile(ref: Any, rows: Rows, width: int, head: Any = None, axis: int = 1)
 def store_tile(ref: Any, rows: Rows, width: int, tile: jax.Array) -> None:
     """The tile's rows and columns that exist into ref [length, width], padding as zeros."""
     columns = jnp.arange(padded(width), dtype=jnp.int32)[None, :]
-    if rows.real is not rows.exist:
+    if rows.real is not None and rows.real is not rows.exist:
         tile = jnp.where(rows.real[:, None], tile, 0)
     index = rows.numbers
     if rows.exist is not None:

@@ -177,6 +177,7 @@ def lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> Layout:
     step = jnp.arange(count, dtype=jnp.int32)
     if spec.segments == "cross":
         runs = runs_of_keys(spec, inputs)
+        assert runs is not None and inputs.q_segments is not None
         order = sort_steps(spec, inputs, runs)
         # Steps at the end are none of the rows.
         numbers = jnp.pad(order.steps, ((0, 0), (0, count - T - S)), constant_values=T + S)
