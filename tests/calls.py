@@ -164,6 +164,9 @@ def for_triton(call: Call) -> Call:
         backend = api.OP.backend("triton")
         if all(backend.unsupported(request.spec, phase) is None for phase in PHASES):
             return call
+        if call.arrays.get("decay") == "channel":
+            call.arrays["decay"] = "step"
+            continue
         assert call.arrays or call.options, "nothing is left to leave out"
         (call.arrays or call.options).popitem()
         call.options.pop("dropout_rate", None)

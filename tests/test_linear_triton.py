@@ -41,13 +41,29 @@ def draw(*shape, dtype="float32", scale=1.0, seed=0):
     return jnp.asarray(values.astype(np.float32)).astype(dtype)
 
 
-def check(T, S, H, G, D, V, dtype="float32", scale=1.0, layout="bthd", B=1, **options):
-    def array(length, heads, width, seed):
-        axes = (length, heads) if layout == "bthd" else (heads, length)
-        return draw(B, *axes, width, dtype=dtype, scale=scale, seed=seed)
+def check(
+    T, S, H, G, D, V, dtype="float32", scale=1.0, layout="bthd", B=1, poisoned=False, **options
+):
+    """Both phases against the oracle; `poisoned` puts NaN beyond the lengths."""
+    q_lengths, kv_lengths = options.get("q_lengths"), options.get("kv_lengths")
+    if T == S:
+        q_lengths = kv_lengths if q_lengths is None else q_lengths
+        kv_lengths = q_lengths if kv_lengths is None else kv_lengths
+
+    def array(length, heads, width, seed, real=None):
+        values = draw(B, length, heads, width, dtype=dtype, scale=scale, seed=seed)
+        if poisoned and real is not None:
+            beyond = np.arange(length) >= np.asarray(real)[:, None]
+            values = jnp.where(beyond[..., None, None], jnp.nan, values)
+        return values if layout == "bthd" else jnp.swapaxes(values, 1, 2)
 
     wanted = numerics.oracle(
-        OP, array(T, H, D, 1), array(S, G, D, 2), array(S, G, V, 3), layout=layout, **options
+        OP,
+        array(T, H, D, 1, q_lengths),
+        array(S, G, D, 2, kv_lengths),
+        array(S, G, V, 3, kv_lengths),
+        layout=layout,
+        **options,
     )
     spec = wanted.request.spec
     for phase in ("forward", "backward"):
@@ -114,9 +130,7 @@ def test_reasons():
     base = spec_of(64, "bfloat16", causal=True)
     favor = dataclasses.replace(base.feature_map, name="favor", elementwise=False)
     for change, word in (
-        ({"decay": "head"}, "decay"),
-        ({"segments": "runs"}, "segments"),
-        ({"q_lengths": True}, "lengths"),
+        ({"decay": "channel"}, "channels"),
         ({"D": 256, "F": 256, "V": 256}, "D=256"),
         ({"feature_map": favor}, "elementwise"),
         ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),

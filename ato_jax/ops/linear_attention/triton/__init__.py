@@ -70,12 +70,8 @@ def _unsupported_map(feature_map: FeatureMap) -> str | None:
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
-    if spec.decay is not None:
-        return "decay is not supported yet"
-    if spec.segments is not None:
-        return "segments are not supported yet"
-    if spec.q_lengths or spec.kv_lengths:
-        return "lengths are not supported yet"
+    if spec.decay == "channel":
+        return "decays of channels, [B, S, G, D], are not supported yet"
     if tiles.state_size(spec) > LARGEST_STATE:
         return f"states up to D * V = 128 * 128, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
@@ -128,11 +124,17 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     )
 
 
+def _kernels(spec: LinearAttentionSpec) -> Any:
+    """Where all queries see all keys, and nothing weighs the pairs, one state serves them all."""
+    plain = not spec.causal and spec.decay is None and spec.segments is None
+    return bidirectional if plain else causal
+
+
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    return (causal if spec.causal else bidirectional).forward(spec, config, inputs)
+    return _kernels(spec).forward(spec, config, inputs)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    return (causal if spec.causal else bidirectional).backward(spec, config, residuals, cotangents)
+    return _kernels(spec).backward(spec, config, residuals, cotangents)

@@ -42,11 +42,16 @@ from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     pieces = tiles.deal(spec.S, spec.B * spec.G, config.state_block, config.state_programs)
-    kv, k_sum = piece_states(spec, config, inputs, pieces)
+
+    def keys_at(refs: dict[str, Any], start: Any, block: int) -> tiles.Rows:
+        return tiles.tile_rows(start, block, spec.S, pieces.whole, refs.get("kv_length"))
+
+    lengths = tiles.length_arrays(inputs)
+    kv, k_sum = piece_states(spec, config, inputs, pieces, keys_at, lengths)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
-    return Outputs(_output(spec, config, inputs.q, state), state)
+    return Outputs(_output(spec, config, inputs.q, state, lengths), state)
 
 
 def _stream(
@@ -59,7 +64,7 @@ def _stream(
 
 
 def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
-    """kv [F, V] and k_sum [F] of the kv head that query head `program_id(1)` reads."""
+    """kv [F, V] and k_sum [F] of the kv head that a query head reads."""
     return [
         pl.BlockSpec((None, None, spec.F, spec.V), lambda p, h, b: (b, h // group, 0, 0)),
         pl.BlockSpec((None, None, spec.F), lambda p, h, b: (b, h // group, 0)),
@@ -67,20 +72,27 @@ def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
 
 
 def _output(
-    spec: LinearAttentionSpec, config: Config, q: jax.Array, state: LinearState
+    spec: LinearAttentionSpec,
+    config: Config,
+    q: jax.Array,
+    state: LinearState,
+    lengths: dict[str, jax.Array],
 ) -> jax.Array:
     block = config.output_block
     pieces = _stream(config, spec.T, spec.B * spec.H, block, config.output_programs)
     whole = pieces.whole
 
-    def kernel(q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any) -> None:
+    def kernel(
+        lengths: dict[str, Any], q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any
+    ) -> None:
         piece = tiles.piece_id()
         count = pieces.turns(piece, block)
         kv = tiles.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
         z = tiles.as_columns(spec, tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
 
         def write_tile(i: Any, carry: None) -> None:
-            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.T, whole)
+            first, length = pieces.first_row(piece, i, block), lengths.get("q_length")
+            rows = tiles.tile_rows(first, block, spec.T, whole, length)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
             features = tiles.operand(spec, tiles.features_of(spec, q, rows), wide=True)
             out = tiles.product(spec, features, kv, wide=True)  # [T_block, V]
@@ -98,6 +110,7 @@ def _output(
         "linear_attention_output",
         grid=(pieces.count, spec.H, spec.B),
         in_specs=[
+            tiles.step_blocks(lengths, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             *_state_blocks(spec, spec.H // spec.G),
         ],
@@ -105,21 +118,24 @@ def _output(
         out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
         warps=config.output_warps,
         stages=config.output_stages,
-    )(q, *state)
+    )(lengths, q, *state)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs, outputs = residuals
-    dq, dkv, dk_sum = _query_gradient(spec, config, inputs.q, outputs.state, cotangents.out)
+    lengths = tiles.length_arrays(inputs)
+    dq, dkv, dk_sum = _query_gradient(
+        spec, config, inputs.q, outputs.state, cotangents.out, lengths
+    )
     # Over the pieces and over the query heads of each kv head.
     dkv = jnp.sum(dkv.reshape(spec.B, spec.G, -1, spec.V, spec.F), axis=2)
     dk_sum = jnp.sum(dk_sum.reshape(spec.B, spec.G, -1, spec.F), axis=2)
     if spec.return_state:
         dkv += jnp.swapaxes(cotangents.state.kv, 2, 3)
         dk_sum += cotangents.state.k_sum
-    dk, dv = _key_gradient(spec, config, inputs.k, inputs.v, dkv, dk_sum)
+    dk, dv = _key_gradient(spec, config, inputs.k, inputs.v, dkv, dk_sum, lengths)
     d_state = None
     if inputs.initial_state is not None:
         d_state = LinearState(jnp.swapaxes(dkv, 2, 3), dk_sum)
@@ -127,7 +143,12 @@ def backward(
 
 
 def _query_gradient(
-    spec: LinearAttentionSpec, config: Config, q: jax.Array, state: LinearState, do: jax.Array
+    spec: LinearAttentionSpec,
+    config: Config,
+    q: jax.Array,
+    state: LinearState,
+    do: jax.Array,
+    lengths: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; and dS^T [B, H, pieces, V, F] and dz [B, H, pieces, F] of each piece."""
     block = config.dq_block
@@ -137,6 +158,7 @@ def _query_gradient(
     whole = pieces.whole
 
     def kernel(
+        lengths: dict[str, Any],
         q_ref: Any,
         do_ref: Any,
         kv_ref: Any,
@@ -154,9 +176,12 @@ def _query_gradient(
         z = [tiles.load_vector(k_sum_ref, part)[None, :] for part in parts]  # [1, F]
         one = tiles.identity(spec, parts[0].count)
 
+        def rows_at(i: Any) -> tiles.Rows:
+            first, length = pieces.first_row(piece, i, block), lengths.get("q_length")
+            return tiles.tile_rows(first, block, spec.T, whole, length)
+
         def load_do(i: Any) -> jax.Array:
-            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.T, whole)
-            return tiles.load_tile(do_ref, rows, spec.V)  # [T_block, V]
+            return tiles.load_tile(do_ref, rows_at(i), spec.V)  # [T_block, V]
 
         def add(sums: Any, do: jax.Array, terms: Any) -> Any:
             us, e = terms
@@ -171,7 +196,7 @@ def _query_gradient(
             ]
 
         def write_tile(i: Any, carry: Any) -> Any:
-            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.T, whole)
+            rows = rows_at(i)
             do = load_do(i)
             features, slopes, g = [], [], []  # [T_block, F]
             for part, kv_part in zip(parts, kv, strict=True):
@@ -219,6 +244,7 @@ def _query_gradient(
         "linear_attention_query_gradient",
         grid=(pieces.count, spec.H, spec.B),
         in_specs=[
+            tiles.step_blocks(lengths, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
             *_state_blocks(spec, spec.H // spec.G),
@@ -235,7 +261,7 @@ def _query_gradient(
         ],
         warps=config.dq_warps,
         stages=config.dq_stages,
-    )(q, do, *state)
+    )(lengths, q, do, *state)
 
 
 def normalizer_terms(
@@ -263,6 +289,7 @@ def _key_gradient(
     v: jax.Array,
     dkv: jax.Array,
     dk_sum: jax.Array,
+    lengths: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, from dS^T [B, G, V, F] and dz [B, G, F]."""
     block = config.dkv_block
@@ -272,7 +299,13 @@ def _key_gradient(
     in_parts = tiles.state_size(spec) <= tiles.SMALL_STATE
 
     def kernel(
-        k_ref: Any, v_ref: Any, dkv_ref: Any, dk_sum_ref: Any, dk_ref: Any, dv_ref: Any
+        lengths: dict[str, Any],
+        k_ref: Any,
+        v_ref: Any,
+        dkv_ref: Any,
+        dk_sum_ref: Any,
+        dk_ref: Any,
+        dv_ref: Any,
     ) -> None:
         piece = tiles.piece_id()
         count = pieces.turns(piece, block)
@@ -280,7 +313,8 @@ def _key_gradient(
         dz = tiles.load_vector(dk_sum_ref, spec.F)  # [F]
 
         def write_tile(i: Any, carry: None) -> None:
-            rows = tiles.tile_rows(pieces.first_row(piece, i, block), block, spec.S, whole)
+            first, length = pieces.first_row(piece, i, block), lengths.get("kv_length")
+            rows = tiles.tile_rows(first, block, spec.S, whole, length)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
             features, slopes = tiles.features_and_slopes(spec, k, rows)  # [S_block, F]
@@ -301,6 +335,7 @@ def _key_gradient(
         "linear_attention_key_gradient",
         grid=(pieces.count, spec.G, spec.B),
         in_specs=[
+            tiles.step_blocks(lengths, lambda p, g, b: (b, g)),
             keys,
             values,
             pl.BlockSpec((None, None, spec.V, spec.F), lambda p, g, b: (b, g, 0, 0)),
@@ -313,4 +348,4 @@ def _key_gradient(
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,
-    )(k, v, dkv, dk_sum)
+    )(lengths, k, v, dkv, dk_sum)

@@ -1,9 +1,10 @@
-"""Query i sees keys up to position i + offset, offset = S - T: chunks inside pieces.
+"""Query i sees keys up to position i + offset: chunks inside pieces, causal or both ways.
 
-The positions are cut into pieces, a piece into chunks of C rows. Position p is key p and query
-p - offset, so that in the same chunk row i sees row j iff j <= i. One state per piece is summed
-(`states.py`) and accumulated over the pieces; then one program walks each piece chunk by chunk,
-its running state S [F, V] and z [F] in registers. With seen[i, j] = 1 iff j <= i:
+With offset = S - T the last query sees the last key. The positions are cut into pieces, a piece
+into chunks of C rows. Position p is key p and query p - offset, so that in the same chunk row i
+sees row j iff j <= i. One state per piece is summed (`states.py`) and accumulated over the pieces
+(`scan.py`); then one program walks each piece chunk by chunk, its running state S [F, V] and z [F]
+in registers. With seen[i, j] = 1 iff j <= i:
 
     num = phi(q) S + w v              w = seen * (phi(q) phi(k)^T)
     den = phi(q) . z + w 1
@@ -26,11 +27,19 @@ add up.
     dv_j      = dS^T phi(k_j) + sum_i seen[i, j] (phi(q_i) . phi(k_j)) d_num_i
     d_phi_k_j = dS v_j + dz   + sum_i seen[i, j] (d_num_i . v_j + d_den_i) phi(q_i)
 
+With a decay or segments a pair's weight, and what goes through a state, are multiplied by the
+factors of `walk.py`, `pair`, `reads`, `adds` and `keeps`: w and dw by `pair`, S and z where a
+query reads them by `reads`, phi(k_j) where it goes into them by `adds`, and so on backwards.
+
+Both ways at once is the same with a pair for all i and j and a second state, of the keys in later
+chunks; a piece is then one chunk, so that there is a state on either side of each.
+
 The states' kv are held transposed, [V, F]: what the state pass leaves.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -46,58 +55,66 @@ from ato_jax.ops.linear_attention.spec import (
 )
 from ato_jax.ops.linear_attention.triton import tiles
 from ato_jax.ops.linear_attention.triton.bidirectional import normalizer_terms
+from ato_jax.ops.linear_attention.triton.scan import scan_states
 from ato_jax.ops.linear_attention.triton.states import piece_states
-from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+from ato_jax.ops.linear_attention.triton.tiles import Config
+from ato_jax.ops.linear_attention.triton.walk import (
+    Flows,
+    Steps,
+    Walk,
+    decay_flows,
+    edge_flows,
+    gates,
+    lay_out,
+    plan,
+)
+
+# What each kernel needs of the gates.
+OF_PAIRS = ("up", "fine", "own", "run")
+CAUSAL_GATES = (*OF_PAIRS, "reads", "adds", "keeps")
+# Both ways nothing is carried from chunk to chunk.
+QUERY_GATES_BOTH_WAYS = (*OF_PAIRS, "reads", "reads_right")
+KEY_GATES_BOTH_WAYS = (*OF_PAIRS, "adds", "adds_right")
 
 
-class Walk(NamedTuple):
-    """The pieces of the positions, which run from min(0, offset) to S.
+class Side(NamedTuple):
+    """States at the edges of the pieces, [B, G, pieces + 1, V, F] and [B, G, pieces + 1, F]."""
 
-    Piece p is the keys from `first_key + p * rows` on and the queries from `first_query + p *
-    rows` on; either may be negative, where the other's sequence is the longer one.
-    """
-
-    pieces: Pieces
-    first_key: int
-    first_query: int
-    aligned: bool
-    with_queries: int
-
-    def rows_at(
-        self, spec: LinearAttentionSpec, piece: Any, chunk: Any, block: int
-    ) -> tuple[Rows, Rows]:
-        """The queries and the keys of one chunk of a piece."""
-        start = piece * self.pieces.rows + chunk * block
-        return (
-            tiles.tile_rows(self.first_query + start, block, spec.T, self.aligned),
-            tiles.tile_rows(self.first_key + start, block, spec.S, self.aligned),
-        )
+    kv: jax.Array
+    k_sum: jax.Array
 
 
-def _walk(spec: LinearAttentionSpec, config: Config) -> Walk:
-    offset = spec.S - spec.T
-    first_key = min(0, offset)
-    length = spec.S - first_key
-    block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
-    pieces = tiles.cut(length, spec.B * spec.G, config.piece_rows, block, config.programs)
-    aligned = offset == 0 and pieces.count * pieces.rows == length
-    # Earlier pieces hold keys alone, which the walks over queries leave out.
-    return Walk(pieces, first_key, first_key - offset, aligned, max(0, offset) // pieces.rows)
+def _lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> tuple[Steps, Any]:
+    """The steps; and a function from their decays' gradients to that of the inputs' decay."""
+    layout = lay_out(spec, walk, inputs)
+    decay = own = pull = None
+    if inputs.decay is not None:
+        (decay, own), pull = jax.vjp(layout.place, inputs.decay)
+    return Steps(layout.rows, decay, own, layout.run), pull
 
 
-def _prefix_states(
-    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk
-) -> tuple[jax.Array, jax.Array]:
-    """The states before each piece and, last, after all: [B, G, pieces + 1, V, F] and [.., F]."""
-    kv, k_sum = piece_states(spec, config, inputs, walk.pieces, walk.first_key)
-    if inputs.initial_state is None:
-        start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
-    else:
+def _sides(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk, steps: Steps
+) -> list[Side]:
+    """The states that the queries read: of the keys before each edge, and both ways behind it."""
+    names = ("adds", "keeps", "adds_right", "keeps_right")
+    of_pieces = gates(spec, walk, steps, walk.pieces.rows, names)
+
+    def sums(suffix: str) -> tuple[jax.Array, jax.Array]:
+        arrays = dict(steps.rows)
+        if of_pieces:
+            arrays["adds"] = of_pieces[f"adds{suffix}"]
+        keys_at = functools.partial(walk.keys_at, spec)
+        return piece_states(spec, config, inputs, walk.pieces, keys_at, arrays)
+
+    start = None
+    if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    return (
-        jnp.cumsum(jnp.concatenate([start[0][:, :, None], kv], axis=2), axis=2),
-        jnp.cumsum(jnp.concatenate([start[1][:, :, None], k_sum], axis=2), axis=2),
-    )
+    left = Side(*scan_states(spec, sums(""), start, of_pieces.get("keeps")))
+    if not walk.both_ways:
+        return [left]
+    keeps = of_pieces["keeps_right"]
+    return [left, Side(*scan_states(spec, sums("_right"), None, keeps, reverse=True))]
 
 
 def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
@@ -109,9 +126,10 @@ def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
 
 
 def _load_state(
-    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any, rows: int
+    spec: LinearAttentionSpec, refs: tuple[Any, Any], rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """kv [V, F], and k_sum in each of so many rows [rows, F]."""
+    kv_ref, k_sum_ref = refs
     width = tiles.padded(spec.F)
     return (
         tiles.load_matrix(kv_ref, spec.V, spec.F),
@@ -125,11 +143,88 @@ def _seen(block: int) -> jax.Array:
     return i[None, :] <= i[:, None]
 
 
+class Pairs(NamedTuple):
+    """The pairs (i, j) of a chunk, [C, C]: which see each other, and their decay (None: 1)."""
+
+    seen: jax.Array
+    decay: jax.Array | None
+
+    def weigh(self, w: jax.Array) -> jax.Array:
+        return jnp.where(self.seen, w if self.decay is None else w * self.decay, 0.0)
+
+    def sums(
+        self, spec: LinearAttentionSpec, ones: jax.Array, phi_k: jax.Array, wide: bool
+    ) -> jax.Array:
+        """[C, F]: the sum of phi(k_j) over the keys that each query sees, with their decay."""
+        if self.decay is None:
+            return tiles.product(spec, jnp.where(self.seen, ones, 0.0), phi_k, wide=wide)
+        return tiles.weighted_sum(spec, self.weigh(ones), phi_k)
+
+
+def _pairs(
+    walk: Walk, refs: dict[str, Any], start: Any, block: int, keys_first: bool = False
+) -> Pairs:
+    """Queries along the rows, or with `keys_first` along the columns."""
+
+    def difference(query: jax.Array, key: jax.Array) -> jax.Array:
+        if keys_first:
+            return query[None, :] - key[:, None]
+        return query[:, None] - key[None, :]
+
+    nothing = jnp.zeros((block,), jnp.float32)
+    seen = _seen(block)
+    seen = seen.T if keys_first else seen
+    if walk.both_ways:
+        seen = jnp.full((block, block), True)
+    if "run" in refs:
+        run = tiles.load_steps(refs["run"], start, block)
+        seen &= difference(run, run) == 0
+    if "up" not in refs:
+        return Pairs(seen, None)
+    up = tiles.load_steps(refs["up"], start, block)
+    exponent = difference(up, up)
+    if "fine" in refs:
+        fine = tiles.load_steps(refs["fine"], start, block)
+        exponent += difference(fine, fine)
+    # The pairs that are seen one way only have the other sign: never above 0 either way.
+    exponent = -jnp.abs(exponent)
+    if "own" in refs:
+        exponent += difference(tiles.load_steps(refs["own"], start, block), nothing)
+    return Pairs(seen, jnp.exp2(exponent))
+
+
+def _later_pairs(m: jax.Array, walk: Walk) -> jax.Array:
+    """m [C keys, C queries] of the pairs whose query is later; both ways, less the others."""
+    i = jnp.arange(m.shape[0], dtype=jnp.int32)
+    later = jnp.where(i[None, :] > i[:, None], m, 0.0)
+    if not walk.both_ways:
+        return later
+    return jnp.where(i[None, :] < i[:, None], -m, later)
+
+
+def _walk_chunks(walk: Walk, chunks: int, body: Any, carry: Any) -> Any:
+    """The carry after all chunks of a piece; both ways a piece is one."""
+    return body(0, carry) if walk.both_ways else jax.lax.fori_loop(0, chunks, body, carry)
+
+
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    walk = _walk(spec, config)
-    kv, k_sum = _prefix_states(spec, config, inputs, walk)
+    walk = plan(spec, config)
+    steps, _ = _lay_out(spec, walk, inputs)
+    sides = _sides(spec, config, inputs, walk, steps)
+    kv, k_sum = sides[0]
     state = LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1])
-    return Outputs(_output(spec, config, inputs, walk, kv, k_sum), state)
+    return Outputs(_output(spec, config, inputs, walk, steps, sides), state)
+
+
+def _side_blocks(spec: LinearAttentionSpec, walk: Walk, index: Any) -> list[Any]:
+    """The states that a piece reads: ahead of it, and both ways that behind it."""
+
+    def behind(*ids: Any) -> tuple[Any, ...]:
+        b, g, p = index(*ids)
+        return b, g, p + 1
+
+    sides = [index, behind] if walk.both_ways else [index]
+    return [_state_blocks(spec, side) for side in sides]
 
 
 def _output(
@@ -137,60 +232,101 @@ def _output(
     config: Config,
     inputs: Inputs,
     walk: Walk,
-    kv: jax.Array,
-    k_sum: jax.Array,
+    steps: Steps,
+    sides: list[Side],
 ) -> jax.Array:
-    block = config.output_block
+    block = walk.pieces.rows if walk.both_ways else config.output_block
     group = spec.H // spec.G
+    names = QUERY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
+    arrays = steps.rows | gates(spec, walk, steps, block, names)
 
     def kernel(
-        q_ref: Any, k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any
+        refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
     ) -> None:
         piece = walk.with_queries + tiles.piece_id()
         ones = jnp.ones((block, block), jnp.float32)
 
         def write_chunk(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             kv, z = state  # [V, F], [C, F]
-            queries, keys = walk.rows_at(spec, piece, i, block)
+            start = piece * walk.pieces.rows + i * block
+            queries, keys = walk.rows_at(spec, refs, start, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)
             wide = tiles.wide_features(spec)
-            phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
+            features = tiles.features_of(spec, k, keys)  # [C, F]
+            phi_k = tiles.operand(spec, features, wide=wide)
+            pairs = _pairs(walk, refs, start, block)
             w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
-            w = jnp.where(_seen(block), w, 0.0)
+            w = pairs.weigh(w)
             out = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)  # [C, V]
+            z_seen = z
+            if "reads" in refs:
+                out = tiles.scale_rows(out, refs["reads"], start)
+                z_seen = tiles.scale_rows(z, refs["reads"], start)
+            if walk.both_ways:
+                right_kv, right_z = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
+                right = tiles.product(spec, phi_q, right_kv, wide=True, trans_b=True)
+                out += tiles.scale_rows(right, refs["reads_right"], start)
+                z_seen += tiles.scale_rows(right_z, refs["reads_right"], start)
             out += tiles.weighted_sum(spec, w, v)
             if spec.normalize:
-                seen = jnp.where(_seen(block), ones, 0.0)
-                z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
+                if pairs.decay is None:
+                    z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
                 den = jnp.sum(phi_q.astype(jnp.float32) * z_seen, axis=1)  # [C]
+                if pairs.decay is not None:
+                    den += jnp.sum(w, axis=1)
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
-                z += tiles.product(spec, ones, phi_k, wide=wide)
             else:
                 out *= spec.scale
             tiles.store_tile(out_ref, queries, spec.V, out)
-            return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), z
+            if walk.both_ways:
+                return state
+            return _add_keys(spec, refs, (start, block), state, features, v, ones)
 
-        state = _load_state(spec, kv_ref, k_sum_ref, block)
-        jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, state)
+        state = _load_state(spec, side_refs[0], block)
+        _walk_chunks(walk, walk.pieces.rows // block, write_chunk, state)
 
     return tiles.launch(
         kernel,
         "linear_attention_causal_output",
         grid=(walk.pieces.count - walk.with_queries, spec.H, spec.B),
         in_specs=[
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
             tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
-            *_state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            _side_blocks(spec, walk, lambda p, h, b: (b, h // group, walk.with_queries + p)),
         ],
         out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
         out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
         warps=config.output_warps,
         stages=config.output_stages,
-    )(inputs.q, inputs.k, inputs.v, kv, k_sum)
+    )(arrays, inputs.q, inputs.k, inputs.v, [list(side) for side in sides])
+
+
+def _add_keys(
+    spec: LinearAttentionSpec,
+    refs: dict[str, Any],
+    steps: tuple[Any, int],
+    state: tuple[jax.Array, jax.Array],
+    features: jax.Array,
+    v: jax.Array,
+    ones: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The state [V, F], [C, F] behind a chunk, whose keys have these features [C, F]."""
+    kv, z = state
+    wide = tiles.wide_features(spec)
+    if "adds" in refs:
+        start, block = steps
+        keep = refs["keeps"][start // block]
+        kv, z = keep * kv, keep * z
+        features, wide = tiles.scale_rows(features, refs["adds"], start), True
+    phi_k = tiles.operand(spec, features, wide=wide)
+    if spec.normalize:
+        z += tiles.product(spec, ones, phi_k, wide=wide)
+    return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), z
 
 
 class Normalizer(NamedTuple):
@@ -200,39 +336,79 @@ class Normalizer(NamedTuple):
     inverse: jax.Array  # 1 / den
 
 
+class QueryGradient(NamedTuple):
+    dq: jax.Array
+    sides: list[Side]  # of each piece, [B, H, pieces, V, F] and [B, H, pieces, F]
+    normalizer: Normalizer | None
+    # By steps, [B, H, steps], for the decay's gradient: what each query reads from the states,
+    # and all that it reads, for its own decay.
+    reads: list[jax.Array]
+    own: jax.Array | None
+
+
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs = residuals.inputs
-    walk = _walk(spec, config)
-    kv, k_sum = _prefix_states(spec, config, inputs, walk)
-    dq, dkv, dk_sum, normalizer = _query_gradient(
-        spec, config, inputs, walk, kv, k_sum, cotangents.out
-    )
-    # Over the query heads of each kv head; pieces that hold keys alone add nothing.
-    dkv = jnp.sum(dkv.reshape(spec.B, spec.G, -1, *dkv.shape[2:]), axis=2)
-    dk_sum = jnp.sum(dk_sum.reshape(spec.B, spec.G, -1, *dk_sum.shape[2:]), axis=2)
+    walk = plan(spec, config)
+    steps, pull = _lay_out(spec, walk, inputs)
+    states = _sides(spec, config, inputs, walk, steps)
+    found = _query_gradient(spec, config, inputs, walk, steps, states, cotangents.out)
+
+    def of_group(array: jax.Array) -> jax.Array:
+        """Over the query heads of each kv head; pieces that hold keys alone add nothing."""
+        array = jnp.sum(array.reshape(spec.B, spec.G, -1, *array.shape[2:]), axis=2)
+        before = array.shape[2] * walk.with_queries // (walk.pieces.count - walk.with_queries)
+        return jnp.pad(array, [(0, 0), (0, 0), (before, 0)] + [(0, 0)] * (array.ndim - 3))
+
+    end = None
     if spec.return_state:
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
-    else:
-        end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
-    dkv = _suffix_sums(dkv, end[0], walk.with_queries)
-    dk_sum = _suffix_sums(dk_sum, end[1], walk.with_queries)
-    dk, dv = _key_gradient(spec, config, inputs, walk, dkv, dk_sum, normalizer, cotangents.out)
-    d_state = None
+    pieces = [(of_group(side.kv), of_group(side.k_sum)) for side in found.sides]
+    keeps = gates(spec, walk, steps, walk.pieces.rows, ("keeps", "keeps_right"))
+    sides = [Side(*scan_states(spec, pieces[0], end, keeps.get("keeps"), reverse=True))]
+    if walk.both_ways:
+        sides.append(Side(*scan_states(spec, pieces[1], None, keeps["keeps_right"])))
+    dk, dv, flows = _key_gradient(
+        spec, config, inputs, walk, steps, sides, found.normalizer, cotangents.out
+    )
+    d_state = d_decay = None
     if inputs.initial_state is not None:
-        d_state = LinearState(jnp.swapaxes(dkv[:, :, 0], 2, 3), dk_sum[:, :, 0])
-    return Inputs(dq, dk, dv, initial_state=d_state)
+        d_state = LinearState(jnp.swapaxes(sides[0].kv[:, :, 0], 2, 3), sides[0].k_sum[:, :, 0])
+    if pull is not None:
+        reads = [of_group(array) for array in found.reads]
+        own = None if found.own is None else of_group(found.own)
+        d_steps = _decay_gradient(walk, config, keeps, states, sides, reads, flows)
+        (d_decay,) = pull((d_steps, own))
+    return Inputs(found.dq, dk, dv, decay=d_decay, initial_state=d_state)
 
 
-def _suffix_sums(pieces: jax.Array, end: jax.Array, pieces_before: int) -> jax.Array:
-    """[.., p + 1, ..] is the sum over the pieces after p and `end`; [.., 0, ..] over all."""
-    sums = jnp.concatenate([pieces, end[:, :, None]], axis=2)
-    sums = jax.lax.cumsum(sums, axis=2, reverse=True)
-    if not pieces_before:
-        return sums
-    padding = [(0, 0), (0, 0), (pieces_before, 0)] + [(0, 0)] * (sums.ndim - 3)
-    return jnp.pad(sums, padding, mode="edge")
+def _decay_gradient(
+    walk: Walk,
+    config: Config,
+    keeps: dict[str, jax.Array],
+    states: list[Side],
+    cotangents: list[Side],
+    reads: list[jax.Array],
+    flows: list[jax.Array],
+) -> jax.Array:
+    """The gradient of each step's decay, [B, G, steps] (`walk.py`)."""
+    ends, starts, *right = flows
+    if not walk.both_ways:
+        passing = edge_flows(states[0], cotangents[0])
+        found = Flows(reads[0], starts, ends + reads[0])
+        return decay_flows(walk, found, passing, config.dq_block)
+
+    def edges(side: Side, part: slice) -> tuple[jax.Array, jax.Array]:
+        return side.kv[:, :, part], side.k_sum[:, :, part]
+
+    ahead, behind = slice(None, -1), slice(1, None)
+    passing = keeps["keeps"] * edge_flows(edges(states[0], ahead), edges(cotangents[0], behind))
+    passing += keeps["keeps_right"] * edge_flows(
+        edges(states[1], behind), edges(cotangents[1], ahead)
+    )
+    found = Flows(reads[0], starts + reads[1], ends + reads[0] + right[0])
+    return decay_flows(walk, found, passing, walk.pieces.rows)
 
 
 def _query_gradient(
@@ -240,99 +416,156 @@ def _query_gradient(
     config: Config,
     inputs: Inputs,
     walk: Walk,
-    kv: jax.Array,
-    k_sum: jax.Array,
+    steps: Steps,
+    sides: list[Side],
     do: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, Normalizer | None]:
-    """dq; dS^T [B, H, pieces, V, F] and dz [B, H, pieces, F] of each piece; e and 1 / den."""
-    block = config.dq_block
+) -> QueryGradient:
+    block = walk.pieces.rows if walk.both_ways else config.dq_block
     group = spec.H // spec.G
     count = walk.pieces.count - walk.with_queries
+    names = QUERY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
+    arrays = steps.rows | gates(spec, walk, steps, block, names)
+    if "reads" in arrays:
+        of_pieces = gates(spec, walk, steps, walk.pieces.rows, ("reads",))
+        arrays["reads_of_piece"] = of_pieces["reads"]
+    # Per step, for the decay's gradient.
+    flows = len(sides) if spec.decay is not None else 0
+    own = int("own" in arrays)
 
     def kernel(
+        refs: dict[str, Any],
         q_ref: Any,
         k_ref: Any,
         v_ref: Any,
         do_ref: Any,
-        kv_ref: Any,
-        k_sum_ref: Any,
+        side_refs: Any,
         dq_ref: Any,
-        dkv_ref: Any,
-        dk_sum_ref: Any,
-        *normalizer_refs: Any,
+        d_side_refs: Any,
+        normalizer_refs: Any,
+        flow_refs: Any,
     ) -> None:
         piece = walk.with_queries + tiles.piece_id()
         ones = jnp.ones((block, block), jnp.float32)
 
-        def write_chunk(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            kv, z, dkv, dz = carry  # [V, F], [C, F], [V, F], [C, F]
-            queries, keys = walk.rows_at(spec, piece, i, block)
+        def write_chunk(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, sums = carry
+            kv, z = state  # [V, F], [C, F]
+            start = piece * walk.pieces.rows + i * block
+            queries, keys = walk.rows_at(spec, refs, start, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
             phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
             wide = tiles.wide_features(spec)
-            phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)  # [C, F]
+            features = tiles.features_of(spec, k, keys)  # [C, F]
+            phi_k = tiles.operand(spec, features, wide=wide)
+            pairs = _pairs(walk, refs, start, block)
             dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
-            dw = jnp.where(_seen(block), dw, 0.0)
+            dw = pairs.weigh(dw)
             g = tiles.product(spec, do, kv, wide=True)  # [C, F]
+            z_seen = z
+            if "reads" in refs:
+                g = tiles.scale_rows(g, refs["reads"], start)
+                z_seen = tiles.scale_rows(z, refs["reads"], start)
+            read = [(g, z_seen)]
+            if walk.both_ways:
+                right_kv, right_z = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
+                right = tiles.product(spec, do, right_kv, wide=True)
+                right = tiles.scale_rows(right, refs["reads_right"], start)
+                right_z = tiles.scale_rows(right_z, refs["reads_right"], start)
+                read.append((right, right_z))
+                g, z_seen = g + right, z_seen + right_z
             g += tiles.product(spec, dw, phi_k, wide=True)
+            e = inverse = d_den = None
             if spec.normalize:
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 phi_q = tiles.operand(spec, phi_q, wide=True).astype(jnp.float32)
-                seen = jnp.where(_seen(block), ones, 0.0)
-                z_seen = z + tiles.product(spec, seen, phi_k, wide=wide)  # [C, F]
+                z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
                 e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
-                tiles.store_rows(normalizer_refs[0], queries, e * inverse)
+                d_den = e * inverse
+                tiles.store_rows(normalizer_refs[0], queries, d_den)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
-                dz += (e * inverse)[:, None] * phi_q
-                z += tiles.product(spec, ones, phi_k, wide=wide)
-                dq = (g + e[:, None] * z_seen) * inverse[:, None] * slopes
-                d_num = do.astype(jnp.float32) * inverse[:, None]
-            else:
-                dq = g * spec.scale * slopes
-                d_num = do.astype(jnp.float32) * spec.scale
-            tiles.store_tile(dq_ref, queries, spec.D, dq)
-            kv += tiles.product(spec, v, phi_k, wide=wide, trans_a=True)
-            dkv += tiles.product(spec, d_num, phi_q, wide=True, trans_a=True)
-            return kv, z, dkv, dz
 
-        state = _load_state(spec, kv_ref, k_sum_ref, block)
-        carry = (*state, *(jnp.zeros_like(array) for array in state))
-        *_, dkv, dz = jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, carry)
-        tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
-        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
+            def to_features(g: jax.Array, z: jax.Array) -> jax.Array:
+                """[C, F]: the derivative by phi(q) of what was read with these g and z."""
+                if e is None or inverse is None:
+                    return g * spec.scale
+                return (g + e[:, None] * z) * inverse[:, None]
+
+            d_phi_q = to_features(g, z_seen)
+            tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
+            at = start - walk.with_queries * walk.pieces.rows
+            for flow_ref, of_side in zip(flow_refs[:flows], read, strict=False):
+                tiles.store_steps(flow_ref, at, jnp.sum(phi_q * to_features(*of_side), axis=1))
+            if own:
+                tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
+            factor = spec.scale if inverse is None else inverse[:, None]
+            d_num = do.astype(jnp.float32) * factor
+            if not walk.both_ways:
+                state = _add_keys(spec, refs, (start, block), state, features, v, ones)
+            found = []
+            for (dkv, dz), name in zip(sums, ("reads_of_piece", "reads_right"), strict=False):
+                seen_q = phi_q
+                if name in refs:
+                    seen_q = tiles.scale_rows(phi_q, refs[name], start)
+                if d_den is not None:
+                    dz += d_den[:, None] * seen_q
+                dkv += tiles.product(spec, d_num, seen_q, wide=True, trans_a=True)
+                found.append((dkv, dz))
+            return state, tuple(found)
+
+        state = _load_state(spec, side_refs[0], block)
+        nothing = tuple(tuple(jnp.zeros_like(array) for array in state) for _ in sides)
+        _, sums = _walk_chunks(walk, walk.pieces.rows // block, write_chunk, (state, nothing))
+        for (dkv_ref, dk_sum_ref), (dkv, dz) in zip(d_side_refs, sums, strict=True):
+            tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
+            tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
 
     per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
     row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
-    extra = 2 if spec.normalize else 0
-    dq, dkv, dk_sum, *normalizer = tiles.launch(
+    normalizers = 2 if spec.normalize else 0
+    asked = count * walk.pieces.rows
+    per_step = pl.BlockSpec((None, None, asked), lambda p, h, b: (b, h, 0))
+    step_shape = jax.ShapeDtypeStruct((spec.B, spec.H, asked), jnp.float32)
+    side_shape = [
+        jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
+        jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
+    ]
+    dq, d_sides, normalizer, found = tiles.launch(
         kernel,
         "linear_attention_causal_query_gradient",
         grid=(count, spec.H, spec.B),
         in_specs=[
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
             tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
             tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
-            *_state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            _side_blocks(spec, walk, lambda p, h, b: (b, h // group, walk.with_queries + p)),
         ],
         out_specs=[
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
-            *_state_blocks(spec, lambda p, h, b: (b, h, p)),
-            *[per_row] * extra,
+            [_state_blocks(spec, lambda p, h, b: (b, h, p))] * len(sides),
+            [per_row] * normalizers,
+            [per_step] * (flows + own),
         ],
         out_shape=[
             tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
-            jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
-            jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
-            *[row_shape] * extra,
+            [side_shape] * len(sides),
+            [row_shape] * normalizers,
+            [step_shape] * (flows + own),
         ],
         warps=config.dq_warps,
         stages=config.dq_stages,
-    )(inputs.q, inputs.k, inputs.v, do, kv, k_sum)
-    return dq, dkv, dk_sum, Normalizer(*normalizer) if normalizer else None
+    )(arrays, inputs.q, inputs.k, inputs.v, do, [list(side) for side in sides])
+    return QueryGradient(
+        dq,
+        [Side(*side) for side in d_sides],
+        Normalizer(*normalizer) if normalizer else None,
+        found[:flows],
+        found[-1] if own else None,
+    )
 
 
 def _key_gradient(
@@ -340,46 +573,81 @@ def _key_gradient(
     config: Config,
     inputs: Inputs,
     walk: Walk,
-    dkv: jax.Array,
-    dk_sum: jax.Array,
+    steps: Steps,
+    sides: list[Side],
     normalizer: Normalizer | None,
     do: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, summed over the query heads of each kv head."""
-    block = config.dkv_block
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """dk and dv, summed over the query heads of each kv head; and for the decay's gradient.
+
+    These are of each step, [B, G, steps]: what counts for decays up to its own and for later
+    ones, and both ways also what its key's part in the right state counts for the former.
+    """
+    # The flows of queries and of keys are added up by the same chunks.
+    block = config.dkv_block if spec.decay is None else config.dq_block
+    block = walk.pieces.rows if walk.both_ways else block
     group = spec.H // spec.G
     chunks = walk.pieces.rows // block
     axis = tiles.heads_axis(spec)
+    names = KEY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
+    arrays = steps.rows | gates(spec, walk, steps, block, names)
+    flows = 0 if spec.decay is None else 3 + walk.both_ways
 
     def kernel(
+        refs: dict[str, Any],
         q_ref: Any,
         k_ref: Any,
         v_ref: Any,
         do_ref: Any,
-        dkv_ref: Any,
-        dk_sum_ref: Any,
-        *refs: Any,
+        side_refs: Any,
+        normalizer_refs: Any,
+        dk_ref: Any,
+        dv_ref: Any,
+        flow_refs: Any,
     ) -> None:
-        *normalizer_refs, dk_ref, dv_ref = refs
         piece = tiles.piece_id()
 
         def write_chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             dkv, dz = sums  # [V, F], [C, F]
-            queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
+            start = piece * walk.pieces.rows + (chunks - 1 - i) * block
+            queries, keys = walk.rows_at(spec, refs, start, block)
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-            phi_k, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
-            phi_k = tiles.operand(spec, phi_k, wide=True)
+            features, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
+            phi_k = tiles.operand(spec, features, wide=True)
             dv = tiles.product(spec, phi_k, dkv, wide=True, trans_b=True)  # [C, V]
             d_features = tiles.read_state(spec, v, dkv) + dz  # [C, F]
-            seen = _seen(block).T  # [C keys, C queries]
+            if "adds" in refs:
+                dv = tiles.scale_rows(dv, refs["adds"], start)
+                d_features = tiles.scale_rows(d_features, refs["adds"], start)
+            if flows:
+                tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
+            if walk.both_ways:
+                right_dkv, right_dz = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
+                right = tiles.product(spec, phi_k, right_dkv, wide=True, trans_b=True)
+                dv += tiles.scale_rows(right, refs["adds_right"], start)
+                right = tiles.read_state(spec, v, right_dkv) + right_dz
+                right = tiles.scale_rows(right, refs["adds_right"], start)
+                if flows:
+                    tiles.store_steps(flow_refs[3], start, jnp.sum(features * right, axis=1))
+                d_features += right
+            if "keeps" in refs:
+                keep = refs["keeps"][start // block]
+                dkv, dz = keep * dkv, keep * dz
+            pairs = _pairs(walk, refs, start, block, keys_first=True)  # [C keys, C queries]
 
-            def add_head(head: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                dv, d_features, dkv, dz = sums
+            def add_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                dv, d_features, dkv, dz, *ends = sums
                 q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                 do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
                 phi_q = tiles.features_of(spec, q, queries)  # [C, F]
+                phi_q_carried = phi_q
+                if "keeps" in refs:
+                    phi_q_carried = tiles.scale_rows(phi_q, refs["reads"], start)
+                    phi_q_carried = tiles.operand(spec, phi_q_carried, wide=True)
                 phi_q = tiles.operand(spec, phi_q, wide=True)
+                if "keeps" not in refs:
+                    phi_q_carried = phi_q
                 factor = jnp.full((block,), spec.scale, jnp.float32)
                 if spec.normalize:
                     factor = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
@@ -392,42 +660,68 @@ def _key_gradient(
                     d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     d_den_rows = jnp.broadcast_to(d_den[None, :], (block, block))
                     dw += d_den_rows
-                    dz += tiles.weighted_sum(spec, d_den_rows, phi_q)
+                    if not walk.both_ways:
+                        dz += tiles.weighted_sum(spec, d_den_rows, phi_q_carried)
                 w = tiles.product(spec, phi_k, phi_q, wide=True, trans_b=True)
-                dv += tiles.weighted_sum(spec, jnp.where(seen, w, 0.0), d_num)
-                d_features += tiles.weighted_sum(spec, jnp.where(seen, dw, 0.0), phi_q)
-                dkv += tiles.product(spec, d_num, phi_q, wide=True, trans_a=True)
-                return dv, d_features, dkv, dz
+                w = pairs.weigh(w)
+                dv += tiles.weighted_sum(spec, w, d_num)
+                if flows:
+                    m = _later_pairs(w * dw, walk)
+                    ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
+                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), phi_q)
+                if not walk.both_ways:
+                    dkv += tiles.product(spec, d_num, phi_q_carried, wide=True, trans_a=True)
+                return dv, d_features, dkv, dz, *ends
 
-            dv, d_features, dkv, dz = jax.lax.fori_loop(
-                0, group, add_head, (dv, d_features, dkv, dz)
+            nothing = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
+            dv, d_features, dkv, dz, *ends = jax.lax.fori_loop(
+                0, group, add_head, (dv, d_features, dkv, dz, *nothing)
             )
+            for flow_ref, end in zip(flow_refs[:2], ends, strict=False):
+                tiles.store_steps(flow_ref, start, end)
             tiles.store_tile(dv_ref, keys, spec.V, dv)
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
             return dkv, dz
 
-        jax.lax.fori_loop(0, chunks, write_chunk, _load_state(spec, dkv_ref, dk_sum_ref, block))
+        _walk_chunks(walk, chunks, write_chunk, _load_state(spec, side_refs[0], block))
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
-    return tiles.launch(
+    per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
+    behind = _state_blocks(spec, lambda p, g, b: (b, g, p + 1))
+    ahead = _state_blocks(spec, lambda p, g, b: (b, g, p))
+    dk, dv, found = tiles.launch(
         kernel,
         "linear_attention_causal_key_gradient",
         grid=(walk.pieces.count, spec.G, spec.B),
         in_specs=[
+            tiles.step_blocks(arrays, lambda p, g, b: (b, g)),
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group),
             keys,
             values,
             tiles.sequence_block(spec, spec.T, spec.V, lambda p, g, b: (b, g), group),
-            *_state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
-            *[per_row] * len(normalizer or ()),
+            [behind, ahead][: len(sides)],
+            [per_row] * len(normalizer or ()),
         ],
-        out_specs=[keys, values],
+        out_specs=[keys, values, [per_step] * flows],
         out_shape=[
             tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
             tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+            [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,
-    )(inputs.q, inputs.k, inputs.v, do, dkv, dk_sum, *(normalizer or ()))
+    )(
+        arrays,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        do,
+        [list(side) for side in sides],
+        list(normalizer or ()),
+    )
+    if not flows:
+        return dk, dv, []
+    of_queries, of_keys, starts, *right = found
+    return dk, dv, [of_queries - of_keys, starts, *right]

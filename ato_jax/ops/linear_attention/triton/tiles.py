@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
-from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 COLUMNS = 16  # the narrowest tile that Triton's dots take
 # The product of ones [SUM_ROWS, C] with a tile [C, F] is the tile's sum over its rows, in each
@@ -98,6 +98,10 @@ class Pieces:
         """Whether all rows exist."""
         return self.count * self.rows == self.length
 
+    def block_within(self, wanted: int) -> int:
+        """The block of a pass that wants so many rows."""
+        return min(wanted, self.rows)
+
     def turns(self, piece: Any, block: int) -> Any:
         """How many blocks a piece has."""
         return self.rows // block
@@ -136,6 +140,9 @@ class Dealt:
     def whole(self) -> bool:
         return self.length % self.block == 0
 
+    def block_within(self, wanted: int) -> int:
+        return self.block
+
     def turns(self, piece: Any, block: int) -> Any:
         blocks = pl.cdiv(self.length, block)
         if blocks % self.count == 0:
@@ -165,16 +172,35 @@ def deal(length: int, others: int, block: int, programs: int) -> Dealt:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of one array: their numbers [C], and which of them exist (None: all do)."""
+    """Rows of one array: their numbers [C], which exist and which are real (None: all are).
+
+    What exists and is not real is padding: never loaded, and stored as zeros.
+    """
 
     numbers: jax.Array
     exist: jax.Array | None
+    real: jax.Array | None
 
 
-def tile_rows(first: Any, block: int, length: int, whole: bool) -> Rows:
-    """`block` rows from `first` on; `whole` promises that all of them exist."""
+def tile_rows(first: Any, block: int, length: int, whole: bool, real_length: Any = None) -> Rows:
+    """`block` rows from `first` on; `whole` promises that all of them exist.
+
+    `real_length` is a ref [1], where what lies beyond is padding.
+    """
     index = first + jnp.arange(block, dtype=jnp.int32)
-    return Rows(index, None if whole else (index >= 0) & (index < length))
+    exist = None if whole else (index >= 0) & (index < length)
+    if real_length is None:
+        return Rows(index, exist, exist)
+    real = index < real_length[0]
+    return Rows(index, exist, real if exist is None else exist & real)
+
+
+def indexed_rows(ref: Any, first: Any, block: int, length: int) -> Rows:
+    """Rows by their numbers n in ref: -1 - n is padding, and `length` where there is none."""
+    entries = load_steps(ref, first, block)
+    numbers = jnp.maximum(entries, -1 - entries)
+    exist = numbers < length
+    return Rows(numbers, exist, exist & (entries >= 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,27 +230,27 @@ def in_slices(width: int) -> list[Columns]:
     return [Columns(first, min(64, whole - first), width) for first in range(0, whole, 64)]
 
 
-def _mask(rows: Rows, columns: Columns) -> jax.Array | None:
-    exist = columns.exist
-    if rows.exist is None:
-        return None if exist is None else exist[None, :]
-    return rows.exist[:, None] if exist is None else rows.exist[:, None] & exist[None, :]
-
-
 def _columns(width: int | Columns) -> Columns:
     return width if isinstance(width, Columns) else all_columns(width)
+
+
+def _mask(rows: jax.Array | None, columns: Columns) -> jax.Array | None:
+    exist = columns.exist
+    if rows is None:
+        return None if exist is None else exist[None, :]
+    return rows[:, None] if exist is None else rows[:, None] & exist[None, :]
 
 
 def load_tile(
     ref: Any, rows: Rows, width: int | Columns, head: Any = None, axis: int = 1
 ) -> jax.Array:
-    """[C, padded(width)] of ref [length, width], or some of its columns: zero where there is no
-    row or no column.
+    """[C, padded(width)] of ref [length, width], or some of its columns: zero where no row is
+    real or no column exists.
 
     With `head`, ref has one more axis, of heads, at `axis`.
     """
     columns = _columns(width)
-    mask = _mask(rows, columns)
+    mask = _mask(rows.real, columns)
     index = [rows.numbers[:, None], columns.index[None, :]]
     if head is not None:
         index.insert(axis, head)
@@ -232,8 +258,10 @@ def load_tile(
 
 
 def store_tile(ref: Any, rows: Rows, width: int | Columns, tile: jax.Array) -> None:
-    """The tile's real rows and columns into ref [length, width]."""
+    """The tile's rows and columns that exist into ref [length, width], padding as zeros."""
     columns = _columns(width)
+    if rows.real is not None and rows.real is not rows.exist:
+        tile = jnp.where(rows.real[:, None], tile, 0)
     index = rows.numbers
     if rows.exist is not None:
         # Interpreted, a negative index would wrap round; one past the end is dropped.
@@ -241,15 +269,15 @@ def store_tile(ref: Any, rows: Rows, width: int | Columns, tile: jax.Array) -> N
     plgpu.store(
         ref.at[index[:, None], columns.index[None, :]],
         tile.astype(ref.dtype),
-        mask=_mask(rows, columns),
+        mask=_mask(rows.exist, columns),
     )
 
 
 def load_rows(ref: Any, rows: Rows, head: Any = None) -> jax.Array:
-    """[C] of ref [length], or of [heads, length]: zero where there is no row."""
+    """[C] of ref [length], or of [heads, length]: zero where no row is real."""
     index = rows.numbers if head is None else (head, rows.numbers)
-    other = None if rows.exist is None else 0
-    return plgpu.load(ref.at[index], mask=rows.exist, other=other)
+    other = None if rows.real is None else 0
+    return plgpu.load(ref.at[index], mask=rows.real, other=other)
 
 
 def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
@@ -259,10 +287,24 @@ def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
     plgpu.store(ref.at[index], values, mask=rows.exist)
 
 
+def load_steps(ref: Any, first: Any, block: int) -> jax.Array:
+    """[C] of ref [steps], which is as long as the pieces are together."""
+    return plgpu.load(ref.at[first + jnp.arange(block, dtype=jnp.int32)])
+
+
+def store_steps(ref: Any, first: Any, values: jax.Array) -> None:
+    plgpu.store(ref.at[first + jnp.arange(values.shape[0], dtype=jnp.int32)], values)
+
+
+def scale_rows(tile: jax.Array, ref: Any, first: Any) -> jax.Array:
+    """tile [C, X], each row times its step's number in ref."""
+    return tile * load_steps(ref, first, tile.shape[0])[:, None]
+
+
 def all_rows(height: int | Columns) -> Rows:
     """The rows of a matrix, such as a state."""
     columns = _columns(height)
-    return Rows(columns.index, columns.exist)
+    return Rows(columns.index, columns.exist, columns.exist)
 
 
 def load_matrix(ref: Any, height: int | Columns, width: int | Columns) -> jax.Array:
@@ -299,7 +341,7 @@ def exp2(x: jax.Array) -> jax.Array:
 def features_and_slopes(
     spec: LinearAttentionSpec, x: jax.Array, rows: Rows, columns: Columns | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """phi(x) and phi'(x), float32 [C, F]; the features of what does not exist are zero."""
+    """phi(x) and phi'(x), float32 [C, F]; the features of what is not real are zero."""
     x = x.astype(jnp.float32)
     if spec.feature_map.name == "elu1":
         # exp(x) >= x + 1 everywhere, equal at 0: no comparison. The slope follows from the value.
@@ -307,7 +349,7 @@ def features_and_slopes(
         slopes = jnp.minimum(features, 1)
     else:
         features, slopes = jax.jvp(spec.feature_map, (x,), (jnp.ones_like(x),))
-    mask = _mask(rows, columns or all_columns(spec.D))
+    mask = _mask(rows.real, columns or all_columns(spec.D))
     return (features if mask is None else jnp.where(mask, features, 0)), slopes
 
 
@@ -477,6 +519,40 @@ def sequence_block(
     if spec.layout == "bthd":
         return pl.BlockSpec((None, length, heads, width), bthd)
     return pl.BlockSpec((None, heads, length, width), bhtd)
+
+
+def length_arrays(inputs: Inputs) -> dict[str, jax.Array]:
+    """[B, 1] each, of those lengths that are given."""
+    found = {}
+    if inputs.q_lengths is not None:
+        found["q_length"] = inputs.q_lengths[:, None]
+    if inputs.kv_lengths is not None:
+        found["kv_length"] = inputs.kv_lengths[:, None]
+    return found
+
+
+def step_blocks(
+    arrays: dict[str, jax.Array], index: Callable[..., tuple[Any, Any]]
+) -> dict[str, pl.BlockSpec]:
+    """The steps of one batch entry, and kv head where there is that axis; `index` gives both."""
+
+    def of_entry(*ids: Any) -> tuple[Any, ...]:
+        return index(*ids)[0], 0
+
+    def of_head(*ids: Any) -> tuple[Any, ...]:
+        return *index(*ids), 0
+
+    def of_all_heads(*ids: Any) -> tuple[Any, ...]:
+        return index(*ids)[0], 0, 0
+
+    found = {}
+    for name, array in arrays.items():
+        if array.ndim == 2:
+            found[name] = pl.BlockSpec((None, array.shape[1]), of_entry)
+        else:
+            head = of_all_heads if array.shape[1] == 1 else of_head
+            found[name] = pl.BlockSpec((None, None, array.shape[2]), head)
+    return found
 
 
 def heads_axis(spec: LinearAttentionSpec) -> int:

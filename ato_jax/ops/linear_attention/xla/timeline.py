@@ -1,8 +1,4 @@
-"""Queries and keys in time, whatever their layout, lengths, segments and positions.
-
-A query of position p that sees the run of keys [start, end] reads the state after key
-clip(p, start - 1, end), with the decay of the steps between there and p on top.
-"""
+"""Queries and keys in time, whatever their layout, lengths, segments and positions."""
 
 from __future__ import annotations
 
@@ -11,11 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ato_jax.ops.linear_attention.spec import (
-    Inputs,
-    LinearAttentionSpec,
-    positions_of_first_query,
-)
+from ato_jax.ops.linear_attention.alignment import runs_of_keys, sort_steps, sum_between
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 
 class Timeline(NamedTuple):
@@ -107,19 +100,15 @@ def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Ti
     if spec.layout == "bthd":
         q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
         decay = jnp.swapaxes(decay, 1, 2) if spec.decay in ("step", "channel") else decay
-    asked = real = run = None
+    asked = real = None
     if inputs.q_lengths is not None:
         asked = jnp.arange(spec.T) < inputs.q_lengths[:, None]
     if inputs.kv_lengths is not None:
         real = jnp.arange(spec.S) < inputs.kv_lengths[:, None]
-    if inputs.kv_segments is not None:
-        run = inputs.kv_segments
-        if inputs.kv_lengths is not None:
-            # Padding goes with the last keys, so that it ends no run.
-            last = jnp.maximum(inputs.kv_lengths - 1, 0)[:, None]
-            run = jnp.where(jnp.arange(spec.S) <= last, run, jnp.take_along_axis(run, last, 1))
     q = q.reshape(B, G, spec.H // G, spec.T, spec.D)
-    return Timeline(q=q, asked=asked), Timeline(k=k, v=v, decay=decay, run=run, real=real)
+    return Timeline(q=q, asked=asked), Timeline(
+        k=k, v=v, decay=decay, run=runs_of_keys(spec, inputs), real=real
+    )
 
 
 def merge(
@@ -129,29 +118,9 @@ def merge(
 
     The last two are [B, T].
     """
-    B, T, S = spec.B, spec.T, spec.S
-    position = jnp.broadcast_to(jnp.arange(T), (B, T))
-    if spec.causal:
-        position += positions_of_first_query(spec, inputs)[:, None]
-    asked = jnp.full((B, T), True) if queries.asked is None else queries.asked
-    start, end = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), S - 1)
+    S = spec.S
     run, q_run = keys.run, inputs.q_segments
-    if q_run is not None:
-        search = jax.vmap(jnp.searchsorted)
-        start = search(run, q_run)
-        end = search(run, q_run + 1) - 1  # behind it the next run starts
-        asked &= start <= end
-    if spec.causal:
-        asked &= position >= -1  # -1 is where the initial state stands
-    after_key = end
-    if spec.causal or spec.decay is not None:
-        after_key = jnp.clip(position, start - 1, end)
-    after_key = jnp.where(asked, after_key, S - 1)
-
-    # After the same key, those that see the run it ends come before those that see the next one.
-    key_times = jnp.broadcast_to(3 * jnp.arange(S), (B, S))
-    query_times = 3 * after_key + jnp.where(after_key < start, 2, 1)
-    order = jnp.argsort(jnp.concatenate([key_times, query_times], axis=1), axis=1)
+    order, asked, low, high = sort_steps(spec, inputs, run)
     slots = jnp.argsort(order, axis=1)[:, S:]
     is_key = order < S
     key, query = jnp.where(is_key, order, 0), jnp.where(is_key, 0, order - S)  # [B, T + S]
@@ -177,27 +146,6 @@ def merge(
         merged = merged._replace(decay=take(keys.decay, key))
         if q_run is not None:
             steps = zero_unless(keys.real, keys.decay)
-            low = jnp.clip(jnp.minimum(position, after_key) + 1, 0, S)
-            high = jnp.clip(jnp.maximum(position, after_key) + 1, 0, S)
             q_decay = jax.vmap(sum_between)(steps, low, high)  # [B, G, T, 1 or F]
             merged = merged._replace(q_decay=take(q_decay, query))
     return merged, asked, slots
-
-
-def sum_between(steps: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """steps [G, S, X], low and high [T] -> [G, T, X], the sums of steps[low:high].
-
-    By blocks of 1, 2, 4, ... steps, at most two of a size: sums of numbers of one sign, where a
-    difference of running sums would cancel.
-    """
-    G, size, channels = steps.shape
-    total = jnp.zeros((G, low.shape[0], channels), steps.dtype)
-    while size:
-        # A block that begins or ends between two larger ones counts alone; the rest is even.
-        for block, alone in ((low, low % 2 == 1), (high - 1, high % 2 == 1)):
-            counted = (alone & (low < high))[:, None]
-            total += jnp.where(counted, steps[:, jnp.clip(block, 0, size - 1)], 0)
-        low, high = (low + 1) // 2, high // 2
-        size //= 2
-        steps = steps[:, : 2 * size : 2] + steps[:, 1 : 2 * size : 2]
-    return total

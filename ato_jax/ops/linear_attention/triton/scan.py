@@ -1,0 +1,123 @@
+"""States of pieces to states before or after each piece: one operator, whatever the gate.
+
+    S[0] = start,  S[p + 1] = keep[p] S[p] + piece[p]          forward: S[p] is ahead of piece p
+    S[P] = start,  S[p] = keep[p] S[p + 1] + piece[p]          reversed: S[p + 1] is behind it
+
+A state is kv [V, F] and k_sum [F]; keep[p] is what is left of a state after piece p, a number
+from 0 to 1. Nothing here mixes rows of kv, so that a program has some of them to itself and walks
+the pieces in order. It loads several pieces ahead of adding them, or each would wait for memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton import tiles
+
+State = tuple[jax.Array, jax.Array]
+
+PIECES_AHEAD = 8
+# Elements of kv in one program: 8 a thread, and as many for each piece that is loaded ahead.
+PROGRAM_SIZE = 1024
+WARPS = 4
+
+
+def scan_states(
+    spec: LinearAttentionSpec,
+    pieces: State,
+    start: State | None = None,
+    keeps: jax.Array | None = None,
+    *,
+    reverse: bool = False,
+) -> State:
+    """kv [B, G, P + 1, V, F] and k_sum [B, G, P + 1, F] at the edges of the pieces.
+
+    Args:
+      pieces: kv [B, G, P, V, F] and k_sum [B, G, P, F].
+      start: kv [B, G, V, F] and k_sum [B, G, F]; None: zeros.
+      keeps: [B, G or 1, P]; None: ones.
+    """
+    B, G, count, V, width = pieces[0].shape
+    padded = tiles.padded(width)
+    block = max(1, PROGRAM_SIZE // padded)
+    inputs: dict[str, jax.Array] = {"kv": pieces[0], "k_sum": pieces[1]}
+    specs = {
+        "kv": pl.BlockSpec((None, None, count, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
+        "k_sum": pl.BlockSpec((None, None, count, width), lambda r, g, b: (b, g, 0, 0)),
+    }
+    if start is not None:
+        inputs |= {"start_kv": start[0], "start_k_sum": start[1]}
+        specs |= {
+            "start_kv": pl.BlockSpec((None, None, V, width), lambda r, g, b: (b, g, 0, 0)),
+            "start_k_sum": pl.BlockSpec((None, None, width), lambda r, g, b: (b, g, 0)),
+        }
+    if keeps is not None:
+        shared = keeps.shape[1] == 1
+        inputs["keep"] = keeps
+        specs["keep"] = pl.BlockSpec(
+            (None, None, count), lambda r, g, b: (b, 0 if shared else g, 0)
+        )
+
+    def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any) -> None:
+        first = tiles.piece_id() * block
+        rows = first + jnp.arange(block, dtype=jnp.int32)[:, None]
+        columns = jnp.arange(padded, dtype=jnp.int32)
+        real = columns < width
+        within = (rows < V) & real[None, :]  # [V_block, F]
+        once = real & (first == 0)  # k_sum is written by one program
+
+        def load(name: str, *index: Any, also: Any = True) -> tuple[jax.Array, jax.Array]:
+            kv_ref, k_sum_ref = refs[f"{name}kv"], refs[f"{name}k_sum"]
+            return (
+                plgpu.load(kv_ref.at[(*index, rows, columns[None])], mask=within & also, other=0),
+                plgpu.load(k_sum_ref.at[(*index, columns)], mask=real & also, other=0),
+            )
+
+        def store(edge: Any, state: tuple[jax.Array, jax.Array], exists: Any = True) -> None:
+            plgpu.store(kv_out.at[edge, rows, columns[None]], state[0], mask=within & exists)
+            plgpu.store(k_sum_out.at[edge, columns], state[1], mask=once & exists)
+
+        def add_pieces(i: Any, state: State) -> State:
+            steps = [i * PIECES_AHEAD + ahead for ahead in range(PIECES_AHEAD)]
+            numbers = [
+                jnp.maximum(count - 1 - step, 0) if reverse else jnp.minimum(step, count - 1)
+                for step in steps
+            ]
+            loaded = [
+                load("", number, also=step < count)
+                for step, number in zip(steps, numbers, strict=True)
+            ]
+            kept = [refs["keep"][number] if "keep" in refs else 1.0 for number in numbers]
+            for step, number, piece, keep in zip(steps, numbers, loaded, kept, strict=True):
+                state = (keep * state[0] + piece[0], keep * state[1] + piece[1])
+                store(number + (0 if reverse else 1), state, step < count)
+            return state
+
+        state = (jnp.zeros((block, padded), jnp.float32), jnp.zeros((padded,), jnp.float32))
+        if start is not None:
+            state = load("start_")
+        store(jnp.int32(count if reverse else 0), state)
+        jax.lax.fori_loop(0, pl.cdiv(count, PIECES_AHEAD), add_pieces, state)
+
+    return tiles.launch(
+        kernel,
+        "linear_attention_scan",
+        grid=(pl.cdiv(V, block), G, B),
+        in_specs=[specs],
+        out_specs=[
+            pl.BlockSpec((None, None, count + 1, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
+            pl.BlockSpec((None, None, count + 1, width), lambda r, g, b: (b, g, 0, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, G, count + 1, V, width), jnp.float32),
+            jax.ShapeDtypeStruct((B, G, count + 1, width), jnp.float32),
+        ],
+        warps=WARPS,
+        stages=1,
+    )(inputs)

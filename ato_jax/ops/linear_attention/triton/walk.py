@@ -1,0 +1,356 @@
+"""The steps that the chunked kernels walk along, and what decays and segments make of them.
+
+A step holds a key, a query, or both; the steps are cut into pieces, a piece into chunks of C.
+With g_t the log-decay of step t's key, `run` the steps' segments, and sums that start anew with
+each chunk, all kernels need of a gate is, in float32 and never above 1,
+
+    up[t]    = sum g[first..t]                 after[t] = sum g[t+1..last]
+    reads[t] = exp(up[t]),    0 unless run[t] is the run of the last step before the chunk
+    adds[t]  = exp(after[t]), 0 unless run[t] is the run of the chunk's last step
+    keeps[c] = exp(sum g[first..last]), 0 unless these two runs are the same
+
+the factors of the queries that read the state ahead of the chunk, of the keys that go into the
+state behind it, and of the state itself; for pieces the same, and within a chunk the pair (i, j)
+carries exp(up[i] - up[j]), 0 unless run[i] = run[j]. Both ways, mirrored,
+
+    reads_right[t] = exp(after[t])     adds_right[t] = exp(up[t])
+
+These are small arrays, [B, G, steps], which XLA makes. A query that stands behind its last key
+has a log-decay of its own on top, `own`.
+
+The decay's gradient. With M[i, j] what the pair adds to the loss's derivative by its own
+exponent, and F(t) that by g_t, the sum of M over the pairs with j < t <= i:
+
+    F(t) = X + sum_{i >= t} R_i + sum_{j < t} A_j + sum_{s >= t} (sum_j M[s, j] - sum_i M[i, s])
+
+with sums within the chunk, R_i what query i reads from the state ahead, A_j what key j adds to
+the cotangent of the state behind, and X what passes the whole chunk. With E(c) what passes the
+edge ahead of chunk c, the product of the state there and its cotangent,
+
+    X(c) = E(c) - sum R     E(c + 1) = X(c) + sum A
+
+E is taken from the stored states at the edges of pieces, and by sums of R and A between them: a
+sum over the whole sequence would gather the roundings of all its terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.alignment import runs_of_keys, sort_steps, sum_between
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    positions_of_first_query,
+)
+from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+
+# A decay so strong that nothing weaker matters: exp of it is 0 in float32.
+LEAST_DECAY = -128.0
+# Multiples of it, up to 2^24 of them, are added by float32 without rounding.
+GRID = 2.0**-8
+# Rows over which one product with zeros and ones sums.
+SUMMED_AT_ONCE = 128
+# Between pieces the decay's gradient is exact, and within them sums of rounded terms.
+GATED_PIECE_ROWS = 1024
+
+
+class Walk(NamedTuple):
+    """The pieces of the steps, and where the queries and the keys stand.
+
+    Step s is key `first_key` + s and query `first_query` + s; either may be negative, where the
+    other's sequence is the longer one. Where `indexed`, arrays say which step is which row.
+    """
+
+    pieces: Pieces
+    first_key: int
+    first_query: int
+    aligned: bool
+    with_queries: int
+    indexed: bool
+    both_ways: bool
+
+    @property
+    def steps(self) -> int:
+        return self.pieces.count * self.pieces.rows
+
+    def rows_at(
+        self, spec: LinearAttentionSpec, refs: dict[str, Any], start: Any, block: int
+    ) -> tuple[Rows, Rows]:
+        """The queries and the keys of the chunk that begins with step `start`."""
+        if self.indexed:
+            return (
+                tiles.indexed_rows(refs["query"], start, block, spec.T),
+                self.keys_at(spec, refs, start, block),
+            )
+        first = self.first_query + start
+        length = refs.get("q_length")
+        return (
+            tiles.tile_rows(first, block, spec.T, self.aligned, length),
+            self.keys_at(spec, refs, start, block),
+        )
+
+    def keys_at(
+        self, spec: LinearAttentionSpec, refs: dict[str, Any], start: Any, block: int
+    ) -> Rows:
+        if self.indexed:
+            return tiles.indexed_rows(refs["key"], start, block, spec.S)
+        whole = self.first_key == 0 and self.steps == spec.S
+        first, length = self.first_key + start, refs.get("kv_length")
+        return tiles.tile_rows(first, block, spec.S, whole, length)
+
+
+def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
+    both_ways = not spec.causal and (spec.decay is not None or spec.segments == "self")
+    indexed = spec.segments == "cross" or spec.causal and spec.offset is None
+    offset = spec.S - spec.T if spec.causal and not indexed else 0
+    first_key = min(0, offset)
+    if spec.segments == "cross":
+        length = spec.T + spec.S
+    else:
+        length = max(spec.T, spec.S)
+    if both_ways:
+        # A state for every chunk: queries read two of them, and all else is in the chunk.
+        pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
+    else:
+        block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
+        most_rows = config.piece_rows
+        if spec.decay is not None:
+            most_rows = min(most_rows, max(block, GATED_PIECE_ROWS))
+        pieces = tiles.cut(length, spec.B * spec.G, most_rows, block, config.programs)
+    aligned = offset == 0 and not indexed and pieces.count * pieces.rows == length
+    # Earlier pieces hold keys alone, which the walks over queries leave out.
+    with_queries = max(0, offset) // pieces.rows
+    return Walk(pieces, first_key, first_key - offset, aligned, with_queries, indexed, both_ways)
+
+
+class Steps(NamedTuple):
+    """What stands at each of the N = walk.steps steps: the rows, and what gates are made of."""
+
+    rows: dict[str, jax.Array]
+    decay: jax.Array | None  # [B, G, N]
+    own: jax.Array | None  # [B, G, N]
+    run: jax.Array | None  # [B, N]
+
+
+class Layout(NamedTuple):
+    """`Steps` but for the decays, which `place` takes from the inputs' array, linearly."""
+
+    rows: dict[str, jax.Array]
+    run: jax.Array | None
+    place: Any
+
+
+def lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> Layout:
+    T, S, count = spec.T, spec.S, walk.steps
+
+    def heads_first(decay: jax.Array) -> jax.Array:
+        """[B, G, S], of the real keys."""
+        if spec.decay == "head":
+            decay = jnp.broadcast_to(decay[:, None], (spec.B, spec.G, S))
+        elif spec.layout == "bthd":
+            decay = jnp.swapaxes(decay, 1, 2)
+        if inputs.kv_lengths is None:
+            return decay
+        return jnp.where(jnp.arange(S) < inputs.kv_lengths[:, None, None], decay, 0)
+
+    if not walk.indexed:
+        before, behind = -walk.first_key, count - S + walk.first_key
+
+        def pad(decay: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.pad(heads_first(decay), ((0, 0), (0, 0), (before, behind))), None
+
+        run = runs_of_keys(spec, inputs)
+        if run is not None:
+            run = jnp.pad(run, ((0, 0), (before, behind)), mode="edge")
+        return Layout(tiles.length_arrays(inputs), run, pad)
+
+    q_lengths = jnp.full(spec.B, T) if inputs.q_lengths is None else inputs.q_lengths
+    kv_lengths = jnp.full(spec.B, S) if inputs.kv_lengths is None else inputs.kv_lengths
+    step = jnp.arange(count, dtype=jnp.int32)
+    if spec.segments == "cross":
+        runs = runs_of_keys(spec, inputs)
+        assert runs is not None and inputs.q_segments is not None
+        order = sort_steps(spec, inputs, runs)
+        # Steps at the end are none of the rows.
+        numbers = jnp.pad(order.steps, ((0, 0), (0, count - T - S)), constant_values=T + S)
+        key, query = numbers, jnp.where(numbers < S, T, numbers - S)
+        asked = jnp.take_along_axis(order.asked, jnp.minimum(query, T - 1), 1)
+        q_runs = jnp.where(order.asked, inputs.q_segments, runs[:, -1:])
+        run = jnp.where(
+            numbers < S,
+            jnp.take_along_axis(runs, jnp.minimum(key, S - 1), 1),
+            jnp.take_along_axis(q_runs, jnp.minimum(query, T - 1), 1),
+        )
+        run = jnp.where(step < T + S, run, run[:, T + S - 1, None])
+    else:
+        # From the first real row on, and round: what is passed over comes again, as padding.
+        run, order = None, None
+        offset = positions_of_first_query(spec, inputs)[:, None]
+        first = jnp.minimum(offset, 0)
+        key, query = (first + step) % count, (first - offset + step) % count
+        asked = (query < q_lengths[:, None]) & (query + offset >= -1)
+    real = key < kv_lengths[:, None]
+
+    def entries(number: jax.Array, real: jax.Array, length: int) -> jax.Array:
+        padding = jnp.where(number < length, -1 - number, length)
+        return jnp.where(real & (number < length), number, padding).astype(jnp.int32)
+
+    def gather(decay: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        decay = heads_first(decay)
+        index = jnp.minimum(key, S - 1)[:, None]
+        steps = jnp.where(real[:, None], jnp.take_along_axis(decay, index, 2), 0)
+        if order is None:
+            return steps, None
+        own = jax.vmap(sum_between)(decay[..., None], order.low, order.high)[..., 0]
+        index = jnp.minimum(query, T - 1)[:, None]
+        return steps, jnp.where(asked[:, None], jnp.take_along_axis(own, index, 2), 0)
+
+    return Layout({"query": entries(query, asked, T), "key": entries(key, real, S)}, run, gather)
+
+
+def _running(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., C] -> the sums up to each, itself included, and of those after it; no differences."""
+    size = values.shape[-1]
+    if size > SUMMED_AT_ONCE and size % SUMMED_AT_ONCE == 0:
+        parts = values.reshape(*values.shape[:-1], -1, SUMMED_AT_ONCE)
+        up, after = _running(parts)
+        totals = up[..., -1]
+        before, behind = (
+            jnp.einsum("...i,it->...t", totals, triangle, precision=jax.lax.Precision.HIGHEST)
+            for triangle in _triangles(totals.shape[-1], strict=True)
+        )
+        up, after = up + before[..., None], after + behind[..., None]
+        return up.reshape(values.shape), after.reshape(values.shape)
+    up, after = (
+        jnp.einsum("...i,it->...t", values, triangle, precision=jax.lax.Precision.HIGHEST)
+        for triangle in _triangles(size, strict=False)
+    )
+    return up, after
+
+
+def _triangles(size: int, strict: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[i, t]: 1 where i <= t, or i < t; and where i > t."""
+    i, t = np.arange(size)[:, None], np.arange(size)[None, :]
+    return ((i < t) if strict else (i <= t)).astype(np.float32), (i > t).astype(np.float32)
+
+
+def gates(
+    spec: LinearAttentionSpec, walk: Walk, steps: Steps, block: int, names: Sequence[str]
+) -> dict[str, jax.Array]:
+    """Those of the names that there are, for chunks of `block` steps; exponents are to base 2.
+
+    `up`, `fine`, `own` [B, G, N]; `run` [B, N]; reads, adds [B, G or 1, N]; keeps [.., chunks].
+    """
+    if steps.decay is None and steps.run is None:
+        return {}
+    count = walk.steps // block
+    found: dict[str, jax.Array] = {}
+    up: Any = 0.0
+    after: Any = 0.0
+    own: Any = 0.0
+    if steps.decay is not None:
+        log2 = jnp.maximum(steps.decay, LEAST_DECAY) * tiles.LOG2_E
+        log2 = log2.reshape(*log2.shape[:2], count, block)
+        up, after = _running(log2)
+        found["up"] = up
+        if spec.dtype == "float32" and spec.precision == "exact":
+            # A difference of sums loses what is small beside them: so they are taken apart.
+            coarse = jnp.round(log2 / GRID) * GRID
+            found["up"], found["fine"] = _running(coarse)[0], _running(log2 - coarse)[0]
+        if steps.own is not None:
+            own = jnp.maximum(steps.own, LEAST_DECAY) * tiles.LOG2_E
+            own = own.reshape(log2.shape)
+            found["own"] = own
+    here: Any = True
+    at_left = at_right = (here, here)
+    left_stays = right_stays = here
+    if steps.run is not None:
+        run = steps.run.reshape(-1, 1, count, block)  # [B, 1, chunks, C]
+        first, last = run[..., :1], run[..., -1:]
+        ahead = jnp.pad(last[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
+        behind = jnp.concatenate([first[:, :, 1:], last[:, :, -1:]], axis=2)
+        at_left, at_right = (run == ahead, run == last), (run == behind, run == first)
+        left_stays, right_stays = ahead == last, behind == first
+
+    def factor(exponent: Any, where: Any) -> jax.Array:
+        return jnp.where(where, jnp.exp2(jnp.asarray(exponent, jnp.float32)), 0.0)
+
+    total = up[..., -1:] if steps.decay is not None else 0.0
+    found |= {
+        "reads": factor(up + own, at_left[0]),
+        "adds": factor(after, at_left[1]),
+        "keeps": factor(total, left_stays),
+    }
+    if walk.both_ways:
+        found |= {
+            "reads_right": factor(after + own, at_right[0]),
+            "adds_right": factor(up, at_right[1]),
+            "keeps_right": factor(total, right_stays),
+        }
+    found = {
+        name: array.reshape(*array.shape[:2], -1) for name, array in found.items() if name in names
+    }
+    if steps.run is not None and "run" in names:
+        found["run"] = steps.run
+    return found
+
+
+class Flows(NamedTuple):
+    """What the kernels leave for the decay's gradient, float32 [B, G, N] each.
+
+    `reads` is R, `starts` what counts for the later steps of its chunk, and `ends` for the
+    earlier ones and its own.
+    """
+
+    reads: jax.Array
+    starts: jax.Array
+    ends: jax.Array
+
+
+def edge_flows(state: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> Any:
+    """E at the edges of the pieces, from kv [B, G, P, V, F] and k_sum [B, G, P, F] of both."""
+    kv = jnp.sum(state[0] * cotangent[0], axis=(3, 4))
+    return kv + jnp.sum(state[1] * cotangent[1], axis=3)
+
+
+def decay_flows(walk: Walk, flows: Flows, passing: jax.Array, block: int) -> jax.Array:
+    """F at each step, [B, G, N].
+
+    `passing` is E at the edges of the pieces [B, G, P + 1], or both ways, where a piece is a
+    chunk, what passes it, X [B, G, P].
+    """
+
+    def cut(array: jax.Array) -> jax.Array:
+        return array.reshape(*array.shape[:2], -1, block)
+
+    ends = cut(flows.ends) + _running(cut(flows.ends))[1]
+    starts = _running(cut(flows.starts))[0] - cut(flows.starts)
+    if not walk.both_ways:
+        passing = _passing_chunks(walk, flows, passing, block)
+    flow = ends + starts + passing[..., None]
+    return flow.reshape(flows.reads.shape)
+
+
+def _passing_chunks(walk: Walk, flows: Flows, edges: jax.Array, block: int) -> jax.Array:
+    """X of each chunk, from E at the edges of the pieces."""
+    chunks = walk.pieces.rows // block
+
+    def sums(array: jax.Array) -> jax.Array:
+        return jnp.sum(array.reshape(*array.shape[:2], walk.pieces.count, chunks, block), axis=4)
+
+    reads = sums(flows.reads)
+    up, _ = _running(sums(flows.starts) - reads)  # [B, G, P, chunks]
+    ahead = jnp.pad(up[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)))
+    # What the sums miss of the next edge is spread over the piece.
+    missed = edges[..., 1:] - edges[..., :-1] - up[..., -1]
+    share = np.arange(chunks, dtype=np.float32) / chunks
+    ahead = edges[..., :-1, None] + ahead + missed[..., None] * share
+    return (ahead - reads).reshape(*edges.shape[:2], -1)

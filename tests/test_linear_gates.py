@@ -1,0 +1,173 @@
+"""Decays, segments, lengths and both ways by the Triton kernels, interpreted, against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_linear_triton import check
+
+from ato_jax.ops.linear_attention.spec import LinearState
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def decays(*shape, seed=0):
+    """None, weak and overwhelming ones mixed."""
+    draw = np.random.default_rng(seed)
+    values = draw.choice([0.0, -1e-3, -0.1, -1.0, -50.0], p=[0.1, 0.4, 0.3, 0.15, 0.05], size=shape)
+    return jnp.asarray(values * draw.uniform(0.5, 1.0, size=shape), jnp.float32)
+
+
+def state(B, G, D, V):
+    draw = np.random.default_rng(5)
+    return LinearState(
+        jnp.asarray(draw.normal(size=(B, G, D, V)), jnp.float32),
+        jnp.asarray(draw.uniform(1.0, 2.0, size=(B, G, D)), jnp.float32),
+    )
+
+
+def runs(B, length, seed=0):
+    """Ids of runs of several lengths, some of which return."""
+    draw = np.random.default_rng(seed)
+    return (np.cumsum(draw.uniform(size=(B, length)) < 0.08, axis=1) + draw.integers(3)) % 4
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decay_of_steps(dtype, causal):
+    check(70, 70, 2, 1, 16, 32, dtype, causal=causal, decay=decays(1, 70, 1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decay_of_heads(dtype, causal):
+    check(70, 70, 4, 2, 16, 16, dtype, causal=causal, decay=jnp.array([-0.05, 0.0]))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_decay_unnormalised_with_states(causal):
+    options = {"initial_state": state(2, 2, 16, 20), "return_state": True}
+    check(
+        75,
+        75,
+        4,
+        2,
+        16,
+        20,
+        B=2,
+        causal=causal,
+        feature_map="silu",
+        decay=decays(2, 2, 75),
+        layout="bhtd",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decay_normalised_with_states(dtype, causal):
+    options = {"initial_state": state(1, 1, 16, 16), "return_state": True}
+    check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decays(1, 70, 1, seed=3), **options)
+
+
+@pytest.mark.parametrize("T, S", [(20, 70), (70, 20), (1, 40)])
+def test_decay_of_different_lengths(T, S):
+    check(T, S, 2, 1, 16, 16, causal=True, decay=decays(1, S, 1))
+
+
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_segments(causal, decay):
+    options = {"initial_state": state(2, 1, 16, 16), "return_state": True}
+    if decay:
+        options["decay"] = decays(2, 70, 1)
+    check(70, 70, 2, 1, 16, 16, B=2, causal=causal, segment_ids=runs(2, 70), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_segments_of_other_dtypes(dtype):
+    check(70, 70, 2, 1, 16, 16, dtype, causal=True, segment_ids=runs(1, 70))
+
+
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("T, S, causal", [(37, 37, True), (37, 37, False), (20, 50, True)])
+def test_segments_of_queries_and_keys(T, S, causal, decay):
+    options = {"decay": decays(2, S, 1)} if decay else {}
+    q_ids, kv_ids = runs(2, T, seed=1), runs(2, S, seed=2)
+    q_ids[:, 5:9] = 7  # which no key has
+    check(
+        T,
+        S,
+        2,
+        1,
+        16,
+        16,
+        B=2,
+        causal=causal,
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
+        q_lengths=np.array([T, T - 6]),
+        **options,
+    )
+
+
+def test_segments_of_queries_that_see_all_of_a_run():
+    q_ids, kv_ids = runs(2, 50, seed=1), runs(2, 20, seed=2)
+    check(50, 20, 2, 1, 16, 16, B=2, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    check(50, 20, 2, 1, 16, 16, B=2, q_segment_ids=0 * q_ids, kv_segment_ids=kv_ids)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "T, S, lengths",
+    [
+        (40, 40, {"kv_lengths": [33, 0, 40]}),
+        (40, 40, {"q_lengths": [33, 1, 40], "kv_lengths": [12, 40, 0]}),
+        (20, 60, {"q_lengths": [7, 20, 0]}),
+        (60, 20, {"kv_lengths": [7, 20, 0]}),
+    ],
+)
+def test_lengths(T, S, lengths, causal):
+    lengths = {name: np.array(values) for name, values in lengths.items()}
+    options = {"initial_state": state(3, 1, 16, 16), "return_state": True} if T == S else {}
+    check(T, S, 2, 1, 16, 16, B=3, causal=causal, poisoned=True, **lengths, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_everything_at_once(causal):
+    check(
+        70,
+        70,
+        4,
+        2,
+        16,
+        20,
+        "bfloat16",
+        B=2,
+        causal=causal,
+        poisoned=True,
+        layout="bhtd",
+        decay=decays(2, 2, 70),
+        segment_ids=runs(2, 70),
+        kv_lengths=np.array([61, 70]),
+        initial_state=state(2, 2, 16, 20),
+        return_state=True,
+    )
+
+
+def test_decay_with_alignment_by_lengths():
+    check(
+        40,
+        40,
+        2,
+        1,
+        16,
+        16,
+        B=2,
+        causal=True,
+        poisoned=True,
+        decay=decays(2, 40, 1),
+        q_lengths=np.array([33, 12]),
+        kv_lengths=np.array([12, 33]),
+        initial_state=state(2, 1, 16, 16),
+        return_state=True,
+    )
