@@ -126,15 +126,13 @@ def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
 
 
 def _load_state(
-    spec: LinearAttentionSpec, refs: tuple[Any, Any], rows: int
+    spec: LinearAttentionSpec, refs: tuple[Any, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [V, F], and k_sum in each of so many rows [rows, F]."""
+    """kv [V, F], and k_sum in parts [16, F] (`tiles.row_parts`)."""
     kv_ref, k_sum_ref = refs
-    width = tiles.padded(spec.F)
-    return (
-        tiles.load_matrix(kv_ref, spec.V, spec.F),
-        jnp.broadcast_to(tiles.load_vector(k_sum_ref, spec.F)[None, :], (rows, width)),
-    )
+    first = jnp.arange(tiles.PARTS, dtype=jnp.int32)[:, None] == 0
+    k_sum = tiles.load_vector(k_sum_ref, spec.F)[None, :]
+    return tiles.load_matrix(kv_ref, spec.V, spec.F), jnp.where(first, k_sum, 0.0)
 
 
 def _seen(block: int) -> jax.Array:
@@ -152,10 +150,9 @@ class Pairs(NamedTuple):
     def weigh(self, w: jax.Array) -> jax.Array:
         return jnp.where(self.seen, w if self.decay is None else w * self.decay, 0.0)
 
-    def sums(
-        self, spec: LinearAttentionSpec, ones: jax.Array, phi_k: jax.Array, wide: bool
-    ) -> jax.Array:
+    def sums(self, spec: LinearAttentionSpec, phi_k: jax.Array, wide: bool) -> jax.Array:
         """[C, F]: the sum of phi(k_j) over the keys that each query sees, with their decay."""
+        ones = jnp.ones(self.seen.shape, jnp.float32)
         if self.decay is None:
             return tiles.product(spec, jnp.where(self.seen, ones, 0.0), phi_k, wide=wide)
         return tiles.weighted_sum(spec, self.weigh(ones), phi_k)
@@ -244,48 +241,49 @@ def _output(
         refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
     ) -> None:
         piece = walk.with_queries + tiles.piece_id()
-        ones = jnp.ones((block, block), jnp.float32)
 
         def write_chunk(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            kv, z = state  # [V, F], [C, F]
             start = piece * walk.pieces.rows + i * block
             queries, keys = walk.rows_at(spec, refs, start, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)
-            wide = tiles.wide_features(spec)
             features = tiles.features_of(spec, k, keys)  # [C, F]
-            phi_k = tiles.operand(spec, features, wide=wide)
+            phi_k = tiles.operand(spec, features, wide=tiles.wide_features(spec))
             pairs = _pairs(walk, refs, start, block)
             w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
             w = pairs.weigh(w)
-            out = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)  # [C, V]
-            z_seen = z
-            if "reads" in refs:
-                out = tiles.scale_rows(out, refs["reads"], start)
-                z_seen = tiles.scale_rows(z, refs["reads"], start)
+
+            def read(state: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, Any]:
+                """A state's part of num [C, V] and den [C]."""
+                kv, z = state  # [V, F], [16, F]
+                num = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)
+                den = tiles.by_parts(spec, phi_q, z) if spec.normalize else None
+                if name in refs:
+                    reads = tiles.load_steps(refs[name], start, block)
+                    num, den = num * reads[:, None], None if den is None else den * reads
+                return num, den
+
+            out, den = read(state, "reads")
             if walk.both_ways:
-                right_kv, right_z = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
-                right = tiles.product(spec, phi_q, right_kv, wide=True, trans_b=True)
-                out += tiles.scale_rows(right, refs["reads_right"], start)
-                z_seen += tiles.scale_rows(right_z, refs["reads_right"], start)
-            out += tiles.weighted_sum(spec, w, v)
-            if spec.normalize:
-                if pairs.decay is None:
-                    z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
-                den = jnp.sum(phi_q.astype(jnp.float32) * z_seen, axis=1)  # [C]
-                if pairs.decay is not None:
-                    den += jnp.sum(w, axis=1)
+                right, right_den = read(_load_state(spec, side_refs[1]), "reads_right")
+                out, den = out + right, None if den is None else den + right_den
+            if den is not None:
+                # Of the rounded weights, so that what rounds them all alike cancels.
+                w = tiles.rounded(spec, w)
+                den += jnp.sum(w, axis=1)
+                out += tiles.product(spec, w, v, wide=True)
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
             else:
+                out += tiles.weighted_sum(spec, w, v)
                 out *= spec.scale
             tiles.store_tile(out_ref, queries, spec.V, out)
             if walk.both_ways:
                 return state
-            return _add_keys(spec, refs, (start, block), state, features, v, ones)
+            return _add_keys(spec, refs, (start, block), state, features, v)
 
-        state = _load_state(spec, side_refs[0], block)
+        state = _load_state(spec, side_refs[0])
         _walk_chunks(walk, walk.pieces.rows // block, write_chunk, state)
 
     return tiles.launch(
@@ -313,26 +311,25 @@ def _add_keys(
     state: tuple[jax.Array, jax.Array],
     features: jax.Array,
     v: jax.Array,
-    ones: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The state [V, F], [C, F] behind a chunk, whose keys have these features [C, F]."""
+    """The state [V, F], [16, F] behind a chunk, whose keys have these features [C, F]."""
     kv, z = state
+    start, block = steps
     wide = tiles.wide_features(spec)
     if "adds" in refs:
-        start, block = steps
         keep = refs["keeps"][start // block]
         kv, z = keep * kv, keep * z
         features, wide = tiles.scale_rows(features, refs["adds"], start), True
-    phi_k = tiles.operand(spec, features, wide=wide)
+    features = tiles.rounded(spec, features)
     if spec.normalize:
-        z += tiles.product(spec, ones, phi_k, wide=wide)
-    return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), z
+        z += tiles.row_parts(features)
+    return kv + tiles.product(spec, v, features, wide=wide, trans_a=True), z
 
 
 class Normalizer(NamedTuple):
     """What the walk for dq leaves for the one for dk and dv, [B, H, T] float32."""
 
-    d_den: jax.Array  # e / den
+    e: jax.Array
     inverse: jax.Array  # 1 / den
 
 
@@ -445,17 +442,17 @@ def _query_gradient(
         flow_refs: Any,
     ) -> None:
         piece = walk.with_queries + tiles.piece_id()
-        ones = jnp.ones((block, block), jnp.float32)
+        one = tiles.identity(spec, tiles.padded(spec.D))
 
         def write_chunk(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             state, sums = carry
-            kv, z = state  # [V, F], [C, F]
             start = piece * walk.pieces.rows + i * block
             queries, keys = walk.rows_at(spec, refs, start, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
+            q = tiles.as_accumulated(q, one)
             phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
             wide = tiles.wide_features(spec)
             features = tiles.features_of(spec, k, keys)  # [C, F]
@@ -463,64 +460,64 @@ def _query_gradient(
             pairs = _pairs(walk, refs, start, block)
             dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
             dw = pairs.weigh(dw)
-            g = tiles.product(spec, do, kv, wide=True)  # [C, F]
-            z_seen = z
-            if "reads" in refs:
-                g = tiles.scale_rows(g, refs["reads"], start)
-                z_seen = tiles.scale_rows(z, refs["reads"], start)
-            read = [(g, z_seen)]
+
+            def read(state: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, Any]:
+                """A state's part of g and of z_i, [C, F]."""
+                kv, z = state  # [V, F], [16, F]
+                g = tiles.product(spec, do, kv, wide=True)
+                z_seen = tiles.in_each_row(spec, block, z) if spec.normalize else None
+                if name in refs:
+                    reads = tiles.load_steps(refs[name], start, block)[:, None]
+                    g, z_seen = g * reads, None if z_seen is None else z_seen * reads
+                return g, z_seen
+
+            parts = [read(state, "reads")]
             if walk.both_ways:
-                right_kv, right_z = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
-                right = tiles.product(spec, do, right_kv, wide=True)
-                right = tiles.scale_rows(right, refs["reads_right"], start)
-                right_z = tiles.scale_rows(right_z, refs["reads_right"], start)
-                read.append((right, right_z))
-                g, z_seen = g + right, z_seen + right_z
-            g += tiles.product(spec, dw, phi_k, wide=True)
-            e = inverse = d_den = None
+                parts.append(read(_load_state(spec, side_refs[1]), "reads_right"))
+            g = sum((g for g, _ in parts), tiles.product(spec, dw, phi_k, wide=True))
+            e = z_seen = None
+            inverse = jnp.full((block,), spec.scale, jnp.float32)
             if spec.normalize:
-                # The features as the forward rounded them, in both terms that nearly cancel.
-                phi_q = tiles.operand(spec, phi_q, wide=True).astype(jnp.float32)
-                z_seen += pairs.sums(spec, ones, phi_k, wide)  # [C, F]
+                z_seen = sum((z for _, z in parts), pairs.sums(spec, phi_k, wide))
                 e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
-                d_den = e * inverse
-                tiles.store_rows(normalizer_refs[0], queries, d_den)
+                tiles.store_rows(normalizer_refs[0], queries, e)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
 
-            def to_features(g: jax.Array, z: jax.Array) -> jax.Array:
+            def to_features(g: jax.Array, z: Any) -> jax.Array:
                 """[C, F]: the derivative by phi(q) of what was read with these g and z."""
-                if e is None or inverse is None:
-                    return g * spec.scale
-                return (g + e[:, None] * z) * inverse[:, None]
+                if e is not None:
+                    g += e[:, None] * z
+                return g * inverse[:, None]
 
             d_phi_q = to_features(g, z_seen)
             tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
             at = start - walk.with_queries * walk.pieces.rows
-            for flow_ref, of_side in zip(flow_refs[:flows], read, strict=False):
-                tiles.store_steps(flow_ref, at, jnp.sum(phi_q * to_features(*of_side), axis=1))
+            for flow_ref, part in zip(flow_refs[:flows], parts, strict=False):
+                tiles.store_steps(flow_ref, at, jnp.sum(phi_q * to_features(*part), axis=1))
             if own:
                 tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
-            factor = spec.scale if inverse is None else inverse[:, None]
-            d_num = do.astype(jnp.float32) * factor
             if not walk.both_ways:
-                state = _add_keys(spec, refs, (start, block), state, features, v, ones)
+                state = _add_keys(spec, refs, (start, block), state, features, v)
             found = []
-            for (dkv, dz), name in zip(sums, ("reads_of_piece", "reads_right"), strict=False):
-                seen_q = phi_q
-                if name in refs:
-                    seen_q = tiles.scale_rows(phi_q, refs[name], start)
-                if d_den is not None:
-                    dz += d_den[:, None] * seen_q
-                dkv += tiles.product(spec, d_num, seen_q, wide=True, trans_a=True)
+            u = phi_q * inverse[:, None]
+            for side, name in zip(sums, ("reads_of_piece", "reads_right"), strict=False):
+                of_side = tiles.scale_rows(u, refs[name], start) if name in refs else u
+                dkv, dz = side  # [V, F], [F, 16]
+                of_side = tiles.operand(spec, of_side, wide=True)
+                dkv += tiles.product(spec, do, of_side, wide=True, trans_a=True)
+                if e is not None:
+                    columns = tiles.as_columns(spec, e)
+                    dz += tiles.product(spec, of_side, columns, wide=True, trans_a=True)
                 found.append((dkv, dz))
             return state, tuple(found)
 
-        state = _load_state(spec, side_refs[0], block)
-        nothing = tuple(tuple(jnp.zeros_like(array) for array in state) for _ in sides)
+        state = _load_state(spec, side_refs[0])
+        d_side = jnp.zeros_like(state[0]), jnp.zeros(state[1].shape[::-1], jnp.float32)
+        nothing = (d_side,) * len(sides)
         _, sums = _walk_chunks(walk, walk.pieces.rows // block, write_chunk, (state, nothing))
         for (dkv_ref, dk_sum_ref), (dkv, dz) in zip(d_side_refs, sums, strict=True):
             tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
-            tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
+            tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=1))
 
     per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
     row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
@@ -568,6 +565,14 @@ def _query_gradient(
     )
 
 
+def _weighted(spec: LinearAttentionSpec, w: jax.Array, rows: jax.Array) -> jax.Array:
+    """w @ rows; weights with 1 / den in them round differently from query to query, others may
+    all be alike."""
+    if spec.normalize:
+        return tiles.product(spec, w, rows, wide=True)
+    return tiles.weighted_sum(spec, w, rows)
+
+
 def _key_gradient(
     spec: LinearAttentionSpec,
     config: Config,
@@ -606,84 +611,90 @@ def _key_gradient(
         flow_refs: Any,
     ) -> None:
         piece = tiles.piece_id()
+        one = tiles.identity(spec, tiles.padded(spec.D))
 
         def write_chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            dkv, dz = sums  # [V, F], [C, F]
             start = piece * walk.pieces.rows + (chunks - 1 - i) * block
             queries, keys = walk.rows_at(spec, refs, start, block)
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            k = tiles.as_accumulated(k, one)
             features, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
             phi_k = tiles.operand(spec, features, wide=True)
-            dv = tiles.product(spec, phi_k, dkv, wide=True, trans_b=True)  # [C, V]
-            d_features = tiles.read_state(spec, v, dkv) + dz  # [C, F]
-            if "adds" in refs:
-                dv = tiles.scale_rows(dv, refs["adds"], start)
-                d_features = tiles.scale_rows(d_features, refs["adds"], start)
+
+            def read(
+                sums: tuple[jax.Array, jax.Array], name: str
+            ) -> tuple[jax.Array, jax.Array]:
+                """What later chunks add to dv [C, V] and to phi(k)'s gradient [C, F]."""
+                dkv, dz = sums  # [V, F], [16, F]
+                dv = tiles.product(spec, phi_k, dkv, wide=True, trans_b=True)
+                d_features = tiles.read_state(spec, v, dkv)
+                if spec.normalize or spec.return_state:
+                    d_features += tiles.in_each_row(spec, block, dz)
+                if name in refs:
+                    adds = tiles.load_steps(refs[name], start, block)[:, None]
+                    dv, d_features = dv * adds, d_features * adds
+                return dv, d_features
+
+            dv, d_features = read(sums, "adds")
             if flows:
                 tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
             if walk.both_ways:
-                right_dkv, right_dz = _load_state(spec, side_refs[1], block)  # [V, F], [C, F]
-                right = tiles.product(spec, phi_k, right_dkv, wide=True, trans_b=True)
-                dv += tiles.scale_rows(right, refs["adds_right"], start)
-                right = tiles.read_state(spec, v, right_dkv) + right_dz
-                right = tiles.scale_rows(right, refs["adds_right"], start)
+                right_dv, right = read(_load_state(spec, side_refs[1]), "adds_right")
                 if flows:
                     tiles.store_steps(flow_refs[3], start, jnp.sum(features * right, axis=1))
-                d_features += right
+                dv, d_features = dv + right_dv, d_features + right
             if "keeps" in refs:
                 keep = refs["keeps"][start // block]
-                dkv, dz = keep * dkv, keep * dz
+                sums = keep * sums[0], keep * sums[1]
             pairs = _pairs(walk, refs, start, block, keys_first=True)  # [C keys, C queries]
 
-            def add_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-                dv, d_features, dkv, dz, *ends = sums
+            def add_head(head: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                dv, d_features, sums, ends = carry
                 q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                 do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
-                phi_q = tiles.features_of(spec, q, queries)  # [C, F]
-                phi_q_carried = phi_q
-                if "keeps" in refs:
-                    phi_q_carried = tiles.scale_rows(phi_q, refs["reads"], start)
-                    phi_q_carried = tiles.operand(spec, phi_q_carried, wide=True)
-                phi_q = tiles.operand(spec, phi_q, wide=True)
-                if "keeps" not in refs:
-                    phi_q_carried = phi_q
-                factor = jnp.full((block,), spec.scale, jnp.float32)
+                e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
                 if spec.normalize:
-                    factor = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
-                d_num = do.astype(jnp.float32) * factor[:, None]
-                d_num = tiles.operand(spec, d_num, wide=True)  # [C, V]
-                # Not v . d_num, which is rounded: these terms are a difference.
+                    e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
+                    inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                carried = u
+                if "reads" in refs:
+                    carried = tiles.scale_rows(u, refs["reads"], start)
+                u = tiles.rounded(spec, u)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
-                dw *= factor[None, :]
-                if spec.normalize:
-                    d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
-                    d_den_rows = jnp.broadcast_to(d_den[None, :], (block, block))
-                    dw += d_den_rows
-                    if not walk.both_ways:
-                        dz += tiles.weighted_sum(spec, d_den_rows, phi_q_carried)
-                w = tiles.product(spec, phi_k, phi_q, wide=True, trans_b=True)
+                if e is not None:
+                    dw += e[None, :]
+                w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)
                 w = pairs.weigh(w)
-                dv += tiles.weighted_sum(spec, w, d_num)
+                dv += _weighted(spec, w, do)
                 if flows:
                     m = _later_pairs(w * dw, walk)
                     ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
-                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), phi_q)
+                d_features += _weighted(spec, pairs.weigh(dw), u)
                 if not walk.both_ways:
-                    dkv += tiles.product(spec, d_num, phi_q_carried, wide=True, trans_a=True)
-                return dv, d_features, dkv, dz, *ends
+                    dkv, dz = sums
+                    carried = tiles.rounded(spec, carried)
+                    dkv += tiles.product(spec, do, carried, wide=True, trans_a=True)
+                    if e is not None:
+                        dz += tiles.row_parts(carried * e[:, None])
+                    sums = dkv, dz
+                return dv, d_features, sums, ends
 
             nothing = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
-            dv, d_features, dkv, dz, *ends = jax.lax.fori_loop(
-                0, group, add_head, (dv, d_features, dkv, dz, *nothing)
-            )
+            carry = dv, d_features, sums, nothing
+            if group == 1:
+                # Not a loop of one turn: loads ahead are those of the loop they stand in.
+                dv, d_features, sums, ends = add_head(0, carry)
+            else:
+                dv, d_features, sums, ends = jax.lax.fori_loop(0, group, add_head, carry)
             for flow_ref, end in zip(flow_refs[:2], ends, strict=False):
                 tiles.store_steps(flow_ref, start, end)
             tiles.store_tile(dv_ref, keys, spec.V, dv)
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
-            return dkv, dz
+            return sums
 
-        _walk_chunks(walk, chunks, write_chunk, _load_state(spec, side_refs[0], block))
+        _walk_chunks(walk, chunks, write_chunk, _load_state(spec, side_refs[0]))
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))

@@ -30,6 +30,7 @@ SUM_ROWS = 64
 # as near to float64 as multiply-adds in float32, at D = 64 and T = 65,536, and free of the
 # spills into which Triton's float32 dots run from tiles of 32 x 32 on.
 EXACT = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+PARTS = 16  # rows in which sums of rows are kept, see `row_parts`
 LOG2_E = math.log2(math.e)
 # Of float32's 23 bits of mantissa TF32 keeps 10.
 TF32_HALF_ULP = 1 << 12
@@ -489,6 +490,27 @@ def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
     rest = vector - rounded.astype(jnp.float32)
     columns = jnp.where(column == 0, vector[:, None], 0.0)
     return operand(spec, jnp.where(column == 1, rest[:, None], columns), wide=True)
+
+
+def row_parts(tile: jax.Array) -> jax.Array:
+    """[16, F]: sums of the rows of a loaded tile [C, F], over all of which the sum is the whole.
+
+    A thread adds up what it has itself: nothing passes between threads.
+    """
+    return jnp.sum(tile.reshape(-1, PARTS, tile.shape[1]), axis=0)
+
+
+def by_parts(spec: LinearAttentionSpec, rows: jax.Array, parts: jax.Array) -> jax.Array:
+    """[C]: rows [C, F] times the vector that the rows of parts [16, F] add up to."""
+    found = product(spec, rows, parts, wide=True, trans_b=True)
+    if spec.dtype == "bfloat16":
+        found += product(spec, rows, _left_by_rounding(spec, parts), trans_b=True)
+    return jnp.sum(found, axis=1)
+
+
+def in_each_row(spec: LinearAttentionSpec, rows: int, parts: jax.Array) -> jax.Array:
+    """[rows, F]: in each the sum of parts [16, F]."""
+    return read_state(spec, operand(spec, jnp.ones((rows, PARTS), jnp.float32)), parts)
 
 
 def wide_features(spec: LinearAttentionSpec) -> bool:
