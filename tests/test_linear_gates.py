@@ -1,9 +1,12 @@
 """Decays, segments, lengths and both ways by the Triton kernels, interpreted, against float64."""
 
+import dataclasses
+
+import aot
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_triton import check
+from test_linear_triton import check, compiled, spec_of
 
 from ato_jax.ops.linear_attention.spec import LinearState
 
@@ -66,7 +69,9 @@ def test_decay_unnormalised_with_states(causal):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decay_normalised_with_states(dtype, causal):
     options = {"initial_state": state(1, 1, 16, 16), "return_state": True}
-    check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decays(1, 70, 1, seed=3), **options)
+    # Weak ones: else a few queries alone see the state, and one rounding makes its gradient's error.
+    decay = 0.1 * decays(1, 70, 1, seed=3)
+    check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decay, **options)
 
 
 @pytest.mark.parametrize("T, S", [(20, 70), (70, 20), (1, 40)])
@@ -91,7 +96,8 @@ def test_segments_of_other_dtypes(dtype):
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("T, S, causal", [(37, 37, True), (37, 37, False), (20, 50, True)])
 def test_segments_of_queries_and_keys(T, S, causal, decay):
-    options = {"decay": decays(2, S, 1)} if decay else {}
+    # Weak ones: a run that is long past weighs next to nothing.
+    options = {"decay": 0.05 * decays(2, S, 1)} if decay else {}
     q_ids, kv_ids = runs(2, T, seed=1), runs(2, S, seed=2)
     q_ids[:, 5:9] = 7  # which no key has
     check(
@@ -171,3 +177,12 @@ def test_decay_with_alignment_by_lengths():
         initial_state=state(2, 1, 16, 16),
         return_state=True,
     )
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("D", [64, 128])
+def test_default_tiles_fit_the_gpu(D, causal):
+    spec = dataclasses.replace(spec_of(D, "bfloat16", causal), decay="head")
+    for kernel in compiled(spec, 90).values():
+        assert kernel.fits and kernel.registers > 32, kernel
