@@ -6,8 +6,9 @@ import aot
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_triton import check, compiled, spec_of
+from test_linear_triton import check, compiled, draw, spec_of
 
+import ato_jax
 from ato_jax.ops.linear_attention.spec import LinearState
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,7 +70,7 @@ def test_decay_unnormalised_with_states(causal):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decay_normalised_with_states(dtype, causal):
     options = {"initial_state": state(1, 1, 16, 16), "return_state": True}
-    # Weak ones: else a few queries alone see the state, and one rounding makes its gradient's error.
+    # Weak ones: else few queries see the state, and one rounding makes its gradient's error.
     decay = 0.1 * decays(1, 70, 1, seed=3)
     check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decay, **options)
 
@@ -177,6 +178,32 @@ def test_decay_with_alignment_by_lengths():
         initial_state=state(2, 1, 16, 16),
         return_state=True,
     )
+
+
+def test_a_state_continues():
+    q, k, v = (draw(2, 40, heads, 16, seed=seed) for heads, seed in ((2, 1), (1, 2), (1, 3)))
+    decay, ids = decays(2, 40, 1), runs(2, 40)
+
+    def attend(steps, initial_state=None):
+        arrays = (array[:, steps] for array in (q, k, v))
+        return ato_jax.linear_attention(
+            *arrays,
+            causal=True,
+            decay=decay[:, steps],
+            segment_ids=ids[:, steps],
+            initial_state=initial_state,
+            return_state=True,
+            implementation="triton",
+        )
+
+    with ato_jax.interpret():
+        whole, after = attend(slice(0, 40))
+        # Not where a segment ends: the state continues the first one.
+        cut = 1 + int(np.argmax((ids[0, 1:] == ids[0, :-1]) & (ids[1, 1:] == ids[1, :-1])))
+        first, between = attend(slice(0, cut))
+        second, last = attend(slice(cut, 40), between)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(last.kv, after.kv, rtol=1e-4, atol=1e-6)
 
 
 @aot.requires_triton
