@@ -1,10 +1,14 @@
 """Decays, segments, lengths and both ways by the Triton kernels, interpreted, against float64."""
 
+import dataclasses
+
+import aot
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_triton import check
+from test_linear_triton import check, compiled, draw, spec_of
 
+import ato_jax
 from ato_jax.ops.linear_attention.spec import LinearState
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,10 +67,13 @@ def test_decay_unnormalised_with_states(causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_decay_normalised_with_states(dtype, causal):
     options = {"initial_state": state(1, 1, 16, 16), "return_state": True}
-    check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decays(1, 70, 1, seed=3), **options)
+    # Not in bfloat16, where the gradient of k_sum, the cancelling sum of e over few queries,
+    # misses its budget without a decay, too. Weak ones, so that most queries see the state.
+    decay = 0.1 * decays(1, 70, 1, seed=3)
+    check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decay, **options)
 
 
 @pytest.mark.parametrize("T, S", [(20, 70), (70, 20), (1, 40)])
@@ -91,7 +98,8 @@ def test_segments_of_other_dtypes(dtype):
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("T, S, causal", [(37, 37, True), (37, 37, False), (20, 50, True)])
 def test_segments_of_queries_and_keys(T, S, causal, decay):
-    options = {"decay": decays(2, S, 1)} if decay else {}
+    # Weak ones: a run that is long past weighs next to nothing.
+    options = {"decay": 0.05 * decays(2, S, 1)} if decay else {}
     q_ids, kv_ids = runs(2, T, seed=1), runs(2, S, seed=2)
     q_ids[:, 5:9] = 7  # which no key has
     check(
@@ -171,3 +179,38 @@ def test_decay_with_alignment_by_lengths():
         initial_state=state(2, 1, 16, 16),
         return_state=True,
     )
+
+
+def test_a_state_continues():
+    q, k, v = (draw(2, 40, heads, 16, seed=seed) for heads, seed in ((2, 1), (1, 2), (1, 3)))
+    decay, ids = decays(2, 40, 1), runs(2, 40)
+
+    def attend(steps, initial_state=None):
+        arrays = (array[:, steps] for array in (q, k, v))
+        return ato_jax.linear_attention(
+            *arrays,
+            causal=True,
+            decay=decay[:, steps],
+            segment_ids=ids[:, steps],
+            initial_state=initial_state,
+            return_state=True,
+            implementation="triton",
+        )
+
+    with ato_jax.interpret():
+        whole, after = attend(slice(0, 40))
+        # Not where a segment ends: the state continues the first one.
+        cut = 1 + int(np.argmax((ids[0, 1:] == ids[0, :-1]) & (ids[1, 1:] == ids[1, :-1])))
+        first, between = attend(slice(0, cut))
+        second, last = attend(slice(cut, 40), between)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(last.kv, after.kv, rtol=1e-4, atol=1e-6)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("D", [64, 128])
+def test_default_tiles_fit_the_gpu(D, causal):
+    spec = dataclasses.replace(spec_of(D, "bfloat16", causal), decay="head")
+    for kernel in compiled(spec, 90).values():
+        assert kernel.fits and kernel.registers > 32, kernel

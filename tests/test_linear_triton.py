@@ -148,7 +148,8 @@ def compiled(spec, capability):
     """What the kernels of both phases became, by name."""
     config = triton.default_config(spec, GPUS[capability])
     shape = jax.ShapeDtypeStruct((spec.B, spec.T, spec.H, spec.D), spec.dtype)
-    inputs = Inputs(shape, shape, shape)
+    decay = jax.ShapeDtypeStruct((spec.G,), jnp.float32) if spec.decay == "head" else None
+    inputs = Inputs(shape, shape, shape, decay=decay)
 
     def forward(inputs):
         return triton.forward(spec, config, inputs)

@@ -5,9 +5,11 @@
     out_i = S^T phi(q_i) / max(phi(q_i) . z, eps)      normalize, else scale * S^T phi(q_i)
 
 where j runs over the keys that query i sees: all of them (`bidirectional.py`), or those up to its
-own position (`causal.py`). The sequence is cut into pieces so that the grid fills the GPU, the
-pieces' float32 sums are added by XLA, and nothing of size [T, S] is ever formed. Every sum has
-one order, so results are the same bits from run to run.
+own position, or those of its segment, or with a decay between them (`causal.py`). The sequence is
+cut into pieces so that the grid fills the GPU, the pieces' float32 sums are added by XLA or a
+kernel of its own (`scan.py`), and nothing of size [T, S] is ever formed. Every sum has one order,
+so results are the same bits from run to run. What a step's row is, and what of a state a gate
+leaves, XLA works out beforehand, in small arrays (`walk.py`).
 
 Operands of products are the inputs' dtype, accumulators float32. In float16 whatever is a sum
 over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range.
@@ -96,7 +98,10 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     walk_block, walk_warps = (64, 4) if small and half else (narrow, 8)
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
-    if spec.causal:
+    if not _one_state(spec):
+        if not spec.causal and half:
+            # Both ways a state is stored for every chunk, and none is kept: larger chunks.
+            walk_block = 64
         stream_block, stream_warps = walk_block, walk_warps
     delayed = half and roomy and not small and not spec.causal
     fast = half and not spec.causal
@@ -124,10 +129,13 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     )
 
 
-def _kernels(spec: LinearAttentionSpec) -> Any:
+def _one_state(spec: LinearAttentionSpec) -> bool:
     """Where all queries see all keys, and nothing weighs the pairs, one state serves them all."""
-    plain = not spec.causal and spec.decay is None and spec.segments is None
-    return bidirectional if plain else causal
+    return not spec.causal and spec.decay is None and spec.segments is None
+
+
+def _kernels(spec: LinearAttentionSpec) -> Any:
+    return bidirectional if _one_state(spec) else causal
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
