@@ -671,7 +671,8 @@ def _key_gradient(
                 if flows:
                     m = _later_pairs(w * dw, walk)
                     ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
-                d_features += _weighted(spec, pairs.weigh(dw), u)
+                # These are a difference, and where features are all alike nothing averages.
+                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
                 if not walk.both_ways:
                     dkv, dz = sums
                     carried = tiles.rounded(spec, carried)

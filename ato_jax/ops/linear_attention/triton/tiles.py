@@ -500,17 +500,29 @@ def row_parts(tile: jax.Array) -> jax.Array:
     return jnp.sum(tile.reshape(-1, PARTS, tile.shape[1]), axis=0)
 
 
+def _high_and_low(spec: LinearAttentionSpec, parts: jax.Array) -> jax.Array:
+    """Operands [16, F] whose rows add up to the same as those of parts [16, F].
+
+    Half the rows are sums of two, rounded, the others what the rounding left: rounded once, equal
+    parts would all be off by the same.
+    """
+    pairs = jnp.sum(parts.reshape(PARTS // 2, 2, -1), axis=1)  # [8, F]
+    high = operand(spec, pairs, wide=True).astype(jnp.float32)
+    is_high = jnp.arange(2, dtype=jnp.int32)[:, None, None] == 0
+    both = jnp.where(is_high, high[None], (pairs - high)[None])  # [2, 8, F]
+    return operand(spec, both.reshape(PARTS, -1), wide=True)
+
+
 def by_parts(spec: LinearAttentionSpec, rows: jax.Array, parts: jax.Array) -> jax.Array:
     """[C]: rows [C, F] times the vector that the rows of parts [16, F] add up to."""
-    found = product(spec, rows, parts, wide=True, trans_b=True)
-    if spec.dtype == "bfloat16":
-        found += product(spec, rows, _left_by_rounding(spec, parts), trans_b=True)
+    found = product(spec, rows, _high_and_low(spec, parts), wide=True, trans_b=True)
     return jnp.sum(found, axis=1)
 
 
 def in_each_row(spec: LinearAttentionSpec, rows: int, parts: jax.Array) -> jax.Array:
     """[rows, F]: in each the sum of parts [16, F]."""
-    return read_state(spec, operand(spec, jnp.ones((rows, PARTS), jnp.float32)), parts)
+    ones = jnp.ones((rows, PARTS), jnp.float32)
+    return product(spec, ones, _high_and_low(spec, parts), wide=True)
 
 
 def wide_features(spec: LinearAttentionSpec) -> bool:
