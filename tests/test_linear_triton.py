@@ -9,6 +9,7 @@ import numerics
 import numpy as np
 import pytest
 
+import ato_jax
 from ato_jax import device
 from ato_jax.ops.linear_attention import features, triton
 from ato_jax.ops.linear_attention.spec import (
@@ -90,6 +91,42 @@ def test_custom_feature_map():
     check(40, 40, 1, 1, 20, 16, feature_map=lambda x: jnp.tanh(x) + 2, normalize=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_projected_features(dtype, causal):
+    favor = ato_jax.favor(jax.random.key(0), 40, 16)
+    check(45, 45, 4, 2, 16, 24, dtype, feature_map=favor, causal=causal, return_state=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_projected_features_where_differences_bring_out_roundings(causal):
+    favor = ato_jax.favor(jax.random.key(0), 128, 64)
+    check(200, 200, 2, 1, 64, 64, "bfloat16", feature_map=favor, causal=causal)
+
+
+def test_projected_features_unnormalised_in_the_other_layout():
+    favor = ato_jax.favor(jax.random.key(0), 32, 20)
+    check(33, 33, 2, 2, 20, 16, feature_map=favor, normalize=False, layout="bhtd", causal=True)
+
+
+def test_gradient_of_the_projection():
+    favor = ato_jax.favor(jax.random.key(0), 32, 16)
+    q, k, v = (draw(1, 40, 2, 16, seed=seed) for seed in range(3))
+
+    def loss(favor, implementation):
+        with ato_jax.interpret():
+            out = ato_jax.linear_attention(
+                q, k, v, feature_map=favor, causal=True, implementation=implementation
+            )
+        return jnp.sum(out * v)
+
+    found, wanted = (
+        jax.grad(loss)(favor, implementation).projection
+        for implementation in ("triton", "reference")
+    )
+    assert jnp.linalg.norm(found - wanted) <= 1e-5 * jnp.linalg.norm(wanted)
+
+
 def test_tf32():
     check(50, 50, 1, 1, 32, 32, precision="tf32", causal=True)
 
@@ -112,13 +149,11 @@ def custom(function, text):
 
 def test_reasons():
     base = spec_of(64, "bfloat16", causal=True)
-    favor = dataclasses.replace(base.feature_map, name="favor", elementwise=False)
     for change, word in (
         ({"decay": "head"}, "decay"),
         ({"segments": "runs"}, "segments"),
         ({"q_lengths": True}, "lengths"),
         ({"D": 256, "F": 256, "V": 256}, "D=256"),
-        ({"feature_map": favor}, "elementwise"),
         ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),
         ({"feature_map": custom(jax.lax.digamma, "digamma")}, "digamma"),
     ):

@@ -16,6 +16,7 @@ float32 is multiplied exactly unless the spec's precision says "tf32".
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.triton import bidirectional, causal, tiles
+from ato_jax.ops.linear_attention.triton import bidirectional, causal, projected, tiles
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
 # One program holds a state [V, F] in float32 in its registers, beside all else.
@@ -55,8 +56,6 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _unsupported_map(feature_map: FeatureMap) -> str | None:
-    if not feature_map.elementwise:
-        return f"feature map {feature_map.name!r} is not elementwise"
     x = jax.ShapeDtypeStruct((tiles.COLUMNS, tiles.COLUMNS), jnp.float32)
     try:
         closed = jax.make_jaxpr(lambda x: jax.jvp(feature_map, (x,), (jnp.ones_like(x),)))(x)
@@ -68,6 +67,7 @@ def _unsupported_map(feature_map: FeatureMap) -> str | None:
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    spec = projected.inner_spec(spec, phase)
     if spec.decay is not None:
         return "decay is not supported yet"
     if spec.segments is not None:
@@ -82,6 +82,20 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
+    """Each phase's passes by that phase's kernels, whose dtypes differ for projected features."""
+    forward, backward = (
+        _default_config(projected.inner_spec(spec, phase), device)
+        for phase in ("forward", "backward")
+    )
+    of_backward = {
+        name: value
+        for name, value in dataclasses.asdict(backward).items()
+        if name.startswith(("dq", "dkv"))
+    }
+    return dataclasses.replace(forward, **of_backward)
+
+
+def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """By the size of a state [V, F], whose float32 accumulators are what fills the registers.
 
     Up to 64 x 64, 4 warps hold them beside tiles of 64 rows, the height at which Hopper's tensor
@@ -119,10 +133,23 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    return (causal if spec.causal else bidirectional).forward(spec, config, inputs)
+    def attend(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+        return (causal if spec.causal else bidirectional).forward(spec, config, inputs)
+
+    if not spec.feature_map.elementwise:
+        return projected.forward(attend, spec, inputs)
+    return attend(spec, inputs)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    return (causal if spec.causal else bidirectional).backward(spec, config, residuals, cotangents)
+    def attend(
+        spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs
+    ) -> Inputs:
+        kernels = causal if spec.causal else bidirectional
+        return kernels.backward(spec, config, residuals, cotangents)
+
+    if not spec.feature_map.elementwise:
+        return projected.backward(attend, spec, residuals, cotangents)
+    return attend(spec, residuals, cotangents)
