@@ -55,7 +55,10 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _unsupported_map(feature_map: FeatureMap) -> str | None:
+def unsupported_map(feature_map: FeatureMap) -> str | None:
+    """Why a kernel cannot compute the map, of which it is given x alone."""
+    if not feature_map.elementwise:
+        return f"feature map {feature_map.name!r} is not elementwise"
     x = jax.ShapeDtypeStruct((tiles.COLUMNS, tiles.COLUMNS), jnp.float32)
     try:
         closed = jax.make_jaxpr(lambda x: jax.jvp(feature_map, (x,), (jnp.ones_like(x),)))(x)
@@ -78,7 +81,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"states up to D * V = 128 * 128, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
         return f"empty arrays, got B={spec.B}, T={spec.T}, S={spec.S}"
-    return _unsupported_map(spec.feature_map)
+    return unsupported_map(spec.feature_map)
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:

@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax.ops.common import axes
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
@@ -46,16 +45,17 @@ def _mapping(
 ) -> Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], tuple[jax.Array, jax.Array]]:
     """(q, k, parameters) -> phi(q), phi(k) in float32, padding put to zero before the map."""
 
-    def real(x: jax.Array, lengths: jax.Array | None, letters: str) -> jax.Array:
+    time = 1 if spec.layout == "bthd" else 2
+
+    def real(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
         if lengths is None:
             return x
-        time = axes(spec.layout, letters).index(letters[1])
         positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, time)
         return jnp.where(positions < lengths[:, None, None, None], x, 0)
 
     def mapping(q: Any, k: Any, parameters: Any) -> tuple[jax.Array, jax.Array]:
-        q = real(q, inputs.q_lengths, "BTHD").astype(jnp.float32)
-        k = real(k, inputs.kv_lengths, "BSGD").astype(jnp.float32)
+        q = real(q, inputs.q_lengths).astype(jnp.float32)
+        k = real(k, inputs.kv_lengths).astype(jnp.float32)
         return spec.feature_map(q, *parameters), spec.feature_map(k, *parameters)
 
     return mapping
