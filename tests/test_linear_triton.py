@@ -127,6 +127,24 @@ def test_gradient_of_the_projection():
     assert jnp.linalg.norm(found - wanted) <= 1e-5 * jnp.linalg.norm(wanted)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_states_in_blocks(dtype, causal):
+    state = LinearState(draw(2, 1, 192, 192, seed=7), jnp.abs(draw(2, 1, 192, seed=8)) + 1)
+    check(40, 40, 2, 1, 192, 192, dtype, B=2, causal=causal, initial_state=state, return_state=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D, V", [(64, 301), (256, 256)])
+def test_blocks_that_do_not_divide_and_the_other_layout(D, V, causal):
+    check(33, 33, 2, 2, D, V, layout="bhtd", causal=causal, normalize=D == 64)
+
+
+def test_projected_features_in_blocks():
+    favor = ato_jax.favor(jax.random.key(0), 200, 24)
+    check(33, 33, 2, 2, 24, 80, "bfloat16", feature_map=favor, causal=True)
+
+
 def test_tf32():
     check(50, 50, 1, 1, 32, 32, precision="tf32", causal=True)
 
@@ -153,7 +171,8 @@ def test_reasons():
         ({"decay": "head"}, "decay"),
         ({"segments": "runs"}, "segments"),
         ({"q_lengths": True}, "lengths"),
-        ({"D": 256, "F": 256, "V": 256}, "D=256"),
+        ({"D": 512, "F": 512, "V": 64}, "D=512"),
+        ({"D": 128, "F": 128, "V": 1024}, "V=1024"),
         ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),
         ({"feature_map": custom(jax.lax.digamma, "digamma")}, "digamma"),
     ):
@@ -187,7 +206,16 @@ def compiled(spec, capability):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "D, dtype, capability",
-    [(64, "bfloat16", 80), (64, "bfloat16", 90), (128, "bfloat16", 90), (64, "float16", 90)],
+    [
+        (64, "bfloat16", 80),
+        (64, "bfloat16", 90),
+        (128, "bfloat16", 90),
+        (64, "float16", 90),
+        (256, "bfloat16", 80),
+        (256, "bfloat16", 90),
+        (256, "float16", 80),
+        (256, "float16", 90),
+    ],
 )
 def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
     for name, kernel in compiled(spec_of(D, dtype, causal), capability).items():
@@ -195,4 +223,5 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
         # The walks of the backward hold two states: larger tiles that spill were faster there.
         # On Ampere, whose tensor cores read all factors from registers, nothing was measured.
         if not causal and capability == 90 and dtype == "bfloat16":
-            assert not kernel.spills, (name, kernel)
+            # Twice the state of D = 128 in one program spills a few registers.
+            assert kernel.spill_stores <= (512 if D == 256 else 0), (name, kernel)

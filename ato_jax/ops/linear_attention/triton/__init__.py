@@ -26,11 +26,19 @@ import jax.numpy as jnp
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.triton import bidirectional, causal, projected, tiles
+from ato_jax.ops.linear_attention.triton import (
+    bidirectional,
+    causal,
+    projected,
+    split,
+    tiles,
+)
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
-# One program holds a state [V, F] in float32 in its registers, beside all else.
-LARGEST_STATE = 128 * 128
+# Beyond these sizes, V would be cut into so many blocks that q and k, read for each of them, were
+# most of the traffic.
+LARGEST_F = 256
+LARGEST_V = 512
 
 # What Pallas lowers to Triton elementwise, and feature maps and their derivatives consist of.
 ELEMENTWISE = frozenset(
@@ -77,8 +85,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "segments are not supported yet"
     if spec.q_lengths or spec.kv_lengths:
         return "lengths are not supported yet"
-    if tiles.state_size(spec) > LARGEST_STATE:
-        return f"states up to D * V = 128 * 128, got D={spec.D}, V={spec.V}"
+    if split.blocks(spec) > 1 and (spec.F > LARGEST_F or spec.V > LARGEST_V):
+        return f"states up to D = {LARGEST_F}, V = {LARGEST_V}, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
         return f"empty arrays, got B={spec.B}, T={spec.T}, S={spec.S}"
     return unsupported_map(spec.feature_map)
@@ -87,7 +95,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """Each phase's passes by that phase's kernels, whose dtypes differ for projected features."""
     forward, backward = (
-        _default_config(projected.inner_spec(spec, phase), device)
+        _default_config(split.block_spec(projected.inner_spec(spec, phase)), device)
         for phase in ("forward", "backward")
     )
     of_backward = {
@@ -111,9 +119,13 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
     half = spec.dtype == "bfloat16"
     narrow = 32 if small or spec.dtype != "float32" else 16
+    if tiles.padded(spec.F) > 128 and (spec.causal or not half):
+        # Rows of 256 features: tiles of 32 spill twice what those at F = 128 do.
+        narrow = 16
     walk_block, walk_warps = (64, 4) if small and half else (narrow, 8)
     # Passes that keep no sums, or in the bidirectional case only one state.
-    stream_block, stream_warps = (64, 4) if half else (narrow, 8)
+    stream_warps = 4 if half and tiles.state_size(spec) <= split.LARGEST_STATE else 8
+    stream_block = 64 if half else narrow
     if spec.causal:
         stream_block, stream_warps = walk_block, walk_warps
     return Config(
@@ -137,6 +149,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     def attend(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+        if split.blocks(spec) > 1:
+            return split.forward(attend, spec, inputs)
         return (causal if spec.causal else bidirectional).forward(spec, config, inputs)
 
     if not spec.feature_map.elementwise:
@@ -147,9 +161,9 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    def attend(
-        spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs
-    ) -> Inputs:
+    def attend(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
+        if split.blocks(spec) > 1:
+            return split.backward(attend, spec, residuals, cotangents)
         kernels = causal if spec.causal else bidirectional
         return kernels.backward(spec, config, residuals, cotangents)
 
