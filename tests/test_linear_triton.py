@@ -140,6 +140,14 @@ def test_blocks_that_do_not_divide_and_the_other_layout(D, V, causal):
     check(33, 33, 2, 2, D, V, layout="bhtd", causal=causal, normalize=D == 64)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("D, V", [(192, 192), (256, 255)])
+def test_wide_states(D, V, normalize):
+    state = LinearState(draw(2, 1, D, V, seed=7), jnp.abs(draw(2, 1, D, seed=8)) + 1)
+    options = {"initial_state": state, "return_state": True, "normalize": normalize}
+    check(40, 70, 2, 1, D, V, "bfloat16", B=2, layout="bhtd", **options)
+
+
 def test_projected_features_in_blocks():
     favor = ato_jax.favor(jax.random.key(0), 200, 24)
     check(33, 33, 2, 2, 24, 80, "bfloat16", feature_map=favor, causal=True)

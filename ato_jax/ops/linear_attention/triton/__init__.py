@@ -32,6 +32,7 @@ from ato_jax.ops.linear_attention.triton import (
     projected,
     split,
     tiles,
+    wide,
 )
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
@@ -95,7 +96,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """Each phase's passes by that phase's kernels, whose dtypes differ for projected features."""
     forward, backward = (
-        _default_config(split.block_spec(projected.inner_spec(spec, phase)), device)
+        _phase_config(projected.inner_spec(spec, phase), device)
         for phase in ("forward", "backward")
     )
     of_backward = {
@@ -104,6 +105,32 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         if name.startswith(("dq", "dkv"))
     }
     return dataclasses.replace(forward, **of_backward)
+
+
+def _phase_config(spec: LinearAttentionSpec, device: Device) -> Config:
+    """What the kernels of one phase get, those of a block of V where it is cut."""
+    block = split.block_spec(spec)
+    config = _default_config(block, device)
+    if tiles.state_size(block) > split.LARGEST_STATE and device.shared_memory < wide.SHARED_MEMORY:
+        # Ampere: the state is an operand twice over, and larger tiles leave no room for it.
+        config = dataclasses.replace(config, dkv_block=32, dkv_stages=1)
+    if not wide.applies(spec, device.shared_memory):
+        return config
+    # One stage: a second would not fit beside the whole state.
+    rows, warps, stages = 64, 8, 1
+    return dataclasses.replace(
+        config,
+        wide=True,
+        output_block=rows,
+        output_warps=warps,
+        output_stages=stages,
+        dq_block=rows,
+        dq_warps=warps,
+        dq_stages=stages,
+        dkv_block=rows,
+        dkv_warps=warps,
+        dkv_stages=stages,
+    )
 
 
 def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
@@ -149,6 +176,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     def attend(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+        if config.wide and wide.applies(spec, wide.SHARED_MEMORY):
+            return wide.forward(spec, config, inputs)
         if split.blocks(spec) > 1:
             return split.forward(attend, spec, inputs)
         return (causal if spec.causal else bidirectional).forward(spec, config, inputs)
@@ -162,6 +191,8 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     def attend(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
+        if config.wide and wide.applies(spec, wide.SHARED_MEMORY):
+            return wide.backward(spec, config, residuals, cotangents)
         if split.blocks(spec) > 1:
             return split.backward(attend, spec, residuals, cotangents)
         kernels = causal if spec.causal else bidirectional

@@ -50,7 +50,7 @@ def block_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
     return dataclasses.replace(spec, V=pl.cdiv(spec.V, blocks(spec)))
 
 
-def _cut(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
+def cut(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
     """[.., V] as [.., blocks, V_block]; a last block that is not whole is filled up by zeros."""
     count = blocks(spec)
     missing = -spec.V % count
@@ -59,7 +59,7 @@ def _cut(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
     return array.reshape(*array.shape[:-1], count, -1)
 
 
-def _joined(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
+def joined(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
     """[.., blocks, V_block] as [.., V]."""
     return array.reshape(*array.shape[:-2], -1)[..., : spec.V]
 
@@ -69,14 +69,14 @@ def _cut_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Inputs, Any]
     axes: Any = Inputs._make([None] * len(inputs))
     state = inputs.initial_state
     if state is not None:
-        state = state._replace(kv=_cut(spec, state.kv))
+        state = state._replace(kv=cut(spec, state.kv))
         axes = axes._replace(initial_state=LinearState._make([-2, None]))
-    return inputs._replace(v=_cut(spec, inputs.v), initial_state=state), axes._replace(v=-2)
+    return inputs._replace(v=cut(spec, inputs.v), initial_state=state), axes._replace(v=-2)
 
 
 def _cut_outputs(spec: LinearAttentionSpec, outputs: Outputs) -> Outputs:
-    kv = _cut(spec, outputs.state.kv)
-    return Outputs(_cut(spec, outputs.out), outputs.state._replace(kv=kv))
+    kv = cut(spec, outputs.state.kv)
+    return Outputs(cut(spec, outputs.out), outputs.state._replace(kv=kv))
 
 
 def _outputs_axes(k_sum: int | None) -> Any:
@@ -91,7 +91,7 @@ def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: I
 
     inputs, axes = _cut_inputs(spec, inputs)
     out, state = jax.vmap(block, in_axes=(axes,), out_axes=_outputs_axes(0))(inputs)
-    return Outputs(_joined(spec, out), LinearState(_joined(spec, state.kv), state.k_sum[0]))
+    return Outputs(joined(spec, out), LinearState(joined(spec, state.kv), state.k_sum[0]))
 
 
 def backward(
@@ -118,16 +118,16 @@ def backward(
         inputs, outputs, cotangents
     )
 
-    def joined(array: jax.Array) -> jax.Array:
-        return _joined(spec, jnp.moveaxis(array, 0, -2))
+    def cut_first(array: jax.Array) -> jax.Array:
+        return joined(spec, jnp.moveaxis(array, 0, -2))
 
     summed = jax.tree.map(lambda array: jnp.sum(array, axis=0), found)
     d_state = found.initial_state
     if d_state is not None:
-        d_state = LinearState(joined(d_state.kv), summed.initial_state.k_sum)
+        d_state = LinearState(cut_first(d_state.kv), summed.initial_state.k_sum)
     return summed._replace(
         q=summed.q.astype(spec.dtype),
         k=summed.k.astype(spec.dtype),
-        v=joined(found.v).astype(spec.dtype),
+        v=cut_first(found.v).astype(spec.dtype),
         initial_state=d_state,
     )

@@ -64,6 +64,8 @@ class Config:
     dkv_block: int
     dkv_warps: int
     dkv_stages: int
+    # Whether the device has room for the passes of `wide.py`.
+    wide: bool = False
 
 
 def padded(size: int) -> int:
