@@ -231,5 +231,5 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
         # The walks of the backward hold two states: larger tiles that spill were faster there.
         # On Ampere, whose tensor cores read all factors from registers, nothing was measured.
         if not causal and capability == 90 and dtype == "bfloat16":
-            # Twice the state of D = 128 in one program spills a few registers.
-            assert kernel.spill_stores <= (512 if D == 256 else 0), (name, kernel)
+            # Beside a state of D = 256, the largest tiles that tensor cores want spill a little.
+            assert kernel.spill_stores <= (1024 if D == 256 else 0), (name, kernel)
