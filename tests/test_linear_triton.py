@@ -9,6 +9,7 @@ import numerics
 import numpy as np
 import pytest
 
+import ato_jax
 from ato_jax import device
 from ato_jax.ops.linear_attention import features, triton
 from ato_jax.ops.linear_attention.spec import (
@@ -106,6 +107,60 @@ def test_custom_feature_map():
     check(40, 40, 1, 1, 20, 16, feature_map=lambda x: jnp.tanh(x) + 2, normalize=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_projected_features(dtype, causal):
+    favor = ato_jax.favor(jax.random.key(0), 40, 16)
+    check(45, 45, 4, 2, 16, 24, dtype, feature_map=favor, causal=causal, return_state=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_projected_features_where_differences_bring_out_roundings(causal):
+    favor = ato_jax.favor(jax.random.key(0), 128, 64)
+    check(200, 200, 2, 1, 64, 64, "bfloat16", feature_map=favor, causal=causal)
+
+
+def test_projected_features_unnormalised_in_the_other_layout():
+    favor = ato_jax.favor(jax.random.key(0), 32, 20)
+    check(33, 33, 2, 2, 20, 16, feature_map=favor, normalize=False, layout="bhtd", causal=True)
+
+
+def test_gradient_of_the_projection():
+    favor = ato_jax.favor(jax.random.key(0), 32, 16)
+    q, k, v = (draw(1, 40, 2, 16, seed=seed) for seed in range(3))
+
+    def loss(favor, implementation):
+        with ato_jax.interpret():
+            out = ato_jax.linear_attention(
+                q, k, v, feature_map=favor, causal=True, implementation=implementation
+            )
+        return jnp.sum(out * v)
+
+    found, wanted = (
+        jax.grad(loss)(favor, implementation).projection
+        for implementation in ("triton", "reference")
+    )
+    assert jnp.linalg.norm(found - wanted) <= 1e-5 * jnp.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_states_in_blocks(dtype, causal):
+    state = LinearState(draw(2, 1, 192, 192, seed=7), jnp.abs(draw(2, 1, 192, seed=8)) + 1)
+    check(40, 40, 2, 1, 192, 192, dtype, B=2, causal=causal, initial_state=state, return_state=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D, V", [(64, 301), (256, 256)])
+def test_blocks_that_do_not_divide_and_the_other_layout(D, V, causal):
+    check(33, 33, 2, 2, D, V, layout="bhtd", causal=causal, normalize=D == 64)
+
+
+def test_projected_features_in_blocks():
+    favor = ato_jax.favor(jax.random.key(0), 200, 24)
+    check(33, 33, 2, 2, 24, 80, "bfloat16", feature_map=favor, causal=True)
+
+
 def test_tf32():
     check(50, 50, 1, 1, 32, 32, precision="tf32", causal=True)
 
@@ -128,11 +183,10 @@ def custom(function, text):
 
 def test_reasons():
     base = spec_of(64, "bfloat16", causal=True)
-    favor = dataclasses.replace(base.feature_map, name="favor", elementwise=False)
     for change, word in (
         ({"decay": "channel"}, "channels"),
-        ({"D": 256, "F": 256, "V": 256}, "D=256"),
-        ({"feature_map": favor}, "elementwise"),
+        ({"D": 512, "F": 512, "V": 64}, "D=512"),
+        ({"D": 128, "F": 128, "V": 1024}, "V=1024"),
         ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),
         ({"feature_map": custom(jax.lax.digamma, "digamma")}, "digamma"),
     ):
@@ -167,7 +221,16 @@ def compiled(spec, capability):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "D, dtype, capability",
-    [(64, "bfloat16", 80), (64, "bfloat16", 90), (128, "bfloat16", 90), (64, "float16", 90)],
+    [
+        (64, "bfloat16", 80),
+        (64, "bfloat16", 90),
+        (128, "bfloat16", 90),
+        (64, "float16", 90),
+        (256, "bfloat16", 80),
+        (256, "bfloat16", 90),
+        (256, "float16", 80),
+        (256, "float16", 90),
+    ],
 )
 def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
     for name, kernel in compiled(spec_of(D, dtype, causal), capability).items():
@@ -175,4 +238,5 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
         # The walks of the backward hold two states: larger tiles that spill were faster there.
         # On Ampere, whose tensor cores read all factors from registers, nothing was measured.
         if not causal and capability == 90 and dtype == "bfloat16":
-            assert not kernel.spills, (name, kernel)
+            # Beside a state of D = 256, the largest tiles that tensor cores want spill a little.
+            assert kernel.spill_stores <= (1024 if D == 256 else 0), (name, kernel)

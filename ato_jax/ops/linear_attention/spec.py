@@ -99,6 +99,27 @@ class Residuals(NamedTuple):
     outputs: Outputs
 
 
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What is static about one step, but for the arrays' shapes."""
+
+    feature_map: FeatureMap
+    normalize: bool
+    scale: float
+    eps: float
+
+
+class StepInputs(NamedTuple):
+    """The arrays of one step, bound and batched."""
+
+    q: jax.Array  # [B, H, D]
+    k: jax.Array  # [B, G, D]
+    v: jax.Array  # [B, G, V]
+    state: LinearState
+    decay: jax.Array | None  # [B or 1, G, F or 1] float32
+    feature_parameters: tuple[jax.Array, ...]
+
+
 def positions_of_first_query(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
     """The position of query 0 among the keys, [B] int32: aligned so that the last meet."""
     if spec.offset is not None:

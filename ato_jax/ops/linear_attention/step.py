@@ -6,7 +6,8 @@
     out    = scale * phi(q) . kv'                         normalize=False
 
 A loop of steps equals `linear_attention(causal=True)`. The new state is read, not the old one, so
-that where the caller's `jit` donates the state, the update happens in place.
+that where the caller's `jit` donates the state, the update happens in place. On an NVIDIA GPU that
+is one kernel, `triton/decode.py`; elsewhere, and for every derivative, plain JAX.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax import shapes
+from ato_jax import device, shapes
+from ato_jax.device import Device
 from ato_jax.ops.common import check_heads, with_batch
 from ato_jax.ops.linear_attention import features
-from ato_jax.ops.linear_attention.api import bind_state, refuse_positive, resolve_output
-from ato_jax.ops.linear_attention.spec import LinearState
+from ato_jax.ops.linear_attention.api import OP, bind_state, refuse_positive, resolve_output
+from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 
 EXACT = jax.lax.Precision.HIGHEST
+KERNEL = "triton.decode"
 
 
 def linear_attention_step(
@@ -68,7 +71,9 @@ def linear_attention_step(
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
     state = bind_state("state", state, sizes, batched)
     decay = _bind_decay(decay, sizes, batched)
-    out, state = _step(phi, normalize, scale, eps, q, k, v, state, decay, parameters)
+    inputs = StepInputs(q, k, v, state, decay, parameters)
+    spec = StepSpec(phi, normalize, scale, eps)
+    out, state = _step(spec, device.of_call(inputs), device.interpreting(), inputs)
     return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
 
 
@@ -92,33 +97,49 @@ def _bind_decay(decay: Any, sizes: dict[str, int], batched: bool) -> jax.Array |
     return decay if "F" in letters else decay[..., None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _step(
-    phi: features.FeatureMap,
-    normalize: bool,
-    scale: float,
-    eps: float,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    state: LinearState,
-    decay: jax.Array | None,
-    parameters: tuple[jax.Array, ...],
-) -> tuple[jax.Array, LinearState]:
+def _plain(spec: StepSpec, inputs: StepInputs) -> tuple[jax.Array, LinearState]:
+    q, k, v, (kv, k_sum), decay, parameters = inputs
+    phi = spec.feature_map
     B, H, _ = q.shape
     G, V = v.shape[1:]
     q_features = phi(q.astype(jnp.float32), *parameters).reshape(B, G, H // G, -1)
     k_features = phi(k.astype(jnp.float32), *parameters)  # [B, G, F]
-    kv, k_sum = state
     if decay is not None:
         kv, k_sum = kv * jnp.exp(decay)[..., None], k_sum * jnp.exp(decay)
     kv = kv + k_features[..., None] * v.astype(jnp.float32)[:, :, None]  # [B, G, F, V]
     k_sum = k_sum + k_features
     out = jnp.einsum("bgrf,bgfv->bgrv", q_features, kv, precision=EXACT)
-    if normalize:
+    if spec.normalize:
         den = jnp.einsum("bgrf,bgf->bgr", q_features, k_sum, precision=EXACT)
         # Not jnp.maximum, which passes on half of the gradient where both are equal.
-        out = out / jnp.where(den > eps, den, eps)[..., None]
+        out = out / jnp.where(den > spec.eps, den, spec.eps)[..., None]
     else:
-        out = out * scale
+        out = out * spec.scale
     return out.reshape(B, H, V).astype(v.dtype), LinearState(kv, k_sum)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _kernel(
+    spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
+) -> tuple[jax.Array, LinearState]:
+    with device.interpret(interpret):
+        return OP.backend(KERNEL).step(spec, here, inputs)
+
+
+@_kernel.defjvp
+def _kernel_jvp(
+    spec: StepSpec, here: Device, interpret: bool, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    """The plain step's derivative: right in forward mode, reverse mode and to any order."""
+    _, tangents = jax.jvp(functools.partial(_plain, spec), primals, tangents)
+    return _kernel(spec, here, interpret, *primals), tangents
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _step(
+    spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
+) -> tuple[jax.Array, LinearState]:
+    # Not on a CPU at all, where naming the kernel would import Pallas's Triton.
+    if here.platform == "gpu" and OP.backend(KERNEL).unsupported(inputs, here) is None:
+        return _kernel(spec, here, interpret, inputs)
+    return _plain(spec, inputs)

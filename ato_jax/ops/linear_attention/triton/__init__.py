@@ -18,6 +18,7 @@ float32 is multiplied exactly unless the spec's precision says "tf32".
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -27,13 +28,21 @@ import jax.numpy as jnp
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.triton import bidirectional, causal, tiles
+from ato_jax.ops.linear_attention.triton import (
+    bidirectional,
+    causal,
+    projected,
+    split,
+    tiles,
+)
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
 # What one block may use on a Hopper card, in bytes.
 HOPPER_SHARED_MEMORY = 227 * 1024
-# One program holds a state [V, F] in float32 in its registers, beside all else.
-LARGEST_STATE = 128 * 128
+# Beyond these sizes, V would be cut into so many blocks that q and k, read for each of them, were
+# most of the traffic.
+LARGEST_F = 256
+LARGEST_V = 512
 
 # What Pallas lowers to Triton elementwise, and feature maps and their derivatives consist of.
 ELEMENTWISE = frozenset(
@@ -58,7 +67,8 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _unsupported_map(feature_map: FeatureMap) -> str | None:
+def unsupported_map(feature_map: FeatureMap) -> str | None:
+    """Why a kernel cannot compute the map, of which it is given x alone."""
     if not feature_map.elementwise:
         return f"feature map {feature_map.name!r} is not elementwise"
     x = jax.ShapeDtypeStruct((tiles.COLUMNS, tiles.COLUMNS), jnp.float32)
@@ -72,16 +82,31 @@ def _unsupported_map(feature_map: FeatureMap) -> str | None:
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    spec = projected.inner_spec(spec, phase)
     if spec.decay == "channel":
         return "decays of channels, [B, S, G, D], are not supported yet"
-    if tiles.state_size(spec) > LARGEST_STATE:
-        return f"states up to D * V = 128 * 128, got D={spec.D}, V={spec.V}"
+    if split.blocks(spec) > 1 and (spec.F > LARGEST_F or spec.V > LARGEST_V):
+        return f"states up to D = {LARGEST_F}, V = {LARGEST_V}, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
         return f"empty arrays, got B={spec.B}, T={spec.T}, S={spec.S}"
-    return _unsupported_map(spec.feature_map)
+    return unsupported_map(spec.feature_map)
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
+    """Each phase's passes by that phase's kernels, whose dtypes differ for projected features."""
+    forward, backward = (
+        _default_config(split.block_spec(projected.inner_spec(spec, phase)), device)
+        for phase in ("forward", "backward")
+    )
+    of_backward = {
+        name: value
+        for name, value in dataclasses.asdict(backward).items()
+        if name.startswith(("dq", "dkv"))
+    }
+    return dataclasses.replace(forward, **of_backward)
+
+
+def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """By the size of a state [V, F], whose float32 accumulators are what fills the registers.
 
     Up to 64 x 64, 4 warps hold them beside tiles of 64 rows, the height at which Hopper's tensor
@@ -95,6 +120,10 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     roomy = device.shared_memory >= HOPPER_SHARED_MEMORY
     places = device.multiprocessors
     narrow = 32 if small or spec.dtype != "float32" else 16
+    long_rows = tiles.padded(spec.F) > 128
+    if long_rows and (spec.causal or not half):
+        # Rows of 256 features: tiles of 32 spill twice what those at F = 128 do.
+        narrow = 16
     walk_block, walk_warps = (64, 4) if small and half else (narrow, 8)
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
@@ -103,28 +132,28 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
             # Both ways a state is stored for every chunk, and none is kept: larger chunks.
             walk_block = 64
         stream_block, stream_warps = walk_block, walk_warps
-    delayed = half and roomy and not small and not spec.causal
-    fast = half and not spec.causal
+    delayed = half and roomy and not small and not spec.causal and not long_rows
+    fast = half and not spec.causal and not long_rows
     return Config(
         piece_rows=4096,
         stream_rows=256,
         programs=(8 if small else 2) * places,
-        state_block=(64 if small or not roomy or spec.causal else 128) if half else 32,
+        state_block=(128 if fast and roomy and not small else 64) if half else 32,
         state_warps=4 if small else 8,
         state_stages=(4 if small else 3) if roomy and fast else 3 if small else 2,
         state_programs=(2 if small else 1) * places,
         output_block=stream_block,
         output_warps=stream_warps,
-        output_stages=(4 if small else 3) if fast else 3 if half and roomy else 2,
+        output_stages=(4 if small else 3) if fast else 3 if half and roomy and not long_rows else 2,
         output_programs=0 if small else 2 * places,
         dq_block=64 if delayed else walk_block,
         dq_warps=walk_warps,
-        dq_stages=3 if half and roomy and spec.causal != small else 2,
+        dq_stages=3 if half and roomy and spec.causal != small and not long_rows else 2,
         dq_programs=(3 if small else 1) * places,
         dq_delayed=delayed,
         dkv_block=stream_block,
         dkv_warps=stream_warps,
-        dkv_stages=4 if fast and roomy else 3 if half and (roomy or small) else 2,
+        dkv_stages=4 if fast and roomy else 3 if half and roomy and not long_rows else 2,
         dkv_programs=0 if small else places,
     )
 
@@ -139,10 +168,24 @@ def _kernels(spec: LinearAttentionSpec) -> Any:
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    return _kernels(spec).forward(spec, config, inputs)
+    def attend(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+        if split.blocks(spec) > 1:
+            return split.forward(attend, spec, inputs)
+        return _kernels(spec).forward(spec, config, inputs)
+
+    if not spec.feature_map.elementwise:
+        return projected.forward(attend, spec, inputs)
+    return attend(spec, inputs)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    return _kernels(spec).backward(spec, config, residuals, cotangents)
+    def attend(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
+        if split.blocks(spec) > 1:
+            return split.backward(attend, spec, residuals, cotangents)
+        return _kernels(spec).backward(spec, config, residuals, cotangents)
+
+    if not spec.feature_map.elementwise:
+        return projected.backward(attend, spec, residuals, cotangents)
+    return attend(spec, residuals, cotangents)

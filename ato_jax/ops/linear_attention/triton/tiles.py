@@ -597,7 +597,8 @@ def sequence_shape(
     spec: LinearAttentionSpec, length: int, heads: int, width: int
 ) -> jax.ShapeDtypeStruct:
     axes = (length, heads) if spec.layout == "bthd" else (heads, length)
-    return jax.ShapeDtypeStruct((spec.B, *axes, width), spec.dtype)
+    dtype = "float32" if isinstance(spec, UnroundedSpec) else spec.dtype
+    return jax.ShapeDtypeStruct((spec.B, *axes, width), dtype)
 
 
 def piece_id() -> jax.Array:
@@ -640,3 +641,13 @@ def launch(
         interpret=device.interpreting(),
         name=name,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class UnroundedSpec(LinearAttentionSpec):
+    """A call whose sequences are written in float32: the caller computes on, and rounds once."""
+
+
+def unrounded(spec: LinearAttentionSpec) -> UnroundedSpec:
+    fields = dataclasses.fields(LinearAttentionSpec)
+    return UnroundedSpec(**{field.name: getattr(spec, field.name) for field in fields})

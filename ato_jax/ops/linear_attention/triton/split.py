@@ -1,0 +1,128 @@
+"""States too large for one program's registers: V in blocks, each of them a call of its own.
+
+With v, do and the states' kv cut along V into blocks c, and the features whole:
+
+    out[.., c] = attend(q, k, v[.., c])
+    dv[.., c]  = backward(q, k, v[.., c], do[.., c]).dv      likewise the states' kv
+    dq         = sum over c of backward(..).dq               likewise dk and the rest
+
+since everything that flows back is linear in do, the normaliser's share too: each block takes
+phi(q) . g_i over its own columns. The sums are of float32, rounded once. The blocks are an axis of
+the kernels' grid, where XLA reads v and do in place and lays out what was cut once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.triton import tiles
+
+# The elements of a state [F, V] that a program holds in float32, beside all else: with 8 warps 64
+# of a thread's 255 registers.
+LARGEST_STATE = 128 * 128
+
+
+def blocks(spec: LinearAttentionSpec) -> int:
+    """Into how many blocks V is cut."""
+    return pl.cdiv(spec.V, max(1, LARGEST_STATE // tiles.padded(spec.F)))
+
+
+def block_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    """The call of each block."""
+    return dataclasses.replace(spec, V=pl.cdiv(spec.V, blocks(spec)))
+
+
+def cut(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
+    """[.., V] as [.., blocks, V_block]; a last block that is not whole is filled up by zeros."""
+    count = blocks(spec)
+    missing = -spec.V % count
+    if missing:
+        array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+    return array.reshape(*array.shape[:-1], count, -1)
+
+
+def joined(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
+    """[.., blocks, V_block] as [.., V]."""
+    return array.reshape(*array.shape[:-2], -1)[..., : spec.V]
+
+
+def _cut_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Inputs, Any]:
+    """The inputs, v and the state's kv cut, and where `vmap` finds the blocks: at -2 of these."""
+    axes: Any = Inputs._make([None] * len(inputs))
+    state = inputs.initial_state
+    if state is not None:
+        state = state._replace(kv=cut(spec, state.kv))
+        axes = axes._replace(initial_state=LinearState._make([-2, None]))
+    return inputs._replace(v=cut(spec, inputs.v), initial_state=state), axes._replace(v=-2)
+
+
+def _cut_outputs(spec: LinearAttentionSpec, outputs: Outputs) -> Outputs:
+    kv = cut(spec, outputs.state.kv)
+    return Outputs(cut(spec, outputs.out), outputs.state._replace(kv=kv))
+
+
+def _outputs_axes(k_sum: int | None) -> Any:
+    return Outputs._make([-2, LinearState._make([-2, k_sum])])
+
+
+def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+    """`attend(spec, inputs)` is the kernels' forward."""
+
+    def block(inputs: Inputs) -> Outputs:
+        return attend(block_spec(spec), inputs)
+
+    inputs, axes = _cut_inputs(spec, inputs)
+    out, state = jax.vmap(block, in_axes=(axes,), out_axes=_outputs_axes(0))(inputs)
+    return Outputs(joined(spec, out), LinearState(joined(spec, state.kv), state.k_sum[0]))
+
+
+def backward(
+    attend: Callable[..., Inputs],
+    spec: LinearAttentionSpec,
+    residuals: Residuals,
+    cotangents: Outputs,
+) -> Inputs:
+    """`attend(spec, residuals, cotangents)` is the kernels' backward."""
+
+    def block(inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Inputs:
+        unrounded = tiles.unrounded(block_spec(spec))
+        return attend(unrounded, Residuals(inputs, outputs), cotangents)
+
+    inputs, axes = _cut_inputs(spec, residuals.inputs)
+    outputs, cotangents = (
+        _cut_outputs(spec, pair) for pair in (residuals.outputs, cotangents)
+    )
+    # k_sum has no columns to cut: its cotangent enters with the first block alone.
+    first = jnp.arange(blocks(spec)) == 0
+    d_k_sum = jnp.where(first[:, None, None, None], cotangents.state.k_sum, 0)
+    cotangents = cotangents._replace(state=cotangents.state._replace(k_sum=d_k_sum))
+    found = jax.vmap(block, in_axes=(axes, _outputs_axes(None), _outputs_axes(0)))(
+        inputs, outputs, cotangents
+    )
+
+    def cut_first(array: jax.Array) -> jax.Array:
+        return joined(spec, jnp.moveaxis(array, 0, -2))
+
+    summed = jax.tree.map(lambda array: jnp.sum(array, axis=0), found)
+    d_state = found.initial_state
+    if d_state is not None:
+        d_state = LinearState(cut_first(d_state.kv), summed.initial_state.k_sum)
+    return summed._replace(
+        q=summed.q.astype(spec.dtype),
+        k=summed.k.astype(spec.dtype),
+        v=cut_first(found.v).astype(spec.dtype),
+        initial_state=d_state,
+    )
