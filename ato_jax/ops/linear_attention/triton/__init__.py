@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.triton import bidirectional, causal, tiles
+from ato_jax.ops.linear_attention.triton import bidirectional, causal, channel, tiles
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
 # One program holds a state [V, F] in float32 in its registers, beside all else.
@@ -68,7 +68,12 @@ def _unsupported_map(feature_map: FeatureMap) -> str | None:
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
-    if spec.decay is not None:
+    if spec.decay == "channel":
+        if not spec.causal:
+            return "a gate per step and channel is not supported without causal=True"
+        if phase == "backward":
+            return "the gradient of a gate per step and channel is not supported yet"
+    elif spec.decay is not None:
         return "decay is not supported yet"
     if spec.segments is not None:
         return "segments are not supported yet"
@@ -118,11 +123,18 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     )
 
 
+def _algorithm(spec: LinearAttentionSpec) -> Any:
+    """The module that has the kernels for the spec."""
+    if spec.decay == "channel":
+        return channel
+    return causal if spec.causal else bidirectional
+
+
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    return (causal if spec.causal else bidirectional).forward(spec, config, inputs)
+    return _algorithm(spec).forward(spec, config, inputs)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    return (causal if spec.causal else bidirectional).backward(spec, config, residuals, cotangents)
+    return _algorithm(spec).backward(spec, config, residuals, cotangents)
