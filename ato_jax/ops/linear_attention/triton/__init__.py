@@ -71,8 +71,6 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.decay == "channel":
         if not spec.causal:
             return "a gate per step and channel is not supported without causal=True"
-        if phase == "backward":
-            return "the gradient of a gate per step and channel is not supported yet"
     elif spec.decay is not None:
         return "decay is not supported yet"
     if spec.segments is not None:

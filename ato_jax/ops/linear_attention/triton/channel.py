@@ -450,3 +450,314 @@ def _load_state(
 def _advance(frame: Frame, state: jax.Array, added: jax.Array) -> jax.Array:
     """The state [.., F] at the end of a chunk, from that before it and what the chunk adds."""
     return (state + added) * frame.keep if frame.mild else state * frame.keep + added
+
+
+def backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    inputs = residuals.inputs
+    walk = _cut(spec, config)
+    states = _prefix_states(spec, config, inputs, walk)
+    dq, flow, dkv, dk_sum, normalizer = _query_gradient(
+        spec, config, inputs, walk, states, cotangents.out
+    )
+    # Over the query heads of each kv head; the first pieces may hold keys alone.
+    dkv, dk_sum = (
+        jnp.pad(
+            jnp.sum(sums.reshape(spec.B, spec.G, -1, *sums.shape[2:]), axis=2),
+            [(0, 0), (0, 0), (walk.with_queries, 0)] + [(0, 0)] * (sums.ndim - 3),
+        )
+        for sums in (dkv, dk_sum)
+    )
+    if spec.return_state:
+        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
+    else:
+        end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
+    dkv, dk_sum = states_between(dkv, dk_sum, end, states.decay, reverse=True)
+    dk, dv, d_decay = _key_gradient(
+        spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out
+    )
+    d_state = None
+    if inputs.initial_state is not None:
+        d_state = LinearState(jnp.swapaxes(dkv[:, :, 0], 2, 3), dk_sum[:, :, 0])
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
+
+
+def _finely(spec: LinearAttentionSpec, rows: jax.Array, features: jax.Array) -> jax.Array:
+    """rows^T @ features, the rows [C, V] rounded as little as weights are."""
+    found = tiles.product(spec, rows, features, wide=True, trans_a=True)
+    if spec.dtype == "bfloat16":
+        rest = rows - tiles.operand(spec, rows).astype(jnp.float32)
+        found += tiles.product(spec, rest, features, trans_a=True)
+    return found
+
+
+def _query_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    states: States,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Normalizer | None]:
+    """dq; phi(q) d_phi_q [B, H, T, F] float32; and, as seen from each piece's start, dS^T
+    [B, H, pieces, V, F] and dz [B, H, pieces, F]; d_den and 1 / den."""
+    block = config.dq_block
+    group = spec.H // spec.G
+    count = walk.pieces.count - walk.with_queries
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        do_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        steepest_ref: Any,
+        dq_ref: Any,
+        flow_ref: Any,
+        dkv_ref: Any,
+        dk_sum_ref: Any,
+        *normalizer_refs: Any,
+    ) -> None:
+        piece = walk.with_queries + pl.program_id(0)
+        ones = jnp.ones((block, block), jnp.float32)
+        row, column = _pairs(block)
+
+        def write_chunk(mild: bool) -> Callable[..., Any]:
+            def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                kv, z, dkv, dz, since_start = carry  # [V, F], [C, F], [V, F], [C, F], [1, F]
+                queries, keys = walk.rows_at(spec, piece, i, block)
+                q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+                k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+                v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+                do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
+                frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
+                phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
+                reads = _side(spec, phi_q, frame.since)
+                adds = _side(spec, tiles.features_of(spec, k, keys), frame.until)
+                # The features as the forward rounded them, in both terms that nearly cancel.
+                edge = reads.edge.astype(jnp.float32)  # [C, F]
+                dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
+                g = tiles.read_state(spec, do, kv)  # [C, F]
+                inverse = jnp.full((block,), spec.scale, jnp.float32)
+                if spec.normalize:
+                    w = _weights(spec, frame, reads, adds)  # [C, C]
+                    w = jnp.where(column <= row, w, 0.0)
+                    den = jnp.sum(w, axis=1) + jnp.sum(edge * z, axis=1)  # [C]
+                    out_do = jnp.sum(w * dw, axis=1) + jnp.sum(edge * g, axis=1)
+                    inverse = 1 / jnp.maximum(den, spec.eps)
+                    e = jnp.where(den > spec.eps, -inverse * out_do, 0.0)
+                    dw += e[:, None]
+                    g += e[:, None] * z
+                    z = _advance(frame, z, tiles.product(spec, ones, adds.edge, wide=True))
+                    tiles.store_rows(normalizer_refs[0], queries, e * inverse)
+                    tiles.store_rows(normalizer_refs[1], queries, inverse)
+                    dz += (e * inverse)[:, None] * (edge * since_start)
+                dw = jnp.where(column <= row, dw, 0.0)
+                found = _add_pairs(spec, frame, _start_gradient(frame, g), dw, reads, adds)
+                d_phi_q, flow = _finish_gradient(found, frame.since, reads)
+                tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * inverse[:, None] * slopes)
+                tiles.store_tile(flow_ref, queries, spec.F, flow * inverse[:, None])
+                added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
+                d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
+                read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
+                dkv += _finely(spec, d_num, read)
+                return _advance(frame, kv, added), z, dkv, dz, since_start * frame.keep
+
+            return write
+
+        state = _load_state(spec, kv_ref, k_sum_ref, block)
+        nothing = (jnp.zeros_like(array) for array in state)
+        carry = (*state, *nothing, jnp.ones((1, tiles.padded(spec.F)), jnp.float32))
+        chunks = walk.pieces.rows // block
+        carry = _walk_chunks(spec, config, steepest_ref, chunks, block, write_chunk, carry)
+        _, _, dkv, dz, _ = carry
+        tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
+        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
+
+    per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
+    row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
+    extra = 2 if spec.normalize else 0
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group))
+    queries = tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h))
+    dq, flow, dkv, dk_sum, *normalizer = tiles.launch(
+        kernel,
+        "linear_attention_channel_query_gradient",
+        grid=(count, spec.H, spec.B),
+        in_specs=[
+            queries,
+            keys,
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            keys,
+            tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+            *_state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            pl.BlockSpec(
+                (None, None, None), lambda p, h, b: (b, h // group, walk.with_queries + p)
+            ),
+        ],
+        out_specs=[
+            queries,
+            pl.BlockSpec((None, None, spec.T, spec.F), lambda p, h, b: (b, h, 0, 0)),
+            *_state_blocks(spec, lambda p, h, b: (b, h, p)),
+            *[per_row] * extra,
+        ],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+            jax.ShapeDtypeStruct((spec.B, spec.H, spec.T, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
+            *[row_shape] * extra,
+        ],
+        warps=config.dq_warps,
+        stages=config.dq_stages,
+    )(inputs.q, inputs.k, inputs.v, inputs.decay, do, states.kv, states.k_sum, states.steepest)
+    return dq, flow, dkv, dk_sum, Normalizer(*normalizer) if normalizer else None
+
+
+def _key_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    states: States,
+    dkv: jax.Array,
+    dk_sum: jax.Array,
+    flow: jax.Array,
+    normalizer: Normalizer | None,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dk, dv and the gates' gradient, summed over the query heads of each kv head."""
+    block = config.dkv_block
+    group = spec.H // spec.G
+    chunks = walk.pieces.rows // block
+    axis = tiles.heads_axis(spec)
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        do_ref: Any,
+        flow_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        dkv_ref: Any,
+        dk_sum_ref: Any,
+        steepest_ref: Any,
+        *refs: Any,
+    ) -> None:
+        *normalizer_refs, dk_ref, dv_ref, d_gates_ref = refs
+        piece = pl.program_id(0)
+        row, column = _pairs(block)  # keys, queries
+
+        def write_chunk(mild: bool) -> Callable[..., Any]:
+            def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                dkv, dz, later = carry  # [V, F], [C, F], [F]
+                queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
+                k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+                v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+                frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
+                phi_k, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
+                adds = _side(spec, phi_k, frame.until)
+                if mild:
+                    dkv, dz = dkv * frame.keep, dz * frame.keep
+                dv = tiles.product(spec, adds.edge, dkv, wide=True, trans_b=True)  # [C, V]
+                found = _start_gradient(frame, tiles.read_state(spec, v, dkv) + dz)  # [C, F]
+                if not mild:
+                    dkv, dz = dkv * frame.keep, dz * frame.keep
+
+                def add_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                    dv, found, flow, dkv, dz = sums
+                    q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
+                    do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
+                    phi_q = tiles.features_of(spec, q, queries)  # [C, F]
+                    reads = _side(spec, phi_q, frame.since)
+                    inverse = jnp.full((block,), spec.scale, jnp.float32)
+                    if spec.normalize:
+                        inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                    d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
+                    # Not v . d_num, which is rounded: these terms are a difference.
+                    dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
+                    dw *= inverse[None, :]
+                    if spec.normalize:
+                        d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
+                        d_den_rows = jnp.broadcast_to(d_den[None, :], (block, block))
+                        dw += d_den_rows
+                        dz += tiles.weighted_sum(spec, d_den_rows, reads.edge)
+                    w = _weights(spec, frame, adds, reads)  # [C keys, C queries]
+                    w = jnp.where(row <= column, w, 0.0)
+                    dv += tiles.weighted_sum(spec, w, tiles.operand(spec, d_num, wide=True))
+                    dw = jnp.where(row <= column, dw, 0.0)
+                    found = _add_pairs(spec, frame, found, dw, adds, reads)
+                    flow += tiles.load_tile(flow_ref, queries, spec.F, head, 0)  # [C, F]
+                    dkv += _finely(spec, d_num, reads.edge)
+                    return dv, found, flow, dkv, dz
+
+                sums = (dv, found, jnp.zeros_like(phi_k), dkv, dz)
+                dv, found, flow, dkv, dz = jax.lax.fori_loop(0, group, add_head, sums)
+                d_phi_k, of_keys = _finish_gradient(found, frame.until, adds)
+                tiles.store_tile(dv_ref, keys, spec.V, dv)
+                tiles.store_tile(dk_ref, keys, spec.D, d_phi_k * slopes)
+                flow -= of_keys
+                # From the first row, since there is no running sum from the last one.
+                later += jnp.sum(flow, axis=0)
+                before = jnp.cumsum(flow, axis=0) - flow
+                tiles.store_tile(d_gates_ref, keys, spec.F, later[None, :] - before)
+                return dkv, dz, later
+
+            return write
+
+        dkv, dz = _load_state(spec, dkv_ref, dk_sum_ref, block)
+        kv = tiles.load_matrix(kv_ref, spec.V, spec.F)  # [V, F]
+        later = jnp.sum(kv * dkv, axis=0)  # [F]
+        if spec.normalize or spec.return_state:
+            z = tiles.load_vector(k_sum_ref, spec.F)  # [F]
+            later += z * tiles.load_vector(dk_sum_ref, spec.F)
+        _walk_chunks(spec, config, steepest_ref, chunks, block, write_chunk, (dkv, dz, later))
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
+    per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
+    gates_shape = tiles.sequence_shape(spec, spec.S, spec.G, spec.D).update(dtype=jnp.float32)
+    return tuple(
+        tiles.launch(
+            kernel,
+            "linear_attention_channel_key_gradient",
+            grid=(walk.pieces.count, spec.G, spec.B),
+            in_specs=[
+                tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group),
+                keys,
+                values,
+                keys,
+                tiles.sequence_block(spec, spec.T, spec.V, lambda p, g, b: (b, g), group),
+                pl.BlockSpec((None, group, spec.T, spec.F), lambda p, g, b: (b, g, 0, 0)),
+                *_state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
+                *_state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
+                pl.BlockSpec((None, None, None), lambda p, g, b: (b, g, p)),
+                *[per_row] * len(normalizer or ()),
+            ],
+            out_specs=[keys, values, keys],
+            out_shape=[
+                tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
+                tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+                gates_shape,
+            ],
+            warps=config.dkv_warps,
+            stages=config.dkv_stages,
+        )(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.decay,
+            do,
+            flow,
+            states.kv,
+            states.k_sum,
+            dkv,
+            dk_sum,
+            states.steepest,
+            *(normalizer or ()),
+        )
+    )
