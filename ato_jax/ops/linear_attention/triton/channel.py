@@ -68,6 +68,8 @@ from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
 
 # exp of it is 0 in float32: nothing stronger matters, and -inf would turn sums into NaN.
 STRONGEST = -128.0
+# Rows of a chunk where the gates are not mild: each level of its pairs holds tiles of its own.
+STEEP_BLOCK = 32
 
 
 def mildest(spec: LinearAttentionSpec) -> float:
@@ -192,12 +194,12 @@ def _add_pairs(
 ) -> Gradient:
     """What the weights' gradient dw [C rows, C columns] adds to that of the rows' features."""
     if frame.mild:
-        return Gradient(found.edge + tiles.weighted_sum(spec, dw, columns.edge), ())
+        return Gradient(found.edge + _finely(spec, dw, columns.edge, fine="a"), ())
 
     def add_level(at_level: jax.Array, factor: jax.Array, sums: Any) -> Any:
         pairs, flow = sums
         read = tiles.operand(spec, columns.features * factor, wide=True)
-        sum_ = tiles.weighted_sum(spec, jnp.where(at_level, dw, 0.0), read)
+        sum_ = _finely(spec, jnp.where(at_level, dw, 0.0), read, fine="a")
         rounded = tiles.operand(spec, rows.features * factor, wide=True).astype(jnp.float32)
         return pairs + factor * sum_, flow + rounded * sum_
 
@@ -213,6 +215,28 @@ def _finish_gradient(
     if not found.pairs:
         return gradient, flow
     return gradient + found.pairs[0], flow + found.pairs[1]
+
+
+def _finely(
+    spec: LinearAttentionSpec, a: jax.Array, b: jax.Array, *, fine: str, trans_a: bool = False
+) -> jax.Array:
+    """a @ b, what rounding leaves of the factor called `fine` multiplied, too.
+
+    The gates' gradient is a difference of sums over a whole piece: so also in float16 and TF32.
+    """
+    found = tiles.product(spec, a, b, wide=True, trans_a=trans_a)
+    if spec.dtype == "float32" and spec.precision == "exact":
+        return found
+    rest = a if fine == "a" else b
+    rest -= tiles.operand(spec, rest, wide=True).astype(jnp.float32)
+    a, b = (rest, b) if fine == "a" else (a, rest)
+    return found + tiles.product(spec, a, b, wide=True, trans_a=trans_a)
+
+
+def _sum_rows(spec: LinearAttentionSpec, edge: jax.Array) -> jax.Array:
+    """The sum [1, F] of a tile's rows: as a product, whose rows are all alike."""
+    ones = jnp.ones((tiles.COLUMNS, edge.shape[0]), jnp.float32)
+    return jnp.max(tiles.product(spec, ones, edge, wide=True), axis=0)[None, :]
 
 
 def _cut(spec: LinearAttentionSpec, config: Config) -> Walk:
@@ -340,18 +364,19 @@ def _piece_states(
 def _walk_chunks(
     spec: LinearAttentionSpec,
     config: Config,
+    pieces: Pieces,
     steepest_ref: Any,
-    chunks: int,
     block: int,
-    chunk: Callable[[bool], Callable[..., Any]],
+    chunk: Callable[[bool, int], Callable[..., Any]],
     carry: Any,
 ) -> Any:
-    """`chunk(mild)(i, carry)` for each of the chunks, all of them mild or none taken to be."""
+    """`chunk(mild, rows)(i, carry)` for each chunk i of a piece, its rows `block` if mild."""
     # A chunk that is larger than those of the state pass loses at most this many times as much.
     most = mildest(spec) / max(1, block // config.state_block)
 
     def walk(mild: bool) -> Callable[[Any], Any]:
-        return lambda carry: jax.lax.fori_loop(0, chunks, chunk(mild), carry)
+        rows = block if mild else min(block, STEEP_BLOCK)
+        return lambda carry: jax.lax.fori_loop(0, pieces.rows // rows, chunk(mild, rows), carry)
 
     return jax.lax.cond(steepest_ref[...] <= most, walk(True), walk(False), carry)
 
@@ -380,12 +405,12 @@ def _output(
         out_ref: Any,
     ) -> None:
         piece = walk.with_queries + pl.program_id(0)
-        ones = jnp.ones((block, block), jnp.float32)
-        row, column = _pairs(block)
 
-        def write_chunk(mild: bool) -> Callable[..., Any]:
+        def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
+            row, column = _pairs(block)
+
             def write(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                kv, z = state  # [V, F], [C, F]
+                kv, z = state  # [V, F], [1, F]
                 queries, keys = walk.rows_at(spec, piece, i, block)
                 q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
@@ -401,7 +426,7 @@ def _output(
                     den = jnp.sum(w, axis=1)  # [C]
                     den += jnp.sum(reads.edge.astype(jnp.float32) * z, axis=1)
                     out *= (1 / jnp.maximum(den, spec.eps))[:, None]
-                    z = _advance(frame, z, tiles.product(spec, ones, adds.edge, wide=True))
+                    z = _advance(frame, z, _sum_rows(spec, adds.edge))
                 else:
                     out *= spec.scale
                 tiles.store_tile(out_ref, queries, spec.V, out)
@@ -410,9 +435,8 @@ def _output(
 
             return write
 
-        state = _load_state(spec, kv_ref, k_sum_ref, block)
-        chunks = walk.pieces.rows // block
-        _walk_chunks(spec, config, steepest_ref, chunks, block, write_chunk, state)
+        state = _load_state(spec, kv_ref, k_sum_ref)
+        _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, state)
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group))
     return tiles.launch(
@@ -437,14 +461,11 @@ def _output(
 
 
 def _load_state(
-    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any, rows: int
+    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [V, F], and k_sum in each of so many rows [rows, F]."""
-    width = tiles.padded(spec.F)
-    return (
-        tiles.load_matrix(kv_ref, spec.V, spec.F),
-        jnp.broadcast_to(tiles.load_vector(k_sum_ref, spec.F)[None, :], (rows, width)),
-    )
+    """kv [V, F] and k_sum [1, F]."""
+    kv = tiles.load_matrix(kv_ref, spec.V, spec.F)
+    return kv, tiles.load_vector(k_sum_ref, spec.F)[None, :]
 
 
 def _advance(frame: Frame, state: jax.Array, added: jax.Array) -> jax.Array:
@@ -483,15 +504,6 @@ def backward(
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
 
 
-def _finely(spec: LinearAttentionSpec, rows: jax.Array, features: jax.Array) -> jax.Array:
-    """rows^T @ features, the rows [C, V] rounded as little as weights are."""
-    found = tiles.product(spec, rows, features, wide=True, trans_a=True)
-    if spec.dtype == "bfloat16":
-        rest = rows - tiles.operand(spec, rows).astype(jnp.float32)
-        found += tiles.product(spec, rest, features, trans_a=True)
-    return found
-
-
 def _query_gradient(
     spec: LinearAttentionSpec,
     config: Config,
@@ -522,17 +534,17 @@ def _query_gradient(
         *normalizer_refs: Any,
     ) -> None:
         piece = walk.with_queries + pl.program_id(0)
-        ones = jnp.ones((block, block), jnp.float32)
-        row, column = _pairs(block)
 
-        def write_chunk(mild: bool) -> Callable[..., Any]:
+        def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
+            row, column = _pairs(block)
+
             def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                kv, z, dkv, dz, since_start = carry  # [V, F], [C, F], [V, F], [C, F], [1, F]
+                kv, z, dkv, dz, since_start = carry  # [V, F], [1, F], [V, F], [16, F], [1, F]
                 queries, keys = walk.rows_at(spec, piece, i, block)
                 q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-                do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
+                do = tiles.operand(spec, tiles.load_tile(do_ref, queries, spec.V))  # [C, V]
                 frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
                 phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
                 reads = _side(spec, phi_q, frame.since)
@@ -540,7 +552,7 @@ def _query_gradient(
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 edge = reads.edge.astype(jnp.float32)  # [C, F]
                 dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
-                g = tiles.read_state(spec, do, kv)  # [C, F]
+                g = _finely(spec, do, kv, fine="b")  # [C, F]
                 inverse = jnp.full((block,), spec.scale, jnp.float32)
                 if spec.normalize:
                     w = _weights(spec, frame, reads, adds)  # [C, C]
@@ -551,10 +563,9 @@ def _query_gradient(
                     e = jnp.where(den > spec.eps, -inverse * out_do, 0.0)
                     dw += e[:, None]
                     g += e[:, None] * z
-                    z = _advance(frame, z, tiles.product(spec, ones, adds.edge, wide=True))
+                    z = _advance(frame, z, _sum_rows(spec, adds.edge))
                     tiles.store_rows(normalizer_refs[0], queries, e * inverse)
                     tiles.store_rows(normalizer_refs[1], queries, inverse)
-                    dz += (e * inverse)[:, None] * (edge * since_start)
                 dw = jnp.where(column <= row, dw, 0.0)
                 found = _add_pairs(spec, frame, _start_gradient(frame, g), dw, reads, adds)
                 d_phi_q, flow = _finish_gradient(found, frame.since, reads)
@@ -563,16 +574,18 @@ def _query_gradient(
                 added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
                 d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
                 read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
-                dkv += _finely(spec, d_num, read)
+                dkv += _finely(spec, d_num, read, fine="a", trans_a=True)
+                if spec.normalize:
+                    d_den = tiles.as_columns(spec, e * inverse)  # [C, 16]
+                    dz += tiles.product(spec, d_den, read, wide=True, trans_a=True)
                 return _advance(frame, kv, added), z, dkv, dz, since_start * frame.keep
 
             return write
 
-        state = _load_state(spec, kv_ref, k_sum_ref, block)
-        nothing = (jnp.zeros_like(array) for array in state)
+        state = _load_state(spec, kv_ref, k_sum_ref)
+        nothing = tiles.no_sums(spec, tiles.COLUMNS)
         carry = (*state, *nothing, jnp.ones((1, tiles.padded(spec.F)), jnp.float32))
-        chunks = walk.pieces.rows // block
-        carry = _walk_chunks(spec, config, steepest_ref, chunks, block, write_chunk, carry)
+        carry = _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, carry)
         _, _, dkv, dz, _ = carry
         tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
         tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
@@ -631,7 +644,6 @@ def _key_gradient(
     """dk, dv and the gates' gradient, summed over the query heads of each kv head."""
     block = config.dkv_block
     group = spec.H // spec.G
-    chunks = walk.pieces.rows // block
     axis = tiles.heads_axis(spec)
 
     def kernel(
@@ -650,11 +662,13 @@ def _key_gradient(
     ) -> None:
         *normalizer_refs, dk_ref, dv_ref, d_gates_ref = refs
         piece = pl.program_id(0)
-        row, column = _pairs(block)  # keys, queries
 
-        def write_chunk(mild: bool) -> Callable[..., Any]:
+        def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
+            row, column = _pairs(block)  # keys, queries
+            chunks = walk.pieces.rows // block
+
             def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                dkv, dz, later = carry  # [V, F], [C, F], [F]
+                dkv, dz, later = carry  # [V, F], [1, F], [F]
                 queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
@@ -664,7 +678,7 @@ def _key_gradient(
                 if mild:
                     dkv, dz = dkv * frame.keep, dz * frame.keep
                 dv = tiles.product(spec, adds.edge, dkv, wide=True, trans_b=True)  # [C, V]
-                found = _start_gradient(frame, tiles.read_state(spec, v, dkv) + dz)  # [C, F]
+                found = _start_gradient(frame, _finely(spec, v, dkv, fine="b") + dz)  # [C, F]
                 if not mild:
                     dkv, dz = dkv * frame.keep, dz * frame.keep
 
@@ -672,6 +686,7 @@ def _key_gradient(
                     dv, found, flow, dkv, dz = sums
                     q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                     do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
+                    do = tiles.operand(spec, do)
                     phi_q = tiles.features_of(spec, q, queries)  # [C, F]
                     reads = _side(spec, phi_q, frame.since)
                     inverse = jnp.full((block,), spec.scale, jnp.float32)
@@ -683,16 +698,17 @@ def _key_gradient(
                     dw *= inverse[None, :]
                     if spec.normalize:
                         d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
-                        d_den_rows = jnp.broadcast_to(d_den[None, :], (block, block))
-                        dw += d_den_rows
-                        dz += tiles.weighted_sum(spec, d_den_rows, reads.edge)
+                        dw += d_den[None, :]
+                        d_den = tiles.as_columns(spec, d_den)  # [C, 16]
+                        sums = tiles.product(spec, d_den, reads.edge, wide=True, trans_a=True)
+                        dz += jnp.sum(sums, axis=0)[None, :]
                     w = _weights(spec, frame, adds, reads)  # [C keys, C queries]
                     w = jnp.where(row <= column, w, 0.0)
                     dv += tiles.weighted_sum(spec, w, tiles.operand(spec, d_num, wide=True))
                     dw = jnp.where(row <= column, dw, 0.0)
                     found = _add_pairs(spec, frame, found, dw, adds, reads)
                     flow += tiles.load_tile(flow_ref, queries, spec.F, head, 0)  # [C, F]
-                    dkv += _finely(spec, d_num, reads.edge)
+                    dkv += _finely(spec, d_num, reads.edge, fine="a", trans_a=True)
                     return dv, found, flow, dkv, dz
 
                 sums = (dv, found, jnp.zeros_like(phi_k), dkv, dz)
@@ -709,13 +725,14 @@ def _key_gradient(
 
             return write
 
-        dkv, dz = _load_state(spec, dkv_ref, dk_sum_ref, block)
+        dkv, dz = _load_state(spec, dkv_ref, dk_sum_ref)
         kv = tiles.load_matrix(kv_ref, spec.V, spec.F)  # [V, F]
         later = jnp.sum(kv * dkv, axis=0)  # [F]
         if spec.normalize or spec.return_state:
             z = tiles.load_vector(k_sum_ref, spec.F)  # [F]
             later += z * tiles.load_vector(dk_sum_ref, spec.F)
-        _walk_chunks(spec, config, steepest_ref, chunks, block, write_chunk, (dkv, dz, later))
+        carry = (dkv, dz, later)
+        _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, carry)
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
