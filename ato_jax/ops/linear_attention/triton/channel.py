@@ -68,6 +68,7 @@ from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
 
 # exp of it is 0 in float32: nothing stronger matters, and -inf would turn sums into NaN.
 STRONGEST = -128.0
+BFLOAT16_MASK = -(1 << 16)  # of float32's bits
 # Rows of a chunk where the gates are not mild: each level of its pairs holds tiles of its own.
 STEEP_BLOCK = 32
 
@@ -102,26 +103,26 @@ def _sums(chosen: jax.Array, gates: jax.Array) -> jax.Array:
 
 
 class Frame(NamedTuple):
-    """The decays between the rows of a chunk and its edges, as factors.
+    """The decays between the rows of a chunk and its edges.
 
-    Where `mild` is True, `until` lacks the factor `keep`: it is exp(-c), and the state, which
-    has been added to in these terms, gets the factor at the end.
+    Where `mild` is True, `until` lacks `keep`: it is -c, and the state, which has been added to
+    in these terms, gets the factor at the end.
     """
 
     mild: bool
     gates: jax.Array  # [C, F]
-    since: jax.Array  # [C, F], exp(c)
-    until: jax.Array  # [C, F], exp(total - c)
+    since: jax.Array  # [C, F], c
+    until: jax.Array  # [C, F], total - c
     keep: jax.Array  # [1, F], exp(total)
 
 
 def _frame(gates: jax.Array, mild: bool) -> Frame:
-    keep = _exp(jnp.sum(gates, axis=0))[None, :]
+    keep = _exp(_sum_rows(gates))
     if mild:
         c = jnp.cumsum(gates, axis=0)
-        return Frame(mild, gates, _exp(c), _exp(-c), keep)
+        return Frame(mild, gates, c, -c, keep)
     i, j = _pairs(gates.shape[0])
-    return Frame(mild, gates, _exp(_sums(j <= i, gates)), _exp(_sums(j > i, gates)), keep)
+    return Frame(mild, gates, _sums(j <= i, gates), _sums(j > i, gates), keep)
 
 
 def _pairs(block: int) -> tuple[jax.Array, jax.Array]:
@@ -130,14 +131,28 @@ def _pairs(block: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Side(NamedTuple):
-    """The queries or the keys of a chunk."""
+    """The queries or the keys of a chunk, [C, F] each."""
 
-    features: jax.Array  # [C, F] float32
-    edge: jax.Array  # [C, F], the operand: features times `since` or `until`
+    features: jax.Array  # float32
+    slopes: jax.Array
+    edge: jax.Array  # the operand: the features decayed between the rows and the chunk's edge
+    edge_slopes: jax.Array  # the slopes, likewise
 
 
-def _side(spec: LinearAttentionSpec, features: jax.Array, factor: jax.Array) -> Side:
-    return Side(features, tiles.operand(spec, features * factor, wide=True))
+def _side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array) -> Side:
+    """From a tile of q or k [C, D], and its rows' decays to an edge of the chunk [C, F]."""
+    features, slopes = tiles.features_and_slopes(spec, x, rows)
+    if spec.feature_map.name == "elu1":
+        # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
+        x = x.astype(jnp.float32)
+        edge_slopes = _exp(jnp.minimum(x, 0.0) + decay)
+        edge = edge_slopes * (jnp.maximum(x, 0.0) + 1)
+        if rows.exist is not None or tiles.padded(spec.D) != spec.D:
+            edge = jnp.where(features != 0, edge, 0.0)
+    else:
+        factor = _exp(decay)
+        edge, edge_slopes = features * factor, slopes * factor
+    return Side(features, slopes, tiles.operand(spec, edge, wide=True), edge_slopes)
 
 
 def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
@@ -172,8 +187,8 @@ def _weights(spec: LinearAttentionSpec, frame: Frame, rows: Side, columns: Side)
 class Gradient(NamedTuple):
     """Sums to which the gradient of one side's features is added, [C, F] each.
 
-    It is `edge` times the factor of the side's edge, plus `pairs`; its product with the features
-    is `edge` times the side's edge, plus `flow`. Where the frame is mild there is `edge` alone.
+    With the side's decays to the edge, `edge` is that gradient but for `pairs`; and the product of
+    that gradient with the features but for `flow`. Where the frame is mild there is `edge` alone.
     """
 
     edge: jax.Array
@@ -206,15 +221,14 @@ def _add_pairs(
     return Gradient(found.edge, _over_levels(frame, add_level, found.pairs))
 
 
-def _finish_gradient(
-    found: Gradient, factor: jax.Array, side: Side
-) -> tuple[jax.Array, jax.Array]:
-    """The features' gradient, and its product with the features as they were rounded."""
-    gradient = found.edge * factor
+def _finish_gradient(found: Gradient, side: Side) -> tuple[jax.Array, jax.Array]:
+    """x's gradient, and the features' times the features as they were rounded."""
+    gradient = found.edge * side.edge_slopes
     flow = found.edge * side.edge.astype(jnp.float32)
     if not found.pairs:
         return gradient, flow
-    return gradient + found.pairs[0], flow + found.pairs[1]
+    pairs, flow_of_pairs = found.pairs
+    return gradient + pairs * side.slopes, flow + flow_of_pairs
 
 
 def _finely(
@@ -224,19 +238,29 @@ def _finely(
 
     The gates' gradient is a difference of sums over a whole piece: so also in float16 and TF32.
     """
-    found = tiles.product(spec, a, b, wide=True, trans_a=trans_a)
     if spec.dtype == "float32" and spec.precision == "exact":
-        return found
-    rest = a if fine == "a" else b
-    rest -= tiles.operand(spec, rest, wide=True).astype(jnp.float32)
-    a, b = (rest, b) if fine == "a" else (a, rest)
-    return found + tiles.product(spec, a, b, wide=True, trans_a=trans_a)
+        return tiles.product(spec, a, b, trans_a=trans_a)
+    x = a if fine == "a" else b
+    if spec.dtype == "bfloat16":
+        # Cut off, not rounded: as precise where there is a rest, and cheaper.
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & BFLOAT16_MASK
+        first = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    else:
+        first = tiles.operand(spec, x, wide=True).astype(jnp.float32)
+    found = jnp.float32(0)
+    for part in (first, x - first):
+        factors = (part, b) if fine == "a" else (a, part)
+        found += tiles.product(spec, *factors, wide=True, trans_a=trans_a)
+    return found
 
 
-def _sum_rows(spec: LinearAttentionSpec, edge: jax.Array) -> jax.Array:
-    """The sum [1, F] of a tile's rows: as a product, whose rows are all alike."""
-    ones = jnp.ones((tiles.COLUMNS, edge.shape[0]), jnp.float32)
-    return jnp.max(tiles.product(spec, ones, edge, wide=True), axis=0)[None, :]
+def _sum_rows(tile: jax.Array) -> jax.Array:
+    """[1, F], the sum of a tile's rows in float32.
+
+    Not a product: one of fewer rows than Hopper's tensor cores take drags the others' layouts
+    along, and one of as many fills too many registers.
+    """
+    return jnp.sum(tile.astype(jnp.float32), axis=0)[None, :]
 
 
 def _cut(spec: LinearAttentionSpec, config: Config) -> Walk:
@@ -245,6 +269,12 @@ def _cut(spec: LinearAttentionSpec, config: Config) -> Walk:
     length = spec.S - first_key
     block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
     pieces = tiles.cut(length, spec.B * spec.G, config.piece_rows, block, config.programs)
+    # Where pieces of nearly that length leave none that is shorter, no row has to be masked.
+    blocks = length // block
+    whole = [count for count in range(1, blocks + 1) if blocks % count == 0]
+    count = min(whole, key=lambda count: abs(count - pieces.count), default=1)
+    if offset == 0 and length % block == 0 and 2 * abs(count - pieces.count) <= pieces.count:
+        pieces = Pieces(count, length // count)
     aligned = offset == 0 and pieces.count * pieces.rows == length
     return Walk(pieces, first_key, first_key - offset, aligned, max(0, offset) // pieces.rows)
 
@@ -315,11 +345,9 @@ def _piece_states(
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
             gates = _load_gates(spec, gates_ref, behind)  # [S_block, F]
             own = _load_gates(spec, gates_ref, rows)  # [S_block, F]
-            factor = _exp(jnp.cumsum(gates, axis=0) + decay[None, :])
-            features = tiles.features_of(spec, k, rows) * factor
-            features = tiles.operand(spec, features, wide=True)
-            kv += tiles.product(spec, v, features, wide=True, trans_a=True)
-            k_sum += tiles.product(spec, ones, features, wide=True)
+            adds = _side(spec, k, rows, jnp.cumsum(gates, axis=0) + decay[None, :])
+            kv += tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
+            k_sum += tiles.product(spec, ones, adds.edge, wide=True)
             total = jnp.sum(own, axis=0)
             return kv, k_sum, decay + total, jnp.minimum(steepest, total)
 
@@ -416,17 +444,17 @@ def _output(
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
                 frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
-                reads = _side(spec, tiles.features_of(spec, q, queries), frame.since)
-                adds = _side(spec, tiles.features_of(spec, k, keys), frame.until)
+                reads = _side(spec, q, queries, frame.since)
+                adds = _side(spec, k, keys, frame.until)
                 w = _weights(spec, frame, reads, adds)  # [C, C]
                 w = jnp.where(column <= row, w, 0.0)
                 out = tiles.product(spec, reads.edge, kv, wide=True, trans_b=True)  # [C, V]
-                out += tiles.weighted_sum(spec, w, v)
+                out += _finely(spec, w, v, fine="a")
                 if spec.normalize:
                     den = jnp.sum(w, axis=1)  # [C]
                     den += jnp.sum(reads.edge.astype(jnp.float32) * z, axis=1)
                     out *= (1 / jnp.maximum(den, spec.eps))[:, None]
-                    z = _advance(frame, z, _sum_rows(spec, adds.edge))
+                    z = _advance(frame, z, _sum_rows(adds.edge))
                 else:
                     out *= spec.scale
                 tiles.store_tile(out_ref, queries, spec.V, out)
@@ -539,16 +567,15 @@ def _query_gradient(
             row, column = _pairs(block)
 
             def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                kv, z, dkv, dz, since_start = carry  # [V, F], [1, F], [V, F], [16, F], [1, F]
+                kv, z, dkv, dz, since_start = carry  # [V, F], [1, F], [V, F], [1, F], [1, F]
                 queries, keys = walk.rows_at(spec, piece, i, block)
                 q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
                 do = tiles.operand(spec, tiles.load_tile(do_ref, queries, spec.V))  # [C, V]
                 frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
-                phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
-                reads = _side(spec, phi_q, frame.since)
-                adds = _side(spec, tiles.features_of(spec, k, keys), frame.until)
+                reads = _side(spec, q, queries, frame.since)
+                adds = _side(spec, k, keys, frame.until)
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 edge = reads.edge.astype(jnp.float32)  # [C, F]
                 dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
@@ -563,32 +590,31 @@ def _query_gradient(
                     e = jnp.where(den > spec.eps, -inverse * out_do, 0.0)
                     dw += e[:, None]
                     g += e[:, None] * z
-                    z = _advance(frame, z, _sum_rows(spec, adds.edge))
+                    z = _advance(frame, z, _sum_rows(adds.edge))
                     tiles.store_rows(normalizer_refs[0], queries, e * inverse)
                     tiles.store_rows(normalizer_refs[1], queries, inverse)
                 dw = jnp.where(column <= row, dw, 0.0)
                 found = _add_pairs(spec, frame, _start_gradient(frame, g), dw, reads, adds)
-                d_phi_q, flow = _finish_gradient(found, frame.since, reads)
-                tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * inverse[:, None] * slopes)
+                dq, flow = _finish_gradient(found, reads)
+                tiles.store_tile(dq_ref, queries, spec.D, dq * inverse[:, None])
                 tiles.store_tile(flow_ref, queries, spec.F, flow * inverse[:, None])
                 added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
                 d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
                 read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
                 dkv += _finely(spec, d_num, read, fine="a", trans_a=True)
                 if spec.normalize:
-                    d_den = tiles.as_columns(spec, e * inverse)  # [C, 16]
-                    dz += tiles.product(spec, d_den, read, wide=True, trans_a=True)
+                    dz += _sum_rows((e * inverse)[:, None] * read.astype(jnp.float32))
                 return _advance(frame, kv, added), z, dkv, dz, since_start * frame.keep
 
             return write
 
         state = _load_state(spec, kv_ref, k_sum_ref)
-        nothing = tiles.no_sums(spec, tiles.COLUMNS)
+        nothing = tiles.no_sums(spec, 1)
         carry = (*state, *nothing, jnp.ones((1, tiles.padded(spec.F)), jnp.float32))
         carry = _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, carry)
         _, _, dkv, dz, _ = carry
         tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
-        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=0))
+        tiles.store_vector(dk_sum_ref, spec.F, dz[0])
 
     per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
     row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
@@ -673,8 +699,7 @@ def _key_gradient(
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
                 frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
-                phi_k, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
-                adds = _side(spec, phi_k, frame.until)
+                adds = _side(spec, k, keys, frame.until)
                 if mild:
                     dkv, dz = dkv * frame.keep, dz * frame.keep
                 dv = tiles.product(spec, adds.edge, dkv, wide=True, trans_b=True)  # [C, V]
@@ -687,8 +712,7 @@ def _key_gradient(
                     q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                     do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
                     do = tiles.operand(spec, do)
-                    phi_q = tiles.features_of(spec, q, queries)  # [C, F]
-                    reads = _side(spec, phi_q, frame.since)
+                    reads = _side(spec, q, queries, frame.since)
                     inverse = jnp.full((block,), spec.scale, jnp.float32)
                     if spec.normalize:
                         inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
@@ -699,23 +723,21 @@ def _key_gradient(
                     if spec.normalize:
                         d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                         dw += d_den[None, :]
-                        d_den = tiles.as_columns(spec, d_den)  # [C, 16]
-                        sums = tiles.product(spec, d_den, reads.edge, wide=True, trans_a=True)
-                        dz += jnp.sum(sums, axis=0)[None, :]
+                        dz += _sum_rows(d_den[:, None] * reads.edge.astype(jnp.float32))
                     w = _weights(spec, frame, adds, reads)  # [C keys, C queries]
                     w = jnp.where(row <= column, w, 0.0)
-                    dv += tiles.weighted_sum(spec, w, tiles.operand(spec, d_num, wide=True))
+                    dv += _finely(spec, w, tiles.operand(spec, d_num, wide=True), fine="a")
                     dw = jnp.where(row <= column, dw, 0.0)
                     found = _add_pairs(spec, frame, found, dw, adds, reads)
                     flow += tiles.load_tile(flow_ref, queries, spec.F, head, 0)  # [C, F]
                     dkv += _finely(spec, d_num, reads.edge, fine="a", trans_a=True)
                     return dv, found, flow, dkv, dz
 
-                sums = (dv, found, jnp.zeros_like(phi_k), dkv, dz)
+                sums = (dv, found, jnp.zeros_like(frame.since), dkv, dz)
                 dv, found, flow, dkv, dz = jax.lax.fori_loop(0, group, add_head, sums)
-                d_phi_k, of_keys = _finish_gradient(found, frame.until, adds)
+                dk, of_keys = _finish_gradient(found, adds)
                 tiles.store_tile(dv_ref, keys, spec.V, dv)
-                tiles.store_tile(dk_ref, keys, spec.D, d_phi_k * slopes)
+                tiles.store_tile(dk_ref, keys, spec.D, dk)
                 flow -= of_keys
                 # From the first row, since there is no running sum from the last one.
                 later += jnp.sum(flow, axis=0)
