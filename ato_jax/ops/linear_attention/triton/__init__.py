@@ -102,6 +102,10 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
     if spec.causal:
         stream_block, stream_warps = walk_block, walk_warps
+    gradient_block = walk_block
+    if spec.decay == "channel":
+        # Decayed factors are held beside the plain ones, and two of each for a walk that goes on.
+        gradient_block = min(walk_block, 32)
     return Config(
         piece_rows=4096,
         stream_rows=256,
@@ -112,10 +116,10 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         output_block=stream_block,
         output_warps=stream_warps,
         output_stages=2,
-        dq_block=walk_block,
+        dq_block=gradient_block,
         dq_warps=walk_warps,
         dq_stages=2,
-        dkv_block=stream_block,
+        dkv_block=gradient_block if spec.causal else stream_block,
         dkv_warps=stream_warps,
         dkv_stages=2,
     )

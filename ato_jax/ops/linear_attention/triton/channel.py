@@ -86,19 +86,26 @@ def _exp(x: jax.Array) -> jax.Array:
     return jnp.exp2(x * tiles.LOG2_E)
 
 
-def _load_gates(spec: LinearAttentionSpec, ref: Any, rows: Rows) -> jax.Array:
+def _load_gates(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool = False) -> jax.Array:
     """[C, F], zero where there is no step."""
-    return jnp.maximum(tiles.load_tile(ref, rows, spec.F), STRONGEST)
+    gates = tiles.load_tile(ref, rows, spec.F)
+    return gates if mild else jnp.maximum(gates, STRONGEST)
 
 
-def _sums(chosen: jax.Array, gates: jax.Array) -> jax.Array:
-    """The sums of the gates [C, F] that are chosen [C, C] for each row."""
+def _cut_off(x: jax.Array) -> jax.Array:
+    """x without the bits that bfloat16 lacks: cheaper than rounding, and the rest has no error."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & BFLOAT16_MASK
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _sums(chosen: jax.Array, gates: jax.Array, parts: int = 3) -> jax.Array:
+    """The sums of the gates [C, F] that are chosen [C, C] for each row; exact in three parts."""
     matrix = chosen.astype(jnp.bfloat16)
-    found = jnp.zeros(gates.shape, jnp.float32)
-    for _ in range(3):
-        part = gates.astype(jnp.bfloat16)
-        found += plgpu.dot(matrix, part)
-        gates -= part.astype(jnp.float32)
+    found = jnp.float32(0)
+    for _ in range(parts):
+        part = _cut_off(gates)
+        found += plgpu.dot(matrix, part.astype(jnp.bfloat16))
+        gates -= part
     return found
 
 
@@ -116,12 +123,14 @@ class Frame(NamedTuple):
     keep: jax.Array  # [1, F], exp(total)
 
 
-def _frame(gates: jax.Array, mild: bool) -> Frame:
+def _frame(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool) -> Frame:
+    gates = _load_gates(spec, ref, rows, mild)  # [C, F]
     keep = _exp(_sum_rows(gates))
-    if mild:
-        c = jnp.cumsum(gates, axis=0)
-        return Frame(mild, gates, c, -c, keep)
     i, j = _pairs(gates.shape[0])
+    if mild:
+        # Of 16 bits at most 5 are before the point: what is left does not matter in bfloat16.
+        c = _sums(j <= i, gates, 2 if spec.dtype == "bfloat16" else 3)
+        return Frame(mild, gates, c, -c, keep)
     return Frame(mild, gates, _sums(j <= i, gates), _sums(j > i, gates), keep)
 
 
@@ -242,9 +251,7 @@ def _finely(
         return tiles.product(spec, a, b, trans_a=trans_a)
     x = a if fine == "a" else b
     if spec.dtype == "bfloat16":
-        # Cut off, not rounded: as precise where there is a rest, and cheaper.
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & BFLOAT16_MASK
-        first = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        first = _cut_off(x)
     else:
         first = tiles.operand(spec, x, wide=True).astype(jnp.float32)
     found = jnp.float32(0)
@@ -443,7 +450,7 @@ def _output(
                 q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-                frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
+                frame = _frame(spec, gates_ref, keys, mild)  # [C, F]
                 reads = _side(spec, q, queries, frame.since)
                 adds = _side(spec, k, keys, frame.until)
                 w = _weights(spec, frame, reads, adds)  # [C, C]
@@ -573,7 +580,7 @@ def _query_gradient(
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
                 do = tiles.operand(spec, tiles.load_tile(do_ref, queries, spec.V))  # [C, V]
-                frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
+                frame = _frame(spec, gates_ref, keys, mild)  # [C, F]
                 reads = _side(spec, q, queries, frame.since)
                 adds = _side(spec, k, keys, frame.until)
                 # The features as the forward rounded them, in both terms that nearly cancel.
@@ -698,7 +705,7 @@ def _key_gradient(
                 queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-                frame = _frame(_load_gates(spec, gates_ref, keys), mild)  # [C, F]
+                frame = _frame(spec, gates_ref, keys, mild)  # [C, F]
                 adds = _side(spec, k, keys, frame.until)
                 if mild:
                     dkv, dz = dkv * frame.keep, dz * frame.keep
