@@ -5,9 +5,10 @@
     out_i = S^T phi(q_i) / max(phi(q_i) . z, eps)      normalize, else scale * S^T phi(q_i)
 
 where j runs over the keys that query i sees: all of them (`bidirectional.py`), or those up to its
-own position (`causal.py`). The sequence is cut into pieces so that the grid fills the GPU, the
-pieces' float32 sums are added by XLA, and nothing of size [T, S] is ever formed. Every sum has
-one order, so results are the same bits from run to run.
+own position (`causal.py`, with a gate per step and channel `channel.py`). The sequence is cut into
+pieces so that the grid fills the GPU, the pieces' float32 sums are added by XLA (`scan.py` where
+they decay), and nothing of size [T, S] is ever formed. Every sum has one order, so results are the
+same bits from run to run.
 
 Operands of products are the inputs' dtype, accumulators float32. In float16 whatever is a sum
 over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range.

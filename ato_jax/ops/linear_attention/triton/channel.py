@@ -70,7 +70,7 @@ from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
 STRONGEST = -128.0
 BFLOAT16_MASK = -(1 << 16)  # of float32's bits
 # Rows of a chunk where the gates are not mild: each level of its pairs holds tiles of its own.
-STEEP_BLOCK = 32
+STEEP_BLOCK = 16
 
 
 def mildest(spec: LinearAttentionSpec) -> float:
@@ -585,6 +585,8 @@ def _query_gradient(
                 adds = _side(spec, k, keys, frame.until)
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 edge = reads.edge.astype(jnp.float32)  # [C, F]
+                # As seen from the start of the piece.
+                read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
                 dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
                 g = _finely(spec, do, kv, fine="b")  # [C, F]
                 inverse = jnp.full((block,), spec.scale, jnp.float32)
@@ -598,7 +600,9 @@ def _query_gradient(
                     dw += e[:, None]
                     g += e[:, None] * z
                     z = _advance(frame, z, _sum_rows(adds.edge))
-                    tiles.store_rows(normalizer_refs[0], queries, e * inverse)
+                    d_den = e * inverse
+                    dz += _sum_rows(d_den[:, None] * read.astype(jnp.float32))
+                    tiles.store_rows(normalizer_refs[0], queries, d_den)
                     tiles.store_rows(normalizer_refs[1], queries, inverse)
                 dw = jnp.where(column <= row, dw, 0.0)
                 found = _add_pairs(spec, frame, _start_gradient(frame, g), dw, reads, adds)
@@ -607,10 +611,7 @@ def _query_gradient(
                 tiles.store_tile(flow_ref, queries, spec.F, flow * inverse[:, None])
                 added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
                 d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
-                read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
                 dkv += _finely(spec, d_num, read, fine="a", trans_a=True)
-                if spec.normalize:
-                    dz += _sum_rows((e * inverse)[:, None] * read.astype(jnp.float32))
                 return _advance(frame, kv, added), z, dkv, dz, since_start * frame.keep
 
             return write

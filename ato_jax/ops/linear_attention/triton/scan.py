@@ -40,16 +40,18 @@ def states_between(
       decay: None, [B, G, P] or [B, G, P, F] float32.
       reverse: from the last piece to the first.
     """
-    B, G, P, V, F = kv.shape
+    B, G, P, V, width = kv.shape
     per_channel = decay is not None and decay.ndim == 4
 
-    def kernel(kv_ref: Any, k_sum_ref: Any, kv_start_ref: Any, k_sum_start_ref: Any, *refs: Any):
+    def kernel(
+        kv_ref: Any, k_sum_ref: Any, kv_start_ref: Any, k_sum_start_ref: Any, *refs: Any
+    ) -> None:
         *decay_refs, kv_out_ref, k_sum_out_ref = refs
         block = pl.program_id(0)
         rows = tiles.tile_rows(block * ROWS, ROWS, V, V % ROWS == 0)
-        columns = jnp.arange(tiles.padded(F), dtype=jnp.int32)
-        real = columns < F
-        mask = jnp.broadcast_to(real[None, :], (ROWS, tiles.padded(F)))
+        columns = jnp.arange(tiles.padded(width), dtype=jnp.int32)
+        real = columns < width
+        mask = jnp.broadcast_to(real[None, :], (ROWS, tiles.padded(width)))
         if rows.exist is not None:
             mask &= rows.exist[:, None]
 
@@ -69,12 +71,12 @@ def states_between(
                     log = jnp.broadcast_to(decay_refs[0][p], columns.shape)
                 keep = jnp.exp2(log * tiles.LOG2_E)
                 kv, k_sum = kv * keep[None, :], k_sum * keep
-            kv += tiles.load_tile(kv_ref, rows, F, p, 0)
+            kv += tiles.load_tile(kv_ref, rows, width, p, 0)
             k_sum += plgpu.load(k_sum_ref.at[p, columns], mask=real, other=0.0)
             return kv, k_sum
 
         state = (
-            tiles.load_tile(kv_start_ref, rows, F),
+            tiles.load_tile(kv_start_ref, rows, width),
             plgpu.load(k_sum_start_ref.at[columns], mask=real, other=0.0),
         )
         kv, k_sum = jax.lax.fori_loop(0, P, add_piece, state)
@@ -89,16 +91,16 @@ def states_between(
             "linear_attention_scan",
             grid=(pl.cdiv(V, ROWS), G, B),
             in_specs=[
-                whole(P, V, F),
-                whole(P, F),
-                whole(V, F),
-                whole(F),
+                whole(P, V, width),
+                whole(P, width),
+                whole(V, width),
+                whole(width),
                 *([] if decay is None else [whole(*decay.shape[2:])]),
             ],
-            out_specs=[whole(P + 1, V, F), whole(P + 1, F)],
+            out_specs=[whole(P + 1, V, width), whole(P + 1, width)],
             out_shape=[
-                jax.ShapeDtypeStruct((B, G, P + 1, V, F), jnp.float32),
-                jax.ShapeDtypeStruct((B, G, P + 1, F), jnp.float32),
+                jax.ShapeDtypeStruct((B, G, P + 1, V, width), jnp.float32),
+                jax.ShapeDtypeStruct((B, G, P + 1, width), jnp.float32),
             ],
             warps=4,
             stages=3,
