@@ -733,8 +733,9 @@ def _key_gradient(
                         dw += d_den[None, :]
                         dz += _sum_rows(d_den[:, None] * reads.edge.astype(jnp.float32))
                     w = _weights(spec, frame, adds, reads)  # [C keys, C queries]
-                    w = jnp.where(row <= column, w, 0.0)
-                    dv += _finely(spec, w, tiles.operand(spec, d_num, wide=True), fine="a")
+                    # 1 / den goes with the weights, which are multiplied finely, as do is exact.
+                    w = jnp.where(row <= column, w * inverse[None, :], 0.0)
+                    dv += _finely(spec, w, do, fine="a")
                     dw = jnp.where(row <= column, dw, 0.0)
                     found = _add_pairs(spec, frame, found, dw, adds, reads)
                     flow += tiles.load_tile(flow_ref, queries, spec.F, head, 0)  # [C, F]
