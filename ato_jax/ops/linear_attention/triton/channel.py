@@ -337,25 +337,20 @@ def _piece_states(
     ) -> None:
         first = walk.first_key + pl.program_id(0) * pieces.rows
         ones = jnp.ones((tiles.SUM_ROWS, block), jnp.float32)
-        # From last to first, so that running sums are those from a row to the tile's end.
-        backwards = block - 1 - jnp.arange(block, dtype=jnp.int32)
+        row, column = _pairs(block)
 
         def add_tile(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             kv, k_sum, decay, steepest = sums  # [V, F], [SUM_ROWS, F], [F], [F]
             start = first + (chunks - 1 - i) * block
-            numbers = start + backwards
-            exist = (numbers >= 0) & (numbers < spec.S)
-            rows = Rows(numbers, None if walk.aligned else exist)
-            # The gates after each row, and that of the first row.
-            behind = Rows(numbers + 1, (backwards < block - 1) & (numbers + 1 < spec.S) & exist)
+            rows = tiles.tile_rows(start, block, spec.S, walk.aligned)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
-            gates = _load_gates(spec, gates_ref, behind)  # [S_block, F]
-            own = _load_gates(spec, gates_ref, rows)  # [S_block, F]
-            adds = _side(spec, k, rows, jnp.cumsum(gates, axis=0) + decay[None, :])
+            gates = _load_gates(spec, gates_ref, rows)  # [S_block, F]
+            behind = _sums(column > row, gates, 2 if spec.dtype == "bfloat16" else 3)
+            adds = _side(spec, k, rows, behind + decay[None, :])
             kv += tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
             k_sum += tiles.product(spec, ones, adds.edge, wide=True)
-            total = jnp.sum(own, axis=0)
+            total = jnp.sum(gates, axis=0)
             return kv, k_sum, decay + total, jnp.minimum(steepest, total)
 
         nothing = jnp.zeros(tiles.padded(spec.F), jnp.float32)
@@ -585,11 +580,10 @@ def _query_gradient(
                 adds = _side(spec, k, keys, frame.until)
                 # The features as the forward rounded them, in both terms that nearly cancel.
                 edge = reads.edge.astype(jnp.float32)  # [C, F]
-                # As seen from the start of the piece.
-                read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
                 dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
                 g = _finely(spec, do, kv, fine="b")  # [C, F]
                 inverse = jnp.full((block,), spec.scale, jnp.float32)
+                d_den: jax.Array | None = None
                 if spec.normalize:
                     w = _weights(spec, frame, reads, adds)  # [C, C]
                     w = jnp.where(column <= row, w, 0.0)
@@ -601,7 +595,6 @@ def _query_gradient(
                     g += e[:, None] * z
                     z = _advance(frame, z, _sum_rows(adds.edge))
                     d_den = e * inverse
-                    dz += _sum_rows(d_den[:, None] * read.astype(jnp.float32))
                     tiles.store_rows(normalizer_refs[0], queries, d_den)
                     tiles.store_rows(normalizer_refs[1], queries, inverse)
                 dw = jnp.where(column <= row, dw, 0.0)
@@ -611,7 +604,11 @@ def _query_gradient(
                 tiles.store_tile(flow_ref, queries, spec.F, flow * inverse[:, None])
                 added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
                 d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
+                # As seen from the start of the piece.
+                read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
                 dkv += _finely(spec, d_num, read, fine="a", trans_a=True)
+                if d_den is not None:
+                    dz += _sum_rows(d_den[:, None] * read.astype(jnp.float32))
                 return _advance(frame, kv, added), z, dkv, dz, since_start * frame.keep
 
             return write
