@@ -184,7 +184,7 @@ def custom(function, text):
 def test_reasons():
     base = spec_of(64, "bfloat16", causal=True)
     for change, word in (
-        ({"decay": "channel"}, "channels"),
+        ({"decay": "channel", "segments": "self"}, "segments"),
         ({"D": 512, "F": 512, "V": 64}, "D=512"),
         ({"D": 128, "F": 128, "V": 1024}, "V=1024"),
         ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),

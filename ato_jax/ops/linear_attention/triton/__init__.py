@@ -5,11 +5,12 @@
     out_i = S^T phi(q_i) / max(phi(q_i) . z, eps)      normalize, else scale * S^T phi(q_i)
 
 where j runs over the keys that query i sees: all of them (`bidirectional.py`), or those up to its
-own position, or those of its segment, or with a decay between them (`causal.py`). The sequence is
-cut into pieces so that the grid fills the GPU, the pieces' float32 sums are added by XLA or a
-kernel of its own (`scan.py`), and nothing of size [T, S] is ever formed. Every sum has one order,
-so results are the same bits from run to run. What a step's row is, and what of a state a gate
-leaves, XLA works out beforehand, in small arrays (`walk.py`).
+own position, or those of its segment, or with a decay between them (`causal.py`; with a gate per
+step and channel `channel.py`). The sequence is cut into pieces so that the grid fills the GPU, the
+pieces' float32 sums are added by XLA or a kernel of its own (`scan.py`), and nothing of size
+[T, S] is ever formed. Every sum has one order, so results are the same bits from run to run. What
+a step's row is, and what of a state a gate leaves, XLA works out beforehand, in small arrays
+(`walk.py`).
 
 Operands of products are the inputs' dtype, accumulators float32. In float16 whatever is a sum
 over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range.
@@ -31,6 +32,7 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 from ato_jax.ops.linear_attention.triton import (
     bidirectional,
     causal,
+    channel,
     projected,
     split,
     tiles,
@@ -84,7 +86,15 @@ def unsupported_map(feature_map: FeatureMap) -> str | None:
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     spec = projected.inner_spec(spec, phase)
     if spec.decay == "channel":
-        return "decays of channels, [B, S, G, D], are not supported yet"
+        if not spec.causal:
+            return "a gate per step and channel is not supported without causal=True"
+        if spec.segments or spec.q_lengths or spec.kv_lengths:
+            return "a gate per step and channel is not supported with segments or lengths"
+        if split.blocks(spec) > 1:
+            return (
+                "a gate per step and channel is supported up to D * V = 128 * 128, "
+                f"got D={spec.D}, V={spec.V}"
+            )
     if split.blocks(spec) > 1 and (spec.F > LARGEST_F or spec.V > LARGEST_V):
         return f"states up to D = {LARGEST_F}, V = {LARGEST_V}, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
@@ -134,6 +144,11 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         stream_block, stream_warps = walk_block, walk_warps
     delayed = half and roomy and not small and not spec.causal and not long_rows
     fast = half and not spec.causal and not long_rows
+    gated = spec.decay == "channel"
+    if gated:
+        # Decayed factors are held beside the plain ones, and two of each for a walk that goes on.
+        walk_block = min(walk_block, 32)
+    ahead = half and roomy and not long_rows and not gated
     return Config(
         piece_rows=4096,
         stream_rows=256,
@@ -144,16 +159,16 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         state_programs=(2 if small else 1) * places,
         output_block=stream_block,
         output_warps=stream_warps,
-        output_stages=(4 if small else 3) if fast else 3 if half and roomy and not long_rows else 2,
+        output_stages=(4 if small else 3) if fast else 3 if ahead else 2,
         output_programs=0 if small else 2 * places,
         dq_block=64 if delayed else walk_block,
         dq_warps=walk_warps,
-        dq_stages=3 if half and roomy and spec.causal != small and not long_rows else 2,
+        dq_stages=3 if ahead and spec.causal != small else 2,
         dq_programs=(3 if small else 1) * places,
         dq_delayed=delayed,
-        dkv_block=stream_block,
+        dkv_block=walk_block if gated else stream_block,
         dkv_warps=stream_warps,
-        dkv_stages=4 if fast and roomy else 3 if half and roomy and not long_rows else 2,
+        dkv_stages=4 if fast and roomy else 3 if ahead else 2,
         dkv_programs=0 if small else places,
     )
 
@@ -164,6 +179,9 @@ def _one_state(spec: LinearAttentionSpec) -> bool:
 
 
 def _kernels(spec: LinearAttentionSpec) -> Any:
+    """The module that has the kernels for the spec."""
+    if spec.decay == "channel":
+        return channel
     return bidirectional if _one_state(spec) else causal
 
 

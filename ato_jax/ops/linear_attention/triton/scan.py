@@ -4,7 +4,7 @@
     S[P] = start,  S[p] = keep[p] S[p + 1] + piece[p]          reversed: S[p + 1] is behind it
 
 A state is kv [V, F] and k_sum [F]; keep[p] is what is left of a state after piece p, a number
-from 0 to 1. Nothing here mixes rows of kv, so that a program has some of them to itself and walks
+from 0 to 1, or one for each of the F columns. Nothing here mixes rows of kv, so that a program has some of them to itself and walks
 the pieces in order. It loads several pieces ahead of adding them, or each would wait for memory.
 """
 
@@ -41,7 +41,7 @@ def scan_states(
     Args:
       pieces: kv [B, G, P, V, F] and k_sum [B, G, P, F].
       start: kv [B, G, V, F] and k_sum [B, G, F]; None: zeros.
-      keeps: [B, G or 1, P]; None: ones.
+      keeps: [B, G or 1, P] or [B, G, P, F]; None: ones.
     """
     B, G, count, V, width = pieces[0].shape
     padded = tiles.padded(width)
@@ -60,8 +60,9 @@ def scan_states(
     if keeps is not None:
         shared = keeps.shape[1] == 1
         inputs["keep"] = keeps
+        rest = (0,) * (keeps.ndim - 3)
         specs["keep"] = pl.BlockSpec(
-            (None, None, count), lambda r, g, b: (b, 0 if shared else g, 0)
+            (None, None, *keeps.shape[2:]), lambda r, g, b: (b, 0 if shared else g, 0, *rest)
         )
 
     def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any) -> None:
@@ -83,6 +84,13 @@ def scan_states(
             plgpu.store(kv_out.at[edge, rows, columns[None]], state[0], mask=within & exists)
             plgpu.store(k_sum_out.at[edge, columns], state[1], mask=once & exists)
 
+        def kept_after(number: Any) -> Any:
+            if keeps is None:
+                return 1.0
+            if keeps.ndim == 3:
+                return refs["keep"][number]
+            return plgpu.load(refs["keep"].at[number, columns], mask=real, other=0)  # [F]
+
         def add_pieces(i: Any, state: State) -> State:
             steps = [i * PIECES_AHEAD + ahead for ahead in range(PIECES_AHEAD)]
             numbers = [
@@ -93,7 +101,7 @@ def scan_states(
                 load("", number, also=step < count)
                 for step, number in zip(steps, numbers, strict=True)
             ]
-            kept = [refs["keep"][number] if "keep" in refs else 1.0 for number in numbers]
+            kept = [kept_after(number) for number in numbers]
             for step, number, piece, keep in zip(steps, numbers, loaded, kept, strict=True):
                 state = (keep * state[0] + piece[0], keep * state[1] + piece[1])
                 store(number + (0 if reverse else 1), state, step < count)

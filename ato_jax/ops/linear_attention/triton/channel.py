@@ -1,0 +1,815 @@
+"""A gate per step and channel, causal: `causal.py`'s pieces and chunks, their factors decayed.
+
+    S_t = diag(exp(decay_t)) S_{t-1} + phi(k_t) v_t^T          [F, V]
+
+so that channel d of the pair (i, j) carries exp(sum decay[j+1..i, d]). Within a chunk, with c_i
+the sum of the gates from its first row to row i and `total` that over all its rows, [F]:
+
+    q^_i = phi(q_i) exp(c_i)                 as the state before the chunk is read
+    k^_j = phi(k_j) exp(total - c_j)         as the state after it is added to
+    num  = q^ S + w v                        den = q^ . z + w 1
+    S'   = exp(total) S + k^^T v             z' = exp(total) z + k^^T 1
+
+Pairs within a chunk, w[i, j] = sum_d phi(q_id) phi(k_jd) exp(c_id - c_jd) where j <= i: no
+exponent of a factor may be large. Where no channel of a piece loses more than `mildest` within a
+chunk, as is usual, the exponents c_i and -c_j part all pairs at once, and with k~_j = phi(k_j)
+exp(-c_j) all is as without gates:
+
+    w = seen * (q^ k~^T)                     S' = exp(total) (S + k~^T v)
+
+In other pieces a pair is parted where it lies on either side of the middle of a block of 2, 4,
+8, .. rows: at the level of the highest bit in which i and j differ. With h_i the sum of the gates
+between row i and the middle of its block (the diagonal is level 0, where it is 0):
+
+    w = sum over the levels of at_level * (phi(q) exp(h)) (phi(k) exp(h))^T
+
+Those sums are products with zeros and ones, the gates in three bfloat16 parts: exact, where a
+difference of running sums would lose the small gates that follow a large one.
+
+Backward, as in `causal.py`: a walk for dq, which knows S, and one from the end for dk and dv,
+which knows dS. With dw[i, j] = (do_i . v_j + e_i) / den_i:
+
+    e_i       = -(num_i . do_i) / den_i, 0 where den_i <= eps or not normalize
+    d_phi_q_i = exp(c_i) (S do_i + e_i z) / den_i + sum_{j<=i} exp(c_i - c_j) dw[i, j] phi(k_j)
+    d_phi_k_j = exp(total - c_j) (dS v_j + dz) + sum_{i>=j} exp(c_i - c_j) dw[i, j] phi(q_i)
+
+The gate of step t is in all pairs i >= t > j, and each channel of a pair, in phi(q) d_phi_q and in
+phi(k) d_phi_k, alike. So with the sums over the steps of the piece, and S and dS at its end,
+
+    d_decay_t = sum_{i>=t} phi(q_i) d_phi_q_i - sum_{j>=t} phi(k_j) d_phi_k_j
+                + sum_v S dS + z dz                                                     [F]
+
+in which pairs later than t cancel: both walks multiply the same roundings of the factors, the
+weights' gradients and states are rounded twice as finely, and the pieces are short. The walk for
+dq leaves phi(q) d_phi_q in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.causal import Normalizer, Walk
+from ato_jax.ops.linear_attention.triton.scan import scan_states
+from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+
+# exp of it is 0 in float32: nothing stronger matters, and -inf would turn sums into NaN.
+STRONGEST = -128.0
+BFLOAT16_MASK = -(1 << 16)  # of float32's bits
+# Rows of a chunk where the gates are not mild: each level of its pairs holds tiles of its own.
+STEEP_BLOCK = 16
+
+
+def mildest(spec: LinearAttentionSpec) -> float:
+    """How much of its logarithm a channel may lose in a chunk whose pairs are parted at once.
+
+    exp(32) leaves float32 and bfloat16 room for any features. float32's products are exact only
+    as far as the exponents are, which are differences of sums of that size.
+    """
+    return 8.0 if spec.dtype == "float32" and spec.precision == "exact" else 32.0
+
+
+def _exp(x: jax.Array) -> jax.Array:
+    return jnp.exp2(x * tiles.LOG2_E)
+
+
+def _load_gates(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool = False) -> jax.Array:
+    """[C, F], zero where there is no step."""
+    gates = tiles.load_tile(ref, rows, spec.F)
+    return gates if mild else jnp.maximum(gates, STRONGEST)
+
+
+def _cut_off(x: jax.Array) -> jax.Array:
+    """x without the bits that bfloat16 lacks: cheaper than rounding, and the rest has no error."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & BFLOAT16_MASK
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _sums(chosen: jax.Array, gates: jax.Array, parts: int = 3) -> jax.Array:
+    """The sums of the gates [C, F] that are chosen [C, C] for each row; exact in three parts."""
+    matrix = chosen.astype(jnp.bfloat16)
+    found = jnp.float32(0)
+    for _ in range(parts):
+        part = _cut_off(gates)
+        found += plgpu.dot(matrix, part.astype(jnp.bfloat16))
+        gates -= part
+    return found
+
+
+class Frame(NamedTuple):
+    """The decays between the rows of a chunk and its edges.
+
+    Where `mild` is True, `until` lacks `keep`: it is -c, and the state, which has been added to
+    in these terms, gets the factor at the end.
+    """
+
+    mild: bool
+    gates: jax.Array  # [C, F]
+    since: jax.Array  # [C, F], c
+    until: jax.Array  # [C, F], total - c
+    keep: jax.Array  # [1, F], exp(total)
+
+
+def _frame(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool) -> Frame:
+    gates = _load_gates(spec, ref, rows, mild)  # [C, F]
+    keep = _exp(_sum_rows(gates))
+    i, j = _pairs(gates.shape[0])
+    if mild:
+        # Of 16 bits at most 5 are before the point: what is left does not matter in bfloat16.
+        c = _sums(j <= i, gates, 2 if spec.dtype == "bfloat16" else 3)
+        return Frame(mild, gates, c, -c, keep)
+    return Frame(mild, gates, _sums(j <= i, gates), _sums(j > i, gates), keep)
+
+
+def _pairs(block: int) -> tuple[jax.Array, jax.Array]:
+    index = jnp.arange(block, dtype=jnp.int32)
+    return index[:, None], index[None, :]
+
+
+class Side(NamedTuple):
+    """The queries or the keys of a chunk, [C, F] each."""
+
+    features: jax.Array  # float32
+    slopes: jax.Array
+    edge: jax.Array  # the operand: the features decayed between the rows and the chunk's edge
+    edge_slopes: jax.Array  # the slopes, likewise
+
+
+def _side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array) -> Side:
+    """From a tile of q or k [C, D], and its rows' decays to an edge of the chunk [C, F]."""
+    features, slopes = tiles.features_and_slopes(spec, x, rows)
+    if spec.feature_map.name == "elu1":
+        # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
+        x = x.astype(jnp.float32)
+        edge_slopes = _exp(jnp.minimum(x, 0.0) + decay)
+        edge = edge_slopes * (jnp.maximum(x, 0.0) + 1)
+        if rows.exist is not None or tiles.padded(spec.D) != spec.D:
+            edge = jnp.where(features != 0, edge, 0.0)
+    else:
+        factor = _exp(decay)
+        edge, edge_slopes = features * factor, slopes * factor
+    return Side(features, slopes, tiles.operand(spec, edge, wide=True), edge_slopes)
+
+
+def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
+    """`add_level(at_level [C, C], factor [C, F], sums)` for each level of a chunk's pairs."""
+    block = frame.gates.shape[0]
+    i, j = _pairs(block)
+
+    def add(level: Any, sums: Any) -> Any:
+        half = (1 << level) >> 1
+        middle = (i & -(2 * half)) + half
+        between = (jnp.minimum(middle, i + 1) <= j) & (j < jnp.maximum(middle, i + 1)) & (half > 0)
+        at_level = (half <= (i ^ j)) & ((i ^ j) < jnp.maximum(2 * half, 1))
+        return add_level(at_level, _exp(_sums(between, frame.gates)), sums)
+
+    return jax.lax.fori_loop(0, block.bit_length(), add, sums)
+
+
+def _weights(spec: LinearAttentionSpec, frame: Frame, rows: Side, columns: Side) -> jax.Array:
+    """[C rows, C columns]: the pairs' products, decayed; right where the query is not earlier."""
+    if frame.mild:
+        return tiles.product(spec, rows.edge, columns.edge, wide=True, trans_b=True)
+
+    def add_level(at_level: jax.Array, factor: jax.Array, w: jax.Array) -> jax.Array:
+        found = tiles.product(
+            spec, rows.features * factor, columns.features * factor, wide=True, trans_b=True
+        )
+        return jnp.where(at_level, found, w)
+
+    return _over_levels(frame, add_level, jnp.zeros([frame.gates.shape[0]] * 2, jnp.float32))
+
+
+class Gradient(NamedTuple):
+    """Sums to which the gradient of one side's features is added, [C, F] each.
+
+    With the side's decays to the edge, `edge` is that gradient but for `pairs`; and the product of
+    that gradient with the features but for `flow`. Where the frame is mild there is `edge` alone.
+    """
+
+    edge: jax.Array
+    pairs: tuple[jax.Array, ...]  # pairs and flow
+
+
+def _start_gradient(frame: Frame, edge: jax.Array) -> Gradient:
+    return Gradient(edge, () if frame.mild else (jnp.zeros_like(edge), jnp.zeros_like(edge)))
+
+
+def _add_pairs(
+    spec: LinearAttentionSpec,
+    frame: Frame,
+    found: Gradient,
+    dw: jax.Array,
+    rows: Side,
+    columns: Side,
+) -> Gradient:
+    """What the weights' gradient dw [C rows, C columns] adds to that of the rows' features."""
+    if frame.mild:
+        return Gradient(found.edge + _finely(spec, dw, columns.edge, fine="a"), ())
+
+    def add_level(at_level: jax.Array, factor: jax.Array, sums: Any) -> Any:
+        pairs, flow = sums
+        read = tiles.operand(spec, columns.features * factor, wide=True)
+        sum_ = _finely(spec, jnp.where(at_level, dw, 0.0), read, fine="a")
+        rounded = tiles.operand(spec, rows.features * factor, wide=True).astype(jnp.float32)
+        return pairs + factor * sum_, flow + rounded * sum_
+
+    return Gradient(found.edge, _over_levels(frame, add_level, found.pairs))
+
+
+def _finish_gradient(found: Gradient, side: Side) -> tuple[jax.Array, jax.Array]:
+    """x's gradient, and the features' times the features as they were rounded."""
+    gradient = found.edge * side.edge_slopes
+    flow = found.edge * side.edge.astype(jnp.float32)
+    if not found.pairs:
+        return gradient, flow
+    pairs, flow_of_pairs = found.pairs
+    return gradient + pairs * side.slopes, flow + flow_of_pairs
+
+
+def _finely(
+    spec: LinearAttentionSpec, a: jax.Array, b: jax.Array, *, fine: str, trans_a: bool = False
+) -> jax.Array:
+    """a @ b, what rounding leaves of the factor called `fine` multiplied, too.
+
+    The gates' gradient is a difference of sums over a whole piece: so also in float16 and TF32.
+    """
+    if spec.dtype == "float32" and spec.precision == "exact":
+        return tiles.product(spec, a, b, trans_a=trans_a)
+    x = a if fine == "a" else b
+    if spec.dtype == "bfloat16":
+        first = _cut_off(x)
+    else:
+        first = tiles.operand(spec, x, wide=True).astype(jnp.float32)
+    found = jnp.float32(0)
+    for part in (first, x - first):
+        factors = (part, b) if fine == "a" else (a, part)
+        found += tiles.product(spec, *factors, wide=True, trans_a=trans_a)
+    return found
+
+
+def _sum_rows(tile: jax.Array) -> jax.Array:
+    """[1, F], the sum of a tile's rows in float32.
+
+    Not a product: one of fewer rows than Hopper's tensor cores take drags the others' layouts
+    along, and one of as many fills too many registers.
+    """
+    return jnp.sum(tile.astype(jnp.float32), axis=0)[None, :]
+
+
+def _cut(spec: LinearAttentionSpec, config: Config) -> Walk:
+    offset = spec.S - spec.T
+    first_key = min(0, offset)
+    length = spec.S - first_key
+    block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
+    pieces = tiles.cut(length, spec.B * spec.G, config.piece_rows, block, config.programs)
+    # Where pieces of nearly that length leave none that is shorter, no row has to be masked.
+    blocks = length // block
+    whole = [count for count in range(1, blocks + 1) if blocks % count == 0]
+    count = min(whole, key=lambda count: abs(count - pieces.count), default=1)
+    if offset == 0 and length % block == 0 and 2 * abs(count - pieces.count) <= pieces.count:
+        pieces = Pieces(count, length // count, length)
+    aligned = offset == 0 and pieces.count * pieces.rows == length
+    return Walk(pieces, first_key, first_key - offset, aligned, max(0, offset) // pieces.rows)
+
+
+class States(NamedTuple):
+    """What is known of each piece before it is walked."""
+
+    kv: jax.Array  # [B, G, P + 1, V, F], the states before each piece, and after the last
+    k_sum: jax.Array  # [B, G, P + 1, F]
+    decay: jax.Array  # [B, G, P, F], the sums of the gates
+    steepest: jax.Array  # [B, G, P], the most that a channel loses within a chunk of state_block
+
+
+def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
+    """kv [V, F] and k_sum [F] of one piece; `index(*program_ids)` is (batch, head, piece)."""
+    return [
+        pl.BlockSpec((None, None, None, spec.V, spec.F), lambda *ids: (*index(*ids), 0, 0)),
+        pl.BlockSpec((None, None, None, spec.F), lambda *ids: (*index(*ids), 0)),
+    ]
+
+
+def _prefix_states(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk
+) -> States:
+    kv, k_sum, decay, steepest = _piece_states(spec, config, inputs, walk)
+    if inputs.initial_state is None:
+        start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
+    else:
+        start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    return States(*scan_states(spec, (kv, k_sum), start, jnp.exp(decay)), decay, steepest)
+
+
+def _piece_states(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Each piece's sums over its keys, decayed to its end; its gates' sums, and the steepest.
+
+    From the end, so that the decays between a row and the end of the piece are a running sum, of
+    which each row's factor is taken: the sums in the registers are only added to.
+    """
+    block = config.state_block
+    pieces = walk.pieces
+    chunks = pieces.rows // block
+
+    def kernel(
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        decay_ref: Any,
+        steepest_ref: Any,
+    ) -> None:
+        first = walk.first_key + tiles.piece_id() * pieces.rows
+        ones = jnp.ones((tiles.SUM_ROWS, block), jnp.float32)
+        row, column = _pairs(block)
+
+        def add_tile(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            kv, k_sum, decay, steepest = sums  # [V, F], [SUM_ROWS, F], [F], [F]
+            start = first + (chunks - 1 - i) * block
+            rows = tiles.tile_rows(start, block, spec.S, walk.aligned)
+            k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
+            v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
+            gates = _load_gates(spec, gates_ref, rows)  # [S_block, F]
+            behind = _sums(column > row, gates, 2 if spec.dtype == "bfloat16" else 3)
+            adds = _side(spec, k, rows, behind + decay[None, :])
+            kv += tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
+            k_sum += tiles.product(spec, ones, adds.edge, wide=True)
+            total = jnp.sum(gates, axis=0)
+            return kv, k_sum, decay + total, jnp.minimum(steepest, total)
+
+        nothing = jnp.zeros(tiles.padded(spec.F), jnp.float32)
+        sums = (*_no_sums(spec, tiles.SUM_ROWS), nothing, nothing)
+        kv, k_sum, decay, steepest = jax.lax.fori_loop(0, chunks, add_tile, sums)
+        tiles.store_matrix(kv_ref, spec.V, spec.F, kv)
+        tiles.store_vector(k_sum_ref, spec.F, jnp.max(k_sum, axis=0))
+        tiles.store_vector(decay_ref, spec.F, decay)
+        steepest_ref[...] = -jnp.min(steepest)
+
+    P = pieces.count
+    vector = pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p, 0))
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    return tuple(
+        tiles.launch(
+            kernel,
+            "linear_attention_channel_states",
+            grid=(P, spec.G, spec.B),
+            in_specs=[
+                keys,
+                tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g)),
+                keys,
+            ],
+            out_specs=[
+                *_state_blocks(spec, lambda p, g, b: (b, g, p)),
+                vector,
+                pl.BlockSpec((None, None, None), lambda p, g, b: (b, g, p)),
+            ],
+            out_shape=[
+                jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.V, spec.F), jnp.float32),
+                jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
+                jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
+                jax.ShapeDtypeStruct((spec.B, spec.G, P), jnp.float32),
+            ],
+            warps=config.state_warps,
+            stages=config.state_stages,
+        )(inputs.k, inputs.v, inputs.decay)
+    )
+
+
+def _walk_chunks(
+    spec: LinearAttentionSpec,
+    config: Config,
+    pieces: Pieces,
+    steepest_ref: Any,
+    block: int,
+    chunk: Callable[[bool, int], Callable[..., Any]],
+    carry: Any,
+) -> Any:
+    """`chunk(mild, rows)(i, carry)` for each chunk i of a piece, its rows `block` if mild."""
+    # A chunk that is larger than those of the state pass loses at most this many times as much.
+    most = mildest(spec) / max(1, block // config.state_block)
+
+    def walk(mild: bool) -> Callable[[Any], Any]:
+        rows = block if mild else min(block, STEEP_BLOCK)
+        return lambda carry: jax.lax.fori_loop(0, pieces.rows // rows, chunk(mild, rows), carry)
+
+    return jax.lax.cond(steepest_ref[...] <= most, walk(True), walk(False), carry)
+
+
+def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    walk = _cut(spec, config)
+    states = _prefix_states(spec, config, inputs, walk)
+    state = LinearState(jnp.swapaxes(states.kv[:, :, -1], 2, 3), states.k_sum[:, :, -1])
+    return Outputs(_output(spec, config, inputs, walk, states), state)
+
+
+def _output(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk, states: States
+) -> jax.Array:
+    block = config.output_block
+    group = spec.H // spec.G
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        steepest_ref: Any,
+        out_ref: Any,
+    ) -> None:
+        piece = walk.with_queries + tiles.piece_id()
+
+        def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
+            row, column = _pairs(block)
+
+            def write(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                kv, z = state  # [V, F], [1, F]
+                queries, keys = walk.rows_at(spec, piece, i, block)
+                q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+                k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+                v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+                frame = _frame(spec, gates_ref, keys, mild)  # [C, F]
+                reads = _side(spec, q, queries, frame.since)
+                adds = _side(spec, k, keys, frame.until)
+                w = _weights(spec, frame, reads, adds)  # [C, C]
+                w = jnp.where(column <= row, w, 0.0)
+                out = tiles.product(spec, reads.edge, kv, wide=True, trans_b=True)  # [C, V]
+                out += _finely(spec, w, v, fine="a")
+                if spec.normalize:
+                    den = jnp.sum(w, axis=1)  # [C]
+                    den += jnp.sum(reads.edge.astype(jnp.float32) * z, axis=1)
+                    out *= (1 / jnp.maximum(den, spec.eps))[:, None]
+                    z = _advance(frame, z, _sum_rows(adds.edge))
+                else:
+                    out *= spec.scale
+                tiles.store_tile(out_ref, queries, spec.V, out)
+                added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
+                return _advance(frame, kv, added), z
+
+            return write
+
+        state = _load_state(spec, kv_ref, k_sum_ref)
+        _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, state)
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group))
+    return tiles.launch(
+        kernel,
+        "linear_attention_channel_output",
+        grid=(walk.pieces.count - walk.with_queries, spec.H, spec.B),
+        in_specs=[
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            keys,
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            keys,
+            *_state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            pl.BlockSpec(
+                (None, None, None), lambda p, h, b: (b, h // group, walk.with_queries + p)
+            ),
+        ],
+        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+        out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
+        warps=config.output_warps,
+        stages=config.output_stages,
+    )(inputs.q, inputs.k, inputs.v, inputs.decay, states.kv, states.k_sum, states.steepest)
+
+
+def _no_sums(spec: LinearAttentionSpec, rows: int) -> tuple[jax.Array, jax.Array]:
+    """A state to add to: kv transposed, [V, F], and k_sum in each of some rows [rows, F]."""
+    height, width = tiles.padded(spec.V), tiles.padded(spec.F)
+    return jnp.zeros((height, width), jnp.float32), jnp.zeros((rows, width), jnp.float32)
+
+
+def _load_state(
+    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any
+) -> tuple[jax.Array, jax.Array]:
+    """kv [V, F] and k_sum [1, F]."""
+    kv = tiles.load_matrix(kv_ref, spec.V, spec.F)
+    return kv, tiles.load_vector(k_sum_ref, spec.F)[None, :]
+
+
+def _advance(frame: Frame, state: jax.Array, added: jax.Array) -> jax.Array:
+    """The state [.., F] at the end of a chunk, from that before it and what the chunk adds."""
+    return (state + added) * frame.keep if frame.mild else state * frame.keep + added
+
+
+def backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    inputs = residuals.inputs
+    walk = _cut(spec, config)
+    states = _prefix_states(spec, config, inputs, walk)
+    dq, flow, dkv, dk_sum, normalizer = _query_gradient(
+        spec, config, inputs, walk, states, cotangents.out
+    )
+    # Over the query heads of each kv head; the first pieces may hold keys alone.
+    dkv, dk_sum = (
+        jnp.pad(
+            jnp.sum(sums.reshape(spec.B, spec.G, -1, *sums.shape[2:]), axis=2),
+            [(0, 0), (0, 0), (walk.with_queries, 0)] + [(0, 0)] * (sums.ndim - 3),
+        )
+        for sums in (dkv, dk_sum)
+    )
+    if spec.return_state:
+        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
+    else:
+        end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
+    keeps = jnp.exp(states.decay)
+    dkv, dk_sum = scan_states(spec, (dkv, dk_sum), end, keeps, reverse=True)
+    dk, dv, d_decay = _key_gradient(
+        spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out
+    )
+    d_state = None
+    if inputs.initial_state is not None:
+        d_state = LinearState(jnp.swapaxes(dkv[:, :, 0], 2, 3), dk_sum[:, :, 0])
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
+
+
+def _query_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    states: States,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Normalizer | None]:
+    """dq; phi(q) d_phi_q [B, H, T, F] float32; and, as seen from each piece's start, dS^T
+    [B, H, pieces, V, F] and dz [B, H, pieces, F]; d_den and 1 / den."""
+    block = config.dq_block
+    group = spec.H // spec.G
+    count = walk.pieces.count - walk.with_queries
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        do_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        steepest_ref: Any,
+        dq_ref: Any,
+        flow_ref: Any,
+        dkv_ref: Any,
+        dk_sum_ref: Any,
+        *normalizer_refs: Any,
+    ) -> None:
+        piece = walk.with_queries + tiles.piece_id()
+
+        def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
+            row, column = _pairs(block)
+
+            def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                kv, z, dkv, dz, since_start = carry  # [V, F], [1, F], [V, F], [1, F], [1, F]
+                queries, keys = walk.rows_at(spec, piece, i, block)
+                q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+                k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+                v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+                do = tiles.operand(spec, tiles.load_tile(do_ref, queries, spec.V))  # [C, V]
+                frame = _frame(spec, gates_ref, keys, mild)  # [C, F]
+                reads = _side(spec, q, queries, frame.since)
+                adds = _side(spec, k, keys, frame.until)
+                # The features as the forward rounded them, in both terms that nearly cancel.
+                edge = reads.edge.astype(jnp.float32)  # [C, F]
+                dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
+                g = _finely(spec, do, kv, fine="b")  # [C, F]
+                inverse = jnp.full((block,), spec.scale, jnp.float32)
+                d_den: jax.Array | None = None
+                if spec.normalize:
+                    w = _weights(spec, frame, reads, adds)  # [C, C]
+                    w = jnp.where(column <= row, w, 0.0)
+                    den = jnp.sum(w, axis=1) + jnp.sum(edge * z, axis=1)  # [C]
+                    out_do = jnp.sum(w * dw, axis=1) + jnp.sum(edge * g, axis=1)
+                    inverse = 1 / jnp.maximum(den, spec.eps)
+                    e = jnp.where(den > spec.eps, -inverse * out_do, 0.0)
+                    dw += e[:, None]
+                    g += e[:, None] * z
+                    z = _advance(frame, z, _sum_rows(adds.edge))
+                    d_den = e * inverse
+                    tiles.store_rows(normalizer_refs[0], queries, d_den)
+                    tiles.store_rows(normalizer_refs[1], queries, inverse)
+                dw = jnp.where(column <= row, dw, 0.0)
+                found = _add_pairs(spec, frame, _start_gradient(frame, g), dw, reads, adds)
+                dq, flow = _finish_gradient(found, reads)
+                tiles.store_tile(dq_ref, queries, spec.D, dq * inverse[:, None])
+                tiles.store_tile(flow_ref, queries, spec.F, flow * inverse[:, None])
+                added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
+                d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
+                # As seen from the start of the piece.
+                read = tiles.operand(spec, edge * since_start, wide=True)  # [C, F]
+                dkv += _finely(spec, d_num, read, fine="a", trans_a=True)
+                if d_den is not None:
+                    dz += _sum_rows(d_den[:, None] * read.astype(jnp.float32))
+                return _advance(frame, kv, added), z, dkv, dz, since_start * frame.keep
+
+            return write
+
+        state = _load_state(spec, kv_ref, k_sum_ref)
+        nothing = _no_sums(spec, 1)
+        carry = (*state, *nothing, jnp.ones((1, tiles.padded(spec.F)), jnp.float32))
+        carry = _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, carry)
+        _, _, dkv, dz, _ = carry
+        tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
+        tiles.store_vector(dk_sum_ref, spec.F, dz[0])
+
+    per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
+    row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
+    extra = 2 if spec.normalize else 0
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group))
+    queries = tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h))
+    dq, flow, dkv, dk_sum, *normalizer = tiles.launch(
+        kernel,
+        "linear_attention_channel_query_gradient",
+        grid=(count, spec.H, spec.B),
+        in_specs=[
+            queries,
+            keys,
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            keys,
+            tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+            *_state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            pl.BlockSpec(
+                (None, None, None), lambda p, h, b: (b, h // group, walk.with_queries + p)
+            ),
+        ],
+        out_specs=[
+            queries,
+            pl.BlockSpec((None, None, spec.T, spec.F), lambda p, h, b: (b, h, 0, 0)),
+            *_state_blocks(spec, lambda p, h, b: (b, h, p)),
+            *[per_row] * extra,
+        ],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+            jax.ShapeDtypeStruct((spec.B, spec.H, spec.T, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
+            *[row_shape] * extra,
+        ],
+        warps=config.dq_warps,
+        stages=config.dq_stages,
+    )(inputs.q, inputs.k, inputs.v, inputs.decay, do, states.kv, states.k_sum, states.steepest)
+    return dq, flow, dkv, dk_sum, Normalizer(*normalizer) if normalizer else None
+
+
+def _key_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    states: States,
+    dkv: jax.Array,
+    dk_sum: jax.Array,
+    flow: jax.Array,
+    normalizer: Normalizer | None,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dk, dv and the gates' gradient, summed over the query heads of each kv head."""
+    block = config.dkv_block
+    group = spec.H // spec.G
+    axis = tiles.heads_axis(spec)
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        do_ref: Any,
+        flow_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        dkv_ref: Any,
+        dk_sum_ref: Any,
+        steepest_ref: Any,
+        *refs: Any,
+    ) -> None:
+        *normalizer_refs, dk_ref, dv_ref, d_gates_ref = refs
+        piece = tiles.piece_id()
+
+        def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
+            row, column = _pairs(block)  # keys, queries
+            chunks = walk.pieces.rows // block
+
+            def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                dkv, dz, later = carry  # [V, F], [1, F], [F]
+                queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
+                k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+                v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+                frame = _frame(spec, gates_ref, keys, mild)  # [C, F]
+                adds = _side(spec, k, keys, frame.until)
+                if mild:
+                    dkv, dz = dkv * frame.keep, dz * frame.keep
+                dv = tiles.product(spec, adds.edge, dkv, wide=True, trans_b=True)  # [C, V]
+                found = _start_gradient(frame, _finely(spec, v, dkv, fine="b") + dz)  # [C, F]
+                if not mild:
+                    dkv, dz = dkv * frame.keep, dz * frame.keep
+
+                def add_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                    dv, found, flow, dkv, dz = sums
+                    q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
+                    do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
+                    do = tiles.operand(spec, do)
+                    reads = _side(spec, q, queries, frame.since)
+                    inverse = jnp.full((block,), spec.scale, jnp.float32)
+                    if spec.normalize:
+                        inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                    d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
+                    # Not v . d_num, which is rounded: these terms are a difference.
+                    dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
+                    dw *= inverse[None, :]
+                    if spec.normalize:
+                        d_den = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
+                        dw += d_den[None, :]
+                        dz += _sum_rows(d_den[:, None] * reads.edge.astype(jnp.float32))
+                    w = _weights(spec, frame, adds, reads)  # [C keys, C queries]
+                    # 1 / den goes with the weights, which are multiplied finely, as do is exact.
+                    w = jnp.where(row <= column, w * inverse[None, :], 0.0)
+                    dv += _finely(spec, w, do, fine="a")
+                    dw = jnp.where(row <= column, dw, 0.0)
+                    found = _add_pairs(spec, frame, found, dw, adds, reads)
+                    flow += tiles.load_tile(flow_ref, queries, spec.F, head, 0)  # [C, F]
+                    dkv += _finely(spec, d_num, reads.edge, fine="a", trans_a=True)
+                    return dv, found, flow, dkv, dz
+
+                sums = (dv, found, jnp.zeros_like(frame.since), dkv, dz)
+                dv, found, flow, dkv, dz = jax.lax.fori_loop(0, group, add_head, sums)
+                dk, of_keys = _finish_gradient(found, adds)
+                tiles.store_tile(dv_ref, keys, spec.V, dv)
+                tiles.store_tile(dk_ref, keys, spec.D, dk)
+                flow -= of_keys
+                # From the first row, since there is no running sum from the last one.
+                later += jnp.sum(flow, axis=0)
+                before = jnp.cumsum(flow, axis=0) - flow
+                tiles.store_tile(d_gates_ref, keys, spec.F, later[None, :] - before)
+                return dkv, dz, later
+
+            return write
+
+        dkv, dz = _load_state(spec, dkv_ref, dk_sum_ref)
+        kv = tiles.load_matrix(kv_ref, spec.V, spec.F)  # [V, F]
+        later = jnp.sum(kv * dkv, axis=0)  # [F]
+        if spec.normalize or spec.return_state:
+            z = tiles.load_vector(k_sum_ref, spec.F)  # [F]
+            later += z * tiles.load_vector(dk_sum_ref, spec.F)
+        carry = (dkv, dz, later)
+        _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, carry)
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
+    per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
+    gates_shape = tiles.sequence_shape(spec, spec.S, spec.G, spec.D).update(dtype=jnp.float32)
+    return tuple(
+        tiles.launch(
+            kernel,
+            "linear_attention_channel_key_gradient",
+            grid=(walk.pieces.count, spec.G, spec.B),
+            in_specs=[
+                tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group),
+                keys,
+                values,
+                keys,
+                tiles.sequence_block(spec, spec.T, spec.V, lambda p, g, b: (b, g), group),
+                pl.BlockSpec((None, group, spec.T, spec.F), lambda p, g, b: (b, g, 0, 0)),
+                *_state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
+                *_state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
+                pl.BlockSpec((None, None, None), lambda p, g, b: (b, g, p)),
+                *[per_row] * len(normalizer or ()),
+            ],
+            out_specs=[keys, values, keys],
+            out_shape=[
+                tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
+                tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+                gates_shape,
+            ],
+            warps=config.dkv_warps,
+            stages=config.dkv_stages,
+        )(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.decay,
+            do,
+            flow,
+            states.kv,
+            states.k_sum,
+            dkv,
+            dk_sum,
+            states.steepest,
+            *(normalizer or ()),
+        )
+    )

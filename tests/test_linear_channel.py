@@ -1,0 +1,166 @@
+"""Gates per step and channel in the Triton kernels, interpreted, against the float64 reference."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numerics
+import numpy as np
+import pytest
+
+from ato_jax import device
+from ato_jax.ops.linear_attention import api, triton
+from ato_jax.ops.linear_attention.spec import LinearState
+from ato_jax.ops.linear_attention.triton import scan
+
+OP = "linear_attention"
+# Small enough that a short sequence has several pieces, and a piece several chunks.
+SMALL = {
+    "piece_rows": 64,
+    "programs": 1,
+    "state_block": 32,
+    "output_block": 32,
+    "dq_block": 32,
+    "dkv_block": 32,
+}
+GPU = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
+
+
+def draw(*shape, dtype="float32", scale=1.0, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape) * scale
+    return jnp.asarray(values.astype(np.float32)).astype(dtype)
+
+
+def draw_gates(kind, *shape):
+    """`mild` ones are parted at once in every chunk, the others level by level in most."""
+    generator = np.random.default_rng(9)
+    gates = -np.abs(generator.normal(size=shape)) / 16
+    if kind == "none":
+        gates = np.zeros(shape)
+    if kind == "steep":
+        choice = generator.uniform(size=shape)
+        for value, share in ((0.0, 0.3), (-1e-3, 0.2), (-50.0, 0.1), (-np.inf, 0.03)):
+            gates[choice < share] = value
+    return jnp.asarray(gates, jnp.float32)
+
+
+def check(
+    T, S, H, G, D, V, dtype="float32", gates="mild", scale=1.0, layout="bthd", B=1, **options
+):
+    q, k, v = (
+        draw(B, length, heads, width, dtype=dtype, scale=scale, seed=width + heads)
+        for length, heads, width in ((T, H, D), (S, G, D), (S, G, V))
+    )
+    decay = draw_gates(gates, B, S, G, D)
+    if layout == "bhtd":
+        q, k, v, decay = (jnp.swapaxes(array, 1, 2) for array in (q, k, v, decay))
+    wanted = numerics.oracle(OP, q, k, v, decay=decay, causal=True, layout=layout, **options)
+    spec = wanted.request.spec
+    for phase in ("forward", "backward"):
+        assert triton.unsupported(spec, phase) is None
+    with device.interpret():
+        found = numerics.run_backends(
+            "triton", "triton", wanted, device=GPU, forward_config=SMALL, backward_config=SMALL
+        )
+    numerics.compare(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype, gates",
+    [("float32", "mild"), ("bfloat16", "mild"), ("bfloat16", "steep"), ("float16", "steep")],
+)
+def test_dtypes(dtype, gates):
+    check(80, 80, 1, 1, 16, 16, dtype, gates)
+
+
+def test_no_decay():
+    check(70, 70, 1, 1, 16, 16, "bfloat16", "none")
+
+
+@pytest.mark.parametrize("gates", ["mild", "steep"])
+def test_odd_sizes_groups_and_the_other_layout(gates):
+    check(45, 45, 4, 2, 20, 33, gates=gates, layout="bhtd", B=2)
+
+
+@pytest.mark.parametrize("T, S", [(20, 90), (90, 20)])
+def test_queries_and_keys_of_different_lengths(T, S):
+    check(T, S, 2, 1, 16, 16, gates="steep")
+
+
+def test_unnormalised():
+    check(50, 50, 1, 1, 16, 32, "bfloat16", feature_map="identity")
+
+
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_scales(scale):
+    check(50, 50, 1, 1, 16, 16, "bfloat16", "steep", scale)
+
+
+def test_tf32():
+    check(50, 50, 1, 1, 16, 16, precision="tf32")
+
+
+@pytest.mark.parametrize("gates", ["mild", "steep"])
+def test_states_in_and_out(gates):
+    state = LinearState(draw(1, 1, 16, 32, seed=7), jnp.abs(draw(1, 1, 16, seed=8)) + 1)
+    check(50, 50, 2, 1, 16, 32, gates=gates, initial_state=state, return_state=True)
+
+
+def test_parts_equal_the_whole():
+    q, k, v = (draw(1, 60, 1, 16, seed=seed) for seed in range(3))
+    decay = draw_gates("mild", 1, 60, 1, 16)
+
+    def run(rows, state):
+        parts = (array[:, rows] for array in (q, k, v))
+        return api.linear_attention(
+            *parts,
+            decay=decay[:, rows],
+            causal=True,
+            initial_state=state,
+            return_state=True,
+            implementation="triton",
+        )
+
+    with device.interpret():
+        whole, end = run(slice(None), None)
+        first, state = run(slice(0, 23), None)
+        rest, last = run(slice(23, None), state)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
+    for found, wanted in zip(last, end, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("decayed", [None, 3, 4])
+def test_scan(decayed, reverse):
+    """Against a loop; `decayed` is the decays' number of axes."""
+    B, G, P, V, width = 1, 2, 3, 20, 16
+    kv, k_sum = draw(B, G, P, V, width), draw(B, G, P, width)
+    start = draw(B, G, V, width, seed=1), draw(B, G, width, seed=2)
+    decay = None if decayed is None else -jnp.abs(draw(*(B, G, P, width)[:decayed], seed=3))
+    with device.interpret():
+        found = scan.states_between(kv, k_sum, start, decay, reverse=reverse)
+    keep = jnp.ones((B, G, P, width))
+    if decay is not None:
+        keep = keep * jnp.exp(decay.reshape(B, G, P, -1))
+    order = range(P - 1, -1, -1) if reverse else range(P)
+    states = [start]
+    for p in order:
+        kv_before, k_sum_before = states[-1]
+        factor = keep[:, :, p]
+        after = kv_before * factor[:, :, None] + kv[:, :, p], k_sum_before * factor + k_sum[:, :, p]
+        states.append(after)
+    states = states[::-1] if reverse else states
+    for part, array in enumerate(found):
+        wanted = jnp.stack([state[part] for state in states], axis=2)
+        np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_reasons():
+    array = jnp.zeros((1, 32, 1, 16))
+    spec = api.prepare(array, array, array, decay=array, causal=True).spec
+    for change, word in (
+        ({"causal": False}, "causal"),
+        ({"segments": "self"}, "segments"),
+        ({"q_lengths": True}, "lengths"),
+    ):
+        assert word in triton.unsupported(dataclasses.replace(spec, **change), "forward")
