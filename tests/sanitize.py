@@ -38,6 +38,27 @@ def run_every_kernel() -> None:
         jax.block_until_ready(jax.grad(loss, (0, 1, 2))(q, k, v))
         print(op.__name__, causal, dtype, (T, S, D, V), flush=True)
 
+    q, k, v = (draw(1, 67, heads, 33, dtype="bfloat16") for heads in (4, 2, 2))
+    gates = -jnp.abs(draw(1, 67, 2, 33, dtype="float32"))
+    ids = jnp.arange(67)[None] // 30
+    for options in (
+        {"causal": True, "decay": gates[..., 0]},
+        {"causal": True, "decay": gates},
+        {"decay": gates[..., 0]},
+        {"segment_ids": ids, "kv_lengths": jnp.array([51])},
+        {"causal": True, "segment_ids": ids, "kv_lengths": jnp.array([51])},
+        {"kv_lengths": jnp.array([51])},
+    ):
+
+        def gated(q, k, v, options=options):
+            attend = ato_jax.linear_attention(q, k, v, implementation="triton", **options)
+            return attend.astype(jnp.float32).sum()
+
+        jax.block_until_ready(jax.grad(gated, (0, 1, 2))(q, k, v))
+        print(*options, flush=True)
+    state = ato_jax.LinearState(draw(1, 2, 33, 33, dtype="float32"), gates[:, 0])
+    jax.block_until_ready(ato_jax.linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state))
+
 
 def run_a_faulty_kernel() -> None:
     """Reads 256 MiB behind the end of its input, where nothing else can be."""

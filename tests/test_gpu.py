@@ -145,6 +145,93 @@ def test_linear_attention_over_a_long_sequence(dtype: str, causal: bool, D: int)
     check("linear_attention", *arrays(dtype, B=1, T=LONG, H=2, G=1, D=D), causal=causal)
 
 
+def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, Any]:
+    """Options of linear attention by the name of a case."""
+    generator = np.random.default_rng(3)
+
+    def gates(*shape: int) -> jax.Array:
+        """Mild ones, with some steep ones and zeros among them."""
+        found = -np.abs(generator.standard_normal(shape, np.float32)) * 0.1
+        found[generator.random(shape) < 0.02] = -50
+        found[generator.random(shape) < 0.1] = 0
+        return jnp.asarray(found)
+
+    ids = np.sort(generator.integers(0, 5, (B, T)), axis=1)
+    lengths = jnp.asarray(generator.integers(T // 2, T + 1, B), jnp.int32)
+    state = ato_jax.LinearState(
+        jnp.asarray(generator.standard_normal((B, G, D, D), np.float32)),
+        jnp.asarray(np.abs(generator.standard_normal((B, G, D), np.float32)) + 1),
+    )
+    cases: dict[str, dict[str, Any]] = {
+        "head": {"decay": -jnp.asarray(np.linspace(0.001, 0.1, G), jnp.float32), "causal": True},
+        "step": {"decay": gates(B, T, G), "causal": True},
+        "channel": {"decay": gates(B, T, G, D), "causal": True},
+        "step, both ways": {"decay": gates(B, T, G)},
+        "segments": {"segment_ids": jnp.asarray(ids)},
+        "segments, causal": {"segment_ids": jnp.asarray(ids), "causal": True},
+        "lengths": {"kv_lengths": lengths},
+        "lengths, causal": {"kv_lengths": lengths, "causal": True},
+        "states": {"initial_state": state, "return_state": True, "causal": True},
+        "all": {
+            "decay": gates(B, T, G),
+            "segment_ids": jnp.asarray(ids),
+            "kv_lengths": lengths,
+            "initial_state": state,
+            "return_state": True,
+            "causal": True,
+        },
+        "favor": {"feature_map": ato_jax.favor(jax.random.key(0), D, D), "causal": True},
+    }
+    return cases[name]
+
+
+OPTIONS = (
+    *("head", "step", "channel", "step, both ways", "segments", "segments, causal", "lengths"),
+    *("lengths, causal", "states", "all", "favor"),
+)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("dtype", "D"), [("bfloat16", 128), ("float16", 64), ("float32", 64)])
+def test_options_of_linear_attention(name: str, dtype: str, D: int) -> None:
+    check("linear_attention", *arrays(dtype, T=700, D=D), **linear_options(name, 2, 700, D))
+
+
+@pytest.mark.parametrize("name", ["step", "channel", "lengths, causal", "all"])
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_options_over_a_long_sequence(name: str) -> None:
+    qkv = arrays("bfloat16", B=1, T=LONG, H=2, G=1, D=64)
+    check("linear_attention", *qkv, **linear_options(name, 1, LONG, 64, G=1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("D", "V"), [(192, 192), (256, 256), (64, 512)])
+def test_large_heads_of_linear_attention(dtype: str, D: int, V: int, causal: bool) -> None:
+    check("linear_attention", *arrays(dtype, T=300, D=D, V=V), causal=causal)
+
+
+@pytest.mark.parametrize("decay", [None, "head", "step", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_steps_equal_the_causal_pass(dtype: str, decay: str | None) -> None:
+    B, T, G, D = 2, 5, 2, 128
+    q, k, v = arrays(dtype, B=B, T=T, D=D)
+    gates = None if decay is None else linear_options(decay, B, T, D)["decay"]
+    wanted = ato_jax.linear_attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)),
+        decay=gates,
+        causal=True,
+        implementation="reference",
+    )
+    step = jax.jit(ato_jax.linear_attention_step, donate_argnums=3)
+    state = ato_jax.LinearState(jnp.zeros((B, G, D, D)), jnp.zeros((B, G, D)))
+    for t in range(T):
+        gate = gates if decay in (None, "head") else gates[:, t]
+        out, state = step(q[:, t], k[:, t], v[:, t], state, decay=gate)
+        error = jnp.linalg.norm(out - wanted[:, t]) / jnp.linalg.norm(wanted[:, t])
+        assert error <= {"bfloat16": 3e-3, "float16": 6e-4, "float32": 2e-6}[dtype]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_attention_over_a_long_sequence(dtype: str) -> None:

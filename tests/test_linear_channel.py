@@ -138,7 +138,8 @@ def test_scan(decayed, reverse):
     start = draw(B, G, V, width, seed=1), draw(B, G, width, seed=2)
     decay = None if decayed is None else -jnp.abs(draw(*(B, G, P, width)[:decayed], seed=3))
     with device.interpret():
-        found = scan.states_between(kv, k_sum, start, decay, reverse=reverse)
+        keeps = None if decay is None else jnp.exp(decay)
+        found = scan.scan_states((kv, k_sum), start, keeps, reverse=reverse)
     keep = jnp.ones((B, G, P, width))
     if decay is not None:
         keep = keep * jnp.exp(decay.reshape(B, G, P, -1))

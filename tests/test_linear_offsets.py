@@ -61,7 +61,8 @@ def test_width_of_offsets(causal: bool, layout: str) -> None:
     # 2^31 elements, and a few more.
     for T, width in ((2**14, 32), (2**14 + 64, 64)):
         for kernel in aot.triton_kernels(*call(T, causal, layout), capability=90):
-            assert widths(kernel)["bf16"] == {width}, (T, kernel.name)
+            # The scan of the pieces' states meets no sequence.
+            assert widths(kernel).get("bf16", {width}) == {width}, (T, kernel.name)
             # States and normalisers are small, whatever the sequences are.
             assert widths(kernel).get("f32", {32}) == {32}, (T, kernel.name)
 

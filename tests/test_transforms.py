@@ -233,3 +233,13 @@ def test_a_phase_without_a_backend_says_so(op: str) -> None:
     with pytest.raises(ato_jax.UnsupportedError), ato_jax.interpret():
         jax.grad(loss_of(call(op, "mosaic_gpu")))(*arrays())
     assert dispatch.PHASES == ("forward", "backward")
+
+
+def test_a_decay_that_a_traced_function_closes_over() -> None:
+    q, k, v = arrays()
+    decay = jnp.full(k.shape[2], -0.5)
+    wanted = ato_jax.linear_attention(q, k, v, decay=decay, causal=True)
+    found = jax.jit(lambda q: ato_jax.linear_attention(q, k, v, decay=decay, causal=True))(q)
+    assert jnp.allclose(found, wanted)
+    with pytest.raises(ValueError, match="decay .* up to 0.5"):
+        jax.jit(lambda q: ato_jax.linear_attention(q, k, v, decay=-decay, causal=True))(q)

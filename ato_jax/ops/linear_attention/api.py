@@ -149,10 +149,14 @@ def resolve_output(
 
 def refuse_positive(decay: jax.Array) -> None:
     """A log-decay above 0 grows without bound; a traced one cannot be checked."""
-    if not isinstance(decay, jax.core.Tracer) and decay.size and bool((decay > 0).any()):
+    if isinstance(decay, jax.core.Tracer) or not decay.size:
+        return
+    # Also where jit traces: what a traced function closes over is concrete.
+    with jax.ensure_compile_time_eval():
+        largest = float(decay.max())
+    if largest > 0:
         raise ValueError(
-            "decay is the natural log of a factor and must be <= 0, got values up to "
-            f"{float(decay.max())}"
+            f"decay is the natural log of a factor and must be <= 0, got values up to {largest}"
         )
 
 

@@ -110,11 +110,11 @@ def _sides(
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    left = Side(*scan_states(spec, sums(""), start, of_pieces.get("keeps")))
+    left = Side(*scan_states(sums(""), start, of_pieces.get("keeps")))
     if not walk.both_ways:
         return [left]
     keeps = of_pieces["keeps_right"]
-    return [left, Side(*scan_states(spec, sums("_right"), None, keeps, reverse=True))]
+    return [left, Side(*scan_states(sums("_right"), None, keeps, reverse=True))]
 
 
 def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
@@ -363,9 +363,9 @@ def backward(
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
     pieces = [(of_group(side.kv), of_group(side.k_sum)) for side in found.sides]
     keeps = gates(spec, walk, steps, walk.pieces.rows, ("keeps", "keeps_right"))
-    sides = [Side(*scan_states(spec, pieces[0], end, keeps.get("keeps"), reverse=True))]
+    sides = [Side(*scan_states(pieces[0], end, keeps.get("keeps"), reverse=True))]
     if walk.both_ways:
-        sides.append(Side(*scan_states(spec, pieces[1], None, keeps["keeps_right"])))
+        sides.append(Side(*scan_states(pieces[1], None, keeps["keeps_right"])))
     dk, dv, flows = _key_gradient(
         spec, config, inputs, walk, steps, sides, found.normalizer, cotangents.out
     )

@@ -62,9 +62,9 @@ from ato_jax.ops.linear_attention.spec import (
     Residuals,
 )
 from ato_jax.ops.linear_attention.triton import tiles
-from ato_jax.ops.linear_attention.triton.causal import Normalizer, Walk
 from ato_jax.ops.linear_attention.triton.scan import scan_states
 from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
 # exp of it is 0 in float32: nothing stronger matters, and -inf would turn sums into NaN.
 STRONGEST = -128.0
@@ -270,20 +270,11 @@ def _sum_rows(tile: jax.Array) -> jax.Array:
     return jnp.sum(tile.astype(jnp.float32), axis=0)[None, :]
 
 
-def _cut(spec: LinearAttentionSpec, config: Config) -> Walk:
-    offset = spec.S - spec.T
-    first_key = min(0, offset)
-    length = spec.S - first_key
-    block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
-    pieces = tiles.cut(length, spec.B * spec.G, config.piece_rows, block, config.programs)
-    # Where pieces of nearly that length leave none that is shorter, no row has to be masked.
-    blocks = length // block
-    whole = [count for count in range(1, blocks + 1) if blocks % count == 0]
-    count = min(whole, key=lambda count: abs(count - pieces.count), default=1)
-    if offset == 0 and length % block == 0 and 2 * abs(count - pieces.count) <= pieces.count:
-        pieces = Pieces(count, length // count, length)
-    aligned = offset == 0 and pieces.count * pieces.rows == length
-    return Walk(pieces, first_key, first_key - offset, aligned, max(0, offset) // pieces.rows)
+class Normalizer(NamedTuple):
+    """What the walk for dq leaves for the one for dk and dv, [B, H, T] float32."""
+
+    d_den: jax.Array  # e / den
+    inverse: jax.Array  # 1 / den
 
 
 class States(NamedTuple):
@@ -311,7 +302,7 @@ def _prefix_states(
         start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
     else:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    return States(*scan_states(spec, (kv, k_sum), start, jnp.exp(decay)), decay, steepest)
+    return States(*scan_states((kv, k_sum), start, jnp.exp(decay)), decay, steepest)
 
 
 def _piece_states(
@@ -412,7 +403,7 @@ def _walk_chunks(
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    walk = _cut(spec, config)
+    walk = plan(spec, config)
     states = _prefix_states(spec, config, inputs, walk)
     state = LinearState(jnp.swapaxes(states.kv[:, :, -1], 2, 3), states.k_sum[:, :, -1])
     return Outputs(_output(spec, config, inputs, walk, states), state)
@@ -441,7 +432,7 @@ def _output(
 
             def write(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 kv, z = state  # [V, F], [1, F]
-                queries, keys = walk.rows_at(spec, piece, i, block)
+                queries, keys = walk.rows_at(spec, {}, piece * walk.pieces.rows + i * block, block)
                 q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
@@ -513,7 +504,7 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs = residuals.inputs
-    walk = _cut(spec, config)
+    walk = plan(spec, config)
     states = _prefix_states(spec, config, inputs, walk)
     dq, flow, dkv, dk_sum, normalizer = _query_gradient(
         spec, config, inputs, walk, states, cotangents.out
@@ -531,7 +522,7 @@ def backward(
     else:
         end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
     keeps = jnp.exp(states.decay)
-    dkv, dk_sum = scan_states(spec, (dkv, dk_sum), end, keeps, reverse=True)
+    dkv, dk_sum = scan_states((dkv, dk_sum), end, keeps, reverse=True)
     dk, dv, d_decay = _key_gradient(
         spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out
     )
@@ -577,7 +568,7 @@ def _query_gradient(
 
             def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 kv, z, dkv, dz, since_start = carry  # [V, F], [1, F], [V, F], [1, F], [1, F]
-                queries, keys = walk.rows_at(spec, piece, i, block)
+                queries, keys = walk.rows_at(spec, {}, piece * walk.pieces.rows + i * block, block)
                 q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
@@ -707,7 +698,8 @@ def _key_gradient(
 
             def write(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 dkv, dz, later = carry  # [V, F], [1, F], [F]
-                queries, keys = walk.rows_at(spec, piece, chunks - 1 - i, block)
+                start = piece * walk.pieces.rows + (chunks - 1 - i) * block
+                queries, keys = walk.rows_at(spec, {}, start, block)
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
                 frame = _frame(spec, gates_ref, keys, mild)  # [C, F]

@@ -4,8 +4,9 @@
     S[P] = start,  S[p] = keep[p] S[p + 1] + piece[p]          reversed: S[p + 1] is behind it
 
 A state is kv [V, F] and k_sum [F]; keep[p] is what is left of a state after piece p, a number
-from 0 to 1, or one for each of the F columns. Nothing here mixes rows of kv, so that a program has some of them to itself and walks
-the pieces in order. It loads several pieces ahead of adding them, or each would wait for memory.
+from 0 to 1, or one for each of the F columns. Nothing here mixes rows of kv, so that a program has
+some of them to itself and walks the pieces in order. It loads several pieces ahead of adding them,
+or each would wait for memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import tiles
 
 State = tuple[jax.Array, jax.Array]
@@ -29,7 +29,6 @@ WARPS = 4
 
 
 def scan_states(
-    spec: LinearAttentionSpec,
     pieces: State,
     start: State | None = None,
     keeps: jax.Array | None = None,

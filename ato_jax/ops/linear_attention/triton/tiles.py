@@ -31,6 +31,7 @@ SUM_ROWS = 64
 # spills into which Triton's float32 dots run from tiles of 32 x 32 on.
 EXACT = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 PARTS = 16  # rows in which sums of rows are kept, see `row_parts`
+LARGEST_IDENTITY = 128
 LOG2_E = math.log2(math.e)
 # Of float32's 23 bits of mantissa TF32 keeps 10.
 TF32_HALF_ULP = 1 << 12
@@ -440,8 +441,9 @@ def _left_by_rounding(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
 
 
 def identity(spec: LinearAttentionSpec, size: int) -> jax.Array | None:
-    """[size, size]: what `as_accumulated` multiplies with; None where that would round."""
-    if spec.dtype == "float32":
+    """[size, size]: what `as_accumulated` multiplies with; None where that would round, or fill
+    the shared memory."""
+    if spec.dtype == "float32" or size > LARGEST_IDENTITY:
         return None
     index = jnp.arange(size, dtype=jnp.int32)
     return operand(spec, jnp.where(index[:, None] == index[None, :], 1.0, 0.0))
