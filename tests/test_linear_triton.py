@@ -24,7 +24,8 @@ OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several tiles.
 SMALL = {
     "piece_rows": 32,
-    "stream_rows": 32,
+    "output_rows": 32,
+    "dkv_rows": 32,
     "programs": 1,
     "state_block": 16,
     "output_block": 16,

@@ -241,5 +241,6 @@ def test_a_decay_that_a_traced_function_closes_over() -> None:
     wanted = ato_jax.linear_attention(q, k, v, decay=decay, causal=True)
     found = jax.jit(lambda q: ato_jax.linear_attention(q, k, v, decay=decay, causal=True))(q)
     assert jnp.allclose(found, wanted)
+    growth = -decay
     with pytest.raises(ValueError, match="decay .* up to 0.5"):
-        jax.jit(lambda q: ato_jax.linear_attention(q, k, v, decay=-decay, causal=True))(q)
+        jax.jit(lambda q: ato_jax.linear_attention(q, k, v, decay=growth, causal=True))(q)

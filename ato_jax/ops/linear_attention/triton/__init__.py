@@ -151,7 +151,6 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     ahead = half and roomy and not long_rows and not gated
     return Config(
         piece_rows=4096,
-        stream_rows=256,
         programs=(8 if small else 2) * places,
         state_block=(128 if fast and roomy and not small else 64) if half else 32,
         state_warps=4 if small else 8,
@@ -160,7 +159,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         output_block=stream_block,
         output_warps=stream_warps,
         output_stages=(4 if small else 3) if fast else 3 if ahead else 2,
-        output_programs=0 if small else 2 * places,
+        output_programs=2 * places,
+        output_rows=256 if small else 0,
         dq_block=64 if delayed else walk_block,
         dq_warps=walk_warps,
         dq_stages=3 if ahead and spec.causal != small else 2,
@@ -168,8 +168,9 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         dq_delayed=delayed,
         dkv_block=walk_block if gated else stream_block,
         dkv_warps=stream_warps,
-        dkv_stages=4 if fast and roomy else 3 if ahead else 2,
-        dkv_programs=0 if small else places,
+        dkv_stages=4 if fast and roomy and not small else 3 if ahead else 2,
+        dkv_programs=places,
+        dkv_rows=128 if small else 0,
     )
 
 

@@ -54,13 +54,11 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     return Outputs(_output(spec, config, inputs.q, state, lengths), state)
 
 
-def _stream(
-    config: Config, length: int, others: int, block: int, programs: int
-) -> Pieces | Dealt:
+def _stream(length: int, others: int, block: int, programs: int, rows: int) -> Pieces | Dealt:
     """How a pass that only reads a finished state is cut."""
-    if programs:
-        return tiles.deal(length, others, block, programs)
-    return tiles.cut(length, others, config.stream_rows, block, 1)
+    if rows:
+        return tiles.cut(length, others, max(rows, block), block, 1)
+    return tiles.deal(length, others, block, programs)
 
 
 def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
@@ -79,7 +77,9 @@ def _output(
     lengths: dict[str, jax.Array],
 ) -> jax.Array:
     block = config.output_block
-    pieces = _stream(config, spec.T, spec.B * spec.H, block, config.output_programs)
+    pieces = _stream(
+        spec.T, spec.B * spec.H, block, config.output_programs, config.output_rows
+    )
     whole = pieces.whole
 
     def kernel(
@@ -293,7 +293,7 @@ def _key_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, from dS^T [B, G, V, F] and dz [B, G, F]."""
     block = config.dkv_block
-    pieces = _stream(config, spec.S, spec.B * spec.G, block, config.dkv_programs)
+    pieces = _stream(spec.S, spec.B * spec.G, block, config.dkv_programs, config.dkv_rows)
     whole = pieces.whole
     # dS is a factor both ways round, and each way its three parts lie in shared memory.
     in_parts = tiles.state_size(spec) <= tiles.SMALL_STATE

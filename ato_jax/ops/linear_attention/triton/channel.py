@@ -395,11 +395,12 @@ def _walk_chunks(
     # A chunk that is larger than those of the state pass loses at most this many times as much.
     most = mildest(spec) / max(1, block // config.state_block)
 
-    def walk(mild: bool) -> Callable[[Any], Any]:
+    is_mild = (steepest_ref[...] <= most).astype(jnp.int32)
+    # Two loops, one of which has no turns: XLA's Triton crashed on a branch around them.
+    for mild, turns in ((True, is_mild), (False, 1 - is_mild)):
         rows = block if mild else min(block, STEEP_BLOCK)
-        return lambda carry: jax.lax.fori_loop(0, pieces.rows // rows, chunk(mild, rows), carry)
-
-    return jax.lax.cond(steepest_ref[...] <= most, walk(True), walk(False), carry)
+        carry = jax.lax.fori_loop(0, turns * (pieces.rows // rows), chunk(mild, rows), carry)
+    return carry
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:

@@ -46,14 +46,13 @@ class Config:
     """Rows per tile, warps and pipeline stages of each pass, and how its work is cut.
 
     `state_*` sums over the keys, `output_*` writes out, `dq_*` and `dkv_*` are the two passes of
-    the backward. `*_programs` are dealt the blocks of all sequences; 0 means that each covers
-    `stream_rows` rows instead. `dq_delayed` says that the pass for dq sums up each block's terms
-    when it is at the next. Causal, where programs walk along the rows, each covers at most
+    the backward. `*_programs` are dealt the blocks of all sequences; where `*_rows` is not 0,
+    each covers so many rows instead. `dq_delayed` says that the pass for dq sums up each block's
+    terms when it is at the next. Causal, where programs walk along the rows, each covers at most
     `piece_rows`, fewer where the grid would else have less than `programs`.
     """
 
     piece_rows: int
-    stream_rows: int
     programs: int
     state_block: int
     state_warps: int
@@ -63,6 +62,7 @@ class Config:
     output_warps: int
     output_stages: int
     output_programs: int
+    output_rows: int
     dq_block: int
     dq_warps: int
     dq_stages: int
@@ -72,6 +72,7 @@ class Config:
     dkv_warps: int
     dkv_stages: int
     dkv_programs: int
+    dkv_rows: int
 
 
 def padded(size: int) -> int:
