@@ -10,12 +10,13 @@ import pytest
 import ato_jax
 from ato_jax.ops.attention import triton
 from ato_jax.ops.attention.spec import AttentionSpec, Outputs
-from ato_jax.ops.attention.triton import common
+from ato_jax.ops.attention.triton import visibility
 from tests import numerics
 
 # Tiles as small as they come: several blocks, masked ones and whole ones, at sizes that a CPU
 # interprets quickly.
-SMALL_TILES = {f"{kernel}block_{side}": 16 for kernel in ("", "dq_", "dkv_") for side in ("q", "k")}
+KERNELS = ("", "dq_", "dkv_", "dbias_")
+SMALL_TILES = {f"{kernel}block_{side}": 16 for kernel in KERNELS for side in ("q", "k")}
 
 
 def draw(dtype, B=1, T=50, S=50, H=2, G=2, D=16, V=16, layout="bthd", scale=1.0):
@@ -133,13 +134,13 @@ def test_block_ranges_hold_every_visible_pair(left, right, offset):
     if right is not None:
         seen &= j <= i + offset + right
     for bounds, pairs, rows, block in (
-        (common.key_bounds(spec, offset), seen, 16, 8),
-        (common.query_bounds(spec, offset), seen.T, 8, 16),
+        (visibility.key_bounds(spec, offset), seen, 16, 8),
+        (visibility.query_bounds(visibility.key_bounds(spec, offset)), seen.T, 8, 16),
     ):
         items, length = pairs.shape
         for start in range(0, items, rows):
             first, whole, whole_end, end = map(
-                int, common.block_ranges(bounds, jnp.int32(start), rows, length, block)
+                int, visibility.block_ranges(bounds, jnp.int32(start), rows, length, block)
             )
             assert 0 <= first <= whole <= whole_end <= end <= -(-length // block)
             tile = pairs[start : start + rows]

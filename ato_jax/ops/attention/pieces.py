@@ -16,6 +16,7 @@ from jax import lax
 from ato_jax import device, shapes
 from ato_jax.ops.attention import blocks
 from ato_jax.ops.attention.api import prepare
+from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.common import LAYOUTS, axes, with_batch
 
 
@@ -52,17 +53,7 @@ def combine(outs: Any, lses: Any, *, layout: str = "bthd") -> tuple[jax.Array, j
     if sizes["N"] == 0:
         raise ValueError("outs must hold at least one piece, got none")
 
-    lse = lse.astype(jnp.float32)  # [N, ..., T, H]
-    saw = lse > -jnp.inf
-    top = jnp.max(lax.stop_gradient(lse), axis=0)
-    top = jnp.where(top > -jnp.inf, top, 0)
-    weights = jnp.exp(lse - top)  # 0 for -inf
-    total = jnp.sum(weights, axis=0)
-    any_saw = total > 0
-    safe = jnp.where(any_saw, total, 1)
-    parts = jnp.where(saw[..., None], out.astype(jnp.float32), 0)  # [N, ..., T, H, V]
-    merged = jnp.sum(parts * (weights / safe)[..., None], axis=0)
-    return merged.astype(out.dtype), jnp.where(any_saw, top + jnp.log(safe), -jnp.inf)
+    return merge(out, lse)
 
 
 def _stacked(name: str, pieces: Any) -> jax.Array:

@@ -21,8 +21,9 @@ WIDEST_HEAD = 256
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of queries and keys, warps and pipeline stages: of the forward kernel, of dQ's, and
-    of the one for dK and dV. `fast_exp2` takes NVIDIA's instruction for 2^x.
+    """Tiles of queries and keys, warps and pipeline stages: of the forward kernel, of dQ's, of the
+    one for dK and dV, and of that for a bias's gradient. The first three share the other side of
+    each of their blocks among so many `parts`. `fast_exp2` takes NVIDIA's instruction for 2^x.
     """
 
     block_q: int
@@ -37,6 +38,13 @@ class Config:
     dkv_block_k: int
     dkv_num_warps: int
     dkv_num_stages: int
+    dbias_block_q: int
+    dbias_block_k: int
+    dbias_num_warps: int
+    dbias_num_stages: int
+    parts: int = 1
+    dq_parts: int = 1
+    dkv_parts: int = 1
     fast_exp2: bool = False
 
 
@@ -46,17 +54,7 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
             return f"{name} must be at most {WIDEST_HEAD}, got {width}"
     if spec.dtype not in ("float32", "float16", "bfloat16"):
         return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    features = {
-        "bias": spec.bias is not None,
-        "mask": spec.mask is not None,
-        "segments": spec.segments,
-        "lengths": spec.q_lengths or spec.kv_lengths,
-        "a query_offset that is an array": spec.offset is None,
-        "sinks": spec.sinks,
-        "dropout": spec.dropout_rate > 0,
-    }
-    missing = [name for name, asked in features.items() if asked]
-    return f"does not support {', '.join(missing)}" if missing else None
+    return None
 
 
 # (queries, keys, warps, stages) of the three kernels, by the widest head they are for.
@@ -96,6 +94,8 @@ SMALL_FLOAT32: Table = {
     128: ((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
     256: ((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
+# For one tile of dbias per program: what is held for the whole loop is that tile alone.
+DBIAS: dict[int, Tiles] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
 LARGE_SHARED_MEMORY = 200 * 1024
 
 
@@ -112,4 +112,4 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     forward, dq, dkv = table[width]
     if table is LARGE and width == 128 and spec.left is None and spec.right is None:
         forward = LARGE_FULL_128
-    return Config(*forward, *dq, *dkv, fast_exp2=device.capability is not None)
+    return Config(*forward, *dq, *dkv, *DBIAS[width], fast_exp2=device.capability is not None)

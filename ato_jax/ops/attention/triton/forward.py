@@ -5,9 +5,11 @@ With scores s in units of log2 (see common.py), each block of keys updates
     m'    = max(m, max_j s_j)
     p_j   = exp2(s_j - m')
     total = total * exp2(m - m') + sum_j p_j
-    acc   = acc * exp2(m - m') + sum_j p_j v_j
+    acc   = acc * exp2(m - m') + sum_j dropped(p_j) v_j
 
-and at the end out = acc / total, lse = ln(2) * m + ln(total).
+and at the end out = acc / total, lse = ln(2) * m + ln(total). A sink is where m starts, with a
+total of 1. Where queries are too few to fill the card, several programs share the keys of a query
+block, and `merge` puts their parts together.
 """
 
 from __future__ import annotations
@@ -22,23 +24,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
+from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
     LN_2,
-    block_ranges,
+    LOG2_E,
     dot,
     exp2,
     fitted,
-    for_blocks,
-    key_bounds,
     load_tile,
     padded,
+    parts_first,
     raw_scores,
-    score_factor,
     sequence_spec,
     store_tile,
-    visible,
+    whole_spec,
 )
+from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, options_of
+from ato_jax.ops.attention.triton.visibility import for_blocks
 
 # Where m starts: finite, so that rows which have seen nothing yet subtract no infinities, and
 # below every score, so that exp2(m - m') is then 0.
@@ -47,93 +50,117 @@ FLOOR = float(np.finfo(np.float32).min)
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # m, total, acc
 
 
+def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: int) -> Carry:
+    """What a query has that has seen no key: its sink, which the first part counts."""
+    acc = jnp.zeros((rows, padded(spec.V)), jnp.float32)
+    if sinks_ref is None:
+        return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), acc
+    sink = jnp.where(part == 0, sinks_ref[h] * LOG2_E, -jnp.inf)
+    m = jnp.maximum(sink, FLOOR)
+    total = jnp.exp2(sink - m)  # 0 for a sink of -inf
+    return jnp.full((rows,), m, jnp.float32), jnp.full((rows,), total, jnp.float32), acc
+
+
 def _kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
+    options: Options,
     out_ref: Any,
     lse_ref: Any,
     *,
     spec: AttentionSpec,
-    offset: int,
     block_q: int,
     block_k: int,
+    parts: int,
     fast_exp2: bool,
 ) -> None:
     layout = spec.layout
-    factor = score_factor(spec)
-    block = pl.program_id(0)
+    block, h = pl.program_id(0), pl.program_id(1)
     if spec.right is not None:
         # The last queries see the most keys: started first, they do not end last.
         block = pl.num_programs(0) - 1 - block
+    b, part = batch_and_part(pl.program_id(2), parts)
+    pairs = Pairs.of(spec, options, b, "queries")
+    q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     i0 = block * block_q
-    query = (i0 + jnp.arange(block_q))[:, None]  # [block_q, 1]
-    q = load_tile(layout, q_ref, None, i0, block_q, spec.T, spec.D)  # [block_q, D]
+    query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
+    q = load_tile(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
 
     def step(masked: bool, n: Any, carry: Carry) -> Carry:
         m, total, acc = carry  # [block_q], [block_q], [block_q, V]
         j0 = n * block_k
-        k = load_tile(layout, k_ref, None, j0, block_k, spec.S, spec.D, not masked)  # [block_k, D]
+        key = pairs.keys((j0 + jnp.arange(block_k))[None, :], masked)  # [1, block_k]
+        k = load_tile(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
         raw = raw_scores(spec, dot(spec, q, k, trans_b=True))  # [block_q, block_k]
-        if masked:
-            key = (j0 + jnp.arange(block_k))[None, :]  # [1, block_k]
-            raw = jnp.where(visible(spec, offset, query, key), raw, -jnp.inf)
+        raw, factor = pairs.biased(h, raw, query, key)
+        seen = pairs.visible(h, masked, query, key)
+        if seen is not None:
+            raw = jnp.where(seen, raw, -jnp.inf)
         m_next = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
         p = exp2(raw * factor - m_next[:, None], fast_exp2)
         correction = exp2(m - m_next, fast_exp2)
         total = total * correction + jnp.sum(p, axis=1)
-        v = load_tile(layout, v_ref, None, j0, block_k, spec.S, spec.V, not masked)  # [block_k, V]
+        kept = pairs.kept(h, query, key)
+        if kept is not None:
+            p = jnp.where(kept, p, 0.0)
+        v = load_tile(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
         acc = acc * correction[:, None] + dot(spec, p.astype(v.dtype), v)
         return m_next, total, acc
 
-    ranges = block_ranges(key_bounds(spec, offset), i0, block_q, spec.S, block_k)
-    start = (
-        jnp.full((block_q,), FLOOR, jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-        jnp.zeros((block_q, padded(spec.V)), jnp.float32),
-    )
-    m, total, acc = for_blocks(ranges, step, start)
+    start = _start(spec, options.sinks, h, part, block_q)
+    m, total, acc = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
+    if spec.q_lengths:
+        exists = query.indices[:, 0] < q_length
+        m, total = jnp.where(exists, m, start[0]), jnp.where(exists, total, start[1])
+        acc = jnp.where(exists[:, None], acc, 0.0)
 
     nothing = total == 0
     safe = jnp.where(nothing, 1.0, total)
     lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
-    store_tile(layout, out_ref, None, i0, acc / safe[:, None], spec.T, spec.V)
+    divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
+    store_tile(layout, out_ref, None, i0, acc / divisor[:, None], spec.T, spec.V)
     store_tile(layout, lse_ref, None, i0, lse, spec.T)
 
 
 def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
-    assert spec.offset is not None
-    layout = spec.layout
+    layout, parts = spec.layout, config.parts
     block_q, block_k = fitted(config.block_q, spec.T), fitted(config.block_k, spec.S)
     share = spec.H // spec.G
+    options = options_of(spec, inputs, "queries", block_q, block_k)
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
+    # Parts are rounded only once they are merged.
+    out_dtype = inputs.v.dtype if parts == 1 else jnp.float32
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
-            offset=spec.offset,
             block_q=block_q,
             block_k=block_k,
+            parts=parts,
             fast_exp2=config.fast_exp2,
         ),
-        grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B),
+        grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B * parts),
         in_specs=[
-            sequence_spec(layout, spec.T, spec.D, block_q),
-            sequence_spec(layout, spec.S, spec.D, block_k, share=share),
-            sequence_spec(layout, spec.S, spec.V, block_k, share=share),
+            sequence_spec(layout, spec.T, spec.D, block_q, parts=parts),
+            sequence_spec(layout, spec.S, spec.D, block_k, share=share, parts=parts),
+            sequence_spec(layout, spec.S, spec.V, block_k, share=share, parts=parts),
+            jax.tree.map(whole_spec, options),
         ],
         out_specs=[
             sequence_spec(layout, spec.T, spec.V, block_q),
             sequence_spec(layout, spec.T, None, block_q),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype),
-            jax.ShapeDtypeStruct((spec.B, *rows), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B * parts, *rows, spec.V), out_dtype),
+            jax.ShapeDtypeStruct((spec.B * parts, *rows), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=device.interpreting(),
         name="attention_forward",
-    )(inputs.q, inputs.k, inputs.v)
-    return Outputs(out, lse)
+    )(inputs.q, inputs.k, inputs.v, options)
+    if parts > 1:
+        out, lse = merge(*(parts_first(array, parts) for array in (out, lse)))
+    return Outputs(out.astype(inputs.v.dtype), lse)

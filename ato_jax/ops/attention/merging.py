@@ -1,0 +1,28 @@
+"""Merging attention over parts of the keys.
+
+    lse = log sum_n exp(lse_n),  out = sum_n exp(lse_n - lse) out_n
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """out [N, ..., V] and lse [N, ...] of N parts, merged in float32 to out's dtype and float32.
+
+    A part with lse -inf counts for nothing, whatever its out holds.
+    """
+    lse = lse.astype(jnp.float32)
+    saw = lse > -jnp.inf
+    top = jnp.max(lax.stop_gradient(lse), axis=0)
+    top = jnp.where(top > -jnp.inf, top, 0)
+    weights = jnp.exp(lse - top)  # 0 for -inf
+    total = jnp.sum(weights, axis=0)
+    any_saw = total > 0
+    safe = jnp.where(any_saw, total, 1)
+    parts = jnp.where(saw[..., None], out.astype(jnp.float32), 0)
+    merged = jnp.sum(parts * (weights / safe)[..., None], axis=0)
+    return merged.astype(out.dtype), jnp.where(any_saw, top + jnp.log(safe), -jnp.inf)

@@ -1,0 +1,204 @@
+"""The bias's gradient: ds summed over the axes that the bias lacks, and never formed beyond that.
+
+    dbias[b, h, i, j] = ds_ij of query head h = p_ij (dp_ij - delta_i)
+
+Over all keys of a query, ds sums up to what lse's cotangent and the sink leave of it:
+
+    sum_j ds_ij = out_i . do_i - (1 - share_i) delta_i = dlse_i + share_i delta_i
+
+where share_i is the sink's part of the weights: nothing is to be computed for a bias without keys.
+For one without queries, the kernel for dk and dv sums over its queries on the way, and XLA over
+heads and batch, as far as the bias lacks these. For one that has both there is the kernel here,
+whose programs own a tile of dbias each and sum over the heads and batch entries that it lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax import device
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.triton.common import (
+    ROWS_LAYOUT,
+    dot,
+    fitted,
+    load_tile,
+    padded,
+    quotient,
+    whole_spec,
+)
+from ato_jax.ops.attention.triton.pairs import Options, Pairs, options_of
+from ato_jax.ops.attention.triton.weights import (
+    Rows,
+    plain_delta,
+    sink_shares,
+    weight_gradient,
+    weights,
+    without_powers,
+)
+
+
+def of_keys(spec: AttentionSpec) -> bool:
+    """Whether the bias has keys, but no queries."""
+    return spec.bias is not None and spec.bias[3] and not spec.bias[2]
+
+
+def gradient(
+    spec: AttentionSpec,
+    config: Any,
+    inputs: Inputs,
+    cotangents: Outputs,
+    rows: Rows,
+    gain: jax.Array | None,
+    by_key: jax.Array | None,
+) -> jax.Array:
+    """dbias; `by_key` is ds summed over the queries, [B, H, S], for a bias that has none."""
+    assert spec.bias is not None and inputs.bias is not None
+    if by_key is not None:
+        found = by_key[:, :, None]  # [B, H, 1, S]
+    elif not spec.bias[3]:
+        found = _by_query(spec, inputs, cotangents, rows, gain)[..., None]  # [B, H, T, 1]
+    else:
+        return _by_tile(spec, config, inputs, cotangents.out, rows, gain)
+    lacked = [axis for axis, size in enumerate(inputs.bias.shape) if found.shape[axis] != size]
+    return jnp.sum(found, axis=lacked, keepdims=True).astype(inputs.bias.dtype)
+
+
+def _by_query(
+    spec: AttentionSpec, inputs: Inputs, cotangents: Outputs, rows: Rows, gain: jax.Array | None
+) -> jax.Array:
+    """ds summed over the keys, [B, H, T]."""
+    found = sink_shares(spec, inputs.sinks, rows) * plain_delta(spec, rows, gain)
+    if spec.return_lse:
+        dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
+        found = found + dlse
+    return jnp.where(rows.log2_norm < jnp.inf, found, 0.0)
+
+
+def _kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    do_ref: Any,
+    rows_refs: Rows,
+    gain_ref: Any | None,
+    options: Options,
+    dbias_ref: Any,
+    *,
+    spec: AttentionSpec,
+    block_q: int,
+    block_k: int,
+    fast_exp2: bool,
+) -> None:
+    assert spec.bias is not None
+    layout = spec.layout
+    share = spec.H // spec.G
+    n, m = pl.program_id(0), pl.program_id(1)
+    i0, j0 = n * block_q, m * block_k
+    has_batch, has_heads, *_ = spec.bias
+    heads = spec.H if has_heads else 1
+    own_b = quotient(pl.program_id(2), heads)
+    own_h = pl.program_id(2) - own_b * heads
+
+    def entry(b: Any, h: Any, sums: jax.Array) -> jax.Array:
+        """Adds the terms of a batch entry and head, if the tile holds visible pairs there."""
+        pairs = Pairs.of(spec, options, b, "tiles")
+        q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
+        g = quotient(h, share)
+        gain = None if gain_ref is None else gain_ref[b, g]
+
+        def row(ref: Any) -> jax.Array:
+            values = load_tile(ROWS_LAYOUT, ref, h, i0, block_q, spec.T, batch=b)
+            return values[:, None]  # [block_q, 1]
+
+        def step(_: Any, sums: jax.Array) -> jax.Array:
+            query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
+            key = pairs.keys((j0 + jnp.arange(block_k))[None, :])  # [1, block_k]
+            q = load_tile(layout, q_ref, h, i0, block_q, q_length, spec.D, batch=b)
+            k = load_tile(layout, k_ref, g, j0, block_k, kv_length, spec.D, batch=b)
+            products = dot(spec, q, k, trans_b=True)  # [block_q, block_k]
+            p, _ = weights(
+                pairs, h, True, query, key, products, row(rows_refs.log2_norm), fast_exp2
+            )
+            if rows_refs.correction is not None:
+                p = p * row(rows_refs.correction)
+            do = load_tile(layout, do_ref, h, i0, block_q, q_length, spec.V, batch=b)
+            v = load_tile(layout, v_ref, g, j0, block_k, kv_length, spec.V, batch=b)
+            dp = dot(spec, do, v, trans_b=True)  # [block_q, block_k]
+            dp = weight_gradient(spec, dp, pairs.kept(h, query, key), gain)
+            return sums + without_powers(spec, p * (dp - row(rows_refs.delta)), gain)
+
+        ranges = pairs.ranges(n, block_q, block_k, 0, 1)
+        turns = jnp.where((ranges.first <= m) & (m < ranges.end), 1, 0)
+        return lax.fori_loop(0, turns, step, sums)
+
+    sums = jnp.zeros((block_q, block_k), jnp.float32)
+    if has_batch and has_heads:
+        sums = entry(own_b, own_h, sums)
+    else:
+        turns = (1 if has_batch else spec.B) * (1 if has_heads else spec.H)
+
+        def body(turn: Any, sums: jax.Array) -> jax.Array:
+            b = own_b if has_batch else turn if has_heads else quotient(turn, spec.H)
+            h = own_h if has_heads else turn if has_batch else turn - b * spec.H
+            return entry(b, h, sums)
+
+        sums = lax.fori_loop(0, turns, body, sums)
+    query = (i0 + jnp.arange(block_q))[:, None]  # [block_q, 1]
+    key = (j0 + jnp.arange(block_k))[None, :]  # [1, block_k]
+    plgpu.store(
+        dbias_ref.at[own_b, own_h, query, key],
+        sums.astype(dbias_ref.dtype),
+        mask=(query < spec.T) & (key < spec.S),
+    )
+
+
+def _by_tile(
+    spec: AttentionSpec,
+    config: Any,
+    inputs: Inputs,
+    do: jax.Array,
+    rows: Rows,
+    gain: jax.Array | None,
+) -> jax.Array:
+    assert inputs.bias is not None
+    block_q, block_k = fitted(config.dbias_block_q, spec.T), fitted(config.dbias_block_k, spec.S)
+    options = options_of(spec, inputs, "queries", block_q, block_k)._replace(sinks=None)
+
+    def sequence(heads: int, length: int, width: int, block: int) -> pl.BlockSpec:
+        """All heads of all batch entries."""
+        time = max(length, block)
+        axes = (time, heads) if spec.layout == "bthd" else (heads, time)
+        return pl.BlockSpec((spec.B, *axes, padded(width)), lambda n, m, z: (0, 0, 0, 0))
+
+    rows_spec = pl.BlockSpec((spec.B, spec.H, max(spec.T, block_q)), lambda n, m, z: (0, 0, 0))
+    owners = inputs.bias.shape[0] * inputs.bias.shape[1]
+    return pl.pallas_call(
+        functools.partial(
+            _kernel, spec=spec, block_q=block_q, block_k=block_k, fast_exp2=config.fast_exp2
+        ),
+        grid=(pl.cdiv(spec.T, block_q), pl.cdiv(spec.S, block_k), owners),
+        in_specs=[
+            sequence(spec.H, spec.T, spec.D, block_q),
+            sequence(spec.G, spec.S, spec.D, block_k),
+            sequence(spec.G, spec.S, spec.V, block_k),
+            sequence(spec.H, spec.T, spec.V, block_q),
+            jax.tree.map(lambda _: rows_spec, rows),
+            None if gain is None else whole_spec(gain),
+            jax.tree.map(whole_spec, options),
+        ],
+        out_specs=whole_spec(inputs.bias),
+        out_shape=jax.ShapeDtypeStruct(inputs.bias.shape, inputs.bias.dtype),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.dbias_num_warps, num_stages=config.dbias_num_stages
+        ),
+        interpret=device.interpreting(),
+        name="attention_backward_dbias",
+    )(inputs.q, inputs.k, inputs.v, do, rows, gain, options)

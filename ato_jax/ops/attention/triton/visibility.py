@@ -1,0 +1,212 @@
+"""Which pairs of a tile see each other, and which tiles hold such pairs.
+
+    low <= j - i <= high                    causality and windows, from position(i) = offset + i
+    i < q_length,  j < kv_length
+    q_segment_i = kv_segment_j
+
+A program owns some rows, queries or keys, and goes over the blocks of the other side. Those that
+hold visible pairs are a range, and inside it lies a range of blocks that hold nothing else:
+
+    first ... whole ... whole_end ... end
+
+Each rule has such ranges of its own, and all rules together have their intersection. Rows of the
+program's own that lie beyond their length need no rule: their inputs are read as 0, and their
+results are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import device
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, positions_of_first_query
+from ato_jax.ops.attention.triton.common import quotient
+
+# A block's segments as a set of so many bits, an id's bit being the id modulo that.
+SEGMENT_BITS = 256
+WORD = 32
+
+# Further than any position is from another; sums of two stay in int32.
+FAR = (1 << 30) - 1
+
+Carry = TypeVar("Carry")
+Bounds = tuple[Any, Any]
+
+
+class Limits(NamedTuple):
+    """What bounds a batch entry's pairs: ints where they are static, else traced scalars."""
+
+    low: Any  # None: no bound
+    high: Any
+    q_length: Any
+    kv_length: Any
+
+
+class Ranges(NamedTuple):
+    """Blocks first, ..., end - 1 hold all visible pairs; whole, ..., whole_end - 1 no others."""
+
+    first: Any
+    whole: Any
+    whole_end: Any
+    end: Any
+
+
+def key_bounds(spec: AttentionSpec, offset: int) -> Bounds:
+    """Query i sees keys from i + low to i + high, None for no bound, or for one that hides none."""
+    low = None if spec.left is None else offset - spec.left
+    high = None if spec.right is None else offset + spec.right
+    if low is not None and low <= 1 - spec.T:
+        low = None
+    if high is not None and high >= spec.S - 1:
+        high = None
+    return low, high
+
+
+def query_bounds(bounds: Bounds) -> Bounds:
+    """Key j is seen by queries from j + low to j + high, given the bounds of queries."""
+    low, high = bounds
+    return None if high is None else -high, None if low is None else -low
+
+
+def limits_array(spec: AttentionSpec, inputs: Inputs) -> jax.Array | None:
+    """The limits of every batch entry, [B, 4] int32, where some are known only at run time."""
+    if spec.offset is not None and not (spec.q_lengths or spec.kv_lengths):
+        return None
+    nothing = jnp.zeros((spec.B,), jnp.int32)
+    position = jnp.clip(positions_of_first_query(spec, inputs), -FAR, FAR)
+    # Beyond these, a bound hides all or none, whatever its value.
+    low, high = (
+        nothing if reach is None else jnp.clip(position + reach, -spec.T, spec.S)
+        for reach in (None if spec.left is None else -spec.left, spec.right)
+    )
+    q_length, kv_length = (
+        nothing if length is None else length for length in (inputs.q_lengths, inputs.kv_lengths)
+    )
+    return jnp.stack([low, high, q_length, kv_length], axis=-1)
+
+
+def limits_of(spec: AttentionSpec, ref: Any, b: Any) -> Limits:
+    """The limits of a batch entry, read where they are not static."""
+    if spec.offset is not None:
+        low, high = key_bounds(spec, spec.offset)
+    else:
+        low = None if spec.left is None else ref[b, 0]
+        high = None if spec.right is None else ref[b, 1]
+    q_length = ref[b, 2] if spec.q_lengths else spec.T
+    kv_length = ref[b, 3] if spec.kv_lengths else spec.S
+    return Limits(low, high, q_length, kv_length)
+
+
+def block_ranges(bounds: Bounds, start: Any, rows: int, length: Any, block: int) -> Ranges:
+    """Which blocks of the other side the items from `start` to `start + rows` pair with.
+
+    Item x pairs with x + low to x + high, below `length`. Bounds that are known while tracing stay
+    Python ints.
+    """
+    low, high = bounds
+    last = start + rows - 1
+    static = isinstance(length, int)
+    first: Any = 0
+    whole: Any = 0
+    whole_end: Any = length // block if static else quotient(length, block)
+    end: Any = pl.cdiv(length, block) if static else quotient(length + (block - 1), block)
+    if high is not None:
+        whole_end = jnp.minimum(whole_end, quotient(jnp.maximum(start + high + 1, 0), block))
+        end = jnp.minimum(end, quotient(jnp.maximum(last + high + block, 0), block))
+    if low is not None:
+        first = jnp.minimum(end, quotient(jnp.maximum(start + low, 0), block))
+        whole = quotient(jnp.maximum(last + low + block - 1, 0), block)
+        whole = jnp.minimum(jnp.maximum(whole, first), end)
+    if high is not None or low is not None:
+        whole_end = jnp.maximum(whole_end, whole)
+    return Ranges(first, whole, whole_end, end)
+
+
+def intersection(a: Ranges, b: Ranges) -> Ranges:
+    first = jnp.maximum(a.first, b.first)
+    end = jnp.maximum(jnp.minimum(a.end, b.end), first)
+    whole = jnp.clip(jnp.maximum(a.whole, b.whole), first, end)
+    whole_end = jnp.clip(jnp.minimum(a.whole_end, b.whole_end), whole, end)
+    return Ranges(first, whole, whole_end, end)
+
+
+def part_of(ranges: Ranges, part: Any, parts: int) -> Ranges:
+    """One of `parts` programs' share of the blocks."""
+    count = ranges.end - ranges.first
+    start = ranges.first + quotient(count * part, parts)
+    stop = ranges.first + quotient(count * (part + 1), parts)
+    return Ranges(*(jnp.clip(jnp.int32(bound), start, stop) for bound in ranges))
+
+
+def segment_ranges(own: jax.Array, other: jax.Array, rows: int, block: int) -> jax.Array:
+    """The ranges that segments allow, [B, blocks of rows, 4], from ids [B, T] and [B, S].
+
+    Two blocks may hold an id in common if their ids' intervals overlap, which tells sorted ids
+    apart, and their sets of bits do, which tells others apart. What is wrongly held for common
+    costs time, nothing else.
+    """
+    low, high, sets = (x[..., :, None] for x in _segments_of_blocks(own, rows))
+    other_low, other_high, other_sets = (x[..., None, :] for x in _segments_of_blocks(other, block))
+    in_common = jnp.zeros((), bool)
+    for word in range(SEGMENT_BITS // WORD):
+        in_common = in_common | ((sets[word] & other_sets[word]) != 0)
+    overlap = in_common & (low <= other_high) & (other_low <= high)  # [B, blocks, other blocks]
+    same = (low == other_high) & (high == other_low)
+    count = other_low.shape[-1]
+    n = jnp.arange(count, dtype=jnp.int32)
+    first = jnp.min(jnp.where(overlap, n, count), axis=-1)
+    end = jnp.max(jnp.where(overlap, n + 1, 0), axis=-1)
+    whole = jnp.min(jnp.where(same, n, count), axis=-1)
+    broken = ~same & (n >= whole[..., None])
+    whole_end = jnp.min(jnp.where(broken, n, count), axis=-1)
+    return jnp.stack([first, whole, whole_end, end], axis=-1)
+
+
+def _segments_of_blocks(
+    ids: jax.Array, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The smallest and largest id of each block, [B, blocks], and its set, [words, B, blocks]."""
+    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
+    ids = ids.reshape(ids.shape[0], -1, block)
+    bit = ids & (SEGMENT_BITS - 1)
+    words = jnp.arange(SEGMENT_BITS // WORD)[:, None, None, None]
+    mine = jnp.left_shift(jnp.uint32(1), (bit % WORD).astype(jnp.uint32))
+    sets = jnp.where(bit // WORD == words, mine, jnp.uint32(0))  # [words, B, blocks, block]
+    sets = lax.reduce(sets, np.uint32(0), lax.bitwise_or, (3,))
+    return jnp.min(ids, axis=-1), jnp.max(ids, axis=-1), sets
+
+
+def _loop(lower: Any, upper: Any, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    if isinstance(lower, int) and isinstance(upper, int):
+        if lower >= upper:
+            return carry
+        if upper == lower + 1 and not device.interpreting():
+            # A loop known to run once is inlined, and its neighbour then spills a thousand bytes.
+            upper = upper + jnp.minimum(pl.program_id(0), 0)
+    # Python ints would count in JAX's default integer.
+    lower, upper = (np.int32(n) if isinstance(n, int) else n for n in (lower, upper))
+    return lax.fori_loop(lower, upper, body, carry)
+
+
+def for_blocks(
+    ranges: Ranges, step: Callable[[bool, Any, Carry], Carry], carry: Carry
+) -> Carry:
+    """`step(masked, n, carry)` over the blocks of the ranges, in order, by separate loops."""
+    first, whole, whole_end, end = ranges
+
+    def masked(n: Any, carry: Carry) -> Carry:
+        return step(True, n, carry)
+
+    def unmasked(n: Any, carry: Carry) -> Carry:
+        return step(False, n, carry)
+
+    carry = _loop(first, whole, masked, carry)
+    carry = _loop(whole, whole_end, unmasked, carry)
+    return _loop(whole_end, end, masked, carry)

@@ -1,0 +1,145 @@
+"""What the backward kernels share: the weights found again from lse, and powers of two.
+
+    p_ij    = exp(s_ij - lse_i)
+    dp_ij   = do_i . v_j                      with dropout, 0 where it dropped p_ij
+    delta_i = out_i . do_i - dlse_i
+    ds_ij   = p_ij (dp_ij - delta_i)
+
+float16 holds nothing below 6e-8 and little below 6e-5, where p and ds lie for long sequences, so
+there both carry powers of two into the products, taken out of the sums: 2^WEIGHT_SHIFT in p, which
+is at most 1, and `gain` in dp - delta besides, a power of two per group that keeps the product
+within 2^WEIGHT_SHIFT whatever the size of v and do.
+
+A large lse is rounded by more than float32's budget for p: at 1000 by 3e-5. So for float32 the
+kernel for dq sums each query's weights as it finds them from lse, divides its dq by that sum, which
+should be 1, and leaves the inverse for the other kernels to multiply with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.triton.common import LOG2_E, exp2, quotient, raw_scores
+from ato_jax.ops.attention.triton.pairs import Pairs, Side
+
+# 2^15 is half of what float16 holds: room for weights that rounding puts above 1.
+WEIGHT_SHIFT = 15
+
+
+class Rows(NamedTuple):
+    """What the first kernel leaves for the others, each [B, H, T] float32."""
+
+    log2_norm: jax.Array  # lse in units of log2, less the shift; +inf where nothing is seen
+    delta: jax.Array  # times the gain
+    correction: jax.Array | None  # what makes the weights' sum 1, float32 alone
+
+
+def shift(spec: AttentionSpec) -> int:
+    return WEIGHT_SHIFT if spec.dtype == "float16" else 0
+
+
+def renormalises(spec: AttentionSpec) -> bool:
+    return spec.dtype == "float32"
+
+
+def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """[B, T, H, V] with 0 in place of what lies beyond the lengths, whatever it is."""
+    if lengths is None:
+        return array
+    time = 1 if layout == "bthd" else 2
+    index = lax.broadcasted_iota(jnp.int32, array.shape, time)
+    return jnp.where(index < jnp.expand_dims(lengths, range(1, array.ndim)), array, 0)
+
+
+def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:
+    """float16: for each group a power of two times |dp - delta| that is at most 1, [B, G]."""
+    if spec.dtype != "float16":
+        return None
+    heads = 2 if spec.layout == "bthd" else 1
+
+    def largest(array: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        """[B, G], over all other axes."""
+        array = _without_padding(spec.layout, array, lengths)
+        shape = array.shape[:heads] + (spec.G, -1) + array.shape[heads + 1 :]
+        array = jnp.abs(array.reshape(shape)).astype(jnp.float32)
+        return jnp.max(array, axis=[a for a in range(array.ndim) if a not in (0, heads)])
+
+    # |dp| <= V max|do| max|v|, and out . do is a mean of dp.
+    bound = 2 * spec.V * largest(cotangents.out, inputs.q_lengths)
+    bound *= largest(inputs.v, inputs.kv_lengths) / (1 - spec.dropout_rate)
+    if spec.return_lse:
+        bound += largest(cotangents.lse, inputs.q_lengths)
+    _, exponent = jnp.frexp(bound)
+    return jnp.ldexp(jnp.float32(1), -exponent)
+
+
+def load_gain(gain_ref: Any | None) -> jax.Array | None:
+    return None if gain_ref is None else gain_ref[0, 0]
+
+
+def weight_gradient(
+    spec: AttentionSpec, dp: jax.Array, kept: jax.Array | None, gain: jax.Array | None
+) -> jax.Array:
+    """do . v as the gradient of p, which dropout passes on where it kept p; times the gain."""
+    if kept is not None:
+        dp = jnp.where(kept, dp * (1 / (1 - spec.dropout_rate)), 0.0)
+    return dp if gain is None else dp * gain
+
+
+def without_powers(
+    spec: AttentionSpec, sums: jax.Array, gain: jax.Array | None, scale: float = 1.0
+) -> jax.Array:
+    """Sums over ds, times `scale`, with the powers of two taken out."""
+    factor: Any = scale * 2.0 ** -shift(spec)
+    return sums * (factor if gain is None else factor / gain)
+
+
+def weights(
+    pairs: Pairs,
+    h: Any,
+    masked: bool,
+    query: Side,
+    key: Side,
+    products: jax.Array,
+    log2_norm: jax.Array,
+    fast_exp2: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """p * 2^shift from q . k, and the softcap's slope. `log2_norm` lacks the shift already."""
+    raw = raw_scores(pairs.spec, products)
+    slope = None if pairs.spec.softcap is None else 1 - raw * raw
+    raw, factor = pairs.biased(h, raw, query, key)
+    seen = pairs.visible(h, masked, query, key)
+    if seen is not None:
+        raw = jnp.where(seen, raw, -jnp.inf)
+    return exp2(raw * factor - log2_norm, fast_exp2), slope
+
+
+def inverse(total: jax.Array) -> jax.Array:
+    return 1 / jnp.where(total == 0, 1.0, total)
+
+
+def sink_shares(
+    spec: AttentionSpec, sinks: jax.Array | None, rows: Rows
+) -> jax.Array | float:
+    """What of each query's weights the sink has, [B, H, T]."""
+    if sinks is None:
+        return 0.0
+    shares = jnp.exp2(sinks[:, None] * LOG2_E - (rows.log2_norm + shift(spec)))
+    return shares if rows.correction is None else shares * rows.correction
+
+
+def plain_delta(spec: AttentionSpec, rows: Rows, gain: jax.Array | None) -> jax.Array:
+    """delta without the gain, [B, H, T]."""
+    if gain is None:
+        return rows.delta
+    return rows.delta / jnp.repeat(gain, spec.H // spec.G, axis=1)[..., None]
+
+
+def gain_spec(share: int, parts: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, 1), lambda n, h, b: (quotient(b, parts), quotient(h, share)))
