@@ -152,14 +152,6 @@ def test_block_ranges_hold_every_visible_pair(left, right, offset):
 def test_unsupported_says_why():
     spec = AttentionSpec(1, 8, 8, 1, 1, 16, 16, "float32", 1.0)
     assert triton.unsupported(spec, "forward") is None
-    for change in (
-        dict(D=257),
-        dict(V=300),
-        dict(sinks=True),
-        dict(segments=True),
-        dict(kv_lengths=True, offset=None),
-        dict(dropout_rate=0.1),
-        dict(bias=(True,) * 4),
-        dict(mask=(True,) * 4),
-    ):
-        assert triton.unsupported(dataclasses.replace(spec, **change), "backward")
+    for name, width in (("D", 513), ("V", 600)):
+        reason = triton.unsupported(dataclasses.replace(spec, **{name: width}), "backward")
+        assert reason and str(width) in reason

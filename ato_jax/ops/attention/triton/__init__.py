@@ -1,11 +1,15 @@
 """Softmax attention by Pallas kernels lowered to Triton: exact, in memory linear in T and S.
 
-forward.py and backward.py hold the kernels and their mathematics, common.py what they share.
+forward.py, backward.py and bias.py hold the kernels and their mathematics. They share tiles and
+products (common.py), which blocks and which pairs see each other (visibility.py), what the options
+say of pairs (pairs.py), and the backward ones the weights (weights.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+
+from jax.experimental import pallas as pl
 
 from ato_jax.device import Device
 from ato_jax.ops.attention.spec import AttentionSpec
@@ -112,4 +116,42 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     forward, dq, dkv = table[width]
     if table is LARGE and width == 128 and spec.left is None and spec.right is None:
         forward = LARGE_FULL_128
-    return Config(*forward, *dq, *dkv, *DBIAS[width], fast_exp2=device.capability is not None)
+    parts, dq_parts = (parts_of_keys(spec, tiles, device) for tiles in (forward, dq))
+    return Config(
+        *forward,
+        *dq,
+        *dkv,
+        *DBIAS[width],
+        parts=parts,
+        dq_parts=dq_parts,
+        dkv_parts=parts_of_queries(spec, dkv, device),
+        fast_exp2=device.capability is not None,
+    )
+
+
+# Blocks that a program goes over at least, for a share of them to be worth the merging.
+FEWEST_BLOCKS = 4
+
+
+def parts_of_keys(spec: AttentionSpec, tiles: Tiles, device: Device) -> int:
+    """How many programs share the keys of a block of queries, so that they fill the card."""
+    block_q, block_k, *_ = tiles
+    programs = pl.cdiv(spec.T, block_q) * spec.H * spec.B
+    seen = spec.S
+    if spec.left is not None and spec.right is not None:
+        seen = min(seen, spec.left + spec.right + min(spec.T, block_q))
+    return _parts(programs, pl.cdiv(seen, block_k), device)
+
+
+def parts_of_queries(spec: AttentionSpec, tiles: Tiles, device: Device) -> int:
+    """How many programs share the queries of a block of keys."""
+    block_q, block_k, *_ = tiles
+    programs = pl.cdiv(spec.S, block_k) * spec.G * spec.B
+    seeing = spec.T
+    if spec.left is not None and spec.right is not None:
+        seeing = min(seeing, spec.left + spec.right + min(spec.S, block_k))
+    return _parts(programs, pl.cdiv(seeing, block_q), device)
+
+
+def _parts(programs: int, blocks: int, device: Device) -> int:
+    return max(1, min(device.multiprocessors // max(programs, 1), blocks // FEWEST_BLOCKS))

@@ -161,24 +161,25 @@ class Pairs:
     def _plane(self, ref: Any, full: Broadcast, h: Any, query: Side, key: Side) -> jax.Array:
         """A tile of bias or mask, broadcast along the axes that the array lacks."""
         of_batch, of_head, of_query, of_key = full
-        place = ref.at[
+        index = (
             self.b if of_batch else 0,
             h if of_head else 0,
             query.indices if of_query else 0,
             key.indices if of_key else 0,
-        ]
+        )
         rules = []
         if of_query:
             rules.append(query.indices < self.spec.T)
         if of_key:
             rules.append(key.indices < self.spec.S)
         if not rules:
-            return plgpu.load(place)
+            return ref[index]
         shape = jnp.broadcast_shapes(*(rule.shape for rule in rules))
         inside = jnp.broadcast_to(rules[0], shape)
         for rule in rules[1:]:
             inside = inside & rule
-        return plgpu.load(place, mask=inside, other=0)
+        other = False if ref.dtype == jnp.bool_ else 0
+        return plgpu.load(ref.at[index], mask=inside, other=other)
 
 
 def batch_and_part(z: Any, parts: int) -> tuple[Any, Any]:

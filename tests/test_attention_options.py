@@ -1,0 +1,158 @@
+"""Softmax attention's options in the Triton kernels: interpreted, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax.device import SHARED_MEMORY, Device
+from ato_jax.ops.attention import triton
+from ato_jax.ops.attention.spec import AttentionSpec
+from tests import numerics
+from tests.test_attention_triton import SMALL_TILES, draw
+
+KEY = jax.random.key(5)
+IDS = np.array([[3] * 7 + [4] * 20 + [9] * 6, [0] * 33])
+# Runs in no order, one id of them twice, more keys than queries.
+Q_IDS = np.array([[7] * 5 + [2] * 20 + [5] * 8, [1] * 20 + [0] * 13])
+KV_IDS = np.array([[2] * 18 + [7] * 1 + [5] * 20 + [2] * 3, [0] * 21 + [4] * 21])
+
+
+def of_shape(axes, sizes, kind="bias"):
+    """A bias with some -inf in it, or a mask with whole rows hidden, over these of the axes."""
+    generator = np.random.default_rng(7)
+    shape = [sizes[axis] if axis in axes else 1 for axis in "BHTS"]
+    if kind == "mask":
+        mask = generator.random(shape) < 0.6
+        mask[..., 2:4, :] = False
+        return jnp.asarray(mask)
+    bias = generator.normal(size=shape)
+    bias[generator.random(shape) < 0.1] = -np.inf
+    return jnp.asarray(bias, jnp.float32)
+
+
+def check(dtype="float32", parts=1, poisoned=False, bias=None, mask=None, **given):
+    """Both phases with small tiles against the oracle; `poisoned` puts NaN beyond the lengths."""
+    sizes = dict(B=2, T=33, S=42, H=2, G=1, D=16, V=20)
+    sizes |= {name: given.pop(name) for name in list(given) if name in sizes}
+    layout = given.get("layout", "bthd")
+    q, k, v = draw(dtype, **sizes, layout=layout)
+    if bias is not None:
+        given["bias"] = of_shape(bias, sizes).astype(dtype)
+    if mask is not None:
+        given["mask"] = of_shape(mask, sizes, "mask")
+    if given.pop("sinks", False):
+        given["sinks"] = jnp.linspace(-1, 2, sizes["H"])
+    if poisoned:
+        q_lengths, kv_lengths = given.get("q_lengths"), given.get("kv_lengths")
+        if sizes["T"] == sizes["S"]:
+            q_lengths = kv_lengths if q_lengths is None else q_lengths
+            kv_lengths = q_lengths if kv_lengths is None else kv_lengths
+
+        def poison(array, lengths):
+            if lengths is None:
+                return array
+            time = 1 if layout == "bthd" else 2
+            index = np.arange(array.shape[time]).reshape([-1] + [1] * (3 - time))
+            return jnp.where(index < np.reshape(lengths, (-1, 1, 1, 1)), array, jnp.nan)
+
+        q, k, v = poison(q, q_lengths), poison(k, kv_lengths), poison(v, kv_lengths)
+    wanted = numerics.oracle("attention", q, k, v, **given)
+    shares = {"parts": parts, "dq_parts": parts, "dkv_parts": parts}
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            "triton",
+            "triton",
+            wanted,
+            forward_config=SMALL_TILES | shares,
+            backward_config=SMALL_TILES | shares,
+        )
+    numerics.compare(found, wanted)
+
+
+SQUARE = dict(T=33, S=33)
+CASES = {
+    "kv_lengths": dict(kv_lengths=[0, 17], poisoned=True),
+    "q_lengths": dict(q_lengths=[0, 20], poisoned=True, return_lse=True),
+    "lengths of both": dict(
+        SQUARE, kv_lengths=[33, 16], q_lengths=[5, 33], causal=True, poisoned=True
+    ),
+    "shared lengths": dict(SQUARE, kv_lengths=[18, 1], causal=True, poisoned=True, window=(9, 3)),
+    "segments": dict(SQUARE, segment_ids=IDS, causal=True, return_lse=True),
+    "segments of both": dict(q_segment_ids=Q_IDS, kv_segment_ids=KV_IDS),
+    "query_offset": dict(query_offset=np.array([-20, 30]), causal=True, return_lse=True),
+    "far query_offset": dict(query_offset=np.array([-(2**30), 2**30]), window=(5, 2**29)),
+    "mask BHTS": dict(mask="BHTS", H=6, G=2),
+    "mask BS": dict(mask="BS", causal=True),
+    "mask TS": dict(mask="TS", return_lse=True, layout="bhtd"),
+    "mask HT": dict(mask="HT"),
+    "bias BHTS": dict(bias="BHTS", causal=True, H=3, G=1),
+    "bias TS": dict(bias="TS", H=4, G=2, return_lse=True),
+    "bias HTS": dict(bias="HTS", window=(8, 8), layout="bhtd"),
+    "bias BTS": dict(bias="BTS", kv_lengths=[17, 42]),
+    "bias BS": dict(bias="BS", H=3, G=1),
+    "bias HS": dict(bias="HS", q_lengths=[17, 33], return_lse=True, poisoned=True),
+    "bias HT": dict(bias="HT", return_lse=True),
+    "bias H": dict(bias="H", sinks=True, return_lse=True),
+    "bias of one": dict(bias="", sinks=True),
+    "sinks": dict(sinks=True, causal=True, query_offset=-10, return_lse=True),
+    "sinks and lengths": dict(sinks=True, q_lengths=[0, 20], kv_lengths=[0, 40], return_lse=True),
+    "dropout": dict(dropout_rate=0.4, dropout_key=KEY, H=4, G=2, return_lse=True),
+    "softcap with bias": dict(bias="TS", softcap=1.5),
+    "all": dict(
+        B=2,
+        H=4,
+        G=2,
+        q_segment_ids=Q_IDS,
+        kv_segment_ids=KV_IDS,
+        q_lengths=[30, 17],
+        kv_lengths=[41, 30],
+        query_offset=np.array([5, 13]),
+        window=(17, None),
+        causal=True,
+        bias="HTS",
+        mask="BTS",
+        sinks=True,
+        softcap=3.0,
+        dropout_rate=0.2,
+        dropout_key=KEY,
+        return_lse=True,
+        poisoned=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options(name):
+    check(**CASES[name])
+
+
+@pytest.mark.parametrize("name", ["all", "bias TS", "bias BS"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_options_in_16_bits(dtype, name):
+    check(dtype, **CASES[name])
+
+
+@pytest.mark.parametrize("name", ["segments", "sinks and lengths", "bias HS", "all"])
+def test_keys_and_queries_shared_among_programs(name):
+    check(parts=3, **CASES[name])
+
+
+def test_shared_among_programs_in_float16():
+    check("float16", parts=2, layout="bhtd", **CASES["all"])
+
+
+def test_few_queries_share_a_card_and_many_do_not():
+    h200 = Device("gpu", "NVIDIA H200", (9, 0), 132, SHARED_MEMORY[9, 0])
+
+    def parts(T, S, **options):
+        spec = AttentionSpec(1, T, S, 8, 8, 128, 128, "bfloat16", 1.0, **options)
+        config = triton.default_config(spec, h200)
+        return config.parts, config.dq_parts, config.dkv_parts
+
+    assert parts(1, 65536) == (16, 16, 1)
+    assert parts(65536, 77) == (1, 1, 8)
+    assert parts(8192, 8192) == (1, 1, 1)
+    assert parts(1, 65536, left=200, right=0) == (1, 1, 1)
+    assert parts(1, 100) == (1, 1, 1)
