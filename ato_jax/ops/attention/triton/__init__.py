@@ -11,16 +11,18 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from ato_jax.device import Device
+from ato_jax.device import Device, of_call
 from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.attention.triton.backward import backward
-from ato_jax.ops.attention.triton.common import padded
+from ato_jax.ops.attention.triton.common import SMALLEST_TILE, padded
 from ato_jax.ops.attention.triton.forward import forward
 
 __all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
 
-# Beyond this a tile of one head no longer fits the registers.
-WIDEST_HEAD = 256
+# Beyond this the gradients of a tile's rows no longer fit the registers.
+WIDEST_HEAD = 512
+# The smallest tiles of longer float32 rows do not fit the 99 KiB of consumer cards.
+WIDEST_FLOAT32_HEAD_OF_SMALL_CARDS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,15 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
             return f"{name} must be at most {WIDEST_HEAD}, got {width}"
     if spec.dtype not in ("float32", "float16", "bfloat16"):
         return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
+    device = of_call(())
+    shared = device.shared_memory
+    small = device.platform == "gpu" and shared < SMALL_SHARED_MEMORY
+    widest = max(spec.D, spec.V)
+    if small and spec.dtype == "float32" and widest > WIDEST_FLOAT32_HEAD_OF_SMALL_CARDS:
+        return (
+            f"float32 needs {SMALL_SHARED_MEMORY // 1024} KiB of shared memory per block for heads "
+            f"wider than {WIDEST_FLOAT32_HEAD_OF_SMALL_CARDS}, got {widest} and {shared // 1024}"
+        )
     return None
 
 
@@ -73,6 +84,7 @@ LARGE: Table = {
     64: ((128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 2)),
     128: ((128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 2)),
     256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+    512: ((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
 # Without a masked loop to hold registers for, taller tiles pay.
 LARGE_FULL_128: Tiles = (256, 64, 8, 3)
@@ -80,11 +92,13 @@ LARGE_FLOAT32: Table = {
     64: ((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1)),
     128: ((64, 64, 4, 1), (64, 32, 4, 1), (32, 128, 8, 1)),
     256: ((32, 32, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
+    512: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 LARGE_TF32: Table = {
     64: ((64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 1)),
     128: ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 4, 2)),
     256: ((128, 64, 8, 1), (32, 32, 4, 2), (32, 32, 4, 2)),
+    512: ((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # For less shared memory, down to the 99 KiB of consumer cards: what compiles for sm_80 with the
 # fewest spills. Not measured.
@@ -92,15 +106,23 @@ SMALL: Table = {
     64: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
     128: ((128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
     256: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    512: ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
 }
 SMALL_FLOAT32: Table = {
     64: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     128: ((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
     256: ((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    512: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # For one tile of dbias per program: what is held for the whole loop is that tile alone.
-DBIAS: dict[int, Tiles] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
+DBIAS: dict[int, Tiles] = {
+    64: (64, 64, 4, 2),
+    128: (64, 64, 4, 2),
+    256: (32, 32, 4, 1),
+    512: (16, 16, 4, 1),
+}
 LARGE_SHARED_MEMORY = 200 * 1024
+SMALL_SHARED_MEMORY = 120 * 1024
 
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
@@ -114,8 +136,16 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     else:
         table = LARGE_FLOAT32 if large else SMALL_FLOAT32
     forward, dq, dkv = table[width]
-    if table is LARGE and width == 128 and spec.left is None and spec.right is None:
+    unmasked = spec.left is None and spec.right is None and not _bytes_per_pair(spec)
+    if table is LARGE and width == 128 and unmasked:
         forward = LARGE_FULL_128
+    forward = _beside_planes(spec, forward, width, 1, device.shared_memory)
+    dq = _beside_planes(spec, dq, width, 2, device.shared_memory)
+    block_q, block_k, warps, stages = dkv
+    block_k, block_q, warps, stages = _beside_planes(
+        spec, (block_k, block_q, warps, stages), width, 2, device.shared_memory
+    )
+    dkv = (block_q, block_k, warps, stages)
     parts, dq_parts = (parts_of_keys(spec, tiles, device) for tiles in (forward, dq))
     return Config(
         *forward,
@@ -129,8 +159,45 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     )
 
 
+# What the compiler wants of shared memory besides tiles, for turning them from layout to layout.
+SCRATCH = 16 * 1024
+
+
+def _bytes_per_pair(spec: AttentionSpec) -> int:
+    """What a pair has in biases and masks that have both T and S, in float32 at most."""
+    planes = ((spec.bias, 4), (spec.mask, 1))
+    return sum(size for full, size in planes if full is not None and full[2] and full[3])
+
+
+def _beside_planes(
+    spec: AttentionSpec, tiles: Tiles, width: int, held: int, shared_memory: int
+) -> Tiles:
+    """Tiles (own rows, block, warps, stages) that leave room for those of biases and masks.
+
+    They wait in shared memory, too, in as many stages as the blocks. `held` tiles of the
+    program's own rows stay there all the time.
+    """
+    per_pair = _bytes_per_pair(spec)
+    rows, block, warps, stages = tiles
+    item = 4 if spec.dtype == "float32" else 2
+
+    def fit() -> bool:
+        streamed = stages * block * (2 * width * item + rows * per_pair)
+        return held * rows * width * item + streamed + SCRATCH <= shared_memory
+
+    while per_pair and stages > 2 and not fit():
+        stages -= 1
+    while per_pair and block > 32 and not fit():
+        block //= 2
+    if per_pair and not fit():
+        stages = 1
+    while per_pair and block > SMALLEST_TILE and not fit():
+        block //= 2
+    return rows, block, warps, stages
+
+
 # Blocks that a program goes over at least, for a share of them to be worth the merging.
-FEWEST_BLOCKS = 4
+FEWEST_BLOCKS = 8
 
 
 def parts_of_keys(spec: AttentionSpec, tiles: Tiles, device: Device) -> int:

@@ -31,14 +31,20 @@ from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.common import (
     LOG2_E,
     ROWS_LAYOUT,
-    dot,
+    Sliced,
+    each,
     fitted,
+    inner,
+    load_rows,
     load_tile,
-    padded,
     parts_first,
+    plus_product,
     sequence_spec,
+    store_rows,
     store_tile,
+    sum_of_products,
     whole_spec,
+    zeros,
 )
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, options_of
 from ato_jax.ops.attention.triton.visibility import for_blocks
@@ -91,10 +97,10 @@ def _dq_kernel(
     query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
     gain = load_gain(gain_ref)
 
-    out = load_tile(layout, out_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
-    do = load_tile(layout, do_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
+    out = load_rows(layout, out_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
+    do = load_rows(layout, do_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
     lse = load_tile(layout, lse_ref, None, i0, block_q, spec.T)  # [block_q]
-    delta = jnp.sum(out.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
+    delta = sum_of_products(out, do)
     if dlse_ref is not None:
         delta = delta - load_tile(layout, dlse_ref, None, i0, block_q, q_length)
     if gain is not None:
@@ -108,42 +114,44 @@ def _dq_kernel(
     store_tile(ROWS_LAYOUT, log2_norm_ref, None, i0, log2_norm, spec.T)
     store_tile(ROWS_LAYOUT, delta_ref, None, i0, delta, spec.T)
 
-    q = load_tile(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
+    q = load_rows(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
 
     def step(
-        masked: bool, n: Any, sums: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+        masked: bool, n: Any, sums: tuple[Sliced, jax.Array]
+    ) -> tuple[Sliced, jax.Array]:
         dq, total = sums  # [block_q, D], [block_q]
         j0 = n * block_k
         key = pairs.keys((j0 + jnp.arange(block_k))[None, :], masked)  # [1, block_k]
-        k = load_tile(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
-        v = load_tile(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
-        products = dot(spec, q, k, trans_b=True)  # [block_q, block_k]
+        k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
+        v = load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
+        products = inner(spec, q, k)  # [block_q, block_k]
         p, slope = weights(
             pairs, h, masked, query, key, products, log2_norm[:, None], fast_exp2
         )
         if total_ref is not None:
             total = total + jnp.sum(p, axis=1)
-        dp = dot(spec, do, v, trans_b=True)  # [block_q, block_k]
+        dp = inner(spec, do, v)  # [block_q, block_k]
         dp = weight_gradient(spec, dp, pairs.kept(h, query, key), gain)
         ds = p * (dp - delta[:, None])
         ds = (ds if slope is None else ds * slope).astype(spec.dtype)
-        return dq + dot(spec, ds, k), total
+        return plus_product(spec, dq, ds, k), total
 
     total = jnp.zeros((block_q,), jnp.float32)
     if total_ref is not None and options.sinks is not None:
         sink = jnp.where(part == 0, options.sinks[h] * LOG2_E, -jnp.inf)
         total = jnp.exp2(sink - log2_norm)
-    start = (jnp.zeros((block_q, padded(spec.D)), jnp.float32), total)
+    start = (zeros(block_q, spec.D), total)
     dq, total = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
     if exists is not None:
-        dq, total = jnp.where(exists[:, None], dq, 0.0), jnp.where(exists, total, 0.0)
+        dq = each(lambda tile: jnp.where(exists[:, None], tile, 0.0), dq)
+        total = jnp.where(exists, total, 0.0)
     if total_ref is not None:
         if parts == 1:
             total = inverse(total)
-            dq = dq * total[:, None]
+            dq = each(lambda tile: tile * total[:, None], dq)
         store_tile(ROWS_LAYOUT, total_ref, None, i0, total, spec.T)
-    store_tile(layout, dq_ref, None, i0, without_powers(spec, dq, gain, spec.scale), spec.T, spec.D)
+    dq = each(lambda tile: without_powers(spec, tile, gain, spec.scale), dq)
+    store_rows(layout, dq_ref, None, i0, dq, spec.T, spec.D)
 
 
 def _dkv_kernel(
@@ -177,17 +185,17 @@ def _dkv_kernel(
     key = pairs.keys((j0 + jnp.arange(block_k))[:, None])  # [block_k, 1]
     exists = key.indices < kv_length if spec.kv_lengths else None
     gain = load_gain(gain_ref)
-    k = load_tile(layout, k_ref, None, j0, block_k, kv_length, spec.D)  # [block_k, D]
-    v = load_tile(layout, v_ref, None, j0, block_k, kv_length, spec.V)  # [block_k, V]
+    k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D)  # [block_k, D]
+    v = load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V)  # [block_k, V]
     ranges = pairs.ranges(block, block_k, block_q, part, parts)
 
-    def head(r: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def head(r: Any, sums: tuple[Sliced, Sliced]) -> tuple[Sliced, Sliced]:
         """Adds the terms of the group's query head r, None where there is but one."""
         h = g if r is None else g * share + r
 
         def step(
-            masked: bool, n: Any, sums: tuple[jax.Array, jax.Array, jax.Array | None]
-        ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            masked: bool, n: Any, sums: tuple[Sliced, Sliced, jax.Array | None]
+        ) -> tuple[Sliced, Sliced, jax.Array | None]:
             dk, dv, dbias = sums  # [block_k, D], [block_k, V], [block_k]
             i0 = n * block_q
             all_exist = not masked
@@ -197,23 +205,23 @@ def _dkv_kernel(
                 return values[None, :]  # [1, block_q]
 
             query = pairs.queries((i0 + jnp.arange(block_q))[None, :], masked)  # [1, block_q]
-            q = load_tile(layout, q_ref, r, i0, block_q, q_length, spec.D, all_exist)
-            products = dot(spec, k, q, trans_b=True)  # [block_k, block_q]
+            q = load_rows(layout, q_ref, r, i0, block_q, q_length, spec.D, all_exist)
+            products = inner(spec, k, q)  # [block_k, block_q]
             p, slope = weights(
                 pairs, h, masked, query, key, products, row(log2_norm_ref), fast_exp2
             )
             if correction_ref is not None:
                 p = p * row(correction_ref)
-            do = load_tile(layout, do_ref, r, i0, block_q, q_length, spec.V, all_exist)
+            do = load_rows(layout, do_ref, r, i0, block_q, q_length, spec.V, all_exist)
             kept = pairs.kept(h, query, key)
             dropped = p if kept is None else jnp.where(kept, p, 0.0)
-            dv = dv + dot(spec, dropped.astype(do.dtype), do)
-            dp = dot(spec, v, do, trans_b=True)  # [block_k, block_q]
+            dv = plus_product(spec, dv, dropped.astype(do[0].dtype), do)
+            dp = inner(spec, v, do)  # [block_k, block_q]
             ds = p * (weight_gradient(spec, dp, kept, gain) - row(delta_ref))
             if dbias is not None:
                 dbias = dbias + jnp.sum(ds, axis=1)
             ds = (ds if slope is None else ds * slope).astype(spec.dtype)
-            return dk + dot(spec, ds, q), dv, dbias
+            return plus_product(spec, dk, ds, q), dv, dbias
 
         of_head = None if dbias_ref is None else jnp.zeros((block_k,), jnp.float32)
         dk, dv, of_head = for_blocks(ranges, step, (*sums, of_head))
@@ -224,16 +232,14 @@ def _dkv_kernel(
             store_tile(ROWS_LAYOUT, dbias_ref, r, j0, of_head, spec.S)
         return dk, dv
 
-    sums = (
-        jnp.zeros((block_k, padded(spec.D)), jnp.float32),
-        jnp.zeros((block_k, padded(spec.V)), jnp.float32),
-    )
+    sums = (zeros(block_k, spec.D), zeros(block_k, spec.V))
     dk, dv = head(None, sums) if share == 1 else lax.fori_loop(0, share, head, sums)
     if exists is not None:
-        dk, dv = jnp.where(exists, dk, 0.0), jnp.where(exists, dv, 0.0)
-    dv = dv * (2.0 ** -shift(spec) / (1 - spec.dropout_rate))
-    store_tile(layout, dk_ref, None, j0, without_powers(spec, dk, gain, spec.scale), spec.S, spec.D)
-    store_tile(layout, dv_ref, None, j0, dv, spec.S, spec.V)
+        dk, dv = (each(lambda tile: jnp.where(exists, tile, 0.0), sums) for sums in (dk, dv))
+    dk = each(lambda tile: without_powers(spec, tile, gain, spec.scale), dk)
+    dv = each(lambda tile: tile * (2.0 ** -shift(spec) / (1 - spec.dropout_rate)), dv)
+    store_rows(layout, dk_ref, None, j0, dk, spec.S, spec.D)
+    store_rows(layout, dv_ref, None, j0, dv, spec.S, spec.V)
 
 
 def _query_gradient(

@@ -27,11 +27,12 @@ from ato_jax import device
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
-    dot,
     fitted,
+    inner,
+    load_rows,
     load_tile,
-    padded,
     quotient,
+    row_size,
     whole_spec,
 )
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, options_of
@@ -121,23 +122,24 @@ def _kernel(
         def step(_: Any, sums: jax.Array) -> jax.Array:
             query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
             key = pairs.keys((j0 + jnp.arange(block_k))[None, :])  # [1, block_k]
-            q = load_tile(layout, q_ref, h, i0, block_q, q_length, spec.D, batch=b)
-            k = load_tile(layout, k_ref, g, j0, block_k, kv_length, spec.D, batch=b)
-            products = dot(spec, q, k, trans_b=True)  # [block_q, block_k]
+            q = load_rows(layout, q_ref, h, i0, block_q, q_length, spec.D, batch=b)
+            k = load_rows(layout, k_ref, g, j0, block_k, kv_length, spec.D, batch=b)
+            products = inner(spec, q, k)  # [block_q, block_k]
             p, _ = weights(
                 pairs, h, True, query, key, products, row(rows_refs.log2_norm), fast_exp2
             )
             if rows_refs.correction is not None:
                 p = p * row(rows_refs.correction)
-            do = load_tile(layout, do_ref, h, i0, block_q, q_length, spec.V, batch=b)
-            v = load_tile(layout, v_ref, g, j0, block_k, kv_length, spec.V, batch=b)
-            dp = dot(spec, do, v, trans_b=True)  # [block_q, block_k]
+            do = load_rows(layout, do_ref, h, i0, block_q, q_length, spec.V, batch=b)
+            v = load_rows(layout, v_ref, g, j0, block_k, kv_length, spec.V, batch=b)
+            dp = inner(spec, do, v)  # [block_q, block_k]
             dp = weight_gradient(spec, dp, pairs.kept(h, query, key), gain)
             return sums + without_powers(spec, p * (dp - row(rows_refs.delta)), gain)
 
         ranges = pairs.ranges(n, block_q, block_k, 0, 1)
-        turns = jnp.where((ranges.first <= m) & (m < ranges.end), 1, 0)
-        return lax.fori_loop(0, turns, step, sums)
+        # One turn or none: what is common to [m, m + 1) and the blocks with visible pairs.
+        start, stop = jnp.maximum(ranges.first, m), jnp.minimum(ranges.end, m + 1)
+        return lax.fori_loop(start, stop, step, sums)
 
     sums = jnp.zeros((block_q, block_k), jnp.float32)
     if has_batch and has_heads:
@@ -176,7 +178,7 @@ def _by_tile(
         """All heads of all batch entries."""
         time = max(length, block)
         axes = (time, heads) if spec.layout == "bthd" else (heads, time)
-        return pl.BlockSpec((spec.B, *axes, padded(width)), lambda n, m, z: (0, 0, 0, 0))
+        return pl.BlockSpec((spec.B, *axes, row_size(width)), lambda n, m, z: (0, 0, 0, 0))
 
     rows_spec = pl.BlockSpec((spec.B, spec.H, max(spec.T, block_q)), lambda n, m, z: (0, 0, 0))
     owners = inputs.bias.shape[0] * inputs.bias.shape[1]

@@ -16,7 +16,8 @@ then merges with the subtraction of the maximum into one multiply-add per score.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,12 @@ SMALLEST_TILE = 16
 EXACT_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 
+# Rows up to this are not cut: products of so few columns are not what takes the time.
+SHORTEST_SLICED = 64
+# Beyond this a tile of whole rows no longer fits the registers: it is cut into slices of so many.
+LONGEST_ROW = 256
+LONGEST_SLICE = 128
+
 # The rows that one backward kernel leaves for the others, [B, H, T] float32 whatever the layout, so
 # that a tile's are contiguous.
 ROWS_LAYOUT = "bhtd"
@@ -50,6 +57,36 @@ def padded(size: int) -> int:
     return max(SMALLEST_TILE, pl.next_power_of_2(size))
 
 
+# Whole rows, [rows, D] or [rows, V], as the tiles of `column_slices`.
+Sliced = tuple[jax.Array, ...]
+
+
+class Columns(NamedTuple):
+    """Some of a tile's columns: `size` from `start` on, of which `width` exist."""
+
+    start: int
+    size: int
+    width: int
+
+
+def column_slices(width: int) -> tuple[Columns, ...]:
+    """A row of `width` elements in one slice or in several, each a power of two.
+
+    Two slices where they hold less than one would: 64 + 32 for 96, 128 + 64 for 192. Rows too long
+    for one tile come in many.
+    """
+    first = padded(width)
+    if width > LONGEST_ROW:
+        first = LONGEST_SLICE
+    elif width > SHORTEST_SLICED and padded(width - first // 2) < first // 2:
+        first //= 2
+    found = [Columns(0, first, min(width, first))]
+    while (start := found[-1].start + found[-1].size) < width:
+        size = min(first, padded(width - start))
+        found.append(Columns(start, size, min(width - start, size)))
+    return tuple(found)
+
+
 def fitted(block: int, length: int) -> int:
     """The configured block, or less where the whole sequence is shorter."""
     return min(block, padded(length))
@@ -58,6 +95,11 @@ def fitted(block: int, length: int) -> int:
 def quotient(a: Any, b: int) -> Any:
     """a / b rounded down, for a >= 0, in int32 whatever JAX's default integer is."""
     return a if b == 1 else lax.div(a, np.int32(b))
+
+
+def row_size(width: int) -> int:
+    """The columns of all slices."""
+    return sum(columns.size for columns in column_slices(width))
 
 
 def sequence_spec(
@@ -77,7 +119,7 @@ def sequence_spec(
     that will be read.
     """
     rows = max(length, block)
-    columns = () if width is None else (padded(width),)
+    columns = () if width is None else (row_size(width),)
     heads = group if group > 1 else None
     if layout == "bthd":
         return pl.BlockSpec(
@@ -95,26 +137,33 @@ def whole_spec(array: Any) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda n, h, b: (0,) * array.ndim)
 
 
-def _place(layout: str, ref: Any, batch: Any, head: Any, start: Any, rows: int) -> Any:
+def _place(
+    layout: str, ref: Any, batch: Any, head: Any, start: Any, rows: int, columns: Columns | None
+) -> Any:
     index: tuple[Any, ...] = (pl.ds(start, rows),)
     if head is not None:
         index = (*index, head) if layout == "bthd" else (head, *index)
-    return ref.at[index if batch is None else (batch, *index)]
+    if batch is not None:
+        index = (batch, *index)
+    if columns is not None and columns.size != ref.shape[-1]:
+        index = (*index, *[slice(None)] * (ref.ndim - 1 - len(index)))
+        index = (*index, pl.ds(columns.start, columns.size))
+    return ref.at[index]
 
 
-def _inside(start: Any, rows: int, length: Any, width: int | None) -> jax.Array | None:
+def _inside(start: Any, rows: int, length: Any, columns: Columns | None) -> jax.Array | None:
     """Which elements of a tile exist; None where the sizes say that all do."""
     mask = None
     if not isinstance(length, int) or length % rows:
         mask = start + jnp.arange(rows) < length
-    if width is not None:
+    if columns is not None:
         if mask is not None:
             mask = mask[:, None]
-        if width != padded(width):
-            exists = (jnp.arange(padded(width)) < width)[None, :]
+        if columns.width != columns.size:
+            exists = (jnp.arange(columns.size) < columns.width)[None, :]
             mask = exists if mask is None else mask & exists
         if mask is not None:
-            mask = jnp.broadcast_to(mask, (rows, padded(width)))
+            mask = jnp.broadcast_to(mask, (rows, columns.size))
     return mask
 
 
@@ -125,18 +174,36 @@ def load_tile(
     start: Any,
     rows: int,
     length: Any,
-    width: int | None = None,
+    columns: Columns | None = None,
     whole: bool = False,
     batch: Any = None,
 ) -> jax.Array:
     """Rows `start` to `start + rows` of one head, 0 from `length` on, which may be traced.
 
     `head` and `batch` are None where the ref holds a single one; `whole` promises that all of the
-    rows exist.
+    rows exist. A row vector such as lse has no `columns`.
     """
-    mask = _inside(start, rows, rows if whole else length, width)
-    place = _place(layout, ref, batch, head, start, rows)
+    mask = _inside(start, rows, rows if whole else length, columns)
+    place = _place(layout, ref, batch, head, start, rows, columns)
     return plgpu.load(place) if mask is None else plgpu.load(place, mask=mask, other=0)
+
+
+def load_rows(
+    layout: str,
+    ref: Any,
+    head: Any,
+    start: Any,
+    rows: int,
+    length: Any,
+    width: int,
+    whole: bool = False,
+    batch: Any = None,
+) -> Sliced:
+    """`load_tile` of whole rows, slice by slice: tiles [rows, size]."""
+    return tuple(
+        load_tile(layout, ref, head, start, rows, length, columns, whole, batch)
+        for columns in column_slices(width)
+    )
 
 
 def store_tile(
@@ -146,11 +213,49 @@ def store_tile(
     start: Any,
     value: jax.Array,
     length: int,
-    width: int | None = None,
+    columns: Columns | None = None,
 ) -> None:
     rows = value.shape[0]
-    place = _place(layout, ref, None, head, start, rows)
-    plgpu.store(place, value.astype(ref.dtype), mask=_inside(start, rows, length, width))
+    place = _place(layout, ref, None, head, start, rows, columns)
+    plgpu.store(place, value.astype(ref.dtype), mask=_inside(start, rows, length, columns))
+
+
+def store_rows(
+    layout: str, ref: Any, head: Any, start: Any, value: Sliced, length: int, width: int
+) -> None:
+    for tile, columns in zip(value, column_slices(width), strict=True):
+        store_tile(layout, ref, head, start, tile, length, columns)
+
+
+def zeros(rows: int, width: int) -> Sliced:
+    return tuple(jnp.zeros((rows, columns.size), jnp.float32) for columns in column_slices(width))
+
+
+def each(function: Callable[[jax.Array], jax.Array], rows: Sliced) -> Sliced:
+    return tuple(function(tile) for tile in rows)
+
+
+def inner(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
+    """a . b^T over whole rows."""
+    first, *others = zip(a, b, strict=True)
+    total = dot(spec, *first, trans_b=True)
+    for pair in others:
+        total = total + dot(spec, *pair, trans_b=True)
+    return total
+
+
+def sum_of_products(a: Sliced, b: Sliced) -> jax.Array:
+    """Each row of a times the same row of b, in float32."""
+    first, *others = (
+        jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
+        for x, y in zip(a, b, strict=True)
+    )
+    return sum(others, first)
+
+
+def plus_product(spec: AttentionSpec, sums: Sliced, a: jax.Array, rows: Sliced) -> Sliced:
+    """sums + a . rows, slice by slice."""
+    return tuple(total + dot(spec, a, tile) for total, tile in zip(sums, rows, strict=True))
 
 
 def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:

@@ -29,16 +29,20 @@ from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
     LN_2,
     LOG2_E,
-    dot,
+    Sliced,
+    each,
     exp2,
     fitted,
-    load_tile,
-    padded,
+    inner,
+    load_rows,
     parts_first,
+    plus_product,
     raw_scores,
     sequence_spec,
+    store_rows,
     store_tile,
     whole_spec,
+    zeros,
 )
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, options_of
 from ato_jax.ops.attention.triton.visibility import for_blocks
@@ -47,12 +51,12 @@ from ato_jax.ops.attention.triton.visibility import for_blocks
 # below every score, so that exp2(m - m') is then 0.
 FLOOR = float(np.finfo(np.float32).min)
 
-Carry = tuple[jax.Array, jax.Array, jax.Array]  # m, total, acc
+Carry = tuple[jax.Array, jax.Array, Sliced]  # m, total, acc
 
 
 def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: int) -> Carry:
     """What a query has that has seen no key: its sink, which the first part counts."""
-    acc = jnp.zeros((rows, padded(spec.V)), jnp.float32)
+    acc = zeros(rows, spec.V)
     if sinks_ref is None:
         return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), acc
     sink = jnp.where(part == 0, sinks_ref[h] * LOG2_E, -jnp.inf)
@@ -85,14 +89,14 @@ def _kernel(
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     i0 = block * block_q
     query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
-    q = load_tile(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
+    q = load_rows(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
 
     def step(masked: bool, n: Any, carry: Carry) -> Carry:
         m, total, acc = carry  # [block_q], [block_q], [block_q, V]
         j0 = n * block_k
         key = pairs.keys((j0 + jnp.arange(block_k))[None, :], masked)  # [1, block_k]
-        k = load_tile(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
-        raw = raw_scores(spec, dot(spec, q, k, trans_b=True))  # [block_q, block_k]
+        k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
+        raw = raw_scores(spec, inner(spec, q, k))  # [block_q, block_k]
         raw, factor = pairs.biased(h, raw, query, key)
         seen = pairs.visible(h, masked, query, key)
         if seen is not None:
@@ -104,22 +108,23 @@ def _kernel(
         kept = pairs.kept(h, query, key)
         if kept is not None:
             p = jnp.where(kept, p, 0.0)
-        v = load_tile(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
-        acc = acc * correction[:, None] + dot(spec, p.astype(v.dtype), v)
-        return m_next, total, acc
+        v = load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
+        acc = each(lambda tile: tile * correction[:, None], acc)
+        return m_next, total, plus_product(spec, acc, p.astype(v[0].dtype), v)
 
     start = _start(spec, options.sinks, h, part, block_q)
     m, total, acc = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
     if spec.q_lengths:
         exists = query.indices[:, 0] < q_length
         m, total = jnp.where(exists, m, start[0]), jnp.where(exists, total, start[1])
-        acc = jnp.where(exists[:, None], acc, 0.0)
+        acc = each(lambda tile: jnp.where(exists[:, None], tile, 0.0), acc)
 
     nothing = total == 0
     safe = jnp.where(nothing, 1.0, total)
     lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
     divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
-    store_tile(layout, out_ref, None, i0, acc / divisor[:, None], spec.T, spec.V)
+    out = each(lambda tile: tile / divisor[:, None], acc)
+    store_rows(layout, out_ref, None, i0, out, spec.T, spec.V)
     store_tile(layout, lse_ref, None, i0, lse, spec.T)
 
 
