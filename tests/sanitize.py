@@ -56,6 +56,21 @@ def run_every_kernel() -> None:
 
         jax.block_until_ready(jax.grad(gated, (0, 1, 2))(q, k, v))
         print(*options, flush=True)
+    bias = draw(1, 1, 67, 67, dtype="float32")
+    for options in (
+        {"bias": bias, "mask": bias > -1, "kv_lengths": jnp.array([51])},
+        {"bias": bias[:, :, :1], "segment_ids": ids, "sinks": jnp.zeros(4), "causal": True},
+        {"dropout_rate": 0.1, "dropout_key": jax.random.key(0), "query_offset": jnp.array([-9])},
+    ):
+
+        def attend(q, k, v, bias, options=options):
+            options = options | ({"bias": bias} if "bias" in options else {})
+            out = ato_jax.attention(q, k, v, implementation="triton", **options)
+            return out.astype(jnp.float32).sum()
+
+        shown = options.get("bias", bias)
+        jax.block_until_ready(jax.grad(attend, (0, 1, 2, 3))(q, k, v, shown))
+        print("attention", *options, flush=True)
     state = ato_jax.LinearState(draw(1, 2, 33, 33, dtype="float32"), gates[:, 0])
     jax.block_until_ready(ato_jax.linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state))
 

@@ -21,20 +21,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import ato_jax
 from ato_jax import dispatch, tuning
 from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.attention import api as attention_api
-from ato_jax.ops.attention import spec as attention_spec
 from ato_jax.ops.linear_attention import api as linear_attention_api
-from ato_jax.ops.linear_attention import spec as linear_attention_spec
 from tests import aot
 
-OPS: dict[str, dispatch.Op] = {
-    "attention": attention_api.OP,
-    "linear_attention": linear_attention_api.OP,
-}
-INPUTS = {"attention": attention_spec.Inputs, "linear_attention": linear_attention_spec.Inputs}
+APIS: dict[str, Any] = {"attention": attention_api, "linear_attention": linear_attention_api}
+OPS: dict[str, dispatch.Op] = {op: api.OP for op, api in APIS.items()}
 DEVICES = {
     80: Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, SHARED_MEMORY[8, 0]),
     90: Device("gpu", "NVIDIA H200", (9, 0), 132, SHARED_MEMORY[9, 0]),
@@ -43,8 +37,37 @@ ACCEPTED = Path(__file__).parent / "spills.txt"
 # One thread's spilled bytes, beyond which a kernel needs a reason of its own.
 FEW_BYTES = 1024
 
-Case = tuple[str, str, int, bool, str]  # op, dtype, D, causal, feature map (linear attention)
+# op, dtype, D, causal, feature map (linear attention) or OPTIONS (attention)
+Case = tuple[str, str, int, bool, str]
 Row = tuple[str, str, int, bool, str, int, str]  # case, capability, kernel
+
+SIZES = {"B": 2, "T": 1000, "S": 1000, "H": 4}
+
+
+def every_option() -> dict[str, Any]:
+    """Of the options of attention, all that kernels see; a bias as wide as can be."""
+
+    def shape(axes: str, dtype: Any) -> jax.ShapeDtypeStruct:
+        sizes = [SIZES.get(axis, 1) for axis in axes]
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+    return {
+        "window": (300, None),
+        "query_offset": shape("B", "int32"),
+        "bias": shape("11TS", "float32"),
+        "mask": shape("BHTS", "bool"),
+        "q_segment_ids": shape("BT", "int32"),
+        "kv_segment_ids": shape("BS", "int32"),
+        "q_lengths": shape("B", "int32"),
+        "kv_lengths": shape("B", "int32"),
+        "softcap": 5.0,
+        "sinks": shape("H", "float32"),
+        "dropout_rate": 0.1,
+        "dropout_key": jax.ShapeDtypeStruct((2,), jnp.uint32),
+    }
+
+
+OPTIONS: dict[str, Any] = {"-": dict, "all": every_option}
 
 
 def cases() -> list[Case]:
@@ -57,6 +80,8 @@ def cases() -> list[Case]:
             ["linear_attention"], ["float32", "float16"], (32, 64, 128), causal, ["elu1"]
         ),
         *itertools.product(["attention"], ["bfloat16"], (32, 64, 80, 128, 256), causal, ["-"]),
+        ("attention", "bfloat16", 512, True, "-"),
+        ("attention", "bfloat16", 64, True, "all"),
         *itertools.product(["attention"], ["float32", "float16"], (32, 64, 128), causal, ["-"]),
     ]
 
@@ -79,26 +104,42 @@ def accepted() -> dict[Row, int]:
     found: dict[Row, int] = {}
     for line in ACCEPTED.read_text().splitlines():
         if line and not line.startswith("#"):
-            op, dtype, D, causal, feature_map, capability, kernel, spilled = line.split()
-            row = (op, dtype, int(D), causal == "causal", feature_map, int(capability), kernel)
+            op, dtype, D, causal, named, capability, kernel, spilled = line.split()
+            row = (op, dtype, int(D), causal == "causal", named, int(capability), kernel)
             found[row] = int(spilled)
     return found
 
 
 def programs(case: Case, target: Device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Each phase as a function of arrays, and the arrays' shapes."""
-    op, dtype, D, causal, feature_map = case
-    options = {"feature_map": feature_map} if op == "linear_attention" else {"return_lse": True}
+    op, dtype, D, causal, named = case
+    options: dict[str, Any] = {"causal": causal}
+    if op == "linear_attention":
+        options["feature_map"] = named
+    else:
+        options |= {"return_lse": True} | OPTIONS[named]()
     q, k, v = (
         jax.ShapeDtypeStruct((2, 1000, heads, D), jnp.dtype(dtype)) for heads in (4, 2, 2)
     )
-    spec = ato_jax.explain(op, q, k, v, causal=causal, **options).spec
+    arrays = {
+        name: option
+        for name, option in options.items()
+        if isinstance(option, jax.ShapeDtypeStruct)
+    }
+    found: list[Any] = []  # the spec, which is no array
+
+    def prepared(q: Any, k: Any, v: Any, arrays: Any) -> Any:
+        request = APIS[op].prepare(q, k, v, **options | arrays)
+        found.append(request.spec)
+        return request.inputs
+
+    inputs = jax.eval_shape(prepared, q, k, v, arrays)
+    (spec,) = found
     triton = OPS[op].backend("triton")
     assert triton.unsupported(spec, "forward") is None
     assert triton.unsupported(spec, "backward") is None
     config = tuning.config(op, "triton", triton, spec, target)
     forward = functools.partial(triton.forward, spec, config)
-    inputs = INPUTS[op](q, k, v)
     outputs = jax.eval_shape(forward, inputs)
     yield forward, (inputs,)
     residuals = OPS[op].residuals(inputs, outputs)
@@ -163,7 +204,7 @@ def write() -> None:
     lines = [
         "# Bytes of registers that a thread of each kernel spills, and why that is accepted;",
         "# made by python -m tests.test_aot_kernels. What is not here spills nothing.",
-        "# op, dtype, D, causal or full, feature map, capability, kernel, bytes",
+        "# op, dtype, D, causal or full, feature map or options, capability, kernel, bytes",
     ]
     for because, rows in sorted(by_reason.items()):
         lines += ["", f"# {because}", *rows]

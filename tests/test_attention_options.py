@@ -9,6 +9,7 @@ import ato_jax
 from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.attention import triton
 from ato_jax.ops.attention.spec import AttentionSpec
+from examples import piecewise_attention
 from tests import numerics
 from tests.test_attention_triton import SMALL_TILES, draw
 
@@ -145,6 +146,22 @@ def test_shared_among_programs_in_float16():
     check("float16", parts=2, layout="bhtd", **CASES["all"])
 
 
+def test_dropout_drops_the_same_weights_on_every_backend():
+    """Uniform weights and one value to a key: what is not 0 was kept."""
+    q, k = jnp.zeros((2, 20, 3, 4)), jnp.zeros((2, 37, 3, 4))
+    v = jnp.broadcast_to(jnp.eye(37)[None, :, None], (2, 37, 3, 37))
+    kept = {}
+    with ato_jax.interpret():
+        for name in ("reference", "xla", "triton"):
+            out = ato_jax.attention(
+                q, k, v, dropout_rate=0.3, dropout_key=KEY, implementation=name
+            )
+            kept[name] = np.asarray(out != 0)
+    assert 0.65 < kept["reference"].mean() < 0.75
+    for name in ("xla", "triton"):
+        np.testing.assert_array_equal(kept[name], kept["reference"])
+
+
 def test_few_queries_share_a_card_and_many_do_not():
     h200 = Device("gpu", "NVIDIA H200", (9, 0), 132, SHARED_MEMORY[9, 0])
 
@@ -158,3 +175,19 @@ def test_few_queries_share_a_card_and_many_do_not():
     assert parts(8192, 8192) == (1, 1, 1)
     assert parts(1, 65536, left=200, right=0) == (1, 1, 1)
     assert parts(1, 100) == (1, 1, 1)
+
+
+def test_piecewise_attention_example():
+    arrays = piecewise_attention.random_arrays(1, 30, 40, 2, 1, 16)
+
+    def loss(function, **options):
+        def of_arrays(arrays):
+            with ato_jax.interpret():
+                return jnp.sum(jnp.sin(function(*arrays, threshold=9, **options)))
+
+        return jax.value_and_grad(of_arrays)(arrays)
+
+    found = loss(piecewise_attention.piecewise_attention, implementation="triton")
+    wanted = loss(piecewise_attention.definition)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)

@@ -204,6 +204,113 @@ def test_options_over_a_long_sequence(name: str) -> None:
     check("linear_attention", *qkv, **linear_options(name, 1, LONG, 64, G=1))
 
 
+def attention_options(name: str, B: int, T: int, H: int = 4) -> dict[str, Any]:
+    """Options of softmax attention by the name of a case; bias and mask by the axes they have."""
+    generator = np.random.default_rng(3)
+
+    def plane(axes: str, mask: bool = False) -> jax.Array:
+        sizes = {"B": B, "H": H, "T": T, "S": T}
+        shape = [size if axis in axes else 1 for axis, size in sizes.items()]
+        if mask:
+            return jnp.asarray(generator.random(shape) < 0.7)
+        bias = generator.standard_normal(shape, np.float32)
+        bias[generator.random(shape) < 0.1] = -np.inf
+        return jnp.asarray(bias)
+
+    if name.startswith(("bias ", "mask ")):
+        kind, axes = name.split()
+        return {kind: plane(axes, kind == "mask"), "return_lse": True}
+    ids = jnp.asarray(np.sort(generator.integers(0, 5, (B, T)), axis=1))
+    unsorted = jnp.asarray((np.asarray(ids) * 3 + 4) % 5)
+    lengths = jnp.asarray(generator.integers(0, T + 1, B), jnp.int32)
+    kv_lengths = jnp.asarray(generator.integers(T // 2, T + 1, B), jnp.int32)
+    dropout = {"dropout_rate": 0.2, "dropout_key": jax.random.key(1)}
+    cases: dict[str, dict[str, Any]] = {
+        "window": {"window": (100, 30)},
+        "softcap": {"softcap": 3.0, "causal": True},
+        "segments": {"segment_ids": ids},
+        "segments, causal": {"segment_ids": ids, "causal": True, "return_lse": True},
+        "segments, unsorted": {"segment_ids": unsorted, "causal": True},
+        "lengths": {"kv_lengths": lengths},
+        "lengths, causal": {"kv_lengths": lengths, "causal": True, "window": (200, None)},
+        "lengths of both": {"q_lengths": lengths, "kv_lengths": kv_lengths, "return_lse": True},
+        "offsets": {"query_offset": lengths - T // 2, "causal": True, "return_lse": True},
+        "sinks": {"sinks": jnp.linspace(-2, 3, H), "causal": True, "return_lse": True},
+        "dropout": {**dropout, "causal": True},
+        "all": {
+            **dropout,
+            "bias": plane("HTS"),
+            "mask": plane("BS", mask=True),
+            "q_segment_ids": ids,
+            "kv_segment_ids": ids,
+            "q_lengths": kv_lengths,
+            "kv_lengths": kv_lengths[::-1],
+            "query_offset": lengths - T // 2,
+            "window": (T // 2, 40),
+            "sinks": jnp.linspace(-2, 3, H),
+            "softcap": 5.0,
+            "return_lse": True,
+        },
+    }
+    return cases[name]
+
+
+PLANES = ("bias BHTS", "bias TS", "bias BS", "bias HT", "bias H", "mask BHTS", "mask BS", "mask TS")
+ATTENTION_OPTIONS = (
+    *("window", "softcap", "segments", "segments, causal", "segments, unsorted", "lengths"),
+    *("lengths, causal", "lengths of both", "offsets", "sinks", "dropout", "all"),
+)
+
+
+@pytest.mark.parametrize("name", (*PLANES, *ATTENTION_OPTIONS))
+def test_options_of_attention(name: str) -> None:
+    check("attention", *arrays("bfloat16", T=700, D=128), **attention_options(name, 2, 700))
+
+
+@pytest.mark.parametrize("name", ["bias TS", "bias BS", "sinks", "lengths of both", "all"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_options_of_attention_by_dtype(name: str, dtype: str) -> None:
+    check("attention", *arrays(dtype, T=700, D=64), **attention_options(name, 2, 700))
+
+
+@pytest.mark.parametrize("name", ["all", "bias TS"])
+@pytest.mark.parametrize("D", [64, 192, 256, 512])
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_options_of_attention_by_width(name: str, D: int, layout: str) -> None:
+    qkv = arrays("bfloat16", T=300, D=D, layout=layout)
+    check("attention", *qkv, layout=layout, **attention_options(name, 2, 300))
+
+
+@pytest.mark.parametrize("name", ["segments, causal", "lengths, causal", "bias BS", "dropout"])
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_options_of_attention_over_a_long_sequence(name: str) -> None:
+    qkv = arrays("bfloat16", T=8192, H=2, G=1)
+    check("attention", *qkv, **attention_options(name, 2, 8192, H=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "S"), [(1, 20_000), (16, 9000), (9000, 20)])
+def test_few_queries_or_keys_are_shared_among_programs(dtype: str, T: int, S: int) -> None:
+    sinks = jnp.linspace(-2, 3, 4)
+    check("attention", *arrays(dtype, B=1, T=T, S=S), sinks=sinks, return_lse=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("D", "V"), [(96, 96), (192, 192), (64, 512), (512, 512)])
+def test_large_heads_of_attention(dtype: str, D: int, V: int, causal: bool) -> None:
+    check("attention", *arrays(dtype, T=300, D=D, V=V), causal=causal, return_lse=True)
+
+
+def test_dropout_is_the_same_on_every_backend() -> None:
+    qkv = arrays("float32", T=300)
+    options = attention_options("dropout", 2, 300)
+    found, wanted = (
+        ato_jax.attention(*qkv, implementation=name, **options) for name in ("triton", "xla")
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("D", "V"), [(192, 192), (256, 256), (64, 512)])
@@ -249,6 +356,18 @@ def test_two_runs_give_the_same_bits(op: str, causal: bool, dtype: str) -> None:
     )
     for name, array in first.items():
         assert array.tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name", ["all", "bias BS", "segments, causal"])
+def test_options_give_the_same_bits_twice(name: str) -> None:
+    qkv, options = arrays("bfloat16", T=2000), attention_options(name, 2, 2000)
+    cotangents = numerics.oracle("attention", *qkv, **options).cotangents
+    first, second = (
+        numerics.run("attention", "triton", *qkv, cotangents=cotangents, **options)
+        for _ in range(2)
+    )
+    for key, array in first.items():
+        assert array.tobytes() == second[key].tobytes(), key
 
 
 @pytest.mark.parametrize("op", ["attention", "linear_attention"])

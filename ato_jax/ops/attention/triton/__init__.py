@@ -161,6 +161,8 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
 
 # What the compiler wants of shared memory besides tiles, for turning them from layout to layout.
 SCRATCH = 16 * 1024
+# Sums of so many elements leave 4 warps no registers for a bias's tile.
+TOO_MUCH_FOR_4_WARPS = 128 * 128
 
 
 def _bytes_per_pair(spec: AttentionSpec) -> int:
@@ -179,6 +181,8 @@ def _beside_planes(
     """
     per_pair = _bytes_per_pair(spec)
     rows, block, warps, stages = tiles
+    if per_pair and rows * width >= TOO_MUCH_FOR_4_WARPS:
+        warps = 8
     item = 4 if spec.dtype == "float32" else 2
 
     def fit() -> bool:
