@@ -183,6 +183,12 @@ def test_compiles_with_x64(op: str) -> None:
         assert all(kernel.fits for kernel in compiled(case, 90))
 
 
+def test_every_option_lowers_with_x64() -> None:
+    with jax.enable_x64(True):
+        for function, shapes in programs(("attention", "bfloat16", 64, True, "all"), DEVICES[90]):
+            assert aot.triton_kernels(function, *shapes, capability=90)
+
+
 def test_every_accepted_spill_has_a_reason() -> None:
     for row, spilled in accepted().items():
         assert reason(row, spilled) is not None, (row, spilled)

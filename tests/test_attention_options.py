@@ -44,7 +44,7 @@ def check(dtype="float32", parts=1, poisoned=False, bias=None, mask=None, **give
     if mask is not None:
         given["mask"] = of_shape(mask, sizes, "mask")
     if given.pop("sinks", False):
-        given["sinks"] = jnp.linspace(-1, 2, sizes["H"])
+        given["sinks"] = jnp.linspace(-1, 2, sizes["H"], dtype=jnp.float32)
     if poisoned:
         q_lengths, kv_lengths = given.get("q_lengths"), given.get("kv_lengths")
         if sizes["T"] == sizes["S"]:

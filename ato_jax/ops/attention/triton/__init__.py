@@ -162,7 +162,7 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
 # What the compiler wants of shared memory besides tiles, for turning them from layout to layout.
 SCRATCH = 16 * 1024
 # Sums of so many elements leave 4 warps no registers for a bias's tile.
-TOO_MUCH_FOR_4_WARPS = 128 * 128
+TOO_MUCH_FOR_4_WARPS = 128 * 64
 
 
 def _bytes_per_pair(spec: AttentionSpec) -> int:

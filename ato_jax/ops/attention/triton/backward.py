@@ -40,6 +40,7 @@ from ato_jax.ops.attention.triton.common import (
     parts_first,
     plus_product,
     sequence_spec,
+    span,
     store_rows,
     store_tile,
     sum_of_products,
@@ -94,7 +95,7 @@ def _dq_kernel(
     pairs = Pairs.of(spec, options, b, "queries")
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     i0 = block * block_q
-    query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
+    query = pairs.queries(span(i0, block_q)[:, None])  # [block_q, 1]
     gain = load_gain(gain_ref)
 
     out = load_rows(layout, out_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
@@ -121,7 +122,7 @@ def _dq_kernel(
     ) -> tuple[Sliced, jax.Array]:
         dq, total = sums  # [block_q, D], [block_q]
         j0 = n * block_k
-        key = pairs.keys((j0 + jnp.arange(block_k))[None, :], masked)  # [1, block_k]
+        key = pairs.keys(span(j0, block_k)[None, :], masked)  # [1, block_k]
         k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
         v = load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
         products = inner(spec, q, k)  # [block_q, block_k]
@@ -182,7 +183,7 @@ def _dkv_kernel(
     pairs = Pairs.of(spec, options, b, "keys")
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     j0 = block * block_k
-    key = pairs.keys((j0 + jnp.arange(block_k))[:, None])  # [block_k, 1]
+    key = pairs.keys(span(j0, block_k)[:, None])  # [block_k, 1]
     exists = key.indices < kv_length if spec.kv_lengths else None
     gain = load_gain(gain_ref)
     k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D)  # [block_k, D]
@@ -191,7 +192,7 @@ def _dkv_kernel(
 
     def head(r: Any, sums: tuple[Sliced, Sliced]) -> tuple[Sliced, Sliced]:
         """Adds the terms of the group's query head r, None where there is but one."""
-        h = g if r is None else g * share + r
+        h = g if r is None else g * share + jnp.int32(r)
 
         def step(
             masked: bool, n: Any, sums: tuple[Sliced, Sliced, jax.Array | None]
@@ -204,7 +205,7 @@ def _dkv_kernel(
                 values = load_tile(ROWS_LAYOUT, ref, r, i0, block_q, spec.T, whole=all_exist)
                 return values[None, :]  # [1, block_q]
 
-            query = pairs.queries((i0 + jnp.arange(block_q))[None, :], masked)  # [1, block_q]
+            query = pairs.queries(span(i0, block_q)[None, :], masked)  # [1, block_q]
             q = load_rows(layout, q_ref, r, i0, block_q, q_length, spec.D, all_exist)
             products = inner(spec, k, q)  # [block_k, block_q]
             p, slope = weights(

@@ -33,6 +33,7 @@ from ato_jax.ops.attention.triton.common import (
     load_tile,
     quotient,
     row_size,
+    span,
     whole_spec,
 )
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, options_of
@@ -120,8 +121,8 @@ def _kernel(
             return values[:, None]  # [block_q, 1]
 
         def step(_: Any, sums: jax.Array) -> jax.Array:
-            query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
-            key = pairs.keys((j0 + jnp.arange(block_k))[None, :])  # [1, block_k]
+            query = pairs.queries(span(i0, block_q)[:, None])  # [block_q, 1]
+            key = pairs.keys(span(j0, block_k)[None, :])  # [1, block_k]
             q = load_rows(layout, q_ref, h, i0, block_q, q_length, spec.D, batch=b)
             k = load_rows(layout, k_ref, g, j0, block_k, kv_length, spec.D, batch=b)
             products = inner(spec, q, k)  # [block_q, block_k]
@@ -148,13 +149,14 @@ def _kernel(
         turns = (1 if has_batch else spec.B) * (1 if has_heads else spec.H)
 
         def body(turn: Any, sums: jax.Array) -> jax.Array:
+            turn = jnp.int32(turn)
             b = own_b if has_batch else turn if has_heads else quotient(turn, spec.H)
             h = own_h if has_heads else turn if has_batch else turn - b * spec.H
             return entry(b, h, sums)
 
         sums = lax.fori_loop(0, turns, body, sums)
-    query = (i0 + jnp.arange(block_q))[:, None]  # [block_q, 1]
-    key = (j0 + jnp.arange(block_k))[None, :]  # [1, block_k]
+    query = span(i0, block_q)[:, None]  # [block_q, 1]
+    key = span(j0, block_k)[None, :]  # [1, block_k]
     plgpu.store(
         dbias_ref.at[own_b, own_h, query, key],
         sums.astype(dbias_ref.dtype),

@@ -97,6 +97,11 @@ def quotient(a: Any, b: int) -> Any:
     return a if b == 1 else lax.div(a, np.int32(b))
 
 
+def span(start: Any, count: int) -> jax.Array:
+    """start, ..., start + count - 1, in int32 whatever JAX's default integer is."""
+    return start + jnp.arange(count, dtype=jnp.int32)
+
+
 def row_size(width: int) -> int:
     """The columns of all slices."""
     return sum(columns.size for columns in column_slices(width))
@@ -155,7 +160,7 @@ def _inside(start: Any, rows: int, length: Any, columns: Columns | None) -> jax.
     """Which elements of a tile exist; None where the sizes say that all do."""
     mask = None
     if not isinstance(length, int) or length % rows:
-        mask = start + jnp.arange(rows) < length
+        mask = span(start, rows) < length
     if columns is not None:
         if mask is not None:
             mask = mask[:, None]

@@ -39,6 +39,7 @@ from ato_jax.ops.attention.triton.common import (
     plus_product,
     raw_scores,
     sequence_spec,
+    span,
     store_rows,
     store_tile,
     whole_spec,
@@ -88,13 +89,13 @@ def _kernel(
     pairs = Pairs.of(spec, options, b, "queries")
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     i0 = block * block_q
-    query = pairs.queries((i0 + jnp.arange(block_q))[:, None])  # [block_q, 1]
+    query = pairs.queries(span(i0, block_q)[:, None])  # [block_q, 1]
     q = load_rows(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
 
     def step(masked: bool, n: Any, carry: Carry) -> Carry:
         m, total, acc = carry  # [block_q], [block_q], [block_q, V]
         j0 = n * block_k
-        key = pairs.keys((j0 + jnp.arange(block_k))[None, :], masked)  # [1, block_k]
+        key = pairs.keys(span(j0, block_k)[None, :], masked)  # [1, block_k]
         k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
         raw = raw_scores(spec, inner(spec, q, k))  # [block_q, block_k]
         raw, factor = pairs.biased(h, raw, query, key)

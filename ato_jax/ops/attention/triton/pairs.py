@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs, dropout_keep
@@ -100,7 +101,7 @@ class Pairs:
             end = jnp.where(start < own_length, ranges.end, 0)
             ranges = Ranges(*(jnp.minimum(bound, end) for bound in ranges))
         if self.refs.ranges is not None:
-            allowed = Ranges(*(self.refs.ranges[self.b, n, bound] for bound in range(4)))
+            allowed = Ranges(*(self.refs.ranges[self.b, n, np.int32(bound)] for bound in range(4)))
             ranges = intersection(ranges, allowed)
         return ranges if parts == 1 else part_of(ranges, part, parts)
 

@@ -97,10 +97,10 @@ def limits_of(spec: AttentionSpec, ref: Any, b: Any) -> Limits:
     if spec.offset is not None:
         low, high = key_bounds(spec, spec.offset)
     else:
-        low = None if spec.left is None else ref[b, 0]
-        high = None if spec.right is None else ref[b, 1]
-    q_length = ref[b, 2] if spec.q_lengths else spec.T
-    kv_length = ref[b, 3] if spec.kv_lengths else spec.S
+        low = None if spec.left is None else ref[b, np.int32(0)]
+        high = None if spec.right is None else ref[b, np.int32(1)]
+    q_length = ref[b, np.int32(2)] if spec.q_lengths else spec.T
+    kv_length = ref[b, np.int32(3)] if spec.kv_lengths else spec.S
     return Limits(low, high, q_length, kv_length)
 
 
