@@ -24,6 +24,7 @@ OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several tiles.
 SMALL = {
     "piece_rows": 32,
+    "run_rows": 0,
     "output_rows": 32,
     "dkv_rows": 32,
     "programs": 1,
@@ -32,6 +33,8 @@ SMALL = {
     "dq_block": 16,
     "dkv_block": 16,
 }
+# A state stored for every run of two blocks, instead of carried.
+STORED = SMALL | {"run_rows": 32, "pair_block": 8}
 GPUS = {
     80: device.Device("gpu", "NVIDIA A100", (8, 0), 108, device.SHARED_MEMORY[8, 0]),
     90: device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0]),
@@ -44,7 +47,19 @@ def draw(*shape, dtype="float32", scale=1.0, seed=0):
 
 
 def check(
-    T, S, H, G, D, V, dtype="float32", scale=1.0, layout="bthd", B=1, poisoned=False, **options
+    T,
+    S,
+    H,
+    G,
+    D,
+    V,
+    dtype="float32",
+    scale=1.0,
+    layout="bthd",
+    B=1,
+    poisoned=False,
+    config=SMALL,
+    **options,
 ):
     """Both phases against the oracle; `poisoned` puts NaN beyond the lengths."""
     q_lengths, kv_lengths = options.get("q_lengths"), options.get("kv_lengths")
@@ -72,7 +87,12 @@ def check(
         assert triton.unsupported(spec, phase) is None
     with device.interpret():
         found = numerics.run_backends(
-            "triton", "triton", wanted, device=GPUS[90], forward_config=SMALL, backward_config=SMALL
+            "triton",
+            "triton",
+            wanted,
+            device=GPUS[90],
+            forward_config=config,
+            backward_config=config,
         )
     numerics.compare(found, wanted)
 
@@ -81,6 +101,32 @@ def check(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype, causal):
     check(70, 70, 2, 1, 32, 32, dtype, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_state_stored_for_every_run(dtype):
+    state = LinearState(draw(2, 2, 32, 16), abs(draw(2, 2, 32)) + 1)
+    options = {"initial_state": state, "return_state": True, "causal": True}
+    check(75, 75, 4, 2, 32, 16, dtype, B=2, config=STORED, **options)
+
+
+@pytest.mark.parametrize(("T", "S"), [(23, 70), (70, 23)])
+def test_stored_runs_of_queries_and_keys_of_different_lengths(T, S):
+    check(T, S, 2, 2, 16, 16, causal=True, config=STORED, normalize=T < S, layout="bhtd")
+
+
+@pytest.mark.parametrize("T", [60, 41])
+def test_stored_runs_with_segments_and_lengths(T):
+    """With T = S, and with segments aligned step by step."""
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 60)), axis=1)
+    options = {"q_segment_ids": jnp.asarray(ids[:, :T]), "kv_segment_ids": jnp.asarray(ids)}
+    lengths = {"q_lengths": jnp.array([T, 17]), "kv_lengths": jnp.array([60, 17])}
+    check(T, 60, 2, 1, 16, 16, B=2, causal=True, config=STORED, poisoned=True, **options, **lengths)
+
+
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_stored_runs_at_scales(scale):
+    check(50, 50, 1, 1, 32, 32, "bfloat16", scale, causal=True, config=STORED)
 
 
 @pytest.mark.parametrize("causal", [False, True])

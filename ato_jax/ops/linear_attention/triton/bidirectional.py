@@ -47,7 +47,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         return tiles.tile_rows(start, block, spec.S, pieces.whole, refs.get("kv_length"))
 
     lengths = tiles.length_arrays(inputs)
-    kv, k_sum = piece_states(spec, config, inputs, pieces, keys_at, lengths)
+    kv, k_sum = piece_states(spec, config, inputs.k, inputs.v, pieces, keys_at, lengths)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
@@ -77,9 +77,7 @@ def _output(
     lengths: dict[str, jax.Array],
 ) -> jax.Array:
     block = config.output_block
-    pieces = _stream(
-        spec.T, spec.B * spec.H, block, config.output_programs, config.output_rows
-    )
+    pieces = _stream(spec.T, spec.B * spec.H, block, config.output_programs, config.output_rows)
     whole = pieces.whole
 
     def kernel(
