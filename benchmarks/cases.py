@@ -22,11 +22,16 @@ PHASES = ("forward", "forward + backward")
 # Up to here all rows are compared, and dk and dv with them; beyond, a sample of rows.
 WHOLE = 1024
 SAMPLE = 16
+# Logarithms of decays are drawn as the negative half of a normal distribution of this width.
+DECAY = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem with T = S and as many key as query heads; `op` is "linear" or "softmax"."""
+    """One problem with T = S and as many key as query heads; `op` is "linear" or "softmax".
+
+    `decay` is None, "head" ([H]), "step" ([B, T, H]) or "channel" ([B, T, H, D]), in float32.
+    """
 
     op: str
     B: int
@@ -35,6 +40,7 @@ class Case:
     D: int
     dtype: str
     causal: bool = False
+    decay: str | None = None
 
     @property
     def unit(self) -> int:
@@ -65,6 +71,7 @@ class Case:
         return (
             f"B{self.B} H{self.H} T{self.T} D{self.D} {self.dtype}"
             f"{' causal' if self.causal else ''}"
+            f"{f', decay per {self.decay}' if self.decay else ''}"
         )
 
 

@@ -38,6 +38,21 @@ def backends(case: cases.Case) -> tuple[str, str]:
     return forward, backward
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
+    """q, k, v and dout [B, T, H, D], and with a decay its logarithms, few of them far below 0."""
+    shape = (case.B, case.T, case.H, case.D)
+    keys = jax.random.split(key, 5)
+    found = {
+        name: jax.random.normal(one, shape, jnp.float32).astype(case.dtype)
+        for name, one in zip(("q", "k", "v", "dout"), keys, strict=False)
+    }
+    if case.decay is not None:
+        gates = {"head": (case.H,), "step": shape[:3], "channel": shape}[case.decay]
+        found["decay"] = -cases.DECAY * jnp.abs(jax.random.normal(keys[4], gates))
+    return found
+
+
 def measure(
     case: cases.Case, phase: str, seconds: float, function: Callable[..., Any] | None = None
 ) -> timing.Timing | str:
@@ -61,15 +76,6 @@ def measure(
             results.append(result)
         return results
 
-    @jax.jit
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
-        shape = (case.B, case.T, case.H, case.D)
-        keys = jax.random.split(key, 4)
-        return {
-            name: jax.random.normal(one, shape, jnp.float32).astype(case.dtype)
-            for name, one in zip(("q", "k", "v", "dout"), keys, strict=True)
-        }
-
     def one_head(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
         return {
             name: np.asarray(array[-1, :, -1].astype(jnp.float32)) for name, array in arrays.items()
@@ -78,7 +84,7 @@ def measure(
     groups, calls = timing.groups_of_inputs(4 * case.unit, platform())
     try:
         keys = jax.random.split(jax.random.key(case.T), (groups, calls))
-        sets = [[draw(key) for key in group] for group in keys]
+        sets = [[draw(case, key) for key in group] for group in keys]
         reason = cases.wrong(case, one_head(sets[0][0]), one_head(launch(sets[0])[0]))
         if reason:
             return reason
