@@ -1,1 +1,1 @@
-"""Measurements of ato_jax beside its peers: `python -m benchmarks demo`, `run` or `tune`."""
+"""Measurements of ato_jax beside its peers: `python -m benchmarks` lists the commands."""
