@@ -165,8 +165,14 @@ class Bench:
         if trace.traced is None:
             raise ValueError(trace.text.split(": ", 1)[1])
         if trace.text not in self._compiled:
-            self._compiled[trace.text] = trace.traced.lower().compile()
-        return self._compiled[trace.text]
+            try:
+                self._compiled[trace.text] = trace.traced.lower().compile()
+            except Exception as error:  # the compiler's own, of many kinds
+                self._compiled[trace.text] = error
+        program = self._compiled[trace.text]
+        if isinstance(program, Exception):
+            raise program
+        return program
 
     def compile(self, configs: Sequence[Any]) -> None:
         """All at once; what fails here says why when it is compared."""
