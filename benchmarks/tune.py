@@ -76,17 +76,18 @@ WHEN = ("dtype", "D", "V", "causal", "decay", "segments", "features", "precision
 STEPS: dict[str, tuple[dict[str, tuple[Any, ...]], ...]] = {
     "linear_attention": (
         {"programs": (2, 4, 8, 16), "piece_rows": (4096, 16384)},
+        {"run_rows": (0, 64, 128, 256), "pair_block": (32, 64)},
         {"state_block": (32, 64, 128), "state_warps": (4, 8)},
         {"state_stages": (2, 3, 4, 5)},
         {"state_programs": (1, 2, 3, 4, 8)},
         {"output_block": (32, 64, 128), "output_warps": (4, 8)},
-        {"output_stages": (2, 3, 4, 5)},
+        {"output_stages": (1, 2, 3, 4, 5)},
         {"output_rows": (0, 128, 256), "output_programs": (1, 2, 4)},
         {"dq_block": (16, 32, 64, 128), "dq_warps": (4, 8)},
-        {"dq_delayed": (False, True), "dq_stages": (2, 3, 4)},
+        {"dq_delayed": (False, True), "dq_stages": (1, 2, 3, 4)},
         {"dq_programs": (1, 2, 3, 4, 8)},
         {"dkv_block": (16, 32, 64, 128), "dkv_warps": (4, 8)},
-        {"dkv_stages": (2, 3, 4, 5)},
+        {"dkv_stages": (1, 2, 3, 4, 5)},
         {"dkv_rows": (0, 128, 256), "dkv_programs": (1, 2, 4)},
     )
 }

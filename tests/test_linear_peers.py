@@ -152,7 +152,7 @@ def test_linear_writes_its_figures(tmp_path, capsys, monkeypatch):
     assert figures["bandwidth"] > 0 and figures["device"]
     rows = {(row["case"], row["phase"], row["contender"]): row for row in figures["rows"]}
     plain = rows[str(small), "forward + backward", "PyTorch"]
-    assert len(plain["turns"]) == linear.TURNS and plain["errors"]["dk"] < 1e-5
+    assert plain["turns"] and plain["errors"]["dk"] < 1e-5
     assert plain["reached"] == pytest.approx(plain["limit"] / plain["seconds"])
     assert rows[str(gated), "forward", "ato_jax"]["seconds"] > 0
     if importlib.util.find_spec("fla") is None:
