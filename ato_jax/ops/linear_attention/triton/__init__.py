@@ -116,6 +116,36 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     return dataclasses.replace(forward, **of_backward)
 
 
+def _in_float16(spec: LinearAttentionSpec, config: Config) -> Config:
+    """Where TF32 factors leave room for tiles of 64 rows, nothing else was as fast."""
+    small = tiles.state_size(spec) <= tiles.SMALL_STATE
+    if tiles.padded(spec.F) > 128 or spec.decay == "channel":
+        return config
+    replace = functools.partial(dataclasses.replace, config)
+    tall = {"state_block": 64, "output_block": 64, "output_warps": 4}
+    warps = 4 if small else 8
+    if _one_state(spec):
+        dq = {"dq_block": 64 if small else 32, "dq_warps": warps}
+        return replace(**tall, **dq, output_stages=3, dkv_block=64, dkv_warps=warps)
+    if not spec.causal or spec.decay is not None:
+        return replace(**tall) if small and spec.causal else config
+    rows = 64 if small else 128
+    # The backward's blocks, and what they take of the other side.
+    block = 64 if small else 32
+    return replace(
+        **tall,
+        run_rows=rows,
+        pair_block=block,
+        output_stages=3 if small else 1,
+        dq_block=64,
+        dq_warps=warps,
+        dq_stages=1,
+        dkv_block=block,
+        dkv_warps=warps,
+        dkv_stages=1,
+    )
+
+
 def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """By the size of a state [V, F], whose float32 accumulators are what fills the registers.
 
@@ -154,7 +184,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         walk_block = min(walk_block, 32)
     ahead = half and roomy and not long_rows and not gated
     runs = stored and not long_rows
-    return Config(
+    config = Config(
         piece_rows=4096,
         programs=(8 if small else 2) * places,
         run_rows=128 if stored else 0,
@@ -179,6 +209,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         dkv_programs=places,
         dkv_rows=128 if small else 0,
     )
+    return _in_float16(spec, config) if spec.dtype == "float16" else config
 
 
 def _one_state(spec: LinearAttentionSpec) -> bool:
