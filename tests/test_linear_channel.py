@@ -73,7 +73,7 @@ def test_dtypes(dtype, gates):
 
 
 def test_no_decay():
-    check(70, 70, 1, 1, 16, 16, "bfloat16", "none")
+    check(80, 80, 1, 1, 16, 16, "bfloat16", "none")
 
 
 @pytest.mark.parametrize("gates", ["mild", "steep"])
@@ -92,7 +92,7 @@ def test_unnormalised():
 
 @pytest.mark.parametrize("scale", [0.01, 30.0])
 def test_scales(scale):
-    check(50, 50, 1, 1, 16, 16, "bfloat16", "steep", scale)
+    check(80, 80, 1, 1, 16, 16, "bfloat16", "steep", scale)
 
 
 def test_tf32():

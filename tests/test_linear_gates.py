@@ -41,8 +41,8 @@ def test_decay_of_steps(dtype, causal):
     check(70, 70, 2, 1, 16, 32, dtype, causal=causal, decay=decays(1, 70, 1))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+# To the kernels a decay of heads is one of steps.
+@pytest.mark.parametrize("dtype, causal", [("float16", True), ("bfloat16", False)])
 def test_decay_of_heads(dtype, causal):
     check(70, 70, 4, 2, 16, 16, dtype, causal=causal, decay=jnp.array([-0.05, 0.0]))
 
@@ -66,8 +66,7 @@ def test_decay_unnormalised_with_states(causal):
     )
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype, causal", [("float16", True), ("float32", False)])
 def test_decay_normalised_with_states(dtype, causal):
     options = {"initial_state": state(1, 1, 16, 16), "return_state": True}
     # Not in bfloat16, where the gradient of k_sum, the cancelling sum of e over few queries,
@@ -76,13 +75,12 @@ def test_decay_normalised_with_states(dtype, causal):
     check(70, 70, 2, 1, 16, 16, dtype, causal=causal, decay=decay, **options)
 
 
-@pytest.mark.parametrize("T, S", [(20, 70), (70, 20), (1, 40)])
+@pytest.mark.parametrize("T, S", [(20, 70), (70, 20)])
 def test_decay_of_different_lengths(T, S):
     check(T, S, 2, 1, 16, 16, causal=True, decay=decays(1, S, 1))
 
 
-@pytest.mark.parametrize("decay", [False, True])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal, decay", [(False, False), (False, True), (True, True)])
 def test_segments(causal, decay):
     options = {"initial_state": state(2, 1, 16, 16), "return_state": True}
     if decay:
@@ -95,8 +93,10 @@ def test_segments_of_other_dtypes(dtype):
     check(70, 70, 2, 1, 16, 16, dtype, causal=True, segment_ids=runs(1, 70))
 
 
-@pytest.mark.parametrize("decay", [False, True])
-@pytest.mark.parametrize("T, S, causal", [(37, 37, True), (37, 37, False), (20, 50, True)])
+@pytest.mark.parametrize(
+    "T, S, causal, decay",
+    [(37, 37, True, True), (37, 37, False, True), (37, 37, False, False), (20, 50, True, False)],
+)
 def test_segments_of_queries_and_keys(T, S, causal, decay):
     # Weak ones: a run that is long past weighs next to nothing.
     options = {"decay": 0.05 * decays(2, S, 1)} if decay else {}
@@ -208,8 +208,7 @@ def test_a_state_continues():
 
 
 @aot.requires_triton
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D, causal", [(64, False), (128, True)])
 def test_default_tiles_fit_the_gpu(D, causal):
     spec = dataclasses.replace(spec_of(D, "bfloat16", causal), decay="head")
     for kernel in compiled(spec, 90).values():
