@@ -55,7 +55,12 @@ def gradient(
 
 
 def plain(op: Callable[..., jax.Array], causal: bool) -> Iterator[Call]:
-    for dtype, sizes in (("float32", ODD), ("bfloat16", ODD), ("bfloat16", WHOLE_COLUMNS)):
+    for dtype, sizes in (
+        ("float32", ODD),
+        ("float16", ODD),
+        ("bfloat16", ODD),
+        ("bfloat16", WHOLE_COLUMNS),
+    ):
         yield gradient(op, dtype, sizes, causal=causal)
 
 

@@ -161,12 +161,15 @@ def test_causal_cross_attention(T: int, S: int) -> None:
     check("attention", *arrays("float16", T=T, S=S), causal=True, return_lse=True)
 
 
-@pytest.mark.parametrize("op", ["attention", "linear_attention"])
+OPS_AND_SIZES = [("attention", 64), ("linear_attention", 64), ("linear_attention", 128)]
+
+
+@pytest.mark.parametrize(("op", "D"), OPS_AND_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.01, 30.0])
-def test_small_and_large_inputs(op: str, dtype: str, causal: bool, scale: float) -> None:
-    check(op, *arrays(dtype, T=600, D=64, scale=scale), causal=causal)
+def test_small_and_large_inputs(op: str, D: int, dtype: str, causal: bool, scale: float) -> None:
+    check(op, *arrays(dtype, T=600, D=D, scale=scale), causal=causal)
 
 
 @pytest.mark.parametrize("op", ["attention", "linear_attention"])
@@ -275,12 +278,12 @@ def test_attention_over_a_long_sequence(dtype: str) -> None:
     check("attention", *arrays(dtype, B=1, T=LONG, H=1, G=1, D=64), causal=True)
 
 
-@pytest.mark.parametrize("op", ["attention", "linear_attention"])
+@pytest.mark.parametrize(("op", "D"), OPS_AND_SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_runs_give_the_same_bits(op: str, causal: bool, dtype: str) -> None:
-    qkv = arrays(dtype, T=2000, D=64)
-    cotangents = arrays(dtype, T=2000, D=64, seed=1)[0]
+def test_two_runs_give_the_same_bits(op: str, D: int, causal: bool, dtype: str) -> None:
+    qkv = arrays(dtype, T=2000, D=D)
+    cotangents = arrays(dtype, T=2000, D=D, seed=1)[0]
     first, second = (
         numerics.run(op, "triton", *qkv, cotangents=cotangents, causal=causal) for _ in range(2)
     )
