@@ -16,9 +16,9 @@ from tests import receipt
 
 # Nearly all of the time goes into XLA's compiler for CPUs, which reads these when it starts: by
 # default it spreads a program over several modules, and makes each fusion by way of MLIR, which
-# takes half of the time. From 0.12 on there is no other way, and the flag would end the process.
+# takes half of the time. From 0.11 on there is no other way, and the flag would end the process.
 XLA_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
-if jax.__version_info__ < (0, 12):
+if jax.__version_info__ < (0, 11):
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
