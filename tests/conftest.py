@@ -17,7 +17,8 @@ from tests import receipt
 # Nearly all of the time goes into XLA's compiler for CPUs, which reads these when it starts: by
 # default it spreads a program over several modules, and makes each fusion by way of MLIR, which
 # takes half of the time. From 0.11 on there is no other way, and the flag would end the process.
-XLA_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+# On a GPU the search for the fastest of XLA's own products is left out: many workers share it.
+XLA_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
 if jax.__version_info__ < (0, 11):
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")])
