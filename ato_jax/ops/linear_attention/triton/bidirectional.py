@@ -172,6 +172,12 @@ def _query_gradient(
             for part in parts
         ]
         z = [tiles.load_vector(k_sum_ref, part)[None, :] for part in parts]  # [1, F]
+        # The sums are of phi(q_i) * usual / den_i, and divided by `usual` at the end: where rows
+        # are all alike, so are the roundings of phi(q_i) / den_i, and would add up.
+        usual: Any = 1 / spec.scale
+        if spec.normalize:
+            usual = functools.reduce(jnp.add, [jnp.sum(jnp.abs(z_part)) for z_part in z])
+            usual = jnp.where(usual > 0, usual, 1.0)
         one = tiles.identity(spec, parts[0].count)
 
         def rows_at(i: Any) -> tiles.Rows:
@@ -211,7 +217,9 @@ def _query_gradient(
             factor = inverse[:, None]
             for part, g_part, slope in zip(parts, g, slopes, strict=True):
                 tiles.store_tile(dq_ref, rows, part, g_part * (factor * slope))
-            us = [tiles.operand(spec, feature * factor, wide=True) for feature in features]
+            us = [
+                tiles.operand(spec, feature * (factor * usual), wide=True) for feature in features
+            ]
             terms = us, tiles.as_columns(spec, e)
             if not delayed:
                 return add(carry, do, terms)
@@ -234,8 +242,8 @@ def _query_gradient(
         else:
             sums = jax.lax.fori_loop(0, count, write_tile, sums)
         for part, (dkv, dz) in zip(parts, sums, strict=True):
-            tiles.store_matrix(dkv_ref, spec.V, part, dkv)
-            tiles.store_vector(dk_sum_ref, part, jnp.sum(dz, axis=1))
+            tiles.store_matrix(dkv_ref, spec.V, part, dkv / usual)
+            tiles.store_vector(dk_sum_ref, part, jnp.sum(dz, axis=1) / usual)
 
     return tiles.launch(
         kernel,
