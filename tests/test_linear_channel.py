@@ -156,9 +156,11 @@ def test_scan(decayed, reverse):
         after = kv_before * factor[:, :, None] + kv[:, :, p], k_sum_before * factor + k_sum[:, :, p]
         states.append(after)
     states = states[::-1] if reverse else states
-    for part, array in enumerate(found):
+    for part, array in enumerate(found[:2]):
         wanted = jnp.stack([state[part] for state in states], axis=2)
         np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-6)
+    last = found.kv[:, :, 0 if reverse else -1]
+    np.testing.assert_allclose(found.end_kv, last, rtol=1e-5, atol=1e-6)
 
 
 def test_reasons():

@@ -29,7 +29,8 @@ THREADS_BY_ELEMENTS = 32 * 8
 
 
 class RowWeights(NamedTuple):
-    """What multiplies the features of queries, [B, H, T] or a number; and further in k_sum."""
+    """What multiplies the features of queries, [B, H, T] or a number; and further in k_sum, which
+    is 0 without."""
 
     features: jax.Array | float
     k_sum: jax.Array | None
@@ -92,7 +93,9 @@ def piece_states(
                 features, wide = features * weights.features, True
             features = tiles.rounded(spec, features)
             kv += tiles.product(spec, y, features, wide=wide, trans_a=True)
-            if len(weight_refs) > 1:
+            if weights is not None:
+                if weights.k_sum is None:
+                    return kv, k_sum
                 features *= tiles.load_rows(weight_refs[1], rows)[:, None]
             return kv, k_sum + jnp.sum(features.reshape(-1, apart, width), axis=0)
 
