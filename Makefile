@@ -119,11 +119,13 @@ endif
 demo: $(if $(HAS_GPU),$(CUDA),$(DEMO))/$(STAMP)
 	$(<D)/bin/python -m benchmarks demo
 
-# Without workers: they would share the card's memory and disturb each other's measurements.
+# Without workers, which need XLA_PYTHON_CLIENT_PREALLOCATE=false to share the card's memory. With
+#   GPU_PYTEST_FLAGS='--numprocesses 16 --dist load --maxschedchunk 1'
+# a large card is done in minutes: the longest tests stand first, and most of the time is compiling.
 .PHONY: gpu-test
 ifdef HAS_GPU
 gpu-test: $(CUDA)/$(STAMP)
-	$(CUDA)/bin/python -m pytest -m gpu
+	$(CUDA)/bin/python -m pytest -m gpu $(GPU_PYTEST_FLAGS)
 else
 gpu-test:
 	@echo '*** nvidia-smi finds no GPU here: nothing was run.' >&2

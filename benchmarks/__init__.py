@@ -1,1 +1,1 @@
-"""Measurements of ato_jax beside its peers: `python -m benchmarks demo` or `run`."""
+"""Measurements of ato_jax beside its peers: `python -m benchmarks` lists the commands."""

@@ -1,7 +1,8 @@
-"""`python -m benchmarks demo` and `python -m benchmarks run`; `--helpshort` lists the flags."""
+"""`python -m benchmarks demo`, `run`, `linear` or `tune linear_attention`; `--helpshort`: flags."""
 
 from __future__ import annotations
 
+import functools
 import logging as standard_logging
 import os
 from collections.abc import Sequence
@@ -11,25 +12,29 @@ from absl import app, flags, logging
 # PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-from benchmarks import demo, run  # noqa: E402
+from benchmarks import demo, linear, run, tune  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
 
 flags.adopt_module_key_flags(demo)
 flags.adopt_module_key_flags(run)
+flags.adopt_module_key_flags(linear)
+flags.adopt_module_key_flags(tune)
 
-COMMANDS = {"demo": demo.main, "run": run.main}
+COMMANDS = {"demo": demo.main, "run": run.main, "linear": linear.main}
+COMMANDS |= {f"tune {op}": functools.partial(tune.main, op) for op in tune.OPS}
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2 or arguments[1] not in COMMANDS:
-        given = " ".join(arguments[1:]) or "nothing"
+    command = " ".join(arguments[1:])
+    if command not in COMMANDS:
+        given = command or "nothing"
         logging.error("Give one command, %s; got %s", " or ".join(COMMANDS), given)
         return 2
     # Absl shows what libraries say to each other, too.
     for library in ("jax", "matplotlib"):
         standard_logging.getLogger(library).setLevel(standard_logging.WARNING)
     try:
-        return COMMANDS[arguments[1]]()
+        return COMMANDS[command]()
     except PeerError as error:
         logging.error("%s", error)
         return 1

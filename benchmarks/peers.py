@@ -1,4 +1,5 @@
-"""PyTorch's scaled_dot_product_attention, each backend by itself, in a process of its own.
+"""What runs on PyTorch, in a process of its own: scaled_dot_product_attention, each backend by
+itself, and the linear attentions of `linear_torch.py`.
 
 JAX and PyTorch do not share a process here: each would hold threads and memory that the other
 needs. The driver starts this module as `python -m benchmarks.peers`, writes one JSON object a line
@@ -8,6 +9,10 @@ and reads one for each:
     {"ask": "copy", "seconds": s}                      -> {"bandwidth": bytes per second}
     {"ask": "sdpa", "backend": name, "case": {...}, "phase": name, "seconds": s}
                                                        -> a Timing, or {"unavailable": reason}
+    {"ask": "prepare", "contender": name, "case": {...}, "phase": name}
+                                                       -> {"errors": {...}}, or why not
+    {"ask": "time", "contender": name, "seconds": s}   -> a Timing of what was prepared
+    {"ask": "forget"}                                  -> {}, and what was prepared is freed
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -27,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import byte_limit, cases, timing
+from benchmarks import byte_limit, cases, linear_torch, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 # Our names for PyTorch's SDPBackend members, the fastest first; they are also the legend's.
@@ -81,6 +87,16 @@ class Peer:
         reply = self.ask("sdpa", **facts, seconds=seconds)
         return reply.get("unavailable") or timing.Timing(**reply)
 
+    def prepare(self, contender: str, case: cases.Case, phase: str) -> dict[str, float] | str:
+        """The errors of one of `linear_torch.CONTENDERS`, now ready to be timed; or why not."""
+        facts = {"contender": contender, "case": dataclasses.asdict(case), "phase": phase}
+        reply = self.ask("prepare", **facts)
+        return reply.get("unavailable") or reply["errors"]
+
+    def time(self, contender: str, seconds: float) -> timing.Timing | str:
+        reply = self.ask("time", contender=contender, seconds=seconds)
+        return reply.get("unavailable") or timing.Timing(**reply)
+
     def __enter__(self) -> Peer:
         return self
 
@@ -103,67 +119,131 @@ def _about(torch: Any, platform: str) -> dict[str, Any]:
     return {"version": torch.__version__, "device": name, "free_bytes": free}
 
 
-def _sdpa(torch: Any, platform: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Times one backend, after a comparison of its results with float64."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A contender that was compared: what launches it, and how many calls that is."""
 
-    case, backward = cases.Case(**request["case"]), request["phase"] != "forward"
+    launches: list[Callable[[], Any]]
+    calls: int
+    errors: dict[str, float]
+
+
+def _prepare(
+    torch: Any, platform: str, contender: linear_torch.Contender, case: cases.Case, phase: str
+) -> _Prepared | str:
+    """Compares the contender's results with float64, and captures short calls in CUDA graphs."""
+    backward = phase != "forward"
     device = torch.device("cuda" if platform == "gpu" else "cpu")
     generator = torch.Generator(device).manual_seed(case.T)
-    shape = (case.B, case.H, case.T, case.D)
+    order = (0, 1, 2, 3) if contender.bthd else (0, 2, 1, 3)
+    normal = functools.partial(torch.randn, generator=generator, device=device)
+
+    def arranged(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(shape[axis] for axis in order[: len(shape)]) if len(shape) > 1 else shape
 
     def draw() -> dict[str, Any]:
+        whole = arranged((case.B, case.T, case.H, case.D))
         tensors = {
-            name: torch.randn(
-                shape, generator=generator, dtype=getattr(torch, case.dtype), device=device
-            )
+            name: normal(whole, dtype=getattr(torch, case.dtype))
             for name in ("q", "k", "v", "dout")
         }
-        for name in ("q", "k", "v"):
-            tensors[name].requires_grad_(backward)
+        if contender.mapped:
+            for name in ("q", "k"):
+                tensors[name] = torch.nn.functional.elu(tensors[name]) + 1
+        if case.decay == "head":
+            tensors["decay"] = torch.tensor(cases.head_decays(case.H), device=device)
+        elif case.decay:
+            tensors["decay"] = -cases.DECAY * normal(arranged(case.gates)).abs()
+        for name in ("q", "k", "v", "decay"):
+            # RetNet's decays are constants.
+            if name in tensors and tensors[name].ndim > 1:
+                tensors[name].requires_grad_(backward)
         return tensors
 
+    attend = contender.make(torch, case)
+
     def call(tensors: dict[str, Any]) -> dict[str, Any]:
-        q, k, v = (tensors[name] for name in ("q", "k", "v"))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+        inputs = {name: tensors[name] for name in ("q", "k", "v", "decay") if name in tensors}
+        out = attend(*inputs.values())
         if not backward:
             return {"out": out}
-        gradients = torch.autograd.grad(out, (q, k, v), tensors["dout"])
-        return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+        wanted = {f"d{name}": one for name, one in inputs.items() if one.requires_grad}
+        gradients = torch.autograd.grad(out, tuple(wanted.values()), tensors["dout"])
+        return {"out": out} | dict(zip(wanted, gradients, strict=True))
 
     def one_head(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-        return {
-            name: tensor.detach()[-1, -1].double().cpu().numpy() for name, tensor in tensors.items()
-        }
-
-    def wait(_: Any) -> None:
-        if platform == "gpu":
-            torch.cuda.synchronize()
+        found = {}
+        for name, tensor in tensors.items():
+            if tensor.ndim == 1:
+                last = tensor[-1].expand(case.T)
+            else:
+                last = tensor[-1, :, -1] if contender.bthd else tensor[-1, -1]
+            found[name] = last.detach().double().cpu().numpy()
+        return found
 
     groups, calls = timing.groups_of_inputs(4 * case.unit, platform)
     sets = [draw() for _ in range(groups * calls)]
-    with sdpa_kernel([getattr(SDPBackend, BACKENDS[request["backend"]])]):
-        reason = cases.wrong(case, one_head(sets[0]), one_head(call(sets[0])))
-        if reason:
-            return {"unavailable": reason}
-        start = time.perf_counter()
-        wait(call(sets[-1]))
-        if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
-            replays: list[Callable[[], Any]] = [
+    found = cases.errors(
+        case,
+        one_head(sets[0]),
+        one_head(call(sets[0])),
+        mapped=contender.mapped,
+        normalize=contender.normalize,
+    )
+    if reason := cases.too_large(case, found):
+        return reason
+    start = time.perf_counter()
+    _wait(torch, platform, call(sets[-1]))
+    if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
+        try:
+            launches: list[Callable[[], Any]] = [
                 _captured(torch, call, sets[first : first + calls])
                 for first in range(0, len(sets), calls)
             ]
-        else:
-            calls = 1
-            replays = [functools.partial(call, tensors) for tensors in sets]
-        found = timing.measure(
-            lambda index: replays[index % len(replays)](),
-            wait,
-            platform,
-            request["seconds"],
-            calls,
-        )
+            return _Prepared(launches, calls, found)
+        except RuntimeError as error:
+            # What waits for the card cannot be captured, and is launched as its users do.
+            print(f"{case}, {phase}: no CUDA graph: {error}", file=sys.stderr)
+    return _Prepared([functools.partial(call, tensors) for tensors in sets], 1, found)
+
+
+def _wait(torch: Any, platform: str, _: Any) -> None:
+    if platform == "gpu":
+        torch.cuda.synchronize()
+
+
+def _time(torch: Any, platform: str, ready: _Prepared, seconds: float) -> dict[str, Any]:
+    found = timing.measure(
+        lambda index: ready.launches[index % len(ready.launches)](),
+        functools.partial(_wait, torch, platform),
+        platform,
+        seconds,
+        ready.calls,
+    )
     return dataclasses.asdict(found)
+
+
+def _sdpa(torch: Any, platform: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Times one backend, after a comparison of its results with float64."""
+    contender = linear_torch.sdpa(BACKENDS[request["backend"]])
+    ready = _prepare(torch, platform, contender, cases.Case(**request["case"]), request["phase"])
+    if isinstance(ready, str):
+        return {"unavailable": ready}
+    return _time(torch, platform, ready, request["seconds"])
+
+
+def _prepare_linear(
+    torch: Any, platform: str, request: dict[str, Any], prepared: dict[str, _Prepared]
+) -> dict[str, Any]:
+    contender = linear_torch.CONTENDERS[request["contender"]]
+    case = cases.Case(**request["case"])
+    if contender.softmax:
+        case = dataclasses.replace(case, op="softmax")
+    ready = _prepare(torch, platform, contender, case, request["phase"])
+    if isinstance(ready, str):
+        return {"unavailable": ready}
+    prepared[request["contender"]] = ready
+    return {"errors": ready.errors}
 
 
 def _captured(
@@ -191,6 +271,8 @@ def _refusal(error: Exception, caught: list[warnings.WarningMessage]) -> str:
 
 
 def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
+    prepared: dict[str, _Prepared] = {}
+    linear_torch.hasten_triton()
     for line in lines:
         request = json.loads(line)
         with warnings.catch_warnings(record=True) as caught:
@@ -200,14 +282,28 @@ def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
                     yield _about(torch, platform)
                 elif request["ask"] == "copy":
                     yield {"bandwidth": byte_limit.gpu_bandwidth(torch, request["seconds"])}
-                else:
+                elif request["ask"] == "sdpa":
                     yield _sdpa(torch, platform, request)
+                elif request["ask"] == "prepare":
+                    yield _prepare_linear(torch, platform, request, prepared)
+                elif request["ask"] == "time":
+                    ready = prepared[request["contender"]]
+                    yield _time(torch, platform, ready, request["seconds"])
+                else:
+                    prepared.clear()
+                    yield {}
             except torch.OutOfMemoryError:
                 yield {"unavailable": "out of memory"}
+            except ModuleNotFoundError as error:
+                yield {"unavailable": f"{error.name} is not installed"}
             except RuntimeError as error:
                 yield {"unavailable": _refusal(error, caught)}
+            except Exception as error:  # a peer's own: its reason, and on to the next
+                yield {"unavailable": f"{type(error).__name__}: {str(error)[:200]}"}
         if platform == "gpu":
-            # The other process needs the memory now.
+            # The other process needs the memory now. What holds it may be a cycle.
+            if not prepared:
+                gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # A wait costs tens of microseconds: below 1% of this.
@@ -65,33 +65,56 @@ def measure(
     seconds: float,
     calls: int = 1,
 ) -> Timing:
-    """Times one of the `calls` that `launch(i)` enqueues.
+    """Times one of the `calls` that `launch(i)` enqueues: `interleaved` of one."""
+    return interleaved([launch], wait, platform, seconds, calls)[0]
+
+
+def interleaved(
+    launches: Sequence[Callable[[int], Any]],
+    wait: Callable[[Any], None],
+    platform: str,
+    seconds: float,
+    calls: int = 1,
+) -> list[Timing]:
+    """Times several launches batch by batch in turns, so that what drifts drifts for all.
 
     Args:
-      launch: enqueues the i-th launch and returns its result; it has run before, so nothing
-        compiles here.
+      launches: each enqueues its i-th launch, of `calls` calls, and returns its result; it has
+        run before, so nothing compiles here.
       wait: returns when a result is there, and so all launches before it.
       platform: "cpu" or "gpu".
-      seconds: how long to measure, about; at least three batches in any case.
+      seconds: how long to measure each, about; at least three batches in any case.
       calls: how many calls a launch holds.
     """
 
-    def batch(launches: int) -> float:
+    def batch(launch: Callable[[int], Any], count: int) -> float:
         start = time.perf_counter()
         result = None
-        for index in range(launches):
+        for index in range(count):
             result = launch(index)
         wait(result)
-        return (time.perf_counter() - start) / launches
+        return (time.perf_counter() - start) / count
 
-    launches, once = 1, batch(1)
-    if platform == "gpu":
-        # Twice, since a single launch is mostly wait: what it takes shows in a batch alone.
-        for _ in range(2):
-            launches = max(1, round(GPU_BATCH_SECONDS / once))
-            once = batch(launches)
-    batches = round(seconds / (once * launches))
-    batches = max(FEWEST_BATCHES, min(MOST_BATCHES, batches))
-    times = [batch(launches) / calls for _ in range(batches)]
-    lower, middle, upper = statistics.quantiles(times, n=4)
-    return Timing(middle, lower, upper, batches * launches * calls)
+    counts, rounds = [], []
+    for launch in launches:
+        count, once = 1, batch(launch, 1)
+        if platform == "gpu":
+            # Twice, since a single launch is mostly wait: what it takes shows in a batch alone.
+            for _ in range(2):
+                count = max(1, round(GPU_BATCH_SECONDS / once))
+                once = batch(launch, count)
+        counts.append(count)
+        rounds.append(round(seconds / (once * count)))
+    # The slowest has its seconds, or its three batches.
+    batches = max(FEWEST_BATCHES, min(MOST_BATCHES, *rounds))
+    times: list[list[float]] = [[] for _ in launches]
+    for turn in range(batches):
+        # Each is the first of a round in its turn: the one before it decides the clocks.
+        for index in range(len(launches)):
+            chosen = (index + turn) % len(launches)
+            times[chosen].append(batch(launches[chosen], counts[chosen]) / calls)
+    found = []
+    for count, own in zip(counts, times, strict=True):
+        lower, middle, upper = statistics.quantiles(own, n=4)
+        found.append(Timing(middle, lower, upper, batches * count * calls))
+    return found

@@ -1,12 +1,18 @@
-"""One small run of every kernel, for compute-sanitizer to watch; `planted` runs a faulty one.
+"""Small runs of every kernel, for compute-sanitizer to watch; `planted` runs a faulty one.
 
-Odd sizes, so that the last block of every axis runs over the end unless it is masked.
+    python -m tests.sanitize                    all groups
+    python -m tests.sanitize "causal gates"     one of `GROUPS`
+
+Odd sizes, so that the last block of every axis runs over the end unless it is masked; and sizes
+whose columns fill their blocks, where no mask is, over several blocks of rows.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,63 +22,123 @@ from jax.experimental.pallas import triton as plgpu
 
 import ato_jax
 
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
-def run_every_kernel() -> None:
-    generator = np.random.default_rng(0)
+# T, S, D, V
+ODD = (67, 67, 33, 17)
+WHOLE_COLUMNS = (301, 301, 64, 64)
+GATED = (67, 67, 33, 33)
 
-    def draw(*shape: int, dtype: str) -> jax.Array:
-        return jnp.asarray(generator.standard_normal(shape), dtype)
 
-    for op, causal, dtype, (T, S, D, V) in itertools.product(
-        (ato_jax.linear_attention, ato_jax.attention),
-        (False, True),
-        ("float32", "bfloat16"),
-        ((67, 67, 33, 17), (301, 301, 64, 64)),
+def draw(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), dtype)
+
+
+def gradient(
+    attend: Callable[..., jax.Array], dtype: str, sizes: tuple[int, ...], **options: Any
+) -> Call:
+    """Forward and backward of an op, H = 4 and G = 2."""
+    T, S, D, V = sizes
+    arrays = {
+        "q": draw(1, T, 4, D, dtype=dtype),
+        "k": draw(1, S, 2, D, dtype=dtype),
+        "v": draw(1, S, 2, V, dtype=dtype),
+    }
+    # What is differentiated beside them.
+    arrays |= {name: options.pop(name) for name in ("decay", "bias") if name in options}
+
+    def loss(arrays: dict[str, jax.Array]) -> jax.Array:
+        return attend(**arrays, implementation="triton", **options).astype(jnp.float32).sum()
+
+    return jax.grad(loss), (arrays,)
+
+
+def plain(op: Callable[..., jax.Array], causal: bool) -> Iterator[Call]:
+    for dtype, sizes in (
+        ("float32", ODD),
+        ("float16", ODD),
+        ("bfloat16", ODD),
+        ("bfloat16", WHOLE_COLUMNS),
     ):
-        q = draw(1, T, 4, D, dtype=dtype)
-        k, v = draw(1, S, 2, D, dtype=dtype), draw(1, S, 2, V, dtype=dtype)
+        yield gradient(op, dtype, sizes, causal=causal)
 
-        def loss(q, k, v, op=op, causal=causal):
-            return op(q, k, v, causal=causal, implementation="triton").astype(jnp.float32).sum()
 
-        jax.block_until_ready(jax.grad(loss, (0, 1, 2))(q, k, v))
-        print(op.__name__, causal, dtype, (T, S, D, V), flush=True)
+def large_heads() -> Iterator[Call]:
+    for causal in (False, True):
+        yield gradient(ato_jax.linear_attention, "bfloat16", (67, 67, 100, 100), causal=causal)
+        # V in several blocks.
+        yield gradient(ato_jax.linear_attention, "bfloat16", (67, 67, 150, 90), causal=causal)
 
-    q, k, v = (draw(1, 67, heads, 33, dtype="bfloat16") for heads in (4, 2, 2))
-    gates = -jnp.abs(draw(1, 67, 2, 33, dtype="float32"))
+
+def gates(causal: bool) -> Iterator[Call]:
+    """One for each step; in float32 their sums are taken apart."""
+    decay = -jnp.abs(draw(1, 67, 2))
+    for dtype in ("float32", "bfloat16"):
+        yield gradient(ato_jax.linear_attention, dtype, GATED, causal=causal, decay=decay)
+
+
+def gates_of_channels() -> Iterator[Call]:
+    for dtype, T in (("float32", 67), ("bfloat16", 301)):
+        decay = -jnp.abs(draw(1, T, 2, 33))
+        yield gradient(ato_jax.linear_attention, dtype, (T, T, 33, 33), causal=True, decay=decay)
+
+
+def segments_and_lengths(causal: bool) -> Iterator[Call]:
     ids = jnp.arange(67)[None] // 30
-    for options in (
-        {"causal": True, "decay": gates[..., 0]},
-        {"causal": True, "decay": gates},
-        {"decay": gates[..., 0]},
-        {"segment_ids": ids, "kv_lengths": jnp.array([51])},
-        {"causal": True, "segment_ids": ids, "kv_lengths": jnp.array([51])},
-        {"kv_lengths": jnp.array([51])},
+    lengths = jnp.array([51])
+    for dtype, sizes, options in (
+        ("bfloat16", GATED, {"segment_ids": ids, "kv_lengths": lengths}),
+        ("float32", (40, 67, 33, 33), {"q_segment_ids": ids[:, 9:49], "kv_segment_ids": ids}),
+        ("bfloat16", GATED, {"q_lengths": lengths, "kv_lengths": lengths - 9}),
     ):
+        yield gradient(ato_jax.linear_attention, dtype, sizes, causal=causal, **options)
 
-        def gated(q, k, v, options=options):
-            attend = ato_jax.linear_attention(q, k, v, implementation="triton", **options)
-            return attend.astype(jnp.float32).sum()
 
-        jax.block_until_ready(jax.grad(gated, (0, 1, 2))(q, k, v))
-        print(*options, flush=True)
-    bias = draw(1, 1, 67, 67, dtype="float32")
+def features_and_steps() -> Iterator[Call]:
+    """Random features, a state that goes in, and one token."""
+    state = ato_jax.LinearState(draw(1, 2, 33, 33), jnp.abs(draw(1, 2, 33)))
+    with jax.default_device(jax.devices("cpu")[0]):
+        favor = ato_jax.favor(jax.random.key(0), 40, 33)
+    for options in ({"feature_map": favor}, {"initial_state": state}):
+        yield gradient(ato_jax.linear_attention, "bfloat16", GATED, causal=True, **options)
+    for dtype, decay in (("bfloat16", None), ("float32", -jnp.abs(draw(1, 2, 33)))):
+        q, k, v = (draw(1, heads, 33, dtype=dtype) for heads in (4, 2, 2))
+        step = functools.partial(ato_jax.linear_attention_step, decay=decay)
+        yield step, (q, k, v, state)
+
+
+def options_of_attention() -> Iterator[Call]:
+    ids = jnp.arange(67)[None] // 30
+    bias = draw(1, 1, 67, 67)
     for options in (
         {"bias": bias, "mask": bias > -1, "kv_lengths": jnp.array([51])},
         {"bias": bias[:, :, :1], "segment_ids": ids, "sinks": jnp.zeros(4), "causal": True},
         {"dropout_rate": 0.1, "dropout_key": jax.random.key(0), "query_offset": jnp.array([-9])},
     ):
+        yield gradient(ato_jax.attention, "bfloat16", GATED, **options)
 
-        def attend(q, k, v, bias, options=options):
-            options = options | ({"bias": bias} if "bias" in options else {})
-            out = ato_jax.attention(q, k, v, implementation="triton", **options)
-            return out.astype(jnp.float32).sum()
 
-        shown = options.get("bias", bias)
-        jax.block_until_ready(jax.grad(attend, (0, 1, 2, 3))(q, k, v, shown))
-        print("attention", *options, flush=True)
-    state = ato_jax.LinearState(draw(1, 2, 33, 33, dtype="float32"), gates[:, 0])
-    jax.block_until_ready(ato_jax.linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state))
+# Of about the same length, each in a process of its own.
+GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
+    "attention": functools.partial(plain, ato_jax.attention, False),
+    "causal attention": functools.partial(plain, ato_jax.attention, True),
+    "options of attention": options_of_attention,
+    "linear attention": functools.partial(plain, ato_jax.linear_attention, False),
+    "causal linear attention": functools.partial(plain, ato_jax.linear_attention, True),
+    "large heads": large_heads,
+    "gates both ways": functools.partial(gates, False),
+    "causal gates": functools.partial(gates, True),
+    "gates of channels": gates_of_channels,
+    "segments and lengths": functools.partial(segments_and_lengths, False),
+    "causal segments and lengths": functools.partial(segments_and_lengths, True),
+    "features and steps": features_and_steps,
+}
+
+
+def run(name: str) -> None:
+    for number, (function, arguments) in enumerate(GROUPS[name]()):
+        jax.block_until_ready(jax.jit(function)(*arguments))
+        print(name, number, flush=True)
 
 
 def run_a_faulty_kernel() -> None:
@@ -93,4 +159,8 @@ def run_a_faulty_kernel() -> None:
 
 
 if __name__ == "__main__":
-    run_a_faulty_kernel() if sys.argv[1:] == ["planted"] else run_every_kernel()
+    if sys.argv[1:] == ["planted"]:
+        run_a_faulty_kernel()
+    else:
+        for name in sys.argv[1:] or GROUPS:
+            run(name)

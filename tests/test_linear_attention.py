@@ -75,8 +75,10 @@ def test_layouts_and_the_missing_batch(implementation: str) -> None:
 )
 def test_split_equals_whole(implementation: str, kind: str | None) -> None:
     """The first n steps and then the rest with their state, gradients through the state too."""
-    B, T, G, D, n = 2, 9, 1, 4, 4
-    qkv = arrays(B, T, T, 2, G, D, 3)
+    B, T, G, D, V, n = 2, 10, 1, 4, 3, 5
+    qkv = arrays(B, T, T, 2, G, D, V)
+    # From nothing, so that one program serves both parts.
+    nothing = ato_jax.LinearState(jnp.zeros((B, G, D, V)), jnp.zeros((B, G, D)))
     decay = (
         None if kind is None else gates(*{"head": (G,), "step": (B, T, G)}.get(kind, (B, T, G, D)))
     )
@@ -92,7 +94,7 @@ def test_split_equals_whole(implementation: str, kind: str | None) -> None:
         return part(0, T, qkv, decay, None)
 
     def in_two(qkv: Any, decay: Any) -> Any:
-        first, state = part(0, n, qkv, decay, None)
+        first, state = part(0, n, qkv, decay, nothing)
         second, state = part(n, T, qkv, decay, state)
         return jnp.concatenate([first, second], 1), state
 

@@ -58,21 +58,19 @@ def widths(kernel: aot.Kernel) -> dict[str, set[int]]:
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_width_of_offsets(causal: bool, layout: str) -> None:
-    # 2^31 elements, and a few more.
-    for T, width in ((2**14, 32), (2**14 + 64, 64)):
+    # Nearly 2^31 elements, and a few more; causal, the states of all runs are as many.
+    for T, width in ((2**14 - 256, 32), (2**14 + 64, 64)):
         for kernel in aot.triton_kernels(*call(T, causal, layout), capability=90):
-            # The scan of the pieces' states meets no sequence.
             assert widths(kernel).get("bf16", {width}) == {width}, (T, kernel.name)
-            # States and normalisers are small, whatever the sequences are.
+            # Other states and normalisers are small, whatever the sequences are.
             assert widths(kernel).get("f32", {32}) == {32}, (T, kernel.name)
 
 
 @aot.requires_triton
-@pytest.mark.parametrize("causal", [False, True])
-def test_wide_offsets_do_not_cost_spills(causal: bool) -> None:
+def test_wide_offsets_do_not_cost_spills() -> None:
     """64-bit offsets take registers: a kernel spills a few more of them at most."""
     narrow, wide = (
-        aot.compile_function(*call(T, causal), capabilities=(90,)) for T in (2**14, 2**15)
+        aot.compile_function(*call(T, causal=True), capabilities=(90,)) for T in (2**14, 2**15)
     )
     for before, after in zip(narrow, wide, strict=True):
         assert after.spill_stores <= before.spill_stores + 256, (before, after)

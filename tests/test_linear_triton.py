@@ -19,11 +19,13 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
+from ato_jax.ops.linear_attention.triton import walk
 
 OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several tiles.
 SMALL = {
     "piece_rows": 32,
+    "run_rows": 0,
     "output_rows": 32,
     "dkv_rows": 32,
     "programs": 1,
@@ -32,6 +34,8 @@ SMALL = {
     "dq_block": 16,
     "dkv_block": 16,
 }
+# A state stored for every run of two blocks, instead of carried.
+STORED = SMALL | {"run_rows": 32, "pair_block": 8}
 GPUS = {
     80: device.Device("gpu", "NVIDIA A100", (8, 0), 108, device.SHARED_MEMORY[8, 0]),
     90: device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0]),
@@ -44,7 +48,19 @@ def draw(*shape, dtype="float32", scale=1.0, seed=0):
 
 
 def check(
-    T, S, H, G, D, V, dtype="float32", scale=1.0, layout="bthd", B=1, poisoned=False, **options
+    T,
+    S,
+    H,
+    G,
+    D,
+    V,
+    dtype="float32",
+    scale=1.0,
+    layout="bthd",
+    B=1,
+    poisoned=False,
+    config=SMALL,
+    **options,
 ):
     """Both phases against the oracle; `poisoned` puts NaN beyond the lengths."""
     q_lengths, kv_lengths = options.get("q_lengths"), options.get("kv_lengths")
@@ -72,23 +88,63 @@ def check(
         assert triton.unsupported(spec, phase) is None
     with device.interpret():
         found = numerics.run_backends(
-            "triton", "triton", wanted, device=GPUS[90], forward_config=SMALL, backward_config=SMALL
+            "triton",
+            "triton",
+            wanted,
+            device=GPUS[90],
+            forward_config=config,
+            backward_config=config,
         )
     numerics.compare(found, wanted)
+
+
+@pytest.mark.parametrize("T", [50, 55, 60, 90])
+def test_sequences_have_several_pieces_of_several_chunks(T):
+    spec = spec_of(16, "float32", True, T=T, B=1, H=1)
+    config = dataclasses.replace(triton.default_config(spec, GPUS[90]), **SMALL)
+    pieces = walk.plan(spec, config).pieces
+    assert pieces.count > 1 and pieces.rows > config.output_block
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype, causal):
-    check(70, 70, 2, 1, 32, 32, dtype, causal=causal)
+    check(90, 90, 2, 1, 32, 32, dtype, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_state_stored_for_every_run(dtype):
+    state = LinearState(draw(2, 2, 32, 16), abs(draw(2, 2, 32)) + 1)
+    options = {"initial_state": state, "return_state": True, "causal": True}
+    options["normalize"] = dtype != "float32"
+    check(75, 75, 4, 2, 32, 16, dtype, B=2, config=STORED, **options)
+
+
+@pytest.mark.parametrize(("T", "S"), [(23, 70), (70, 23)])
+def test_stored_runs_of_queries_and_keys_of_different_lengths(T, S):
+    check(T, S, 2, 2, 16, 16, causal=True, config=STORED, normalize=T < S, layout="bhtd")
+
+
+@pytest.mark.parametrize("T", [60, 41])
+def test_stored_runs_with_segments_and_lengths(T):
+    """With T = S, and with segments aligned step by step."""
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 60)), axis=1)
+    options = {"q_segment_ids": jnp.asarray(ids[:, :T]), "kv_segment_ids": jnp.asarray(ids)}
+    lengths = {"q_lengths": jnp.array([T, 17]), "kv_lengths": jnp.array([60, 17])}
+    check(T, 60, 2, 1, 16, 16, B=2, causal=True, config=STORED, poisoned=True, **options, **lengths)
+
+
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_stored_runs_at_scales(scale):
+    check(50, 50, 1, 1, 32, 32, "bfloat16", scale, causal=True, config=STORED)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_odd_sizes_groups_and_the_other_layout(causal):
-    check(45, 45, 4, 2, 20, 33, layout="bhtd", B=2, causal=causal)
+    check(55, 55, 4, 2, 20, 33, layout="bhtd", B=2, causal=causal)
 
 
-@pytest.mark.parametrize("T, S", [(20, 70), (70, 20), (1, 40)])
+@pytest.mark.parametrize("T, S", [(20, 90), (90, 20), (1, 60)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries_and_keys_of_different_lengths(T, S, causal):
     check(T, S, 2, 1, 16, 16, causal=causal)
@@ -101,18 +157,19 @@ def test_unnormalised(causal):
 
 @pytest.mark.parametrize("name", ["relu", "exp", "softplus", "silu", "relu2"])
 def test_named_feature_maps(name):
-    check(40, 40, 1, 1, 16, 16, feature_map=name, causal=True)
+    check(40, 40, 1, 1, 16, 16, feature_map=name)
 
 
 def test_custom_feature_map():
-    check(40, 40, 1, 1, 20, 16, feature_map=lambda x: jnp.tanh(x) + 2, normalize=True)
+    custom = {"feature_map": lambda x: jnp.tanh(x) + 2, "normalize": True}
+    check(40, 40, 1, 1, 20, 16, causal=True, **custom)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_projected_features(dtype, causal):
     favor = ato_jax.favor(jax.random.key(0), 40, 16)
-    check(45, 45, 4, 2, 16, 24, dtype, feature_map=favor, causal=causal, return_state=True)
+    check(55, 55, 4, 2, 16, 24, dtype, feature_map=favor, causal=causal, return_state=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -169,7 +226,7 @@ def test_tf32():
 @pytest.mark.parametrize("scale", [0.01, 30.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scales(scale, causal):
-    check(50, 50, 1, 1, 32, 32, "bfloat16", scale, causal=causal)
+    check(90, 90, 2, 1, 32, 32, "bfloat16", scale, causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -219,18 +276,17 @@ def compiled(spec, capability):
 
 
 @aot.requires_triton
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "D, dtype, capability",
+    "D, dtype, capability, causal",
     [
-        (64, "bfloat16", 80),
-        (64, "bfloat16", 90),
-        (128, "bfloat16", 90),
-        (64, "float16", 90),
-        (256, "bfloat16", 80),
-        (256, "bfloat16", 90),
-        (256, "float16", 80),
-        (256, "float16", 90),
+        (64, "bfloat16", 90, True),
+        (64, "bfloat16", 90, False),
+        (128, "bfloat16", 90, True),
+        (128, "bfloat16", 90, False),
+        (256, "bfloat16", 80, True),
+        (256, "bfloat16", 90, False),
+        (256, "float16", 80, False),
+        (256, "float16", 90, True),
     ],
 )
 def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):

@@ -51,6 +51,8 @@ class LinearAttentionSpec:
             "V": self.V,
             "causal": self.causal,
             "decay": self.decay or "none",
+            "segments": self.segments or "none",
+            "features": "elementwise" if self.feature_map.elementwise else "projected",
             "normalize": self.normalize,
             "precision": self.precision,
         }

@@ -116,6 +116,36 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     return dataclasses.replace(forward, **of_backward)
 
 
+def _in_float16(spec: LinearAttentionSpec, config: Config) -> Config:
+    """Where TF32 factors leave room for tiles of 64 rows, nothing else was as fast."""
+    small = tiles.state_size(spec) <= tiles.SMALL_STATE
+    if tiles.padded(spec.F) > 128 or spec.decay == "channel":
+        return config
+    replace = functools.partial(dataclasses.replace, config)
+    tall = {"state_block": 64, "output_block": 64, "output_warps": 4}
+    warps = 4 if small else 8
+    if _one_state(spec):
+        dq = {"dq_block": 64 if small else 32, "dq_warps": warps}
+        return replace(**tall, **dq, output_stages=3, dkv_block=64, dkv_warps=warps)
+    if not spec.causal or spec.decay is not None:
+        return replace(**tall) if small and spec.causal else config
+    rows = 64 if small else 128
+    # The backward's blocks, and what they take of the other side.
+    block = 64 if small else 32
+    return replace(
+        **tall,
+        run_rows=rows,
+        pair_block=block,
+        output_stages=3 if small else 1,
+        dq_block=64,
+        dq_warps=warps,
+        dq_stages=1,
+        dkv_block=block,
+        dkv_warps=warps,
+        dkv_stages=1,
+    )
+
+
 def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """By the size of a state [V, F], whose float32 accumulators are what fills the registers.
 
@@ -137,7 +167,11 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     walk_block, walk_warps = (64, 4) if small and half else (narrow, 8)
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
-    if not _one_state(spec):
+    # A large state is stored for every run of rows, and small programs read it (`stored.py`).
+    stored = spec.causal and spec.decay is None and half and not small
+    if stored:
+        walk_block, walk_warps = (32, 8) if long_rows else (64, 4)
+    elif not _one_state(spec):
         if not spec.causal and half:
             # Both ways a state is stored for every chunk, and none is kept: larger chunks.
             walk_block = 64
@@ -149,16 +183,19 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         # Decayed factors are held beside the plain ones, and two of each for a walk that goes on.
         walk_block = min(walk_block, 32)
     ahead = half and roomy and not long_rows and not gated
-    return Config(
+    runs = stored and not long_rows
+    config = Config(
         piece_rows=4096,
         programs=(8 if small else 2) * places,
+        run_rows=128 if stored else 0,
+        pair_block=32,
         state_block=(128 if fast and roomy and not small else 64) if half else 32,
-        state_warps=4 if small else 8,
-        state_stages=(4 if small else 3) if roomy and fast else 3 if small else 2,
+        state_warps=4 if small or runs else 8,
+        state_stages=(4 if small else 3) if roomy and fast else 3 if small or runs else 2,
         state_programs=(2 if small else 1) * places,
         output_block=stream_block,
         output_warps=stream_warps,
-        output_stages=(4 if small else 3) if fast else 3 if ahead else 2,
+        output_stages=1 if stored else (4 if small else 3) if fast else 3 if ahead else 2,
         output_programs=2 * places,
         output_rows=256 if small else 0,
         dq_block=64 if delayed else walk_block,
@@ -166,12 +203,13 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         dq_stages=3 if ahead and spec.causal != small else 2,
         dq_programs=(3 if small else 1) * places,
         dq_delayed=delayed,
-        dkv_block=walk_block if gated else stream_block,
-        dkv_warps=stream_warps,
-        dkv_stages=4 if fast and roomy and not small else 3 if ahead else 2,
+        dkv_block=walk_block if gated or stored else stream_block,
+        dkv_warps=walk_warps if stored else stream_warps,
+        dkv_stages=1 if stored else 4 if fast and roomy and not small else 3 if ahead else 2,
         dkv_programs=places,
         dkv_rows=128 if small else 0,
     )
+    return _in_float16(spec, config) if spec.dtype == "float16" else config
 
 
 def _one_state(spec: LinearAttentionSpec) -> bool:

@@ -47,7 +47,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         return tiles.tile_rows(start, block, spec.S, pieces.whole, refs.get("kv_length"))
 
     lengths = tiles.length_arrays(inputs)
-    kv, k_sum = piece_states(spec, config, inputs, pieces, keys_at, lengths)
+    kv, k_sum = piece_states(spec, config, inputs.k, inputs.v, pieces, keys_at, lengths)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
@@ -77,9 +77,7 @@ def _output(
     lengths: dict[str, jax.Array],
 ) -> jax.Array:
     block = config.output_block
-    pieces = _stream(
-        spec.T, spec.B * spec.H, block, config.output_programs, config.output_rows
-    )
+    pieces = _stream(spec.T, spec.B * spec.H, block, config.output_programs, config.output_rows)
     whole = pieces.whole
 
     def kernel(
@@ -174,6 +172,12 @@ def _query_gradient(
             for part in parts
         ]
         z = [tiles.load_vector(k_sum_ref, part)[None, :] for part in parts]  # [1, F]
+        # The sums are of phi(q_i) * usual / den_i, and divided by `usual` at the end: where rows
+        # are all alike, so are the roundings of phi(q_i) / den_i, and would add up.
+        usual: Any = 1 / spec.scale
+        if spec.normalize:
+            usual = functools.reduce(jnp.add, [jnp.sum(jnp.abs(z_part)) for z_part in z])
+            usual = jnp.where(usual > 0, usual, 1.0)
         one = tiles.identity(spec, parts[0].count)
 
         def rows_at(i: Any) -> tiles.Rows:
@@ -213,7 +217,9 @@ def _query_gradient(
             factor = inverse[:, None]
             for part, g_part, slope in zip(parts, g, slopes, strict=True):
                 tiles.store_tile(dq_ref, rows, part, g_part * (factor * slope))
-            us = [tiles.operand(spec, feature * factor, wide=True) for feature in features]
+            us = [
+                tiles.operand(spec, feature * (factor * usual), wide=True) for feature in features
+            ]
             terms = us, tiles.as_columns(spec, e)
             if not delayed:
                 return add(carry, do, terms)
@@ -236,8 +242,8 @@ def _query_gradient(
         else:
             sums = jax.lax.fori_loop(0, count, write_tile, sums)
         for part, (dkv, dz) in zip(parts, sums, strict=True):
-            tiles.store_matrix(dkv_ref, spec.V, part, dkv)
-            tiles.store_vector(dk_sum_ref, part, jnp.sum(dz, axis=1))
+            tiles.store_matrix(dkv_ref, spec.V, part, dkv / usual)
+            tiles.store_vector(dk_sum_ref, part, jnp.sum(dz, axis=1) / usual)
 
     return tiles.launch(
         kernel,

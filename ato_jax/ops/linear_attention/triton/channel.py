@@ -294,15 +294,14 @@ def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
     ]
 
 
-def _prefix_states(
-    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk
-) -> States:
+def _prefix_states(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> States:
     kv, k_sum, decay, steepest = _piece_states(spec, config, inputs, walk)
     if inputs.initial_state is None:
         start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
     else:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    return States(*scan_states((kv, k_sum), start, jnp.exp(decay)), decay, steepest)
+    edges = scan_states((kv, k_sum), start, jnp.exp(decay))
+    return States(edges.kv, edges.k_sum, decay, steepest)
 
 
 def _piece_states(
@@ -523,7 +522,7 @@ def backward(
     else:
         end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
     keeps = jnp.exp(states.decay)
-    dkv, dk_sum = scan_states((dkv, dk_sum), end, keeps, reverse=True)
+    dkv, dk_sum, _ = scan_states((dkv, dk_sum), end, keeps, reverse=True)
     dk, dv, d_decay = _key_gradient(
         spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out
     )

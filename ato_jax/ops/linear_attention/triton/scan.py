@@ -11,7 +11,7 @@ or each would wait for memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ from jax.experimental.pallas import triton as plgpu
 from ato_jax.ops.linear_attention.triton import tiles
 
 State = tuple[jax.Array, jax.Array]
+
+
+class Edges(NamedTuple):
+    """The states at the edges of the pieces, and in float32 the kv where the scan ends."""
+
+    kv: jax.Array  # [B, G, P + 1, V, F]
+    k_sum: jax.Array  # [B, G, P + 1, F], float32
+    end_kv: jax.Array  # [B, G, V, F]
+
 
 PIECES_AHEAD = 8
 # Elements of kv in one program: 8 a thread, and as many for each piece that is loaded ahead.
@@ -34,8 +43,8 @@ def scan_states(
     keeps: jax.Array | None = None,
     *,
     reverse: bool = False,
-) -> State:
-    """kv [B, G, P + 1, V, F] and k_sum [B, G, P + 1, F] at the edges of the pieces.
+) -> Edges:
+    """The states at the edges of the pieces, in the dtypes of the pieces', summed in float32.
 
     Args:
       pieces: kv [B, G, P, V, F] and k_sum [B, G, P, F].
@@ -64,7 +73,7 @@ def scan_states(
             (None, None, *keeps.shape[2:]), lambda r, g, b: (b, 0 if shared else g, 0, *rest)
         )
 
-    def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any) -> None:
+    def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any, end_out: Any) -> None:
         first = tiles.piece_id() * block
         rows = first + jnp.arange(block, dtype=jnp.int32)[:, None]
         columns = jnp.arange(padded, dtype=jnp.int32)
@@ -74,13 +83,15 @@ def scan_states(
 
         def load(name: str, *index: Any, also: Any = True) -> tuple[jax.Array, jax.Array]:
             kv_ref, k_sum_ref = refs[f"{name}kv"], refs[f"{name}k_sum"]
+            kv = plgpu.load(kv_ref.at[(*index, rows, columns[None])], mask=within & also, other=0)
             return (
-                plgpu.load(kv_ref.at[(*index, rows, columns[None])], mask=within & also, other=0),
+                kv.astype(jnp.float32),
                 plgpu.load(k_sum_ref.at[(*index, columns)], mask=real & also, other=0),
             )
 
         def store(edge: Any, state: tuple[jax.Array, jax.Array], exists: Any = True) -> None:
-            plgpu.store(kv_out.at[edge, rows, columns[None]], state[0], mask=within & exists)
+            kv = state[0].astype(kv_out.dtype)
+            plgpu.store(kv_out.at[edge, rows, columns[None]], kv, mask=within & exists)
             plgpu.store(k_sum_out.at[edge, columns], state[1], mask=once & exists)
 
         def kept_after(number: Any) -> Any:
@@ -102,6 +113,8 @@ def scan_states(
             ]
             kept = [kept_after(number) for number in numbers]
             for step, number, piece, keep in zip(steps, numbers, loaded, kept, strict=True):
+                if keeps is not None:
+                    keep = jnp.where(step < count, keep, 1.0)
                 state = (keep * state[0] + piece[0], keep * state[1] + piece[1])
                 store(number + (0 if reverse else 1), state, step < count)
             return state
@@ -110,9 +123,10 @@ def scan_states(
         if start is not None:
             state = load("start_")
         store(jnp.int32(count if reverse else 0), state)
-        jax.lax.fori_loop(0, pl.cdiv(count, PIECES_AHEAD), add_pieces, state)
+        state = jax.lax.fori_loop(0, pl.cdiv(count, PIECES_AHEAD), add_pieces, state)
+        plgpu.store(end_out.at[rows, columns[None]], state[0], mask=within)
 
-    return tiles.launch(
+    found = tiles.launch(
         kernel,
         "linear_attention_scan",
         grid=(pl.cdiv(V, block), G, B),
@@ -120,11 +134,14 @@ def scan_states(
         out_specs=[
             pl.BlockSpec((None, None, count + 1, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
             pl.BlockSpec((None, None, count + 1, width), lambda r, g, b: (b, g, 0, 0)),
+            pl.BlockSpec((None, None, V, width), lambda r, g, b: (b, g, 0, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((B, G, count + 1, V, width), jnp.float32),
+            jax.ShapeDtypeStruct((B, G, count + 1, V, width), pieces[0].dtype),
             jax.ShapeDtypeStruct((B, G, count + 1, width), jnp.float32),
+            jax.ShapeDtypeStruct((B, G, V, width), jnp.float32),
         ],
         warps=WARPS,
         stages=1,
     )(inputs)
+    return Edges(*found)

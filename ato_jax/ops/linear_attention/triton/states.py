@@ -1,4 +1,4 @@
-"""The sums over the keys, piece by piece: the first pass of every forward and causal backward.
+"""The sums over the rows, piece by piece: of the keys, and in the backward of the queries.
 
     kv[p] = sum over the keys j of piece p of v_j phi(k_j)^T     [V, F], the state transposed
     k_sum[p] = sum over them of phi(k_j)                         [F]
@@ -6,18 +6,21 @@
 Written as v^T phi(k) the mapped tile is the product's right operand, which is the one that goes
 through shared memory anyway; v's tile is there from its load. With a decay or segments, phi(k_j)
 is first multiplied by what of it is left at the piece's end (`walk.py`).
+
+For queries, q stands for k and do for v: phi(q_i) is multiplied by 1 / den_i, and in the second
+sum by e_i (`causal.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import tiles
 from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces, Rows
 
@@ -25,42 +28,76 @@ from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces, Row
 THREADS_BY_ELEMENTS = 32 * 8
 
 
+class RowWeights(NamedTuple):
+    """What multiplies the features of queries, [B, H, T] or a number; and further in k_sum, which
+    is 0 without."""
+
+    features: jax.Array | float
+    k_sum: jax.Array | None
+
+
 def piece_states(
     spec: LinearAttentionSpec,
     config: Config,
-    inputs: Inputs,
+    x: jax.Array,
+    y: jax.Array,
     pieces: Pieces | Dealt,
-    keys_at: Callable[[dict[str, Any], Any, int], Rows],
+    rows_at: Callable[[dict[str, Any], Any, int], Rows],
     arrays: dict[str, jax.Array],
+    *,
+    weights: RowWeights | None = None,
+    first_piece: int = 0,
+    dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [B, G, pieces, V, F] and k_sum [B, G, pieces, F], float32.
+    """kv [B, heads, pieces, V, F] in `dtype`, and k_sum [B, heads, pieces, F] in float32.
 
     Args:
-      keys_at: the keys of so many steps from one on, from the refs of `arrays`.
-      arrays: by steps, [B, N] or [B, G, N]; a key's features are multiplied by "adds".
+      x, y: k and v, or q and do.
+      rows_at: the rows of so many steps from one on, from the refs of `arrays`.
+      arrays: by steps, [B, N] or [B, G, N]; a row's features are multiplied by "adds".
+      first_piece: the pieces before it are left out.
     """
     block = pieces.block_within(config.state_block)
     height, width = tiles.padded(spec.V), tiles.padded(spec.F)
     # Of a tile's rows a thread has one in so many to itself, and adds up those alone.
     apart = min(block, config.state_warps * THREADS_BY_ELEMENTS // width)
+    axes = (1, 2) if spec.layout == "bthd" else (2, 1)
+    length, heads = (x.shape[axis] for axis in axes)
+    group = heads // spec.G
+    count = pieces.count - first_piece
+    by_rows = [w for w in weights or () if isinstance(w, jax.Array)]
 
-    def kernel(refs: dict[str, Any], k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any) -> None:
-        piece = tiles.piece_id()
+    def kernel(
+        refs: dict[str, Any],
+        x_ref: Any,
+        y_ref: Any,
+        weight_refs: list[Any],
+        kv_ref: Any,
+        k_sum_ref: Any,
+    ) -> None:
+        piece = first_piece + tiles.piece_id()
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             kv, k_sum = sums  # [V, F], [apart, F]
             first = pieces.first_row(piece, i, block)
-            rows = keys_at(refs, first, block)
-            k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
-            v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
-            features = tiles.features_of(spec, k, rows)  # [S_block, F]
+            rows = rows_at(refs, first, block)
+            x = tiles.load_tile(x_ref, rows, spec.D)  # [C, D]
+            y = tiles.load_tile(y_ref, rows, spec.V)  # [C, V]
+            features = tiles.features_of(spec, x, rows)  # [C, F]
             wide = tiles.wide_features(spec)
             if "adds" in refs:
                 features, wide = tiles.scale_rows(features, refs["adds"], first), True
+            if weight_refs:
+                features, wide = features * tiles.load_rows(weight_refs[0], rows)[:, None], True
+            elif weights is not None:
+                features, wide = features * weights.features, True
             features = tiles.rounded(spec, features)
-            kv += tiles.product(spec, v, features, wide=wide, trans_a=True)
-            k_sum += jnp.sum(features.reshape(-1, apart, width), axis=0)
-            return kv, k_sum
+            kv += tiles.product(spec, y, features, wide=wide, trans_a=True)
+            if weights is not None:
+                if weights.k_sum is None:
+                    return kv, k_sum
+                features *= tiles.load_rows(weight_refs[1], rows)[:, None]
+            return kv, k_sum + jnp.sum(features.reshape(-1, apart, width), axis=0)
 
         sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((apart, width), jnp.float32)
         kv, k_sum = jax.lax.fori_loop(0, pieces.turns(piece, block), add_tile, sums)
@@ -70,20 +107,21 @@ def piece_states(
     return tiles.launch(
         kernel,
         "linear_attention_states",
-        grid=(pieces.count, spec.G, spec.B),
+        grid=(count, heads, spec.B),
         in_specs=[
-            tiles.step_blocks(arrays, lambda p, g, b: (b, g)),
-            tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g)),
-            tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g)),
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, length, spec.D, lambda p, h, b: (b, h)),
+            tiles.sequence_block(spec, length, spec.V, lambda p, h, b: (b, h)),
+            [pl.BlockSpec((None, None, length), lambda p, h, b: (b, h, 0))] * len(by_rows),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, spec.V, spec.F), lambda p, g, b: (b, g, p, 0, 0)),
-            pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p, 0)),
+            pl.BlockSpec((None, None, None, spec.V, spec.F), lambda p, h, b: (b, h, p, 0, 0)),
+            pl.BlockSpec((None, None, None, spec.F), lambda p, h, b: (b, h, p, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((spec.B, spec.G, pieces.count, spec.V, spec.F), jnp.float32),
-            jax.ShapeDtypeStruct((spec.B, spec.G, pieces.count, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, heads, count, spec.V, spec.F), dtype),
+            jax.ShapeDtypeStruct((spec.B, heads, count, spec.F), jnp.float32),
         ],
         warps=config.state_warps,
         stages=config.state_stages,
-    )(arrays, inputs.k, inputs.v)
+    )(arrays, x, y, by_rows)

@@ -49,11 +49,15 @@ class Config:
     the backward. `*_programs` are dealt the blocks of all sequences; where `*_rows` is not 0,
     each covers so many rows instead. `dq_delayed` says that the pass for dq sums up each block's
     terms when it is at the next. Causal, where programs walk along the rows, each covers at most
-    `piece_rows`, fewer where the grid would else have less than `programs`.
+    `piece_rows`, fewer where the grid would else have less than `programs`; where `run_rows` is
+    not 0, a state is stored for every run of so many rows instead, of which all blocks are parts,
+    and each program takes at most `pair_block` rows of the other side at a time.
     """
 
     piece_rows: int
     programs: int
+    run_rows: int
+    pair_block: int
     state_block: int
     state_warps: int
     state_stages: int
@@ -477,7 +481,7 @@ def weighted_sum(spec: LinearAttentionSpec, w: jax.Array, rows: jax.Array) -> ja
 def read_state(spec: LinearAttentionSpec, rows: jax.Array, state: jax.Array) -> jax.Array:
     """rows @ state, the state rounded as little as weights are in `weighted_sum`."""
     found = product(spec, rows, state, wide=True)
-    if spec.dtype == "bfloat16":
+    if spec.dtype == "bfloat16" and state.dtype == jnp.float32:
         found += product(spec, rows, _left_by_rounding(spec, state))
     return found
 

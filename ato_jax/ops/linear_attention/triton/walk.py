@@ -76,6 +76,9 @@ class Walk(NamedTuple):
     with_queries: int
     indexed: bool
     both_ways: bool
+    # Whether a state is stored for every piece, instead of carried through it; in which dtype.
+    stored: bool
+    state_dtype: Any
 
     @property
     def steps(self) -> int:
@@ -85,17 +88,15 @@ class Walk(NamedTuple):
         self, spec: LinearAttentionSpec, refs: dict[str, Any], start: Any, block: int
     ) -> tuple[Rows, Rows]:
         """The queries and the keys of the chunk that begins with step `start`."""
+        return self.queries_at(spec, refs, start, block), self.keys_at(spec, refs, start, block)
+
+    def queries_at(
+        self, spec: LinearAttentionSpec, refs: dict[str, Any], start: Any, block: int
+    ) -> Rows:
         if self.indexed:
-            return (
-                tiles.indexed_rows(refs["query"], start, block, spec.T),
-                self.keys_at(spec, refs, start, block),
-            )
-        first = self.first_query + start
-        length = refs.get("q_length")
-        return (
-            tiles.tile_rows(first, block, spec.T, self.aligned, length),
-            self.keys_at(spec, refs, start, block),
-        )
+            return tiles.indexed_rows(refs["query"], start, block, spec.T)
+        first, length = self.first_query + start, refs.get("q_length")
+        return tiles.tile_rows(first, block, spec.T, self.aligned, length)
 
     def keys_at(
         self, spec: LinearAttentionSpec, refs: dict[str, Any], start: Any, block: int
@@ -116,9 +117,14 @@ def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
         length = spec.T + spec.S
     else:
         length = max(spec.T, spec.S)
+    stored = both_ways or config.run_rows > 0 and spec.decay is None
     if both_ways:
         # A state for every chunk: queries read two of them, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
+    elif stored:
+        most = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
+        rows = min(config.run_rows, pl.cdiv(length, most) * most)
+        pieces = Pieces(pl.cdiv(length, rows), rows, length)
     else:
         block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
         most_rows = config.piece_rows
@@ -128,7 +134,19 @@ def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
     aligned = offset == 0 and not indexed and pieces.count * pieces.rows == length
     # Earlier pieces hold keys alone, which the walks over queries leave out.
     with_queries = max(0, offset) // pieces.rows
-    return Walk(pieces, first_key, first_key - offset, aligned, with_queries, indexed, both_ways)
+    # Where a gate's gradient is taken from the states, they are not rounded.
+    rounded = stored and spec.dtype == "bfloat16" and spec.decay is None
+    return Walk(
+        pieces,
+        first_key,
+        first_key - offset,
+        aligned,
+        with_queries,
+        indexed,
+        both_ways,
+        stored,
+        jnp.bfloat16 if rounded else jnp.float32,
+    )
 
 
 class Steps(NamedTuple):

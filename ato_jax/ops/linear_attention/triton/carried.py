@@ -1,0 +1,397 @@
+"""One program walks a piece chunk by chunk, its running state in registers (`causal.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.bidirectional import normalizer_terms
+from ato_jax.ops.linear_attention.triton.pairs import (
+    CAUSAL_GATES,
+    Normalizer,
+    QueryGradient,
+    feature_gradient,
+    later_pairs,
+    load_state,
+    pairs_of,
+    read_for_features,
+    read_for_gradient,
+    read_for_output,
+    read_for_values,
+    state_blocks,
+    weighted,
+)
+from ato_jax.ops.linear_attention.triton.scan import Edges
+from ato_jax.ops.linear_attention.triton.tiles import Config
+from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, gates
+
+
+def output(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    steps: Steps,
+    sides: list[Edges],
+) -> jax.Array:
+    block = config.output_block
+    group = spec.H // spec.G
+    arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
+
+    def kernel(
+        refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
+    ) -> None:
+        piece = walk.with_queries + tiles.piece_id()
+
+        def write_chunk(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            start = piece * walk.pieces.rows + i * block
+            chunk = start, block
+            queries, keys = walk.rows_at(spec, refs, start, block)
+            q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+            k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)
+            features = tiles.features_of(spec, k, keys)  # [C, F]
+            phi_k = tiles.operand(spec, features, wide=tiles.wide_features(spec))
+            pairs = pairs_of(walk, refs, chunk, chunk)
+            w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
+            w = pairs.weigh(w)
+
+            out, den = read_for_output(spec, refs, "reads", start, phi_q, state)
+            if den is not None:
+                # Of the rounded weights, so that what rounds them all alike cancels.
+                w = tiles.rounded(spec, w)
+                den += jnp.sum(w, axis=1)
+                out += tiles.product(spec, w, v, wide=True)
+                out *= (1 / jnp.maximum(den, spec.eps))[:, None]
+            else:
+                out += tiles.weighted_sum(spec, w, v)
+                out *= spec.scale
+            tiles.store_tile(out_ref, queries, spec.V, out)
+            return _add_keys(spec, refs, chunk, state, features, v)
+
+        state = load_state(spec, side_refs)
+        jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, state)
+
+    return tiles.launch(
+        kernel,
+        "linear_attention_causal_output",
+        grid=(walk.pieces.count - walk.with_queries, spec.H, spec.B),
+        in_specs=[
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+        ],
+        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+        out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
+        warps=config.output_warps,
+        stages=config.output_stages,
+    )(arrays, inputs.q, inputs.k, inputs.v, [sides[0].kv, sides[0].k_sum])
+
+
+def _add_keys(
+    spec: LinearAttentionSpec,
+    refs: dict[str, Any],
+    steps: tuple[Any, int],
+    state: tuple[jax.Array, jax.Array],
+    features: jax.Array,
+    v: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The state [V, F], [16, F] behind a chunk, whose keys have these features [C, F]."""
+    kv, z = state
+    start, block = steps
+    wide = tiles.wide_features(spec)
+    if "adds" in refs:
+        keep = refs["keeps"][start // block]
+        kv, z = keep * kv, keep * z
+        features, wide = tiles.scale_rows(features, refs["adds"], start), True
+    features = tiles.rounded(spec, features)
+    if spec.normalize:
+        z += tiles.row_parts(features)
+    return kv + tiles.product(spec, v, features, wide=wide, trans_a=True), z
+
+
+def query_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    steps: Steps,
+    sides: list[Edges],
+    do: jax.Array,
+) -> QueryGradient:
+    block = config.dq_block
+    group = spec.H // spec.G
+    count = walk.pieces.count - walk.with_queries
+    arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
+    if "reads" in arrays:
+        of_pieces = gates(spec, walk, steps, walk.pieces.rows, ("reads",))
+        arrays["reads_of_piece"] = of_pieces["reads"]
+    # Per step, for the decay's gradient.
+    flows = int(spec.decay is not None)
+    own = int("own" in arrays)
+
+    def kernel(
+        refs: dict[str, Any],
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        do_ref: Any,
+        side_refs: Any,
+        dq_ref: Any,
+        d_side_refs: Any,
+        normalizer_refs: Any,
+        flow_refs: Any,
+    ) -> None:
+        piece = walk.with_queries + tiles.piece_id()
+        one = tiles.identity(spec, tiles.padded(spec.D))
+
+        def write_chunk(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, (dkv, dz) = carry
+            start = piece * walk.pieces.rows + i * block
+            chunk = start, block
+            queries, keys = walk.rows_at(spec, refs, start, block)
+            q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+            k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
+            q = tiles.as_accumulated(q, one)
+            phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
+            wide = tiles.wide_features(spec)
+            features = tiles.features_of(spec, k, keys)  # [C, F]
+            phi_k = tiles.operand(spec, features, wide=wide)
+            pairs = pairs_of(walk, refs, chunk, chunk)
+            dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
+            dw = pairs.weigh(dw)
+
+            from_state = read_for_gradient(spec, refs, "reads", start, do, state)
+            g = from_state[0] + tiles.product(spec, dw, phi_k, wide=True)
+            e = z_seen = None
+            inverse = jnp.full((block,), spec.scale, jnp.float32)
+            if spec.normalize:
+                z_seen = from_state[1] + pairs.sums(spec, phi_k, wide)
+                e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
+                tiles.store_rows(normalizer_refs[0], queries, e)
+                tiles.store_rows(normalizer_refs[1], queries, inverse)
+
+            d_phi_q = feature_gradient(g, z_seen, e, inverse)
+            tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
+            at = start - walk.with_queries * walk.pieces.rows
+            if flows:
+                read = feature_gradient(*from_state, e, inverse)
+                tiles.store_steps(flow_refs[0], at, jnp.sum(phi_q * read, axis=1))
+            if own:
+                tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
+            state = _add_keys(spec, refs, chunk, state, features, v)
+            u = phi_q * inverse[:, None]
+            if "reads_of_piece" in refs:
+                u = tiles.scale_rows(u, refs["reads_of_piece"], start)
+            u = tiles.operand(spec, u, wide=True)
+            dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
+            if e is not None:
+                columns = tiles.as_columns(spec, e)
+                dz += tiles.product(spec, u, columns, wide=True, trans_a=True)
+            return state, (dkv, dz)
+
+        state = load_state(spec, side_refs)
+        sums = jnp.zeros_like(state[0]), jnp.zeros(state[1].shape[::-1], jnp.float32)
+        chunks = walk.pieces.rows // block
+        _, (dkv, dz) = jax.lax.fori_loop(0, chunks, write_chunk, (state, sums))
+        dkv_ref, dk_sum_ref = d_side_refs
+        tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
+        tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=1))
+
+    per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
+    row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
+    normalizers = 2 if spec.normalize else 0
+    asked = count * walk.pieces.rows
+    per_step = pl.BlockSpec((None, None, asked), lambda p, h, b: (b, h, 0))
+    step_shape = jax.ShapeDtypeStruct((spec.B, spec.H, asked), jnp.float32)
+    side_shape = [
+        jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
+        jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
+    ]
+    dq, d_side, normalizer, found = tiles.launch(
+        kernel,
+        "linear_attention_causal_query_gradient",
+        grid=(count, spec.H, spec.B),
+        in_specs=[
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+            state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+        ],
+        out_specs=[
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            state_blocks(spec, lambda p, h, b: (b, h, p)),
+            [per_row] * normalizers,
+            [per_step] * (flows + own),
+        ],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+            side_shape,
+            [row_shape] * normalizers,
+            [step_shape] * (flows + own),
+        ],
+        warps=config.dq_warps,
+        stages=config.dq_stages,
+    )(arrays, inputs.q, inputs.k, inputs.v, do, [sides[0].kv, sides[0].k_sum])
+    return QueryGradient(
+        dq,
+        [tuple(d_side)],
+        Normalizer(*normalizer) if normalizer else None,
+        found[:flows],
+        found[-1] if own else None,
+    )
+
+
+def key_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    steps: Steps,
+    sides: list[Edges],
+    normalizer: Normalizer | None,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """dk and dv, summed over the query heads of each kv head; and for the decay's gradient.
+
+    These are of each step, [B, G, steps]: what counts for decays up to its own, and for later
+    ones.
+    """
+    # The flows of queries and of keys are added up by the same chunks.
+    block = config.dkv_block if spec.decay is None else config.dq_block
+    group = spec.H // spec.G
+    chunks = walk.pieces.rows // block
+    axis = tiles.heads_axis(spec)
+    arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
+    flows = 0 if spec.decay is None else 3
+
+    def kernel(
+        refs: dict[str, Any],
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        do_ref: Any,
+        side_refs: Any,
+        normalizer_refs: Any,
+        dk_ref: Any,
+        dv_ref: Any,
+        flow_refs: Any,
+    ) -> None:
+        piece = tiles.piece_id()
+        one = tiles.identity(spec, tiles.padded(spec.D))
+
+        def write_chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            start = piece * walk.pieces.rows + (chunks - 1 - i) * block
+            chunk = start, block
+            queries, keys = walk.rows_at(spec, refs, start, block)
+            k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            k = tiles.as_accumulated(k, one)
+            features, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
+            phi_k = tiles.operand(spec, features, wide=True)
+
+            dv = read_for_values(spec, refs, "adds", start, phi_k, sums)
+            d_features = read_for_features(spec, refs, "adds", start, v, sums)
+            if flows:
+                tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
+            if "keeps" in refs:
+                keep = refs["keeps"][start // block]
+                sums = keep * sums[0], keep * sums[1]
+            pairs = pairs_of(walk, refs, chunk, chunk, keys_first=True)
+
+            def add_head(head: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                dv, d_features, sums, ends = carry
+                q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
+                do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
+                e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
+                if spec.normalize:
+                    e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
+                    inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                carried = u
+                if "reads" in refs:
+                    carried = tiles.scale_rows(u, refs["reads"], start)
+                u = tiles.rounded(spec, u)
+                dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
+                if e is not None:
+                    dw += e[None, :]
+                w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)
+                w = pairs.weigh(w)
+                dv += weighted(spec, w, do)
+                if flows:
+                    m = later_pairs(w * dw, walk)
+                    ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
+                # These are a difference, and where features are all alike nothing averages.
+                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
+                dkv, dz = sums
+                carried = tiles.rounded(spec, carried)
+                dkv += tiles.product(spec, do, carried, wide=True, trans_a=True)
+                if e is not None:
+                    dz += tiles.row_parts(carried * e[:, None])
+                return dv, d_features, (dkv, dz), ends
+
+            nothing = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
+            carry = dv, d_features, sums, nothing
+            if group == 1:
+                # Not a loop of one turn: loads ahead are those of the loop they stand in.
+                dv, d_features, sums, ends = add_head(0, carry)
+            else:
+                dv, d_features, sums, ends = jax.lax.fori_loop(0, group, add_head, carry)
+            for flow_ref, end in zip(flow_refs[:2], ends, strict=False):
+                tiles.store_steps(flow_ref, start, end)
+            tiles.store_tile(dv_ref, keys, spec.V, dv)
+            tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
+            return sums
+
+        jax.lax.fori_loop(0, chunks, write_chunk, load_state(spec, side_refs))
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
+    per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
+    per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
+    dk, dv, found = tiles.launch(
+        kernel,
+        "linear_attention_causal_key_gradient",
+        grid=(walk.pieces.count, spec.G, spec.B),
+        in_specs=[
+            tiles.step_blocks(arrays, lambda p, g, b: (b, g)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group),
+            keys,
+            values,
+            tiles.sequence_block(spec, spec.T, spec.V, lambda p, g, b: (b, g), group),
+            state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
+            [per_row] * len(normalizer or ()),
+        ],
+        out_specs=[keys, values, [per_step] * flows],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
+            tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+            [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
+        ],
+        warps=config.dkv_warps,
+        stages=config.dkv_stages,
+    )(
+        arrays,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        do,
+        [sides[0].kv, sides[0].k_sum],
+        list(normalizer or ()),
+    )
+    if not flows:
+        return dk, dv, []
+    of_queries, of_keys, starts = found
+    return dk, dv, [of_queries - of_keys, starts]

@@ -1,0 +1,210 @@
+"""What the walk of `carried.py` and the tiles of `stored.py` share: pairs, and stored states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.walk import Walk
+
+# What each kernel needs of the gates.
+OF_PAIRS = ("up", "fine", "own", "run")
+CAUSAL_GATES = (*OF_PAIRS, "reads", "adds", "keeps")
+# Both ways nothing is carried from chunk to chunk.
+QUERY_GATES_BOTH_WAYS = (*OF_PAIRS, "reads", "reads_right")
+KEY_GATES_BOTH_WAYS = (*OF_PAIRS, "adds", "adds_right")
+
+
+class Normalizer(NamedTuple):
+    """What the walk for dq leaves for the one for dk and dv, [B, H, T] float32."""
+
+    e: jax.Array
+    inverse: jax.Array  # 1 / den
+
+
+class QueryGradient(NamedTuple):
+    dq: jax.Array
+    # dS^T and dz of each piece with queries, [B, H, pieces, V, F] and [B, H, pieces, F].
+    sides: list[tuple[jax.Array, jax.Array]]
+    normalizer: Normalizer | None
+    # By steps, [B, H, steps], for the decay's gradient: what each query reads from the states,
+    # and all that it reads, for its own decay.
+    reads: list[jax.Array]
+    own: jax.Array | None
+
+
+def state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
+    """kv [V, F] and k_sum [F] of one piece; `index(*program_ids)` is (batch, head, piece)."""
+    return [
+        pl.BlockSpec((None, None, None, spec.V, spec.F), lambda *ids: (*index(*ids), 0, 0)),
+        pl.BlockSpec((None, None, None, spec.F), lambda *ids: (*index(*ids), 0)),
+    ]
+
+
+def load_state(spec: LinearAttentionSpec, refs: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    """kv [V, F], and k_sum in parts [16, F] (`tiles.row_parts`)."""
+    kv_ref, k_sum_ref = refs
+    first = jnp.arange(tiles.PARTS, dtype=jnp.int32)[:, None] == 0
+    k_sum = tiles.load_vector(k_sum_ref, spec.F)[None, :]
+    return tiles.load_matrix(kv_ref, spec.V, spec.F), jnp.where(first, k_sum, 0.0)
+
+
+class Pairs(NamedTuple):
+    """The pairs of a tile of queries and one of keys: which see each other, and their decay
+    (None: 1). [C, C], queries along the rows unless `keys_first` made them."""
+
+    seen: jax.Array
+    decay: jax.Array | None
+
+    def weigh(self, w: jax.Array) -> jax.Array:
+        return jnp.where(self.seen, w if self.decay is None else w * self.decay, 0.0)
+
+    def sums(self, spec: LinearAttentionSpec, phi_k: jax.Array, wide: bool) -> jax.Array:
+        """[C, F]: the sum of phi(k_j) over the keys that each query sees, with their decay."""
+        ones = jnp.ones(self.seen.shape, jnp.float32)
+        if self.decay is None:
+            return tiles.product(spec, jnp.where(self.seen, ones, 0.0), phi_k, wide=wide)
+        return tiles.weighted_sum(spec, self.weigh(ones), phi_k)
+
+
+def pairs_of(
+    walk: Walk,
+    refs: dict[str, Any],
+    queries: tuple[Any, int],
+    keys: tuple[Any, int],
+    *,
+    keys_first: bool = False,
+) -> Pairs:
+    """The pairs of so many steps from the query step on, and so many from the key step on, which
+    are of one chunk of the gates."""
+
+    def difference(query: jax.Array, key: jax.Array) -> jax.Array:
+        if keys_first:
+            return query[None, :] - key[:, None]
+        return query[:, None] - key[None, :]
+
+    def difference_of(name: str) -> jax.Array:
+        at_query = tiles.load_steps(refs[name], *queries)
+        if keys is queries:
+            return difference(at_query, at_query)
+        return difference(at_query, tiles.load_steps(refs[name], *keys))
+
+    query, key = (jnp.arange(size, dtype=jnp.int32) for _, size in (queries, keys))
+    later = difference(query, key)
+    if walk.both_ways:
+        seen = jnp.full(later.shape, True)
+    else:
+        seen = later >= (0 if keys is queries else keys[0] - queries[0])
+    if "run" in refs:
+        seen &= difference_of("run") == 0
+    if "up" not in refs:
+        return Pairs(seen, None)
+    exponent = difference_of("up")
+    if "fine" in refs:
+        exponent += difference_of("fine")
+    # The pairs that are seen one way only have the other sign: never above 0 either way.
+    exponent = -jnp.abs(exponent)
+    if "own" in refs:
+        own = tiles.load_steps(refs["own"], *queries)
+        exponent += difference(own, jnp.zeros(keys[1], jnp.float32))
+    return Pairs(seen, jnp.exp2(exponent))
+
+
+def later_pairs(m: jax.Array, walk: Walk) -> jax.Array:
+    """m [C keys, C queries] of the pairs whose query is later; both ways, less the others."""
+    i = jnp.arange(m.shape[0], dtype=jnp.int32)
+    later = jnp.where(i[None, :] > i[:, None], m, 0.0)
+    if not walk.both_ways:
+        return later
+    return jnp.where(i[None, :] < i[:, None], -m, later)
+
+
+State = tuple[jax.Array, jax.Array]  # kv [V, F], and k_sum in parts [16, F]
+
+
+def read_for_output(
+    spec: LinearAttentionSpec,
+    refs: dict[str, Any],
+    name: str,
+    start: Any,
+    phi_q: jax.Array,
+    state: State,
+) -> tuple[jax.Array, Any]:
+    """A state's part of num [C, V] and den [C]; `name` is the gate through which it is read."""
+    kv, z = state
+    num = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)
+    den = tiles.by_parts(spec, phi_q, z) if spec.normalize else None
+    if name in refs:
+        reads = tiles.load_steps(refs[name], start, num.shape[0])
+        num, den = num * reads[:, None], None if den is None else den * reads
+    return num, den
+
+
+def read_for_gradient(
+    spec: LinearAttentionSpec,
+    refs: dict[str, Any],
+    name: str,
+    start: Any,
+    do: jax.Array,
+    state: State,
+) -> tuple[jax.Array, Any]:
+    """A state's part of g and of z_i, [C, F]."""
+    kv, z = state
+    g = tiles.product(spec, do, kv, wide=True)
+    z_seen = tiles.in_each_row(spec, g.shape[0], z) if spec.normalize else None
+    if name in refs:
+        reads = tiles.load_steps(refs[name], start, g.shape[0])[:, None]
+        g, z_seen = g * reads, None if z_seen is None else z_seen * reads
+    return g, z_seen
+
+
+def feature_gradient(
+    g: jax.Array, z: jax.Array | None, e: jax.Array | None, inverse: jax.Array
+) -> jax.Array:
+    """[C, F]: the derivative by phi(q) of what was read with these g and z."""
+    if e is not None and z is not None:
+        g += e[:, None] * z
+    return g * inverse[:, None]
+
+
+def read_for_values(
+    spec: LinearAttentionSpec,
+    refs: dict[str, Any],
+    name: str,
+    start: Any,
+    phi_k: jax.Array,
+    sums: State,
+) -> jax.Array:
+    """What the sums dS^T, dz over later queries add to dv, [C, V]."""
+    dv = tiles.product(spec, phi_k, sums[0], wide=True, trans_b=True)
+    return dv * tiles.load_steps(refs[name], start, dv.shape[0])[:, None] if name in refs else dv
+
+
+def read_for_features(
+    spec: LinearAttentionSpec,
+    refs: dict[str, Any],
+    name: str,
+    start: Any,
+    v: jax.Array,
+    sums: State,
+) -> jax.Array:
+    """What they add to phi(k)'s gradient, [C, F]."""
+    found = tiles.read_state(spec, v, sums[0])
+    if spec.normalize or spec.return_state:
+        found += tiles.in_each_row(spec, found.shape[0], sums[1])
+    if name in refs:
+        found *= tiles.load_steps(refs[name], start, found.shape[0])[:, None]
+    return found
+
+
+def weighted(spec: LinearAttentionSpec, w: jax.Array, rows: jax.Array) -> jax.Array:
+    """w @ rows; weights with 1 / den in them round differently from query to query, others may
+    all be alike."""
+    if spec.normalize:
+        return tiles.product(spec, w, rows, wide=True)
+    return tiles.weighted_sum(spec, w, rows)

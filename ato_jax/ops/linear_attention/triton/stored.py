@@ -1,0 +1,421 @@
+"""Nothing is carried: a state is stored for every run of rows, and each program has one tile.
+
+Each program takes a tile of C queries, or of keys, reads the state ahead of its run (and both
+ways the one behind it), and goes through those tiles of the run that it sees: so all programs are
+alike, small and independent. Against `carried.py` this writes and reads a state for every run; it
+pays where a state would fill the registers. Both ways a tile is a whole run.
+
+Backward, the sums dS and dz over a run's queries are a pass of their own (`states.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.bidirectional import normalizer_terms
+from ato_jax.ops.linear_attention.triton.pairs import (
+    CAUSAL_GATES,
+    KEY_GATES_BOTH_WAYS,
+    QUERY_GATES_BOTH_WAYS,
+    Normalizer,
+    QueryGradient,
+    feature_gradient,
+    later_pairs,
+    load_state,
+    pairs_of,
+    read_for_features,
+    read_for_gradient,
+    read_for_output,
+    read_for_values,
+    state_blocks,
+    weighted,
+)
+from ato_jax.ops.linear_attention.triton.scan import Edges
+from ato_jax.ops.linear_attention.triton.states import RowWeights, piece_states
+from ato_jax.ops.linear_attention.triton.tiles import Config
+from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, gates
+
+
+def _over_tiles(first: Any, last: Any, most: int, body: Any, sums: Any) -> Any:
+    """The sums after the tiles from `first` up to `last`, of which there are `most` in a run."""
+    return body(0, sums) if most == 1 else jax.lax.fori_loop(first, last, body, sums)
+
+
+def add_up(parts: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, parts)
+
+
+def output(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    steps: Steps,
+    sides: list[Edges],
+) -> jax.Array:
+    block = walk.pieces.block_within(config.output_block)
+    in_run = walk.pieces.rows // block
+    other = walk.pieces.rows if walk.both_ways else min(config.pair_block, block)
+    count = walk.pieces.rows // other
+    group = spec.H // spec.G
+    names = QUERY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
+    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, names)
+
+    def kernel(
+        refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
+    ) -> None:
+        tile = walk.with_queries * in_run + tiles.piece_id()
+        start, run = tile * block, tile // in_run * walk.pieces.rows
+        queries = walk.queries_at(spec, refs, start, block)
+        q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+        phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)
+        out, den = read_for_output(
+            spec, refs, "reads", start, phi_q, load_state(spec, side_refs[0])
+        )
+        if walk.both_ways:
+            state = load_state(spec, side_refs[1])
+            right = read_for_output(spec, refs, "reads_right", start, phi_q, state)
+            out, den = out + right[0], None if den is None else den + right[1]
+
+        def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            out, den = sums
+            first = run + j * other
+            keys = walk.keys_at(spec, refs, first, other)
+            k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            wide = tiles.wide_features(spec)
+            phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
+            w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
+            w = pairs_of(walk, refs, (start, block), (first, other)).weigh(w)
+            if den is None:
+                return out + tiles.weighted_sum(spec, w, v), den
+            # Of the rounded weights, so that what rounds them all alike cancels.
+            w = tiles.rounded(spec, w)
+            return out + tiles.product(spec, w, v, wide=True), den + jnp.sum(w, axis=1)
+
+        out, den = _over_tiles(0, (start - run + block) // other, count, add_tile, (out, den))
+        out *= spec.scale if den is None else (1 / jnp.maximum(den, spec.eps))[:, None]
+        tiles.store_tile(out_ref, queries, spec.V, out)
+
+    def at_edge(behind: int) -> Any:
+        def index(p: Any, h: Any, b: Any) -> tuple[Any, ...]:
+            return b, h // group, walk.with_queries + p // in_run + behind
+
+        return index
+
+    return tiles.launch(
+        kernel,
+        "linear_attention_causal_output",
+        grid=((walk.pieces.count - walk.with_queries) * in_run, spec.H, spec.B),
+        in_specs=[
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            [state_blocks(spec, at_edge(n)) for n in range(len(sides))],
+        ],
+        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+        out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
+        warps=config.output_warps,
+        stages=config.output_stages,
+    )(arrays, inputs.q, inputs.k, inputs.v, [[side.kv, side.k_sum] for side in sides])
+
+
+def query_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    steps: Steps,
+    sides: list[Edges],
+    do: jax.Array,
+) -> QueryGradient:
+    block = walk.pieces.block_within(config.dq_block)
+    in_run = walk.pieces.rows // block
+    other = walk.pieces.rows if walk.both_ways else min(config.pair_block, block)
+    count = walk.pieces.rows // other
+    group = spec.H // spec.G
+    programs = (walk.pieces.count - walk.with_queries) * in_run
+    names = QUERY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
+    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, names)
+    # Per step, for the decay's gradient.
+    flows = len(sides) if spec.decay is not None else 0
+    own = int("own" in arrays)
+
+    def kernel(
+        refs: dict[str, Any],
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        do_ref: Any,
+        side_refs: Any,
+        dq_ref: Any,
+        normalizer_refs: Any,
+        flow_refs: Any,
+    ) -> None:
+        tile = walk.with_queries * in_run + tiles.piece_id()
+        start, run = tile * block, tile // in_run * walk.pieces.rows
+        queries = walk.queries_at(spec, refs, start, block)
+        do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
+        parts = [
+            read_for_gradient(spec, refs, name, start, do, load_state(spec, side))
+            for name, side in zip(("reads", "reads_right"), side_refs, strict=False)
+        ]
+
+        def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            g, z_seen = sums
+            first = run + j * other
+            keys = walk.keys_at(spec, refs, first, other)
+            k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            wide = tiles.wide_features(spec)
+            phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
+            pairs = pairs_of(walk, refs, (start, block), (first, other))
+            dw = pairs.weigh(tiles.product(spec, do, v, trans_b=True))  # [C, C]
+            g += tiles.product(spec, dw, phi_k, wide=True)
+            return g, None if z_seen is None else z_seen + pairs.sums(spec, phi_k, wide)
+
+        g = add_up(part[0] for part in parts)
+        z_seen = add_up(part[1] for part in parts) if spec.normalize else None
+        g, z_seen = _over_tiles(0, (start - run + block) // other, count, add_tile, (g, z_seen))
+
+        q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+        q = tiles.as_accumulated(q, tiles.identity(spec, tiles.padded(spec.D)))
+        phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
+        e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
+        if z_seen is not None:
+            e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
+            tiles.store_rows(normalizer_refs[0], queries, e)
+            tiles.store_rows(normalizer_refs[1], queries, inverse)
+        d_phi_q = feature_gradient(g, z_seen, e, inverse)
+        tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
+        at = tiles.piece_id() * block
+        for flow_ref, part in zip(flow_refs[:flows], parts, strict=False):
+            read = feature_gradient(*part, e, inverse)
+            tiles.store_steps(flow_ref, at, jnp.sum(phi_q * read, axis=1))
+        if own:
+            tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
+
+    def at_edge(behind: int) -> Any:
+        def index(p: Any, h: Any, b: Any) -> tuple[Any, ...]:
+            return b, h // group, walk.with_queries + p // in_run + behind
+
+        return index
+
+    per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
+    row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
+    normalizers = 2 if spec.normalize else 0
+    per_step = pl.BlockSpec((None, None, programs * block), lambda p, h, b: (b, h, 0))
+    step_shape = jax.ShapeDtypeStruct((spec.B, spec.H, programs * block), jnp.float32)
+    dq, normalizer, found = tiles.launch(
+        kernel,
+        "linear_attention_causal_query_gradient",
+        grid=(programs, spec.H, spec.B),
+        in_specs=[
+            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+            [state_blocks(spec, at_edge(n)) for n in range(len(sides))],
+        ],
+        out_specs=[
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            [per_row] * normalizers,
+            [per_step] * (flows + own),
+        ],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+            [row_shape] * normalizers,
+            [step_shape] * (flows + own),
+        ],
+        warps=config.dq_warps,
+        stages=config.dq_stages,
+    )(arrays, inputs.q, inputs.k, inputs.v, do, [[side.kv, side.k_sum] for side in sides])
+    normalizer = Normalizer(*normalizer) if normalizer else None
+    return QueryGradient(
+        dq,
+        _query_sums(spec, config, inputs.q, do, walk, steps, normalizer),
+        normalizer,
+        found[:flows],
+        found[-1] if own else None,
+    )
+
+
+def _query_sums(
+    spec: LinearAttentionSpec,
+    config: Config,
+    q: jax.Array,
+    do: jax.Array,
+    walk: Walk,
+    steps: Steps,
+    normalizer: Normalizer | None,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """dS^T and dz of each run with queries, [B, H, runs, V, F] and [B, H, runs, F]."""
+    of_runs = gates(spec, walk, steps, walk.pieces.rows, ("reads", "reads_right"))
+    weights = RowWeights(spec.scale, None) if normalizer is None else RowWeights(*normalizer[::-1])
+    found = []
+    for name in ("reads", "reads_right")[: 1 + walk.both_ways]:
+        arrays = dict(steps.rows)
+        if name in of_runs:
+            arrays["adds"] = of_runs[name]
+        found.append(
+            piece_states(
+                spec,
+                config,
+                q,
+                do,
+                walk.pieces,
+                lambda refs, first, block: walk.queries_at(spec, refs, first, block),
+                arrays,
+                weights=weights,
+                first_piece=walk.with_queries,
+                dtype=walk.state_dtype,
+            )
+        )
+    return found
+
+
+def key_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    steps: Steps,
+    sides: list[Edges],
+    normalizer: Normalizer | None,
+    do: jax.Array,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """dk and dv, summed over the query heads of each kv head; and for the decay's gradient.
+
+    These are of each step, [B, G, steps]: what counts for decays up to its own, for later ones,
+    and what its key's part in the right state counts for the former.
+    """
+    block = walk.pieces.block_within(config.dkv_block)
+    in_run = walk.pieces.rows // block
+    other = walk.pieces.rows if walk.both_ways else min(config.pair_block, block)
+    count = walk.pieces.rows // other
+    group = spec.H // spec.G
+    axis = tiles.heads_axis(spec)
+    names = KEY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
+    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, names)
+    flows = 0 if spec.decay is None else 4
+
+    def kernel(
+        refs: dict[str, Any],
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        do_ref: Any,
+        side_refs: Any,
+        normalizer_refs: Any,
+        dk_ref: Any,
+        dv_ref: Any,
+        flow_refs: Any,
+    ) -> None:
+        tile = tiles.piece_id()
+        start, run = tile * block, tile // in_run * walk.pieces.rows
+        keys = walk.keys_at(spec, refs, start, block)
+        k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+        v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+        features = tiles.features_of(spec, k, keys)  # [C, F]
+        phi_k = tiles.operand(spec, features, wide=True)
+        dvs, parts = [], []
+        for name, side in zip(("adds", "adds_right"), side_refs, strict=False):
+            sums = load_state(spec, side)
+            dvs.append(read_for_values(spec, refs, name, start, phi_k, sums))
+            parts.append(read_for_features(spec, refs, name, start, v, sums))
+        for flow_ref, part in zip(flow_refs[2:], parts, strict=False):
+            tiles.store_steps(flow_ref, start, jnp.sum(features * part, axis=1))
+
+        def add_tile(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            first = run + i * other
+            queries = walk.queries_at(spec, refs, first, other)
+            pairs = pairs_of(walk, refs, (first, other), (start, block), keys_first=True)
+
+            def add_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                dv, d_features, ends = sums
+                q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
+                do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
+                e, inverse = None, jnp.full((other,), spec.scale, jnp.float32)
+                if spec.normalize:
+                    e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
+                    inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                u = tiles.rounded(spec, u)
+                w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
+                dv += weighted(spec, w, do)
+                dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]
+                if e is not None:
+                    dw += e[None, :]
+                if flows:
+                    m = later_pairs(w * dw, walk)
+                    ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
+                # These are a difference, and where features are all alike nothing averages.
+                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
+                return dv, d_features, ends
+
+            return _over_tiles(0, group, group, add_head, sums)
+
+        ends = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
+        first_sums = add_up(dvs), add_up(parts), ends
+        dv, d_features, ends = _over_tiles(
+            (start - run) // other, count, count, add_tile, first_sums
+        )
+        for flow_ref, end in zip(flow_refs[:2], ends, strict=False):
+            tiles.store_steps(flow_ref, start, end)
+        tiles.store_tile(dv_ref, keys, spec.V, dv)
+        # Once more, where the registers are free again.
+        k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+        _, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
+        tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
+
+    def at_edge(behind: int) -> Any:
+        return lambda p, g, b: (b, g, p // in_run + behind)
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
+    per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
+    per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
+    dk, dv, found = tiles.launch(
+        kernel,
+        "linear_attention_causal_key_gradient",
+        grid=(walk.pieces.count * in_run, spec.G, spec.B),
+        in_specs=[
+            tiles.step_blocks(arrays, lambda p, g, b: (b, g)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group),
+            keys,
+            values,
+            tiles.sequence_block(spec, spec.T, spec.V, lambda p, g, b: (b, g), group),
+            [state_blocks(spec, at_edge(1 - n)) for n in range(len(sides))],
+            [per_row] * len(normalizer or ()),
+        ],
+        out_specs=[keys, values, [per_step] * flows],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
+            tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+            [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
+        ],
+        warps=config.dkv_warps,
+        stages=config.dkv_stages,
+    )(
+        arrays,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        do,
+        [[side.kv, side.k_sum] for side in sides],
+        list(normalizer or ()),
+    )
+    if not flows:
+        return dk, dv, []
+    of_queries, of_keys, starts, right = found
+    return dk, dv, [of_queries - of_keys, starts, right]

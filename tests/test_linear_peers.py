@@ -1,0 +1,161 @@
+"""Linear attention beside its peers: exact results, who takes which case, the table."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import __main__ as entry
+from benchmarks import cases, linear, linear_jax, linear_torch, ours, timing
+from benchmarks.cases import Case
+from tests import numerics
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+CASE = Case("linear", B=1, H=2, T=256, D=16, dtype="float32", causal=True)
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])
+
+
+@pytest.mark.parametrize("kind", ["head", "step", "channel"])
+@pytest.mark.parametrize(("mapped", "normalize"), [(False, True), (True, False)])
+def test_exact_with_decays_is_the_reference(kind, mapped, normalize):
+    generator = np.random.default_rng(0)
+    q, k, v = generator.normal(size=(3, 1, 12, 1, 4)).astype(np.float32)
+    shape = {"head": (1,), "step": (1, 12, 1), "channel": (1, 12, 1, 4)}[kind]
+    decay = -np.abs(generator.normal(size=shape)).astype(np.float32)
+    options = {"feature_map": "identity", "scale": 1.0} if mapped else {}
+    wanted = numerics.oracle(
+        *("linear_attention", q, k, v),
+        **{"causal": True, "decay": decay, "normalize": normalize, **options},
+    )
+    of_head = decay if kind == "head" else decay[0, :, 0]
+    one = [array[0, :, 0] for array in (q, k, v, np.asarray(wanted.cotangents))]
+    case = Case("linear", 1, 1, 12, 4, "float32", causal=True, decay=kind)
+    of_head = np.broadcast_to(of_head, (12, *of_head.shape[1:]))
+    found = cases.exact(case, *one, np.arange(12), of_head, mapped, normalize)
+    for name in ("out", "dq", "dk", "dv"):
+        exact = wanted.exact[name][0, :, 0]
+        np.testing.assert_allclose(found[name], exact, rtol=1e-5, atol=1e-8)
+
+
+def test_traffic_counts_the_gates():
+    u = CASE.unit
+    gated = {kind: dataclasses.replace(CASE, decay=kind) for kind in ("step", "channel")}
+    steps = 4 * CASE.B * CASE.T * CASE.H
+    assert [gated["step"].traffic(phase) for phase in cases.PHASES] == [
+        4 * u + steps,
+        11 * u + 3 * steps,
+    ]
+    # In bfloat16, float32 gates are two units.
+    half = dataclasses.replace(gated["channel"], dtype="bfloat16")
+    assert [half.traffic(phase) / half.unit for phase in cases.PHASES] == [6, 17]
+    step = Case("step", B=2, H=3, T=1, D=16, dtype="bfloat16")
+    assert step.traffic("forward") == 2 * 4 * 2 * 3 * 16 * 16 + 4 * step.unit
+
+
+def test_plain_jax_computes_what_the_library_does():
+    for name, case in (
+        ("plain JAX", dataclasses.replace(CASE, causal=False)),
+        ("plain JAX, associative scan", CASE),
+    ):
+        found = linear_jax.CONTENDERS[name].prepare(case, "forward + backward")
+        assert max(found.errors.values()) < 1e-5 and set(found.errors) == {"out", "dq", "dk", "dv"}
+        assert isinstance(found.time(0.0), timing.Timing)
+    step = Case("step", B=2, H=2, T=1, D=16, dtype="float32")
+    for name in linear.wanted(step):
+        assert linear_jax.CONTENDERS[name].prepare(step, "forward").errors["out"] < 1e-5
+
+
+def test_a_peer_with_phi_out_is_compared_with_what_it_computes():
+    def weighted(q, k, v):
+        weights = jnp.tril(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshv->bthv", weights, v)
+
+    with jax.default_matmul_precision("highest"):
+        found = ours.prepare(CASE, "forward + backward", weighted, mapped=True, normalize=False)
+        assert max(found.errors.values()) < 1e-5
+        assert "is wrong" in ours.prepare(CASE, "forward", weighted)
+
+
+def test_every_case_has_contenders():
+    for case in linear.CASES["gpu"]:
+        names = linear.wanted(case)
+        assert names[0] == "ato_jax" and len(names) >= 2
+        if case.op == "linear" and case.decay is None:
+            assert {"SDPA cuDNN", "SDPA flash"} < set(names)
+    for name in [*linear_jax.CONTENDERS, *linear_torch.CONTENDERS]:
+        assert any(name in linear.wanted(case) for case in linear.CASES["gpu"]), name
+    with flagsaver.flagsaver(contender="cuDNN"):
+        assert linear.wanted(linear.CASES["gpu"][0]) == ["ato_jax", "SDPA cuDNN"]
+
+
+def test_what_is_not_installed_is_said():
+    absent = dataclasses.replace(linear_jax.CONTENDERS["plain JAX"], package="no_such_package")
+    assert absent.prepare(CASE, "forward") == "no_such_package is not installed"
+
+
+class Peer:
+    """Answers as the process of PyTorch does."""
+
+    asked: list
+
+    def __init__(self):
+        self.asked = []
+
+    def prepare(self, name, case, phase):
+        return "no kernel" if "flash" in name else {"out": 1e-3}
+
+    def time(self, name, seconds):
+        self.asked.append(name)
+        return timing.Timing(1.0 if "cuDNN" in name else 2e-3, 0, 0, 1)
+
+    def ask(self, question):
+        assert question == "forget"
+
+
+def test_turns_are_taken_and_the_table_says_why_not():
+    case = dataclasses.replace(CASE, decay=None)
+    peer = Peer()
+    with flagsaver.flagsaver(contender="SDPA"):
+        rows = linear.measure(peer, case, "forward", 1e-3, lambda: 1.0)
+        late = linear.measure(peer, case, "forward", 1e-3, lambda: 0.0)
+    by_name = {row.contender: row for row in rows}
+    assert len(by_name["ato_jax"].turns) == linear.TURNS
+    # Far behind: once is enough.
+    assert by_name["SDPA cuDNN"].turns == [1.0] and peer.asked == ["SDPA cuDNN"]
+    assert by_name["SDPA flash"].unavailable == "no kernel"
+    text = linear.table(rows)
+    assert "SDPA flash: no kernel" in text and "1000" in text and "1.0e-03" in text
+    assert all(row.unavailable == "no time left" for row in late)
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the benchmarks compare with PyTorch")
+def test_linear_writes_its_figures(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "folder" / "linear.json"
+    small = Case("linear", B=1, H=1, T=64, D=32, dtype="float32")
+    gated = dataclasses.replace(small, causal=True, decay="step")
+    monkeypatch.setitem(linear.CASES, "cpu", (small, gated))
+    monkeypatch.delitem(linear_torch.CONTENDERS, "PyTorch, compiled")
+    with flagsaver.flagsaver(json=str(path)):
+        assert entry.main(["benchmarks", "linear"]) == 0
+    figures = json.loads(path.read_text())
+    assert figures["bandwidth"] > 0 and figures["device"]
+    rows = {(row["case"], row["phase"], row["contender"]): row for row in figures["rows"]}
+    plain = rows[str(small), "forward + backward", "PyTorch"]
+    assert plain["turns"] and plain["errors"]["dk"] < 1e-5
+    assert plain["reached"] == pytest.approx(plain["limit"] / plain["seconds"])
+    assert rows[str(gated), "forward", "ato_jax"]["seconds"] > 0
+    if importlib.util.find_spec("fla") is None:
+        told = rows[str(gated), "forward", "fla simple GLA, phi out, not normalised"]
+        assert told["unavailable"] == "fla is not installed"
+    assert "byte limit" in capsys.readouterr().out
