@@ -43,18 +43,24 @@ from ato_jax.ops.linear_attention.xla.timeline import (
     cut,
     heads_first,
     join,
+    little_padding,
     merge,
     power_of_two,
     time_slice,
     zero_unless,
 )
 
+# Elements of the features of a wide chunk, and its steps where there are many heads.
+WIDE_CHUNK_SIZE = 1 << 23
+LEAST_WIDE_CHUNK = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Steps per chunk, powers of two: `chunk` where queries meet keys one by one.
 
-    `wide_chunk` where they only meet the state: no square there, and fewer, larger products.
+    `wide_chunk` at most where they only meet the state: no square there, and fewer, larger
+    products, which several cores share.
     """
 
     chunk: int
@@ -73,7 +79,9 @@ def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
     chunk = min(max(64, power_of_two(max(spec.F, spec.V)) // 2), MOST_STEPS)
     if spec.decay == "channel":
         chunk = 32  # a product for every doubling, not one in all
-    return Config(chunk, wide_chunk=256)
+    row = spec.B * spec.H * max(spec.F, spec.V)
+    wide = power_of_two(max(1, WIDE_CHUNK_SIZE // row))
+    return Config(chunk, wide_chunk=max(LEAST_WIDE_CHUNK, wide))
 
 
 def scan(body: Any, carry: Any, chunks: Any, reverse: bool = False) -> Any:
@@ -82,9 +90,10 @@ def scan(body: Any, carry: Any, chunks: Any, reverse: bool = False) -> Any:
 
 
 def sum_keys(
-    spec: LinearAttentionSpec, size: int, parameters: Any, carry: Carry, timeline: Timeline
+    spec: LinearAttentionSpec, most: int, parameters: Any, carry: Carry, timeline: Timeline
 ) -> Carry:
     """The carry after the timeline's last key."""
+    size = little_padding(most, timeline.length)
 
     def body(carry: Carry, steps: Timeline) -> tuple[Carry, None]:
         chunk = open_chunk(spec, parameters, steps)
@@ -94,9 +103,10 @@ def sum_keys(
 
 
 def read_state(
-    spec: LinearAttentionSpec, size: int, parameters: Any, state: Carry, timeline: Timeline
+    spec: LinearAttentionSpec, most: int, parameters: Any, state: Carry, timeline: Timeline
 ) -> jax.Array:
     """out [B, G, R, T, V], every query reading the same state."""
+    size = little_padding(most, timeline.length)
 
     def body(state: Carry, steps: Timeline) -> tuple[Carry, jax.Array]:
         chunk = open_chunk(spec, parameters, steps)

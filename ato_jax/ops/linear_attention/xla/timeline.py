@@ -55,6 +55,14 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def little_padding(most: int, length: int) -> int:
+    """The largest power of two up to `most` in chunks of which few steps are padding."""
+    size = min(most, power_of_two(length))
+    while size > 1 and -length % size * 8 > length:
+        size //= 2
+    return size
+
+
 def cut(timeline: Timeline, size: int) -> Timeline:
     """The timeline in chunks of `size` steps, or of the power of two that holds them all."""
     length = timeline.length
