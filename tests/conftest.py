@@ -6,12 +6,22 @@ ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=4 only every fourth 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import jax
 import pytest
 
 from tests import receipt
+
+# Nearly all of the time goes into XLA's compiler for CPUs, which reads these when it starts: by
+# default it spreads a program over several modules, and makes each fusion by way of MLIR, which
+# takes half of the time. From 0.11 on there is no other way, and the flag would end the process.
+# On a GPU the search for the fastest of XLA's own products is left out: many workers share it.
+XLA_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
+if jax.__version_info__ < (0, 11):
+    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 # quick and default draw the same examples every time, so that no build fails by luck, and leave a
 # failing one as it is: it prints short already, and every step of shrinking would compile anew.
@@ -40,12 +50,20 @@ for name, examples, settled in (
 hypothesis.settings.load_profile(os.environ.get("ATO_HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_was_compiled_is_let_go() -> Iterator[None]:
+    """Each program holds mappings of memory, of which Linux grants a process 65,530: where they run
+    out, LLVM ends in a segmentation fault."""
+    yield
+    jax.clear_caches()
+
+
 def has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # On a CPU nearly all of the time goes into compiling, and nothing here is about its speed.
+    # For the same reason: nothing here is about the speed of what is compiled.
     if not has_gpu():
         jax.config.update("jax_disable_most_optimizations", True)
 

@@ -80,7 +80,7 @@ def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
     if spec.decay == "channel":
         chunk = 32  # a product for every doubling, not one in all
     row = spec.B * spec.H * max(spec.F, spec.V)
-    wide = power_of_two(max(1, WIDE_CHUNK_SIZE // row))
+    wide = power_of_two(max(1, WIDE_CHUNK_SIZE // max(1, row)))
     return Config(chunk, wide_chunk=max(LEAST_WIDE_CHUNK, wide))
 
 
