@@ -307,3 +307,31 @@ def test_favor_approximates_softmax_attention() -> None:
 def test_favor_against_the_oracle(causal: bool) -> None:
     phi = ato_jax.favor(jax.random.key(0), 6, 4)
     run("xla", *arrays(1, 9, 9, 2, 1, 4, 3), feature_map=phi, causal=causal)
+
+
+def test_maps_of_the_same_text_stay_apart() -> None:
+    """What a jaxpr does not show: constants of an inner function, and rules of derivatives."""
+
+    def inner(factor: float) -> Any:
+        constant = jnp.asarray(factor)
+        return jax.jit(lambda x: x * constant)
+
+    def surrogate(slope: float) -> Any:
+        @jax.custom_jvp
+        def relu(x: jax.Array) -> jax.Array:
+            return jnp.where(x > 0, x, 0.0)
+
+        relu.defjvp(lambda primals, tangents: (relu(*primals), tangents[0] * slope))
+        return relu
+
+    ones = jnp.ones((1, 2, 1, 4))
+
+    def total(q: jax.Array, feature_map: Any) -> jax.Array:
+        out = ato_jax.linear_attention(
+            q, ones, ones, feature_map=feature_map, normalize=False, scale=1.0
+        )
+        return jnp.sum(out)
+
+    assert total(ones, inner(3.0)) == 9 * total(ones, inner(1.0))
+    slopes = [jax.grad(total)(ones, surrogate(slope)) for slope in (1.0, 3.0)]
+    np.testing.assert_allclose(slopes[1], 3 * slopes[0])

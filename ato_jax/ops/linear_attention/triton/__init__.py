@@ -119,7 +119,7 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 def _in_float16(spec: LinearAttentionSpec, config: Config) -> Config:
     """Where TF32 factors leave room for tiles of 64 rows, nothing else was as fast."""
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
-    if tiles.padded(spec.F) > 128 or spec.decay == "channel":
+    if max(tiles.padded(spec.F), tiles.padded(spec.V)) > 128 or spec.decay == "channel":
         return config
     replace = functools.partial(dataclasses.replace, config)
     tall = {"state_block": 64, "output_block": 64, "output_warps": 4}
@@ -168,7 +168,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
     # A large state is stored for every run of rows, and small programs read it (`stored.py`).
-    stored = spec.causal and spec.decay is None and half and not small
+    narrow_v = tiles.padded(spec.V) <= 128
+    stored = spec.causal and spec.decay is None and half and not small and narrow_v
     if stored:
         walk_block, walk_warps = (32, 8) if long_rows else (64, 4)
     elif not _one_state(spec):

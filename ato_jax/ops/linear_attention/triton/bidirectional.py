@@ -174,7 +174,7 @@ def _query_gradient(
         z = [tiles.load_vector(k_sum_ref, part)[None, :] for part in parts]  # [1, F]
         # The sums are of phi(q_i) * usual / den_i, and divided by `usual` at the end: where rows
         # are all alike, so are the roundings of phi(q_i) / den_i, and would add up.
-        usual: Any = 1 / spec.scale
+        usual: Any = 1 / spec.scale if spec.scale else 1.0
         if spec.normalize:
             usual = functools.reduce(jnp.add, [jnp.sum(jnp.abs(z_part)) for z_part in z])
             usual = jnp.where(usual > 0, usual, 1.0)
