@@ -9,7 +9,8 @@ Every op runs through `run`. A backend is a module with five names:
     backward(spec, config, residuals, cotangents) -> inputs' cotangents
 
 `outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
-backward. Backends that are plain JAX are differentiated by JAX itself: in forward mode and to any
+backward; what only a backward reads of the outputs, a forward leaves where the spec is that of
+`spec.for_backward()`, and `outputs.plain()` is without it. Backends that are plain JAX are differentiated by JAX itself: in forward mode and to any
 order. Kernels carry a custom derivative; its own derivative goes through XLA, so second order is
 right there, too, and forward mode is refused by JAX with an error that says so.
 """
@@ -128,8 +129,14 @@ def _kernels(call: _Call, inputs: Any) -> Any:
 
 def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
     # Not `_forward`: a second derivative passes here, and has to meet the custom rule again.
-    outputs = _kernels(call, inputs)
-    return outputs, call.op.residuals(inputs, outputs)
+    spec = call.spec.for_backward()
+    outputs = _kernels(dataclasses.replace(call, spec=spec), inputs)
+    returned = outputs if spec == call.spec else outputs.plain()
+    return returned, call.op.residuals(inputs, outputs)
+
+
+def _kernels_transposed(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+    return (_kernels_backward(call, residuals, cotangents.plain()),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,7 +170,7 @@ def _twice_backward(call: _Call, saved: Any, second_cotangents: Any) -> tuple[An
     return call.op.residuals(inputs_cotangent, None), cotangents_cotangent
 
 
-_kernels.defvjp(_kernels_forward, lambda *args: (_kernels_backward(*args),))
+_kernels.defvjp(_kernels_forward, _kernels_transposed)
 _kernels_backward.defvjp(_twice_forward, _twice_backward)
 
 

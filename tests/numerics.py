@@ -483,7 +483,7 @@ def _forward_and_backward(
     inputs: Any,
     cotangents: Any,
 ) -> tuple[Any, Any]:
-    outputs = forward.forward(spec, forward_config, inputs)
+    outputs = forward.forward(spec.for_backward(), forward_config, inputs)
     residuals = SPECS[op].Residuals(inputs, outputs)
     return outputs, backward.backward(spec, backward_config, residuals, cotangents)
 

@@ -99,6 +99,7 @@ def features_and_steps() -> Iterator[Call]:
     state = ato_jax.LinearState(draw(1, 2, 33, 33), jnp.abs(draw(1, 2, 33)))
     with jax.default_device(jax.devices("cpu")[0]):
         favor = ato_jax.favor(jax.random.key(0), 40, 33)
+    favor = jax.device_put(favor, jax.devices()[0])
     for options in ({"feature_map": favor}, {"initial_state": state}):
         yield gradient(ato_jax.linear_attention, "bfloat16", GATED, causal=True, **options)
     for dtype, decay in (("bfloat16", None), ("float32", -jnp.abs(draw(1, 2, 33)))):

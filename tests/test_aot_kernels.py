@@ -154,6 +154,7 @@ def programs(case: Case, target: Device) -> Iterator[tuple[Any, tuple[Any, ...]]
 
     inputs = jax.eval_shape(prepared, q, k, v, arrays)
     (spec,) = found
+    spec = spec.for_backward()
     triton = OPS[op].backend("triton")
     assert triton.unsupported(spec, "forward") is None
     assert triton.unsupported(spec, "backward") is None

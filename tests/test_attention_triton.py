@@ -100,6 +100,20 @@ def test_float16_gradients_of_tiny_and_huge_cotangents(size):
     check(q, k, v, cotangents=Outputs(out, jnp.zeros(q.shape[:-1], jnp.float32)))
 
 
+@pytest.mark.parametrize("dtype, parts", [("bfloat16", 1), ("bfloat16", 2), ("float16", 1)])
+def test_queries_that_one_key_has_nearly_to_itself(dtype, parts):
+    """do . v_j - do . out is small then: `out` as it was rounded is too coarse."""
+    q, k, v = draw(dtype, T=40, S=40)
+    wanted = numerics.oracle("attention", q, 6 * k, v)
+    tiles = SMALL_TILES | {"parts": parts}
+    with ato_jax.interpret():
+        result = numerics.run_backends("triton", "triton", wanted, forward_config=tiles)
+    numerics.compare(result, wanted)
+    exact = wanted.exact["dq"]
+    error, worst = numerics.errors(np.asarray(result["dq"], np.float64), exact, None, True)
+    assert error < numerics.budget("dq", dtype) and worst < 4 * numerics.budget("dq", dtype)
+
+
 def test_queries_that_see_nothing():
     q, k, v = draw("float32", T=40, S=40)
     with ato_jax.interpret():

@@ -92,9 +92,9 @@ def sanitized(name: str) -> tuple[int, str]:
         pytest.skip("compute-sanitizer is not installed")
     # One allocation per array, so that its ends are known: a pool would hide what runs over them.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    # XLA's small products and sorts by code of its own: watched, its libraries end the process.
-    own = "--xla_gpu_gemm_rewrite_size_threshold=100000000 --xla_gpu_enable_cub_radix_sort=false"
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {own}"
+    # XLA records longer programs as CUDA graphs, in which the watched process ends by a signal.
+    flags = f"{environment.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    environment |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
     command = [program, "--tool", "memcheck", "--error-exitcode", "7"]
     # Kernels of ours alone: with XLA's and cuBLAS's watched, too, a run takes many minutes.
     command += ["--kernel-name", "kernel_substring=attention"]

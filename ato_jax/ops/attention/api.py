@@ -309,7 +309,7 @@ def attention(
         implementation=implementation,
     )
     spec = request.spec
-    out, lse = dispatch.run(OP, spec, request.inputs, request.implementation)
+    out, lse, _ = dispatch.run(OP, spec, request.inputs, request.implementation)
     if request.T < spec.T:
         time = axes(layout, "BTH").index("T")
         out, lse = (jax.lax.slice_in_dim(array, 0, request.T, axis=time) for array in (out, lse))

@@ -18,7 +18,8 @@ class AttentionSpec:
     `left` and `right` bound the keys around a query's position, None for no bound; `causal` is
     `right = 0`. `offset` is the position of query 0 among the keys where it is static, None where
     it follows from `query_offset` or the lengths. `bias` and `mask` tell, for each axis of
-    [B, H, T, S], whether the array has it in full (False: broadcast, of size 1).
+    [B, H, T, S], whether the array has it in full (False: broadcast, of size 1). `keep_rest` asks
+    for `Outputs.rest`.
     """
 
     B: int
@@ -45,6 +46,11 @@ class AttentionSpec:
     dropout_rate: float = 0.0
     return_lse: bool = False
     precision: str = "exact"
+    keep_rest: bool = False
+
+    def for_backward(self) -> AttentionSpec:
+        """The same, of a forward whose outputs a backward will read."""
+        return dataclasses.replace(self, keep_rest=self.dtype != "float32")
 
     def traits(self) -> dict[str, Any]:
         """What block sizes may depend on."""
@@ -77,10 +83,19 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Both always; `lse`'s cotangent is zero unless `spec.return_lse`."""
+    """Out and lse always; `lse`'s cotangent is zero unless `spec.return_lse`.
+
+    `rest` is what rounding took from `out`, from backends that keep it. The gradients are made of
+    do . v_j - do . out, which is small where one key has nearly all of a query's weight.
+    """
 
     out: jax.Array  # [B, T, H, V], v's dtype
     lse: jax.Array  # [B, T, H] float32 ([B, H, T] with layout "bhtd")
+    rest: jax.Array | None = None  # as out
+
+    def plain(self) -> Outputs:
+        """Without what only a backward reads."""
+        return self._replace(rest=None)
 
 
 class Residuals(NamedTuple):

@@ -43,6 +43,10 @@ class LinearAttentionSpec:
     return_state: bool = False
     precision: str = "exact"
 
+    def for_backward(self) -> LinearAttentionSpec:
+        """The same, of a forward whose outputs a backward will read."""
+        return self
+
     def traits(self) -> dict[str, Any]:
         """What block sizes may depend on."""
         return {
@@ -94,6 +98,10 @@ class Outputs(NamedTuple):
 
     out: jax.Array  # [B, T, H, V], v's dtype
     state: LinearState
+
+    def plain(self) -> Outputs:
+        """Without what only a backward reads: all of it."""
+        return self
 
 
 class Residuals(NamedTuple):

@@ -72,6 +72,7 @@ def _dq_kernel(
     out_ref: Any,
     lse_ref: Any,
     do_ref: Any,
+    rest_ref: Any | None,
     dlse_ref: Any | None,
     gain_ref: Any | None,
     options: Options,
@@ -102,6 +103,9 @@ def _dq_kernel(
     do = load_rows(layout, do_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
     lse = load_tile(layout, lse_ref, None, i0, block_q, spec.T)  # [block_q]
     delta = sum_of_products(out, do)
+    if rest_ref is not None:
+        rest = load_rows(layout, rest_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
+        delta = delta + sum_of_products(rest, do)
     if dlse_ref is not None:
         delta = delta - load_tile(layout, dlse_ref, None, i0, block_q, q_length)
     if gain is not None:
@@ -280,6 +284,7 @@ def _query_gradient(
             query_values,
             inputs_rows,
             query_values,
+            None if outputs.rest is None else query_values,
             None if dlse is None else inputs_rows,
             None if gain is None else gain_spec(share, parts),
             jax.tree.map(whole_spec, options),
@@ -304,7 +309,18 @@ def _query_gradient(
         ),
         interpret=device.interpreting(),
         name="attention_backward_dq",
-    )(inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, cotangents.out, dlse, gain, options)
+    )(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        outputs.out,
+        outputs.lse,
+        cotangents.out,
+        outputs.rest,
+        dlse,
+        gain,
+        options,
+    )
     if parts == 1:
         return dq, Rows(log2_norm, delta, total)
     dq = jnp.sum(parts_first(dq, parts), axis=0)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -73,6 +74,7 @@ def _kernel(
     options: Options,
     out_ref: Any,
     lse_ref: Any,
+    rest_ref: Any | None,
     *,
     spec: AttentionSpec,
     block_q: int,
@@ -127,6 +129,9 @@ def _kernel(
     out = each(lambda tile: tile / divisor[:, None], acc)
     store_rows(layout, out_ref, None, i0, out, spec.T, spec.V)
     store_tile(layout, lse_ref, None, i0, lse, spec.T)
+    if rest_ref is not None:
+        rest = each(lambda tile: tile - tile.astype(rest_ref.dtype).astype(jnp.float32), out)
+        store_rows(layout, rest_ref, None, i0, rest, spec.T, spec.V)
 
 
 def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
@@ -137,7 +142,8 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
     # Parts are rounded only once they are merged.
     out_dtype = inputs.v.dtype if parts == 1 else jnp.float32
-    out, lse = pl.pallas_call(
+    in_kernel = spec.keep_rest and parts == 1
+    out, lse, rest = pl.pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
@@ -156,10 +162,12 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
         out_specs=[
             sequence_spec(layout, spec.T, spec.V, block_q),
             sequence_spec(layout, spec.T, None, block_q),
+            sequence_spec(layout, spec.T, spec.V, block_q) if in_kernel else None,
         ],
         out_shape=[
             jax.ShapeDtypeStruct((spec.B * parts, *rows, spec.V), out_dtype),
             jax.ShapeDtypeStruct((spec.B * parts, *rows), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, *rows, spec.V), out_dtype) if in_kernel else None,
         ],
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -169,4 +177,9 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     )(inputs.q, inputs.k, inputs.v, options)
     if parts > 1:
         out, lse = merge(*(parts_first(array, parts) for array in (out, lse)))
-    return Outputs(out.astype(inputs.v.dtype), lse)
+        if spec.keep_rest:
+            # Not by casts to and fro, which XLA takes the liberty to leave out.
+            figures = jnp.finfo(inputs.v.dtype)
+            rounded = lax.reduce_precision(out, figures.nexp, figures.nmant)
+            rest = (out - rounded).astype(inputs.v.dtype)
+    return Outputs(out.astype(inputs.v.dtype), lse, rest)
