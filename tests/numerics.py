@@ -67,6 +67,8 @@ BUDGETS = {
 STATES = {name: "state" for name in ("state_kv", "state_k_sum", "dstate_kv", "dstate_k_sum")}
 # How much of the two terms' norm an error is measured against at least.
 SHARE_OF_TERMS = {"dq": 1.0, "dk": 1.0, "ddecay": 0.1, "dbias": 0.1}
+# Where the reference runs, also beside a GPU: XLA compiles float64 for a CPU much faster.
+PLATFORM = "cpu"
 DIFFERENTIABLE = ("decay", "bias", "sinks", "initial_state")
 
 
@@ -236,15 +238,15 @@ def users_gradients(arrays: Mapping[str, Any], inputs: Any) -> dict[str, Any]:
 
 
 def _upcast(tree: Any, dtype: Any) -> Any:
-    """Floats to `dtype`; only meaningful inside jax.enable_x64 for float64."""
-    return jax.tree.map(
-        lambda leaf: (
-            jnp.asarray(np.asarray(leaf).astype(dtype))
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-            else leaf
-        ),
-        tree,
-    )
+    """Arrays for the reference, floats as `dtype`; float64 only inside jax.enable_x64."""
+
+    def convert(leaf: Any) -> jax.Array:
+        values = np.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            values = values.astype(dtype)
+        return jax.device_put(values, jax.devices(PLATFORM)[0])
+
+    return jax.tree.map(convert, tree)
 
 
 @dataclasses.dataclass

@@ -70,6 +70,7 @@ def check(op: str, *qkv: jax.Array, **options: Any) -> dict[str, Any]:
 def linear_time_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle computed by the XLA backends in float64: linear in T, and tested elsewhere
     against the quadratic reference."""
+    monkeypatch.setattr(numerics, "PLATFORM", "gpu")
     for op, module in (
         ("attention", attention_xla),
         ("linear_attention", linear_attention_xla),
