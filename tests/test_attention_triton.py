@@ -100,6 +100,30 @@ def test_float16_gradients_of_tiny_and_huge_cotangents(size):
     check(q, k, v, cotangents=Outputs(out, jnp.zeros(q.shape[:-1], jnp.float32)))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(causal=True, return_lse=True),
+        dict(q_lengths=[70, 33], kv_lengths=[41, 90], sinks=[0.5, -1.0], return_lse=True),
+        dict(dropout_rate=0.3, window=(20, 7)),
+    ],
+    ids=str,
+)
+def test_queries_in_strands(options):
+    options = {
+        name: jnp.asarray(value) if isinstance(value, list) else value
+        for name, value in options.items()
+    }
+    if "dropout_rate" in options:
+        options["dropout_key"] = jax.random.key(0)
+    wanted = numerics.oracle("attention", *draw("bfloat16", B=2, T=80, S=90), **options)
+    tiles = SMALL_TILES | {"block_q": 32, "strands": 2}
+    with ato_jax.interpret():
+        result = numerics.run_backends("triton", "triton", wanted, forward_config=tiles)
+    numerics.compare(result, wanted)
+
+
 @pytest.mark.parametrize("dtype, parts", [("bfloat16", 1), ("bfloat16", 2), ("float16", 1)])
 def test_queries_that_one_key_has_nearly_to_itself(dtype, parts):
     """do . v_j - do . out is small then: `out` as it was rounded is too coarse."""

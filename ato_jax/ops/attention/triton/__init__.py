@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from ato_jax.device import Device, of_call
 from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.attention.triton.backward import backward
-from ato_jax.ops.attention.triton.common import SMALLEST_TILE, padded
+from ato_jax.ops.attention.triton.common import SMALLEST_TILE, row_size
 from ato_jax.ops.attention.triton.forward import forward
 
 __all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
@@ -29,7 +29,8 @@ WIDEST_FLOAT32_HEAD_OF_SMALL_CARDS = 256
 class Config:
     """Tiles of queries and keys, warps and pipeline stages: of the forward kernel, of dQ's, of the
     one for dK and dV, and of that for a bias's gradient. The first three share the other side of
-    each of their blocks among so many `parts`. `fast_exp2` takes NVIDIA's instruction for 2^x.
+    each of their blocks among so many `parts`. The forward's queries come in `strands`
+    (forward.py). `fast_exp2` takes NVIDIA's instruction for 2^x.
     """
 
     block_q: int
@@ -48,6 +49,7 @@ class Config:
     dbias_block_k: int
     dbias_num_warps: int
     dbias_num_stages: int
+    strands: int = 1
     parts: int = 1
     dq_parts: int = 1
     dkv_parts: int = 1
@@ -76,18 +78,23 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 Tiles = tuple[int, int, int, int]
 Table = dict[int, tuple[Tiles, Tiles, Tiles]]
 
-# With 228 KiB of shared memory: the fastest of 5 to 11 tried each on an H200 at T = 8192, causal.
+# With 228 KiB of shared memory: the fastest of 5 to 15 tried each on an H200 at T = 8192, causal.
 # The warp-group instructions want four warps for each 64 rows of a tile's own side; the forward
 # kernel and dQ's, which hold that side for the whole loop, gain from 128 rows. Some spill a little
 # and are still the fastest.
 LARGE: Table = {
     64: ((128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 2)),
+    96: ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
     128: ((128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 2)),
+    192: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
     256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
-    512: ((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    512: ((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1)),
 }
-# Without a masked loop to hold registers for, taller tiles pay.
-LARGE_FULL_128: Tiles = (256, 64, 8, 3)
+# The forward's in two strands, where all blocks are alike and none is for the few keys of a window
+# or a segment: there, tall tiles hold what nobody sees.
+LARGE_STRANDS: dict[int, Tiles] = {64: (128, 128, 4, 3), 128: (256, 64, 8, 4)}
+# The forward's beside biases and masks as wide as [T, S], whose tiles are loaded as keys are.
+LARGE_PLANES: dict[int, Tiles] = {64: (64, 64, 4, 3), 128: (128, 32, 8, 3)}
 LARGE_FLOAT32: Table = {
     64: ((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1)),
     128: ((64, 64, 4, 1), (64, 32, 4, 1), (32, 128, 8, 1)),
@@ -127,7 +134,6 @@ SMALL_SHARED_MEMORY = 120 * 1024
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
     """Tiles by the width of a head, the dtype and the device's shared memory, from the tables."""
-    width = next(w for w in LARGE if w >= max(padded(spec.D), padded(spec.V)))
     large = device.shared_memory >= LARGE_SHARED_MEMORY
     if spec.dtype != "float32":
         table = LARGE if large else SMALL
@@ -135,10 +141,13 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
         table = LARGE_TF32 if large else SMALL_FLOAT32
     else:
         table = LARGE_FLOAT32 if large else SMALL_FLOAT32
+    width = next(w for w in table if w >= max(row_size(spec.D), row_size(spec.V)))
     forward, dq, dkv = table[width]
-    unmasked = spec.left is None and spec.right is None and not _bytes_per_pair(spec)
-    if table is LARGE and width == 128 and unmasked:
-        forward = LARGE_FULL_128
+    strands = 1
+    if table is LARGE and _bytes_per_pair(spec):
+        forward = LARGE_PLANES.get(width, forward)
+    elif table is LARGE and spec.left is None and not spec.segments and width in LARGE_STRANDS:
+        forward, strands = LARGE_STRANDS[width], 2
     forward = _beside_planes(spec, forward, width, 1, device.shared_memory)
     dq = _beside_planes(spec, dq, width, 2, device.shared_memory)
     block_q, block_k, warps, stages = dkv
@@ -151,7 +160,8 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
         *forward,
         *dq,
         *dkv,
-        *DBIAS[width],
+        *next(tiles for w, tiles in DBIAS.items() if w >= width),
+        strands=strands,
         parts=parts,
         dq_parts=dq_parts,
         dkv_parts=parts_of_queries(spec, dkv, device),

@@ -10,12 +10,17 @@ With scores s in units of log2 (see common.py), each block of keys updates
 and at the end out = acc / total, lse = ln(2) * m + ln(total). A sink is where m starts, with a
 total of 1. Where queries are too few to fill the card, several programs share the keys of a query
 block, and `merge` puts their parts together.
+
+Within a warp an exponential waits for the product that it is of, and the tensor cores meanwhile
+for nothing. So a block of queries may be cut into `strands`, each with an m, total and acc of its
+own: q k^T of all of them comes first, and then, under the exponentials of one strand, the
+products of the strand before it.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +51,7 @@ from ato_jax.ops.attention.triton.common import (
     whole_spec,
     zeros,
 )
-from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, options_of
+from ato_jax.ops.attention.triton.pairs import Options, Pairs, Side, batch_and_part, options_of
 from ato_jax.ops.attention.triton.visibility import for_blocks
 
 # Where m starts: finite, so that rows which have seen nothing yet subtract no infinities, and
@@ -54,6 +59,14 @@ from ato_jax.ops.attention.triton.visibility import for_blocks
 FLOOR = float(np.finfo(np.float32).min)
 
 Carry = tuple[jax.Array, jax.Array, Sliced]  # m, total, acc
+
+
+class Strand(NamedTuple):
+    """Some of a program's queries, from the sequence's row `start` on."""
+
+    start: Any
+    query: Side  # [rows, 1]
+    q: Sliced  # [rows, D]
 
 
 def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: int) -> Carry:
@@ -79,6 +92,7 @@ def _kernel(
     spec: AttentionSpec,
     block_q: int,
     block_k: int,
+    strands: int,
     parts: int,
     fast_exp2: bool,
 ) -> None:
@@ -90,48 +104,65 @@ def _kernel(
     b, part = batch_and_part(pl.program_id(2), parts)
     pairs = Pairs.of(spec, options, b, "queries")
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
-    i0 = block * block_q
-    query = pairs.queries(span(i0, block_q)[:, None])  # [block_q, 1]
-    q = load_rows(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
+    rows = block_q // strands
 
-    def step(masked: bool, n: Any, carry: Carry) -> Carry:
-        m, total, acc = carry  # [block_q], [block_q], [block_q, V]
-        j0 = n * block_k
-        key = pairs.keys(span(j0, block_k)[None, :], masked)  # [1, block_k]
-        k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
-        raw = raw_scores(spec, inner(spec, q, k))  # [block_q, block_k]
-        raw, factor = pairs.biased(h, raw, query, key)
+    def strand(n: int) -> Strand:
+        start = block * block_q + n * rows
+        query = pairs.queries(span(start, rows)[:, None])
+        return Strand(start, query, load_rows(layout, q_ref, None, start, rows, q_length, spec.D))
+
+    own = [strand(n) for n in range(strands)]
+
+    def weigh(
+        masked: bool, query: Side, key: Side, product: jax.Array, m: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The new m, what it takes sums from the old one's scale by, and p: [rows, block_k]."""
+        raw, factor = pairs.biased(h, raw_scores(spec, product), query, key)
         seen = pairs.visible(h, masked, query, key)
         if seen is not None:
             raw = jnp.where(seen, raw, -jnp.inf)
         m_next = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
         p = exp2(raw * factor - m_next[:, None], fast_exp2)
-        correction = exp2(m - m_next, fast_exp2)
-        total = total * correction + jnp.sum(p, axis=1)
-        kept = pairs.kept(h, query, key)
-        if kept is not None:
-            p = jnp.where(kept, p, 0.0)
-        v = load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
-        acc = each(lambda tile: tile * correction[:, None], acc)
-        return m_next, total, plus_product(spec, acc, p.astype(v[0].dtype), v)
+        return m_next, exp2(m - m_next, fast_exp2), p
 
-    start = _start(spec, options.sinks, h, part, block_q)
-    m, total, acc = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
-    if spec.q_lengths:
-        exists = query.indices[:, 0] < q_length
-        m, total = jnp.where(exists, m, start[0]), jnp.where(exists, total, start[1])
-        acc = each(lambda tile: jnp.where(exists[:, None], tile, 0.0), acc)
+    def step(masked: bool, n: Any, carries: tuple[Carry, ...]) -> tuple[Carry, ...]:
+        j0 = n * block_k
+        key = pairs.keys(span(j0, block_k)[None, :], masked)  # [1, block_k]
+        k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
+        products = [inner(spec, q, k) for _, _, q in own]  # [rows, block_k]
+        v: Sliced = ()
+        found = []
+        for (_, query, _), product, carry in zip(own, products, carries, strict=True):
+            m, total, acc = carry  # [rows], [rows], [rows, V]
+            m, correction, p = weigh(masked, query, key, product, m)
+            total = total * correction + jnp.sum(p, axis=1)
+            kept = pairs.kept(h, query, key)
+            if kept is not None:
+                p = jnp.where(kept, p, 0.0)
+            # No sooner: it would wait in registers where nothing is loaded ahead.
+            v = v or load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
+            acc = each(lambda tile, by=correction: tile * by[:, None], acc)
+            found.append((m, total, plus_product(spec, acc, p.astype(v[0].dtype), v)))
+        return tuple(found)
 
-    nothing = total == 0
-    safe = jnp.where(nothing, 1.0, total)
-    lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
-    divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
-    out = each(lambda tile: tile / divisor[:, None], acc)
-    store_rows(layout, out_ref, None, i0, out, spec.T, spec.V)
-    store_tile(layout, lse_ref, None, i0, lse, spec.T)
-    if rest_ref is not None:
-        rest = each(lambda tile: tile - tile.astype(rest_ref.dtype).astype(jnp.float32), out)
-        store_rows(layout, rest_ref, None, i0, rest, spec.T, spec.V)
+    first = _start(spec, options.sinks, h, part, rows)
+    ranges = pairs.ranges(block, block_q, block_k, part, parts)
+    ended = for_blocks(ranges, step, (first,) * strands)
+    for (start, query, _), (m, total, acc) in zip(own, ended, strict=True):
+        if spec.q_lengths:
+            exists = query.indices[:, 0] < q_length
+            m, total = jnp.where(exists, m, first[0]), jnp.where(exists, total, first[1])
+            acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)
+        nothing = total == 0
+        safe = jnp.where(nothing, 1.0, total)
+        lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
+        divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
+        out = each(lambda tile, by=divisor: tile / by[:, None], acc)
+        store_rows(layout, out_ref, None, start, out, spec.T, spec.V)
+        store_tile(layout, lse_ref, None, start, lse, spec.T)
+        if rest_ref is not None:
+            rest = each(lambda tile: tile - tile.astype(rest_ref.dtype).astype(jnp.float32), out)
+            store_rows(layout, rest_ref, None, start, rest, spec.T, spec.V)
 
 
 def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
@@ -149,6 +180,8 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
             spec=spec,
             block_q=block_q,
             block_k=block_k,
+            # A shorter block's strands would be too short for the tensor cores.
+            strands=config.strands if block_q == config.block_q else 1,
             parts=parts,
             fast_exp2=config.fast_exp2,
         ),
