@@ -10,9 +10,10 @@ Every op runs through `run`. A backend is a module with five names:
 
 `outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
 backward; what only a backward reads of the outputs, a forward leaves where the spec is that of
-`spec.for_backward()`, and `outputs.plain()` is without it. Backends that are plain JAX are differentiated by JAX itself: in forward mode and to any
-order. Kernels carry a custom derivative; its own derivative goes through XLA, so second order is
-right there, too, and forward mode is refused by JAX with an error that says so.
+`spec.for_backward()`, and `outputs.plain()` is without it. Backends that are plain JAX are
+differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom derivative;
+its own derivative goes through XLA, so second order is right there, too, and forward mode is
+refused by JAX with an error that says so.
 """
 
 from __future__ import annotations
