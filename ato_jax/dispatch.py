@@ -40,7 +40,8 @@ class UnsupportedError(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """`backends` in the order in which `implementation=None` tries them.
+    """`backends` in the order in which `implementation=None` tries them, but for what the
+    device's table puts first.
 
     `planned` are names that are promised, but have no kernels yet: refused as unsupported.
     """
@@ -92,7 +93,8 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
 def choose(call: _Call, phase: str) -> Choice:
     """The backend for a phase: the one named, or the first that supports it."""
     # Inside interpret(), too, kernels run only where they are asked for by name: slow otherwise.
-    names: Sequence[str] = call.op.backends
+    names: Sequence[str]
+    names = tuning.order(call.op.name, call.op.backends, call.spec.traits(), call.device)
     if call.implementation is not None:
         names = (call.implementation,)
     elif call.device.platform != "gpu":

@@ -7,7 +7,13 @@ A table lies in `tuned/<device name>.toml`, one list of entries per op and backe
     config = {block_t = 128, num_warps = 4}
 
 The first entry whose `when` agrees with the spec's traits overrides the fields that its `config`
-names. Traits never include T or S: nothing is tuned per sequence length, nothing at call time.
+names. Where another backend than the op's first was measured to be the fastest,
+
+    [[attention.first]]
+    when = {dtype = "bfloat16"}
+    backend = "cudnn"
+
+has it tried before the others where the caller names none. Traits never include T or S: nothing is tuned per sequence length, nothing at call time.
 """
 
 from __future__ import annotations
@@ -33,11 +39,24 @@ def table(device_name: str) -> dict[str, Any]:
     return tomllib.loads(path.read_text()) if path.is_file() else {}
 
 
-def overrides(op: str, backend: str, traits: dict[str, Any], device: Device) -> dict[str, Any]:
-    for entry in table(device.name).get(op, {}).get(backend, []):
+def _entry(op: str, kind: str, traits: dict[str, Any], device: Device) -> dict[str, Any]:
+    """The first entry that agrees with the traits; empty where none does."""
+    for entry in table(device.name).get(op, {}).get(kind, []):
         if all(traits.get(key) == value for key, value in entry["when"].items()):
-            return entry["config"]
+            return entry
     return {}
+
+
+def overrides(op: str, backend: str, traits: dict[str, Any], device: Device) -> dict[str, Any]:
+    return _entry(op, backend, traits, device).get("config", {})
+
+
+def order(
+    op: str, backends: tuple[str, ...], traits: dict[str, Any], device: Device
+) -> tuple[str, ...]:
+    """The op's backends in the order in which they are tried."""
+    first = _entry(op, "first", traits, device).get("backend", backends[0])
+    return (first, *(name for name in backends if name != first))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -103,7 +103,7 @@ def test_unsupported_lists_every_backend() -> None:
             return backend(f"not {name}")
 
     op = Op("toy", ("xla", "reference"), "toy")
-    call = dispatch._Call(op, None, None, device.Device("cpu"), False)
+    call = dispatch._Call(op, Spec(64), None, device.Device("cpu"), False)
     with pytest.raises(ato_jax.UnsupportedError, match="xla: not xla; reference: not reference"):
         dispatch.choose(call, "forward")
 
@@ -140,6 +140,10 @@ config = {block = 128}
 [[attention.triton]]
 when = {D = 64}
 config = {block = 64, num_warps = 8}
+
+[[attention.first]]
+when = {dtype = "bfloat16"}
+backend = "cudnn"
 """
 
 
@@ -169,6 +173,18 @@ def test_tuning(table: None, name: str, spec: Spec, wanted: Config) -> None:
     assert tuning.config("attention", name, Backend, spec, H200) == wanted
 
 
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        (Spec(64), ("cudnn", "triton", "xla")),
+        (Spec(64, "float32"), ("triton", "cudnn", "xla")),
+    ],
+)
+def test_order_of_backends(table: None, spec: Spec, wanted: tuple[str, ...]) -> None:
+    backends = ("triton", "cudnn", "xla")
+    assert tuning.order("attention", backends, spec.traits(), H200) == wanted
+
+
 def test_a_device_without_a_table(table: None) -> None:
     other = dataclasses.replace(H200, name="NVIDIA A100-SXM4-80GB")
     assert tuning.config("attention", "triton", Backend, Spec(64), other) == Config(32, 4)
@@ -182,10 +198,13 @@ def test_tables_name_real_traits_and_fields(op: str) -> None:
     spec = api.prepare(*arrays(op)).spec
     for path in (Path(tuning.__file__).parent / "tuned").glob("*.toml"):
         for name, entries in tuning.table(path.stem).get(op, {}).items():
-            backend = api.OP.backend(name)
             for entry in entries:
                 assert set(entry["when"]) <= set(spec.traits()), (path, entry)
-                dataclasses.replace(backend.default_config(spec, H200), **entry["config"])
+                if name == "first":
+                    assert entry["backend"] in api.OP.backends
+                    continue
+                config = api.OP.backend(name).default_config(spec, H200)
+                dataclasses.replace(config, **entry["config"])
 
 
 @each_op

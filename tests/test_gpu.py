@@ -58,10 +58,12 @@ def arrays(
     return draw(T, H, D), draw(S, G, D), draw(S, G, V)
 
 
-def check(op: str, *qkv: jax.Array, **options: Any) -> dict[str, Any]:
-    """Triton against the float64 reference, forward and backward; the results."""
+def check(
+    op: str, *qkv: jax.Array, implementation: str = "triton", **options: Any
+) -> dict[str, Any]:
+    """A backend against the float64 reference, forward and backward; the results."""
     wanted = numerics.oracle(op, *qkv, **options)
-    result = numerics.run(op, "triton", *qkv, cotangents=wanted.cotangents, **options)
+    result = numerics.run(op, implementation, *qkv, cotangents=wanted.cotangents, **options)
     numerics.compare(result, wanted)
     return result
 
@@ -93,12 +95,13 @@ def sanitized(name: str) -> tuple[int, str]:
         pytest.skip("compute-sanitizer is not installed")
     # One allocation per array, so that its ends are known: a pool would hide what runs over them.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    # XLA records longer programs as CUDA graphs, in which the watched process ends by a signal.
+    # XLA records longer programs as CUDA graphs, under which the tool crashes, as it may over a
+    # trace of XLA's many calls.
     flags = f"{environment.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     environment |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
     command = [program, "--tool", "memcheck", "--error-exitcode", "7"]
     # Kernels of ours alone: with XLA's and cuBLAS's watched, too, a run takes many minutes.
-    command += ["--kernel-name", "kernel_substring=attention"]
+    command += ["--kernel-name", "kernel_substring=attention", "--show-backtrace", "no"]
     command += [sys.executable, "-m", "tests.sanitize", name]
     with tempfile.TemporaryFile("w+") as printed:
         try:
@@ -346,6 +349,16 @@ def test_large_heads_of_attention(dtype: str, D: int, V: int, causal: bool) -> N
     check("attention", *arrays(dtype, T=300, D=D, V=V), causal=causal, return_lse=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (99, None)}])
+@pytest.mark.parametrize(("T", "D"), [(1100, 64), (1100, 128), (300, 256), (37, 72), (1, 64)])
+def test_cudnn(T: int, D: int, options: dict[str, Any]) -> None:
+    check("attention", *arrays("bfloat16", T=T, D=D), implementation="cudnn", **options)
+
+
+def test_cudnn_across() -> None:
+    check("attention", *arrays("bfloat16", T=100, S=1025), implementation="cudnn")
+
+
 def test_dropout_is_the_same_on_every_backend() -> None:
     qkv = arrays("float32", T=300)
     options = attention_options("dropout", 2, 300)
@@ -414,10 +427,21 @@ def test_options_give_the_same_bits_twice(name: str) -> None:
         assert array.tobytes() == second[key].tobytes(), key
 
 
-@pytest.mark.parametrize("op", ["attention", "linear_attention"])
-def test_without_a_name_the_kernels_are_chosen(op: str) -> None:
-    function, qkv = getattr(ato_jax, op), arrays("bfloat16", T=256)
-    explanation = ato_jax.explain(function, *qkv)
-    assert (explanation.forward.backend, explanation.backward.backend) == ("triton", "triton")
-    chosen, named = (function(*qkv, implementation=name) for name in (None, "triton"))
+@pytest.mark.parametrize(
+    ("op", "dtype", "options"),
+    [
+        ("linear_attention", "bfloat16", {}),
+        ("attention", "bfloat16", {}),
+        ("attention", "bfloat16", {"kv_lengths": jnp.array([200, 256])}),
+        ("attention", "float16", {}),
+    ],
+)
+def test_without_a_name_the_fastest_is_chosen(op: str, dtype: str, options: dict[str, Any]) -> None:
+    function, qkv = getattr(ato_jax, op), arrays(dtype, T=256)
+    tabled = device.describe(jax.devices()[0]).name == "NVIDIA H200"
+    by_cudnn = tabled and op == "attention" and dtype == "bfloat16" and not options
+    wanted = "cudnn" if by_cudnn else "triton"
+    explanation = ato_jax.explain(function, *qkv, **options)
+    assert (explanation.forward.backend, explanation.backward.backend) == (wanted, wanted)
+    chosen, named = (function(*qkv, implementation=name, **options) for name in (None, wanted))
     assert chosen.tobytes() == named.tobytes()

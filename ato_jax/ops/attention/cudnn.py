@@ -72,7 +72,11 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    out = _attention(spec, inputs)
+    if spec.keep_rest:
+        # The call that the backward repeats: compiled together, XLA makes one of the two.
+        out, _ = jax.vjp(functools.partial(_attention, spec), inputs)
+    else:
+        out = _attention(spec, inputs)
     # No caller asked for lse. NaN, so that no backward pass takes it for one unnoticed.
     return Outputs(out, jnp.full((spec.B, spec.T, spec.H), jnp.nan, jnp.float32))
 

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 Broadcast = tuple[bool, bool, bool, bool]
 
+# Rounding takes at most half of a last place, 127 of these shares of the number.
+REST_UNITS = {"bfloat16": 2.0**-8 / 127, "float16": 2.0**-11 / 127}
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
@@ -59,10 +62,22 @@ class AttentionSpec:
             "D": self.D,
             "V": self.V,
             "causal": self.right == 0,
-            "window": self.left is not None,
-            "bias": self.bias is not None,
+            "window": self.left is not None or self.right not in (None, 0),
+            "bias": _extent(self.bias),
+            "mask": _extent(self.mask),
+            "segments": self.segments,
+            "softcap": self.softcap is not None,
+            "dropout": self.dropout_rate > 0,
+            "grouped": self.H > self.G,
             "precision": self.precision,
         }
+
+
+def _extent(full: Broadcast | None) -> str:
+    """Of a bias or a mask: a number for every pair takes memory and loads that others do not."""
+    if full is None:
+        return "none"
+    return "pairs" if full[2] and full[3] else "broadcast"
 
 
 class Inputs(NamedTuple):
@@ -91,7 +106,7 @@ class Outputs(NamedTuple):
 
     out: jax.Array  # [B, T, H, V], v's dtype
     lse: jax.Array  # [B, T, H] float32 ([B, H, T] with layout "bhtd")
-    rest: jax.Array | None = None  # as out
+    rest: jax.Array | None = None  # [B, T, H, V] int8, in `REST_UNITS` of out
 
     def plain(self) -> Outputs:
         """Without what only a backward reads."""

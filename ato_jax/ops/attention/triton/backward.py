@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
+from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs, Residuals
 from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.common import (
     LOG2_E,
@@ -102,10 +102,13 @@ def _dq_kernel(
     out = load_rows(layout, out_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
     do = load_rows(layout, do_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
     lse = load_tile(layout, lse_ref, None, i0, block_q, spec.T)  # [block_q]
-    delta = sum_of_products(out, do)
     if rest_ref is not None:
         rest = load_rows(layout, rest_ref, None, i0, block_q, q_length, spec.V)  # [block_q, V]
-        delta = delta + sum_of_products(rest, do)
+        out = tuple(
+            tile.astype(jnp.float32) * (1 + units.astype(jnp.float32) * REST_UNITS[spec.dtype])
+            for tile, units in zip(out, rest, strict=True)
+        )
+    delta = sum_of_products(out, do)
     if dlse_ref is not None:
         delta = delta - load_tile(layout, dlse_ref, None, i0, block_q, q_length)
     if gain is not None:

@@ -31,7 +31,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
 from ato_jax.ops.attention.merging import merge
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
     LN_2,
     LOG2_E,
@@ -78,6 +78,13 @@ def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: 
     m = jnp.maximum(sink, FLOOR)
     total = jnp.exp2(sink - m)  # 0 for a sink of -inf
     return jnp.full((rows,), m, jnp.float32), jnp.full((rows,), total, jnp.float32), acc
+
+
+def _rest(spec: AttentionSpec, exact: jax.Array, rounded: jax.Array) -> jax.Array:
+    """`Outputs.rest` of an exact and a rounded `out`, both float32."""
+    share = (exact - rounded) / jnp.where(rounded == 0, jnp.inf, rounded)
+    nearest = jnp.floor(share / REST_UNITS[spec.dtype] + 0.5)
+    return jnp.clip(nearest, -127, 127).astype(jnp.int8)
 
 
 def _kernel(
@@ -161,7 +168,9 @@ def _kernel(
         store_rows(layout, out_ref, None, start, out, spec.T, spec.V)
         store_tile(layout, lse_ref, None, start, lse, spec.T)
         if rest_ref is not None:
-            rest = each(lambda tile: tile - tile.astype(rest_ref.dtype).astype(jnp.float32), out)
+            rest = each(
+                lambda tile: _rest(spec, tile, tile.astype(out_ref.dtype).astype(jnp.float32)), out
+            )
             store_rows(layout, rest_ref, None, start, rest, spec.T, spec.V)
 
 
@@ -200,7 +209,7 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
         out_shape=[
             jax.ShapeDtypeStruct((spec.B * parts, *rows, spec.V), out_dtype),
             jax.ShapeDtypeStruct((spec.B * parts, *rows), jnp.float32),
-            jax.ShapeDtypeStruct((spec.B, *rows, spec.V), out_dtype) if in_kernel else None,
+            jax.ShapeDtypeStruct((spec.B, *rows, spec.V), jnp.int8) if in_kernel else None,
         ],
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -213,6 +222,5 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
         if spec.keep_rest:
             # Not by casts to and fro, which XLA takes the liberty to leave out.
             figures = jnp.finfo(inputs.v.dtype)
-            rounded = lax.reduce_precision(out, figures.nexp, figures.nmant)
-            rest = (out - rounded).astype(inputs.v.dtype)
+            rest = _rest(spec, out, lax.reduce_precision(out, figures.nexp, figures.nmant))
     return Outputs(out.astype(inputs.v.dtype), lse, rest)
