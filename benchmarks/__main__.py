@@ -1,4 +1,6 @@
-"""`python -m benchmarks demo`, `run`, `linear` or `tune linear_attention`; `--helpshort`: flags."""
+"""`python -m benchmarks demo`, `run`, `linear`, `attention` or `tune linear_attention`;
+`--helpshort`: flags.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,16 @@ from absl import app, flags, logging
 # PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-from benchmarks import demo, linear, run, tune  # noqa: E402
+from benchmarks import attention, demo, linear, run, side_by_side, tune  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
 
 flags.adopt_module_key_flags(demo)
 flags.adopt_module_key_flags(run)
-flags.adopt_module_key_flags(linear)
+flags.adopt_module_key_flags(side_by_side)
 flags.adopt_module_key_flags(tune)
 
-COMMANDS = {"demo": demo.main, "run": run.main, "linear": linear.main}
+COMMANDS = {"demo": demo.main, "run": run.main}
+COMMANDS |= {"linear": linear.main, "attention": attention.main}
 COMMANDS |= {f"tune {op}": functools.partial(tune.main, op) for op in tune.OPS}
 
 

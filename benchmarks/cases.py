@@ -1,8 +1,10 @@
 """What is measured, and what is right: sizes, operations, traffic, memory, exact results.
 
-    u              = B * T * H * D * itemsize, one tensor
+    u              = B * T * H * D * itemsize, one tensor; that of a key is B * S * G * D * itemsize
     traffic        = 4u forward (q, k, v in, out), 7u backward (q, k, v, dout in, dq, dk, dv out)
-    products       = 4 * B * H * T^2 * D forward, 2.5 times as many backward; causal: half
+    products       = 4 * H * D * pairs forward, 2.5 times as many backward
+    pairs          = B * T * S, half of it if causal; those that are visible under a window or
+                     between documents
 
 A result passes when its relative RMS error against float64, on the same rounded inputs, is at
 most `TOLERANCES`: far above rounding, far below a mistake. The budgets that the library holds
@@ -20,19 +22,25 @@ import numpy as np
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TOLERANCES = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3}
 PHASES = ("forward", "forward + backward")
-# Up to here all rows are compared, and dk and dv with them; beyond, a sample of rows.
+# Up to here all rows are compared; beyond, a sample, outside of which the compared call's dout is
+# zero: so dk and dv are sums over the sample and are compared for every key.
 WHOLE = 1024
 SAMPLE = 16
+# Kernels skip what nothing sees in blocks of about so many rows and keys.
+BLOCK = 128
 # Logarithms of gates are drawn as the negative half of a normal distribution of this width.
 DECAY = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem with T = S and as many key as query heads; `op` is "linear", "softmax" or
-    "step": one token, T = 1, against a float32 state [B, H, D, D] that is updated in place.
+    """One problem; `op` is "linear", "softmax" or "step": one token, T = 1, against a float32
+    state [B, H, D, D] that is updated in place.
 
     `decay` is None, "head" ([H]), "step" ([B, T, H]) or "channel" ([B, T, H, D]), in float32.
+    Softmax attention alone has the rest: G key heads and S keys, if not H and T; `left`, how many
+    keys before its own a query sees, in a causal window; and `documents`, the mean length of
+    what is packed into a sequence, of which each token sees its own document.
     """
 
     op: str
@@ -43,11 +51,30 @@ class Case:
     dtype: str
     causal: bool = False
     decay: str | None = None
+    G: int | None = None
+    S: int | None = None
+    left: int | None = None
+    documents: int | None = None
+
+    @property
+    def query_shape(self) -> tuple[int, int, int, int]:
+        """Of q and out."""
+        return self.B, self.T, self.H, self.D
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        """Of k and v."""
+        return self.B, self.S or self.T, self.G or self.H, self.D
 
     @property
     def unit(self) -> int:
         """u, in bytes."""
-        return self.B * self.T * self.H * self.D * ITEMSIZES[self.dtype]
+        return math.prod(self.query_shape) * ITEMSIZES[self.dtype]
+
+    @property
+    def key_unit(self) -> int:
+        """The bytes of k, or of v."""
+        return math.prod(self.key_shape) * ITEMSIZES[self.dtype]
 
     @property
     def gates(self) -> tuple[int, ...]:
@@ -61,12 +88,60 @@ class Case:
         if self.op == "step":
             return 2 * 4 * self.B * self.H * self.D * self.D + 4 * self.unit
         gates = 4 * math.prod(self.gates) if self.decay else 0
-        return self.unit * 4 + gates if phase == "forward" else self.unit * 11 + 3 * gates
+        if phase == "forward":
+            return 2 * self.unit + 2 * self.key_unit + gates
+        return 5 * self.unit + 6 * self.key_unit + 3 * gates
+
+    @property
+    def pairs(self) -> float:
+        """Of a query and a key, that count: the visible ones, and of a causal square half."""
+        S = self.key_shape[1]
+        if self.left is None and self.documents is None and (self.T == S or not self.causal):
+            return self.B * self.T * S / (2 if self.causal else 1)
+        return sum(float(np.sum(last - first)) for first, last in map(self.seen, range(self.B)))
+
+    @property
+    def visible_blocks(self) -> float:
+        """The share of blocks of rows and keys in which any query sees any key."""
+        S, visible = self.key_shape[1], 0
+        for entry in range(self.B):
+            first, last = self.seen(entry)
+            starts = np.arange(0, self.T, BLOCK)
+            # Neither bound ever steps back, so a block of queries sees one run of keys.
+            ends = np.minimum(starts + BLOCK, self.T) - 1
+            visible += int(np.sum(-(-last[ends] // BLOCK) - first[starts] // BLOCK))
+        return visible / (self.B * -(-self.T // BLOCK) * -(-S // BLOCK))
 
     def operations(self, phase: str) -> float:
         """Multiplications and additions of softmax attention's products."""
-        forward = 4 * self.B * self.H * self.T**2 * self.D / (2 if self.causal else 1)
+        forward = 4 * self.H * self.D * self.pairs
         return forward if phase == "forward" else 3.5 * forward
+
+    @property
+    def document_ids(self) -> np.ndarray:
+        """[B, T] int32: the number of each token's document, cut at random places."""
+        assert self.documents is not None
+        generator = np.random.default_rng(self.T)
+        ids = np.zeros((self.B, self.T), np.int32)
+        for entry in ids:
+            cuts = generator.choice(self.T - 1, self.T // self.documents - 1, replace=False)
+            entry[1 + cuts] = 1
+        return np.cumsum(ids, axis=1, dtype=np.int32)
+
+    def seen(self, entry: int) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of each query of a batch entry: the first, and the one after the last; [T]."""
+        S = self.key_shape[1]
+        position = np.arange(self.T) + S - self.T
+        first, last = np.zeros_like(position), np.full_like(position, S)
+        if self.causal:
+            last = position + 1
+        if self.left is not None:
+            first = np.maximum(position - self.left, 0)
+        if self.documents is not None:
+            ids = self.document_ids[entry]
+            first = np.maximum(first, np.searchsorted(ids, ids, side="left"))
+            last = np.minimum(last, np.searchsorted(ids, ids, side="right"))
+        return first, last
 
     def memory(self, phase: str, quadratic: bool = False) -> int:
         """Bytes that a measurement takes, about; `quadratic` where all scores are kept.
@@ -83,9 +158,12 @@ class Case:
         if self.op == "step":
             return f"B{self.B} H{self.H} D{self.D} {self.dtype} step"
         return (
-            f"B{self.B} H{self.H} T{self.T} D{self.D} {self.dtype}"
+            f"B{self.B} H{self.H}{f' G{self.G}' if self.G else ''} T{self.T}"
+            f"{f' S{self.S}' if self.S else ''} D{self.D} {self.dtype}"
             f"{' causal' if self.causal else ''}"
             f"{f', decay per {self.decay}' if self.decay else ''}"
+            f"{f', window {self.left + 1}' if self.left is not None else ''}"
+            f"{f', documents of {self.documents}' if self.documents else ''}"
         )
 
 
@@ -100,7 +178,8 @@ def exact(
     mapped: bool = False,
     normalize: bool = True,
 ) -> dict[str, np.ndarray]:
-    """One head in float64: out and dq [R, D] of the rows; with all the rows, dk and dv [T, D], too.
+    """One head in float64: out and dq [R, D] of the rows, dk and dv [S, D] of a dout that is zero
+    in all others. It is the last head of the last batch entry, where that matters.
 
     With p the weights that average v, dp[i,j] = dout_i . v_j, and either
 
@@ -111,7 +190,8 @@ def exact(
     `mapped` says that q and k are features already, and without `normalize` p = w and dw = dp.
     """
     q, k, v, dout = (np.asarray(array, np.float64) for array in (q[rows], k, v, dout[rows]))
-    visible = np.arange(len(k)) <= rows[:, None] if case.causal else np.ones((1, len(k)), bool)
+    first, last = (bound[rows, None] for bound in case.seen(case.B - 1))
+    visible = (first <= np.arange(len(k))) & (np.arange(len(k)) < last)
     dp = dout @ v.T
     if case.op == "softmax":
         scale = q.shape[-1] ** -0.5
@@ -152,8 +232,7 @@ def exact(
         if not mapped:
             found["dq"] = found["dq"] * slope(q)
             found["dk"] = found["dk"] * slope(k)
-    names = ("out", "dq", "dk", "dv") if len(rows) == len(k) else ("out", "dq")
-    return {name: found[name] for name in names}
+    return found
 
 
 def phi(x: np.ndarray) -> np.ndarray:
@@ -166,26 +245,37 @@ def slope(x: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(x, 0))
 
 
+def compared_rows(case: Case) -> np.ndarray:
+    """The queries whose results are compared."""
+    if case.T <= WHOLE:
+        return np.arange(case.T)
+    return np.sort(np.random.default_rng(case.T).choice(case.T, SAMPLE, replace=False))
+
+
 def errors(
     case: Case, inputs: dict[str, np.ndarray], found: dict[str, np.ndarray], **variant: bool
 ) -> dict[str, float]:
-    """The relative RMS errors of one head's results [T, D]: out, and maybe dq, dk, dv.
+    """The relative RMS errors of the results of one key head and its queries: out, and maybe dq,
+    dk, dv.
 
-    Of long sequences a sample of rows is compared, and only out and dq. `variant` is what
-    `exact` takes beside the arrays.
+    k, v, dk and dv are [S, D]; q, dout, out and dq [H / G, T, D]. dout counts as zero outside of
+    `compared_rows`. `variant` is what `exact` takes beside the arrays.
     """
-    T = len(inputs["q"])
-    rows = np.arange(T)
-    if T > WHOLE:
-        rows = np.sort(np.random.default_rng(T).choice(T, SAMPLE, replace=False))
-    arrays = [inputs[name] for name in ("q", "k", "v", "dout")]
-    wanted = exact(case, *arrays, rows, inputs.get("decay"), **variant)
+    rows = compared_rows(case)
+    of_heads = [
+        exact(case, q, inputs["k"], inputs["v"], dout, rows, inputs.get("decay"), **variant)
+        for q, dout in zip(inputs["q"], inputs["dout"], strict=True)
+    ]
     told = {}
     for name, array in found.items():
-        if name in wanted:
-            array = np.asarray(array if name in ("dk", "dv") else array[rows], np.float64)
-            apart = np.linalg.norm(array - wanted[name])
-            told[name] = float(apart / np.linalg.norm(wanted[name]))
+        if name in ("dk", "dv"):
+            wanted = sum(head[name] for head in of_heads)
+        elif name in ("out", "dq"):
+            wanted, array = np.stack([head[name] for head in of_heads]), array[:, rows]
+        else:
+            continue
+        apart = np.linalg.norm(np.asarray(array, np.float64) - wanted)
+        told[name] = float(apart / np.linalg.norm(wanted))
     return told
 
 
@@ -199,7 +289,7 @@ def too_large(case: Case, found: dict[str, float]) -> str | None:
 
 
 def wrong(case: Case, inputs: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> str | None:
-    """What is wrong with one head's results [T, D] (out, and maybe dq, dk, dv); None if nothing."""
+    """What is wrong with results, as `errors` takes them; None if nothing."""
     return too_large(case, errors(case, inputs, found))
 
 

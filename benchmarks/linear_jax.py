@@ -31,6 +31,7 @@ class Contender:
     mapped: bool = False
     normalize: bool = True
     package: str = ""
+    searches: bool = False
 
     def prepare(self, case: Case, phase: str) -> ours.Prepared | str:
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -96,11 +97,13 @@ _jla_of = functools.partial(Contender, mapped=True, normalize=False, package="jl
 CONTENDERS = {
     "ato_jax": Contender(lambda case: True),
     "plain JAX": Contender(
-        lambda case: case.op == "linear" and not case.causal and not case.decay, _full
+        lambda case: case.op == "linear" and not case.causal and not case.decay,
+        _full,
+        searches=True,
     ),
-    "plain JAX, one step": Contender(lambda case: case.op == "step", _step),
+    "plain JAX, one step": Contender(lambda case: case.op == "step", _step, searches=True),
     "plain JAX, associative scan": Contender(
-        lambda case: case.causal and not case.decay and case.T % CHUNK == 0, _causal
+        lambda case: case.causal and not case.decay and case.T % CHUNK == 0, _causal, searches=True
     ),
     "jax-linear-attention, phi out, not normalised": _jla_of(
         lambda case: case.causal and case.decay in (None, "step"), _jla("simple_gla")

@@ -32,31 +32,37 @@ class Contender:
     softmax: bool = False
 
 
+def _ungated(case: Case) -> bool:
+    return case.op == "linear" and case.decay is None
+
+
 def _full(case: Case) -> bool:
-    return not case.causal and case.decay is None
+    return _ungated(case) and not case.causal
 
 
 def _causal(case: Case) -> bool:
-    return case.causal and case.decay is None
+    return _ungated(case) and case.causal
 
 
-def _ungated(case: Case) -> bool:
-    return case.decay is None
-
-
-def sdpa(backend: str) -> Contender:
-    """One of scaled_dot_product_attention's backends, by PyTorch's name for it."""
+def sdpa(backend: str | None) -> Contender:
+    """One of scaled_dot_product_attention's backends, by PyTorch's name; None lets it choose."""
 
     def make(torch: Any, case: Case) -> Attend:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            with sdpa_kernel([getattr(SDPBackend, backend)]):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=case.causal
-                )
+        attend = functools.partial(
+            torch.nn.functional.scaled_dot_product_attention,
+            is_causal=case.causal,
+            enable_gqa=case.G is not None,
+        )
+        if backend is None:
+            return attend
 
-        return attend
+        def by_backend(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel([getattr(SDPBackend, backend)]):
+                return attend(q, k, v)
+
+        return by_backend
 
     return Contender(_ungated, make, softmax=True)
 

@@ -31,11 +31,14 @@ def device_name() -> str:
 
 def backends(case: cases.Case) -> tuple[str, str]:
     """Which of the library's backends run the case: forward, backward."""
-    shape = jax.ShapeDtypeStruct((case.B, case.T, case.H, case.D), case.dtype)
-    options: dict[str, Any] = {"causal": case.causal}
+    q = jax.ShapeDtypeStruct(case.query_shape, case.dtype)
+    k = jax.ShapeDtypeStruct(case.key_shape, case.dtype)
+    more: list[Any] = []
     if case.decay:
-        options["decay"] = jax.ShapeDtypeStruct(case.gates, jnp.float32)
-    told = ato_jax.explain(OPS[case.op], shape, shape, shape, **options)
+        more.append(jax.ShapeDtypeStruct(case.gates, jnp.float32))
+    if case.documents:
+        more.append(jax.ShapeDtypeStruct((case.B, case.T), jnp.int32))
+    told = ato_jax.explain(OPS[case.op], q, k, k, **options(case, *more))
     forward, backward = (
         choice.backend if choice else "none" for choice in (told.forward, told.backward)
     )
@@ -44,12 +47,12 @@ def backends(case: cases.Case) -> tuple[str, str]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
-    """q, k, v and dout [B, T, H, D], and with a decay its logarithms, few of them far below 0."""
-    shape = (case.B, case.T, case.H, case.D)
+    """q, k, v and dout, with a decay its logarithms, few far below 0, with documents their ids."""
+    shapes = (case.query_shape, case.key_shape, case.key_shape, case.query_shape)
     keys = jax.random.split(key, 5)
     found = {
         name: jax.random.normal(one, shape, jnp.float32).astype(case.dtype)
-        for name, one in zip(("q", "k", "v", "dout"), keys, strict=False)
+        for name, one, shape in zip(("q", "k", "v", "dout"), keys, shapes, strict=False)
     }
     if case.decay is not None:
         found["decay"] = (
@@ -57,6 +60,8 @@ def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
             if case.decay == "head"
             else -cases.DECAY * jnp.abs(jax.random.normal(keys[4], case.gates))
         )
+    if case.documents:
+        found["ids"] = jnp.asarray(case.document_ids)
     return found
 
 
@@ -91,19 +96,12 @@ def prepare(
 
     Args:
       case, phase: what to run.
-      function: `function(q, k, v)` or, with a decay, `function(q, k, v, decay)`.
+      function: `function(q, k, v)` or, with a decay or documents, `function(q, k, v, decay)` or
+        `function(q, k, v, ids)`.
       mapped: the function takes features, phi(q) and phi(k), in place of q and k.
       normalize: whether it divides by the sum of the weights.
     """
-    attend = function or functools.partial(_attend, OPS[case.op], case.causal)
-
-    def call(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        arrays = [inputs[name] for name in ("q", "k", "v", "decay") if name in inputs]
-        if phase == "forward":
-            return {"out": attend(*arrays)}
-        out, pull = jax.vjp(attend, *arrays)
-        gradients = pull(inputs["dout"])
-        return dict(zip(("out", "dq", "dk", "dv", "ddecay"), (out, *gradients), strict=False))
+    call = called(case, phase, function)
 
     @jax.jit
     def launch(group: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
@@ -114,28 +112,16 @@ def prepare(
             results.append(result)
         return results
 
-    def one_head(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-        found = {
-            name: np.asarray(array[-1, :, -1].astype(jnp.float32))
-            for name, array in arrays.items()
-            if "decay" not in name
-        }
-        if "decay" in arrays:
-            decay = arrays["decay"]
-            of_head = np.asarray(decay[-1] if decay.ndim == 1 else decay[-1, :, -1])
-            found["decay"] = np.broadcast_to(of_head, (case.T, *of_head.shape[1:]))
-        return found
-
-    groups, calls = timing.groups_of_inputs(4 * case.unit, platform())
+    groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
     try:
         keys = jax.random.split(jax.random.key(case.T), (groups, calls))
         sets = [[draw(case, key) for key in group] for group in keys]
         if mapped:
             sets = [[_mapped(arrays) for arrays in group] for group in sets]
-        results = one_head(launch(sets[0])[0])
-        found = cases.errors(
-            case, one_head(sets[0][0]), results, mapped=mapped, normalize=normalize
-        )
+        compared = _compared(case, sets[0][0])
+        results = _one_group(case, launch([compared, *sets[0][1:]])[0])
+        inputs = _one_group(case, compared)
+        found = cases.errors(case, inputs, results, mapped=mapped, normalize=normalize)
         reason = cases.too_large(case, found)
         return reason or Prepared(lambda index: launch(sets[index % groups]), calls, found)
     except (ato_jax.UnsupportedError, ValueError) as error:
@@ -146,10 +132,71 @@ def prepare(
         return str(error).splitlines()[0]
 
 
-def _attend(op: Callable[..., Any], causal: bool, *arrays: jax.Array) -> jax.Array:
-    q, k, v, *decay = arrays
-    options = {"decay": decay[0]} if decay else {}
-    return op(q, k, v, causal=causal, **options)
+def called(
+    case: cases.Case, phase: str, function: Callable[..., Any] | None = None
+) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """From a set of inputs, as `draw` makes it, to out and maybe the gradients."""
+    attend = function or functools.partial(_attend, case)
+
+    def call(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        arrays = [inputs[name] for name in ("q", "k", "v", "decay") if name in inputs]
+        ids = [inputs["ids"]] if "ids" in inputs else []
+        if phase == "forward":
+            return {"out": attend(*arrays, *ids)}
+        out, pull = jax.vjp(lambda *arrays: attend(*arrays, *ids), *arrays)
+        gradients = pull(inputs["dout"])
+        return dict(zip(("out", "dq", "dk", "dv", "ddecay"), (out, *gradients), strict=False))
+
+    return call
+
+
+def scratch(case: cases.Case, phase: str, function: Callable[..., Any] | None = None) -> int:
+    """The bytes that the compiled call holds at its peak beyond its inputs and outputs."""
+    inputs = jax.eval_shape(functools.partial(draw, case), jax.random.key(0))
+    compiled = jax.jit(called(case, phase, function)).lower(inputs).compile()
+    told = compiled.memory_analysis()
+    assert told is not None
+    return told.temp_size_in_bytes
+
+
+def _compared(case: cases.Case, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same with a dout that is zero but in the rows that are compared."""
+    kept = np.zeros((case.T, 1, 1), bool)
+    kept[cases.compared_rows(case)] = True
+    return inputs | {"dout": jnp.where(kept, inputs["dout"], 0)}
+
+
+def _one_group(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """The last key head of the last batch entry, with its queries."""
+    heads = case.H // case.key_shape[2]
+    found = {}
+    for name, array in arrays.items():
+        if name in ("q", "dout", "out", "dq"):
+            # [H / G, T, D]
+            found[name] = np.asarray(array[-1, :, -heads:].astype(jnp.float32).swapaxes(0, 1))
+        elif name in ("k", "v", "dk", "dv"):
+            found[name] = np.asarray(array[-1, :, -1].astype(jnp.float32))  # [S, D]
+        elif name == "decay":
+            of_head = np.asarray(array[-1] if array.ndim == 1 else array[-1, :, -1])
+            found[name] = np.broadcast_to(of_head, (case.T, *of_head.shape[1:]))
+    return found
+
+
+def _attend(case: cases.Case, *arrays: jax.Array) -> jax.Array:
+    q, k, v, *more = arrays
+    return OPS[case.op](q, k, v, **options(case, *more))
+
+
+def options(case: cases.Case, *more: jax.Array) -> dict[str, Any]:
+    """The library's, for what a set of inputs has beside q, k and v."""
+    found: dict[str, Any] = {"causal": case.causal}
+    if case.decay:
+        found["decay"] = more[0]
+    if case.left is not None:
+        found["window"] = (case.left, None)
+    if case.documents:
+        found["segment_ids"] = more[0]
+    return found
 
 
 @jax.jit

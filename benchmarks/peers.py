@@ -1,5 +1,5 @@
 """What runs on PyTorch, in a process of its own: scaled_dot_product_attention, each backend by
-itself, and the linear attentions of `linear_torch.py`.
+itself, the linear attentions of `linear_torch.py` and the rest of `attention_torch.py`.
 
 JAX and PyTorch do not share a process here: each would hold threads and memory that the other
 needs. The driver starts this module as `python -m benchmarks.peers`, writes one JSON object a line
@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import byte_limit, cases, linear_torch, timing
+from benchmarks import attention_torch, byte_limit, cases, linear_torch, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 # Our names for PyTorch's SDPBackend members, the fastest first; they are also the legend's.
@@ -43,6 +43,8 @@ BACKENDS = {
     "memory-efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
+# By the op of the case that is asked for.
+CONTENDERS = {"linear": linear_torch.CONTENDERS, "softmax": attention_torch.CONTENDERS}
 # A call below this is launched in a CUDA graph: above, launching it costs nothing.
 SHORT_SECONDS = 1e-3
 
@@ -88,7 +90,7 @@ class Peer:
         return reply.get("unavailable") or timing.Timing(**reply)
 
     def prepare(self, contender: str, case: cases.Case, phase: str) -> dict[str, float] | str:
-        """The errors of one of `linear_torch.CONTENDERS`, now ready to be timed; or why not."""
+        """The errors of one of `CONTENDERS`, now ready to be timed; or why not."""
         facts = {"contender": contender, "case": dataclasses.asdict(case), "phase": phase}
         reply = self.ask("prepare", **facts)
         return reply.get("unavailable") or reply["errors"]
@@ -142,10 +144,11 @@ def _prepare(
         return tuple(shape[axis] for axis in order[: len(shape)]) if len(shape) > 1 else shape
 
     def draw() -> dict[str, Any]:
-        whole = arranged((case.B, case.T, case.H, case.D))
+        shapes = {"q": case.query_shape, "k": case.key_shape, "v": case.key_shape}
+        shapes["dout"] = case.query_shape
         tensors = {
-            name: normal(whole, dtype=getattr(torch, case.dtype))
-            for name in ("q", "k", "v", "dout")
+            name: normal(arranged(shape), dtype=getattr(torch, case.dtype))
+            for name, shape in shapes.items()
         }
         if contender.mapped:
             for name in ("q", "k"):
@@ -171,22 +174,34 @@ def _prepare(
         gradients = torch.autograd.grad(out, tuple(wanted.values()), tensors["dout"])
         return {"out": out} | dict(zip(wanted, gradients, strict=True))
 
-    def one_head(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    def compared(tensors: dict[str, Any]) -> dict[str, Any]:
+        """The same with a dout that is zero but in the rows that are compared."""
+        rows = torch.as_tensor(cases.compared_rows(case), device=device)
+        axis = 1 if contender.bthd else 2
+        kept = tensors["dout"].index_select(axis, rows)
+        return tensors | {"dout": torch.zeros_like(tensors["dout"]).index_copy(axis, rows, kept)}
+
+    def one_group(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+        """The last key head of the last batch entry, with its queries."""
+        heads = case.H // case.key_shape[2]
         found = {}
         for name, tensor in tensors.items():
             if tensor.ndim == 1:
                 last = tensor[-1].expand(case.T)
             else:
-                last = tensor[-1, :, -1] if contender.bthd else tensor[-1, -1]
+                # [H, T, D], or [H, T] of a decay for each step.
+                last = tensor[-1].transpose(0, 1) if contender.bthd else tensor[-1]
+                last = last[-heads:] if name in ("q", "dout", "out", "dq") else last[-1]
             found[name] = last.detach().double().cpu().numpy()
         return found
 
-    groups, calls = timing.groups_of_inputs(4 * case.unit, platform)
+    groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform)
     sets = [draw() for _ in range(groups * calls)]
+    inputs = compared(sets[0])
     found = cases.errors(
         case,
-        one_head(sets[0]),
-        one_head(call(sets[0])),
+        one_group(inputs),
+        one_group(call(inputs)),
         mapped=contender.mapped,
         normalize=contender.normalize,
     )
@@ -232,11 +247,11 @@ def _sdpa(torch: Any, platform: str, request: dict[str, Any]) -> dict[str, Any]:
     return _time(torch, platform, ready, request["seconds"])
 
 
-def _prepare_linear(
+def _prepare_contender(
     torch: Any, platform: str, request: dict[str, Any], prepared: dict[str, _Prepared]
 ) -> dict[str, Any]:
-    contender = linear_torch.CONTENDERS[request["contender"]]
     case = cases.Case(**request["case"])
+    contender = CONTENDERS[case.op][request["contender"]]
     if contender.softmax:
         case = dataclasses.replace(case, op="softmax")
     ready = _prepare(torch, platform, contender, case, request["phase"])
@@ -285,7 +300,7 @@ def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
                 elif request["ask"] == "sdpa":
                     yield _sdpa(torch, platform, request)
                 elif request["ask"] == "prepare":
-                    yield _prepare_linear(torch, platform, request, prepared)
+                    yield _prepare_contender(torch, platform, request, prepared)
                 elif request["ask"] == "time":
                     ready = prepared[request["contender"]]
                     yield _time(torch, platform, ready, request["seconds"])

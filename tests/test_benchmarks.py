@@ -179,22 +179,38 @@ def test_exact_is_the_reference(op, causal):
     found = cases.exact(case, *one.values(), np.arange(12))
     for name, array in wanted.exact.items():
         np.testing.assert_allclose(found[name], array[0, :, 0], rtol=1e-6, atol=1e-9)
-    assert cases.wrong(case, one, found) is None
     rows = np.array([3, 11])
     sampled = cases.exact(case, *one.values(), rows)
-    assert sampled.keys() == {"out", "dq"}
     np.testing.assert_allclose(sampled["dq"], found["dq"][rows])
+    # The sums over the rest are what a dout of zero in the sample leaves.
+    rest = cases.exact(case, *one.values(), np.setdiff1d(np.arange(12), rows))
+    np.testing.assert_allclose(sampled["dk"] + rest["dk"], found["dk"], atol=1e-12)
+    one, found = of_one_head(one), of_one_head(found)
+    assert cases.wrong(case, one, found) is None
     assert "dk is wrong" in cases.wrong(case, one, found | {"dk": found["dk"] * 1.01})
     assert "out is wrong" in cases.wrong(case, one, found | {"out": found["out"] * np.nan})
+
+
+def of_one_head(arrays):
+    """As `cases.errors` takes the arrays of a key head and its queries."""
+    of_queries = ("q", "dout", "out", "dq")
+    return {name: array[None] if name in of_queries else array for name, array in arrays.items()}
 
 
 def test_long_sequences_are_compared_by_a_sample_of_rows():
     case = cases.Case("linear", 1, 1, 2 * cases.WHOLE, 4, "float32")
     generator = np.random.default_rng(0)
     one = {name: generator.normal(size=(case.T, 4)) for name in ("q", "k", "v", "dout")}
-    out = cases.exact(case, *one.values(), np.arange(case.T))["out"]
-    assert cases.wrong(case, one, {"out": out, "dk": np.zeros_like(out)}) is None
-    assert "out is wrong" in cases.wrong(case, one, {"out": out + 0.1})
+    everywhere = cases.exact(case, *one.values(), np.arange(case.T))
+    rows = cases.compared_rows(case)
+    assert len(rows) == cases.SAMPLE
+    found = {"out": everywhere["out"]} | {
+        name: cases.exact(case, *one.values(), rows)[name] for name in ("dk", "dv")
+    }
+    one = of_one_head(one)
+    assert cases.wrong(case, one, of_one_head(found)) is None
+    assert "out is wrong" in cases.wrong(case, one, of_one_head({"out": found["out"] + 0.1}))
+    assert "dk is wrong" in cases.wrong(case, one, {"dk": everywhere["dk"]})
 
 
 def test_timing_counts_calls_and_waits_once_a_batch():

@@ -12,7 +12,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
-from benchmarks import cases, linear, linear_jax, linear_torch, ours, timing
+from benchmarks import cases, linear, linear_jax, linear_torch, ours, side_by_side, timing
 from benchmarks.cases import Case
 from tests import numerics
 
@@ -72,7 +72,7 @@ def test_plain_jax_computes_what_the_library_does():
         assert max(found.errors.values()) < 1e-5 and set(found.errors) == {"out", "dq", "dk", "dv"}
         assert isinstance(found.time(0.0), timing.Timing)
     step = Case("step", B=2, H=2, T=1, D=16, dtype="float32")
-    for name in linear.wanted(step):
+    for name in side_by_side.wanted(linear.CONTEST, step):
         assert linear_jax.CONTENDERS[name].prepare(step, "forward").errors["out"] < 1e-5
 
 
@@ -89,14 +89,19 @@ def test_a_peer_with_phi_out_is_compared_with_what_it_computes():
 
 def test_every_case_has_contenders():
     for case in linear.CASES["gpu"]:
-        names = linear.wanted(case)
+        names = side_by_side.wanted(linear.CONTEST, case)
         assert names[0] == "ato_jax" and len(names) >= 2
         if case.op == "linear" and case.decay is None:
             assert {"SDPA cuDNN", "SDPA flash"} < set(names)
     for name in [*linear_jax.CONTENDERS, *linear_torch.CONTENDERS]:
-        assert any(name in linear.wanted(case) for case in linear.CASES["gpu"]), name
+        assert any(
+            name in side_by_side.wanted(linear.CONTEST, case) for case in linear.CASES["gpu"]
+        ), name
     with flagsaver.flagsaver(contender="cuDNN"):
-        assert linear.wanted(linear.CASES["gpu"][0]) == ["ato_jax", "SDPA cuDNN"]
+        assert side_by_side.wanted(linear.CONTEST, linear.CASES["gpu"][0]) == [
+            "ato_jax",
+            "SDPA cuDNN",
+        ]
 
 
 def test_what_is_not_installed_is_said():
@@ -127,10 +132,10 @@ def test_turns_are_taken_and_the_table_says_why_not():
     case = dataclasses.replace(CASE, decay=None)
     peer = Peer()
     with flagsaver.flagsaver(contender="SDPA"):
-        rows = linear.measure(peer, case, "forward", 1e-3, lambda: 1.0)
-        late = linear.measure(peer, case, "forward", 1e-3, lambda: 0.0)
+        rows = side_by_side.measure(linear.CONTEST, peer, case, "forward", 1e-3, lambda: 1.0)
+        late = side_by_side.measure(linear.CONTEST, peer, case, "forward", 1e-3, lambda: 0.0)
     by_name = {row.contender: row for row in rows}
-    assert len(by_name["ato_jax"].turns) == linear.TURNS
+    assert len(by_name["ato_jax"].turns) == side_by_side.TURNS
     # Far behind: once is enough.
     assert by_name["SDPA cuDNN"].turns == [1.0] and peer.asked == ["SDPA cuDNN"]
     assert by_name["SDPA flash"].unavailable == "no kernel"

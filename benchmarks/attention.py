@@ -1,0 +1,171 @@
+"""Softmax attention beside its peers: long and short, grouped heads, windows, documents, caches.
+
+Operations are those of the products, 4 B H T S D forward and 3.5 times as many with the backward
+pass; half of them if causal; under a window and between documents those of the visible pairs. There
+the time is also told as a share of the same contender's without them, next to the share of pairs
+and of blocks that are visible. Where keys are many and queries few, the bytes are the limit, and
+stand below.
+
+At one size the table is followed by what the forward and backward pass of everything on JAX holds
+beyond its inputs and outputs, as XLA plans it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from absl import logging
+
+from benchmarks import attention_jax, attention_torch, cases, demo, ours, run, side_by_side
+from benchmarks.cases import Case
+from benchmarks.side_by_side import Meeting, Row
+
+_bf16 = functools.partial(Case, "softmax", dtype="bfloat16")
+_long = functools.partial(_bf16, B=2, H=16, T=16384, D=128)
+_tiny = functools.partial(Case, "softmax", B=2, H=2, T=128, D=16, dtype="float32")
+CASES = {
+    "gpu": (
+        _bf16(B=4, H=16, T=8192, D=128),
+        _bf16(B=4, H=16, T=8192, D=128, causal=True),
+        _bf16(B=4, H=32, T=8192, D=64),
+        _bf16(B=4, H=32, T=8192, D=64, causal=True),
+        _bf16(B=2, H=8, T=8192, D=256),
+        _bf16(B=2, H=8, T=8192, D=256, causal=True),
+        _bf16(B=2, H=32, G=8, T=8192, D=128, causal=True),
+        # Each after what it is a share of.
+        _long(causal=True),
+        _long(causal=True, left=1023),
+        _long(causal=True, documents=1024),
+        _long(),
+        _long(documents=1024),
+        *(
+            _bf16(B=4, H=16, T=T, D=D, causal=causal)
+            for T in (512, 128)
+            for D in (64, 128)
+            for causal in (False, True)
+        ),
+        # Beside D = 128 above.
+        *(
+            _bf16(B=4, H=16, T=8192, D=D, causal=causal)
+            for D in (96, 192)
+            for causal in (False, True)
+        ),
+        _bf16(B=1, H=16, T=1, S=65536, D=128),
+        _bf16(B=1, H=16, T=16, S=65536, D=128),
+        _bf16(B=1, H=32, G=8, T=16, S=65536, D=128),
+    ),
+    "cpu": (
+        _tiny(),
+        _tiny(causal=True),
+        _tiny(causal=True, left=15),
+        _tiny(causal=True, documents=32),
+        _tiny(H=4, G=2, causal=True),
+        _tiny(T=1, S=256),
+    ),
+}
+ERRORS = ("out", "dq", "dk", "dv")
+MEMORY_CASES = {"gpu": CASES["gpu"][2], "cpu": CASES["cpu"][0]}
+CONTEST = side_by_side.Contest(CASES, attention_jax.CONTENDERS, attention_torch.CONTENDERS)
+
+
+def whole(case: Case) -> Case:
+    """The same without its window or documents."""
+    return dataclasses.replace(case, left=None, documents=None)
+
+
+def table(case: Case, phases: dict[str, list[Row]], earlier: list[Row]) -> str:
+    """Both phases of one case, side by side.
+
+    `earlier` rows tell what the case without its window or documents took.
+    """
+    unit, name = (1e12, "TFLOP/s") if ours.platform() == "gpu" else (1e9, "GFLOP/s")
+    full = whole(case)
+    before = {(row.phase, row.contender): row.seconds for row in earlier if row.case == str(full)}
+    columns = 2 if case == full else 3
+
+    def figures(row: Row) -> list[str]:
+        if row.seconds is None or row.rate is None:
+            return ["-"] + [""] * (columns - 1)
+        of_full = before.get((row.phase, row.contender))
+        share = f"{row.seconds / of_full:.1%}" if of_full else ""
+        return [demo.milliseconds(row.seconds), f"{row.rate / unit:.3g}", share][:columns]
+
+    head, limits = [str(case)], ["  byte limit"]
+    for phase, rows in phases.items():
+        head += [f"{phase}, ms", name, "of full"][:columns]
+        limits += [demo.milliseconds(rows[0].limit), *[""] * (columns - 1)]
+    lines, notes = [[*head, *ERRORS]], []
+    for both in zip(*phases.values(), strict=True):
+        errors = {one: error for row in both for one, error in row.errors.items()}
+        told = [f"{errors[one]:.1e}" if one in errors else "" for one in ERRORS]
+        if any(row.seconds for row in both):
+            numbers = [cell for row in both for cell in figures(row)]
+            lines.append([f"  {both[0].contender}", *numbers, *told])
+        reasons = {row.unavailable for row in both}
+        if len(reasons) == 1:
+            both = both[:1]
+        # Without the phase where both have the same reason.
+        notes += [
+            f"  {row.contender}{f', {row.phase}' if len(reasons) > 1 else ''}: {row.unavailable}"
+            for row in both
+            if row.unavailable
+        ]
+    if case.T != case.key_shape[1]:
+        lines.append(limits + [""] * len(ERRORS))
+    return "\n".join([demo.aligned(lines, texts=1), *about(case), *notes])
+
+
+def about(case: Case) -> list[str]:
+    """What the table's reader has to know of the case."""
+    backends = [f"{phase} {run.ran(case, phase)}" for phase in cases.PHASES]
+    found = [f"  ato_jax ran by: {'; '.join(backends)}"]
+    if case != whole(case):
+        pairs = case.pairs / whole(case).pairs
+        blocks = case.visible_blocks / whole(case).visible_blocks
+        found.append(f"  of the full one's, visible pairs: {pairs:.1%}; blocks: {blocks:.1%}")
+    return found
+
+
+def scratch(case: Case) -> dict[str, int | str]:
+    """By contender on JAX: the bytes beyond inputs and outputs, or why they are not known."""
+    names = [name for name in side_by_side.wanted(CONTEST, case) if name in CONTEST.in_jax]
+
+    def of(name: str) -> int | str:
+        try:
+            return attention_jax.CONTENDERS[name].scratch(case, cases.PHASES[1])
+        except Exception as error:  # a peer's own: its reason, and on to the next
+            return side_by_side.refusal(error)
+
+    with side_by_side.compilers() as pool:
+        return dict(zip(names, pool.map(of, names), strict=True))
+
+
+def memory_table(case: Case, found: dict[str, int | str]) -> str:
+    matrix = case.B * case.H * case.T * case.key_shape[1] * cases.ITEMSIZES[case.dtype]
+    lines = [[f"{case}, {cases.PHASES[1]}, beyond inputs and outputs", "MB", "of [B, H, T, S]"]]
+    notes = []
+    for name, size in found.items():
+        if isinstance(size, str):
+            notes.append(f"  {name}: {size}")
+        else:
+            lines.append([f"  {name}", f"{size / 1e6:.1f}", f"{size / matrix:.2%}"])
+    return "\n".join([demo.aligned(lines, texts=1), *notes])
+
+
+def tell(meeting: Meeting) -> None:
+    for case in meeting.cases():
+        earlier = list(meeting.rows)
+        phases = {phase: meeting.measure(case, phase) for phase in side_by_side.phases(case)}
+        print("\n" + table(case, phases, earlier), flush=True)
+        if case == MEMORY_CASES[ours.platform()] and meeting.left() > 0:
+            held = scratch(case)
+            meeting.facts["memory"] = {"case": str(case), "bytes": held}
+            print("\n" + memory_table(case, held), flush=True)
+        meeting.write()
+
+
+def main() -> int:
+    # Tokamax warns of each call for which it has no tuned config.
+    logging.set_verbosity(logging.ERROR)
+    return side_by_side.hold(CONTEST, tell)
