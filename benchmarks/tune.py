@@ -1,11 +1,11 @@
 """Block sizes by measurement, on the device that this runs on: writes the table that
 `ato_jax/tuning.py` reads.
 
-For every case the search starts at the backend's rule and goes through `STEPS`: each step tries
-all combinations of its candidates, the other fields left as they are, and keeps the fastest. A
-candidate that does not compile, or whose results are not the rule's within the library's budgets,
-is dropped with a note. What is timed is the whole forward and the whole backward, of those the
-ones whose program a candidate changes, in turns with the best so far.
+For every case the search starts at the backend's rule and goes through the op's steps: each tries
+its candidates, the other fields left as they are, and keeps the fastest. A candidate that does not
+compile, or whose results are not the rule's within the library's budgets, is dropped with a note.
+What is timed is the whole forward and the whole backward, of those the ones whose program a
+candidate changes, in turns with the best so far.
 
 At the end the winner and the rule are timed in turns once more: an entry is written where a phase
 gains more than the noise, and none loses half as much. Tables are written case by case, so a run
@@ -23,7 +23,7 @@ import os
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,7 @@ import jax.numpy as jnp
 from absl import flags, logging
 
 from ato_jax import device, tuning
-from ato_jax.ops.linear_attention import api, triton
-from ato_jax.ops.linear_attention.spec import LinearState, Outputs, Residuals
-from benchmarks import demo, ours, timing
+from benchmarks import demo, ours, timing, tune_attention, tune_linear_attention
 from benchmarks.cases import Case
 
 FLAGS = flags.FLAGS
@@ -43,105 +41,77 @@ flags.DEFINE_float("noise", 0.02, "tune: the gain, of 1, that an entry has to ex
 flags.DEFINE_string("table", "", "tune: the table to write, else ato_jax/tuned/<device>.toml")
 flags.DEFINE_string("only", "", "tune: of the cases, those whose name contains this")
 
-OPS = ("linear_attention",)
+# The names that an op's module has:
+#
+#     api                       the op's; its `OP` tells the backend and the type of residuals
+#     CASES                     what is searched for, the most wanted first
+#     WHEN                      what an entry's `when` names: the traits that the cases differ in,
+#                               and those without which the kernels would be others
+#     BUDGETS                   the library's of each result, relative RMS, for `DTYPES`
+#     BY_ROW                    the results of which each row is compared, too: averages, no row of
+#                               theirs is a small difference of large terms
+#     steps(spec, device)       the steps, each a list of candidates: the fields that they change
+#     draw(case, key)           the arrays by name, one of them `dout`
+#     prepare(case, arrays)     the request: its spec and inputs
+#     cotangents(outputs, dout)
+#     results(phase, found)     what is compared of a phase's results, by name
+OPS = {"linear_attention": tune_linear_attention, "attention": tune_attention}
 BACKEND = "triton"
 PHASES = ("forward", "backward")
+# The forward that a backward follows. It is not timed: it has the forward's config.
+TRAINING = "forward for backward"
+EVERY_PHASE = (*PHASES, TRAINING)
 
-_bf16 = functools.partial(Case, "linear", dtype="bfloat16")
-# The most wanted first. Each fills a card, and its arrays are larger than a cache.
-CASES = {
-    "linear_attention": (
-        _bf16(B=8, T=65536, H=8, D=64),
-        _bf16(B=1, T=16384, H=32, D=128),
-        _bf16(B=8, T=65536, H=8, D=64, causal=True),
-        _bf16(B=1, T=16384, H=32, D=128, causal=True),
-        _bf16(B=8, T=16384, H=8, D=64, causal=True, decay="step"),
-        _bf16(B=1, T=65536, H=16, D=128, causal=True, decay="step"),
-        _bf16(B=8, T=16384, H=8, D=64, causal=True, decay="channel"),
-        _bf16(B=4, T=4096, H=16, D=128, causal=True, decay="channel"),
-        _bf16(B=8, T=16384, H=8, D=64, causal=True, decay="head"),
-        _bf16(B=1, T=16384, H=32, D=128, causal=True, decay="head"),
-        Case("linear", B=8, T=16384, H=8, D=64, dtype="float16"),
-        Case("linear", B=8, T=16384, H=8, D=64, dtype="float16", causal=True),
-        Case("linear", B=4, T=16384, H=8, D=64, dtype="float32"),
-        Case("linear", B=4, T=16384, H=8, D=64, dtype="float32", causal=True),
-    )
-}
-# What an entry's `when` names: the traits that the cases differ in, and those without which the
-# kernels would be others.
-WHEN = ("dtype", "D", "V", "causal", "decay", "segments", "features", "precision")
-
-# The candidates. Fields that end in `programs` are given per multiprocessor. Where a field does
-# nothing for a case, its candidates are one program, and cost no time.
-STEPS: dict[str, tuple[dict[str, tuple[Any, ...]], ...]] = {
-    "linear_attention": (
-        {"programs": (2, 4, 8, 16), "piece_rows": (4096, 16384)},
-        {"run_rows": (0, 64, 128, 256), "pair_block": (32, 64)},
-        {"state_block": (32, 64, 128), "state_warps": (4, 8)},
-        {"state_stages": (2, 3, 4, 5)},
-        {"state_programs": (1, 2, 3, 4, 8)},
-        {"output_block": (32, 64, 128), "output_warps": (4, 8)},
-        {"output_stages": (1, 2, 3, 4, 5)},
-        {"output_rows": (0, 128, 256), "output_programs": (1, 2, 4)},
-        {"dq_block": (16, 32, 64, 128), "dq_warps": (4, 8)},
-        {"dq_delayed": (False, True), "dq_stages": (1, 2, 3, 4)},
-        {"dq_programs": (1, 2, 3, 4, 8)},
-        {"dkv_block": (16, 32, 64, 128), "dkv_warps": (4, 8)},
-        {"dkv_stages": (1, 2, 3, 4, 5)},
-        {"dkv_rows": (0, 128, 256), "dkv_programs": (1, 2, 4)},
-    )
-}
 # A step's winner has to gain this much; less is noise at `STEP_SECONDS`.
 STEP_GAIN = 0.005
 STEP_SECONDS = 0.05
 FINAL_SECONDS = 0.4
-# Rows that no tile divides, for the winner to be compared at, too.
-RAGGED = {"B": 2, "T": 997, "H": 2}
+# Rows that no tile divides, for the winner to be compared at, too: several windows or documents.
+RAGGED = {"B": 2, "T": 3001, "H": 4}
 
-# The library's budgets, relative RMS: bfloat16, float16, float32.
 DTYPES = ("bfloat16", "float16", "float32")
-BUDGETS = {
-    "out": (3e-3, 6e-4, 2e-6),
-    "state_kv": (4e-3, 1e-3, 2e-6),
-    "state_k_sum": (4e-3, 1e-3, 2e-6),
-    "dq": (5e-3, 1e-3, 2e-6),
-    "dk": (4e-3, 1e-3, 2e-6),
-    "dv": (4e-3, 1e-3, 2e-6),
-    "ddecay": (1e-2, 2e-3, 2e-5),
-}
-# Averages: no row of theirs is a small difference of large terms, so each row is compared.
-BY_ROW = ("out", "dv")
 
 
 class Bench:
     """One case on this device: what a config's programs are, whether they are right, and fast."""
 
-    def __init__(self, case: Case) -> None:
-        arrays = ours.draw(case, jax.random.key(case.T))
-        request = api.prepare(
-            *(arrays[name] for name in ("q", "k", "v")),
-            causal=case.causal,
-            decay=arrays.get("decay"),
-        )
+    def __init__(self, op: Any, case: Case) -> None:
+        arrays = op.draw(case, jax.random.key(case.T))
+        request = op.prepare(case, arrays)
+        here = device.describe(jax.devices()[0])
         self.spec = request.spec
-        self.default = triton.default_config(self.spec, device.describe(jax.devices()[0]))
-        self._arguments: dict[str, tuple[Any, ...]] = {"forward": (request.inputs,)}
-        self._traces: dict[str, list[Trace]] = {phase: [] for phase in PHASES}
+        traits = self.spec.traits()
+        self.when = {name: traits[name] for name in op.WHEN}
+        self.steps = op.steps(self.spec, here)
+        self._op, self._backend = op, op.api.OP.backend(BACKEND)
+        self.default = self._backend.default_config(self.spec, here)
+        self._arguments: dict[str, tuple[Any, ...]] = {
+            phase: (request.inputs,) for phase in ("forward", TRAINING)
+        }
+        self._traces: dict[str, list[Trace]] = {phase: [] for phase in EVERY_PHASE}
         self._compiled: dict[str, Any] = {}
-        outputs = self._run("forward", self.default)
-        no_state = LinearState(*(jnp.zeros_like(array) for array in outputs.state))
-        self._arguments["backward"] = (
-            Residuals(request.inputs, outputs),
-            Outputs(arrays["dout"], no_state),
-        )
-        self._right = {phase: self._results(phase, self.default) for phase in PHASES}
+        self._right: dict[str, dict[str, jax.Array]] = {}
+
+        def backward_arguments(outputs: Any) -> tuple[Any, Any]:
+            residuals = op.api.OP.residuals(request.inputs, outputs)
+            return residuals, op.cotangents(outputs, arrays["dout"])
+
+        # Shapes do for compiling, which takes the longest: so all programs can be at once.
+        outputs = jax.eval_shape(self._function(TRAINING, self.default), request.inputs)
+        self._arguments["backward"] = backward_arguments(outputs)
+        self.compile([self.default], EVERY_PHASE)
+        outputs = self._run(TRAINING, self.default)
+        self._arguments["backward"] = backward_arguments(outputs)
+        for phase in PHASES:
+            self._right[phase] = self._results(phase, self.default)
 
     def _function(self, phase: str, config: Any) -> Callable[..., Any]:
-        if phase == "forward":
-            return lambda inputs: triton.forward(self.spec, config, inputs)
-        return lambda residuals, cotangents: triton.backward(
-            self.spec, config, residuals, cotangents
-        )
+        if phase == "backward":
+            return lambda residuals, cotangents: self._backend.backward(
+                self.spec, config, residuals, cotangents
+            )
+        spec = self.spec.for_backward() if phase == TRAINING else self.spec
+        return lambda inputs: self._backend.forward(spec, config, inputs)
 
     def _trace(self, phase: str, config: Any) -> Trace:
         for known in self._traces[phase]:
@@ -150,7 +120,7 @@ class Bench:
         recorder = recording(config)
         try:
             traced = jax.jit(self._function(phase, recorder)).trace(*self._arguments[phase])
-            text = phase + re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))
+            text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))
         except Exception as error:  # whatever sizes that do not fit lead to
             traced, text = None, f"{phase} {config}: {error}"
         read = {name: getattr(config, name) for name in recorder.read}
@@ -175,7 +145,7 @@ class Bench:
             raise program
         return program
 
-    def compile(self, configs: Sequence[Any]) -> None:
+    def compile(self, configs: Sequence[Any], phases: Sequence[str] = PHASES) -> None:
         """All at once; what fails here says why when it is compared."""
 
         def one(job: tuple[str, Any]) -> None:
@@ -184,7 +154,7 @@ class Bench:
             except Exception as error:  # the compiler's own, of many kinds
                 logging.debug("%s: %s", job, error)
 
-        jobs = {self.program(*job): job for job in itertools.product(PHASES, configs)}
+        jobs = {self.program(*job): job for job in itertools.product(phases, configs)}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(one, jobs.values()))
 
@@ -192,31 +162,29 @@ class Bench:
         return self._compile(phase, config)(*self._arguments[phase])
 
     def _results(self, phase: str, config: Any) -> dict[str, jax.Array]:
-        found = self._run(phase, config)
-        if phase == "forward":
-            return {"out": found.out, "state_kv": found.state.kv, "state_k_sum": found.state.k_sum}
-        results = {"dq": found.q, "dk": found.k, "dv": found.v}
-        return results if found.decay is None else results | {"ddecay": found.decay}
+        return self._op.results(phase, self._run(phase, config))
 
-    def wrong(self, config: Any) -> str | None:
+    def wrong(self, config: Any, phases: Sequence[str] = PHASES) -> str | None:
         """Why the config is not to be used; None if it computes what the rule's does."""
         column = DTYPES.index(self.spec.dtype)
-        for phase in PHASES:
+        for phase in phases:
             if self.program(phase, config) == self.program(phase, self.default):
                 continue
             try:
                 results = jax.block_until_ready(self._results(phase, config))
             except Exception as error:  # the compiler's own, of many kinds
                 return f"{phase}: {str(error).splitlines()[0][:100]}"
+            if phase not in self._right:
+                self._right[phase] = self._results(phase, self.default)
             for name, right in self._right[phase].items():
-                budget = BUDGETS[name][column]
+                budget = self._op.BUDGETS[name][column]
                 whole, worst = map(float, difference(results[name], right))
                 share = 10 if self.spec.dtype == "float32" else 4
                 share *= 1 + 3 * right.shape[-1] ** -0.5
                 # Comparisons that NaN does not pass.
                 if not whole <= budget:
                     return f"{name} is off by {whole:.1e}, the budget is {budget:.1e}"
-                if name in BY_ROW and not worst <= share * budget:
+                if name in self._op.BY_ROW and not worst <= share * budget:
                     return f"a row of {name} is off by {worst:.1e}"
         return None
 
@@ -233,10 +201,10 @@ class Bench:
 
     def forget(self, best: Any) -> None:
         """Frees the programs of all configs but the rule's and the best."""
-        kept = {self.program(phase, one) for phase in PHASES for one in (self.default, best)}
+        kept = {self.program(*job) for job in itertools.product(self._traces, (self.default, best))}
         self._compiled = {text: one for text, one in self._compiled.items() if text in kept}
-        for phase in PHASES:
-            self._traces[phase] = [one for one in self._traces[phase] if one.text in kept]
+        for phase, traces in self._traces.items():
+            self._traces[phase] = [one for one in traces if one.text in kept]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,15 +249,6 @@ def difference(found: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array
     return whole, jnp.max(rows_apart / jnp.maximum(jnp.maximum(rows, typical / 2), tiny))
 
 
-def choices(step: Mapping[str, Sequence[Any]], places: int) -> Iterator[dict[str, Any]]:
-    """All combinations, `programs` times the number of multiprocessors."""
-    for values in itertools.product(*step.values()):
-        yield {
-            name: value * places if name.endswith("programs") else value
-            for name, value in zip(step, values, strict=True)
-        }
-
-
 def told(config: Any, other: Any) -> dict[str, Any]:
     """The fields in which config differs from other."""
     fields = dataclasses.asdict(config)
@@ -300,24 +259,18 @@ def names(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in fields.items()) or "the rule's"
 
 
-def descend(
-    bench: Any,
-    steps: Sequence[Mapping[str, Sequence[Any]]],
-    places: int,
-    out_of_time: Callable[[], bool],
-    say: Callable[[str], None],
-) -> Any:
+def descend(bench: Any, out_of_time: Callable[[], bool], say: Callable[[str], None]) -> Any:
     """The fastest config that the steps lead to, from the rule's."""
     best = bench.default
-    for step in steps:
+    for step in bench.steps:
         if out_of_time():
-            say(f"  out of time before {', '.join(step)}")
+            say(f"  out of time before {', '.join(step[0])}")
             break
         # One config for each pair of programs.
         different = {
             tuple(bench.program(phase, config) for phase in PHASES): config
             for config in (
-                *(dataclasses.replace(best, **choice) for choice in choices(step, places)),
+                *(dataclasses.replace(best, **choice) for choice in step),
                 best,
             )
         }
@@ -330,13 +283,13 @@ def descend(
             else:
                 configs.append(config)
         if len(configs) > 1:
-            best = fastest(bench, configs, step, say)
+            best = fastest(bench, configs, step[0], say)
         bench.forget(best)
     return best
 
 
 def fastest(
-    bench: Any, configs: Sequence[Any], step: Mapping[str, Any], say: Callable[[str], None]
+    bench: Any, configs: Sequence[Any], fields: Iterable[str], say: Callable[[str], None]
 ) -> Any:
     """The first, unless another takes less time in all and no more in any phase."""
     times: list[list[float]] = []  # by phase, then config
@@ -359,7 +312,7 @@ def fastest(
     if totals[index] > (1 - STEP_GAIN) * totals[0]:
         index = 0
     gain = 1 - totals[index] / totals[0]
-    kept = {name: getattr(configs[index], name) for name in step}
+    kept = {name: getattr(configs[index], name) for name in fields}
     say(f"  {names(kept)}: {1e3 * totals[index]:.4f} ms ({gain:.1%}) of {len(configs)} configs")
     return configs[index]
 
@@ -382,12 +335,7 @@ def entry(bench: Any, best: Any, noise: float, say: Callable[[str], None]) -> di
         say(f"  the rule's stays: {measured}")
         return None
     say(f"  an entry: {measured}: {names(changed)}")
-    traits = bench.spec.traits()
-    return {
-        "when": {name: traits[name] for name in WHEN},
-        "config": changed,
-        "measured": measured,
-    }
+    return {"when": bench.when, "config": changed, "measured": measured}
 
 
 def value_of(value: Any) -> str:
@@ -422,7 +370,6 @@ def tune(
     op: str,
     all_cases: Sequence[Case],
     bench_of: Callable[[Case], Any],
-    places: int,
     path: Path,
     budget: float,
     noise: float,
@@ -445,15 +392,18 @@ def tune(
             say(f"  the rule's does not run: {str(error).splitlines()[0]}")
             continue
         out_of_time = functools.partial(lambda deadline: time.monotonic() > deadline, deadline)
-        best = descend(bench, STEPS[op], places, out_of_time, say)
+        best = descend(bench, out_of_time, say)
         found = entry(bench, best, noise, say)
         if found is not None:
-            if reason := bench_of(dataclasses.replace(case, **RAGGED)).wrong(best):
+            ragged = bench_of(dataclasses.replace(case, **RAGGED, G=case.G and 1))
+            # As `tuning` applies it: on the rule for this shape.
+            config = dataclasses.replace(ragged.default, **found["config"])
+            ragged.compile([config], EVERY_PHASE)
+            if reason := ragged.wrong(config, EVERY_PHASE):
                 say(f"  no entry: at T = {RAGGED['T']}, {reason}")
                 found = None
         entries += found is not None
-        traits = bench.spec.traits()
-        record(path, op, {name: traits[name] for name in WHEN}, found)
+        record(path, op, bench.when, found)
     return entries
 
 
@@ -464,10 +414,11 @@ def main(op: str) -> int:
         return 1
     name = f"{tuning.table_name(here.name)}.toml"
     path = Path(FLAGS.table or Path(tuning.__file__).parent / "tuned" / name)
-    wanted = [case for case in CASES[op] if FLAGS.only in str(case)]
+    wanted = [case for case in OPS[op].CASES if FLAGS.only in str(case)]
     say = functools.partial(print, flush=True)
     say(f"{here.name}, {here.multiprocessors} multiprocessors; JAX {jax.__version__}")
     start = time.monotonic()
-    found = tune(op, wanted, Bench, here.multiprocessors, path, FLAGS.budget_s, FLAGS.noise, say)
+    bench_of = functools.partial(Bench, OPS[op])
+    found = tune(op, wanted, bench_of, path, FLAGS.budget_s, FLAGS.noise, say)
     say(f"{found} entries after {demo.ratio(time.monotonic() - start)} s: {path}")
     return 0
