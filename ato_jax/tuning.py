@@ -13,7 +13,8 @@ names. Where another backend than the op's first was measured to be the fastest,
     when = {dtype = "bfloat16"}
     backend = "cudnn"
 
-has it tried before the others where the caller names none. Traits never include T or S: nothing is tuned per sequence length, nothing at call time.
+has it tried before the others where the caller names none. Traits never include T or S: nothing is
+tuned per sequence length, nothing at call time.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def attention(
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     tensors |= {"q": query, "k": key, "v": value}
-    out, lse = _bridge.run(attention_api, tensors, options)
+    out, lse, _ = _bridge.run(attention_api, tensors, options)
     if transposed:
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     T = sizes["T"]

@@ -27,6 +27,8 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 # T, S, D, V
 ODD = (67, 67, 33, 17)
 WHOLE_COLUMNS = (301, 301, 64, 64)
+# Rows that fill half of the tallest blocks.
+HALF_A_BLOCK = (192, 192, 64, 64)
 GATED = (67, 67, 33, 33)
 
 
@@ -59,6 +61,7 @@ def plain(op: Callable[..., jax.Array], causal: bool) -> Iterator[Call]:
         ("float16", ODD),
         ("bfloat16", ODD),
         ("bfloat16", WHOLE_COLUMNS),
+        ("bfloat16", HALF_A_BLOCK),
     ):
         yield gradient(op, dtype, sizes, causal=causal)
 

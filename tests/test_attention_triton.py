@@ -117,6 +117,7 @@ def test_queries_in_strands(options):
     }
     if "dropout_rate" in options:
         options["dropout_key"] = jax.random.key(0)
+    # The last block's second strand lies beyond the queries.
     wanted = numerics.oracle("attention", *draw("bfloat16", B=2, T=80, S=90), **options)
     tiles = SMALL_TILES | {"block_q": 32, "strands": 2}
     with ato_jax.interpret():

@@ -217,7 +217,7 @@ def store_tile(
     head: Any,
     start: Any,
     value: jax.Array,
-    length: int,
+    length: Any,
     columns: Columns | None = None,
 ) -> None:
     rows = value.shape[0]
@@ -226,7 +226,7 @@ def store_tile(
 
 
 def store_rows(
-    layout: str, ref: Any, head: Any, start: Any, value: Sliced, length: int, width: int
+    layout: str, ref: Any, head: Any, start: Any, value: Sliced, length: Any, width: int
 ) -> None:
     for tile, columns in zip(value, column_slices(width), strict=True):
         store_tile(layout, ref, head, start, tile, length, columns)

@@ -112,6 +112,10 @@ def _kernel(
     pairs = Pairs.of(spec, options, b, "queries")
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     rows = block_q // strands
+    # A number says that tiles of `rows` do not cross it; where blocks do, a strand may lie beyond.
+    end: Any = spec.T if spec.T % block_q == 0 else jnp.int32(spec.T)
+    if not spec.q_lengths:
+        q_length = end
 
     def strand(n: int) -> Strand:
         start = block * block_q + n * rows
@@ -165,13 +169,13 @@ def _kernel(
         lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
         divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
         out = each(lambda tile, by=divisor: tile / by[:, None], acc)
-        store_rows(layout, out_ref, None, start, out, spec.T, spec.V)
-        store_tile(layout, lse_ref, None, start, lse, spec.T)
+        store_rows(layout, out_ref, None, start, out, end, spec.V)
+        store_tile(layout, lse_ref, None, start, lse, end)
         if rest_ref is not None:
             rest = each(
                 lambda tile: _rest(spec, tile, tile.astype(out_ref.dtype).astype(jnp.float32)), out
             )
-            store_rows(layout, rest_ref, None, start, rest, spec.T, spec.V)
+            store_rows(layout, rest_ref, None, start, rest, end, spec.V)
 
 
 def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
