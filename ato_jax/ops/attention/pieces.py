@@ -53,12 +53,13 @@ def combine(outs: Any, lses: Any, *, layout: str = "bthd") -> tuple[jax.Array, j
         raise ValueError("outs must hold at least one piece, got none")
 
     lse = lse.astype(jnp.float32)  # [N, ..., T, H]
-    saw = lse > -jnp.inf
+    # Compared for equality, so that a NaN is not taken for a piece that saw nothing.
+    saw = lse != -jnp.inf
     top = jnp.max(lax.stop_gradient(lse), axis=0)
-    top = jnp.where(top > -jnp.inf, top, 0)
+    top = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp(lse - top)  # 0 for -inf
     total = jnp.sum(weights, axis=0)
-    any_saw = total > 0
+    any_saw = total != 0
     safe = jnp.where(any_saw, total, 1)
     parts = jnp.where(saw[..., None], out.astype(jnp.float32), 0)  # [N, ..., T, H, V]
     merged = jnp.sum(parts * (weights / safe)[..., None], axis=0)
@@ -147,7 +148,7 @@ def total_attention(
 
     @jax.checkpoint
     def of_block(arrays: blocks.Arrays) -> jax.Array:
-        saw = arrays["lse"] > -jnp.inf  # [R, block]
+        saw = arrays["lse"] != -jnp.inf  # [R, block], so that a NaN stays one
         s = blocks.scores(spec, arrays)  # [R, block, S]
         p = jnp.exp(s - jnp.where(saw, arrays["lse"], 0)[..., None])
         return jnp.sum(jnp.where(saw[..., None], p, 0), axis=1)  # [R, S]

@@ -141,10 +141,7 @@ def resolve_output(
         raise ValueError("scale must be None where normalize is True: it would cancel")
     if scale is None:
         scale = 1.0 if normalize else D**-0.5
-    eps = shapes.static_number("eps", eps)
-    if eps <= 0:
-        raise ValueError(f"eps must be positive, got {eps}")
-    return normalize, shapes.static_number("scale", scale), eps
+    return normalize, shapes.static_number("scale", scale), shapes.positive("eps", eps)
 
 
 def refuse_positive(decay: jax.Array) -> None:

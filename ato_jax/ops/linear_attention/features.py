@@ -102,7 +102,8 @@ def favor(
     """
     num_features = shapes.positive_int("num_features", num_features)
     head_dim = shapes.positive_int("head_dim", head_dim)
-    direction_key, norm_key = jax.random.split(key)
+    orthogonal = shapes.flag("orthogonal", orthogonal)
+    direction_key, norm_key = shapes.draw("key", key, jax.random.split)
     if not orthogonal:
         return Favor(jax.random.normal(direction_key, (num_features, head_dim), jnp.float32))
     blocks = -(-num_features // head_dim)
@@ -130,6 +131,15 @@ def _trace(function: Callable[[jax.Array], jax.Array], dtype: Any) -> Any:
         raise ValueError(
             "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "
             f"it mapped one to {closed.out_avals}"
+        )
+    [out] = closed.out_avals
+    if jnp.issubdtype(out.dtype, jnp.complexfloating):
+        raise ValueError(f"feature_map must map real numbers to real ones, it gave {out.dtype}")
+    # Of one scalar, a sum over everything is the scalar: it is elementwise here alone.
+    if reduction := re.search(r"\b(reduce_\w+)\[\s*axes=\(\)", str(closed.jaxpr)):
+        raise ValueError(
+            "feature_map must be an elementwise JAX function, which maps each entry by itself; "
+            f"it calls {reduction[1]} over all of them"
         )
     return closed
 
