@@ -108,7 +108,21 @@ class Walk(NamedTuple):
         return tiles.tile_rows(first, block, spec.S, whole, length)
 
 
-def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
+def _check_blocks(config: Config, pieces: Pieces, in_pairs: bool) -> None:
+    """Kernels count the blocks of a piece, and the tiles of a pair: nothing may be left over."""
+    names = ("state_block", "output_block", "dq_block", "dkv_block")
+    for name in names:
+        block = getattr(config, name)
+        if block < pieces.rows and pieces.rows % block:
+            raise ValueError(f"{name}={block} must divide the {pieces.rows} rows of a piece")
+    for name in names[1:] if in_pairs else ():
+        block = pieces.block_within(getattr(config, name))
+        if config.pair_block < block and block % config.pair_block:
+            raise ValueError(f"pair_block={config.pair_block} must divide {name}={block}")
+
+
+def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> Walk:
+    run_rows = config.run_rows if phase == "forward" else config.backward_run_rows
     both_ways = not spec.causal and (spec.decay is not None or spec.segments == "self")
     indexed = spec.segments == "cross" or spec.causal and spec.offset is None
     offset = spec.S - spec.T if spec.causal and not indexed else 0
@@ -117,13 +131,13 @@ def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
         length = spec.T + spec.S
     else:
         length = max(spec.T, spec.S)
-    stored = both_ways or config.run_rows > 0 and spec.decay is None
+    stored = both_ways or run_rows > 0 and spec.decay is None
     if both_ways:
         # A state for every chunk: queries read two of them, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
     elif stored:
         most = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
-        rows = min(config.run_rows, pl.cdiv(length, most) * most)
+        rows = min(run_rows, pl.cdiv(length, most) * most)
         pieces = Pieces(pl.cdiv(length, rows), rows, length)
     else:
         block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
@@ -131,6 +145,7 @@ def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
         if spec.decay is not None:
             most_rows = min(most_rows, max(block, GATED_PIECE_ROWS))
         pieces = tiles.cut(length, spec.B * spec.G, most_rows, block, config.programs)
+    _check_blocks(config, pieces, stored and not both_ways)
     aligned = offset == 0 and not indexed and pieces.count * pieces.rows == length
     # Earlier pieces hold keys alone, which the walks over queries leave out.
     with_queries = max(0, offset) // pieces.rows
