@@ -144,6 +144,28 @@ def _trace(function: Callable[[jax.Array], jax.Array], dtype: Any) -> Any:
     return closed
 
 
+# What a jaxpr's text does not tell apart: rules of derivatives, and functions of the host.
+HIDING = ("custom_jvp", "custom_vjp", "callback")
+
+
+def _hides_something(closed: Any) -> bool:
+    """Whether a custom map may differ from another of the same text, and is only itself."""
+    inner = [
+        parameter
+        for equation in closed.jaxpr.eqns
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")
+        )
+        if hasattr(parameter, "jaxpr")
+    ]
+    names = [equation.primitive.name for equation in closed.jaxpr.eqns]
+    return (
+        any(word in name for name in names for word in HIDING)
+        or any(one.consts for one in inner)
+        or any(map(_hides_something, inner))
+    )
+
+
 def _evaluate(
     function: Callable[[jax.Array], jax.Array], jaxpr: Any, x: jax.Array, *constants: jax.Array
 ) -> jax.Array:
@@ -185,4 +207,7 @@ def resolve(feature_map: Any, D: int) -> tuple[FeatureMap, tuple[jax.Array, ...]
     parameters = tuple(jnp.asarray(constant) for constant in closed.consts)
     # Addresses of functions differ from one trace of the same function to the next.
     text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    if _hides_something(closed):
+        # Held by the map, so that no other function gets its number.
+        text = f"{text} {id(feature_map)}"
     return FeatureMap("custom", False, function, text), parameters, D
