@@ -171,7 +171,7 @@ def _decay_gradient(
 ) -> jax.Array:
     """The gradient of each step's decay, [B, G, steps] (`walk.py`)."""
     ends, starts, *right = flows
-    if not walk.both_ways:
+    if not walk.stored:
         passing = edge_flows(states[0][:2], cotangents[0][:2])
         found = Flows(reads[0], starts, ends + reads[0])
         return decay_flows(walk, found, passing, config.dq_block)
@@ -181,6 +181,9 @@ def _decay_gradient(
 
     ahead, behind = slice(None, -1), slice(1, None)
     passing = keeps["keeps"] * edge_flows(edges(states[0], ahead), edges(cotangents[0], behind))
+    if not walk.both_ways:
+        found = Flows(reads[0], starts, ends + reads[0])
+        return decay_flows(walk, found, passing, walk.pieces.rows)
     passing += keeps["keeps_right"] * edge_flows(
         edges(states[1], behind), edges(cotangents[1], ahead)
     )

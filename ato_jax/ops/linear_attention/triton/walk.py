@@ -30,7 +30,9 @@ edge ahead of chunk c, the product of the state there and its cotangent,
     X(c) = E(c) - sum R     E(c + 1) = X(c) + sum A
 
 E is taken from the stored states at the edges of pieces, and by sums of R and A between them: a
-sum over the whole sequence would gather the roundings of all its terms.
+sum over the whole sequence would gather the roundings of all its terms. Where a state is stored
+for every chunk, X is the product of the state ahead, its cotangent behind, and keeps[c]: no
+difference, so that there the states may be rounded.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
         length = spec.T + spec.S
     else:
         length = max(spec.T, spec.S)
-    stored = both_ways or run_rows > 0 and spec.decay is None
+    stored = both_ways or run_rows > 0 and spec.decay != "channel"
     if both_ways:
         # A state for every chunk: queries read two of them, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
@@ -149,8 +151,8 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
     aligned = offset == 0 and not indexed and pieces.count * pieces.rows == length
     # Earlier pieces hold keys alone, which the walks over queries leave out.
     with_queries = max(0, offset) // pieces.rows
-    # Where a gate's gradient is taken from the states, they are not rounded.
-    rounded = stored and spec.dtype == "bfloat16" and spec.decay is None
+    # Both ways, beside a gate, float32 is all that was tried.
+    rounded = stored and spec.dtype == "bfloat16" and (spec.decay is None or not both_ways)
     return Walk(
         pieces,
         first_key,
@@ -350,15 +352,15 @@ class Flows(NamedTuple):
 
 def edge_flows(state: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> Any:
     """E at the edges of the pieces, from kv [B, G, P, V, F] and k_sum [B, G, P, F] of both."""
-    kv = jnp.sum(state[0] * cotangent[0], axis=(3, 4))
+    kv = jnp.sum(state[0].astype(jnp.float32) * cotangent[0].astype(jnp.float32), axis=(3, 4))
     return kv + jnp.sum(state[1] * cotangent[1], axis=3)
 
 
 def decay_flows(walk: Walk, flows: Flows, passing: jax.Array, block: int) -> jax.Array:
     """F at each step, [B, G, N].
 
-    `passing` is E at the edges of the pieces [B, G, P + 1], or both ways, where a piece is a
-    chunk, what passes it, X [B, G, P].
+    `passing` is E at the edges of the pieces [B, G, P + 1], or where states are stored, and a
+    piece is a chunk, what passes it, X [B, G, P].
     """
 
     def cut(array: jax.Array) -> jax.Array:
@@ -366,7 +368,7 @@ def decay_flows(walk: Walk, flows: Flows, passing: jax.Array, block: int) -> jax
 
     ends = cut(flows.ends) + _running(cut(flows.ends))[1]
     starts = _running(cut(flows.starts))[0] - cut(flows.starts)
-    if not walk.both_ways:
+    if not walk.stored:
         passing = _passing_chunks(walk, flows, passing, block)
     flow = ends + starts + passing[..., None]
     return flow.reshape(flows.reads.shape)
