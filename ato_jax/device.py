@@ -73,9 +73,15 @@ def interpreting() -> bool:
     return _interpreting.get()
 
 
-@contextlib.contextmanager
-def interpret(value: bool = True) -> Iterator[None]:
+def interpret(value: bool = True) -> contextlib.AbstractContextManager[None]:
     """Inside this context Pallas interprets the kernels, on any platform: slow, for tests."""
+    if not isinstance(value, bool):
+        raise ValueError(f"interpret's value must be True or False, got {value!r}")
+    return _interpreted(value)
+
+
+@contextlib.contextmanager
+def _interpreted(value: bool) -> Iterator[None]:
     token = _interpreting.set(value)
     try:
         yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -26,8 +27,11 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
 
     Raises what the call itself would raise for wrong arguments. Nothing is computed.
     """
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if name not in APIS:
+    # By identity: ato_torch has functions of the same names, which mean other things.
+    names = {getattr(api, name): name for name, api in APIS.items()} | {name: name for name in APIS}
+    unwrapped = inspect.unwrap(op) if callable(op) else op
+    name = names.get(unwrapped) if isinstance(unwrapped, Hashable) else None
+    if name is None:
         raise ValueError(f"op must be one of {', '.join(map(repr, APIS))}, got {op!r}")
     api = APIS[name]
     leaves, structure = jax.tree.flatten((args, kwargs))
@@ -38,6 +42,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
         index: leaf
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+        # Traced, these would be narrowed; as they are, `prepare` refuses them.
+        and str(leaf.dtype) not in ("float64", "complex128")
     }
     found: list[dispatch.Explanation] = []
 

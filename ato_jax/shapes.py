@@ -9,7 +9,8 @@ later one must agree. The error names the argument, what came and what was neede
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
+INT32 = np.iinfo(np.int32)
+LEAST = float(np.finfo(np.float32).tiny)  # denormals count as 0 in a kernel
+MOST = float(np.finfo(np.float32).max)
 
 
 def dtype_name(name: str, array: Any) -> str:
@@ -38,11 +42,18 @@ def bind(
     )
     if not agrees:
         known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+        wanted = f"[{', '.join(letters)}]" if letters else "a scalar where q has no batch axis"
         raise ValueError(
-            f"{name} must be [{', '.join(letters)}]{' with ' + known if known else ''}, "
-            f"got shape {tuple(shape)}"
+            f"{name} must be {wanted}{' with ' + known if known else ''}, got shape {tuple(shape)}"
         )
     sizes.update(zip(letters, shape, strict=True))
+
+
+def bind_batch(
+    sizes: dict[str, int], name: str, shape: tuple[int, ...], batched: bool = True
+) -> None:
+    """Binds [B]; where q has no batch axis, a scalar or [1]."""
+    bind(sizes, name, shape, "B" if batched or shape == (1,) else "")
 
 
 def broadcastable(
@@ -70,47 +81,96 @@ def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
         )
     if dtype is not None and found != dtype:
         raise ValueError(f"{name} must have q's dtype {dtype}, got {found}; convert one of them")
-    return jnp.asarray(array)
+    try:
+        return jnp.asarray(array)
+    except TypeError:  # it has a dtype, and no values
+        raise ValueError(f"{name} must be an array, got {array!r}") from None
 
 
 def integers(name: str, array: Any) -> jax.Array:
-    """`array` as int32; a ValueError unless it holds integers that int32 can hold."""
+    """`array` as a JAX array; a ValueError unless it holds integers.
+
+    Those of the host become int32, and a ValueError where they do not fit. An array of JAX's own
+    keeps its dtype, which may be wider: its values are not waited for, `clipped` narrows them.
+    """
     found = dtype_name(name, array)
     if not found.startswith(("int", "uint")):
         raise ValueError(f"{name} must hold integers, got {found}")
-    if not isinstance(array, jax.Array):
-        host = np.asarray(array)
-        limits = np.iinfo(np.int32)
-        if host.size and (host.min() < limits.min or host.max() > limits.max):
-            raise ValueError(f"{name} must fit in int32, got values up to {host.max()}")
-    return jnp.asarray(array, jnp.int32)
+    if isinstance(array, jax.Array):
+        return array
+    host = np.asarray(array)
+    if host.dtype == object:
+        raise ValueError(f"{name} must be an array, got {array!r}")
+    if host.size and (host.min() < INT32.min or host.max() > INT32.max):
+        raise ValueError(f"{name} must fit in int32, got {_span(host)}")
+    return jnp.asarray(host, jnp.int32)
 
 
-def lengths(name: str, array: Any, sizes: dict[str, int], axis: str) -> jax.Array:
+def fits_int32(dtype: Any) -> bool:
+    """Whether int32 holds every integer of this dtype."""
+    return bool(jnp.iinfo(dtype).max <= INT32.max)
+
+
+def clipped(array: jax.Array, low: int, high: int) -> jax.Array:
+    """Integers as int32 between low and high, clipped before they are narrowed."""
+    if fits_int32(array.dtype):
+        array = array.astype(jnp.int32)
+    low = max(low, int(jnp.iinfo(array.dtype).min))
+    return jnp.clip(array, low, high).astype(jnp.int32)
+
+
+def within(name: str, array: Any, low: int, high: int, high_name: str) -> None:
+    """A ValueError unless values on the host lie there; those on a device are not waited for."""
+    if isinstance(array, jax.Array):
+        return
+    host = np.asarray(array)
+    if host.size and (host.min() < low or host.max() > high):
+        raise ValueError(f"{name} must lie between {low} and {high_name}, got {_span(host)}")
+
+
+def _span(host: np.ndarray) -> str:
+    return f"{host.item()}" if host.size == 1 else f"values from {host.min()} to {host.max()}"
+
+
+def lengths(
+    name: str, array: Any, sizes: dict[str, int], axis: str, batched: bool = True
+) -> jax.Array:
     """Lengths [B] as int32 between 0 and the axis' size."""
     found = integers(name, array)
-    bind(sizes, name, found.shape, "B")
-    if not isinstance(array, jax.Array):
-        host = np.asarray(array)
-        if host.size and (host.min() < 0 or host.max() > sizes[axis]):
-            raise ValueError(
-                f"{name} must lie between 0 and {axis}={sizes[axis]}, got {host.tolist()}"
-            )
-    return jnp.clip(found, 0, sizes[axis])
+    bind_batch(sizes, name, found.shape, batched)
+    within(name, array, 0, sizes[axis], f"{axis}={sizes[axis]}")
+    return clipped(found.reshape(-1), 0, sizes[axis])
 
 
 def static_number(name: str, value: Any) -> float:
-    """A Python number; a ValueError for a traced one, which no kernel could be built for."""
+    """A Python number that float32 can hold; a traced one is none to build a kernel for."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a concrete number, got a traced one; multiply q by it")
     try:
-        if isinstance(value, bool | str) or np.ndim(value) != 0:
+        if not _is_real(value):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if not np.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
+    if not abs(number) <= MOST:
+        raise ValueError(f"{name} must be finite, as a float32, got {number}")
+    return number
+
+
+def _is_real(value: Any) -> bool:
+    """Whether float() keeps what this says: it takes text and truth values, too."""
+    if hasattr(value, "dtype"):
+        name = str(value.dtype)
+        return np.ndim(value) == 0 and ("int" in name or "float" in name)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def positive(name: str, value: Any) -> float:
+    """A number above 0, as a float32, too."""
+    number = static_number(name, value)
+    if number < LEAST:
+        least = f" (at least {LEAST:.2g}, float32's least)" if number > 0 else ""
+        raise ValueError(f"{name} must be positive{least}, got {number}")
     return number
 
 
@@ -130,3 +190,11 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
+
+
+def draw(name: str, key: Any, sample: Callable[[Any], jax.Array]) -> jax.Array:
+    """`sample(key)`, of a single JAX random key, typed or raw."""
+    try:
+        return sample(key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a single JAX random key, got {key!r}") from error

@@ -7,6 +7,7 @@ leaves them before it is transposed to [B, H, T, D], go as `layout="bthd"` and a
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -20,6 +21,8 @@ from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_torch import _bridge
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# int32 does not hold all of theirs.
+WIDE = (torch.int64, torch.uint32, torch.uint64)
 
 
 def attention(
@@ -68,19 +71,22 @@ def attention(
     """
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_all(query, key, value, smallest=2)
+    is_causal = shapes.flag("is_causal", is_causal)
+    enable_gqa = shapes.flag("enable_gqa", enable_gqa)
+    dropout_p = shapes.static_number("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     (query, key, value), batch, heads = _broadcast(query, key, value, enable_gqa)
     sizes = _bind(query, key, value, "BHTD", "BGSD", "BGSV")
     arrays = {
-        "query_offset": (query_offset, 1),
-        "segment_ids": (segment_ids, 2),
-        "q_segment_ids": (q_segment_ids, 2),
-        "kv_segment_ids": (kv_segment_ids, 2),
-        "q_lengths": (q_lengths, 1),
-        "kv_lengths": (kv_lengths, 1),
+        "query_offset": (query_offset, "B"),
+        "segment_ids": (segment_ids, "BT"),
+        "q_segment_ids": (q_segment_ids, "BT"),
+        "kv_segment_ids": (kv_segment_ids, "BS"),
+        "q_lengths": (q_lengths, "B"),
+        "kv_lengths": (kv_lengths, "B"),
     }
-    tensors, options = _integers(arrays, query)
+    tensors, options = _integers(arrays, query, sizes, batched=bool(batch))
     if attn_mask is not None:
         if is_causal:
             raise ValueError(
@@ -97,7 +103,8 @@ def attention(
         tensors["dropout_key"] = key_words.view(torch.uint32)
     options |= {
         "causal": is_causal,
-        "window": window,
+        # A copy, since backward reads it again and a list may have changed by then.
+        "window": copy.copy(window),
         "softcap": softcap,
         "scale": scale,
         "dropout_rate": dropout_p,
@@ -168,16 +175,22 @@ def linear_attention(
     sizes = _bind(query, key, value, *letters)
     sizes.setdefault("B", 1)
     arrays = {
-        "segment_ids": (segment_ids, 2),
-        "q_segment_ids": (q_segment_ids, 2),
-        "kv_segment_ids": (kv_segment_ids, 2),
-        "q_lengths": (q_lengths, 1),
-        "kv_lengths": (kv_lengths, 1),
+        "segment_ids": (segment_ids, "BT"),
+        "q_segment_ids": (q_segment_ids, "BT"),
+        "kv_segment_ids": (kv_segment_ids, "BS"),
+        "q_lengths": (q_lengths, "B"),
+        "kv_lengths": (kv_lengths, "B"),
     }
-    tensors, options = _integers(arrays, query)
+    tensors, options = _integers(arrays, query, sizes, batched)
     # The number of features is the feature map's: ato_jax checks axes of that size.
     if decay is not None:
         _check("decay", decay, like=query)
+        kinds = ["G", *(axes(layout, letters)[first:] for letters in ("BSG", "BSGF"))]
+        letters_of = {len(letters): letters for letters in kinds}
+        if decay.ndim not in letters_of:
+            needed = " or ".join(f"[{', '.join(letters)}]" for letters in kinds)
+            raise ValueError(f"decay must be {needed}, got shape {tuple(decay.shape)}")
+        shapes.bind(dict(sizes), "decay", tuple(decay.shape), letters_of[decay.ndim])
         has_batch = decay.ndim > 1 and not batched
         tensors["decay"] = (decay[None] if has_batch else decay).float()
     if initial_state is not None:
@@ -225,14 +238,18 @@ def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
     """A dense float tensor that ato_jax can compute with, on the device of `like`."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
+    _check_dense(name, tensor)
     if tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}; convert it first"
         )
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} as query is, got {tensor.device}")
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
 
 
 def _check_all(
@@ -336,6 +353,7 @@ def _four_axes(
     """attn_mask as [B|1, H|1, T|1, S|1]."""
     if not isinstance(attn_mask, torch.Tensor):
         raise ValueError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+    _check_dense("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise ValueError(
             f"attn_mask must be bool, float32 or query's {query.dtype}, got {attn_mask.dtype}"
@@ -369,28 +387,65 @@ def _four_axes(
 
 
 def _integers(
-    arrays: dict[str, tuple[Any, int]], query: torch.Tensor
+    arrays: dict[str, tuple[Any, str]],
+    query: torch.Tensor,
+    sizes: dict[str, int],
+    batched: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Lengths, segments and offsets: as tensors where on a GPU, else as arrays on the host.
 
-    ato_jax checks the values of those on the host. Each comes with its number of axes, of which
-    the batch axis may be missing.
+    ato_jax checks the values of those on the host. Each comes with its axes, without B where
+    `query` has none.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
     options: dict[str, Any] = {}
-    for name, (given, ndim) in arrays.items():
-        if given is None or isinstance(given, int):
+    for name, (given, letters) in arrays.items():
+        if given is None or (name == "query_offset" and isinstance(given, int)):
             options[name] = given
             continue
-        on_gpu = isinstance(given, torch.Tensor) and given.is_cuda
-        if on_gpu and given.device != query.device:
-            raise ValueError(f"{name} must be on {query.device} as query is, got {given.device}")
+        is_tensor = isinstance(given, torch.Tensor)
+        found = str(given.dtype) if is_tensor else shapes.dtype_name(name, given)
+        if not found.removeprefix("torch.").startswith(("int", "uint")):
+            raise ValueError(f"{name} must hold integers, got {found}")
+        if is_tensor:
+            _check_dense(name, given)
+            if given.device.type != "cpu" and given.device != query.device:
+                raise ValueError(
+                    f"{name} must be on {query.device} as query is, got {given.device}"
+                )
+        on_gpu = is_tensor and given.is_cuda
         # A copy of what is on the host, since backward reads it again.
-        if isinstance(given, torch.Tensor) and not on_gpu:
-            given = given.numpy()
-        array = given.to(torch.int32) if on_gpu else np.array(given)
-        (tensors if on_gpu else options)[name] = array[None] if array.ndim == ndim - 1 else array
-    return tensors, options
+        array: Any = given if on_gpu else np.array(given.numpy() if is_tensor else given)
+        if name != "query_offset" or array.ndim > 0:
+            if letters == "B":
+                shapes.bind_batch(dict(sizes), name, tuple(array.shape), batched)
+                array = array.reshape(-1)
+            else:
+                wanted = letters if batched else letters[1:]
+                shapes.bind(dict(sizes), name, tuple(array.shape), wanted)
+                array = array if batched else array[None]
+        (tensors if on_gpu else options)[name] = array
+    if any("segment_ids" in name for name in tensors):
+        # Ids of both sides are compared: they are narrowed together.
+        for name in [name for name in options if "segment_ids" in name]:
+            ids = options.pop(name)
+            if ids is not None:
+                tensors[name] = torch.as_tensor(ids.astype(np.int64), device=query.device)
+    return _narrow(tensors), options
+
+
+def _narrow(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Integers as int32: ids are equal where they were, the others as near as int32 can be."""
+    limits = torch.iinfo(torch.int32)
+    wide = {name: tensor.long() for name, tensor in tensors.items()}
+    narrow = {name: tensor.clamp(limits.min, limits.max).int() for name, tensor in wide.items()}
+    ids = {name: tensor for name, tensor in wide.items() if "segment_ids" in name}
+    if any(tensors[name].dtype in WIDE for name in ids):
+        # An id's place among all the ids, sorted: PyTorch's integers have 64 bits by default.
+        ordered = torch.cat(list(ids.values()), dim=1).sort(dim=1).values
+        for name, tensor in ids.items():
+            narrow[name] = torch.searchsorted(ordered, tensor.contiguous(), out_int32=True)
+    return narrow
 
 
 def _are_transposed(*tensors: torch.Tensor) -> bool:

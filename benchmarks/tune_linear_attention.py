@@ -43,7 +43,8 @@ WHEN = ("dtype", "D", "V", "causal", "decay", "segments", "features", "precision
 # nothing for a case, its candidates are one program, and cost no time.
 STEPS: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"programs": (2, 4, 8, 16), "piece_rows": (4096, 16384)},
-    {"run_rows": (0, 64, 128, 256), "pair_block": (32, 64)},
+    {"run_rows": (0, 64, 128, 256), "backward_run_rows": (0, 64, 128, 256)},
+    {"pair_block": (32, 64)},
     {"state_block": (32, 64, 128), "state_warps": (4, 8)},
     {"state_stages": (2, 3, 4, 5)},
     {"state_programs": (1, 2, 3, 4, 8)},

@@ -94,6 +94,14 @@ def test_combine_keeps_the_dtype_and_large_lse() -> None:
     np.testing.assert_allclose(out, outs.astype(jnp.float32).mean(0), rtol=1e-2)
 
 
+def test_combine_does_not_hide_nan() -> None:
+    """A piece whose scores are NaN is not one that saw nothing."""
+    outs, lses = normal(2, B, T, H, V), normal(2, B, T, H).at[0, 0, 0, 0].set(jnp.nan)
+    out, lse = combine(outs, lses)
+    assert np.isnan(lse[0, 0, 0]) and np.isnan(out[0, 0, 0]).all()
+    assert np.isnan(lse).sum() == 1 and np.isnan(out).sum() == V
+
+
 @pytest.mark.parametrize(
     ("outs", "lses", "message"),
     [
@@ -163,6 +171,13 @@ def test_total_attention_of_many_blocks_and_without_batch() -> None:
     np.testing.assert_allclose(total.sum() + sink, 2048, rtol=1e-5)
 
 
+def test_total_attention_does_not_hide_nan() -> None:
+    q, k, v = qkv()
+    lse = attention(q, k, v, return_lse=True)[1].at[0, 0, 0].set(jnp.nan)
+    total = total_attention(q, k, lse)
+    assert np.isnan(total[0, :, 0]).all() and np.isnan(total).sum() == k.shape[1]
+
+
 def test_total_attention_refuses() -> None:
     q, k, _ = qkv()
     with pytest.raises(ValueError, match=r"lse must be \[B, T, H\] with B=2, T=5, H=4"):
@@ -223,6 +238,21 @@ def test_decode_where_queries_are_as_many_as_keys() -> None:
     assert np.isfinite(lse[:, 2:]).all()
 
 
+def test_decode_takes_wide_integers() -> None:
+    """64 bits on the host or on the device, and anything in those that are not used."""
+    lengths = np.array([10, 3])
+    _, _, k_pages, v_pages, table = pages_and_table(lengths)
+    q = normal(2, 1, H, D)
+    wanted = decode_attention(q, k_pages, v_pages, table, lengths)
+    np.testing.assert_array_equal(
+        decode_attention(q, k_pages, v_pages, np.array(table, np.int64), lengths), wanted
+    )
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.array(table, np.int64)).at[1, 1:].set(1 << 40)
+        found = decode_attention(q, k_pages, v_pages, wide, jnp.asarray(lengths))
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_decode_traces_and_differentiates() -> None:
     lengths = jnp.array([10, 3])
     _, _, k_pages, v_pages, table = pages_and_table(np.array([10, 3]))
@@ -246,6 +276,8 @@ def test_decode_traces_and_differentiates() -> None:
         ({"v_pages": normal(PAGES, 2, G, V)}, r"v_pages must be \[P, page, G, V\] with P=9, page"),
         ({"page_table": np.zeros((3, 3), int)}, r"page_table must be \[B, pages\] with B=2"),
         ({"page_table": np.zeros((2, 3))}, "page_table must hold integers"),
+        ({"page_table": [[-1, 0, 0], [0, 1, 2]]}, "page_table must lie between 0 and P - 1 = 8"),
+        ({"page_table": [[3, -1, 9], [0, 1, 9]]}, "page_table .* = 8 where used, got .* to 9"),
         ({"lengths": [1, 13]}, "lengths must lie between 0 and S=12"),
         ({"q": normal(2, 1, 3, D)}, "multiple of k's heads G, got H=3, G=2"),
         ({"k_pages": np.zeros((PAGES, PAGE, G, D))}, "k_pages must be float16, bfloat16"),

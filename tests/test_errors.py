@@ -88,9 +88,18 @@ def refused(*patterns: str) -> Any:
         ({"kv_lengths": np.array([-1, 0])}, ["kv_lengths must lie between 0 and S=6", "-1"]),
         ({"kv_lengths": [7, 0]}, ["kv_lengths must lie between 0 and S=6", "7"]),
         ({"kv_lengths": np.array([1, 2, 3])}, ["kv_lengths must be", "B=2", "got shape"]),
+        ({"kv_lengths": np.array([1 << 40, 0])}, ["kv_lengths must fit in int32", "1099511627776"]),
+        ({"q": jax.ShapeDtypeStruct((B, T, H, D), jnp.float32)}, ["q must be an array"]),
+        ({"kv_lengths": jax.ShapeDtypeStruct((B,), int)}, ["kv_lengths must be an array"]),
         ({"scale": "big"}, ["scale must be a number", "big"]),
         ({"scale": np.nan}, ["scale must be finite", "nan"]),
         ({"scale": jnp.ones(3)}, ["scale must be a number"]),
+        ({"scale": 1e39}, ["scale must be finite", "float32", "1e.39"]),
+        ({"scale": np.bool_(True)}, ["scale must be a number", "True"]),
+        ({"scale": jnp.bool_(True)}, ["scale must be a number", "True"]),
+        ({"scale": np.array("3")}, ["scale must be a number", "3"]),
+        ({"scale": b"3"}, ["scale must be a number", "3"]),
+        ({"scale": np.complex64(1 + 2j)}, ["scale must be a number", "2j"]),
     ],
 )
 def test_both(function: Any, changed: dict[str, Any], patterns: list[str]) -> None:
@@ -110,6 +119,10 @@ def test_both(function: Any, changed: dict[str, Any], patterns: list[str]) -> No
         (True, {"feature_map": jax.nn.softmax}, ["feature_map must be", "elementwise"]),
         (True, {"feature_map": lambda x: (x, x)}, ["feature_map must be", "elementwise"]),
         (True, {"feature_map": lambda x: x[0]}, ["feature_map must be", "elementwise"]),
+        (True, {"feature_map": jnp.sum}, ["feature_map must be", "elementwise", "reduce_sum"]),
+        (True, {"feature_map": lambda x: x / jnp.linalg.norm(x)}, ["feature_map must be", "sum"]),
+        (True, {"feature_map": lambda x: x - x.max()}, ["feature_map must be", "reduce_max"]),
+        (True, {"feature_map": lambda x: x * 1j}, ["feature_map must map real", "complex64"]),
         (
             True,
             {"feature_map": ato_jax.favor(jax.random.key(0), 8, D + 1)},
@@ -120,6 +133,7 @@ def test_both(function: Any, changed: dict[str, Any], patterns: list[str]) -> No
         (True, {"normalize": True, "scale": 0.5}, ["scale must be None", "normalize"]),
         (True, {"eps": 0.0}, ["eps must be positive", "0.0"]),
         (True, {"eps": -1}, ["eps must be positive", "-1"]),
+        (True, {"eps": 1e-50}, ["eps must be positive", "at least 1.2e-38", "1e-50"]),
         (True, {"eps": "small"}, ["eps must be a number", "small"]),
         (True, {"decay": jnp.full(G, 0.1)}, ["decay", "<= 0", "0.1"]),
         (True, {"decay": jnp.ones(H)}, ["decay must be", "G=2", "got shape"]),
@@ -184,6 +198,7 @@ def test_linear_attention(square: bool, options: dict[str, Any], patterns: list[
         ({"mask": jnp.ones((S, T), bool)}, ["mask must broadcast", "T=4", "got shape"]),
         ({"softcap": 0.0}, ["softcap must be positive", "0.0"]),
         ({"softcap": -3}, ["softcap must be positive", "-3"]),
+        ({"softcap": 1e-50}, ["softcap must be positive", "at least 1.2e-38", "1e-50"]),
         ({"softcap": "hard"}, ["softcap must be a number", "hard"]),
         ({"sinks": array(G)}, ["sinks must be", "H=4", "got shape"]),
         ({"sinks": np.ones(H)}, ["sinks must be", "float64"]),
@@ -195,7 +210,11 @@ def test_linear_attention(square: bool, options: dict[str, Any], patterns: list[
             {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0))},
             ["dropout_key must be a single"],
         ),
-        ({"query_offset": 1 << 70}, ["query_offset must lie within"]),
+        ({"query_offset": 1 << 70}, ["query_offset must lie between", f"got {1 << 70}"]),
+        ({"query_offset": -(1 << 31)}, ["query_offset must lie between", f"got -{1 << 31}"]),
+        ({"query_offset": np.array([(1 << 31) - 1, 0])}, ["query_offset must lie between"]),
+        ({"query_offset": np.array([0, -(1 << 31)])}, ["query_offset must lie between"]),
+        ({"query_offset": np.array(1 << 30)}, ["query_offset must lie between"]),
         ({"query_offset": np.array([1 << 40, 0])}, ["query_offset must fit in int32"]),
         ({"return_lse": None}, ["return_lse must be True or False", "None"]),
     ],
@@ -213,9 +232,177 @@ def test_lengths_on_the_device_are_clipped() -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
+@each_op
+def test_lengths_without_a_batch_axis_are_scalars(function: Any) -> None:
+    """As the letters say; one in an array means the same."""
+    unbatched = [one[0] for one in qkv()]
+    wanted = function(*qkv(), kv_lengths=np.array([3, 3]))[0]
+    for scalar in (3, np.int64(3), np.array(3), jnp.int32(3), [3], np.array([3]), jnp.array([3])):
+        np.testing.assert_array_equal(function(*unbatched, kv_lengths=scalar), wanted)
+    for lengths in ([3, 3], [[3]], [np.array([3])], jnp.array([3, 3])):
+        with refused("kv_lengths must be a scalar where q has no batch axis", "got shape"):
+            function(*unbatched, kv_lengths=lengths)
+
+
+def test_an_offset_without_a_batch_axis_is_a_scalar() -> None:
+    unbatched = [one[0] for one in qkv()]
+    wanted = ato_jax.attention(*qkv(), causal=True, query_offset=1)[0]
+    found = ato_jax.attention(*unbatched, causal=True, query_offset=jnp.int32(1))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    with refused("query_offset must be a scalar", "got shape"):
+        ato_jax.attention(*unbatched, causal=True, query_offset=[1, 1])
+
+
+def drawn(queries: int = T, keys: int = S) -> list[jax.Array]:
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=one.shape), one.dtype) for one in qkv(queries, keys)]
+
+
+WIDE = 1 << 32
+
+
+@each_op
+def test_wide_segment_ids(function: Any) -> None:
+    """Ids that are the same modulo 2^32 are different ids, in an array of JAX's own, too."""
+    ids = np.array([[5, 5, 6, 6], [7, 7, 7, 8]])
+    wide = np.where(ids == 6, 5 + WIDE, np.where(ids == 8, 7 - WIDE, ids))
+    kv_ids = np.array([[5, 5, 5, 6, 6, 6], [9, 9, 7, 7, 8, 8]])
+    kv_wide = np.where(kv_ids == 6, 5 + WIDE, np.where(kv_ids == 8, 7 - WIDE, kv_ids))
+    for arrays, small, large in (
+        (drawn(T, T), {"segment_ids": ids}, {"segment_ids": wide}),
+        (
+            drawn(),
+            {"q_segment_ids": ids, "kv_segment_ids": kv_ids},
+            {"q_segment_ids": wide, "kv_segment_ids": kv_wide},
+        ),
+    ):
+        wanted = function(*arrays, **small)
+        with jax.enable_x64(True):
+            on_device = {name: jnp.asarray(array) for name, array in large.items()}
+            found = function(*arrays, **on_device)
+            traced = jax.jit(lambda ids, arrays=arrays: function(*arrays, **ids))(on_device)
+            # numpy's integers have 64 bits, whatever they hold.
+            on_host = function(*arrays, **small)
+        for one in (found, traced, on_host):
+            np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-6)
+
+
+@each_op
+def test_unsigned_segment_ids(function: Any) -> None:
+    ids = np.array([[5, 5, 6, 6], [7, 7, 7, 8]])
+    unsigned = jnp.asarray(np.where(ids == 6, 5 + (1 << 31), ids), jnp.uint32)
+    arrays = drawn(T, T)
+    found = function(*arrays, segment_ids=unsigned)
+    np.testing.assert_array_equal(found, function(*arrays, segment_ids=ids))
+    with refused("q_segment_ids and kv_segment_ids must have one dtype", "uint32 and int32"):
+        function(*arrays, q_segment_ids=unsigned, kv_segment_ids=jnp.asarray(ids))
+    with jax.enable_x64(True), refused("must have one dtype", "uint64 and int64"):
+        both = {"q_segment_ids": jnp.asarray(ids, jnp.uint64), "kv_segment_ids": jnp.asarray(ids)}
+        function(*arrays, **both)
+
+
+@each_op
+def test_wide_lengths(function: Any) -> None:
+    """Clipped as they are, not after they were narrowed."""
+    wanted = function(*drawn(), kv_lengths=np.array([6, 0]))
+    unsigned = jnp.array([3_000_000_000, 0], jnp.uint32)
+    np.testing.assert_array_equal(function(*drawn(), kv_lengths=unsigned), wanted)
+    with jax.enable_x64(True):
+        lengths = jnp.asarray(np.array([WIDE + 1, 3 - WIDE]))
+        found = function(*drawn(), kv_lengths=lengths)
+        traced = jax.jit(lambda lengths: function(*drawn(), kv_lengths=lengths))(lengths)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(traced, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_offsets_too_far_to_tell_apart() -> None:
+    """On a device they count as far away as positions go; they do not come around."""
+    first, last = (ato_jax.attention(*drawn(), causal=True, query_offset=n) for n in (-T, S))
+    wanted = jnp.concatenate([last[:1], first[1:]])
+    found = ato_jax.attention(
+        *drawn(), causal=True, query_offset=jnp.array([(1 << 31) - 1, -(1 << 31)])
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    with jax.enable_x64(True):
+        offsets = jnp.asarray(np.array([3 * WIDE - 1, -3 * WIDE]))
+        found = ato_jax.attention(*drawn(), causal=True, query_offset=offsets)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_smallest_id_is_no_padding() -> None:
+    """Padded keys are no run of any id, of which there could be another."""
+    arrays = drawn(3, S)
+    least = -(1 << 31)
+    ids = {"q_segment_ids": [[7] * 3] * B, "kv_segment_ids": [[7, 7, 8, 8, 8, 8]] * B}
+    wanted = ato_jax.linear_attention(*arrays, kv_lengths=np.array([4, 5]), **ids)
+    least_ids = {name: np.where(np.array(side) == 7, least, side) for name, side in ids.items()}
+    found = ato_jax.linear_attention(*arrays, kv_lengths=np.array([4, 5]), **least_ids)
+    assert wanted.any()
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_window_wider_than_everything() -> None:
     wanted = ato_jax.attention(*qkv())
     np.testing.assert_array_equal(ato_jax.attention(*qkv(), window=(1 << 70, 1 << 31)), wanted)
+    far = {"window": (None, 1 << 31), "query_offset": 1 << 29}
+    np.testing.assert_array_equal(ato_jax.attention(*qkv(), **far), wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "patterns"),
+    [
+        ((None, 8, D), ["key must be a single JAX random key", "None"]),
+        ((3, 8, D), ["key must be a single JAX random key", "3"]),
+        ((jnp.zeros(2), 8, D), ["key must be a single JAX random key"]),
+        ((jax.random.split(jax.random.key(0)), 8, D), ["key must be a single JAX random key"]),
+        ((jax.random.key(0), 0, D), ["num_features must be an int of at least 1", "0"]),
+        ((jax.random.key(0), 8, 2.0), ["head_dim must be an int of at least 1", "2.0"]),
+        ((jax.random.key(0), 8, True), ["head_dim must be an int of at least 1", "True"]),
+    ],
+)
+def test_favor(arguments: tuple[Any, ...], patterns: list[str]) -> None:
+    with refused(*patterns):
+        ato_jax.favor(*arguments)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_favor_orthogonal(value: Any) -> None:
+    with refused("orthogonal must be True or False", str(value)):
+        ato_jax.favor(jax.random.key(0), 8, D, orthogonal=value)
+
+
+@pytest.mark.parametrize("value", [3, "no", None, jnp.bool_(True)])
+def test_interpret(value: Any) -> None:
+    with refused("interpret", "must be True or False"):
+        ato_jax.interpret(value)
+
+
+STATE = ato_jax.LinearState(array(B, G, D, V), array(B, G, D))
+
+
+@pytest.mark.parametrize(
+    ("changed", "patterns"),
+    [
+        ({"q": array(B, T, H, D)}, ["q must be", r"\[B, H, D\]", "got shape"]),
+        ({"k": array(B, G, D, dtype=jnp.bfloat16)}, ["k must have q's dtype", "bfloat16"]),
+        ({"v": array(B, H, V)}, ["v must be", "G=2", "got shape"]),
+        ({"state": None}, ["state must be a LinearState", "NoneType"]),
+        ({"state": (STATE.kv, None)}, ["state.k_sum must be"]),
+        ({"state": (STATE.k_sum, STATE.kv)}, ["state.kv must be", "got shape"]),
+        ({"state": (STATE.kv.astype(int), STATE.k_sum)}, ["state.kv must be", "int32"]),
+        ({"decay": jnp.full(G, 0.1)}, ["decay", "<= 0", "0.1"]),
+        ({"decay": jnp.zeros(G, int)}, ["decay must be", "int32"]),
+        ({"decay": jnp.zeros(())}, ["decay must be", r"\[G\]", "got shape"]),
+        ({"eps": -1}, ["eps must be positive"]),
+        ({"scale": 1.0}, ["scale must be None", "normalize"]),
+        ({"normalize": 1}, ["normalize must be True or False"]),
+        ({"feature_map": None}, ["feature_map must be", "None"]),
+    ],
+)
+def test_step(changed: dict[str, Any], patterns: list[str]) -> None:
+    arguments = {"q": array(B, H, D), "k": array(B, G, D), "v": array(B, G, V), "state": STATE}
+    with refused(*patterns):
+        ato_jax.linear_attention_step(**(arguments | changed))
 
 
 @each_op

@@ -92,6 +92,40 @@ def test_explain_refuses_what_the_call_refuses(op: str) -> None:
         ato_jax.explain("softmax", q, k, v)
 
 
+@each_op
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_explain_does_not_narrow(op: str, name: str) -> None:
+    shapes = {
+        letter: jax.ShapeDtypeStruct(one.shape, np.float64 if letter == name else one.dtype)
+        for letter, one in zip("qkv", arrays(op), strict=True)
+    }
+    with pytest.raises(ValueError, match=f"{name} must be float16, .*, got float64"):
+        ato_jax.explain(op, **shapes)
+    integers = jax.ShapeDtypeStruct((2, 19), np.int64)
+    assert ato_jax.explain(op, *arrays(op), segment_ids=integers).implementation
+
+
+def test_explain_does_not_narrow_what_is_inside() -> None:
+    state = ato_jax.LinearState(
+        jax.ShapeDtypeStruct((2, 2, 4, 3), np.float32), jax.ShapeDtypeStruct((2, 2, 4), np.float64)
+    )
+    with pytest.raises(ValueError, match=r"initial_state.k_sum must be .*, got float64"):
+        ato_jax.explain("linear_attention", *arrays("linear_attention"), initial_state=state)
+
+
+@each_op
+def test_explain_knows_its_functions_from_their_namesakes(op: str) -> None:
+    function = getattr(ato_jax, op)
+    assert ato_jax.explain(jax.jit(function), *arrays(op)).op == op
+
+    def namesake() -> None:
+        pass
+
+    namesake.__name__ = op
+    with pytest.raises(ValueError, match="op must be one of"):
+        ato_jax.explain(namesake, *arrays(op))
+
+
 def test_unsupported_lists_every_backend() -> None:
     """With implementation=None the error tells each backend's reason."""
 

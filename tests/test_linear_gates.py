@@ -6,7 +6,7 @@ import aot
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_triton import check, compiled, draw, spec_of
+from test_linear_triton import STORED, check, compiled, draw, spec_of
 
 import ato_jax
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -39,6 +39,62 @@ def runs(B, length, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decay_of_steps(dtype, causal):
     check(90, 90, 2, 1, 16, 32, dtype, causal=causal, decay=decays(1, 90, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decay_with_a_state_stored_for_every_run(dtype):
+    config = STORED | {"dkv_block": 32}
+    check(90, 90, 4, 2, 16, 32, dtype, causal=True, decay=decays(1, 90, 2), config=config)
+
+
+def test_stored_decay_unnormalised_with_states_and_segments():
+    check(
+        90,
+        90,
+        4,
+        2,
+        16,
+        20,
+        "bfloat16",
+        B=2,
+        causal=True,
+        feature_map="silu",
+        poisoned=True,
+        layout="bhtd",
+        decay=decays(2, 2, 90),
+        segment_ids=runs(2, 90),
+        kv_lengths=np.array([81, 90]),
+        initial_state=state(2, 2, 16, 20),
+        return_state=True,
+        config=STORED,
+    )
+
+
+@pytest.mark.parametrize("T, S", [(20, 90), (90, 20)])
+def test_stored_decay_of_different_lengths(T, S):
+    check(T, S, 2, 1, 16, 16, causal=True, decay=decays(1, S, 1), config=STORED)
+
+
+def test_stored_decay_with_segments_of_queries_and_keys():
+    ids = {"q_segment_ids": runs(2, 43, seed=1), "kv_segment_ids": runs(2, 43, seed=2)}
+    decay = 0.05 * decays(2, 43, 1)
+    check(43, 43, 2, 1, 16, 16, B=2, causal=True, decay=decay, config=STORED, **ids)
+
+
+@pytest.mark.parametrize("decay", ["none", "weak", "mixed"])
+def test_stored_decays_over_runs_of_many_rows(decay):
+    """In bfloat16, where the states are rounded, and sums go over 128 rows."""
+    weak = -0.02 * np.random.default_rng(1).uniform(size=(1, 512, 1))
+    values = {"none": 0 * weak, "weak": weak, "mixed": decays(1, 512, 1)}[decay]
+    sizes = dict.fromkeys(("state_block", "output_block", "dq_block", "dkv_block"), 64)
+    config = STORED | sizes | {"run_rows": 128, "backward_run_rows": 128, "pair_block": 32}
+    values = jnp.asarray(values, jnp.float32)
+    check(512, 512, 1, 1, 64, 64, "bfloat16", causal=True, decay=values, config=config)
+
+
+def test_keys_in_smaller_blocks_than_queries_both_ways():
+    config = STORED | {"dq_block": 32}
+    check(90, 90, 2, 1, 16, 16, decay=decays(1, 90, 1), config=config)
 
 
 # To the kernels a decay of heads is one of steps.

@@ -26,6 +26,7 @@ OP = "linear_attention"
 SMALL = {
     "piece_rows": 32,
     "run_rows": 0,
+    "backward_run_rows": 0,
     "output_rows": 32,
     "dkv_rows": 32,
     "programs": 1,
@@ -35,7 +36,7 @@ SMALL = {
     "dkv_block": 16,
 }
 # A state stored for every run of two blocks, instead of carried.
-STORED = SMALL | {"run_rows": 32, "pair_block": 8}
+STORED = SMALL | {"run_rows": 32, "backward_run_rows": 32, "pair_block": 8}
 GPUS = {
     80: device.Device("gpu", "NVIDIA A100", (8, 0), 108, device.SHARED_MEMORY[8, 0]),
     90: device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0]),
@@ -139,6 +140,26 @@ def test_stored_runs_at_scales(scale):
     check(50, 50, 1, 1, 32, 32, "bfloat16", scale, causal=True, config=STORED)
 
 
+@pytest.mark.parametrize("stored", ["run_rows", "backward_run_rows"])
+def test_a_state_stored_in_one_phase_and_carried_in_the_other(stored):
+    check(75, 75, 2, 1, 16, 16, "bfloat16", causal=True, config=SMALL | {stored: 32})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dq_block": 24}, "dq_block=24 must divide the 32 rows"),
+        ({"run_rows": 40}, "must divide the 40 rows"),
+        ({"pair_block": 12}, "pair_block=12 must divide output_block=16"),
+    ],
+)
+def test_blocks_that_would_leave_rows_over_are_refused(change, words):
+    spec = spec_of(16, "float32", True, T=128, B=1, H=1)
+    config = dataclasses.replace(triton.default_config(spec, GPUS[90]), **(STORED | change))
+    with pytest.raises(ValueError, match=words):
+        walk.plan(spec, config)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_odd_sizes_groups_and_the_other_layout(causal):
     check(55, 55, 4, 2, 20, 33, layout="bhtd", B=2, causal=causal)
@@ -176,6 +197,25 @@ def test_projected_features(dtype, causal):
 def test_projected_features_where_differences_bring_out_roundings(causal):
     favor = ato_jax.favor(jax.random.key(0), 128, 64)
     check(200, 200, 2, 1, 64, 64, "bfloat16", feature_map=favor, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_projected_features_with_a_state_stored_for_every_run(dtype):
+    favor = ato_jax.favor(jax.random.key(0), 40, 16)
+    options = {"feature_map": favor, "causal": True, "return_state": True}
+    check(75, 75, 4, 2, 16, 24, dtype, config=STORED, **options)
+
+
+def test_each_phase_of_projected_features_has_its_own_rule():
+    spec = dataclasses.replace(
+        spec_of(64, "bfloat16", True),
+        F=128,
+        feature_map=features.FeatureMap("favor", True, lambda x, w: x, elementwise=False),
+    )
+    config = triton.default_config(spec, GPUS[90])
+    # The backward is float32: tiles of few rows, which walk.
+    assert config.run_rows > 0 and config.backward_run_rows == 0
+    assert config.dq_block < config.output_block
 
 
 def test_projected_features_unnormalised_in_the_other_layout():
@@ -245,23 +285,29 @@ def test_reasons():
         ({"decay": "channel", "segments": "self"}, "segments"),
         ({"D": 512, "F": 512, "V": 64}, "D=512"),
         ({"D": 128, "F": 128, "V": 1024}, "V=1024"),
+        ({"D": 16, "F": 16, "V": 1024}, "V=1024"),
+        ({"D": 512, "F": 512, "V": 16}, "D=512"),
+        ({"D": 32, "F": 32, "V": 512, "decay": "channel"}, "V = 256"),
         ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),
         ({"feature_map": custom(jax.lax.digamma, "digamma")}, "digamma"),
     ):
         assert word in triton.unsupported(dataclasses.replace(base, **change), "forward")
 
 
-def spec_of(D, dtype, causal, T=16384, B=4, H=8):
-    elu1 = features.NAMED["elu1"]
-    return LinearAttentionSpec(B, T, T, H, H, D, D, D, dtype, elu1, True, 1.0, 1e-6, causal=causal)
+def spec_of(D, dtype, causal, T=16384, B=4, H=8, V=None):
+    elu1, V = features.NAMED["elu1"], V or D
+    return LinearAttentionSpec(B, T, T, H, H, D, D, V, dtype, elu1, True, 1.0, 1e-6, causal=causal)
 
 
 def compiled(spec, capability):
     """What the kernels of both phases became, by name."""
     config = triton.default_config(spec, GPUS[capability])
-    shape = jax.ShapeDtypeStruct((spec.B, spec.T, spec.H, spec.D), spec.dtype)
+    shape, values = (
+        jax.ShapeDtypeStruct((spec.B, spec.T, spec.H, width), spec.dtype)
+        for width in (spec.D, spec.V)
+    )
     decay = jax.ShapeDtypeStruct((spec.G,), jnp.float32) if spec.decay == "head" else None
-    inputs = Inputs(shape, shape, shape, decay=decay)
+    inputs = Inputs(shape, shape, values, decay=decay)
 
     def forward(inputs):
         return triton.forward(spec, config, inputs)
@@ -271,7 +317,7 @@ def compiled(spec, capability):
 
     outputs = jax.eval_shape(forward, inputs)
     found = aot.compile_function(forward, inputs, capabilities=(capability,))
-    found += aot.compile_function(backward, inputs, outputs, shape, capabilities=(capability,))
+    found += aot.compile_function(backward, inputs, outputs, values, capabilities=(capability,))
     return {kernel.name.removeprefix("linear_attention_"): kernel for kernel in found}
 
 
@@ -297,3 +343,23 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
         if not causal and capability == 90 and dtype == "bfloat16":
             # Beside a state of D = 256, the largest tiles that tensor cores want spill a little.
             assert kernel.spill_stores <= (1024 if D == 256 else 0), (name, kernel)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(
+    "D, V, dtype, capability, causal",
+    [
+        (16, 512, "bfloat16", 80, True),
+        (16, 512, "bfloat16", 90, False),
+        (16, 512, "float16", 80, False),
+        (16, 512, "float16", 90, True),
+        (64, 256, "bfloat16", 90, False),
+        (64, 256, "float16", 80, True),
+        (128, 128, "float16", 80, False),
+        (128, 128, "float16", 80, True),
+    ],
+)
+def test_default_tiles_of_wide_values_and_of_small_gpus_fit(D, V, dtype, capability, causal):
+    for name, kernel in compiled(spec_of(D, dtype, causal, V=V), capability).items():
+        assert kernel.fits, kernel
+        assert kernel.spill_stores <= 2048, (name, kernel)

@@ -16,7 +16,7 @@ F = torch.nn.functional
 
 import ato_torch  # noqa: E402
 from ato_jax import LinearState, UnsupportedError  # noqa: E402
-from ato_torch import _bridge  # noqa: E402
+from ato_torch import _bridge, functional  # noqa: E402
 
 B, H, T, S, D = 2, 4, 7, 9, 16
 SHAPES = ((B, H, T, D), (B, H, S, D), (B, H, S, D))
@@ -444,9 +444,26 @@ def test_autocast():
         ({"attn_mask": torch.zeros(T, S), "is_causal": True}, "attn_mask .* is_causal=True"),
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1"),
         ({"scale": float("nan")}, "scale must be finite"),
-        ({"is_causal": 2}, "causal must be True or False"),
+        ({"dropout_p": "a"}, "dropout_p must be a number, got 'a'"),
+        ({"dropout_p": None}, "dropout_p must be a number, got None"),
+        ({"dropout_p": float("nan")}, "dropout_p must be finite"),
+        ({"is_causal": 1}, "^is_causal must be True or False, got 1"),
+        ({"is_causal": None}, "^is_causal must be True or False, got None"),
+        ({"enable_gqa": "no"}, "enable_gqa must be True or False, got 'no'"),
         ({"sinks": torch.zeros(3)}, "sinks must be .H. with H=4"),
         ({"kv_lengths": torch.tensor([3, 10])}, "kv_lengths must lie between 0 and S=9"),
+        ({"kv_lengths": 3}, r"kv_lengths must be .B. with B=2, got shape \(\)"),
+        ({"kv_lengths": torch.tensor(3)}, r"kv_lengths must be .B. with B=2, got shape \(\)"),
+        ({"kv_lengths": torch.ones(2, requires_grad=True)}, "kv_lengths must hold integers"),
+        ({"kv_lengths": torch.ones(2).bfloat16()}, "kv_lengths must hold integers"),
+        ({"kv_lengths": torch.ones(2, dtype=torch.bool)}, "kv_lengths must hold integers"),
+        ({"kv_lengths": [[1], [1, 2]]}, "kv_lengths must be an array"),
+        ({"kv_lengths": torch.ones(B, device="meta").long()}, "kv_lengths must be on cpu"),
+        ({"kv_lengths": torch.ones(B).long().to_sparse()}, "kv_lengths must be a dense tensor"),
+        ({"attn_mask": torch.ones(T, S).to_sparse()}, "attn_mask must be a dense tensor"),
+        ({"segment_ids": torch.zeros(T).long()}, "segment_ids must be .B, T. with B=2, T=7"),
+        ({"query_offset": True}, "query_offset must hold integers, got bool"),
+        ({"query_offset": np.array([1, 1 << 31])}, "query_offset must fit in int32"),
         ({"implementation": "fast"}, "implementation must be None or one of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -469,6 +486,56 @@ def test_errors_of_linear_attention():
         ato_torch.linear_attention(query, key, value, initial_state=torch.zeros(2))
     with pytest.raises(ValueError, match="layout must be one of"):
         ato_torch.linear_attention(query, key, value, layout="bhdt")
+    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in draw(*SHAPES)]
+    for tensors in (draw(*SHAPES), transposed):
+        with pytest.raises(ValueError, match=r"decay must be .G. or .B, G, S. or .*, got shape"):
+            ato_torch.linear_attention(*tensors, causal=True, decay=-torch.ones(H, S))
+        with pytest.raises(ValueError, match=r"decay must be .B, G, S. with .*, got shape .2, 9"):
+            ato_torch.linear_attention(*tensors, causal=True, decay=-torch.ones(B, S, H))
+
+
+def test_without_a_batch_axis_lengths_are_scalars():
+    tensors = draw(*SHAPES)
+    for function in (ato_torch.attention, ato_torch.linear_attention):
+        wanted = function(*tensors, kv_lengths=torch.tensor([3, 3]))[0]
+        unbatched = [tensor[0] for tensor in tensors]
+        for scalar in (3, torch.tensor(3), np.int64(3), [3], torch.tensor([3])):
+            torch.testing.assert_close(function(*unbatched, kv_lengths=scalar), wanted)
+        with pytest.raises(ValueError, match="kv_lengths must be a scalar where q has no batch"):
+            function(*unbatched, kv_lengths=torch.tensor([3, 3]))
+    wanted = ato_torch.attention(*tensors, is_causal=True, query_offset=2)
+    for offset in (torch.tensor(2), np.int64(2), torch.tensor([2, 2])):
+        found = ato_torch.attention(*tensors, is_causal=True, query_offset=offset)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_wide_integers_are_narrowed_by_their_meaning():
+    """As on a GPU, where no value is waited for."""
+    wide = 1 << 32
+    found = functional._narrow(
+        {
+            "q_segment_ids": torch.tensor([[5, 5 + wide, 5, 9]]),
+            "kv_segment_ids": torch.tensor([[5 + wide, 5, 5 - wide]], dtype=torch.int64),
+            "kv_lengths": torch.tensor([wide + 1, -wide]),
+        }
+    )
+    assert {tensor.dtype for tensor in found.values()} == {torch.int32}
+    same = found["q_segment_ids"][0, :, None] == found["kv_segment_ids"][0]
+    wanted = [[False, True, False], [True, False, False], [False, True, False], [False] * 3]
+    assert same.tolist() == wanted
+    assert found["kv_lengths"].tolist() == [2**31 - 1, -(2**31)]
+    narrow = functional._narrow({"segment_ids": torch.tensor([[5, -6]], dtype=torch.int32)})
+    assert narrow["segment_ids"].tolist() == [[5, -6]]
+
+
+def test_a_window_written_to_before_backward():
+    tensors = [tensor.requires_grad_() for tensor in draw(*SHAPES)]
+    wanted = torch.autograd.grad(ato_torch.attention(*tensors, window=(1, 0)).sum(), tensors)
+    window = [1, 0]
+    out = ato_torch.attention(*tensors, window=window)
+    window[0] = 5
+    for one, other in zip(torch.autograd.grad(out.sum(), tensors), wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_backend_that_cannot_says_so():

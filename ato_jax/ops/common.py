@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ato_jax import shapes
 
@@ -92,12 +94,7 @@ def bind_lengths(
     )
 
     def bound(name: str, array: Any, axis: str) -> jax.Array | None:
-        if array is None:
-            return None
-        if not batched and getattr(array, "ndim", 0) == 0:
-            shapes.integers(name, array)
-            array = array[None] if hasattr(array, "ndim") else [array]
-        return shapes.lengths(name, array, sizes, axis)
+        return None if array is None else shapes.lengths(name, array, sizes, axis, batched)
 
     if shared and (q_lengths is not None or kv_lengths is not None):
         if q_lengths is not None:
@@ -134,14 +131,33 @@ def bind_segments(
         return with_batch(ids, 2)
 
     if segment_ids is not None:
-        ids = bound("segment_ids", segment_ids, "BT")
+        ids = _narrow_ids(bound("segment_ids", segment_ids, "BT"))[0]
         return ids, ids
     if q_segment_ids is None:
         return None, None
     q_ids = bound("q_segment_ids", q_segment_ids, "BT")
     if q_segment_ids is kv_segment_ids:
+        q_ids = _narrow_ids(q_ids)[0]
         return q_ids, q_ids
-    return q_ids, bound("kv_segment_ids", kv_segment_ids, "BS")
+    q_ids, kv_ids = _narrow_ids(q_ids, bound("kv_segment_ids", kv_segment_ids, "BS"))
+    return q_ids, kv_ids
+
+
+def _narrow_ids(*sides: jax.Array) -> list[jax.Array]:
+    """Ids [B, N] of one or both sides as int32, equal where they were equal and only there."""
+    if all(shapes.fits_int32(ids.dtype) for ids in sides):
+        return [ids.astype(jnp.int32) for ids in sides]
+    both = jnp.result_type(*sides)
+    holds_both = all(np.can_cast(ids.dtype, both) for ids in sides)
+    if not holds_both or not jnp.issubdtype(both, jnp.integer):
+        found = " and ".join(str(ids.dtype) for ids in sides)
+        raise ValueError(
+            f"q_segment_ids and kv_segment_ids must have one dtype, got {found}; convert one"
+        )
+    # An id's place among all the ids, sorted.
+    ordered = jnp.sort(jnp.concatenate(sides, axis=1), axis=1)
+    place = jax.vmap(jnp.searchsorted)
+    return [place(ordered, ids.astype(both)).astype(jnp.int32) for ids in sides]
 
 
 def pad_to_one(array: jax.Array, axis: int) -> jax.Array:
@@ -150,4 +166,4 @@ def pad_to_one(array: jax.Array, axis: int) -> jax.Array:
         return array
     shape = list(array.shape)
     shape[axis] = 1
-    return jax.numpy.zeros(shape, array.dtype)
+    return jnp.zeros(shape, array.dtype)

@@ -31,8 +31,10 @@ OP = dispatch.Op(
     planned=("mosaic_gpu",),
 )
 
-# Beyond this a bound bounds nothing, and sums of two positions would leave int32.
+# A window of this size bounds nothing where queries begin within half of it from key 0, and the
+# sum of a position and a bound stays within int32.
 FARTHEST = 1 << 30
+FARTHEST_OFFSET = FARTHEST // 2
 
 
 class Request(NamedTuple):
@@ -86,7 +88,7 @@ def prepare(
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
     seed = dropout_seed(dropout_key) if dropout_rate > 0 else None
-    static_offset, query_offset = bind_offset(query_offset, sizes)
+    static_offset, query_offset = bind_offset(query_offset, sizes, batched)
 
     T = sizes["T"]
     if static_offset is None and query_offset is None:
@@ -128,7 +130,7 @@ def prepare(
         segments=q_ids is not None,
         q_lengths=q_lengths is not None,
         kv_lengths=kv_lengths is not None,
-        softcap=positive("softcap", softcap),
+        softcap=None if softcap is None else shapes.positive("softcap", softcap),
         sinks=sinks is not None,
         dropout_rate=dropout_rate,
         return_lse=return_lse,
@@ -151,15 +153,6 @@ def prepare(
     return Request(spec, inputs, implementation, batched, T)
 
 
-def positive(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    number = shapes.static_number(name, value)
-    if number <= 0:
-        raise ValueError(f"{name} must be positive, got {number}")
-    return number
-
-
 def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
     """How many keys to the left and to the right of its position a query sees."""
     left = right = None
@@ -179,21 +172,21 @@ def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
 
 
 def bind_offset(
-    query_offset: Any, sizes: dict[str, int]
+    query_offset: Any, sizes: dict[str, int], batched: bool
 ) -> tuple[int | None, jax.Array | None]:
     """The query offset as a static int or as an array [B]."""
+    name, farthest = "query_offset", FARTHEST_OFFSET
     if query_offset is None:
         return None, None
     if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
-        offset = int(query_offset)
-        if abs(offset) > FARTHEST:
-            raise ValueError(f"query_offset must lie within {FARTHEST} of 0, got {offset}")
-        return offset, None
-    found = shapes.integers("query_offset", query_offset)
-    if found.ndim == 0:
-        return None, jnp.broadcast_to(found, (sizes["B"],))
-    shapes.bind(sizes, "query_offset", found.shape, "B")
-    return None, found
+        shapes.within(name, query_offset, -farthest, farthest, str(farthest))
+        return int(query_offset), None
+    found = shapes.integers(name, query_offset)
+    if found.ndim > 0:
+        shapes.bind_batch(sizes, name, found.shape, batched)
+    shapes.within(name, query_offset, -farthest, farthest, str(farthest))
+    found = shapes.clipped(found, -farthest, farthest)
+    return None, jnp.broadcast_to(found, (sizes["B"],))
 
 
 def _four_axes(name: str, array: Any, sizes: dict[str, int]) -> jax.Array:
@@ -217,13 +210,10 @@ def bind_mask(mask: Any, sizes: dict[str, int]) -> jax.Array | None:
 
 
 def dropout_seed(key: Any) -> jax.Array:
-    """Two words from a JAX random key, typed or raw."""
+    """Two words from a JAX random key."""
     if key is None:
         raise ValueError("dropout_key must be given with a dropout_rate above 0")
-    try:
-        return jax.random.bits(key, (2,), jnp.uint32)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"dropout_key must be a single JAX random key, got {key!r}") from error
+    return shapes.draw("dropout_key", key, lambda key: jax.random.bits(key, (2,), jnp.uint32))
 
 
 def attention(

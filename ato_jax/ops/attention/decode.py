@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ato_jax import shapes
 from ato_jax.ops.attention.api import attention
@@ -60,8 +61,8 @@ def decode_attention(
     shapes.bind(sizes, "q", q.shape, ("B", "T", "H", "D"))
     shapes.bind(sizes, "k_pages", k_pages.shape, ("P", "page", "G", "D"))
     shapes.bind(sizes, "v_pages", v_pages.shape, ("P", "page", "G", "V"))
-    page_table = shapes.integers("page_table", page_table)
-    shapes.bind(sizes, "page_table", page_table.shape, ("B", "pages"))
+    table = shapes.integers("page_table", page_table)
+    shapes.bind(sizes, "page_table", table.shape, ("B", "pages"))
     if not 1 <= sizes["T"] <= MOST_QUERIES:
         raise ValueError(
             f"q must hold between 1 and {MOST_QUERIES} queries, got T={sizes['T']}; "
@@ -71,14 +72,16 @@ def decode_attention(
         if sizes[axis] < 1:
             raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
     sizes["S"] = sizes["pages"] * sizes["page"]
-    lengths = shapes.lengths("lengths", lengths, sizes, "S")
+    keys = shapes.lengths("lengths", lengths, sizes, "S")
+    _check_used_pages(page_table, lengths, sizes)
 
-    used = -(-lengths // sizes["page"])[:, None]  # pages of each sequence
-    page_table = jnp.where(jnp.arange(sizes["pages"]) < used, page_table, 0)
+    used = -(-keys // sizes["page"])[:, None]  # pages of each sequence
+    table = shapes.clipped(table, 0, sizes["P"] - 1)
+    table = jnp.where(jnp.arange(sizes["pages"]) < used, table, 0)
 
     def contiguous(pages: jax.Array) -> jax.Array:
         """[P, page, G, D] -> [B, S, G, D]"""
-        found = jnp.take(pages, page_table, axis=0, mode="clip")
+        found = jnp.take(pages, table, axis=0, mode="clip")
         return found.reshape(sizes["B"], sizes["S"], *pages.shape[2:])
 
     return attention(
@@ -87,13 +90,22 @@ def decode_attention(
         contiguous(v_pages),
         causal=True,
         window=window,
-        query_offset=lengths - sizes["T"],
+        query_offset=keys - sizes["T"],
         # Said of both sides: where T = S, the one given would stand for the other, too.
         q_lengths=jnp.full(sizes["B"], sizes["T"], jnp.int32),
-        kv_lengths=lengths,
+        kv_lengths=keys,
         softcap=softcap,
         sinks=sinks,
         scale=scale,
         return_lse=return_lse,
         implementation="xla",
     )
+
+
+def _check_used_pages(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
+    """A ValueError for a page that there is not, where table and lengths are on the host."""
+    if isinstance(page_table, jax.Array) or isinstance(lengths, jax.Array):
+        return
+    starts = np.arange(sizes["pages"]) * sizes["page"]
+    used = np.asarray(page_table)[starts < np.asarray(lengths)[:, None]]
+    shapes.within("page_table", used, 0, sizes["P"] - 1, f"P - 1 = {sizes['P'] - 1} where used")

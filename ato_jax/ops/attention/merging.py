@@ -16,12 +16,13 @@ def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     A part with lse -inf counts for nothing, whatever its out holds.
     """
     lse = lse.astype(jnp.float32)
-    saw = lse > -jnp.inf
+    # Compared for equality, so that a NaN is not taken for a piece that saw nothing.
+    saw = lse != -jnp.inf
     top = jnp.max(lax.stop_gradient(lse), axis=0)
-    top = jnp.where(top > -jnp.inf, top, 0)
+    top = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp(lse - top)  # 0 for -inf
     total = jnp.sum(weights, axis=0)
-    any_saw = total > 0
+    any_saw = total != 0
     safe = jnp.where(any_saw, total, 1)
     parts = jnp.where(saw[..., None], out.astype(jnp.float32), 0)
     merged = jnp.sum(parts * (weights / safe)[..., None], axis=0)

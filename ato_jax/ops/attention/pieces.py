@@ -138,7 +138,7 @@ def total_attention(
 
     @jax.checkpoint
     def of_block(arrays: blocks.Arrays) -> jax.Array:
-        saw = arrays["lse"] > -jnp.inf  # [R, block]
+        saw = arrays["lse"] != -jnp.inf  # [R, block], so that a NaN stays one
         s = blocks.scores(spec, arrays)  # [R, block, S]
         p = jnp.exp(s - jnp.where(saw, arrays["lse"], 0)[..., None])
         return jnp.sum(jnp.where(saw[..., None], p, 0), axis=1)  # [R, S]

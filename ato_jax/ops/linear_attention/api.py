@@ -22,7 +22,7 @@ from ato_jax.ops.common import (
     precision_of,
     with_batch,
 )
-from ato_jax.ops.linear_attention import features, maps, segments
+from ato_jax.ops.linear_attention import features, segments
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 OP = dispatch.Op(
@@ -69,7 +69,7 @@ def prepare(
     (q, k, v), sizes, batched = bind_qkv(q, k, v, layout)
     dtype = str(q.dtype)
     causal, return_state = shapes.flag("causal", causal), shapes.flag("return_state", return_state)
-    phi, parameters, sizes["F"] = maps.resolve(feature_map, sizes["D"])
+    phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
     q_lengths, kv_lengths, shared = bind_lengths(q_lengths, kv_lengths, sizes, batched)
     q_ids, kv_ids = bind_segments(segment_ids, q_segment_ids, kv_segment_ids, sizes, batched)
@@ -141,10 +141,7 @@ def resolve_output(
         raise ValueError("scale must be None where normalize is True: it would cancel")
     if scale is None:
         scale = 1.0 if normalize else D**-0.5
-    eps = shapes.static_number("eps", eps)
-    if eps <= 0:
-        raise ValueError(f"eps must be positive, got {eps}")
-    return normalize, shapes.static_number("scale", scale), eps
+    return normalize, shapes.static_number("scale", scale), shapes.positive("eps", eps)
 
 
 def refuse_positive(decay: jax.Array) -> None:

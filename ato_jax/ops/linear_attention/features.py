@@ -102,7 +102,8 @@ def favor(
     """
     num_features = shapes.positive_int("num_features", num_features)
     head_dim = shapes.positive_int("head_dim", head_dim)
-    direction_key, norm_key = jax.random.split(key)
+    orthogonal = shapes.flag("orthogonal", orthogonal)
+    direction_key, norm_key = shapes.draw("key", key, jax.random.split)
     if not orthogonal:
         return Favor(jax.random.normal(direction_key, (num_features, head_dim), jnp.float32))
     blocks = -(-num_features // head_dim)
@@ -131,7 +132,38 @@ def _trace(function: Callable[[jax.Array], jax.Array], dtype: Any) -> Any:
             "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "
             f"it mapped one to {closed.out_avals}"
         )
+    [out] = closed.out_avals
+    if jnp.issubdtype(out.dtype, jnp.complexfloating):
+        raise ValueError(f"feature_map must map real numbers to real ones, it gave {out.dtype}")
+    # Of one scalar, a sum over everything is the scalar: it is elementwise here alone.
+    if reduction := re.search(r"\b(reduce_\w+)\[\s*axes=\(\)", str(closed.jaxpr)):
+        raise ValueError(
+            "feature_map must be an elementwise JAX function, which maps each entry by itself; "
+            f"it calls {reduction[1]} over all of them"
+        )
     return closed
+
+
+# What a jaxpr's text does not tell apart: rules of derivatives, and functions of the host.
+HIDING = ("custom_jvp", "custom_vjp", "callback")
+
+
+def _hides_something(closed: Any) -> bool:
+    """Whether a custom map may differ from another of the same text, and is only itself."""
+    inner = [
+        parameter
+        for equation in closed.jaxpr.eqns
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")
+        )
+        if hasattr(parameter, "jaxpr")
+    ]
+    names = [equation.primitive.name for equation in closed.jaxpr.eqns]
+    return (
+        any(word in name for name in names for word in HIDING)
+        or any(one.consts for one in inner)
+        or any(map(_hides_something, inner))
+    )
 
 
 def _evaluate(
@@ -175,4 +207,7 @@ def resolve(feature_map: Any, D: int) -> tuple[FeatureMap, tuple[jax.Array, ...]
     parameters = tuple(jnp.asarray(constant) for constant in closed.consts)
     # Addresses of functions differ from one trace of the same function to the next.
     text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    if _hides_something(closed):
+        # Held by the map, so that no other function gets its number.
+        text = f"{text} {id(feature_map)}"
     return FeatureMap("custom", False, function, text), parameters, D

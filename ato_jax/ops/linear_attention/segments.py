@@ -11,8 +11,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-PADDING = jnp.iinfo(jnp.int32).min
-
 
 def _starts(ids: jax.Array) -> jax.Array:
     """Whether a run starts here, [N] int32; the first one is not counted."""
@@ -61,9 +59,12 @@ def match_runs(
     """[B, T] and [B, S] ids -> canonical segments of the queries and of the keys."""
 
     def without_padding(ids: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        """Padding goes with the last run: any id of its own could be that of a real one."""
         if lengths is None:
             return ids
-        return jnp.where(jnp.arange(ids.shape[1]) < lengths[:, None], ids, PADDING)
+        last = jnp.maximum(lengths - 1, 0)[:, None]
+        inside = jnp.arange(ids.shape[1]) <= last
+        return jnp.where(inside, ids, jnp.take_along_axis(ids, last, 1))
 
     q_ids = without_padding(q_ids, q_lengths)
     kv_ids = without_padding(kv_ids, kv_lengths)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ato_jax import device, shapes
 from ato_jax.device import Device
 from ato_jax.ops.common import check_heads, with_batch
-from ato_jax.ops.linear_attention import maps
+from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import OP, bind_state, refuse_positive, resolve_output
 from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 
@@ -67,7 +67,7 @@ def linear_attention_step(
     sizes.setdefault("B", 1)
     check_heads(sizes)
     q, k, v = (with_batch(array, 3) for array in (q, k, v))
-    phi, parameters, sizes["F"] = maps.resolve(feature_map, sizes["D"])
+    phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
     state = bind_state("state", state, sizes, batched)
     decay = _bind_decay(decay, sizes, batched)

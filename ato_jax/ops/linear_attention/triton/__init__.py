@@ -45,6 +45,8 @@ HOPPER_SHARED_MEMORY = 227 * 1024
 # most of the traffic.
 LARGEST_F = 256
 LARGEST_V = 512
+# With a gate per step and channel V is not cut, and its tiles have to fit the shared memory.
+LARGEST_GATED_V = 256
 
 # What Pallas lowers to Triton elementwise, and feature maps and their derivatives consist of.
 ELEMENTWISE = frozenset(
@@ -90,12 +92,12 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
             return "a gate per step and channel is not supported without causal=True"
         if spec.segments or spec.q_lengths or spec.kv_lengths:
             return "a gate per step and channel is not supported with segments or lengths"
-        if split.blocks(spec) > 1:
+        if split.blocks(spec) > 1 or spec.V > LARGEST_GATED_V:
             return (
-                "a gate per step and channel is supported up to D * V = 128 * 128, "
-                f"got D={spec.D}, V={spec.V}"
+                "a gate per step and channel is supported up to D * V = 128 * 128 and "
+                f"V = {LARGEST_GATED_V}, got D={spec.D}, V={spec.V}"
             )
-    if split.blocks(spec) > 1 and (spec.F > LARGEST_F or spec.V > LARGEST_V):
+    if spec.F > LARGEST_F or spec.V > LARGEST_V:
         return f"states up to D = {LARGEST_F}, V = {LARGEST_V}, got D={spec.D}, V={spec.V}"
     if min(spec.B, spec.T, spec.S) < 1:
         return f"empty arrays, got B={spec.B}, T={spec.T}, S={spec.S}"
@@ -103,7 +105,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    """Each phase's passes by that phase's kernels, whose dtypes differ for projected features."""
+    """Each phase's fields by that phase's kernels: for projected features their dtypes differ."""
     forward, backward = (
         _default_config(split.block_spec(projected.inner_spec(spec, phase)), device)
         for phase in ("forward", "backward")
@@ -111,30 +113,41 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     of_backward = {
         name: value
         for name, value in dataclasses.asdict(backward).items()
-        if name.startswith(("dq", "dkv"))
+        if name.startswith(("dq", "dkv", "backward"))
     }
     return dataclasses.replace(forward, **of_backward)
 
 
-def _in_float16(spec: LinearAttentionSpec, config: Config) -> Config:
-    """Where TF32 factors leave room for tiles of 64 rows, nothing else was as fast."""
+def _in_float16(spec: LinearAttentionSpec, config: Config, roomy: bool) -> Config:
+    """Where TF32 factors leave room for tiles of 64 rows, nothing else was as fast.
+
+    Ampere's tensor cores read all factors from registers, and tall tiles beside a large state
+    spill nearly all that they hold; a loop over them that loads ahead leaves the shared memory.
+    """
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
-    if max(tiles.padded(spec.F), tiles.padded(spec.V)) > 128 or spec.decay == "channel":
+    if tiles.padded(spec.F) > 128 or spec.decay == "channel":
         return config
     replace = functools.partial(dataclasses.replace, config)
+    tight = not small and not roomy
     tall = {"state_block": 64, "output_block": 64, "output_warps": 4}
     warps = 4 if small else 8
     if _one_state(spec):
         dq = {"dq_block": 64 if small else 32, "dq_warps": warps}
-        return replace(**tall, **dq, output_stages=3, dkv_block=64, dkv_warps=warps)
+        whole = replace(**tall, **dq, output_stages=3, dkv_block=64, dkv_warps=warps)
+        return config if tight else whole
     if not spec.causal or spec.decay is not None:
+        if tight:
+            return replace(dkv_stages=1)
         return replace(**tall) if small and spec.causal else config
+    if tight:
+        tall |= {"output_block": 32, "output_warps": 8}
     rows = 64 if small else 128
     # The backward's blocks, and what they take of the other side.
     block = 64 if small else 32
     return replace(
         **tall,
         run_rows=rows,
+        backward_run_rows=rows,
         pair_block=block,
         output_stages=3 if small else 1,
         dq_block=64,
@@ -168,8 +181,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
     # A large state is stored for every run of rows, and small programs read it (`stored.py`).
-    narrow_v = tiles.padded(spec.V) <= 128
-    stored = spec.causal and spec.decay is None and half and not small and narrow_v
+    stored = spec.causal and spec.decay is None and half and not small
     if stored:
         walk_block, walk_warps = (32, 8) if long_rows else (64, 4)
     elif not _one_state(spec):
@@ -189,6 +201,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         piece_rows=4096,
         programs=(8 if small else 2) * places,
         run_rows=128 if stored else 0,
+        backward_run_rows=128 if stored else 0,
         pair_block=32,
         state_block=(128 if fast and roomy and not small else 64) if half else 32,
         state_warps=4 if small or runs else 8,
@@ -210,7 +223,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         dkv_programs=places,
         dkv_rows=128 if small else 0,
     )
-    return _in_float16(spec, config) if spec.dtype == "float16" else config
+    return _in_float16(spec, config, roomy) if spec.dtype == "float16" else config
 
 
 def _one_state(spec: LinearAttentionSpec) -> bool:

@@ -23,8 +23,8 @@ normaliser, and row i's own z_i = z + sum_{j<=i} phi(k_j):
 
 and a walk from the end for dk and dv, with dS = sum phi(q_i) d_num_i^T and dz = sum d_den_i
 phi(q_i) over the queries i of later chunks; d_den and 1 / den were left by the walk before, in
-float32. 1 / den goes with do, not with phi(q), whose rows may all be alike: their roundings would
-add up.
+float32. 1 / den goes with phi(q), not with do: one tile then serves dv, d_phi_k and dS, and weights
+that may all be alike round differently from query to query.
 
     dv_j      = dS^T phi(k_j) + sum_i seen[i, j] (phi(q_i) . phi(k_j)) d_num_i
     d_phi_k_j = dS v_j + dz   + sum_i seen[i, j] (d_num_i . v_j + d_den_i) phi(q_i)
@@ -126,7 +126,7 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs = residuals.inputs
-    walk = plan(spec, config)
+    walk = plan(spec, config, "backward")
     steps, pull = _lay_out(spec, walk, inputs)
     states = _sides(spec, config, inputs, walk, steps)
     kernels = stored if walk.stored else carried
@@ -171,7 +171,7 @@ def _decay_gradient(
 ) -> jax.Array:
     """The gradient of each step's decay, [B, G, steps] (`walk.py`)."""
     ends, starts, *right = flows
-    if not walk.both_ways:
+    if not walk.stored:
         passing = edge_flows(states[0][:2], cotangents[0][:2])
         found = Flows(reads[0], starts, ends + reads[0])
         return decay_flows(walk, found, passing, config.dq_block)
@@ -181,6 +181,9 @@ def _decay_gradient(
 
     ahead, behind = slice(None, -1), slice(1, None)
     passing = keeps["keeps"] * edge_flows(edges(states[0], ahead), edges(cotangents[0], behind))
+    if not walk.both_ways:
+        found = Flows(reads[0], starts, ends + reads[0])
+        return decay_flows(walk, found, passing, walk.pieces.rows)
     passing += keeps["keeps_right"] * edge_flows(
         edges(states[1], behind), edges(cotangents[1], ahead)
     )

@@ -15,9 +15,9 @@ from ato_jax.ops.linear_attention.triton.walk import Walk
 # What each kernel needs of the gates.
 OF_PAIRS = ("up", "fine", "own", "run")
 CAUSAL_GATES = (*OF_PAIRS, "reads", "adds", "keeps")
-# Both ways nothing is carried from chunk to chunk.
-QUERY_GATES_BOTH_WAYS = (*OF_PAIRS, "reads", "reads_right")
-KEY_GATES_BOTH_WAYS = (*OF_PAIRS, "adds", "adds_right")
+# Where states are stored, nothing is carried from chunk to chunk.
+STORED_QUERY_GATES = (*OF_PAIRS, "reads", "reads_right")
+STORED_KEY_GATES = (*OF_PAIRS, "adds", "adds_right")
 
 
 class Normalizer(NamedTuple):
@@ -115,13 +115,15 @@ def pairs_of(
     return Pairs(seen, jnp.exp2(exponent))
 
 
-def later_pairs(m: jax.Array, walk: Walk) -> jax.Array:
-    """m [C keys, C queries] of the pairs whose query is later; both ways, less the others."""
-    i = jnp.arange(m.shape[0], dtype=jnp.int32)
-    later = jnp.where(i[None, :] > i[:, None], m, 0.0)
-    if not walk.both_ways:
-        return later
-    return jnp.where(i[None, :] < i[:, None], -m, later)
+def later_pairs(m: jax.Array, walk: Walk, ahead: Any = 0) -> jax.Array:
+    """m [C keys, C queries] of the pairs whose query is later; both ways, less the others.
+
+    The first key stands `ahead` steps behind the first query.
+    """
+    key, query = (jnp.arange(size, dtype=jnp.int32) for size in m.shape)
+    apart = query[None, :] - key[:, None] - ahead
+    later = jnp.where(apart > 0, m, 0.0)
+    return jnp.where(apart < 0, -m, later) if walk.both_ways else later
 
 
 State = tuple[jax.Array, jax.Array]  # kv [V, F], and k_sum in parts [16, F]

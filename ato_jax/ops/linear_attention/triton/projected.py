@@ -5,10 +5,11 @@
     d_param = sum over q and k of (d phi(x) / d param)^T d_phi_x
 
 phi(x) [.., F] is formed in float32 and rounded once, to what the kernels multiply. The forward in
-bfloat16 takes bfloat16. All else takes features, v and cotangents in float32, and TF32 products
-unless the call asks for exact ones: in float16 features could leave its range, and backward in
-bfloat16 the pull-back is a difference, of the projection's rows and x, that would bring out the
-rounding of dS and of d_phi_x: dk came out over its budget, and with TF32 at half of it.
+bfloat16 takes bfloat16. All else takes features, v and cotangents in float32. float32 calls are
+multiplied as they ask, exactly or in TF32, and all others in TF32: in float16 features could leave
+its range, and backward in bfloat16 the pull-back is a difference, of the projection's rows and x,
+that would bring out the rounding of dS and of d_phi_x: dk came out over its budget, and with TF32
+at half of it.
 
 What the map costs, for a row of q or k in bfloat16 at D = 64, F = 128: the features, written once
 and read once, are 512 bytes, 0.12 ns at 4.3 TB/s; the 2 * D * F = 16 kflop of the projection in

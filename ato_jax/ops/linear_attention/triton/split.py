@@ -33,11 +33,17 @@ from ato_jax.ops.linear_attention.triton import tiles
 # The elements of a state [F, V] that a program holds in float32, beside all else: with 8 warps 64
 # of a thread's 255 registers.
 LARGEST_STATE = 128 * 128
+# Tiles of more columns of v, however narrow the features, leave the shared memory or spill most
+# of what they hold; and beside narrow features it costs little to read q and k once more.
+LARGEST_BLOCK = 128
 
 
 def blocks(spec: LinearAttentionSpec) -> int:
     """Into how many blocks V is cut."""
-    return pl.cdiv(spec.V, max(1, LARGEST_STATE // tiles.padded(spec.F)))
+    most = max(1, LARGEST_STATE // tiles.padded(spec.F))
+    if spec.decay != "channel":  # whose kernels take V whole
+        most = min(most, LARGEST_BLOCK)
+    return pl.cdiv(spec.V, most)
 
 
 def block_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:

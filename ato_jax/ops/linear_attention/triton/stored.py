@@ -16,15 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import tiles
 from ato_jax.ops.linear_attention.triton.bidirectional import normalizer_terms
 from ato_jax.ops.linear_attention.triton.pairs import (
-    CAUSAL_GATES,
-    KEY_GATES_BOTH_WAYS,
-    QUERY_GATES_BOTH_WAYS,
+    STORED_KEY_GATES,
+    STORED_QUERY_GATES,
     Normalizer,
     QueryGradient,
     feature_gradient,
@@ -66,8 +66,7 @@ def output(
     other = walk.pieces.rows if walk.both_ways else min(config.pair_block, block)
     count = walk.pieces.rows // other
     group = spec.H // spec.G
-    names = QUERY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
-    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, names)
+    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
 
     def kernel(
         refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
@@ -144,8 +143,7 @@ def query_gradient(
     count = walk.pieces.rows // other
     group = spec.H // spec.G
     programs = (walk.pieces.count - walk.with_queries) * in_run
-    names = QUERY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
-    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, names)
+    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
     # Per step, for the decay's gradient.
     flows = len(sides) if spec.decay is not None else 0
     own = int("own" in arrays)
@@ -305,9 +303,8 @@ def key_gradient(
     count = walk.pieces.rows // other
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
-    names = KEY_GATES_BOTH_WAYS if walk.both_ways else CAUSAL_GATES
-    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, names)
-    flows = 0 if spec.decay is None else 4
+    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_KEY_GATES)
+    flows = 0 if spec.decay is None else 2 + len(sides)
 
     def kernel(
         refs: dict[str, Any],
@@ -319,6 +316,7 @@ def key_gradient(
         normalizer_refs: Any,
         dk_ref: Any,
         dv_ref: Any,
+        of_queries_ref: Any,
         flow_refs: Any,
     ) -> None:
         tile = tiles.piece_id()
@@ -333,7 +331,7 @@ def key_gradient(
             sums = load_state(spec, side)
             dvs.append(read_for_values(spec, refs, name, start, phi_k, sums))
             parts.append(read_for_features(spec, refs, name, start, v, sums))
-        for flow_ref, part in zip(flow_refs[2:], parts, strict=False):
+        for flow_ref, part in zip(flow_refs[1:], parts, strict=False):
             tiles.store_steps(flow_ref, start, jnp.sum(features * part, axis=1))
 
         def add_tile(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -342,7 +340,7 @@ def key_gradient(
             pairs = pairs_of(walk, refs, (first, other), (start, block), keys_first=True)
 
             def add_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-                dv, d_features, ends = sums
+                dv, d_features, of_keys, of_queries = sums
                 q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                 do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
                 e, inverse = None, jnp.full((other,), spec.scale, jnp.float32)
@@ -357,21 +355,26 @@ def key_gradient(
                 if e is not None:
                     dw += e[None, :]
                 if flows:
-                    m = later_pairs(w * dw, walk)
-                    ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
+                    m = later_pairs(w * dw, walk, start - first)
+                    of_keys += jnp.sum(m, axis=1)
+                    of_queries += jnp.sum(m, axis=0)
                 # These are a difference, and where features are all alike nothing averages.
                 d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
-                return dv, d_features, ends
+                return dv, d_features, of_keys, of_queries
 
-            return _over_tiles(0, group, group, add_head, sums)
+            of_queries = jnp.zeros((other,), jnp.float32) if flows else None
+            *sums, of_queries = _over_tiles(0, group, group, add_head, (*sums, of_queries))
+            if flows:
+                tiles.store_steps(of_queries_ref, first, of_queries)
+            return tuple(sums)
 
-        ends = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
-        first_sums = add_up(dvs), add_up(parts), ends
-        dv, d_features, ends = _over_tiles(
+        of_keys = jnp.zeros((block,), jnp.float32) if flows else None
+        first_sums = add_up(dvs), add_up(parts), of_keys
+        dv, d_features, of_keys = _over_tiles(
             (start - run) // other, count, count, add_tile, first_sums
         )
-        for flow_ref, end in zip(flow_refs[:2], ends, strict=False):
-            tiles.store_steps(flow_ref, start, end)
+        if flows:
+            tiles.store_steps(flow_refs[0], start, of_keys)
         tiles.store_tile(dv_ref, keys, spec.V, dv)
         # Once more, where the registers are free again.
         k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
@@ -385,7 +388,10 @@ def key_gradient(
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
     per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
-    dk, dv, found = tiles.launch(
+    # What a query's pairs add up to has a part from each tile of keys that it sees.
+    per_part = pl.BlockSpec((None, None, None, walk.steps), lambda p, g, b: (b, g, p % in_run, 0))
+    part_shape = jax.ShapeDtypeStruct((spec.B, spec.G, in_run, walk.steps), jnp.float32)
+    dk, dv, of_queries, found = tiles.launch(
         kernel,
         "linear_attention_causal_key_gradient",
         grid=(walk.pieces.count * in_run, spec.G, spec.B),
@@ -398,10 +404,11 @@ def key_gradient(
             [state_blocks(spec, at_edge(1 - n)) for n in range(len(sides))],
             [per_row] * len(normalizer or ()),
         ],
-        out_specs=[keys, values, [per_step] * flows],
+        out_specs=[keys, values, per_part if flows else None, [per_step] * flows],
         out_shape=[
             tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
             tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+            part_shape if flows else None,
             [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
         ],
         warps=config.dkv_warps,
@@ -417,5 +424,9 @@ def key_gradient(
     )
     if not flows:
         return dk, dv, []
-    of_queries, of_keys, starts, right = found
-    return dk, dv, [of_queries - of_keys, starts, right]
+    if not walk.both_ways:
+        # Programs leave out the queries before their keys.
+        step, first = np.arange(walk.steps) % walk.pieces.rows, np.arange(in_run)[:, None] * block
+        of_queries = jnp.where(step >= first, of_queries, 0.0)
+    of_keys, *edges = found
+    return dk, dv, [jnp.sum(of_queries, axis=2) - of_keys, *edges]

@@ -49,14 +49,16 @@ class Config:
     the backward. `*_programs` are dealt the blocks of all sequences; where `*_rows` is not 0,
     each covers so many rows instead. `dq_delayed` says that the pass for dq sums up each block's
     terms when it is at the next. Causal, where programs walk along the rows, each covers at most
-    `piece_rows`, fewer where the grid would else have less than `programs`; where `run_rows` is
-    not 0, a state is stored for every run of so many rows instead, of which all blocks are parts,
-    and each program takes at most `pair_block` rows of the other side at a time.
+    `piece_rows`, fewer where the grid would else have less than `programs`; where `run_rows`, or
+    `backward_run_rows` in the backward, is not 0, a state is stored for every run of so many rows
+    instead, of which all blocks are parts, and each program takes at most `pair_block` rows of
+    the other side at a time.
     """
 
     piece_rows: int
     programs: int
     run_rows: int
+    backward_run_rows: int
     pair_block: int
     state_block: int
     state_warps: int

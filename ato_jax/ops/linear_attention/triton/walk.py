@@ -30,7 +30,9 @@ edge ahead of chunk c, the product of the state there and its cotangent,
     X(c) = E(c) - sum R     E(c + 1) = X(c) + sum A
 
 E is taken from the stored states at the edges of pieces, and by sums of R and A between them: a
-sum over the whole sequence would gather the roundings of all its terms.
+sum over the whole sequence would gather the roundings of all its terms. Where a state is stored
+for every chunk, X is the product of the state ahead, its cotangent behind, and keeps[c]: no
+difference, so that there the states may be rounded.
 """
 
 from __future__ import annotations
@@ -108,7 +110,21 @@ class Walk(NamedTuple):
         return tiles.tile_rows(first, block, spec.S, whole, length)
 
 
-def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
+def _check_blocks(config: Config, pieces: Pieces, in_pairs: bool) -> None:
+    """Kernels count the blocks of a piece, and the tiles of a pair: nothing may be left over."""
+    names = ("state_block", "output_block", "dq_block", "dkv_block")
+    for name in names:
+        block = getattr(config, name)
+        if block < pieces.rows and pieces.rows % block:
+            raise ValueError(f"{name}={block} must divide the {pieces.rows} rows of a piece")
+    for name in names[1:] if in_pairs else ():
+        block = pieces.block_within(getattr(config, name))
+        if config.pair_block < block and block % config.pair_block:
+            raise ValueError(f"pair_block={config.pair_block} must divide {name}={block}")
+
+
+def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> Walk:
+    run_rows = config.run_rows if phase == "forward" else config.backward_run_rows
     both_ways = not spec.causal and (spec.decay is not None or spec.segments == "self")
     indexed = spec.segments == "cross" or spec.causal and spec.offset is None
     offset = spec.S - spec.T if spec.causal and not indexed else 0
@@ -117,13 +133,13 @@ def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
         length = spec.T + spec.S
     else:
         length = max(spec.T, spec.S)
-    stored = both_ways or config.run_rows > 0 and spec.decay is None
+    stored = both_ways or run_rows > 0 and spec.decay != "channel"
     if both_ways:
         # A state for every chunk: queries read two of them, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
     elif stored:
         most = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
-        rows = min(config.run_rows, pl.cdiv(length, most) * most)
+        rows = min(run_rows, pl.cdiv(length, most) * most)
         pieces = Pieces(pl.cdiv(length, rows), rows, length)
     else:
         block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
@@ -131,11 +147,12 @@ def plan(spec: LinearAttentionSpec, config: Config) -> Walk:
         if spec.decay is not None:
             most_rows = min(most_rows, max(block, GATED_PIECE_ROWS))
         pieces = tiles.cut(length, spec.B * spec.G, most_rows, block, config.programs)
+    _check_blocks(config, pieces, stored and not both_ways)
     aligned = offset == 0 and not indexed and pieces.count * pieces.rows == length
     # Earlier pieces hold keys alone, which the walks over queries leave out.
     with_queries = max(0, offset) // pieces.rows
-    # Where a gate's gradient is taken from the states, they are not rounded.
-    rounded = stored and spec.dtype == "bfloat16" and spec.decay is None
+    # Both ways, beside a gate, float32 is all that was tried.
+    rounded = stored and spec.dtype == "bfloat16" and (spec.decay is None or not both_ways)
     return Walk(
         pieces,
         first_key,
@@ -335,15 +352,15 @@ class Flows(NamedTuple):
 
 def edge_flows(state: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> Any:
     """E at the edges of the pieces, from kv [B, G, P, V, F] and k_sum [B, G, P, F] of both."""
-    kv = jnp.sum(state[0] * cotangent[0], axis=(3, 4))
+    kv = jnp.sum(state[0].astype(jnp.float32) * cotangent[0].astype(jnp.float32), axis=(3, 4))
     return kv + jnp.sum(state[1] * cotangent[1], axis=3)
 
 
 def decay_flows(walk: Walk, flows: Flows, passing: jax.Array, block: int) -> jax.Array:
     """F at each step, [B, G, N].
 
-    `passing` is E at the edges of the pieces [B, G, P + 1], or both ways, where a piece is a
-    chunk, what passes it, X [B, G, P].
+    `passing` is E at the edges of the pieces [B, G, P + 1], or where states are stored, and a
+    piece is a chunk, what passes it, X [B, G, P].
     """
 
     def cut(array: jax.Array) -> jax.Array:
@@ -351,7 +368,7 @@ def decay_flows(walk: Walk, flows: Flows, passing: jax.Array, block: int) -> jax
 
     ends = cut(flows.ends) + _running(cut(flows.ends))[1]
     starts = _running(cut(flows.starts))[0] - cut(flows.starts)
-    if not walk.both_ways:
+    if not walk.stored:
         passing = _passing_chunks(walk, flows, passing, block)
     flow = ends + starts + passing[..., None]
     return flow.reshape(flows.reads.shape)
