@@ -191,6 +191,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         stream_block, stream_warps = walk_block, walk_warps
     delayed = half and roomy and not small and not spec.causal and not long_rows
     fast = half and not spec.causal and not long_rows
+    # Both ways, two states lie beside the tiles.
+    whole = fast and _one_state(spec)
     gated = spec.decay == "channel"
     if gated:
         # Decayed factors are held beside the plain ones, and two of each for a walk that goes on.
@@ -219,7 +221,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         dq_delayed=delayed,
         dkv_block=walk_block if gated or stored else stream_block,
         dkv_warps=walk_warps if stored else stream_warps,
-        dkv_stages=1 if stored else 4 if fast and roomy and not small else 3 if ahead else 2,
+        dkv_stages=1 if stored else 4 if whole and roomy and not small else 3 if ahead else 2,
         dkv_programs=places,
         dkv_rows=128 if small else 0,
     )
