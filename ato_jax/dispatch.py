@@ -94,7 +94,7 @@ def choose(call: _Call, phase: str) -> Choice:
     """The backend for a phase: the one named, or the first that supports it."""
     # Inside interpret(), too, kernels run only where they are asked for by name: slow otherwise.
     names: Sequence[str]
-    names = tuning.order(call.op.name, call.op.backends, call.spec.traits(), call.device)
+    names = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
     if call.implementation is not None:
         names = (call.implementation,)
     elif call.device.platform != "gpu":

@@ -10,11 +10,12 @@ The first entry whose `when` agrees with the spec's traits overrides the fields 
 names. Where another backend than the op's first was measured to be the fastest,
 
     [[attention.first]]
-    when = {dtype = "bfloat16"}
+    when = {dtype = "bfloat16", D = 64}
+    shortest = 1024
     backend = "cudnn"
 
-has it tried before the others where the caller names none. Traits never include T or S: nothing is
-tuned per sequence length, nothing at call time.
+has it tried before the others where the caller names none, from T = S = `shortest` on. Traits never
+include T or S: no block size follows the sequence's length, and nothing is tuned at call time.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def overrides(op: str, backend: str, traits: dict[str, Any], device: Device) -> 
     return _entry(op, backend, traits, device).get("config", {})
 
 
-def order(
-    op: str, backends: tuple[str, ...], traits: dict[str, Any], device: Device
-) -> tuple[str, ...]:
+def order(op: str, backends: tuple[str, ...], spec: Any, device: Device) -> tuple[str, ...]:
     """The op's backends in the order in which they are tried."""
-    first = _entry(op, "first", traits, device).get("backend", backends[0])
+    entry = _entry(op, "first", spec.traits(), device)
+    if not entry or min(spec.T, spec.S) < entry["shortest"]:
+        return backends
+    first = entry["backend"]
     return (first, *(name for name in backends if name != first))
 
 

@@ -155,6 +155,8 @@ class Config:
 class Spec:
     D: int
     dtype: str = "bfloat16"
+    T: int = 1024
+    S: int = 1024
 
     def traits(self) -> dict[str, Any]:
         return {"D": self.D, "dtype": self.dtype}
@@ -177,6 +179,7 @@ config = {block = 64, num_warps = 8}
 
 [[attention.first]]
 when = {dtype = "bfloat16"}
+shortest = 1024
 backend = "cudnn"
 """
 
@@ -212,11 +215,12 @@ def test_tuning(table: None, name: str, spec: Spec, wanted: Config) -> None:
     [
         (Spec(64), ("cudnn", "triton", "xla")),
         (Spec(64, "float32"), ("triton", "cudnn", "xla")),
+        (Spec(64, T=1023), ("triton", "cudnn", "xla")),
     ],
 )
 def test_order_of_backends(table: None, spec: Spec, wanted: tuple[str, ...]) -> None:
     backends = ("triton", "cudnn", "xla")
-    assert tuning.order("attention", backends, spec.traits(), H200) == wanted
+    assert tuning.order("attention", backends, spec, H200) == wanted
 
 
 def test_a_device_without_a_table(table: None) -> None:

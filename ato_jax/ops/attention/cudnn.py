@@ -40,6 +40,8 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
     widest = WIDEST_HEAD_BEFORE_HOPPER if capability and capability < HOPPER else WIDEST_HEAD
     if spec.D % HEAD_MULTIPLE or spec.D > widest:
         return f"needs D to be a multiple of {HEAD_MULTIPLE} up to {widest}, got D={spec.D}"
+    if spec.T % 2 or spec.S % 2:
+        return f"needs T and S to be even, got T={spec.T}, S={spec.S}"
     features = {
         "return_lse (jax rounds it to 16 bits and drops its gradient)": spec.return_lse,
         "bias": spec.bias is not None,

@@ -181,7 +181,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     # Passes that keep no sums, or in the bidirectional case only one state.
     stream_block, stream_warps = (64, 4) if half else (narrow, 8)
     # A large state is stored for every run of rows, and small programs read it (`stored.py`).
-    stored = spec.causal and spec.decay is None and half and not small
+    scalar = spec.decay is None or spec.decay != "channel" and roomy
+    stored = spec.causal and scalar and half and not small
     if stored:
         walk_block, walk_warps = (32, 8) if long_rows else (64, 4)
     elif not _one_state(spec):
@@ -225,6 +226,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         dkv_programs=places,
         dkv_rows=128 if small else 0,
     )
+    if gated and half and not small:
+        config = dataclasses.replace(config, output_block=16, output_warps=4, output_stages=3)
     return _in_float16(spec, config, roomy) if spec.dtype == "float16" else config
 
 
