@@ -125,7 +125,7 @@ def reason(row: Row, spilled: int) -> str | None:
     if spilled <= FEW_BYTES or (op, D, named, capability, kernel) in FASTEST:
         return "a few registers: the fastest tile of those tried on a card, spill and all"
     if named == "channel":
-        return "each factor is held twice, decayed and not, beside a state: no tile tried spills less"
+        return "factors are held twice, decayed and not, beside a state: no tile tried spills less"
     if dtype == "float32":
         return "exact products hold three bfloat16 pieces of each operand; right first, fast later"
     if capability == 80:

@@ -83,7 +83,7 @@ CASES = {
     "segments": dict(SQUARE, segment_ids=IDS, causal=True, return_lse=True),
     "segments of both": dict(q_segment_ids=Q_IDS, kv_segment_ids=KV_IDS),
     "query_offset": dict(query_offset=np.array([-20, 30]), causal=True, return_lse=True),
-    "far query_offset": dict(query_offset=np.array([-(2**30), 2**30]), window=(5, 2**29)),
+    "far query_offset": dict(query_offset=np.array([-(2**29), 2**29]), window=(5, 2**28)),
     "mask BHTS": dict(mask="BHTS", H=6, G=2),
     "mask TS": dict(mask="TS", return_lse=True, layout="bhtd"),
     "bias BHTS": dict(bias="BHTS", causal=True, H=3, G=1),
