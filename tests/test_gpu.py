@@ -366,7 +366,7 @@ def test_large_heads_of_attention(dtype: str, D: int, V: int, causal: bool) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (99, None)}])
-@pytest.mark.parametrize(("T", "D"), [(1100, 64), (1100, 128), (300, 256), (38, 72), (2, 64)])
+@pytest.mark.parametrize(("T", "D"), [(1100, 64), (1100, 128), (300, 256)])
 def test_cudnn(T: int, D: int, options: dict[str, Any]) -> None:
     check("attention", *arrays("bfloat16", T=T, D=D), implementation="cudnn", **options)
 
