@@ -8,6 +8,8 @@
     error <= max(budget, 2 * the ideal's error)                                  =: limit
     every row: its error / max(its norm, half the RMS row of its batch entry)
                <= 4 * limit * (1 + 3 / sqrt(row width))              10 in place of 4 in float32
+               or 2 * the same of the ideal's worst row, if that is more: at large scores a row in
+               which two keys share the weight is as far off in the ideal itself
 
 and when its shape and dtype are right, and it is finite or infinite exactly where `exact` is.
 
@@ -176,7 +178,7 @@ def measure(
     width = exact.shape[-1] if exact.ndim else 1
     share = (10 if dtype == "float32" else 4) * (1 + 3 / np.sqrt(max(width, 1)))
     error, worst = errors(actual, exact, None, batched)
-    of_ideal = None
+    row_limit, of_ideal = share * limit, None
     if error > limit or worst > share * limit:
         terms = terms() if callable(terms) else terms
         if terms is not None:
@@ -185,9 +187,10 @@ def measure(
     if error > limit or worst > share * limit:
         ideal = ideal() if callable(ideal) else ideal
         if ideal is not None:
-            of_ideal, _ = errors(np.asarray(ideal, np.float64), exact, terms, batched)
+            of_ideal, worst_of_ideal = errors(np.asarray(ideal, np.float64), exact, terms, batched)
             limit = max(limit, 2 * of_ideal)
-    return Measure(name, error, limit, worst, share * limit, of_ideal)
+            row_limit = max(share * limit, 2 * worst_of_ideal)
+    return Measure(name, error, limit, worst, row_limit, of_ideal)
 
 
 def check(name: str, actual: Any, exact: Any, **facts: Any) -> Measure:

@@ -33,6 +33,17 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
+def test_what_failed_may_be_run_again() -> None:
+    tally = {"passed": 3, "failed": 2, "error": 0, "skipped": 1}
+    first = {"kernel_hash": "a", "tally": tally, "failed": ["x", "y"]}
+    second = receipt.with_second_run(first, {"x", "z"})
+    assert second["failed"] == ["y"] and second["again"] == ["x"]
+    assert second["tally"] == {"passed": 4, "failed": 1, "error": 0, "skipped": 1}
+    assert receipt.verdict(second, "a")[0] is not None
+    third = receipt.with_second_run(second, {"y"})
+    assert third["again"] == ["x", "y"] and receipt.verdict(third, "a") == (None, None)
+
+
 def test_verdicts() -> None:
     good = {"kernel_hash": "a", "tally": {"passed": 3, "failed": 0}, "failed": []}
     assert receipt.verdict(good, "a") == (None, None)
