@@ -1,0 +1,1 @@
+"""Flax layers on linear and softmax attention, in place of nnx.MultiHeadAttention."""

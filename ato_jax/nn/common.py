@@ -1,0 +1,396 @@
+"""What the layers share: projections, rotary positions, masks, and the shape of a call.
+
+    q = query(x) [B, T, H, D]    k, v = key(y), value(y) [B, S, G, D]    z = out(attend(q, k, v))
+
+`MultiHead` is an nnx.MultiHeadAttention: its constructor, its parameters (`query`, `key`, `value`,
+`out`, with `normalize_qk` also `query_ln` and `key_ln`), its dtypes, initialisers and metadata are
+those of Flax because Flax builds them. It replaces the call. A layer on top of it writes one
+method,
+
+    def attend(self, call: Call) -> jax.Array      # [B, T, H, V]
+
+and finds in `Call` everything with one batch axis B, whatever the batch axes of the inputs: the
+projected and rotated q, k and v, the inputs they came from (for gates), the mask as it was given,
+and what the call asks for. A mask is read by one of
+
+    bind_mask(call.mask, call)     any mask, boolean [B|1, H|1, T|1, S|1]: for softmax attention
+    factor_mask(call)              causal and [B, T] queries and [B, S] keys, or a ValueError: for
+                                   linear attention, with `hide_keys` and `hide_queries`
+
+A cache is a handful of `nnx.Cache` attributes, `nnx.data(None)` until `init_cache` makes them.
+`cache_index`, the number of tokens in it, is there in every layer: positions continue from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from ato_jax.ops.linear_attention.features import Favor
+
+
+class Call(NamedTuple):
+    """One call of a layer, its inputs projected and with a single batch axis."""
+
+    query: jax.Array  # [B, T, H, D]
+    key: jax.Array  # [B, S, G, D]
+    value: jax.Array  # [B, S, G, D]
+    inputs_q: jax.Array  # [B, T, in_features]
+    inputs_k: jax.Array  # [B, S, in_kv_features]
+    batch: tuple[int, ...]  # the batch axes that became B
+    mask: Any  # as given, broadcastable to [batch..., H, T, S]
+    causal: bool
+    decode: bool
+    dropout_key: jax.Array | None  # None: nothing is dropped
+
+
+class MultiHead(nnx.MultiHeadAttention):
+    """The part of an attention layer around the attention: see the module's docstring.
+
+    Args:
+      num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, rngs and
+        every name in `options`: as in nnx.MultiHeadAttention, which they go to.
+      causal: query i sees the keys up to i, T = S.
+      rope_theta: rotates queries and keys by their positions, with this base (10000 in RoFormer);
+        None leaves them. The halves of a head are paired as in nnx.RoPE.
+      implementation: as in `ato_jax.attention` and `ato_jax.linear_attention`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        causal: bool = False,
+        rope_theta: float | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        if "attention_fn" in options:
+            raise ValueError(
+                f"attention_fn cannot be given: {type(self).__name__} brings its own attention"
+            )
+        super().__init__(
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+            num_kv_heads=num_kv_heads,
+            in_kv_features=in_kv_features,
+            rngs=rngs,
+            **options,
+        )
+        if rope_theta is not None and self.head_dim % 2:
+            raise ValueError(
+                "rope_theta rotates pairs and needs an even qkv_features // num_heads, "
+                f"got {self.head_dim}"
+            )
+        self.causal = causal
+        self.rope_theta = rope_theta
+        self.implementation = implementation
+
+    def attend(self, call: Call) -> jax.Array:
+        """The attention itself: [B, T, H, V]."""
+        raise NotImplementedError(f"{type(self).__name__} has no attention of its own")
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        input_positions: jax.Array | None = None,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> jax.Array:
+        """Attention of `inputs_q` to `inputs_k` and `inputs_v`.
+
+        Args:
+          inputs_q: [batch..., T, in_features].
+          inputs_k: [batch..., S, in_kv_features]; None means inputs_q.
+          inputs_v: [batch..., S, in_kv_features]; None means inputs_k.
+          mask: broadcastable to [batch..., H, T, S]; False or 0 hides. Other than in Flax, a query
+            that sees nothing gives 0 before the last projection, not the mean of all values.
+          deterministic, rngs: as in Flax; they decide about dropout.
+          sow_weights: refused: the weights are never formed.
+          decode: append to the cache and attend to what is in it; None means the constructor's,
+            and there False.
+          is_causal: causal for this call.
+          input_positions: [batch..., T] for `rope_theta`, of queries and keys alike, T = S; None
+            counts from 0, or from the tokens already in the cache.
+          out_sharding, qkv_sharding: as in Flax.
+
+        Returns:
+          [batch..., T, out_features].
+        """
+        if sow_weights:
+            raise ValueError(
+                "sow_weights must be False: the attention weights are never formed. "
+                "nnx.MultiHeadAttention holds the same parameters and can show them"
+            )
+        if inputs_k is None:
+            if inputs_v is not None:
+                raise ValueError("inputs_v needs inputs_k: give it, or leave both to inputs_q")
+            inputs_k = inputs_q
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        batch = inputs_q.shape[:-2]
+        for name, inputs, features in (
+            ("inputs_q", inputs_q, self.in_features),
+            ("inputs_k", inputs_k, self.in_kv_features),
+            ("inputs_v", inputs_v, self.in_kv_features),
+        ):
+            fits = inputs.ndim >= 2 and inputs.shape[-1] == features and inputs.shape[:-2] == batch
+            if not fits:
+                raise ValueError(
+                    f"{name} must be [batch..., length, {features}] with inputs_q's batch axes, "
+                    f"got shape {inputs.shape}, where inputs_q has {inputs_q.shape}"
+                )
+        decode = bool(self.decode if decode is None else decode)
+        causal = bool(self.causal or is_causal)
+        T, S = inputs_q.shape[-2], inputs_k.shape[-2]
+        if T != S and (causal or decode):
+            asked = "decode" if decode else "causal attention"
+            raise ValueError(f"{asked} needs as many keys as queries, got T={T}, S={S}")
+
+        query = self.query(inputs_q, out_sharding=qkv_sharding)
+        key = self.key(inputs_k, out_sharding=qkv_sharding)
+        value = self.value(inputs_v, out_sharding=qkv_sharding)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        query, key, value = promote_dtype((query, key, value), dtype=self.dtype)
+        query, key, value = (one_batch_axis(array, 3) for array in (query, key, value))
+        if self.rope_theta is not None:
+            q_positions, k_positions = self._positions(input_positions, batch, T, S, decode)
+            query = rotate(query, q_positions, self.rope_theta)
+            key = rotate(key, k_positions, self.rope_theta)
+
+        x = self.attend(
+            Call(
+                query,
+                key,
+                value,
+                one_batch_axis(inputs_q, 2),
+                one_batch_axis(inputs_k, 2),
+                batch,
+                mask,
+                causal,
+                decode,
+                self._dropout_key(deterministic, rngs),
+            )
+        )
+        if len(batch) != 1:
+            x = x.reshape(*batch, *x.shape[1:])
+        return self.out(x, out_sharding=out_sharding)
+
+    def _positions(
+        self, given: jax.Array | None, batch: tuple[int, ...], T: int, S: int, decode: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Positions of the queries [B|1, T] and of the keys [B|1, S]."""
+        if given is not None:
+            wanted = (*batch, T)
+            if given.shape != wanted or T != S:
+                raise ValueError(
+                    f"input_positions must be {wanted} and T = S, got shape {given.shape}, "
+                    f"T={T}, S={S}"
+                )
+            given = one_batch_axis(given, 1)
+            return given, given
+        first = self.cached_tokens() if decode else 0
+        return first + jnp.arange(T)[None], first + jnp.arange(S)[None]
+
+    def _dropout_key(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> jax.Array | None:
+        if not self.dropout_rate:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                "deterministic must be True or False where dropout_rate is above 0: give it to "
+                "the call or to the constructor, or use model.train() and model.eval()"
+            )
+        if deterministic:
+            return None
+        stream = self.rngs if rngs is None else rngs
+        if stream is None:
+            raise ValueError("rngs must be given for dropout where keep_rngs is False")
+        return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
+
+    def cached_tokens(self) -> jax.Array:
+        """How many tokens the cache holds; a ValueError unless `init_cache` made one."""
+        if self.cache_index is None:
+            raise ValueError(
+                "decode needs a cache: call init_cache(input_shape) first, with the shape "
+                "[batch..., length, features] of the inputs"
+            )
+        return self.cache_index[...]
+
+
+def one_batch_axis(array: jax.Array, trailing: int) -> jax.Array:
+    """[batch..., *trailing axes] -> [B, *trailing axes]."""
+    if array.ndim == trailing + 1:
+        return array
+    return array.reshape(
+        -1 if array.size else math.prod(array.shape[:-trailing]), *array.shape[-trailing:]
+    )
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """RoPE: turns the pairs (x[d], x[d + D/2]) of x [B, T, H, D] by position * theta^(-2d/D).
+
+    positions [B|1, T]. The angles and the product are float32, the result has x's dtype.
+    """
+    size = x.shape[-1]
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)  # [D/2]
+    angles = (positions[..., None].astype(jnp.float32) * frequencies)[:, :, None]  # [B, T, 1, D/2]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def bind_mask(mask: Any, call: Call, S: int | None = None) -> Any:
+    """A mask as booleans [B|1, H|1, T|1, S|1], as NumPy where it came so; None stays None.
+
+    `S` is the number of keys where that is not the call's: in a cache.
+    """
+    if mask is None:
+        return None
+    T, H = call.query.shape[1:3]
+    S = call.key.shape[1] if S is None else S
+    shape = (1,) * (len(call.batch) + 3 - mask.ndim) + mask.shape
+    wanted = (*call.batch, H, T, S)
+    fits = len(shape) == len(wanted) and all(
+        size in (1, full) for size, full in zip(shape, wanted, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"mask must broadcast to [batch..., H, T, S] = {wanted}, got shape {mask.shape}"
+        )
+    mask = mask.astype(bool).reshape(shape)
+    if all(size == 1 for size in shape[:-3]):
+        return mask.reshape(1, *shape[-3:])
+    numpy = np if isinstance(mask, np.ndarray) else jnp
+    return numpy.broadcast_to(mask, call.batch + shape[-3:]).reshape(-1, *shape[-3:])
+
+
+class Visible(NamedTuple):
+    """A mask in factors: query i sees key j iff queries[i], keys[j], and j <= i where causal."""
+
+    causal: bool
+    queries: Any  # [B|1, T] booleans, None for all
+    keys: Any  # [B|1, S|1] booleans, None for all
+
+
+def factor_mask(call: Call) -> Visible:
+    """The call's mask and `causal` in factors; a ValueError where they are not the whole mask.
+
+    A sum over keys that is shared by all queries can leave out keys, or stop at the query's own.
+    Only a mask that is known to say no more can be honoured: one for keys, [batch..., 1, 1, S],
+    says no more by its shape. Any other is looked at, value by value, which only works where it
+    has values: outside of jit, or as a constant inside of it.
+    """
+    mask, causal = call.mask, call.causal
+    if mask is None:
+        return Visible(causal, None, None)
+    for_keys = mask.ndim < 2 or mask.shape[-2] == 1
+    if not for_keys and isinstance(mask, jax.core.Tracer):
+        raise ValueError(
+            "mask has an axis of queries, and its values are not known inside jit: a linear layer "
+            "cannot tell whether it can honour it. For a causal layer say causal=True (or "
+            "is_causal=True in the call); for padding give a mask [batch..., 1, 1, S] of the "
+            f"keys; got shape {mask.shape}"
+        )
+    # As NumPy at once: inside jit any operation of JAX would turn values into tracers.
+    mask = bind_mask(mask if for_keys else np.asarray(mask), call)
+    if mask.shape[1] == 1 and for_keys:
+        return Visible(causal, None, mask[:, 0, 0])
+    if for_keys:
+        raise ValueError(
+            "mask hides keys head by head, which a linear layer cannot do: its axis of heads must "
+            f"be 1, got shape {call.mask.shape}"
+        )
+    T, S = call.query.shape[1], call.key.shape[1]
+    pairs: Any = np.broadcast_to(mask, (*mask.shape[:2], T, S))
+    for known_causal in (True,) if causal else (False, True) if T == S else (False,):
+        order = np.tri(T, S, dtype=bool) if known_causal else np.ones((T, S), bool)
+        # Where the layer is causal, the mask may say so or leave it to the layer.
+        seen = pairs[:, 0] & order if causal else pairs[:, 0]
+        queries, keys = seen.any(2), seen.any(1)
+        same_in_heads = ((pairs & order if causal else pairs) == seen[:, None]).all()
+        if same_in_heads and (seen == (queries[:, :, None] & keys[:, None] & order)).all():
+            return Visible(known_causal, queries, keys)
+    raise ValueError(
+        "mask is neither causal nor a mask of padding nor both, and a linear layer can honour no "
+        f"other, got shape {call.mask.shape}: use ato_jax.nn.Attention for it"
+    )
+
+
+# Where phi is 0 to the last bit, in float32 and in 16 bits: exp(-10000) is.
+_BLANK = {
+    "elu1": -1e4,
+    "relu": 0.0,
+    "exp": -1e4,
+    "softplus": -1e4,
+    "identity": 0.0,
+    "silu": 0.0,
+    "relu2": 0.0,
+}
+# Far from the origin the term -|k|^2 / 2 outweighs w k for any w that is ever drawn.
+_BLANK_FAVOR = 1e4
+
+
+@functools.lru_cache(maxsize=64)
+def _zero_at_infinity(feature_map: Callable[[jax.Array], jax.Array]) -> Any:
+    """phi, but 0 at -inf. Remembered, so that one function stays one function."""
+
+    def extended(x: jax.Array) -> jax.Array:
+        blank = x == -jnp.inf
+        # phi of 0 where blank: what it makes of -inf may be NaN, also in its derivative.
+        return jnp.where(blank, 0.0, feature_map(jnp.where(blank, 0.0, x)))
+
+    return extended
+
+
+def hide_keys(
+    key: jax.Array, value: jax.Array, keys: Any, feature_map: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """k, v [B, S, G, D] and phi such that a hidden key adds nothing to any sum: phi(k) = 0, v = 0.
+
+    `keys` [B|1, S|1] is what `factor_mask` found. Exact, the normaliser included, with holes
+    anywhere, causal or not; NaN in a hidden key or value goes nowhere, its gradient is 0.
+    """
+    if keys is None:
+        return key, value, feature_map
+    if isinstance(feature_map, str):
+        blank = _BLANK.get(feature_map, 0.0)  # a name that is none is refused further down
+    elif isinstance(feature_map, Favor):
+        blank = _BLANK_FAVOR
+    else:
+        blank, feature_map = -jnp.inf, _zero_at_infinity(feature_map)
+    seen = jnp.asarray(keys)[:, :, None, None]
+    return jnp.where(seen, key, blank), jnp.where(seen, value, 0), feature_map
+
+
+def hide_queries(out: jax.Array, queries: Any) -> jax.Array:
+    """out [B, T, H, V], 0 where a query sees nothing; `queries` as in `Visible`."""
+    return out if queries is None else jnp.where(jnp.asarray(queries)[:, :, None, None], out, 0)
