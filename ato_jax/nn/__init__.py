@@ -1,1 +1,6 @@
 """Flax layers on linear and softmax attention, in place of nnx.MultiHeadAttention."""
+
+from ato_jax.nn.attention import Attention
+from ato_jax.nn.linear_attention import LinearAttention, Performer
+
+__all__ = ["Attention", "LinearAttention", "Performer"]

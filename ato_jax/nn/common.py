@@ -19,6 +19,7 @@ and what the call asks for. A mask is read by one of
 
 A cache is a handful of `nnx.Cache` attributes, `nnx.data(None)` until `init_cache` makes them.
 `cache_index`, the number of tokens in it, is there in every layer: positions continue from it.
+`made(self.cached_...)` is the variable, or the error that says to call `init_cache`.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class MultiHead(nnx.MultiHeadAttention):
                 )
             given = one_batch_axis(given, 1)
             return given, given
-        first = self.cached_tokens() if decode else 0
+        first = made(self.cache_index)[...] if decode else 0
         return first + jnp.arange(T)[None], first + jnp.arange(S)[None]
 
     def _dropout_key(
@@ -235,14 +236,15 @@ class MultiHead(nnx.MultiHeadAttention):
             raise ValueError("rngs must be given for dropout where keep_rngs is False")
         return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
 
-    def cached_tokens(self) -> jax.Array:
-        """How many tokens the cache holds; a ValueError unless `init_cache` made one."""
-        if self.cache_index is None:
-            raise ValueError(
-                "decode needs a cache: call init_cache(input_shape) first, with the shape "
-                "[batch..., length, features] of the inputs"
-            )
-        return self.cache_index[...]
+
+def made(variable: nnx.Cache[jax.Array] | None) -> nnx.Cache[jax.Array]:
+    """A variable of a cache; a ValueError unless `init_cache` made it."""
+    if variable is None:
+        raise ValueError(
+            "decode needs a cache: call init_cache(input_shape) first, with the shape "
+            "[batch..., length, features] of the inputs"
+        )
+    return variable
 
 
 def one_batch_axis(array: jax.Array, trailing: int) -> jax.Array:
