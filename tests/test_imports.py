@@ -1,6 +1,6 @@
 """Imports go one way, and `import ato_jax` brings JAX and nothing else of weight.
 
-    ato_torch -> ops/*/api -> spec, dispatch -> tuning -> device
+    ato_torch, nn -> ops/*/api -> spec, dispatch -> tuning -> device
     a backend -> spec, device, Pallas; never another backend
 
 Read from the sources: what a module imports, also inside functions and for types alone.
@@ -113,7 +113,23 @@ def test_apis(op: str) -> None:
     for imported in reached(f"ato_jax.ops.{op}.api"):
         assert imported not in backends()
         assert not any(within(imported, f"ato_jax.ops.{other}") for other in OPS if other != op)
-        assert imported not in ("ato_jax", "ato_jax.explain", "ato_jax.nn")
+        assert imported not in ("ato_jax", "ato_jax.explain")
+        assert not within(imported, "ato_jax.nn")
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if within(name, "ato_jax.nn")])
+def test_flax_layers(name: str) -> None:
+    """The Flax layers call the ops and name no backend; nothing else of ato_jax knows of them."""
+    assert not imports(name) & set(backends())
+    for other in modules():
+        assert within(other, "ato_jax.nn") or name not in imports(other)
+
+
+def test_flax_layers_come_alone() -> None:
+    """`from ato_jax import nn`, where nothing else was imported."""
+    program = "from ato_jax import nn; print(*nn.__all__)"
+    names = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
+    assert "LinearAttention" in names.split()
 
 
 def test_no_circles() -> None:
