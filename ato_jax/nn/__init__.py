@@ -1,9 +1,12 @@
 """Flax layers on linear and softmax attention, in place of nnx.MultiHeadAttention."""
 
 from ato_jax.nn.attention import Attention
+from ato_jax.nn.attention_fn import linear_attention_fn, softmax_attention_fn
 from ato_jax.nn.gated import GatedLinearAttention
 from ato_jax.nn.latent import LatentAttention
 from ato_jax.nn.linear_attention import LinearAttention, Performer
+from ato_jax.nn.linen import to_linen
+from ato_jax.nn.swap import convert_attention, replace_attention
 
 __all__ = [
     "Attention",
@@ -11,4 +14,9 @@ __all__ = [
     "LatentAttention",
     "LinearAttention",
     "Performer",
+    "convert_attention",
+    "linear_attention_fn",
+    "replace_attention",
+    "softmax_attention_fn",
+    "to_linen",
 ]

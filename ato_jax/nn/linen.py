@@ -1,0 +1,116 @@
+"""The layers as Linen modules.
+
+    linen.MultiHeadDotProductAttention(num_heads=8)
+    ato_jax.nn.to_linen(ato_jax.nn.Attention, num_heads=8)
+
+The second stands where the first stood: the parameters have the same names, shapes and dtypes
+(`query`, `key`, `value` and `out`, each with `kernel` and `bias`; `query_ln` and `key_ln` with
+`scale`), in the module's own scope, so that
+
+    module.apply({"params": params}, inputs)
+
+takes the `params` of a checkpoint that Linen saved. nnx.bridge.ToLinen does the work; added are
+what Linen infers from its inputs and the random keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen, nnx
+from flax.core import FrozenDict, meta
+from flax.traverse_util import flatten_dict
+
+from ato_jax.nn.common import MultiHead
+
+
+def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAttention:
+    """A layer of this package as a Linen module, in place of MultiHeadDotProductAttention.
+
+    Args:
+      cls: `Attention`, `LinearAttention` or another layer of this package.
+      name: the module's name in Linen. Checkpoints of a model that named its attention by
+        default need Linen's name, "MultiHeadDotProductAttention_0" and so on.
+      options: the arguments of its constructor, `rngs` left out. `in_features` and
+        `in_kv_features` need not be given: they are those of the inputs. `decode=True` is
+        refused: Linen makes its cache where it initialises, these layers in `init_cache`.
+
+    Returns:
+      A module to be called as the layer is, but with `dropout_rng` in place of `rngs`. Dropout
+      takes that key, or the module's rng named "dropout".
+    """
+    if not (inspect.isclass(cls) and issubclass(cls, nnx.Module)):
+        raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {cls!r}")
+    for taken in {"rngs", "keep_rngs"} & set(options):
+        raise ValueError(f"{taken} cannot be given: Linen hands rngs to `init` and `apply`")
+    _refuse_decode(options)
+    return LinenAttention(cls, FrozenDict(options), name=name)
+
+
+class LinenAttention(linen.Module):
+    """What `to_linen` returns: the layer `cls(**options)`, its variables in Linen's collections."""
+
+    cls: Any
+    options: Mapping[str, Any]
+
+    @linen.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        **call_options: Any,
+    ) -> jax.Array:
+        _refuse_decode(call_options)
+        arguments = {"in_features": inputs_q.shape[-1]}
+        if issubclass(self.cls, MultiHead):
+            arguments["in_kv_features"] = (inputs_q if inputs_k is None else inputs_k).shape[-1]
+            arguments["keep_rngs"] = False  # the keys for dropout come with the call
+        arguments |= self.options
+
+        def build(rngs: nnx.Rngs) -> nnx.Module:
+            if self.is_initializing():
+                return self.cls(**arguments, rngs=rngs)
+            # Every value comes from Linen's collections: none is drawn only to be replaced.
+            layer = nnx.eval_shape(lambda: self.cls(**arguments, rngs=nnx.Rngs(0)))
+            _require_variables(layer, meta.unbox(self.variables))
+            return layer
+
+        for name, inputs in (("inputs_k", inputs_k), ("inputs_v", inputs_v)):
+            if inputs is not None:
+                call_options[name] = inputs
+        key = call_options.pop("dropout_rng", None)
+        deterministic = call_options.get("deterministic", self.options.get("deterministic"))
+        undecided = deterministic is None  # which the layer refuses where it would drop
+        if self.options.get("dropout_rate", 0) > 0 and not (undecided or deterministic):
+            # The bridge would make up a key where there is none, the same for every step.
+            key = self.make_rng("dropout") if key is None else key
+            call_options["rngs"] = nnx.Rngs(dropout=key)
+        bridge = nnx.bridge.ToLinen(build)
+        linen.share_scope(self, bridge)  # or the parameters would lie one level deeper
+        return bridge(inputs_q, **call_options)
+
+
+def _refuse_decode(options: Mapping[str, Any]) -> None:
+    if options.get("decode"):
+        raise ValueError("decode must be False in Linen: decode with the layer itself, in nnx")
+
+
+def _require_variables(layer: nnx.Module, collections: Mapping[str, Any]) -> None:
+    """A ValueError unless the collections hold each of the layer's variables, in its shape.
+
+    The bridge would go on with a fresh one in place of what is missing.
+    """
+    given: dict[Any, tuple[int, ...]] = {}
+    for collection in collections.values():
+        given |= {path: value.shape for path, value in flatten_dict(collection).items()}
+    for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))):
+        if given.get(path) != variable.shape:
+            name = nnx.variablelib.variable_name_from_type(type(variable))
+            raise ValueError(
+                f"{name}/{'/'.join(map(str, path))} must have shape {variable.shape}, "
+                + (f"got {given[path]}" if path in given else "but it is not there")
+            )
