@@ -531,6 +531,19 @@ def test_replace_refuses_a_cache() -> None:
         nn.replace_attention(model, nn.Attention)
 
 
+def test_replace_refuses_to_guess_a_stacks_axis() -> None:
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=nnx.StateAxes({nnx.Param: 1, ...: 0}))
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(rngs, use_bias=False)
+
+    stack = make(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="axes of a stack must come first"):
+        nn.replace_attention(stack, nn.Performer, rngs=nnx.Rngs(1))
+    nn.replace_attention(stack, nn.LinearAttention)
+    assert stack.attention.query.kernel.shape == (E, 3, H, E // H)
+
+
 def test_convert_attention() -> None:
     layer = nnx.MultiHeadAttention(H, E, decode=False, rngs=nnx.Rngs(0))
     new = nn.convert_attention(layer, nn.Attention, sinks=True, rngs=nnx.Rngs(0))
@@ -651,6 +664,22 @@ def test_linen_linear(cls: Any) -> None:
         layer.random_features[...] = variables["RandomFeatures"]["random_features"]
     mask = normal(B, 1, 1, T, seed=2) > -1
     close(ours.apply(variables, x, mask=mask), layer(x, mask=mask))
+
+
+def test_linen_latent() -> None:
+    """A layer with parameters of its own and no inputs_k."""
+    ours = nn.to_linen(
+        nn.LatentAttention,
+        num_heads=H,
+        kv_lora_rank=4,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=4,
+    )
+    x = normal(B, T, E)
+    found, variables = ours.init_with_output(jax.random.key(0), x)
+    assert {"kv_down", "rope_key"} < variables["params"].keys()
+    close(ours.apply(variables, x), found)
 
 
 def test_linen_refuses() -> None:

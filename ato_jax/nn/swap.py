@@ -149,6 +149,7 @@ def convert_attention(
 
     # Shapes alone: most of what the constructor draws is there already.
     new = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    expected = new.query.kernel.shape
     shared = set(SHARED)
     if not (layer.dropout_rate and new.dropout_rate):
         shared.remove("rngs")  # there is a stream only where something is dropped
@@ -165,7 +166,13 @@ def convert_attention(
             raise ValueError(
                 f"rngs must be given: {cls.__name__} has variables of its own, {names}"
             )
-        values = _draw(build, list(own), rngs.params(), layer.query.kernel.shape[:-3])
+        kernel = layer.query.kernel.shape
+        if kernel[-3:] != expected:
+            raise ValueError(
+                f"the axes of a stack must come first: query's kernel must end in {expected}, "
+                f"got shape {kernel}"
+            )
+        values = _draw(build, list(own), rngs.params(), kernel[:-3])
         for leaf, value in zip(own.values(), values, strict=True):
             leaf.set_value(value)
     return new
