@@ -93,7 +93,7 @@ def test_links_in_documents_lead_somewhere(document):
     assert [target for target in relative if not (ROOT / target).exists()] == []
 
 
-@pytest.mark.parametrize("package", ["ato_jax", "ato_torch"])
+@pytest.mark.parametrize("package", ["ato_jax", "ato_jax.nn", "ato_torch"])
 def test_readme_example_runs(package):
     if package == "ato_torch":
         pytest.importorskip("torch")
