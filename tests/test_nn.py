@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import ato_jax
 from ato_jax import nn
 from ato_jax.nn import common
 from ato_jax.ops.linear_attention import features
@@ -250,6 +251,17 @@ def test_hidden_keys_are_nothing(feature_map: str, dtype: str) -> None:
     assert np.all(np.isfinite(np.asarray(gradient, np.float32)))
 
 
+@pytest.mark.parametrize("feature_map", ["elu1", "favor", lambda x: jnp.exp(0.5 * jnp.abs(x))])
+def test_hidden_keys_in_kernels(feature_map: Any) -> None:
+    """The same in Triton's kernels, interpreted."""
+    options = {"feature_map": feature_map, "normalize": True}
+    cls, options = (nn.Performer, {}) if feature_map == "favor" else (nn.LinearAttention, options)
+    layer = make(cls, implementation="triton", causal=True, **options)
+    with ato_jax.interpret():
+        out = layer(inputs(), mask=HOLES[:, None, None])
+    assert error(out, explicit(layer, inputs(), HOLES[:, None] & CAUSAL)) < 1e-5
+
+
 def test_performer_estimates_softmax() -> None:
     """With the same parameters, many features come close to softmax attention; redraw redraws."""
     x = 0.5 * inputs()
@@ -349,6 +361,14 @@ def test_decoding_linear_prompts_with_holes() -> None:
     layer.init_cache((1, *x.shape))
     again = layer(x[None], decode=True)
     assert error(again[0], layer(x, is_causal=True)) < 1e-5
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_decoding_without_batch(cls: Any) -> None:
+    layer, x = make(cls), inputs(T, E)
+    layer.init_cache(x.shape)
+    found = [layer(x[:4], decode=True), layer(x[4:5], decode=True), layer(x[5:], decode=True)]
+    assert error(jnp.concatenate(found), layer(x, is_causal=True)) < 1e-5
 
 
 def test_full_cache() -> None:

@@ -251,9 +251,7 @@ def one_batch_axis(array: jax.Array, trailing: int) -> jax.Array:
     """[batch..., *trailing axes] -> [B, *trailing axes]."""
     if array.ndim == trailing + 1:
         return array
-    return array.reshape(
-        -1 if array.size else math.prod(array.shape[:-trailing]), *array.shape[-trailing:]
-    )
+    return array.reshape(math.prod(array.shape[:-trailing]), *array.shape[-trailing:])
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
