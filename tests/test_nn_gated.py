@@ -86,15 +86,23 @@ def test_recurrence(gate: str, options: dict[str, Any]) -> None:
 
 
 def test_decay_is_per_step_and_head_or_channel() -> None:
-    """As the parameters say: shapes, and a bias that remembers everything or nothing."""
+    """Shapes of the parameters; half is left after tau steps, or nothing where a bias says so."""
     scalar, vector = (
         nnx.to_pure_dict(nnx.state(make(gate=gate), nnx.Param)) for gate in ("scalar", "vector")
     )
     assert scalar["forget_gate"]["kernel"].shape == (E, G)
     assert vector["forget_gate_down"]["kernel"].shape == (E, 16)
     assert vector["forget_gate_up"]["kernel"].shape == (16, G, 4)
-    x = inputs()
+    x, zeros = inputs(), nnx.initializers.zeros
     for gate in GATES:
+        layer = make(gate=gate, gate_kernel_init=zeros, gate_bias_init=zeros)
+        layer.init_cache(x.shape)
+        layer(x[:, :1], decode=True)
+        before = layer.cached_kv[...]
+        layer.value.kernel[...] = jnp.zeros_like(layer.value.kernel)
+        layer.value.bias[...] = jnp.zeros_like(layer.value.bias)
+        layer(x[:, 1:3], decode=True)
+        assert error(layer.cached_kv[...], before / 2) < 1e-6  # tau is 2
         forgetful = make(gate=gate, gate_bias_init=nnx.initializers.constant(-1e3))
         changed = forgetful(x.at[:, 0].add(1.0))
         np.testing.assert_array_equal(changed[:, 1:], forgetful(x)[:, 1:])
@@ -113,6 +121,17 @@ def test_hidden_steps_are_not_there(gate: str) -> None:
         wanted = naive(layer, x[b][HOLES[b]])
         assert error(out[b][HOLES[b]], wanted) < 1e-5
         assert error(both[b][HOLES[b]], wanted) < 1e-5
+
+
+def test_batch_axes() -> None:
+    """Any number of them, or an nnx.vmap over one, also over states."""
+    layer, x = make(), inputs(2, 3, T, E)
+    mapped = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))
+    assert error(mapped(layer, x), layer(x)) < 1e-6
+    assert error(layer(x[0, 0]), layer(x)[0, 0]) < 1e-6
+    layer.init_cache(x.shape)
+    assert layer.cached_kv.shape == (2, 3, G, 4, 4)
+    assert error(layer(x, decode=True), layer(x)) < 2e-5
 
 
 def test_bidirectional() -> None:

@@ -129,7 +129,10 @@ def test_positions() -> None:
 
 
 def test_batch_axes() -> None:
+    """Any number of them, or an nnx.vmap over one."""
     layer, x = make(), inputs(2, 3, T, E)
+    mapped = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))
+    assert error(mapped(layer, x), layer(x)) < 1e-6
     mask = np.random.default_rng(0).random((2, 3, 1, T, T)) < 0.7
     found = layer(x, mask=mask)
     assert error(found[1], layer(x[1], mask=mask[1])) < 1e-6
@@ -244,6 +247,7 @@ def test_split_and_merge() -> None:
     first, cache = step(cache, x[:, :1])
     second, cache = step(cache, x[:, 1:2])
     assert error(jnp.concatenate([first, second], 1), layer(x[:, :2])) < 2e-5
+    assert nnx.view(layer, decode=True).decode and not layer.decode
     other = make(seed=1)
     nnx.update(other, parameters)
     np.testing.assert_array_equal(other(x), layer(x))

@@ -40,7 +40,8 @@ class GatedLinearAttention(LinearAttention):
         kernel_metadata, ...): as in `LinearAttention`.
       gate: "vector", a decay per channel [B, S, G, D], or "scalar", one per head [B, S, G].
       gate_rank: the rank of the vector gate.
-      temperature: tau, which divides the log of the gate: the larger, the longer the memory.
+      temperature: tau, which divides the log of the gate: the larger, the longer the memory. Where
+        f is 0, half of the state is left after tau steps.
       feature_map, normalize: as in `ato_jax.linear_attention`.
       causal: True unless said otherwise; False decays by the steps between a query and a key.
       use_output_gate: False leaves the output gate away, but not the norm.

@@ -341,3 +341,12 @@ class LatentAttention(nnx.Module):
         self.cached_latent = nnx.Cache(jnp.zeros((*shape, self.kv_lora_rank), dtype))
         self.cached_rope_key = nnx.Cache(jnp.zeros((*shape, self.qk_rope_head_dim), dtype))
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
+
+    def set_view(self, decode: bool | None = None) -> None:
+        """What `nnx.view(model, decode=...)` sets.
+
+        Args:
+          decode: as in the constructor; None leaves it.
+        """
+        if decode is not None:
+            self.decode = decode
