@@ -133,6 +133,7 @@ def prepare(
         softcap=None if softcap is None else shapes.positive("softcap", softcap),
         sinks=sinks is not None,
         dropout_rate=dropout_rate,
+        keep_rest=False,
         return_lse=return_lse,
         precision=precision_of(precision, str(q.dtype)),
     )
