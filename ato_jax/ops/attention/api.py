@@ -268,7 +268,8 @@ def attention(
       layout: "bthd", or "bhtd" for [B, H, T, D] (and lse [B, H, T]; bias and mask as ever).
       precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
       implementation: None (the fastest that supports the request here), "triton", "cudnn",
-        "xla" or "reference".
+        "xla" or "reference". cuDNN, which None may mean, does not promise the same gradients to
+        the last bit from run to run; the others give them.
 
     Returns:
       out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log
