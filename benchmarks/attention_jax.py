@@ -33,8 +33,8 @@ class Contender:
     package: str = ""
     searches: bool = False
 
-    def prepare(self, case: Case, phase: str) -> ours.Prepared | str:
-        return self._missing() or ours.prepare(case, phase, self.make(case))
+    def compiled(self, case: Case, phase: str) -> ours.Compiled | str:
+        return self._missing() or ours.compiled(case, phase, self.make(case))
 
     def scratch(self, case: Case, phase: str) -> int | str:
         """The bytes that a call takes beyond its inputs and outputs, or why that is not known."""

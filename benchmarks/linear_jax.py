@@ -33,12 +33,13 @@ class Contender:
     package: str = ""
     searches: bool = False
 
-    def prepare(self, case: Case, phase: str) -> ours.Prepared | str:
+    def compiled(self, case: Case, phase: str) -> ours.Compiled | str:
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if case.op == "step":
-            return _prepare_step(case, self.function or ato_jax.linear_attention_step)
-        return ours.prepare(case, phase, self.function, self.mapped, self.normalize)
+            step = self.function or ato_jax.linear_attention_step
+            return lambda: _prepare_step(case, step)
+        return ours.compiled(case, phase, self.function, self.mapped, self.normalize)
 
 
 def phi(x: jax.Array) -> jax.Array:

@@ -85,14 +85,27 @@ def measure(
     return ready if isinstance(ready, str) else ready.time(seconds)
 
 
-def prepare(
+# Compares what was compiled, and says why it cannot be timed or what is to be timed.
+Compiled = Callable[[], Prepared | str]
+
+
+def prepare(case: cases.Case, phase: str, *arguments: Any, **options: Any) -> Prepared | str:
+    """`compiled` and compared, or the reason why it cannot be timed."""
+    return finished(compiled(case, phase, *arguments, **options))
+
+
+def finished(ready: Compiled | str) -> Prepared | str:
+    return ready if isinstance(ready, str) else ready()
+
+
+def compiled(
     case: cases.Case,
     phase: str,
     function: Callable[..., Any] | None = None,
     mapped: bool = False,
     normalize: bool = True,
-) -> Prepared | str:
-    """Compiles and compares the op or another function, or says why it cannot be timed.
+) -> Compiled | str:
+    """The op or another function, compiled: it runs nothing, so that others may compile beside it.
 
     Args:
       case, phase: what to run.
@@ -113,17 +126,28 @@ def prepare(
         return results
 
     groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
-    try:
+
+    def compare(program: Any) -> Prepared | str:
         keys = jax.random.split(jax.random.key(case.T), (groups, calls))
         sets = [[draw(case, key) for key in group] for group in keys]
         if mapped:
             sets = [[_mapped(arrays) for arrays in group] for group in sets]
         compared = _compared(case, sets[0][0])
-        results = _one_group(case, launch([compared, *sets[0][1:]])[0])
+        results = _one_group(case, program([compared, *sets[0][1:]])[0])
         inputs = _one_group(case, compared)
         found = cases.errors(case, inputs, results, mapped=mapped, normalize=normalize)
         reason = cases.too_large(case, found)
-        return reason or Prepared(lambda index: launch(sets[index % groups]), calls, found)
+        return reason or Prepared(lambda index: program(sets[index % groups]), calls, found)
+
+    shapes = jax.eval_shape(functools.partial(draw, case), jax.random.key(0))
+    program = _or_reason(lambda: launch.lower([shapes] * calls).compile())
+    return program if isinstance(program, str) else lambda: _or_reason(lambda: compare(program))
+
+
+def _or_reason(function: Callable[[], Any]) -> Any:
+    """What the function returns, or why it does not."""
+    try:
+        return function()
     except (ato_jax.UnsupportedError, ValueError) as error:
         return str(error).splitlines()[0]
     except jax.errors.JaxRuntimeError as error:

@@ -57,7 +57,7 @@ class InJax(InTorch, Protocol):
     @property
     def searches(self) -> bool: ...
 
-    def prepare(self, case: Case, phase: str) -> ours.Prepared | str: ...
+    def compiled(self, case: Case, phase: str) -> ours.Compiled | str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,18 +105,35 @@ class Row:
         return [f"{self.errors[name]:.1e}" if name in self.errors else "" for name in ("out", "dq")]
 
 
-def prepare(
-    contest: Contest, peer: peers.Peer, case: Case, phase: str, name: str
-) -> tuple[dict[str, float], Turn] | str:
-    """The contender's errors and its turn, or why it has none."""
-    if name in contest.in_torch:
-        errors = peer.prepare(name, case, phase)
-        return errors if isinstance(errors, str) else (errors, functools.partial(peer.time, name))
+# A contender's errors and its turn, or why it has none.
+Ready = tuple[dict[str, float], Turn] | str
+
+
+def compiled(contest: Contest, case: Case, phase: str, name: str) -> Callable[[], Ready]:
+    """The contender on JAX, compiled; the result compares it, when nothing else runs any more.
+
+    A program that runs while others compile, or run, may break off their recording of CUDA graphs:
+    cuDNN's results were wrong then.
+    """
     try:
-        ready = contest.in_jax[name].prepare(case, phase)
+        ready = contest.in_jax[name].compiled(case, phase)
     except Exception as error:  # a peer's own: its reason, and on to the next
-        return refusal(error)
-    return ready if isinstance(ready, str) else (ready.errors, ready.time)
+        ready = refusal(error)
+
+    def compare() -> Ready:
+        try:
+            found = ours.finished(ready)
+        except Exception as error:  # as above
+            return refusal(error)
+        return found if isinstance(found, str) else (found.errors, found.time)
+
+    return compare
+
+
+def prepared_by(peer: peers.Peer, case: Case, phase: str, name: str) -> Ready:
+    """The contender of PyTorch's process."""
+    errors = peer.prepare(name, case, phase)
+    return errors if isinstance(errors, str) else (errors, functools.partial(peer.time, name))
 
 
 def compilers() -> concurrent.futures.ThreadPoolExecutor:
@@ -147,11 +164,13 @@ def measure(
     operations = case.operations(phase) if case.op == "softmax" else None
     rows = [Row(str(case), phase, name, limit, operations) for name in wanted(contest, case)]
 
-    def prepared(row: Row) -> tuple[dict[str, float], Turn] | str:
+    def compare_later(row: Row) -> Callable[[], Ready]:
         if left() <= 0:
-            return "no time left"
+            return lambda: "no time left"
         run.progress(f"{case}, {phase}: {row.contender}")
-        return prepare(contest, peer, case, phase, row.contender)
+        if row.contender in contest.in_jax:
+            return compiled(contest, case, phase, row.contender)
+        return lambda: prepared_by(peer, case, phase, row.contender)
 
     def searches(row: Row) -> bool:
         return row.contender not in contest.in_jax or contest.in_jax[row.contender].searches
@@ -159,9 +178,11 @@ def measure(
     turns: dict[str, Turn] = {}
     together = [row for row in rows if not searches(row)]
     with compilers() as pool:
-        found = list(pool.map(prepared, together))
+        comparisons = list(pool.map(compare_later, together))
     alone = [row for row in rows if searches(row)]
-    for row, ready in zip(together + alone, found + list(map(prepared, alone)), strict=True):
+    comparisons += map(compare_later, alone)
+    for row, compare in zip(together + alone, comparisons, strict=True):
+        ready = compare()
         if isinstance(ready, str):
             row.unavailable = ready
         else:

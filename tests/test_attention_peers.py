@@ -105,7 +105,7 @@ def test_exact_is_the_reference(case):
 def test_plain_jax_computes_what_the_library_does(case):
     for name in ("ato_jax", "plain JAX"):
         contender = attention_jax.CONTENDERS[name]
-        found = contender.prepare(case, "forward + backward")
+        found = ours.finished(contender.compiled(case, "forward + backward"))
         if name == "plain JAX" and case.causal and case.T != case.key_shape[1]:
             # Its causal mask starts at the top left.
             assert "is wrong" in found
@@ -116,7 +116,7 @@ def test_plain_jax_computes_what_the_library_does(case):
 
 def test_long_sequences_are_compared_in_all_gradients():
     case = Case("softmax", B=1, H=1, T=2 * cases.WHOLE, D=8, dtype="float32", causal=True)
-    found = attention_jax.CONTENDERS["ato_jax"].prepare(case, "forward + backward")
+    found = ours.finished(attention_jax.CONTENDERS["ato_jax"].compiled(case, "forward + backward"))
     assert set(found.errors) == set(attention.ERRORS)
 
     def without_causality(q, k, v):

@@ -68,12 +68,15 @@ def test_plain_jax_computes_what_the_library_does():
         ("plain JAX", dataclasses.replace(CASE, causal=False)),
         ("plain JAX, associative scan", CASE),
     ):
-        found = linear_jax.CONTENDERS[name].prepare(case, "forward + backward")
+        found = ours.finished(linear_jax.CONTENDERS[name].compiled(case, "forward + backward"))
         assert max(found.errors.values()) < 1e-5 and set(found.errors) == {"out", "dq", "dk", "dv"}
         assert isinstance(found.time(0.0), timing.Timing)
     step = Case("step", B=2, H=2, T=1, D=16, dtype="float32")
     for name in side_by_side.wanted(linear.CONTEST, step):
-        assert linear_jax.CONTENDERS[name].prepare(step, "forward").errors["out"] < 1e-5
+        assert (
+            ours.finished(linear_jax.CONTENDERS[name].compiled(step, "forward")).errors["out"]
+            < 1e-5
+        )
 
 
 def test_a_peer_with_phi_out_is_compared_with_what_it_computes():
@@ -106,7 +109,7 @@ def test_every_case_has_contenders():
 
 def test_what_is_not_installed_is_said():
     absent = dataclasses.replace(linear_jax.CONTENDERS["plain JAX"], package="no_such_package")
-    assert absent.prepare(CASE, "forward") == "no_such_package is not installed"
+    assert absent.compiled(CASE, "forward") == "no_such_package is not installed"
 
 
 class Peer:

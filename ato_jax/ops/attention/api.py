@@ -133,6 +133,7 @@ def prepare(
         softcap=None if softcap is None else shapes.positive("softcap", softcap),
         sinks=sinks is not None,
         dropout_rate=dropout_rate,
+        keep_rest=False,
         return_lse=return_lse,
         precision=precision_of(precision, str(q.dtype)),
     )
@@ -267,7 +268,8 @@ def attention(
       layout: "bthd", or "bhtd" for [B, H, T, D] (and lse [B, H, T]; bias and mask as ever).
       precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
       implementation: None (the fastest that supports the request here), "triton", "cudnn",
-        "xla" or "reference".
+        "xla" or "reference". cuDNN, which None may mean, does not promise the same gradients to
+        the last bit from run to run; the others give them.
 
     Returns:
       out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log

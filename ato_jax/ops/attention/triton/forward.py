@@ -152,7 +152,8 @@ def _kernel(
                 p = jnp.where(kept, p, 0.0)
             # No sooner: it would wait in registers where nothing is loaded ahead.
             v = v or load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
-            acc = each(lambda tile, by=correction: tile * by[:, None], acc)
+            # mypy infers no type for a lambda with a default.
+            acc = each(lambda tile, by=correction: tile * by[:, None], acc)  # type: ignore[misc]
             found.append((m, total, plus_product(spec, acc, p.astype(v[0].dtype), v)))
         return tuple(found)
 
@@ -163,12 +164,12 @@ def _kernel(
         if spec.q_lengths:
             exists = query.indices[:, 0] < q_length
             m, total = jnp.where(exists, m, first[0]), jnp.where(exists, total, first[1])
-            acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)
+            acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)  # type: ignore[misc]
         nothing = total == 0
         safe = jnp.where(nothing, 1.0, total)
         lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
         divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
-        out = each(lambda tile, by=divisor: tile / by[:, None], acc)
+        out = each(lambda tile, by=divisor: tile / by[:, None], acc)  # type: ignore[misc]
         store_rows(layout, out_ref, None, start, out, end, spec.V)
         store_tile(layout, lse_ref, None, start, lse, end)
         if rest_ref is not None:
