@@ -159,7 +159,7 @@ def test_dropout() -> None:
 
 def explicit(layer: Any, x: jax.Array, visible: Any) -> jax.Array:
     """Linear attention by its definition, `visible` broadcastable to [B, T, S]."""
-    feature_map, _ = layer.features()
+    feature_map, _ = layer._features()
     if isinstance(feature_map, str):
         feature_map = features.NAMED[feature_map]
     q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
@@ -471,12 +471,18 @@ def test_linear_attention_refuses_masks_without_values() -> None:
 def test_bad_caches(cls: Any) -> None:
     layer = make(cls)
     layer.init_cache((3, T, E))
-    with pytest.raises(ValueError, match="the cache holds .* call init_cache"):
+    with pytest.raises(ValueError, match=r"cache.* call init_cache\("):
         layer(inputs(), decode=True)
 
 
 def test_bad_cache_dtype() -> None:
     layer = make(nn.Attention)
     layer.init_cache((B, T, E), jnp.bfloat16)
-    with pytest.raises(ValueError, match="in bfloat16, but this call's keys are .* in float32"):
+    with pytest.raises(ValueError, match="cached_key is .* in bfloat16, but this call .* in float32"):
         layer(inputs(), decode=True)
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_tabulate(cls: Any) -> None:
+    """It compiles every method that is called, as public functions of arrays."""
+    assert "query" in nnx.tabulate(make(cls), inputs())

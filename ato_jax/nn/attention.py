@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ato_jax.nn.common import Call, MultiHead, bind_mask, made
+from ato_jax.nn.common import Call, MultiHead, append, bind_mask
 from ato_jax.ops.attention.api import attention
 
 
@@ -84,7 +84,12 @@ class Attention(MultiHead):
         held = jnp.zeros((), jnp.int32)
         options: dict[str, Any] = {"causal": call.causal}
         if call.decode:
-            key, value, held = self._append(call)
+            (key, value), held = append(
+                self.cache_index,
+                call.batch,
+                cached_key=(self.cached_key, call.key),
+                cached_value=(self.cached_value, call.value),
+            )
             # The lengths of both sides are said: where T = S, one would stand for the other, too.
             options = {
                 "causal": True,
@@ -110,32 +115,6 @@ class Attention(MultiHead):
             # Inside jit a full cache cannot be refused; it must not pass unnoticed either.
             out = jnp.where(held + T <= key.shape[1], out, jnp.nan)
         return out
-
-    def _append(self, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The cache with the call's keys and values in it, and how many it held before."""
-        index, keys, values = map(made, (self.cache_index, self.cached_key, self.cached_value))
-        held = index[...]
-        *batch, max_length, G, D = keys.shape
-        T = call.key.shape[1]
-        wanted = (*call.batch, *call.key.shape[2:])
-        if (*batch, G, D) != wanted or keys.dtype != call.key.dtype:
-            raise ValueError(
-                f"the cache holds [batch..., G, D] = {(*batch, G, D)} in {keys.dtype}, "
-                f"but this call's keys are {wanted} in {call.key.dtype}: call "
-                "init_cache(input_shape, dtype) with this batch and this dtype"
-            )
-        at_least = 0 if isinstance(held, jax.core.Tracer) else int(held)
-        if at_least + T > max_length:
-            raise ValueError(
-                f"the cache has room for {max_length} tokens and holds {at_least} or more: there "
-                f"is none for {T} more. Call init_cache with a longer input_shape"
-            )
-        for cache, new in ((keys, call.key), (values, call.value)):
-            new = new.reshape(*batch, T, G, D)
-            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new, held, len(batch))
-        index[...] = held + T
-        shape = (call.key.shape[0], max_length, G, D)
-        return keys[...].reshape(shape), values[...].reshape(shape), held
 
     def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
         """Makes an empty cache for inputs of shape [batch..., max_length, features].

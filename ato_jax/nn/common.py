@@ -19,7 +19,8 @@ and what the call asks for. A mask is read by one of
 
 A cache is a handful of `nnx.Cache` attributes, `nnx.data(None)` until `init_cache` makes them.
 `cache_index`, the number of tokens in it, is there in every layer: positions continue from it.
-`made(self.cached_...)` is the variable, or the error that says to call `init_cache`.
+`made(self.cached_...)` is the variable, or the error that says to call `init_cache`, and `append`
+puts tokens into caches that grow.
 """
 
 from __future__ import annotations
@@ -245,6 +246,46 @@ def made(variable: nnx.Cache[jax.Array] | None) -> nnx.Cache[jax.Array]:
             "[batch..., length, features] of the inputs"
         )
     return variable
+
+
+def append(
+    index: Any, batch: tuple[int, ...], **caches: tuple[Any, jax.Array]
+) -> tuple[list[jax.Array], jax.Array]:
+    """Puts a call's tokens into caches, and counts them in `index`.
+
+    Args:
+      index: `cache_index`.
+      batch: the batch axes of the caches.
+      caches: by the attributes' names, the variable [batch..., max_length, ...] and what to put
+        into it, [B, T, ...].
+
+    Returns:
+      The caches as [B, max_length, ...], and how many tokens they held before.
+    """
+    index = made(index)
+    held = index[...]
+    found, T = [], 0
+    for name, (cache, new) in caches.items():
+        cache = made(cache)
+        B, T, *sizes = new.shape
+        max_length = cache.shape[len(batch)] if cache.ndim > len(batch) else 0
+        if cache.shape != (*batch, max_length, *sizes) or cache.dtype != new.dtype:
+            raise ValueError(
+                f"{name} is {cache.shape} in {cache.dtype}, but this call appends "
+                f"{(*batch, T, *sizes)} in {new.dtype}: call init_cache(input_shape, dtype) with "
+                "this batch and this dtype"
+            )
+        at_least = 0 if isinstance(held, jax.core.Tracer) else int(held)
+        if at_least + T > max_length:
+            raise ValueError(
+                f"the cache has room for {max_length} tokens and holds {at_least} or more: there "
+                f"is none for {T} more. Call init_cache with a longer input_shape"
+            )
+        new = new.reshape(*batch, T, *sizes)
+        cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new, held, len(batch))
+        found.append(cache[...].reshape(B, max_length, *sizes))
+    index[...] = held + T
+    return found, held
 
 
 def one_batch_axis(array: jax.Array, trailing: int) -> jax.Array:

@@ -36,7 +36,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, bind_mask, made, one_batch_axis, rotate
+from ato_jax.nn.common import Call, append, bind_mask, made, one_batch_axis, rotate
 from ato_jax.ops.attention.api import attention
 
 
@@ -231,7 +231,12 @@ class LatentAttention(nnx.Module):
 
         options: dict[str, Any] = {"causal": bool(self.causal or is_causal)}
         if decode:
-            latent, rope_key = self._append(tuple(batch), latent, rope_key)
+            (latent, rope_key), _ = append(
+                self.cache_index,
+                tuple(batch),
+                cached_latent=(self.cached_latent, latent),
+                cached_rope_key=(self.cached_rope_key, rope_key),
+            )
             # The lengths of both sides are said: where T = S, one would stand for the other, too.
             B = inputs.shape[0]
             options = {
@@ -301,35 +306,6 @@ class LatentAttention(nnx.Module):
             **options,
         )
         return jnp.einsum("bthc,chv->bthv", mean, value, precision=self.precision)
-
-    def _append(
-        self, batch: tuple[int, ...], latent: jax.Array, rope_key: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The cache with these tokens in it, [B, max_length, C] and [B, max_length, R]."""
-        index = made(self.cache_index)
-        held = index[...]
-        B, T, _ = latent.shape
-        read = []
-        for name, new in (("cached_latent", latent), ("cached_rope_key", rope_key)):
-            cache = made(getattr(self, name))
-            max_length, size = cache.shape[-2:]
-            if (*cache.shape[:-2], size) != (*batch, new.shape[-1]) or cache.dtype != new.dtype:
-                raise ValueError(
-                    f"{name} is [batch..., max_length, features] = {cache.shape} in {cache.dtype}, "
-                    f"but this call appends {(*batch, *new.shape[1:])} in {new.dtype}: call "
-                    "init_cache(input_shape, dtype) with this batch and this dtype"
-                )
-            at_least = 0 if isinstance(held, jax.core.Tracer) else int(held)
-            if at_least + T > max_length:
-                raise ValueError(
-                    f"the cache has room for {max_length} tokens and holds {at_least} or more: "
-                    f"there is none for {T} more. Call init_cache with a longer input_shape"
-                )
-            new = new.reshape(*batch, T, size)
-            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new, held, len(batch))
-            read.append(cache[...].reshape(B, max_length, size))
-        index[...] = held + T
-        return read[0], read[1]
 
     def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
         """Makes an empty cache for inputs of shape [batch..., max_length, features].

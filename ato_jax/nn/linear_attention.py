@@ -92,7 +92,7 @@ class LinearAttention(MultiHead):
         self.cached_kv: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cached_k_sum: nnx.Cache[jax.Array] | None = nnx.data(None)
 
-    def features(self) -> tuple[Any, int]:
+    def _features(self) -> tuple[Any, int]:
         """phi and its number of features."""
         return self.feature_map, self.head_dim
 
@@ -102,7 +102,7 @@ class LinearAttention(MultiHead):
 
     def attend(self, call: Call) -> jax.Array:
         visible = factor_mask(call._replace(causal=call.causal or call.decode))
-        feature_map, _ = self.features()
+        feature_map, _ = self._features()
         key, value, feature_map = hide_keys(call.key, call.value, visible.keys, feature_map)
         decay = self.decay(call)
         options: dict[str, Any] = {"feature_map": feature_map, "normalize": self.normalize}
@@ -146,7 +146,7 @@ class LinearAttention(MultiHead):
         """The cache with a single batch axis."""
         kv, k_sum = made(self.cached_kv), made(self.cached_k_sum)
         G, V = call.value.shape[2:]
-        wanted = (*call.batch, G, self.features()[1], V)
+        wanted = (*call.batch, G, self._features()[1], V)
         if kv.shape != wanted or kv.dtype != jnp.float32:
             raise ValueError(
                 f"the cache holds [batch..., G, F, V] = {kv.shape} in {kv.dtype}, but this call "
@@ -167,7 +167,7 @@ class LinearAttention(MultiHead):
         Of the shape only the batch matters, and `dtype` not at all: they are there so that a model
         can make the caches of all its layers alike. The state is float32, of one size.
         """
-        features = self.features()[1]
+        features = self._features()[1]
         shape = (*input_shape[:-2], self.num_kv_heads, features)
         self.cached_kv = nnx.Cache(jnp.zeros((*shape, self.head_dim), jnp.float32))
         self.cached_k_sum = nnx.Cache(jnp.zeros(shape, jnp.float32))
@@ -232,7 +232,7 @@ class Performer(LinearAttention):
         drawn = favor(rngs.params(), num_features, self.head_dim)
         self.random_features = RandomFeatures(drawn.projection)
 
-    def features(self) -> tuple[Any, int]:
+    def _features(self) -> tuple[Any, int]:
         return Favor(self.random_features[...]), self.random_features.shape[0]
 
     def redraw(self, rngs: nnx.Rngs) -> None:
