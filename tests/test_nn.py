@@ -478,7 +478,9 @@ def test_bad_caches(cls: Any) -> None:
 def test_bad_cache_dtype() -> None:
     layer = make(nn.Attention)
     layer.init_cache((B, T, E), jnp.bfloat16)
-    with pytest.raises(ValueError, match="cached_key is .* in bfloat16, but this call .* in float32"):
+    with pytest.raises(
+        ValueError, match="cached_key is .* in bfloat16, but this call .* in float32"
+    ):
         layer(inputs(), decode=True)
 
 
