@@ -1,0 +1,422 @@
+"""A character language model with softmax, linear, gated linear and mixed attention side by side.
+
+    x = x + attention(shift(norm(x)))        x = x + mlp(norm(x))        and that for every layer
+
+The models differ in their attention alone, and have equally many parameters: a block has
+12 * features^2 of them, and what its attention leaves goes to the MLP, whose width it decides (to
+within half a column). "hybrid" is gated, but for every `softmax_every`-th layer. `shift` mixes each
+token with the one before it, channel by channel, which linear attention cannot do for itself.
+
+Each is trained twice, from nothing:
+
+- on text, the sources of Python's standard library in the order of their names. Every tenth file
+  is for validation;
+- on multi-query associative recall (MQAR, Arora et al., 2023), generated: pairs of a key and its
+  value, then all the keys in another order, each to be answered by its value. A softmax layer sees
+  all pairs; a linear one has to hold them in a state of one size.
+
+Then its checkpoint is saved and loaded again, and it continues a text with its cache: the prompt
+at once, then token by token.
+
+    python -m examples.char_lm --small      a minute on two CPU cores
+    python -m examples.char_lm              for a GPU
+    python -m examples.char_lm --speed      only training tokens/s, over longer and longer texts
+
+needs `pip install '.[bench,flax]'` and writes a picture, the figures (JSON) and checkpoints to
+--output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import ato_jax.nn
+from examples import training
+
+KINDS = ("softmax", "linear", "gated", "hybrid")
+CHARACTERS = 128  # ASCII; the little that is not in it is left out
+PROMPT = "def __init__(self, "
+UNCOUNTED = -1  # a target that is no task
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    layers: int
+    features: int
+    heads: int
+    softmax_every: int  # in "hybrid"
+    dtype: str  # of activations; parameters are float32
+    batch_size: int
+    tokens: int  # T of a text
+    text_bytes: int
+    text_steps: int
+    pairs: int  # of recall; its T is 4 * pairs
+    symbols: int  # as many keys, and as many values
+    recall_steps: int
+    learning_rate: float
+    generated: int
+    speed_tokens: tuple[int, ...]
+    speed_batch_tokens: int  # B * T
+    speed_steps: int
+
+
+SMALL = Setting(
+    layers=2,
+    features=64,
+    heads=2,
+    softmax_every=2,
+    dtype="float32",
+    batch_size=16,
+    tokens=64,
+    text_bytes=300_000,
+    text_steps=80,
+    pairs=8,
+    symbols=16,
+    recall_steps=160,
+    learning_rate=6e-3,
+    generated=40,
+    speed_tokens=(256, 512),
+    speed_batch_tokens=512,
+    speed_steps=3,
+)
+FULL = Setting(
+    layers=8,
+    features=512,
+    heads=8,
+    softmax_every=4,
+    dtype="bfloat16",
+    batch_size=32,
+    tokens=1024,
+    text_bytes=5_000_000,
+    text_steps=2000,
+    pairs=128,
+    symbols=512,
+    recall_steps=3000,
+    learning_rate=1e-3,
+    generated=400,
+    speed_tokens=(8192, 32768),
+    speed_batch_tokens=65536,
+    speed_steps=10,
+)
+
+
+def build_attention(kind: str, setting: Setting, rngs: nnx.Rngs) -> nnx.MultiHeadAttention:
+    """One causal layer; rotary positions where no gate tells what is how far away."""
+    options: dict[str, Any] = {
+        "num_heads": setting.heads,
+        "in_features": setting.features,
+        "causal": True,
+        "decode": False,
+        "use_bias": False,
+        "dtype": jnp.dtype(setting.dtype),
+        "rngs": rngs,
+    }
+    if kind == "softmax":
+        return ato_jax.nn.Attention(rope_theta=10_000.0, **options)
+    if kind == "linear":
+        return ato_jax.nn.LinearAttention(rope_theta=10_000.0, **options)
+    return ato_jax.nn.GatedLinearAttention(gate="scalar", **options)
+
+
+class Shift(nnx.Module):
+    """y_t = m * x_t + (1 - m) * x_{t-1}, with a learned m [features] that starts from 0 to 1."""
+
+    def __init__(self, features: int, dtype: Any) -> None:
+        self.mix = nnx.Param(jnp.linspace(0.0, 1.0, features))
+        self.dtype = dtype
+        self.cached_token: nnx.Cache[jax.Array] | None = nnx.data(None)
+
+    def __call__(self, x: jax.Array, *, decode: bool) -> jax.Array:
+        before = self.cached_token[...] if decode else jnp.zeros_like(x[:, :1])  # [B, 1, features]
+        shifted = jnp.concatenate([before, x[:, :-1]], axis=1)
+        if decode:
+            self.cached_token[...] = x[:, -1:]
+        mix = self.mix[...].astype(self.dtype)
+        return mix * x + (1 - mix) * shifted
+
+    def init_cache(self, input_shape: Sequence[int]) -> None:
+        batch, _, features = input_shape
+        self.cached_token = nnx.Cache(jnp.zeros((batch, 1, features), self.dtype))
+
+
+class Block(nnx.Module):
+    def __init__(self, kind: str, setting: Setting, rngs: nnx.Rngs) -> None:
+        features, dtype = setting.features, jnp.dtype(setting.dtype)
+        self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.shift = Shift(features, dtype)
+        self.attention = build_attention(kind, setting, rngs)
+        self.mlp_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        left = 12 * features**2 - training.count_parameters(self.attention)
+        width = round(left / (2 * features))
+        self.widen = nnx.Linear(features, width, use_bias=False, dtype=dtype, rngs=rngs)
+        self.narrow = nnx.Linear(width, features, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, decode: bool) -> jax.Array:
+        x = x + self.attention(self.shift(self.attention_norm(x), decode=decode), decode=decode)
+        return x + self.narrow(jax.nn.gelu(self.widen(self.mlp_norm(x))))
+
+
+class LanguageModel(nnx.Module):
+    """tokens [B, T] -> logits [B, T, vocabulary], float32, for the token after each."""
+
+    def __init__(self, kind: str, vocabulary: int, setting: Setting, rngs: nnx.Rngs) -> None:
+        features, dtype = setting.features, jnp.dtype(setting.dtype)
+        self.features, self.dtype = features, dtype
+        self.embed = nnx.Embed(vocabulary, features, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(
+            [
+                Block(layer_kind(kind, layer, setting), setting, rngs)
+                for layer in range(setting.layers)
+            ]
+        )
+        self.norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(features, vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, *, decode: bool = False) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, decode=decode)
+        return self.head(self.norm(x)).astype(jnp.float32)
+
+    def init_cache(self, batch_size: int, length: int) -> None:
+        shape = (batch_size, length, self.features)
+        for block in self.blocks:
+            block.shift.init_cache(shape)
+            block.attention.init_cache(shape, self.dtype)
+
+
+def layer_kind(kind: str, layer: int, setting: Setting) -> str:
+    if kind != "hybrid":
+        return kind
+    return "softmax" if (layer + 1) % setting.softmax_every == 0 else "gated"
+
+
+Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets [B, T]
+
+
+def standard_library(most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The text for training and that for validation, `most` characters together."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for number, source in enumerate(sources):
+        text = source.read_text(encoding="utf-8", errors="ignore").encode("ascii", "ignore")
+        parts[number % 10 == 9].append(text[:most])
+        most -= len(text[:most])
+    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return train.astype(np.int32), validation.astype(np.int32)
+
+
+def text_batches(text: np.ndarray, B: int, T: int, seed: int) -> Iterator[Batch]:
+    """Endless: pieces of the text from anywhere in it, and for each token the next."""
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, len(text) - T, (B, 1))
+        pieces = text[starts + np.arange(T + 1)]
+        yield pieces[:, :-1], pieces[:, 1:]
+
+
+def recall_batches(B: int, pairs: int, symbols: int, seed: int) -> Iterator[Batch]:
+    """Endless: k1 v1 k2 v2 ..., then the same pairs in another order, where each k asks for its v.
+
+    No key comes twice among the pairs. Keys are the tokens from 0, values those from `symbols`.
+    """
+    random = np.random.default_rng(seed)
+    while True:
+        keys = random.permuted(np.tile(np.arange(symbols), (B, 1)), axis=1)[:, :pairs]
+        values = symbols + random.integers(0, symbols, (B, pairs))
+        told = np.stack([keys, values], axis=-1)  # [B, pairs, 2]
+        order = random.permuted(np.tile(np.arange(pairs), (B, 1)), axis=1)
+        asked = np.take_along_axis(told, order[..., None], axis=1)
+        targets = np.full((B, 2 * pairs, 2), UNCOUNTED)
+        targets[:, pairs:, 0] = asked[..., 1]
+        tokens = np.concatenate([told, asked], axis=1)
+        yield tokens.reshape(B, -1).astype(np.int32), targets.reshape(B, -1).astype(np.int32)
+
+
+def loss_function(model: LanguageModel, batch: Batch) -> tuple[jax.Array, training.Metrics]:
+    """Cross entropy in nats and the share of right answers, over the targets that count."""
+    tokens, targets = batch
+    logits = model(tokens)
+    counted = targets != UNCOUNTED
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets, where=counted)
+    right = (logits.argmax(-1) == targets) & counted
+    return losses.sum() / counted.sum(), {"accuracy": right.sum() / counted.sum()}
+
+
+def evaluator(batches: Iterator[Batch], count: int) -> Callable[[LanguageModel], training.Metrics]:
+    """Evaluates on the first `count` batches, the same each time."""
+    kept = [next(batches) for _ in range(count)]
+    measure = nnx.jit(loss_function)
+
+    def evaluate(model: LanguageModel) -> training.Metrics:
+        results = [measure(model, batch) for batch in kept]
+        return {
+            "validation loss": float(np.mean([loss for loss, _ in results])),
+            "validation accuracy": float(np.mean([metrics["accuracy"] for _, metrics in results])),
+        }
+
+    return evaluate
+
+
+def generate(model: LanguageModel, prompt: str, length: int, seed: int) -> str:
+    """Continues the prompt by `length` characters, sampled at a temperature of 0.7."""
+    tokens = jnp.asarray(np.frombuffer(prompt.encode("ascii"), np.uint8)[None], jnp.int32)
+    model.init_cache(1, tokens.shape[1] + length)
+
+    @nnx.jit
+    def extend(model: LanguageModel, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        logits = model(tokens, decode=True)[:, -1]
+        return jax.random.categorical(key, logits / 0.7)[:, None]
+
+    written = []
+    for key in jax.random.split(jax.random.key(seed), length):
+        tokens = extend(model, tokens, key)  # the whole prompt first, then [1, 1]
+        written.append(tokens)
+    return prompt + bytes(np.concatenate(written, axis=1)[0].tolist()).decode("ascii")
+
+
+def reloaded_like(model: LanguageModel, fresh: LanguageModel, folder: Path, tokens: Any) -> bool:
+    """Saves the model, loads that into a fresh one, and tells whether both say the same."""
+    training.save(model, folder)
+    training.load(fresh, folder)
+    logits = nnx.jit(LanguageModel.__call__)
+    return bool((logits(model, tokens) == logits(fresh, tokens)).all())
+
+
+def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, Any]]:
+    """Trains every kind on both tasks; the figures by kind."""
+    text, validation = standard_library(setting.text_bytes)
+    B, T = setting.batch_size, setting.tokens
+    evaluations = 1 if setting is SMALL else 8
+    evaluate_text = evaluator(text_batches(validation, B, T, seed=1), evaluations)
+    recall = (B, setting.pairs, setting.symbols)
+    evaluate_recall = evaluator(recall_batches(*recall, seed=1), evaluations)
+    print(f"{len(text):,} characters to train on, {len(validation):,} for validation")
+    on_text, on_recall, figures = {}, {}, {}
+    for kind in KINDS:
+        model = LanguageModel(kind, CHARACTERS, setting, nnx.Rngs(seed))
+        on_text[kind] = training.train(
+            model,
+            text_batches(text, B, T, seed),
+            loss_function,
+            steps=setting.text_steps,
+            learning_rate=setting.learning_rate,
+            evaluate=evaluate_text,
+            label=f"{kind}, text",
+        )
+        learner = LanguageModel(kind, 2 * setting.symbols, setting, nnx.Rngs(seed))
+        on_recall[kind] = training.train(
+            learner,
+            recall_batches(*recall, seed=seed + 2),
+            loss_function,
+            steps=setting.recall_steps,
+            learning_rate=setting.learning_rate,
+            evaluate=evaluate_recall,
+            label=f"{kind}, recall",
+        )
+        fresh = LanguageModel(kind, CHARACTERS, setting, nnx.Rngs(seed + 1))
+        same = reloaded_like(model, fresh, output / "checkpoints" / kind, text[None, :T])
+        figures[kind] = {
+            "parameters": training.count_parameters(model),
+            "first_validation_loss": on_text[kind].first("validation loss"),
+            "validation_loss": on_text[kind].last("validation loss"),
+            "training_tokens_per_second": round(B * T / on_text[kind].seconds_per_step),
+            "recall_accuracy": on_recall[kind].last("validation accuracy"),
+            "reloaded_alike": same,
+            "text": generate(fresh, PROMPT, setting.generated, seed),
+        }
+    width = max(1, setting.text_steps // 20)
+    training.plot(
+        {
+            "loss on text, training (nats a character)": {
+                kind: training.smoothed(history.curves["loss"], width)
+                for kind, history in on_text.items()
+            },
+            "loss on text, validation": {
+                kind: history.curves["validation loss"] for kind, history in on_text.items()
+            },
+            f"recall of {setting.pairs} pairs, share of right answers": {
+                kind: training.smoothed(history.curves["accuracy"], width)
+                for kind, history in on_recall.items()
+            },
+        },
+        output / "char_lm.png",
+        note=describe(setting),
+    )
+    return figures
+
+
+def measure_speed(setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
+    """Training tokens per second by kind and T; the tokens of a batch stay as many."""
+    text, _ = standard_library(setting.text_bytes)
+    figures: dict[str, dict[str, Any]] = {}
+    for kind in ("softmax", "linear", "gated"):
+        figures[kind] = {}
+        for T in setting.speed_tokens:
+            B = setting.speed_batch_tokens // T
+            history = training.train(
+                LanguageModel(kind, CHARACTERS, setting, nnx.Rngs(seed)),
+                text_batches(text, B, T, seed),
+                loss_function,
+                steps=setting.speed_steps,
+                learning_rate=setting.learning_rate,
+                label=f"{kind}, T = {T}",
+            )
+            figures[kind][f"T={T}"] = round(B * T / history.seconds_per_step)
+    return figures
+
+
+def describe(setting: Setting) -> str:
+    device = jax.devices()[0]
+    name = "small setting" if setting is SMALL else "full setting"
+    return (
+        f"{name}: {setting.layers} layers of {setting.features} features, {setting.heads} heads, "
+        f"{setting.dtype}, B = {setting.batch_size}, T = {setting.tokens}; {device.device_kind}"
+    )
+
+
+def report(figures: dict[str, dict[str, Any]]) -> None:
+    columns = [name for name in next(iter(figures.values())) if name != "text"]
+    print("  ".join(["kind   ", *columns]))
+    for kind, row in figures.items():
+        cells = [
+            f"{row[name]:.3f}" if isinstance(row[name], float) else f"{row[name]:,}"
+            for name in columns
+        ]
+        print("  ".join([f"{kind:<7}", *map(str.rjust, cells, map(len, columns))]))
+    for kind, row in figures.items():
+        if "text" in row:
+            print(f"\n--- {kind}\n{row['text']}")
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    parser = training.argument_parser(__doc__, output="char_lm_output")
+    parser.add_argument("--speed", action="store_true", help="only training tokens/s, long texts")
+    options = parser.parse_args(arguments)
+    setting = SMALL if options.small else FULL
+    print(describe(setting))
+    if options.speed:
+        figures = measure_speed(setting, options.seed)
+    else:
+        figures = compare(setting, options.output, options.seed)
+    report(figures)
+    options.output.mkdir(parents=True, exist_ok=True)
+    name = "char_lm_speed.json" if options.speed else "char_lm.json"
+    written = {"setting": describe(setting), "figures": figures}
+    (options.output / name).write_text(json.dumps(written, indent=2) + "\n")
+    return figures
+
+
+if __name__ == "__main__":
+    main()
