@@ -52,6 +52,7 @@ UNCOUNTED = -1  # a target that is no task
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
+    name: str
     layers: int
     features: int
     heads: int
@@ -59,31 +60,37 @@ class Setting:
     dtype: str  # of activations; parameters are float32
     batch_size: int
     tokens: int  # T of a text
-    text_bytes: int
-    text_steps: int
+    characters: int
     pairs: int  # of recall; its T is 4 * pairs
     symbols: int  # as many keys, and as many values
-    recall_steps: int
+    steps: int  # of each task
+    evaluation_batches: int
     learning_rate: float
     generated: int
     speed_tokens: tuple[int, ...]
     speed_batch_tokens: int  # B * T
     speed_steps: int
 
+    @property
+    def vocabulary(self) -> int:
+        """Of both tasks, so that the models for both are the same."""
+        return max(CHARACTERS, 2 * self.symbols)
+
 
 SMALL = Setting(
+    name="small",
     layers=2,
     features=64,
     heads=2,
     softmax_every=2,
     dtype="float32",
     batch_size=16,
-    tokens=64,
-    text_bytes=300_000,
-    text_steps=80,
+    tokens=32,
+    characters=300_000,
     pairs=8,
     symbols=16,
-    recall_steps=160,
+    steps=200,
+    evaluation_batches=4,
     learning_rate=6e-3,
     generated=40,
     speed_tokens=(256, 512),
@@ -91,6 +98,7 @@ SMALL = Setting(
     speed_steps=3,
 )
 FULL = Setting(
+    name="full",
     layers=8,
     features=512,
     heads=8,
@@ -98,11 +106,11 @@ FULL = Setting(
     dtype="bfloat16",
     batch_size=32,
     tokens=1024,
-    text_bytes=5_000_000,
-    text_steps=2000,
+    characters=5_000_000,
     pairs=128,
     symbols=512,
-    recall_steps=3000,
+    steps=2000,
+    evaluation_batches=8,
     learning_rate=1e-3,
     generated=400,
     speed_tokens=(8192, 32768),
@@ -126,7 +134,13 @@ def build_attention(kind: str, setting: Setting, rngs: nnx.Rngs) -> nnx.MultiHea
         return ato_jax.nn.Attention(rope_theta=10_000.0, **options)
     if kind == "linear":
         return ato_jax.nn.LinearAttention(rope_theta=10_000.0, **options)
-    return ato_jax.nn.GatedLinearAttention(gate="scalar", **options)
+    return ato_jax.nn.GatedLinearAttention(
+        gate="scalar",
+        feature_map="elu1",
+        # A long memory to begin with: sigmoid(4)^(1/16) keeps half of the state for 600 tokens.
+        gate_bias_init=nnx.initializers.constant(4.0),
+        **options,
+    )
 
 
 class Shift(nnx.Module):
@@ -170,8 +184,9 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """tokens [B, T] -> logits [B, T, vocabulary], float32, for the token after each."""
 
-    def __init__(self, kind: str, vocabulary: int, setting: Setting, rngs: nnx.Rngs) -> None:
+    def __init__(self, kind: str, setting: Setting, rngs: nnx.Rngs) -> None:
         features, dtype = setting.features, jnp.dtype(setting.dtype)
+        vocabulary = setting.vocabulary
         self.features, self.dtype = features, dtype
         self.embed = nnx.Embed(vocabulary, features, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(
@@ -206,15 +221,14 @@ Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets [B, T]
 
 
 def standard_library(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The text for training and that for validation, `most` characters together."""
+    """The text for training and that for validation, at `most` so many characters together."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for number, source in enumerate(sources):
         text = source.read_text(encoding="utf-8", errors="ignore").encode("ascii", "ignore")
-        parts[number % 10 == 9].append(text[:most])
-        most -= len(text[:most])
+        parts[number % 10 == 9].append(text)
     train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    return train.astype(np.int32), validation.astype(np.int32)
+    return train[: most * 9 // 10].astype(np.int32), validation[: most // 10].astype(np.int32)
 
 
 def text_batches(text: np.ndarray, B: int, T: int, seed: int) -> Iterator[Batch]:
@@ -254,10 +268,12 @@ def loss_function(model: LanguageModel, batch: Batch) -> tuple[jax.Array, traini
     return losses.sum() / counted.sum(), {"accuracy": right.sum() / counted.sum()}
 
 
+measure = nnx.jit(loss_function)
+
+
 def evaluator(batches: Iterator[Batch], count: int) -> Callable[[LanguageModel], training.Metrics]:
     """Evaluates on the first `count` batches, the same each time."""
     kept = [next(batches) for _ in range(count)]
-    measure = nnx.jit(loss_function)
 
     def evaluate(model: LanguageModel) -> training.Metrics:
         results = [measure(model, batch) for batch in kept]
@@ -290,42 +306,44 @@ def reloaded_like(model: LanguageModel, fresh: LanguageModel, folder: Path, toke
     """Saves the model, loads that into a fresh one, and tells whether both say the same."""
     training.save(model, folder)
     training.load(fresh, folder)
+    model.eval()
+    fresh.eval()
     logits = nnx.jit(LanguageModel.__call__)
     return bool((logits(model, tokens) == logits(fresh, tokens)).all())
 
 
 def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, Any]]:
     """Trains every kind on both tasks; the figures by kind."""
-    text, validation = standard_library(setting.text_bytes)
+    text, validation = standard_library(setting.characters)
     B, T = setting.batch_size, setting.tokens
-    evaluations = 1 if setting is SMALL else 8
-    evaluate_text = evaluator(text_batches(validation, B, T, seed=1), evaluations)
+    count = setting.evaluation_batches
+    evaluate_text = evaluator(text_batches(validation, B, T, seed=1), count)
     recall = (B, setting.pairs, setting.symbols)
-    evaluate_recall = evaluator(recall_batches(*recall, seed=1), evaluations)
+    evaluate_recall = evaluator(recall_batches(*recall, seed=1), count)
     print(f"{len(text):,} characters to train on, {len(validation):,} for validation")
     on_text, on_recall, figures = {}, {}, {}
     for kind in KINDS:
-        model = LanguageModel(kind, CHARACTERS, setting, nnx.Rngs(seed))
+        model = LanguageModel(kind, setting, nnx.Rngs(seed))
         on_text[kind] = training.train(
             model,
             text_batches(text, B, T, seed),
             loss_function,
-            steps=setting.text_steps,
+            steps=setting.steps,
             learning_rate=setting.learning_rate,
             evaluate=evaluate_text,
             label=f"{kind}, text",
         )
-        learner = LanguageModel(kind, 2 * setting.symbols, setting, nnx.Rngs(seed))
+        learner = LanguageModel(kind, setting, nnx.Rngs(seed))
         on_recall[kind] = training.train(
             learner,
             recall_batches(*recall, seed=seed + 2),
             loss_function,
-            steps=setting.recall_steps,
+            steps=setting.steps,
             learning_rate=setting.learning_rate,
             evaluate=evaluate_recall,
             label=f"{kind}, recall",
         )
-        fresh = LanguageModel(kind, CHARACTERS, setting, nnx.Rngs(seed + 1))
+        fresh = LanguageModel(kind, setting, nnx.Rngs(seed + 1))
         same = reloaded_like(model, fresh, output / "checkpoints" / kind, text[None, :T])
         figures[kind] = {
             "parameters": training.count_parameters(model),
@@ -336,7 +354,7 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
             "reloaded_alike": same,
             "text": generate(fresh, PROMPT, setting.generated, seed),
         }
-    width = max(1, setting.text_steps // 20)
+    width = max(1, setting.steps // 20)
     training.plot(
         {
             "loss on text, training (nats a character)": {
@@ -359,14 +377,14 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
 
 def measure_speed(setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
     """Training tokens per second by kind and T; the tokens of a batch stay as many."""
-    text, _ = standard_library(setting.text_bytes)
+    text, _ = standard_library(setting.characters)
     figures: dict[str, dict[str, Any]] = {}
     for kind in ("softmax", "linear", "gated"):
         figures[kind] = {}
         for T in setting.speed_tokens:
             B = setting.speed_batch_tokens // T
             history = training.train(
-                LanguageModel(kind, CHARACTERS, setting, nnx.Rngs(seed)),
+                LanguageModel(kind, setting, nnx.Rngs(seed)),
                 text_batches(text, B, T, seed),
                 loss_function,
                 steps=setting.speed_steps,
@@ -379,10 +397,10 @@ def measure_speed(setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
 
 def describe(setting: Setting) -> str:
     device = jax.devices()[0]
-    name = "small setting" if setting is SMALL else "full setting"
     return (
-        f"{name}: {setting.layers} layers of {setting.features} features, {setting.heads} heads, "
-        f"{setting.dtype}, B = {setting.batch_size}, T = {setting.tokens}; {device.device_kind}"
+        f"{setting.name} setting: {setting.layers} layers of {setting.features} features, "
+        f"{setting.heads} heads, {setting.dtype}, B = {setting.batch_size}, "
+        f"T = {setting.tokens}, {setting.steps} steps; {device.device_kind}"
     )
 
 
@@ -401,10 +419,13 @@ def report(figures: dict[str, dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    parser = training.argument_parser(__doc__, output="char_lm_output")
+    parser = training.argument_parser(__doc__, output="examples/output")
     parser.add_argument("--speed", action="store_true", help="only training tokens/s, long texts")
+    parser.add_argument("--steps", type=int, help="of each task, instead of the setting's")
     options = parser.parse_args(arguments)
     setting = SMALL if options.small else FULL
+    if options.steps:
+        setting = dataclasses.replace(setting, steps=options.steps)
     print(describe(setting))
     if options.speed:
         figures = measure_speed(setting, options.seed)

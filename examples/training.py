@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -98,6 +99,8 @@ class Progress:
         self.stream.flush()
 
 
+# Equal arguments give the same transformation, and so no second compilation of a step.
+@functools.cache
 def adamw(
     learning_rate: float, steps: int, *, weight_decay: float = 0.1
 ) -> optax.GradientTransformation:
@@ -118,6 +121,20 @@ def adamw(
             mask=lambda parameters: jax.tree.map(lambda leaf: leaf.ndim > 1, parameters),
         ),
     )
+
+
+@functools.partial(nnx.jit, static_argnames="loss_function")
+def update(
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    batch: Any,
+    loss_function: Callable[[Any, Any], tuple[jax.Array, Metrics]],
+) -> Metrics:
+    """One step."""
+    gradient = nnx.value_and_grad(loss_function, has_aux=True)
+    (loss, metrics), gradients = gradient(model, batch)
+    optimizer.update(model, gradients)
+    return {"loss": loss, **metrics}
 
 
 def train(
@@ -149,13 +166,6 @@ def train(
         model, adamw(learning_rate, steps, weight_decay=weight_decay), wrt=nnx.Param
     )
 
-    @nnx.jit
-    def update(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> Metrics:
-        gradient = nnx.value_and_grad(loss_function, has_aux=True)
-        (loss, metrics), gradients = gradient(model, batch)
-        optimizer.update(model, gradients)
-        return {"loss": loss, **metrics}
-
     history = History()
     progress = Progress(label, steps)
     measured: list[Metrics] = []  # stays on the device, so that no step waits for another
@@ -172,7 +182,7 @@ def train(
     model.train()
     started = time.monotonic()
     for step, batch in zip(range(1, steps + 1), batches, strict=False):
-        metrics = update(model, optimizer, batch)
+        metrics = update(model, optimizer, batch, loss_function=loss_function)
         measured.append(metrics)
         timed_steps += 1
         if progress.due(step):
