@@ -109,6 +109,18 @@ def test_training_evaluates_before_in_between_and_last():
         training.train(model, [x] * 3, loss_function, **options)
 
 
+def test_checkpoint_gives_back_the_outputs(tmp_path):
+    setting = dataclasses.replace(char_lm.SMALL, features=16, layers=1)
+    saved, other = (char_lm.LanguageModel("gated", setting, nnx.Rngs(n)) for n in range(2))
+    tokens = jnp.arange(6)[None]
+    assert (saved(tokens) != other(tokens)).any()
+    training.save(saved, tmp_path / "checkpoint")
+    saved.init_cache(1, 6)  # a cache belongs to no checkpoint
+    training.save(saved, tmp_path / "checkpoint")
+    training.load(other, tmp_path / "checkpoint")
+    assert (saved(tokens) == other(tokens)).all()
+
+
 def test_smoothed():
     curve = [(1, 4.0), (2, 2.0), (3, 0.0)]
     assert training.smoothed(curve, 2) == [(1, 4.0), (2, 3.0), (3, 1.0)]
