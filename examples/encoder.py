@@ -8,9 +8,8 @@ values and see the same batches.
 - Digits: the 1,797 images of 8 x 8 pixels that come with scikit-learn, each read as a sequence of
   its 64 pixels. A fifth of them is held out.
 - Marked: T random symbols, two of them marked, generated; the class is the sum of these two. A
-  mark may be anywhere, so that both have to be found among all T, and the rest has to be ignored.
-  The longer the sequence, the smaller their part of it: linear attention, whose weights cannot be
-  as sharp as a softmax, is at a disadvantage here, and T is what it is fast in.
+  mark may be anywhere in its half, so that both have to be found among all T, and the rest has to
+  be ignored: the longer the sequence, the fainter they are at first.
 
 Then each checkpoint is saved and loaded again, and the time of a training step is measured over
 longer and longer sequences.
@@ -56,6 +55,7 @@ class Setting:
     length: int  # T of the marked task
     marked_steps: int
     marked_learning_rate: float
+    evaluations: int  # in the course of a training
     speed_lengths: tuple[int, ...]
     speed_batch_size: int
     speed_steps: int
@@ -66,12 +66,13 @@ SMALL = Setting(
     heads=4,
     blocks=1,
     batch_size=32,
-    digits_steps=120,
+    digits_steps=90,
     digits_learning_rate=1e-2,
     length=64,
-    marked_steps=200,
+    marked_steps=160,
     marked_learning_rate=1e-2,
-    speed_lengths=(256, 768),
+    evaluations=4,
+    speed_lengths=(256, 512),
     speed_batch_size=4,
     speed_steps=3,
 )
@@ -85,6 +86,7 @@ FULL = Setting(
     length=1024,
     marked_steps=3000,
     marked_learning_rate=2e-3,
+    evaluations=10,
     speed_lengths=(1024, 4096, 16384),
     speed_batch_size=8,
     speed_steps=10,
@@ -103,6 +105,7 @@ class Task(NamedTuple):
     classes: int
     positions: int | None  # None where the order tells nothing about the class
     steps: int
+    evaluations: int
     learning_rate: float
 
 
@@ -167,6 +170,7 @@ def digits(setting: Setting, seed: int) -> Task:
         classes=10,
         positions=inputs.shape[1],
         steps=setting.digits_steps,
+        evaluations=setting.evaluations,
         learning_rate=setting.digits_learning_rate,
     )
 
@@ -195,6 +199,7 @@ def marked_sum(length: int, batch_size: int, setting: Setting, seed: int) -> Tas
         classes=2 * SYMBOLS - 1,
         positions=None,
         steps=setting.marked_steps,
+        evaluations=setting.evaluations,
         learning_rate=setting.marked_learning_rate,
     )
 
@@ -206,27 +211,28 @@ def loss_function(model: Encoder, batch: Batch) -> tuple[jax.Array, training.Met
     return losses.mean(), {"accuracy": (logits.argmax(-1) == batch.labels).mean()}
 
 
-def evaluator(held_out: Batch) -> Callable[[Encoder], training.Metrics]:
-    measure = nnx.jit(loss_function)
-
-    def evaluate(model: Encoder) -> training.Metrics:
-        loss, metrics = measure(model, held_out)
-        return {"held-out loss": float(loss), "held-out accuracy": float(metrics["accuracy"])}
-
-    return evaluate
+# One for all models, so that equal ones are not compiled again.
+measure = nnx.jit(loss_function)
+logits = nnx.jit(Encoder.__call__)
 
 
 def fit(
     model: Encoder, task: Task, batches: Iterator[Batch], steps: int, label: str
 ) -> training.History:
+    """Trains on the batches, and measures on what the task holds out."""
+
+    def evaluate(model: Encoder) -> training.Metrics:
+        loss, metrics = measure(model, task.held_out)
+        return {"held-out loss": float(loss), "held-out accuracy": float(metrics["accuracy"])}
+
     return training.train(
         model,
         batches,
         loss_function,
         steps=steps,
         learning_rate=task.learning_rate,
-        evaluate=evaluator(task.held_out),
-        evaluations=10,
+        evaluate=evaluate,
+        evaluations=task.evaluations,
         label=f"{task.name}, {label}",
     )
 
@@ -235,7 +241,6 @@ def reloaded_alike(model: Encoder, fresh: Encoder, folder: Path, inputs: np.ndar
     """Saves the model, loads that into a fresh one, and tells whether both say the same."""
     training.save(model, folder)
     training.load(fresh, folder)
-    logits = nnx.jit(Encoder.__call__)
     return bool((logits(model, inputs) == logits(fresh, inputs)).all())
 
 
@@ -267,7 +272,7 @@ def compare(task: Task, setting: Setting, output: Path, seed: int) -> dict[str, 
             },
         },
         output / f"encoder_{task.name}.png",
-        note=f"T = {task.held_out.inputs.shape[1]}, {describe(setting)}",
+        note=f"B = {setting.batch_size}, T = {task.held_out.inputs.shape[1]}, {describe(setting)}",
     )
     return figures
 
@@ -298,8 +303,8 @@ def measure_speed(setting: Setting, output: Path, seed: int) -> dict[str, dict[s
 
 def describe(setting: Setting) -> str:
     return (
-        f"{setting.blocks} blocks of {setting.features} features, {setting.heads} heads, "
-        f"float32, B = {setting.batch_size}; {jax.devices()[0].device_kind}"
+        f"blocks: {setting.blocks}, features: {setting.features}, heads: {setting.heads}, float32; "
+        f"{jax.devices()[0].device_kind}"
     )
 
 
