@@ -48,7 +48,7 @@ def tracked_text() -> dict[str, str]:
 
 def test_extras():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cuda12", "cuda13", "flax", "torch", "triton", "bench", "dev"}
+    assert set(extras) == {"cuda12", "cuda13", "flax", "torch", "triton", "bench", "examples", "dev"}
     assert PYPROJECT["project"]["dependencies"] == ["jax>=0.10.2"]
 
 
