@@ -18,7 +18,7 @@ Each is trained twice, from nothing:
 Then its checkpoint is saved and loaded again, and it continues a text with its cache: the prompt
 at once, then token by token.
 
-    python -m examples.char_lm --small      a minute on two CPU cores
+    python -m examples.char_lm --small      about a minute on two CPU cores
     python -m examples.char_lm              for a GPU
     python -m examples.char_lm --speed      only training tokens/s, over longer and longer texts
 
@@ -91,7 +91,7 @@ SMALL = Setting(
     symbols=16,
     steps=160,
     evaluation_batches=4,
-    learning_rate=6e-3,
+    learning_rate=1.5e-2,
     generated=40,
     speed_tokens=(256, 512),
     speed_batch_tokens=512,
@@ -397,7 +397,7 @@ def describe(setting: Setting) -> str:
     )
 
 
-# True would be 1 with a format of its own.
+# With a number's format, True would be printed as 1.
 FORMATS = {float: ".3f", int: ",", bool: ""}
 
 

@@ -38,14 +38,15 @@ def test_small_setting_learns_saves_and_reports(tmp_path, capsys):
     assert "hybrid, recall" in printed.err and "60/60" in printed.err
 
 
-def test_cache_continues_as_the_whole_would():
-    setting = dataclasses.replace(char_lm.SMALL, features=16)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_cache_continues_as_the_whole_would(dtype, tolerance):
+    setting = dataclasses.replace(char_lm.SMALL, features=16, dtype=dtype)
     model = char_lm.LanguageModel("hybrid", setting, nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 8), 0, setting.vocabulary)
     whole = model(tokens)
     model.init_cache(2, 8)
     pieces = [model(piece, decode=True) for piece in (tokens[:, :6], tokens[:, 6:7], tokens[:, 7:])]
-    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=tolerance)
 
 
 def test_recall_asks_for_every_pair_once():
