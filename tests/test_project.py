@@ -48,7 +48,16 @@ def tracked_text() -> dict[str, str]:
 
 def test_extras():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cuda12", "cuda13", "flax", "torch", "triton", "bench", "examples", "dev"}
+    assert set(extras) == {
+        "cuda12",
+        "cuda13",
+        "flax",
+        "torch",
+        "triton",
+        "bench",
+        "examples",
+        "dev",
+    }
     assert PYPROJECT["project"]["dependencies"] == ["jax>=0.10.2"]
 
 
@@ -59,9 +68,10 @@ def test_nothing_depends_on_the_empty_dlpack_package():
 
 
 def test_package_and_project_have_one_version():
-    assert f'__version__ = "{PYPROJECT["project"]["version"]}"' in (
-        ROOT / "ato_jax" / "__init__.py"
-    ).read_text()
+    assert (
+        f'__version__ = "{PYPROJECT["project"]["version"]}"'
+        in (ROOT / "ato_jax" / "__init__.py").read_text()
+    )
 
 
 def test_license_is_apache_2():
