@@ -22,7 +22,7 @@ at once, then token by token.
     python -m examples.char_lm              for a GPU
     python -m examples.char_lm --speed      only training tokens/s, over longer and longer texts
 
-needs `pip install '.[bench,flax]'` and writes a picture, the figures (JSON) and checkpoints to
+needs `pip install '.[examples]'` and writes a picture, the figures (JSON) and checkpoints to
 --output.
 """
 

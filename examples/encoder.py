@@ -18,7 +18,7 @@ longer and longer sequences.
     python -m examples.encoder                      for a GPU
     python -m examples.encoder --length 2048        the T of the marked task
 
-needs `pip install '.[bench,flax]'` and writes pictures, the figures (JSON) and checkpoints to
+needs `pip install '.[examples]'` and writes pictures, the figures (JSON) and checkpoints to
 --output.
 """
 

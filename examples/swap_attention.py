@@ -15,7 +15,7 @@ number of steps: the softmax model, too, as it may not have been at its best yet
     python -m examples.swap_attention --small       less than a minute on two CPU cores
     python -m examples.swap_attention               for a GPU
 
-needs `pip install '.[bench,flax]'` and writes a picture, the figures (JSON) and checkpoints to
+needs `pip install '.[examples]'` and writes a picture, the figures (JSON) and checkpoints to
 --output.
 """
 
