@@ -516,12 +516,75 @@ class Own(nnx.MultiHeadAttention):
         (lambda: Block(nnx.Rngs(0)), {"cls": nnx.Linear}, "cls must be a layer"),
         (lambda: Block(nnx.Rngs(0)), {"num_heads": 2}, "num_heads cannot be changed"),
         (lambda: Block(nnx.Rngs(0)), {"cls": nn.Performer}, "rngs must be given: Performer has"),
-        (lambda: Block(nnx.Rngs(0)), {"sinks": True}, "variables of its own, sinks"),
+        (lambda: Block(nnx.Rngs(0)), {"sinks": True}, r"variables of its own, sinks\n"),
+        (
+            lambda: Block(nnx.Rngs(0)),
+            {"sinks": True, "dropout_rate": 0.5},
+            r"variables of its own, sinks, keys for dropout\n",
+        ),
+        (lambda: Block(nnx.Rngs(0)), {"rngs": 0}, r"rngs must be an nnx\.Rngs, got 0"),
+        (lambda: Block(nnx.Rngs(0)), {"rngs": jax.random.key(0)}, r"rngs must be an nnx\.Rngs"),
+        (lambda: Block(nnx.Rngs(0)), {"attention_fn": jnp.dot}, "brings its own attention"),
     ],
 )
 def test_replace_refuses(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nn.replace_attention(make(), **({"cls": nn.Attention} | options))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dtype",
+        "precision",
+        "qkv_dot_general",
+        "out_dot_general",
+        "out_dot_general_cls",
+        "kernel_init",
+        "out_kernel_init",
+        "bias_init",
+        "out_bias_init",
+        "kernel_metadata",
+        "out_bias_metadata",
+        "key_ln_scale_metadata",
+        "qkv_promote_dtype",
+        "ln_promote_dtype",
+    ],
+)
+def test_replace_refuses_what_the_projections_are_made_of(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} cannot be changed: the projections are"):
+        nn.replace_attention(Block(nnx.Rngs(0)), nn.Attention, **{name: None})
+
+
+def test_replace_makes_gates_as_told() -> None:
+    layer = nnx.MultiHeadAttention(H, E, rngs=nnx.Rngs(0))
+    new = nn.convert_attention(
+        layer,
+        nn.GatedLinearAttention,
+        rngs=nnx.Rngs(1),
+        kernel_init=nnx.initializers.ones,
+        kernel_metadata={"of": "gates"},
+    )
+    assert (new.output_gate.kernel[...] == 1).all() and new.output_gate.kernel.of == "gates"
+    assert new.query is layer.query
+    with pytest.raises(ValueError, match="dtype cannot be changed"):
+        nn.convert_attention(layer, nn.GatedLinearAttention, dtype=jnp.bfloat16)
+
+
+def test_replace_keeps_a_stream_or_none() -> None:
+    x = normal(B, T, E)
+    for options in ({"keep_rngs": True}, {"keep_rngs": False}, {}):
+        for kept in (True, False):
+            layer = nnx.MultiHeadAttention(
+                H, E, dropout_rate=0.5, keep_rngs=kept, deterministic=False, rngs=nnx.Rngs(0)
+            )
+            new = nn.convert_attention(layer, nn.Attention, rngs=nnx.Rngs(1), **options)
+            if options.get("keep_rngs", kept):
+                assert (new.rngs is layer.rngs) == kept
+                assert np.isfinite(new(x)).all()
+            else:
+                assert new.rngs is None
+                assert np.isfinite(new(x, rngs=nnx.Rngs(2))).all()
 
 
 def test_replace_refuses_a_cache() -> None:

@@ -22,6 +22,7 @@ import jax
 from flax import nnx
 
 from ato_jax.nn.common import MultiHead
+from ato_jax.nn.gated import GatedLinearAttention
 
 Path = tuple[Any, ...]  # names of attributes, keys and indices
 
@@ -50,8 +51,11 @@ KEPT = (
     "qkv_dot_general_cls",
     "out_dot_general_cls",
 )
-# Those that shape the parameters, which are there already.
-FIXED = (*KEPT[:6], "param_dtype", "use_bias", "normalize_qk")
+# Those that may be decided anew, as the projections have no part in them. All others of
+# nnx.MultiHeadAttention's are theirs; `attention_fn` the layers refuse themselves.
+FREE = ("broadcast_dropout", "dropout_rate", "deterministic", "decode", "keep_rngs", "attention_fn")
+# Those that also make the gates of a gated layer, which are new.
+OF_GATES = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
 SHARED = ("query", "key", "value", "out", "query_ln", "key_ln", "rngs")
 
 
@@ -70,9 +74,12 @@ def replace_attention(
       cls: the class to replace them by: `Attention`, `LinearAttention`, ...
       where: which of them, an nnx filter: a function of (path, layer), nnx.PathContains("encoder"),
         ...; all unless given.
-      rngs: draws what the new layers have and the old ones do not, as Performer's projection.
+      rngs: draws what the new layers have and the old ones do not: Performer's projection, the
+        parameters that GatedLinearAttention adds, keys for dropout where there was none.
       options: arguments of the new layers' constructor that the old ones leave open, or that they
-        decide otherwise, as `causal=True`.
+        decide otherwise, as `causal=True`. What the projections are made of is theirs and cannot
+        be changed: sizes, dtypes, precision, initialisers, metadata. GatedLinearAttention alone
+        takes `kernel_init`, `bias_init` and their metadata, for its gates.
 
     Returns:
       The paths of the replaced layers; a layer that the model holds twice counts once.
@@ -80,6 +87,9 @@ def replace_attention(
     Only nnx.MultiHeadAttention itself is replaced, with Flax's own attention function: a subclass
     or an `attention_fn` does something of its own, which would be lost, and is refused unless
     `where` leaves it out. Layers of this package are left alone.
+
+    GatedLinearAttention adds parameters of its own, its gates and its norm, to those that the
+    model had: checkpoints and an optimizer's state from before lack them.
     """
     matches = nnx.filterlib.to_predicate(where)
     found = {
@@ -120,7 +130,8 @@ def convert_attention(
     """A layer of class `cls` around the projections of `layer`, which it shares, not copies.
 
     Args:
-      layer, cls, rngs, options: as in `replace_attention`.
+      layer, cls, rngs, options: as in `replace_attention`; GatedLinearAttention adds parameters
+        here, too.
     """
     if not (inspect.isclass(cls) and issubclass(cls, MultiHead)):
         raise ValueError(
@@ -140,9 +151,18 @@ def convert_attention(
         raise ValueError(
             "the layer holds a decoding cache; replace it first and call init_cache afterwards"
         )
-    if fixed := [name for name in FIXED if name in options]:
-        raise ValueError(f"{', '.join(fixed)} cannot be changed: the layer has its parameters")
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"rngs must be an nnx.Rngs, got {rngs!r}")
+    free = (*FREE, *OF_GATES) if issubclass(cls, GatedLinearAttention) else FREE
+    of_flax = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
+    if fixed := [name for name in options if name in of_flax and name not in free]:
+        raise ValueError(
+            f"{', '.join(fixed)} cannot be changed: the projections are those of the old layer, "
+            "made already"
+        )
     arguments = {name: getattr(layer, name) for name in KEPT} | options
+    # A layer that drops has a stream of keys unless it was told to keep none.
+    arguments.setdefault("keep_rngs", layer.rngs is not None or not layer.dropout_rate)
 
     def build(rngs: nnx.Rngs) -> MultiHead:
         return cls(**arguments, rngs=rngs)
@@ -151,8 +171,8 @@ def convert_attention(
     new = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     expected = new.query.kernel.shape
     shared = set(SHARED)
-    if not (layer.dropout_rate and new.dropout_rate):
-        shared.remove("rngs")  # there is a stream only where something is dropped
+    if layer.rngs is None or new.rngs is None:
+        shared.remove("rngs")  # one of them drops nothing or keeps no stream
     own = {
         path: leaf
         for path, leaf in nnx.iter_graph(new, graph=True)
@@ -162,9 +182,13 @@ def convert_attention(
         setattr(new, name, getattr(layer, name))
     if own:
         if rngs is None:
-            names = ", ".join(str(path[0]) for path in own)
+            names = dict.fromkeys(str(path[0]) for path in own)
+            if "rngs" in names:
+                names = {name: None for name in names if name != "rngs"} | {
+                    "keys for dropout": None
+                }
             raise ValueError(
-                f"rngs must be given: {cls.__name__} has variables of its own, {names}"
+                f"rngs must be given: {cls.__name__} has variables of its own, {', '.join(names)}"
             )
         kernel = layer.query.kernel.shape
         if kernel[-3:] != expected:
