@@ -484,6 +484,42 @@ def test_bad_cache_dtype() -> None:
         layer(inputs(), decode=True)
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "mask"),
+    [
+        (nn.Attention, {}, np.ones((B, 1, T, T + 1), bool)),
+        (nn.Attention, {"window": (-1, None)}, None),
+        (nn.Attention, {"implementation": "triton"}, None),
+        (nn.LinearAttention, {"implementation": "triton"}, None),
+        (nn.LinearAttention, {}, np.ones((B, H, 1, T), bool)),
+    ],
+)
+def test_an_error_leaves_the_cache(cls: Any, options: dict[str, Any], mask: Any) -> None:
+    """Whatever is wrong with a call, its tokens are not in the cache afterwards."""
+    x = inputs()
+    whole, layer = make(cls), make(cls, **options)
+    for each in (whole, layer):
+        each.init_cache((B, T + 2, E))
+        nnx.update(each, nnx.state(whole))
+    whole(x[:, :2], decode=True)
+    nnx.update(layer, nnx.state(whole, nnx.Cache))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Cache)))
+    with pytest.raises((ValueError, ato_jax.UnsupportedError)):
+        layer(x, decode=True, mask=mask)
+    after = nnx.to_pure_dict(nnx.state(layer, nnx.Cache))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_an_error_of_the_last_projection_leaves_the_cache() -> None:
+    layer = make(nn.LinearAttention)
+    layer.init_cache((B, T, E))
+    layer.out.kernel = nnx.Param(jnp.ones((H + 1, 4, E)))
+    with pytest.raises(TypeError):
+        layer(inputs(), decode=True)
+    assert int(layer.cache_index[...]) == 0
+    assert not np.any(layer.cached_kv[...])
+
+
 @pytest.mark.parametrize("cls", LAYERS)
 def test_tabulate(cls: Any) -> None:
     """It compiles every method that is called, as public functions of arrays."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import ato_jax
 from ato_jax.nn import LatentAttention
 
 B, T, E, H = 2, 7, 12, 3
@@ -338,6 +339,16 @@ def test_bad_calls() -> None:
     layer.init_cache((B, T + 2, E))
     with pytest.raises(ValueError, match=r"mask must broadcast to .*\(2, 3, 7, 9\)"):
         layer(x, decode=True, mask=np.ones((B, 1, T, T), bool))
+
+
+@pytest.mark.parametrize("options", [{"implementation": "triton"}, {}])
+def test_an_error_leaves_the_cache(options: dict[str, Any]) -> None:
+    layer, x = make(**options), inputs()
+    layer.init_cache((B, T + 2, E))
+    with pytest.raises((ValueError, ato_jax.UnsupportedError)):
+        layer(x, decode=True, mask=None if options else np.ones((B, 1, T, T), bool))
+    assert int(layer.cache_index[...]) == 0
+    assert not np.any(layer.cached_latent[...]) and not np.any(layer.cached_rope_key[...])
 
 
 def test_bad_caches() -> None:

@@ -20,14 +20,16 @@ and what the call asks for. A mask is read by one of
 A cache is a handful of `nnx.Cache` attributes, `nnx.data(None)` until `init_cache` makes them.
 `cache_index`, the number of tokens in it, is there in every layer: positions continue from it.
 `made(self.cached_...)` is the variable, or the error that says to call `init_cache`, and `append`
-puts tokens into caches that grow.
+puts tokens into caches that grow. What raises after that is undone: a call runs inside of
+`caches_restored`, so that an error leaves the cache as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -185,23 +187,23 @@ class MultiHead(nnx.MultiHeadAttention):
             query = rotate(query, q_positions, self.rope_theta)
             key = rotate(key, k_positions, self.rope_theta)
 
-        x = self.attend(
-            Call(
-                query,
-                key,
-                value,
-                one_batch_axis(inputs_q, 2),
-                one_batch_axis(inputs_k, 2),
-                batch,
-                mask,
-                causal,
-                decode,
-                self._dropout_key(deterministic, rngs),
-            )
+        call = Call(
+            query,
+            key,
+            value,
+            one_batch_axis(inputs_q, 2),
+            one_batch_axis(inputs_k, 2),
+            batch,
+            mask,
+            causal,
+            decode,
+            self._dropout_key(deterministic, rngs),
         )
-        if len(batch) != 1:
-            x = x.reshape(*batch, *x.shape[1:])
-        return self.out(x, out_sharding=out_sharding)
+        with caches_restored(self):
+            x = self.attend(call)
+            if len(batch) != 1:
+                x = x.reshape(*batch, *x.shape[1:])
+            return self.out(x, out_sharding=out_sharding)
 
     def _positions(
         self, given: jax.Array | None, batch: tuple[int, ...], T: int, S: int, decode: bool
@@ -246,6 +248,22 @@ def made(variable: nnx.Cache[jax.Array] | None) -> nnx.Cache[jax.Array]:
             "[batch..., length, features] of the inputs"
         )
     return variable
+
+
+@contextlib.contextmanager
+def caches_restored(layer: nnx.Module) -> Iterator[None]:
+    """What a layer holds in its cache is there again if the block raises.
+
+    Whatever can be wrong with a mask, an option or a backend shows in the attention itself, when
+    the tokens are already in the cache; a second try must not find them there.
+    """
+    before = [(cache, cache[...]) for cache in vars(layer).values() if isinstance(cache, nnx.Cache)]
+    try:
+        yield
+    except BaseException:
+        for cache, value in before:
+            cache[...] = value
+        raise
 
 
 def append(

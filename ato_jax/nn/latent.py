@@ -36,7 +36,15 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, append, bind_mask, made, one_batch_axis, rotate
+from ato_jax.nn.common import (
+    Call,
+    append,
+    bind_mask,
+    caches_restored,
+    made,
+    one_batch_axis,
+    rotate,
+)
 from ato_jax.ops.attention.api import attention
 
 
@@ -230,35 +238,38 @@ class LatentAttention(nnx.Module):
         turned = rotate(turned, positions, self.rope_theta)
 
         options: dict[str, Any] = {"causal": bool(self.causal or is_causal)}
-        if decode:
-            (latent, rope_key), _ = append(
-                self.cache_index,
-                tuple(batch),
-                cached_latent=(self.cached_latent, latent),
-                cached_rope_key=(self.cached_rope_key, rope_key),
+        with caches_restored(self):
+            if decode:
+                (latent, rope_key), _ = append(
+                    self.cache_index,
+                    tuple(batch),
+                    cached_latent=(self.cached_latent, latent),
+                    cached_rope_key=(self.cached_rope_key, rope_key),
+                )
+                # Both lengths are said: where T = S, one would stand for the other, too.
+                B = inputs.shape[0]
+                options = {
+                    "causal": True,
+                    "query_offset": held,
+                    "q_lengths": jnp.full(B, T, jnp.int32),
+                    "kv_lengths": jnp.broadcast_to(held + T, B),
+                }
+            S = latent.shape[1]
+            call = Call(
+                query, latent, latent, inputs, inputs, tuple(batch), mask, True, decode, None
             )
-            # The lengths of both sides are said: where T = S, one would stand for the other, too.
-            B = inputs.shape[0]
-            options = {
-                "causal": True,
-                "query_offset": held,
-                "q_lengths": jnp.full(B, T, jnp.int32),
-                "kv_lengths": jnp.broadcast_to(held + T, B),
+            options |= {
+                "mask": bind_mask(mask, call),
+                "scale": (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5,
+                "precision": self.precision,
+                "implementation": self.implementation,
             }
-        S = latent.shape[1]
-        call = Call(query, latent, latent, inputs, inputs, tuple(batch), mask, True, decode, None)
-        options |= {
-            "mask": bind_mask(mask, call),
-            "scale": (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5,
-            "precision": self.precision,
-            "implementation": self.implementation,
-        }
-        attend = self._absorbed if self._absorbs(T, S) else self._expanded
-        x = attend(plain, turned, latent, rope_key, options)  # [B, T, H, V]
-        if decode:
-            # Inside jit a full cache cannot be refused; it must not pass unnoticed either.
-            x = jnp.where(held + T <= S, x, jnp.nan)
-        return self.out(x.reshape(*batch, *x.shape[1:]), out_sharding=out_sharding)
+            attend = self._absorbed if self._absorbs(T, S) else self._expanded
+            x = attend(plain, turned, latent, rope_key, options)  # [B, T, H, V]
+            if decode:
+                # Inside jit a full cache cannot be refused; it must not pass unnoticed either.
+                x = jnp.where(held + T <= S, x, jnp.nan)
+            return self.out(x.reshape(*batch, *x.shape[1:]), out_sharding=out_sharding)
 
     def _absorbs(self, T: int, S: int) -> bool:
         """Whether absorbed is the order that multiplies less, for T queries and S keys."""
