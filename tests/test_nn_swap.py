@@ -243,6 +243,16 @@ def test_functions_refuse(make: Any, options: dict[str, Any], message: str) -> N
         make()(*qkv(B), **options)
 
 
+@pytest.mark.parametrize("make", [nn.softmax_attention_fn, nn.linear_attention_fn])
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("rate", [1.0, 1.5, -0.1, float("nan")])
+def test_functions_refuse_rates(make: Any, broadcast: bool, rate: float) -> None:
+    drop: dict[str, Any] = {"dropout_rate": rate, "broadcast_dropout": broadcast}
+    with pytest.raises(ValueError, match="dropout_rate must be at least 0 and below 1, got"):
+        make()(*qkv(B), **drop, dropout_rng=jax.random.key(0))
+    assert np.isfinite(make()(*qkv(B), **drop, deterministic=True)).all()
+
+
 def test_functions_refuse_shapes() -> None:
     q, k, v = qkv(B)
     with pytest.raises(ValueError, match="key must have query's batch axes"):

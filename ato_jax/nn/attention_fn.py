@@ -84,6 +84,8 @@ class AttentionFn:
                     f"{name} is refused by {type(self).__name__}: no einsum forms the weights, "
                     "they are never in memory"
                 )
+        if not deterministic and not 0 <= dropout_rate < 1:
+            raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
         dropped = not deterministic and dropout_rate > 0
         if dropped and dropout_rng is None:
             raise ValueError(f"dropout_rng must be given with a dropout_rate of {dropout_rate}")
