@@ -251,6 +251,20 @@ def test_hidden_keys_are_nothing(feature_map: str, dtype: str) -> None:
     assert np.all(np.isfinite(np.asarray(gradient, np.float32)))
 
 
+@pytest.mark.parametrize("cls", [nn.LinearAttention, nn.Performer])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hidden_queries_have_no_gradient(cls: Any, causal: bool) -> None:
+    """NaN in steps that are hidden from both sides reaches no gradient of the others."""
+    layer, x = make(cls, causal=causal), inputs()
+    mask = nnx.make_attention_mask(HOLES, HOLES)
+    poisoned = jnp.where(HOLES[..., None], x, jnp.nan)
+    gradient, wanted = (
+        jax.grad(lambda x: jnp.sum(layer(x, mask=mask) ** 2))(each) for each in (poisoned, x)
+    )
+    np.testing.assert_array_equal(gradient[~HOLES], 0)
+    assert error(gradient, wanted) < 1e-6
+
+
 @pytest.mark.parametrize("feature_map", ["elu1", "favor", lambda x: jnp.exp(0.5 * jnp.abs(x))])
 def test_hidden_keys_in_kernels(feature_map: Any) -> None:
     """The same in Triton's kernels, interpreted."""

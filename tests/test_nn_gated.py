@@ -123,6 +123,26 @@ def test_hidden_steps_are_not_there(gate: str) -> None:
         assert error(both[b][HOLES[b]], wanted) < 1e-5
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_hidden_steps_give_zero(gate: str) -> None:
+    """Before the last projection, whatever is in them, and for every input a finite gradient."""
+    layer, x = make(gate=gate, use_bias=False), inputs()
+    mask = nnx.make_attention_mask(HOLES, HOLES)
+    poisoned = jnp.where(HOLES[..., None], x, jnp.nan)
+    out = layer(poisoned, mask=mask)
+    assert not np.any(np.asarray(out)[~HOLES])
+    gradient, wanted = (
+        jax.grad(lambda x: jnp.sum(layer(x, mask=mask) ** 2))(each) for each in (poisoned, x)
+    )
+    np.testing.assert_array_equal(gradient[~HOLES], 0)
+    assert error(gradient, wanted) < 1e-6
+    # A gate's parameters see no more of a hidden step than the rest.
+    state = nnx.grad(lambda layer: jnp.sum(layer(poisoned, mask=mask)))(layer)
+    for name, part in nnx.to_pure_dict(state).items():
+        if "gate" in name:
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(part)), name
+
+
 def test_batch_axes() -> None:
     """Any number of them, or an nnx.vmap over one, also over states."""
     layer, x = make(), inputs(2, 3, T, E)

@@ -15,7 +15,8 @@ and what the call asks for. A mask is read by one of
 
     bind_mask(call.mask, call)     any mask, boolean [B|1, H|1, T|1, S|1]: for softmax attention
     factor_mask(call)              causal and [B, T] queries and [B, S] keys, or a ValueError: for
-                                   linear attention, with `hide_keys` and `hide_queries`
+                                   linear attention, with `hide_keys`, `hide_inputs` and
+                                   `hide_queries`
 
 A cache is a handful of `nnx.Cache` attributes, `nnx.data(None)` until `init_cache` makes them.
 `cache_index`, the number of tokens in it, is there in every layer: positions continue from it.
@@ -450,6 +451,26 @@ def hide_keys(
     return jnp.where(seen, key, blank), jnp.where(seen, value, 0), feature_map
 
 
-def hide_queries(out: jax.Array, queries: Any) -> jax.Array:
-    """out [B, T, H, V], 0 where a query sees nothing; `queries` as in `Visible`."""
-    return out if queries is None else jnp.where(jnp.asarray(queries)[:, :, None, None], out, 0)
+def hide_queries(array: jax.Array, queries: Any) -> jax.Array:
+    """[B, T, ...], 0 where a query sees nothing; `queries` as in `Visible`.
+
+    For the output, and before it for the query itself: NaN in what is hidden would otherwise reach
+    the gradients of every key, as NaN times a cotangent of 0.
+    """
+    return array if queries is None else blank_steps(array, queries)
+
+
+def hide_inputs(call: Call, visible: Visible) -> Call:
+    """The call with the query, and the inputs of gates, 0 where they are hidden."""
+    return call._replace(
+        query=hide_queries(call.query, visible.queries),
+        inputs_q=hide_queries(call.inputs_q, visible.queries),
+        inputs_k=call.inputs_k
+        if visible.keys is None
+        else blank_steps(call.inputs_k, visible.keys),
+    )
+
+
+def blank_steps(array: jax.Array, steps: Any) -> jax.Array:
+    """array [B, T, ...], 0 where `steps` [B|1, T|1] is False."""
+    return jnp.where(jnp.expand_dims(jnp.asarray(steps), tuple(range(2, array.ndim))), array, 0)

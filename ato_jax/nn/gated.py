@@ -27,7 +27,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, factor_mask
+from ato_jax.nn.common import Call
 from ato_jax.nn.linear_attention import LinearAttention
 
 
@@ -160,14 +160,10 @@ class GatedLinearAttention(LinearAttention):
             logits = self.forget_gate(call.inputs_k)
         else:
             logits = self.forget_gate_up(self.forget_gate_down(call.inputs_k))
-        decay = jax.nn.log_sigmoid(logits.astype(jnp.float32)) / self.temperature
-        keys = factor_mask(call._replace(causal=call.causal or call.decode)).keys
-        if keys is None:
-            return decay
-        return jnp.where(jnp.expand_dims(keys, tuple(range(2, decay.ndim))), decay, 0)
+        return jax.nn.log_sigmoid(logits.astype(jnp.float32)) / self.temperature
 
-    def attend(self, call: Call) -> jax.Array:
-        out = self.norm(super().attend(call))
+    def finish(self, out: jax.Array, call: Call) -> jax.Array:
+        out = self.norm(out)
         if self.output_gate is None:
             return out
         return out * jax.nn.silu(self.output_gate(call.inputs_q))

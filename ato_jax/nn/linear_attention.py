@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ato_jax.nn.common import Call, MultiHead, factor_mask, hide_keys, hide_queries, made
+from ato_jax.nn.common import (
+    Call,
+    MultiHead,
+    blank_steps,
+    factor_mask,
+    hide_inputs,
+    hide_keys,
+    hide_queries,
+    made,
+)
 from ato_jax.ops.linear_attention.api import linear_attention
 from ato_jax.ops.linear_attention.features import Favor, favor
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -97,14 +106,24 @@ class LinearAttention(MultiHead):
         return self.feature_map, self.head_dim
 
     def decay(self, call: Call) -> jax.Array | None:
-        """The log-decay of the call's keys, [G], [B, S, G] or [B, S, G, D]; None for none."""
+        """The log-decay of the call's keys, [G], [B, S, G] or [B, S, G, D]; None for none.
+
+        That of a hidden step is ignored if it is one by steps: no time passes there.
+        """
         return None
+
+    def finish(self, out: jax.Array, call: Call) -> jax.Array:
+        """What comes between the attention and the last projection, both [B, T, H, V]."""
+        return out
 
     def attend(self, call: Call) -> jax.Array:
         visible = factor_mask(call._replace(causal=call.causal or call.decode))
+        call = hide_inputs(call, visible)
         feature_map, _ = self._features()
         key, value, feature_map = hide_keys(call.key, call.value, visible.keys, feature_map)
         decay = self.decay(call)
+        if decay is not None and decay.ndim > 1 and visible.keys is not None:
+            decay = blank_steps(decay, visible.keys)
         options: dict[str, Any] = {"feature_map": feature_map, "normalize": self.normalize}
         if not call.decode:
             out = linear_attention(
@@ -140,7 +159,7 @@ class LinearAttention(MultiHead):
                     **options,
                 )
             self._remember(call, state)
-        return hide_queries(out, visible.queries)
+        return hide_queries(self.finish(out, call), visible.queries)
 
     def _state(self, call: Call) -> LinearState:
         """The cache with a single batch axis."""
