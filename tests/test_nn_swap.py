@@ -167,14 +167,42 @@ def test_linear_causal() -> None:
     close(nn.linear_attention_fn(**options)(q, k, v), wanted)
 
 
-def test_linear_decodes_in_flaxs_layer() -> None:
+@pytest.mark.parametrize("make", [nn.softmax_attention_fn, nn.linear_attention_fn])
+def test_decodes_in_flaxs_layer(make: Any) -> None:
     """One query and a cache of keys: what the whole sequence gives, step by step."""
-    fn = nn.linear_attention_fn(causal=True)
+    fn = make(causal=True)
     layer = nnx.MultiHeadAttention(H, E, attention_fn=fn, decode=True, rngs=nnx.Rngs(0))
     x = normal(B, T, E)
     layer.init_cache(x.shape)
     steps = [layer(x[:, t : t + 1]) for t in range(T)]
     close(jnp.concatenate(steps, 1), layer(x, decode=False))
+
+
+def test_window_is_refused_where_flaxs_layer_decodes() -> None:
+    """The query is not at the end of the cache, which Flax hides behind a mask."""
+    fn = nn.softmax_attention_fn(window=(2, 0))
+    layer = nnx.MultiHeadAttention(H, E, attention_fn=fn, decode=True, rngs=nnx.Rngs(0))
+    x = normal(B, T, E)
+    layer.init_cache(x.shape)
+    with pytest.raises(ValueError, match="window needs the queries' positions.* T=1, S=6"):
+        layer(x[:, :1])
+    flax = linen.MultiHeadDotProductAttention(H, attention_fn=fn, decode=True)
+    variables = flax.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="window needs the queries' positions"):
+        flax.apply(variables, x[:, :1], mutable=["cache"])
+    layer(x, decode=False, mask=nnx.make_causal_mask(x[..., 0]))
+
+
+def test_positions_are_not_guessed() -> None:
+    q, k, v = qkv(B)
+    causal = nn.softmax_attention_fn(causal=True)
+    with pytest.raises(ValueError, match="causal needs the queries' positions.* T=6, S=9"):
+        causal(q, k, v, mask=padding(B))
+    wanted = nn.softmax_attention_fn()(q[:, :1], k, v, mask=padding(B))
+    close(causal(q[:, :1], k, v, mask=padding(B)), wanted)
+    mask = padding(B).at[..., 0].set(True)
+    wanted = nnx.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+    close(nn.softmax_attention_fn()(q, k, v, mask=mask, is_causal=True), wanted)
 
 
 @pytest.mark.parametrize("make", [nn.softmax_attention_fn, nn.linear_attention_fn])

@@ -129,6 +129,15 @@ class SoftmaxAttentionFn(AttentionFn):
         q, k, v = call.query, call.key, call.value
         T, S = q.shape[1], k.shape[1]
         mask = bind_mask(call.mask, call)
+        # A single query at the last key sees all keys that the mask leaves, causal or not.
+        placed = "window" if self.window is not None else "causal" if self.causal and T > 1 else ""
+        if placed and mask is not None and T != S:
+            raise ValueError(
+                f"{placed} needs the queries' positions, not known with a mask and T != S: "
+                "the mask may hide the end of the keys, as it does the rest of a cache where "
+                f"Flax's layer decodes; got T={T}, S={S}. Let the mask say it, or decode with "
+                "ato_jax.nn.Attention"
+            )
         options: dict[str, Any] = dict(
             causal=self.causal or call.causal,
             window=self.window,
@@ -207,7 +216,9 @@ def softmax_attention_fn(
         layer asks for. `causal` needs no mask [T, S] in memory and skips what it hides.
 
     Query i stands at position S - T + i among the keys, and where the layer asks for `is_causal`,
-    at i: Flax aligns the first query with the first key.
+    at i: Flax aligns the first query with the first key. With a mask and T != S the positions are
+    not known, and `window` is refused, as is `causal` of more than one query. So a layer with a
+    window cannot decode by Flax's cache; `ato_jax.nn.Attention` can.
     """
     return SoftmaxAttentionFn(causal, window, softcap, scale, implementation)
 
