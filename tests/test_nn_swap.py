@@ -272,6 +272,16 @@ def test_functions_refuse(make: Any, options: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.parametrize("make", [nn.softmax_attention_fn, nn.linear_attention_fn])
+def test_masks_as_lists(make: Any) -> None:
+    q, k, v = qkv(B)
+    mask = padding(B)
+    close(make()(q, k, v, mask=mask.tolist()), make()(q, k, v, mask=mask))
+    close(make()(q, k, v, mask=True), make()(q, k, v))
+    with pytest.raises(ValueError, match="mask must be an array"):
+        make()(q, k, v, mask=[[True], [True, False]])
+
+
+@pytest.mark.parametrize("make", [nn.softmax_attention_fn, nn.linear_attention_fn])
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("rate", [1.0, 1.5, -0.1, float("nan")])
 def test_functions_refuse_rates(make: Any, broadcast: bool, rate: float) -> None:

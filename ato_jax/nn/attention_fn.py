@@ -28,9 +28,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 import ato_jax
+from ato_jax import shapes
 from ato_jax.nn.common import (
     Call,
     bind_mask,
@@ -96,6 +98,9 @@ class AttentionFn:
                 raise ValueError(
                     f"{name} must have query's batch axes {batch}, got shape {array.shape}"
                 )
+        if mask is not None and not isinstance(mask, jax.Array):
+            shapes.dtype_name("mask", mask)  # or the error that it is no array
+            mask = np.asarray(mask)
         q, k, v = (one_batch_axis(array, 3) for array in (query, key, value))
         call = Call(
             q,
