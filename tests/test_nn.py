@@ -524,6 +524,25 @@ def test_an_error_leaves_the_cache(cls: Any, options: dict[str, Any], mask: Any)
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.parametrize("cls", [nn.LinearAttention, nn.GatedLinearAttention])
+def test_one_token_honours_the_implementation(cls: Any) -> None:
+    """A backend that is named runs, or is refused, for one token as for a prompt."""
+    x = inputs()
+    token, fastest = x[:, :1], make(cls)
+    fastest.init_cache(x.shape)
+    wanted = fastest(token, decode=True)
+    for name in ("xla", "reference"):
+        layer = make(cls, implementation=name)
+        layer.init_cache(x.shape)
+        assert error(layer(token, decode=True), wanted) < 1e-5
+        assert error(layer.cached_kv[...], fastest.cached_kv[...]) < 1e-5
+    for name, refused in (("triton", ato_jax.UnsupportedError), ("fastest", ValueError)):
+        layer = make(cls, implementation=name)
+        layer.init_cache(x.shape)
+        with pytest.raises(refused):
+            layer(token, decode=True)
+
+
 def test_an_error_of_the_last_projection_leaves_the_cache() -> None:
     layer = make(nn.LinearAttention)
     layer.init_cache((B, T, E))

@@ -53,6 +53,8 @@ class LinearAttention(MultiHead):
       - decode=True takes any number of tokens, causal among themselves: a prompt first, then one
         token at a time. Its mask is one over these tokens, not over a cache: there is no such
         thing as the keys of earlier tokens any more.
+      - A single token is multiplied exactly, whatever `precision` says of prompts; it takes the
+        fastest way only where `implementation` is None.
       - The cache is a state of sums, float32 whatever `init_cache`'s dtype, and never full.
     """
 
@@ -138,7 +140,9 @@ class LinearAttention(MultiHead):
             )
         else:
             state = self._state(call)
-            if call.query.shape[1] == 1:
+            # The step is exact, and chooses its backend itself: one that is named runs as it would
+            # for a prompt.
+            if call.query.shape[1] == 1 and self.implementation is None:
                 if decay is not None and decay.ndim > 1:
                     decay = decay[:, 0]
                 out, state = linear_attention_step(
