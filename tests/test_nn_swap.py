@@ -229,6 +229,32 @@ def test_equal_options_are_one_function() -> None:
     assert one == other and hash(one) == hash(other)
     assert one != nn.softmax_attention_fn()
     assert nn.linear_attention_fn(causal=True) == nn.linear_attention_fn(causal=True)
+    listed: Any = [2, 0]
+    other = nn.softmax_attention_fn(window=listed)
+    assert one == other and hash(one) == hash(other)
+    assert nn.softmax_attention_fn(window=(None, None)) == nn.softmax_attention_fn()
+    one, other = nn.softmax_attention_fn(scale=2), nn.softmax_attention_fn(scale=jnp.float32(2))
+    assert one == other and hash(one) == hash(other)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (nn.softmax_attention_fn, {"window": (-1, 0)}, "window must be a pair"),
+        (nn.softmax_attention_fn, {"window": 3}, "window must be a pair"),
+        (nn.softmax_attention_fn, {"softcap": -1.0}, "softcap must be positive"),
+        (nn.softmax_attention_fn, {"scale": "a"}, "scale must be a number"),
+        (nn.softmax_attention_fn, {"causal": "no"}, "causal must be True or False"),
+        (nn.softmax_attention_fn, {"implementation": "a"}, "implementation must be one of"),
+        (nn.linear_attention_fn, {"implementation": "cudnn"}, "implementation must be one of"),
+        (nn.linear_attention_fn, {"scale": float("inf")}, "scale must be finite"),
+        (nn.linear_attention_fn, {"eps": 0}, "eps must be positive"),
+        (nn.linear_attention_fn, {"normalize": 1}, "normalize must be True or False"),
+    ],
+)
+def test_options_are_refused_at_once(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ import numpy as np
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 import ato_jax
-from ato_jax import shapes
+from ato_jax import dispatch, shapes
 from ato_jax.nn.common import (
     Call,
     bind_mask,
@@ -41,6 +41,8 @@ from ato_jax.nn.common import (
     hide_queries,
     one_batch_axis,
 )
+from ato_jax.ops.attention import api as softmax
+from ato_jax.ops.linear_attention import api as linear
 from ato_jax.ops.linear_attention.features import Favor
 
 
@@ -123,7 +125,7 @@ class SoftmaxAttentionFn(AttentionFn):
     """What `softmax_attention_fn` returns."""
 
     causal: bool
-    window: Any
+    window: tuple[int | None, int | None] | None
     softcap: float | None
     scale: float | None
     implementation: str | None
@@ -225,7 +227,14 @@ def softmax_attention_fn(
     not known, and `window` is refused, as is `causal` of more than one query. So a layer with a
     window cannot decode by Flax's cache; `ato_jax.nn.Attention` can.
     """
-    return SoftmaxAttentionFn(causal, window, softcap, scale, implementation)
+    left, right = softmax.bounds(causal=False, window=window)
+    return SoftmaxAttentionFn(
+        causal=shapes.flag("causal", causal),
+        window=None if left is None and right is None else (left, right),
+        softcap=None if softcap is None else shapes.positive("softcap", softcap),
+        scale=None if scale is None else shapes.static_number("scale", scale),
+        implementation=_known(softmax.OP, implementation),
+    )
 
 
 def linear_attention_fn(
@@ -253,7 +262,20 @@ def linear_attention_fn(
             "feature_map must hold no arrays here, got one of ato_jax.favor; "
             "use ato_jax.nn.Performer, which has its projection among its variables"
         )
-    return LinearAttentionFn(feature_map, causal, normalize, scale, eps, implementation)
+    return LinearAttentionFn(
+        feature_map=feature_map,
+        causal=shapes.flag("causal", causal),
+        normalize=None if normalize is None else shapes.flag("normalize", normalize),
+        scale=None if scale is None else shapes.static_number("scale", scale),
+        eps=shapes.positive("eps", eps),
+        implementation=_known(linear.OP, implementation),
+    )
+
+
+def _known(op: dispatch.Op, implementation: str | None) -> str | None:
+    if implementation is not None:
+        shapes.one_of("implementation", implementation, op.backends + op.planned)
+    return implementation
 
 
 def _bind_bias(bias: jax.Array, call: Call) -> jax.Array:
