@@ -423,6 +423,60 @@ def test_bad_constructors(cls: Any, options: dict[str, Any], message: str) -> No
         make(cls, **options)
 
 
+ADDITIVE = np.where(CAUSAL, 0, -1e9).astype("float32")
+
+
+@pytest.mark.parametrize("layer_class", [nn.Attention, nn.LinearAttention])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (ADDITIVE, "hold True and False, or 1 and 0, got values from -1e.09 to 0: .*added"),
+        (jnp.asarray(ADDITIVE, "bfloat16"), "hold True and False, or 1 and 0, got values"),
+        (np.where(CAUSAL, 0, -np.inf), "got values from -inf to 0"),
+        (np.full((1, 1, 1, T), np.nan), "got values from nan"),
+        ([[True], [True, False]], "an array"),
+        ("causal", "an array of booleans"),
+        (np.full((T, T), None), "an array of booleans"),
+    ],
+)
+def test_masks_that_are_none(layer_class: Any, mask: Any, message: str) -> None:
+    """A mask that is meant to be added hides all that it should show, if it is read as booleans."""
+    with pytest.raises(ValueError, match=f"^mask must .*{message}"):
+        make(layer_class)(inputs(), mask=mask)
+
+
+@pytest.mark.parametrize("layer_class", [nn.Attention, nn.LinearAttention])
+def test_masks_of_any_kind(layer_class: Any) -> None:
+    """Numbers, lists and single booleans; of a traced float mask nobody knows the values."""
+    layer, x = make(layer_class), inputs()
+    wanted = layer(x, mask=CAUSAL)
+    for mask in (CAUSAL.tolist(), CAUSAL.astype("int8"), jnp.asarray(CAUSAL, "bfloat16")):
+        np.testing.assert_array_equal(layer(x, mask=mask), wanted)
+    np.testing.assert_array_equal(layer(x, mask=True), layer(x))
+    out, bias = layer(x, mask=False), layer.out.bias[...]
+    np.testing.assert_array_equal(out, jnp.broadcast_to(bias, out.shape))
+    keys = jnp.asarray(HOLES[:, None, None], "float32")
+    found = nnx.jit(lambda layer, mask: layer(x, mask=mask))(layer, keys)
+    assert error(found, layer(x, mask=keys)) < 1e-6
+
+
+class Squared:
+    """A feature map that is equal to others of its kind, and so has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Squared)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * x
+
+
+def test_feature_maps_without_a_hash() -> None:
+    layer, x = make(nn.LinearAttention, feature_map=Squared(), normalize=True), inputs()
+    named = make(nn.LinearAttention, feature_map=lambda x: x**2, normalize=True)
+    mask = HOLES[:, None, None]
+    assert error(layer(x, mask=mask), named(x, mask=mask)) < 1e-6
+
+
 ALL = np.ones((B, 1, T, T), bool)
 
 

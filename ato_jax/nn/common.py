@@ -133,8 +133,9 @@ class MultiHead(nnx.MultiHeadAttention):
           inputs_q: [batch..., T, in_features].
           inputs_k: [batch..., S, in_kv_features]; None means inputs_q.
           inputs_v: [batch..., S, in_kv_features]; None means inputs_k.
-          mask: broadcastable to [batch..., H, T, S]; False or 0 hides. Other than in Flax, a query
-            that sees nothing gives 0 before the last projection, not the mean of all values.
+          mask: broadcastable to [batch..., H, T, S]; False or 0 hides. A mask that is added to the
+            scores is refused, but inside jit nobody can tell. Other than in Flax, a query that sees
+            nothing gives 0 before the last projection, not the mean of all values.
           deterministic, rngs: as in Flax; they decide about dropout.
           sow_weights: refused: the weights are never formed.
           decode: append to the cache and attend to what is in it; None means the constructor's,
@@ -328,11 +329,43 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def as_mask(mask: Any) -> Any:
+    """A mask as it may be read: an array, of NumPy or JAX, whose zeros hide; None stays None.
+
+    One that is added to the scores, 0 where a key is seen, would hide what it should show and show
+    what it should hide. Inside jit its values are not known; it passes for one of 0 and 1, as Flax
+    makes them in float32.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, nnx.Variable):
+        mask = mask[...]
+    if not isinstance(mask, jax.Array):
+        try:
+            mask = np.asarray(mask)
+        except ValueError as error:
+            raise ValueError(f"mask must be an array of booleans, got {mask!r}") from error
+    floating = jnp.issubdtype(mask.dtype, jnp.floating)
+    if not (floating or mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise ValueError(f"mask must be an array of booleans, got one of {mask.dtype}")
+    known = not isinstance(mask, jax.core.Tracer) and getattr(mask, "is_fully_addressable", True)
+    if floating and known:
+        values = np.asarray(mask)
+        if not ((values == 0) | (values == 1)).all():
+            raise ValueError(
+                "mask must hold True and False, or 1 and 0, got values from "
+                f"{float(values.min()):g} to {float(values.max()):g}: in place of one that "
+                "is added to the scores give mask == 0"
+            )
+    return mask
+
+
 def bind_mask(mask: Any, call: Call, S: int | None = None) -> Any:
     """A mask as booleans [B|1, H|1, T|1, S|1], as NumPy where it came so; None stays None.
 
     `S` is the number of keys where that is not the call's: in a cache.
     """
+    mask = as_mask(mask)
     if mask is None:
         return None
     T, H = call.query.shape[1:3]
@@ -369,7 +402,7 @@ def factor_mask(call: Call) -> Visible:
     says no more by its shape. Any other is looked at, value by value, which only works where it
     has values: outside of jit, or as a constant inside of it.
     """
-    mask, causal = call.mask, call.causal
+    mask, causal = as_mask(call.mask), call.causal
     if mask is None:
         return Visible(causal, None, None)
     for_keys = mask.ndim < 2 or mask.shape[-2] == 1
@@ -387,7 +420,7 @@ def factor_mask(call: Call) -> Visible:
     if for_keys:
         raise ValueError(
             "mask hides keys head by head, which a linear layer cannot do: its axis of heads must "
-            f"be 1, got shape {call.mask.shape}"
+            f"be 1, got shape {np.shape(call.mask)}"
         )
     T, S = call.query.shape[1], call.key.shape[1]
     pairs: Any = np.broadcast_to(mask, (*mask.shape[:2], T, S))
@@ -401,7 +434,7 @@ def factor_mask(call: Call) -> Visible:
             return Visible(known_causal, queries, keys)
     raise ValueError(
         "mask is neither causal nor a mask of padding nor both, and a linear layer can honour no "
-        f"other, got shape {call.mask.shape}: use ato_jax.nn.Attention for it"
+        f"other, got shape {np.shape(call.mask)}: use ato_jax.nn.Attention for it"
     )
 
 
@@ -419,14 +452,27 @@ _BLANK = {
 _BLANK_FAVOR = 1e4
 
 
+class _Itself:
+    """A feature map that equals only itself: it may have no hash, as a dataclass of arrays."""
+
+    def __init__(self, feature_map: Callable[[jax.Array], jax.Array]) -> None:
+        self.feature_map = feature_map
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.feature_map is other.feature_map
+
+    def __hash__(self) -> int:
+        return id(self.feature_map)
+
+
 @functools.lru_cache(maxsize=64)
-def _zero_at_infinity(feature_map: Callable[[jax.Array], jax.Array]) -> Any:
+def _zero_at_infinity(which: _Itself) -> Any:
     """phi, but 0 at -inf. Remembered, so that one function stays one function."""
 
     def extended(x: jax.Array) -> jax.Array:
         blank = x == -jnp.inf
         # phi of 0 where blank: what it makes of -inf may be NaN, also in its derivative.
-        return jnp.where(blank, 0.0, feature_map(jnp.where(blank, 0.0, x)))
+        return jnp.where(blank, 0.0, which.feature_map(jnp.where(blank, 0.0, x)))
 
     return extended
 
@@ -446,7 +492,7 @@ def hide_keys(
     elif isinstance(feature_map, Favor):
         blank = _BLANK_FAVOR
     else:
-        blank, feature_map = -jnp.inf, _zero_at_infinity(feature_map)
+        blank, feature_map = -jnp.inf, _zero_at_infinity(_Itself(feature_map))
     seen = jnp.asarray(keys)[:, :, None, None]
     return jnp.where(seen, key, blank), jnp.where(seen, value, 0), feature_map
 
