@@ -819,6 +819,25 @@ def test_linen_latent() -> None:
     close(ours.apply(variables, x), found)
 
 
+def test_linen_captures() -> None:
+    """What Linen captured in the module's scope is not taken for variables of the layer."""
+
+    class Twice(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            layer = nn.to_linen(nn.Attention, num_heads=H, name="layer")
+            return layer(layer(x))
+
+    model, x = Twice(), normal(B, T, E)
+    variables = model.init(jax.random.key(0), x)
+    wanted = model.apply(variables, x)
+    capture: dict[str, Any] = {"capture_intermediates": True, "mutable": ["intermediates"]}
+    found, captured = model.apply(variables, x, **capture)
+    close(found, wanted)
+    close(captured["intermediates"]["__call__"][0], wanted)
+    close(model.apply(variables | captured, x), wanted)
+
+
 def test_linen_refuses() -> None:
     _, ours = linen_layers(nn.Performer)
     x = normal(B, T, E)
@@ -827,6 +846,16 @@ def test_linen_refuses() -> None:
         ours.apply({"params": variables["params"]}, x)
     with pytest.raises(ValueError, match=r"params/key/bias must have shape .* got"):
         ours.apply(jax.tree.map(lambda leaf: leaf[1:], variables), x)
+    more = nn.to_linen(nn.Attention, num_heads=H, sinks=True).init(jax.random.key(0), x)
+    less = nn.to_linen(nn.Attention, num_heads=H)
+    with pytest.raises(ValueError, match="^params/sinks: Attention has no such variables"):
+        less.apply(more, x)
+    without = nn.to_linen(nn.Attention, num_heads=H, use_bias=False)
+    with pytest.raises(ValueError, match=r"^params/\w+/bias, .*: Attention has no such variables"):
+        without.apply(less.init(jax.random.key(0), x), x)
+    cache = {"cached_key": jnp.zeros((B, T, H, E // H)), "cache_index": jnp.zeros((), jnp.int32)}
+    with pytest.raises(ValueError, match="^cache/cache_index, cache/cached_key: Attention has"):
+        less.apply(less.init(jax.random.key(0), x) | {"cache": cache}, x)
     with pytest.raises(ValueError, match="sow_weights must be False"):
         ours.apply(variables, x, sow_weights=True)
     for options in ({"rngs": nnx.Rngs(0)}, {"keep_rngs": True}, {"decode": True}):

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 from flax.core import FrozenDict, meta
 from flax.traverse_util import flatten_dict
@@ -76,7 +77,7 @@ class LinenAttention(linen.Module):
                 return self.cls(**arguments, rngs=rngs)
             # Every value comes from Linen's collections: none is drawn only to be replaced.
             layer = nnx.eval_shape(lambda: self.cls(**arguments, rngs=nnx.Rngs(0)))
-            _require_variables(layer, meta.unbox(self.variables))
+            _require_variables(layer, meta.unbox(bridge.variables))
             return layer
 
         for name, inputs in (("inputs_k", inputs_k), ("inputs_v", inputs_v)):
@@ -89,7 +90,7 @@ class LinenAttention(linen.Module):
             # The bridge would make up a key where there is none, the same for every step.
             key = self.make_rng("dropout") if key is None else key
             call_options["rngs"] = nnx.Rngs(dropout=key)
-        bridge = nnx.bridge.ToLinen(build)
+        bridge = _Bridge(build)
         linen.share_scope(self, bridge)  # or the parameters would lie one level deeper
         return bridge(inputs_q, **call_options)
 
@@ -99,18 +100,42 @@ def _refuse_decode(options: Mapping[str, Any]) -> None:
         raise ValueError("decode must be False in Linen: decode with the layer itself, in nnx")
 
 
-def _require_variables(layer: nnx.Module, collections: Mapping[str, Any]) -> None:
-    """A ValueError unless the collections hold each of the layer's variables, in its shape.
+class _Bridge(nnx.bridge.ToLinen):
+    """Takes all that its scope holds for the layer's: it must not see what Linen captured there."""
 
-    The bridge would go on with a fresh one in place of what is missing.
+    @property
+    def variables(self) -> Mapping[str, Mapping[str, Any]]:
+        return {
+            collection: values
+            for collection, values in super().variables.items()
+            if collection != "intermediates"
+        }
+
+
+def _require_variables(layer: nnx.Module, collections: Mapping[str, Any]) -> None:
+    """A ValueError unless the collections hold the layer's variables, in their shapes, and no more.
+
+    The bridge would go on with a fresh one in place of what is missing, and stumbles over others.
     """
-    given: dict[Any, tuple[int, ...]] = {}
-    for collection in collections.values():
-        given |= {path: value.shape for path, value in flatten_dict(collection).items()}
+    given = {
+        path: (collection, jnp.shape(value))
+        for collection, values in collections.items()
+        for path, value in flatten_dict(values).items()
+    }
     for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))):
-        if given.get(path) != variable.shape:
-            name = nnx.variablelib.variable_name_from_type(type(variable))
+        _, shape = given.pop(path, ("", None))
+        if shape != variable.shape:
+            collection = nnx.variablelib.variable_name_from_type(type(variable))
             raise ValueError(
-                f"{name}/{'/'.join(map(str, path))} must have shape {variable.shape}, "
-                + (f"got {given[path]}" if path in given else "but it is not there")
+                f"{_joined(collection, path)} must have shape {variable.shape}, "
+                + ("but it is not there" if shape is None else f"got {shape}")
             )
+    if given:
+        names = ", ".join(_joined(collection, path) for path, (collection, _) in given.items())
+        raise ValueError(
+            f"{names}: {type(layer).__name__} has no such variables with the options it was given"
+        )
+
+
+def _joined(collection: str, path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, (collection, *path)))
