@@ -783,7 +783,7 @@ def test_linen_dropout() -> None:
     given = [ours.apply(variables, x, deterministic=False, dropout_rng=key) for _ in range(2)]
     assert (given[0] == given[1]).all()
     assert (ours.apply(variables, x, deterministic=True) != one).any()
-    with pytest.raises(Exception, match='needs PRNG for "dropout"'):
+    with pytest.raises(ValueError, match='rngs={"dropout": key}, or dropout_rng=key'):
         ours.apply(variables, x, deterministic=False)
     with pytest.raises(ValueError, match="deterministic must be True or False"):
         ours.apply(variables, x)

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import errors, linen, nnx
 from flax.core import FrozenDict, meta
 from flax.traverse_util import flatten_dict
 
@@ -36,12 +36,20 @@ def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAtten
       name: the module's name in Linen. Checkpoints of a model that named its attention by
         default need Linen's name, "MultiHeadDotProductAttention_0" and so on.
       options: the arguments of its constructor, `rngs` left out. `in_features` and
-        `in_kv_features` need not be given: they are those of the inputs. `decode=True` is
-        refused: Linen makes its cache where it initialises, these layers in `init_cache`.
+        `in_kv_features` need not be given: they are those of the inputs.
+
+        `decode=True` is refused, to the call as well: Linen makes its cache in `init`, empty and
+        as long as the inputs, where these layers make theirs in `init_cache`, which no Linen
+        module calls. Decode with the layer itself, in nnx, from the same parameters.
+
+        The initialisers are nnx's, of plain arrays: Linen's with_partitioning, which boxes what
+        it returns, does not work here. The axes' names go into `kernel_metadata` and the like:
+        kernel_metadata={"out_sharding": (None, "heads", None)} is boxed by Linen.
 
     Returns:
       A module to be called as the layer is, but with `dropout_rng` in place of `rngs`. Dropout
-      takes that key, or the module's rng named "dropout".
+      takes that key, or the module's rng named "dropout". Other than in Linen, variables that
+      the layer does not have are refused.
     """
     if not (inspect.isclass(cls) and issubclass(cls, nnx.Module)):
         raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {cls!r}")
@@ -88,11 +96,19 @@ class LinenAttention(linen.Module):
         undecided = deterministic is None  # which the layer refuses where it would drop
         if self.options.get("dropout_rate", 0) > 0 and not (undecided or deterministic):
             # The bridge would make up a key where there is none, the same for every step.
-            key = self.make_rng("dropout") if key is None else key
-            call_options["rngs"] = nnx.Rngs(dropout=key)
+            call_options["rngs"] = nnx.Rngs(dropout=self._drawn() if key is None else key)
         bridge = _Bridge(build)
         linen.share_scope(self, bridge)  # or the parameters would lie one level deeper
         return bridge(inputs_q, **call_options)
+
+    def _drawn(self) -> jax.Array:
+        try:
+            return self.make_rng("dropout")
+        except errors.InvalidRngError:
+            raise ValueError(
+                "dropout needs a key where deterministic is False: give `apply` "
+                'rngs={"dropout": key}, or dropout_rng=key to the call'
+            ) from None
 
 
 def _refuse_decode(options: Mapping[str, Any]) -> None:
