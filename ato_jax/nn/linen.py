@@ -42,9 +42,9 @@ def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAtten
         as long as the inputs, where these layers make theirs in `init_cache`, which no Linen
         module calls. Decode with the layer itself, in nnx, from the same parameters.
 
-        The initialisers are nnx's, of plain arrays: those of Linen's with_partitioning, which box what
-        they return, do not work here. The axes' names go into `kernel_metadata` and the like:
-        kernel_metadata={"out_sharding": (None, "heads", None)}, under a mesh, as in nnx.
+        The initialisers are nnx's, of plain arrays: those of Linen's with_partitioning, which
+        box what they return, do not work here. The axes' names go into `kernel_metadata` and the
+        like: kernel_metadata={"out_sharding": (None, "heads", None)}, under a mesh, as in nnx.
 
     Returns:
       A module to be called as the layer is, but with `dropout_rng` in place of `rngs`. Dropout
