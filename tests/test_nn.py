@@ -408,6 +408,22 @@ def test_full_cache() -> None:
         (nn.LinearAttention, {"num_kv_heads": 3}, "divisible"),
         (nn.Attention, {"attention_fn": nnx.dot_product_attention}, "attention_fn cannot"),
         (nn.Attention, {"rope_theta": 1e4, "qkv_features": 12}, "rope_theta .* even"),
+        (nn.Attention, {"rope_theta": 0.0}, "rope_theta must be positive"),
+        (nn.Attention, {"rope_theta": float("inf")}, "rope_theta must be finite"),
+        (nn.LinearAttention, {"rope_theta": True}, "rope_theta must be a number"),
+        (nn.Attention, {"num_heads": 0}, "num_heads must be an int of at least 1"),
+        (nn.Attention, {"num_kv_heads": 0}, "num_kv_heads must be an int of at least 1"),
+        (nn.LinearAttention, {"num_kv_heads": -2}, "num_kv_heads must be an int of at least 1"),
+        (nn.Attention, {"qkv_features": 0}, "qkv_features must be an int of at least 1"),
+        (nn.Attention, {"in_kv_features": 2.0}, "in_kv_features must be an int of at least 1"),
+        (nn.Attention, {"causal": "no"}, "causal must be True or False"),
+        (nn.Performer, {"causal": 1}, "causal must be True or False"),
+        (nn.Attention, {"sinks": 1}, "sinks must be True or False"),
+        (nn.Attention, {"use_bias": None}, "use_bias must be True or False"),
+        (nn.Attention, {"normalize_qk": "yes"}, "normalize_qk must be True or False"),
+        (nn.Attention, {"dropout_rate": 1.0}, "dropout_rate must be at least 0 and below 1"),
+        (nn.Attention, {"dropout_rate": -0.1}, "dropout_rate must be at least 0 and below 1"),
+        (nn.Attention, {"dropout_rate": "half"}, "dropout_rate must be a number"),
         (nn.LinearAttention, {"dropout_rate": 0.1}, "dropout_rate must be 0"),
         (
             nn.LinearAttention,
@@ -498,6 +514,51 @@ ALL = np.ones((B, 1, T, T), bool)
 def test_bad_calls(cls: Any, arguments: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(cls)(inputs(), *arguments, **options)
+
+
+@pytest.mark.parametrize("cls", [nn.Attention, nn.LatentAttention, nn.Performer])
+def test_bad_rngs(cls: Any) -> None:
+    """A key in place of streams, and streams without the one that is drawn from."""
+    for given in (jax.random.key(0), 0, None):
+        with pytest.raises(ValueError, match=r"^rngs must be an nnx\.Rngs, .*got"):
+            cls(num_heads=H, in_features=E, rngs=given)
+    with pytest.raises(ValueError, match="^rngs must have a stream 'params' or 'default'"):
+        cls(num_heads=H, in_features=E, rngs=nnx.Rngs(dropout=0))
+
+
+def test_bad_rngs_for_redraw() -> None:
+    with pytest.raises(ValueError, match=r"^rngs must be an nnx\.Rngs, .*got"):
+        make(nn.Performer).redraw(jax.random.key(0))
+
+
+def test_bad_rngs_for_dropout() -> None:
+    with pytest.raises(ValueError, match="^rngs must have a stream 'dropout' or 'default'"):
+        nn.Attention(H, E, dropout_rate=0.1, rngs=nnx.Rngs(params=0))
+    layer = make(nn.Attention, dropout_rate=0.1)
+    with pytest.raises(ValueError, match="^rngs must be an nnx.Rngs or an nnx.RngStream, .*got"):
+        layer(inputs(), deterministic=False, rngs=jax.random.key(0))
+    with pytest.raises(ValueError, match="^rngs must have a stream 'dropout' or 'default'"):
+        layer(inputs(), deterministic=False, rngs=nnx.Rngs(params=0))
+    given = (nnx.Rngs(3), nnx.Rngs(3).default, nnx.Rngs(dropout=3))
+    found = [layer(inputs(), deterministic=False, rngs=rngs) for rngs in given]
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_bad_inputs() -> None:
+    x = inputs()
+    for cls in (nn.Attention, nn.LinearAttention):
+        with pytest.raises(ValueError, match="^inputs_q must be an array, got"):
+            make(cls)(x.tolist())
+        with pytest.raises(ValueError, match="^inputs_k must be an array, got"):
+            make(cls)(x, "x")
+        with pytest.raises(ValueError, match="^is_causal must be True or False"):
+            make(cls)(x, is_causal=1)
+        with pytest.raises(ValueError, match="^decode must be True or False"):
+            make(cls)(x, decode="yes")
+    with pytest.raises(ValueError, match="^input_positions .* rope_theta"):
+        make(nn.Attention)(x, input_positions=jnp.zeros((B, T), int))
+    with pytest.raises(ValueError, match="^input_positions must hold integers or floats, got"):
+        make(nn.Attention, rope_theta=1e4)(x, input_positions="first")
 
 
 def test_bad_positions_and_dropout() -> None:
@@ -607,7 +668,7 @@ def test_an_error_of_the_last_projection_leaves_the_cache() -> None:
     assert not np.any(layer.cached_kv[...])
 
 
-@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("cls", [*LAYERS, nn.GatedLinearAttention])
 def test_tabulate(cls: Any) -> None:
     """It compiles every method that is called, as public functions of arrays."""
     assert "query" in nnx.tabulate(make(cls), inputs())

@@ -76,11 +76,13 @@ def naive(layer: GatedLinearAttention, x: Any) -> np.ndarray:
     [
         {},
         {"num_kv_heads": None, "use_output_gate": False, "norm_scale_init": jax.random.normal},
-        {"num_kv_heads": 1, "gate_rank": 3, "out_features": 5},
+        {"num_kv_heads": 1, "out_features": 5},
     ],
     ids=["grouped", "no output gate", "one key head"],
 )
 def test_recurrence(gate: str, options: dict[str, Any]) -> None:
+    if gate == "vector":
+        options = {"gate_rank": 3} | options
     layer, x = make(gate=gate, **options), inputs()
     assert error(layer(x), np.stack([naive(layer, each) for each in x])) < 1e-5
 
@@ -319,6 +321,8 @@ def test_metadata_is_kept() -> None:
     [
         ({"gate": "matrix"}, "gate must be one of 'vector', 'scalar', got 'matrix'"),
         ({"gate_rank": 0}, "gate_rank must be an int of at least 1"),
+        ({"gate": "scalar", "gate_rank": 16}, "gate_rank .* gate='vector'"),
+        ({"use_output_gate": 1}, "use_output_gate must be True or False"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"norm_epsilon": -1.0}, "norm_epsilon must be positive"),
         ({"qkv_features": 18}, "divisible"),

@@ -319,6 +319,9 @@ def test_metadata_is_kept() -> None:
         ({"v_head_dim": 2.5}, "v_head_dim must be an int of at least 1"),
         ({"rope_theta": -1.0}, "rope_theta must be positive"),
         ({"norm_epsilon": 0}, "norm_epsilon must be positive"),
+        ({"causal": 1}, "causal must be True or False"),
+        ({"use_bias": "no"}, "use_bias must be True or False"),
+        ({"decode": "no"}, "decode must be True or False"),
     ],
 )
 def test_bad_constructors(options: dict[str, Any], message: str) -> None:
@@ -332,6 +335,10 @@ def test_bad_calls() -> None:
         layer(x, decode=True)
     with pytest.raises(ValueError, match=r"inputs_q must be \[batch\.\.\., length, 12\]"):
         layer(x[..., :5])
+    with pytest.raises(ValueError, match="inputs_q must be an array, got"):
+        layer(x.tolist())
+    with pytest.raises(ValueError, match="is_causal must be True or False"):
+        layer(x, is_causal=1)
     with pytest.raises(ValueError, match="mask must broadcast to"):
         layer(x, mask=np.ones((B, 1, T, T + 1), bool))
     with pytest.raises(ValueError, match="input_positions must be"):

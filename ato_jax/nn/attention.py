@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ato_jax import shapes
 from ato_jax.nn.common import Call, MultiHead, append, bind_mask
 from ato_jax.ops.attention.api import attention
 
@@ -61,6 +62,7 @@ class Attention(MultiHead):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        sinks = shapes.flag("sinks", sinks)
         super().__init__(
             num_heads,
             in_features,

@@ -39,6 +39,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from ato_jax import shapes
 from ato_jax.ops.linear_attention.features import Favor
 
 
@@ -88,6 +89,25 @@ class MultiHead(nnx.MultiHeadAttention):
             raise ValueError(
                 f"attention_fn cannot be given: {type(self).__name__} brings its own attention"
             )
+        for name, size in (
+            ("num_heads", num_heads),
+            ("in_features", in_features),
+            ("qkv_features", qkv_features),
+            ("out_features", out_features),
+            ("num_kv_heads", num_kv_heads),
+            ("in_kv_features", in_kv_features),
+        ):
+            if size is not None or name in ("num_heads", "in_features"):
+                shapes.positive_int(name, size)
+        for name in ("use_bias", "normalize_qk", "keep_rngs"):
+            shapes.flag(name, options.get(name, True))
+        as_decode(options.get("decode"))
+        dropout_rate = shapes.static_number("dropout_rate", options.get("dropout_rate", 0.0))
+        if not 0 <= dropout_rate < 1:
+            raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
+        refuse_rngs_without("params", rngs)
+        if dropout_rate and options.get("keep_rngs", True):
+            refuse_rngs_without("dropout", rngs)
         super().__init__(
             num_heads=num_heads,
             in_features=in_features,
@@ -103,8 +123,8 @@ class MultiHead(nnx.MultiHeadAttention):
                 "rope_theta rotates pairs and needs an even qkv_features // num_heads, "
                 f"got {self.head_dim}"
             )
-        self.causal = causal
-        self.rope_theta = rope_theta
+        self.causal = shapes.flag("causal", causal)
+        self.rope_theta = None if rope_theta is None else shapes.positive("rope_theta", rope_theta)
         self.implementation = implementation
 
     def attend(self, call: Call) -> jax.Array:
@@ -142,7 +162,7 @@ class MultiHead(nnx.MultiHeadAttention):
             and there False.
           is_causal: causal for this call.
           input_positions: [batch..., T] for `rope_theta`, of queries and keys alike, T = S; None
-            counts from 0, or from the tokens already in the cache.
+            counts from 0, or from the tokens already in the cache. Refused without `rope_theta`.
           out_sharding, qkv_sharding: as in Flax.
 
         Returns:
@@ -158,20 +178,22 @@ class MultiHead(nnx.MultiHeadAttention):
                 raise ValueError("inputs_v needs inputs_k: give it, or leave both to inputs_q")
             inputs_k = inputs_q
         inputs_v = inputs_k if inputs_v is None else inputs_v
+        refuse_no_array("inputs_q", inputs_q)
         batch = inputs_q.shape[:-2]
         for name, inputs, features in (
             ("inputs_q", inputs_q, self.in_features),
             ("inputs_k", inputs_k, self.in_kv_features),
             ("inputs_v", inputs_v, self.in_kv_features),
         ):
+            refuse_no_array(name, inputs)
             fits = inputs.ndim >= 2 and inputs.shape[-1] == features and inputs.shape[:-2] == batch
             if not fits:
                 raise ValueError(
                     f"{name} must be [batch..., length, {features}] with inputs_q's batch axes, "
                     f"got shape {inputs.shape}, where inputs_q has {inputs_q.shape}"
                 )
-        decode = bool(self.decode if decode is None else decode)
-        causal = bool(self.causal or is_causal)
+        decode = as_decode(self.decode if decode is None else decode)
+        causal = shapes.flag("is_causal", is_causal) or self.causal
         T, S = inputs_q.shape[-2], inputs_k.shape[-2]
         if T != S and (causal or decode):
             asked = "decode" if decode else "causal attention"
@@ -184,7 +206,10 @@ class MultiHead(nnx.MultiHeadAttention):
             query, key = self.query_ln(query), self.key_ln(key)
         query, key, value = promote_dtype((query, key, value), dtype=self.dtype)
         query, key, value = (one_batch_axis(array, 3) for array in (query, key, value))
-        if self.rope_theta is not None:
+        if self.rope_theta is None:
+            if input_positions is not None:
+                raise ValueError("input_positions need a rope_theta: this layer rotates nothing")
+        else:
             q_positions, k_positions = self._positions(input_positions, batch, T, S, decode)
             query = rotate(query, q_positions, self.rope_theta)
             key = rotate(key, k_positions, self.rope_theta)
@@ -212,6 +237,7 @@ class MultiHead(nnx.MultiHeadAttention):
     ) -> tuple[jax.Array, jax.Array]:
         """Positions of the queries [B|1, T] and of the keys [B|1, S]."""
         if given is not None:
+            given = as_positions(given)
             wanted = (*batch, T)
             if given.shape != wanted or T != S:
                 raise ValueError(
@@ -239,7 +265,37 @@ class MultiHead(nnx.MultiHeadAttention):
         stream = self.rngs if rngs is None else rngs
         if stream is None:
             raise ValueError("rngs must be given for dropout where keep_rngs is False")
-        return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
+        if isinstance(stream, nnx.RngStream):
+            return stream()
+        refuse_rngs_without("dropout", stream, "an nnx.Rngs or an nnx.RngStream")
+        return stream.dropout()
+
+
+def refuse_no_array(name: str, inputs: Any) -> None:
+    """A ValueError unless `inputs` is an array, of JAX or NumPy: a list has no shape to check."""
+    if not hasattr(inputs, "shape") or not hasattr(inputs, "ndim"):
+        raise ValueError(f"{name} must be an array, got {inputs!r}")
+
+
+def refuse_rngs_without(stream: str, rngs: Any, wanted: str = "an nnx.Rngs") -> None:
+    """A ValueError unless `rngs` has that stream, or the one that stands for any."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"rngs must be {wanted}, for example nnx.Rngs(0), got {rngs!r}")
+    if not hasattr(rngs, stream):  # the stream `default` is every stream
+        raise ValueError(f"rngs must have a stream {stream!r} or 'default', got {rngs!r}")
+
+
+def as_decode(decode: Any) -> bool:
+    """`decode` of a constructor or a call, where None is False."""
+    return decode is not None and shapes.flag("decode", decode)
+
+
+def as_positions(positions: Any) -> jax.Array:
+    """`input_positions` as a JAX array; a ValueError unless it holds numbers."""
+    found = shapes.dtype_name("input_positions", positions)
+    if not found.startswith(("int", "uint", "float", "bfloat")):
+        raise ValueError(f"input_positions must hold integers or floats, got {found}")
+    return jnp.asarray(positions)
 
 
 def made(variable: nnx.Cache[jax.Array] | None) -> nnx.Cache[jax.Array]:

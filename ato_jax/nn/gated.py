@@ -39,7 +39,7 @@ class GatedLinearAttention(LinearAttention):
         every name in `options` (dtype, param_dtype, use_bias, decode, rope_theta, implementation,
         kernel_metadata, ...): as in `LinearAttention`.
       gate: "vector", a decay per channel [B, S, G, D], or "scalar", one per head [B, S, G].
-      gate_rank: the rank of the vector gate.
+      gate_rank: the rank of the vector gate, 16 unless given; a scalar gate has none.
       temperature: tau, which divides the log of the gate: the larger, the longer the memory. Where
         f is 0, half of the state is left after tau steps.
       feature_map, normalize: as in `ato_jax.linear_attention`.
@@ -70,7 +70,7 @@ class GatedLinearAttention(LinearAttention):
         in_kv_features: int | None = None,
         *,
         gate: str = "vector",
-        gate_rank: int = 16,
+        gate_rank: int | None = None,
         temperature: float = 16.0,
         feature_map: Any = "identity",
         normalize: bool | None = None,
@@ -86,6 +86,12 @@ class GatedLinearAttention(LinearAttention):
         **options: Any,
     ) -> None:
         shapes.one_of("gate", gate, ("vector", "scalar"))
+        if gate == "scalar" and gate_rank is not None:
+            raise ValueError(
+                f"gate_rank needs gate='vector': a scalar gate has none, got {gate_rank}"
+            )
+        gate_rank = shapes.positive_int("gate_rank", 16 if gate_rank is None else gate_rank)
+        use_output_gate = shapes.flag("use_output_gate", use_output_gate)
         super().__init__(
             num_heads,
             in_features,
@@ -122,7 +128,7 @@ class GatedLinearAttention(LinearAttention):
         else:
             self.forget_gate_down = projection(
                 self.in_kv_features,
-                shapes.positive_int("gate_rank", gate_rank),
+                gate_rank,
                 kernel_init=gate_kernel_init,
                 use_bias=False,
             )
@@ -162,7 +168,7 @@ class GatedLinearAttention(LinearAttention):
             logits = self.forget_gate_up(self.forget_gate_down(call.inputs_k))
         return jax.nn.log_sigmoid(logits.astype(jnp.float32)) / self.temperature
 
-    def finish(self, out: jax.Array, call: Call) -> jax.Array:
+    def _finish(self, out: jax.Array, call: Call) -> jax.Array:
         out = self.norm(out)
         if self.output_gate is None:
             return out

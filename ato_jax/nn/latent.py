@@ -39,10 +39,14 @@ from ato_jax import shapes
 from ato_jax.nn.common import (
     Call,
     append,
+    as_decode,
+    as_positions,
     bind_mask,
     caches_restored,
     made,
     one_batch_axis,
+    refuse_no_array,
+    refuse_rngs_without,
     rotate,
 )
 from ato_jax.ops.attention.api import attention
@@ -108,6 +112,9 @@ class LatentAttention(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        refuse_rngs_without("params", rngs)
+        use_bias = shapes.flag("use_bias", use_bias)
+        as_decode(decode)
         self.num_heads = shapes.positive_int("num_heads", num_heads)
         self.in_features = shapes.positive_int("in_features", in_features)
         self.out_features = shapes.positive_int(
@@ -123,7 +130,7 @@ class LatentAttention(nnx.Module):
             )
         self.v_head_dim = shapes.positive_int("v_head_dim", v_head_dim)
         self.rope_theta = shapes.positive("rope_theta", rope_theta)
-        self.causal = causal
+        self.causal = shapes.flag("causal", causal)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
@@ -208,6 +215,7 @@ class LatentAttention(nnx.Module):
         Returns:
           [batch..., T, out_features].
         """
+        refuse_no_array("inputs_q", inputs_q)
         if inputs_q.ndim < 2 or inputs_q.shape[-1] != self.in_features:
             raise ValueError(
                 f"inputs_q must be [batch..., length, {self.in_features}], "
@@ -215,10 +223,12 @@ class LatentAttention(nnx.Module):
             )
         *batch, T = inputs_q.shape[:-1]
         inputs = one_batch_axis(inputs_q, 2)  # [B, T, in_features]
-        decode = bool(self.decode if decode is None else decode)
+        decode = as_decode(self.decode if decode is None else decode)
+        causal = shapes.flag("is_causal", is_causal) or self.causal
         held = made(self.cache_index)[...] if decode else jnp.zeros((), jnp.int32)
         positions = (held + jnp.arange(T))[None]
         if input_positions is not None:
+            input_positions = as_positions(input_positions)
             if input_positions.shape != (*batch, T):
                 raise ValueError(
                     f"input_positions must be [batch..., T] = {(*batch, T)}, "
@@ -237,7 +247,7 @@ class LatentAttention(nnx.Module):
         plain, turned = jnp.split(query, (self.qk_nope_head_dim,), axis=-1)
         turned = rotate(turned, positions, self.rope_theta)
 
-        options: dict[str, Any] = {"causal": bool(self.causal or is_causal)}
+        options: dict[str, Any] = {"causal": causal}
         with caches_restored(self):
             if decode:
                 (latent, rope_key), _ = append(

@@ -25,6 +25,7 @@ from ato_jax.nn.common import (
     hide_keys,
     hide_queries,
     made,
+    refuse_rngs_without,
 )
 from ato_jax.ops.linear_attention.api import linear_attention
 from ato_jax.ops.linear_attention.features import Favor, favor
@@ -114,7 +115,7 @@ class LinearAttention(MultiHead):
         """
         return None
 
-    def finish(self, out: jax.Array, call: Call) -> jax.Array:
+    def _finish(self, out: jax.Array, call: Call) -> jax.Array:
         """What comes between the attention and the last projection, both [B, T, H, V]."""
         return out
 
@@ -163,7 +164,7 @@ class LinearAttention(MultiHead):
                     **options,
                 )
             self._remember(call, state)
-        return hide_queries(self.finish(out, call), visible.queries)
+        return hide_queries(self._finish(out, call), visible.queries)
 
     def _state(self, call: Call) -> LinearState:
         """The cache with a single batch axis."""
@@ -260,5 +261,6 @@ class Performer(LinearAttention):
 
     def redraw(self, rngs: nnx.Rngs) -> None:
         """Draws the features anew, from the stream `params` of `rngs`; also inside jit."""
+        refuse_rngs_without("params", rngs)
         num_features, head_dim = self.random_features.shape
         self.random_features[...] = favor(rngs.params(), num_features, head_dim).projection
