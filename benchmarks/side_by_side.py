@@ -182,7 +182,7 @@ def measure(
     alone = [row for row in rows if searches(row)]
     comparisons += map(compare_later, alone)
     for row, compare in zip(together + alone, comparisons, strict=True):
-        ready = compare()
+        ready = compare() if left() > 0 else "no time left"
         if isinstance(ready, str):
             row.unavailable = ready
         else:
