@@ -92,13 +92,14 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
 
 def choose(call: _Call, phase: str) -> Choice:
     """The backend for a phase: the one named, or the first that supports it."""
-    # Inside interpret(), too, kernels run only where they are asked for by name: slow otherwise.
     names: Sequence[str]
-    names = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
     if call.implementation is not None:
         names = (call.implementation,)
-    elif call.device.platform != "gpu":
-        names = tuple(name for name in names if name in PLAIN_JAX)
+    elif call.device.platform == "gpu":
+        names = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
+    else:
+        # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
+        names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
     reasons = {}
     for name in names:
         reasons[name] = reason_against(call, name, phase)

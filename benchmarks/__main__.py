@@ -1,5 +1,5 @@
-"""`python -m benchmarks demo`, `run`, `linear`, `attention` or `tune linear_attention`;
-`--helpshort`: flags.
+"""`python -m benchmarks demo`, `run`, `linear`, `attention`, `tune linear_attention` or
+`tune attention`; `--helpshort`: flags.
 """
 
 from __future__ import annotations

@@ -127,6 +127,33 @@ def ran(case: cases.Case, phase: str) -> str:
     return f"{forward}, {backward}"
 
 
+def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
+    """Prints what this runs on, and gives it: the device, the versions, a copy's bandwidth.
+
+    None, and an error logged, where PyTorch is missing.
+    """
+    about = peer.ask("about")
+    if "unavailable" in about:
+        logging.error("%s: pip install '.[torch]'", about["unavailable"])
+        return None
+    if platform == "gpu":
+        device, bandwidth = about["device"], peer.ask("copy", seconds=0.5)["bandwidth"]
+    else:
+        device, bandwidth = demo.processor(), byte_limit.cpu_bandwidth()
+    facts = {
+        "device": device,
+        "jax": jax.__version__,
+        "torch": about["version"],
+        "bandwidth": bandwidth,
+    }
+    print(
+        f"{device}; JAX {jax.__version__}, PyTorch {about['version']}; "
+        f"a copy moves {bandwidth / 1e12:.3f} TB/s",
+        flush=True,
+    )
+    return facts
+
+
 def main() -> int:
     platform = ours.platform()
     if platform not in SIZES:
@@ -134,21 +161,12 @@ def main() -> int:
         return 1
     notes: list[str] = []
     with peers.Peer(platform) as peer:
-        about = peer.ask("about")
-        if "unavailable" in about:
-            logging.error("%s: pip install '.[torch]'", about["unavailable"])
+        facts = introduced(peer, platform)
+        if facts is None:
             return 1
-        if platform == "gpu":
-            device, bandwidth = about["device"], peer.ask("copy", seconds=0.5)["bandwidth"]
-        else:
-            device, bandwidth = demo.processor(), byte_limit.cpu_bandwidth()
-        print(
-            f"{device}; JAX {jax.__version__}, PyTorch {about['version']}; "
-            f"a copy moves {bandwidth / 1e12:.3f} TB/s\n",
-            flush=True,
-        )
+        print(flush=True)
         if FLAGS.op in ("linear", "both"):
-            print(linear(peer, platform, bandwidth, notes) + "\n", flush=True)
+            print(linear(peer, platform, facts["bandwidth"], notes) + "\n", flush=True)
         if FLAGS.op in ("softmax", "both"):
             print(softmax(peer, platform, notes) + "\n", flush=True)
     if notes:

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 from absl import flags, logging
 
-from benchmarks import byte_limit, cases, demo, ours, peers, run, timing
+from benchmarks import byte_limit, cases, ours, peers, run, timing
 from benchmarks.cases import Case
 
 FLAGS = flags.FLAGS
@@ -182,7 +181,7 @@ def measure(
     alone = [row for row in rows if searches(row)]
     comparisons += map(compare_later, alone)
     for row, compare in zip(together + alone, comparisons, strict=True):
-        ready = compare()
+        ready = compare() if left() > 0 else "no time left"
         if isinstance(ready, str):
             row.unavailable = ready
         else:
@@ -253,25 +252,9 @@ def hold(contest: Contest, tell: Callable[[Meeting], None]) -> int:
         return 1
     end = time.monotonic() + FLAGS.within_s
     with peers.Peer(platform) as peer:
-        about = peer.ask("about")
-        if "unavailable" in about:
-            logging.error("%s: pip install '.[torch]'", about["unavailable"])
+        facts = run.introduced(peer, platform)
+        if facts is None:
             return 1
-        if platform == "gpu":
-            device, bandwidth = about["device"], peer.ask("copy", seconds=0.5)["bandwidth"]
-        else:
-            device, bandwidth = demo.processor(), byte_limit.cpu_bandwidth()
-        facts = {
-            "device": device,
-            "jax": jax.__version__,
-            "torch": about["version"],
-            "bandwidth": bandwidth,
-        }
-        print(
-            f"{device}; JAX {jax.__version__}, PyTorch {about['version']}; "
-            f"a copy moves {bandwidth / 1e12:.3f} TB/s",
-            flush=True,
-        )
         tell(Meeting(contest, peer, facts, end))
     return 0
 

@@ -16,7 +16,7 @@ from ato_jax.ops.linear_attention.spec import LinearState, Outputs
 from benchmarks import ours
 from benchmarks.cases import Case
 
-__all__ = ["api", "CASES", "WHEN", "BUDGETS", "BY_ROW"]
+__all__ = ["api", "CASES", "WHEN", "BUDGETS"]
 __all__ += ["steps", "draw", "prepare", "cotangents", "results"]
 
 _bf16 = functools.partial(Case, "linear", dtype="bfloat16")
@@ -60,15 +60,10 @@ STEPS: tuple[dict[str, tuple[Any, ...]], ...] = (
 )
 
 BUDGETS = {
-    "out": (3e-3, 6e-4, 2e-6),
     "state_kv": (4e-3, 1e-3, 2e-6),
     "state_k_sum": (4e-3, 1e-3, 2e-6),
-    "dq": (5e-3, 1e-3, 2e-6),
-    "dk": (4e-3, 1e-3, 2e-6),
-    "dv": (4e-3, 1e-3, 2e-6),
     "ddecay": (1e-2, 2e-3, 2e-5),
 }
-BY_ROW = ("out", "dv")
 
 
 def choices(step: Mapping[str, Sequence[Any]], places: int) -> Iterator[dict[str, Any]]:

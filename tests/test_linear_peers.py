@@ -167,3 +167,25 @@ def test_linear_writes_its_figures(tmp_path, capsys, monkeypatch):
         told = rows[str(gated), "forward", "fla simple GLA, phi out, not normalised"]
         assert told["unavailable"] == "fla is not installed"
     assert "byte limit" in capsys.readouterr().out
+
+
+def test_nothing_is_prepared_once_the_time_is_over():
+    class Watch:
+        asked = 0
+
+        def left(self):
+            self.asked += 1
+            # Time enough to begin, none to go on.
+            return 1.0 if self.asked == 1 else 0.0
+
+    class Peer:
+        def prepare(self, *arguments):
+            raise AssertionError("prepared")
+
+        def ask(self, what):
+            return {}
+
+    anyone = linear_torch.Contender(lambda case: True, None)
+    contest = side_by_side.Contest({}, {}, {"PyTorch": anyone})
+    (row,) = side_by_side.measure(contest, Peer(), CASE, "forward", 1.0, Watch().left)
+    assert row.unavailable == "no time left" and row.seconds is None
