@@ -212,7 +212,7 @@ def _prepare(
     if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
         try:
             launches: list[Callable[[], Any]] = [
-                _captured(torch, call, sets[first : first + calls])
+                _capture(torch, call, sets[first : first + calls])
                 for first in range(0, len(sets), calls)
             ]
             return _Prepared(launches, calls, found)
@@ -261,16 +261,30 @@ def _prepare_contender(
     return {"errors": ready.errors}
 
 
-def _captured(
-    torch: Any, call: Callable[[Any], Any], sets: list[dict[str, Any]]
-) -> Callable[[], None]:
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """A CUDA graph, with what it reads and writes: it knows memory by address alone, and memory
+    that nothing holds becomes somebody else's, or is unmapped.
+
+    `call` holds what it reads beside the sets of tensors: masks, the bounds of documents.
+    """
+
+    graph: Any
+    call: Callable[[Any], Any]
+    sets: list[dict[str, Any]]
+    results: list[Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def _capture(torch: Any, call: Callable[[Any], Any], sets: list[dict[str, Any]]) -> _Captured:
     """A call on each set of tensors, one after the other, as one CUDA graph."""
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for tensors in sets:
-            call(tensors)
-    return graph.replay
+        results = [call(tensors) for tensors in sets]
+    return _Captured(graph, call, sets, results)
 
 
 def _refusal(error: Exception, caught: list[warnings.WarningMessage]) -> str:
@@ -302,8 +316,10 @@ def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
                 elif request["ask"] == "prepare":
                     yield _prepare_contender(torch, platform, request, prepared)
                 elif request["ask"] == "time":
-                    ready = prepared[request["contender"]]
-                    yield _time(torch, platform, ready, request["seconds"])
+                    # No name for it here: that would hold it when it is to be forgotten.
+                    yield _time(
+                        torch, platform, prepared[request["contender"]], request["seconds"]
+                    )
                 else:
                     prepared.clear()
                     yield {}

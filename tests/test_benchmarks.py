@@ -1,10 +1,15 @@
 """The benchmarks' own logic: what is said of measured times, what is left out, what is compared."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -320,6 +325,70 @@ def test_a_peer_that_dies_is_an_error():
         peer._process.kill()
         with pytest.raises(peers.PeerError, match="ended with status -9"):
             peer.ask("about")
+
+
+class Tensor:
+    """What a weak reference can follow."""
+
+
+class FakeTorch(types.SimpleNamespace):
+    """As much of PyTorch as capturing and replaying takes: a replay needs what was captured."""
+
+    OutOfMemoryError = MemoryError
+
+    def __init__(self):
+        self.replayed = 0
+
+        def replay():
+            self.replayed += 1
+
+        graph = functools.partial(types.SimpleNamespace, replay=replay)
+        super().__init__(
+            cuda=types.SimpleNamespace(
+                CUDAGraph=graph,
+                graph=contextlib.nullcontext,
+                empty_cache=lambda: None,
+                synchronize=lambda: None,
+            )
+        )
+
+
+def test_a_captured_graph_holds_its_tensors_until_it_is_forgotten(monkeypatch):
+    followed = {}
+
+    def made(name):
+        tensor = Tensor()
+        followed[name] = weakref.ref(tensor)
+        return tensor
+
+    def prepare(torch, platform, contender, case, phase):
+        mask = made("mask")
+        sets = [{name: made(f"{name} of {number}") for name in "qkv"} for number in range(2)]
+
+        def call(tensors):
+            assert mask
+            return {"out": made(f"result {len(followed)}")}
+
+        return peers._Prepared([peers._capture(torch, call, sets)], 2, {"out": 1e-3})
+
+    monkeypatch.setattr(peers, "_prepare", prepare)
+    monkeypatch.setattr(peers.linear_torch, "hasten_triton", lambda: None)
+    torch = FakeTorch()
+    asked = [
+        {"ask": "prepare", "contender": "SDPA flash", "phase": "forward"}
+        | {"case": dataclasses.asdict(CASE)},
+        {"ask": "time", "contender": "SDPA flash", "seconds": 0.0},
+        {"ask": "forget"},
+        {"ask": "about"},
+    ]
+    answers = peers._answers(torch, "cpu", map(json.dumps, asked))
+    assert next(answers) == {"errors": {"out": 1e-3}}
+    assert len(followed) == 1 + 2 * 3 + 2
+    assert all(reference() for reference in followed.values())
+    assert next(answers)["calls"] == 2 * torch.replayed - 2
+    assert all(reference() for reference in followed.values())
+    assert next(answers) == {}
+    assert not any(reference() for reference in followed.values())
 
 
 @pytest.mark.parametrize("arguments", [[], ["sing"], ["demo", "run"]], ids=str)
