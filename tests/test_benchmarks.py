@@ -12,6 +12,7 @@ import types
 import weakref
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -258,6 +259,23 @@ def test_ours_is_compared_and_timed(phase, monkeypatch):
     monkeypatch.setattr(timing, "groups_of_inputs", lambda *_: (2, 3))
     found = ours.measure(CASE, phase, 0.0)
     assert found.calls == 3 * timing.FEWEST_BATCHES
+
+
+def test_a_launch_holds_every_call_and_traces_one():
+    traced = []
+
+    def call(x):
+        traced.append(x)
+        return jnp.sort(x)  # which XLA fuses with nothing
+
+    launch = ours.in_turn(call)
+    group = [jnp.asarray(row) for row in ([3, 1, 2], [6, 5, 4], [7, 9, 8])]
+    program = launch.lower(group)
+    assert len(traced) == 1 and program.as_text().count("stablehlo.sort") == 1
+    assert program.as_text().count("stablehlo.optimization_barrier") == 3
+    compiled = program.compile()
+    assert compiled.as_text().count(" sort(") == 3
+    assert [row.tolist() for row in compiled(group)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_picture_is_a_picture(tmp_path):
