@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return COMMANDS[command]()
     except PeerError as error:
-        logging.error("%s", error)
+        logging.error("PyTorch's process ended: %s", error)
         return 1
 
 

@@ -114,17 +114,7 @@ def compiled(
       mapped: the function takes features, phi(q) and phi(k), in place of q and k.
       normalize: whether it divides by the sum of the weights.
     """
-    call = called(case, phase, function)
-
-    @jax.jit
-    def launch(group: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
-        results = []
-        while group:
-            # One call after the other: XLA neither fuses two nor runs them side by side.
-            result, group = jax.lax.optimization_barrier((call(group[0]), group[1:]))
-            results.append(result)
-        return results
-
+    launch = in_turn(called(case, phase, function))
     groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
 
     def compare(program: Any) -> Prepared | str:
@@ -142,6 +132,23 @@ def compiled(
     shapes = jax.eval_shape(functools.partial(draw, case), jax.random.key(0))
     program = _or_reason(lambda: launch.lower([shapes] * calls).compile())
     return program if isinstance(program, str) else lambda: _or_reason(lambda: compare(program))
+
+
+def in_turn(call: Callable[[Any], Any]) -> Any:
+    """One program that calls once for each of a group of inputs, each of its own arrays."""
+    # A function in the program: traced and lowered once, not once a call.
+    once = jax.jit(call)
+
+    @jax.jit
+    def launch(group: list[Any]) -> list[Any]:
+        results = []
+        while group:
+            # One call after the other: XLA neither fuses two nor runs them side by side.
+            result, group = jax.lax.optimization_barrier((once(group[0]), group[1:]))
+            results.append(result)
+        return results
+
+    return launch
 
 
 def _or_reason(function: Callable[[], Any]) -> Any:

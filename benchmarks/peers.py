@@ -13,6 +13,9 @@ and reads one for each:
                                                        -> {"errors": {...}}, or why not
     {"ask": "time", "contender": name, "seconds": s}   -> a Timing of what was prepared
     {"ask": "forget"}                                  -> {}, and what was prepared is freed
+
+Or {"ended": reason}, where nothing more can run in the process. One that ends, so or otherwise, is
+started anew.
 """
 
 from __future__ import annotations
@@ -49,23 +52,54 @@ CONTENDERS = {"linear": linear_torch.CONTENDERS, "softmax": attention_torch.CONT
 SHORT_SECONDS = 1e-3
 
 
+# In one case. Each costs the start of a process, and the preparation of what the last one held.
+MOST_ENDS = 3
+
+
 class PeerError(RuntimeError):
-    """The peer process is gone."""
+    """What was asked ended the peer process; it says how."""
 
 
 class Peer:
-    """The driver's end: `with Peer("cpu") as peer: peer.ask("about")`."""
+    """The driver's end: `with Peer("cpu") as peer: peer.ask("about")`.
+
+    A contender that ends the process is told so as its reason. The next one finds a new process,
+    where what the old one had prepared is prepared again when it is timed.
+    """
+
+    COMMAND = (sys.executable, "-m", "benchmarks.peers")
 
     def __init__(self, platform: str) -> None:
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._platform = platform
+        self._case: cases.Case | None = None
+        self._ends = 0
+        # By contender, in this process and in those that have ended: its case and phase.
+        self._prepared: dict[str, tuple[cases.Case, str]] = {}
+        self._lost: dict[str, tuple[cases.Case, str]] = {}
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peers", platform],
+            [*self.COMMAND, self._platform],
             cwd=ROOT,
-            env=environment,
+            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def _end(self) -> int:
+        """Lets the process end, or ends it; its status."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            status = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._process.stdout.close()
+        return status
 
     def ask(self, question: str, **facts: Any) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
@@ -75,42 +109,67 @@ class Peer:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
-            raise PeerError(
-                f"the process that runs PyTorch ended with status {self._process.wait()}"
-            )
-        return json.loads(line)
+        reply = json.loads(line) if line.endswith("\n") else {"ended": ""}
+        if "ended" in reply:
+            status = self._end()
+            self._start()
+            self._lost |= self._prepared
+            self._prepared.clear()
+            raise PeerError(reply["ended"] or f"status {status}")
+        return reply
+
+    def _try(self, case: cases.Case, question: str, /, **facts: Any) -> dict[str, Any]:
+        """The reply, which is "unavailable" where there is none."""
+        if case != self._case:
+            self._case, self._ends = case, 0
+        if self._ends == MOST_ENDS:
+            return {"unavailable": f"PyTorch's process ended {MOST_ENDS} times in this case"}
+        try:
+            return self.ask(question, **facts)
+        except PeerError as error:
+            self._ends += 1
+            return {"unavailable": f"ended PyTorch's process: {error}"}
 
     def sdpa(
         self, backend: str, case: cases.Case, phase: str, seconds: float
     ) -> timing.Timing | str:
         """The timing, or why there is none."""
         facts = {"backend": backend, "case": dataclasses.asdict(case), "phase": phase}
-        reply = self.ask("sdpa", **facts, seconds=seconds)
+        reply = self._try(case, "sdpa", **facts, seconds=seconds)
         return reply.get("unavailable") or timing.Timing(**reply)
 
     def prepare(self, contender: str, case: cases.Case, phase: str) -> dict[str, float] | str:
         """The errors of one of `CONTENDERS`, now ready to be timed; or why not."""
         facts = {"contender": contender, "case": dataclasses.asdict(case), "phase": phase}
-        reply = self.ask("prepare", **facts)
-        return reply.get("unavailable") or reply["errors"]
+        reply = self._try(case, "prepare", **facts)
+        if "unavailable" in reply:
+            return reply["unavailable"]
+        self._prepared[contender] = case, phase
+        return reply["errors"]
 
     def time(self, contender: str, seconds: float) -> timing.Timing | str:
-        reply = self.ask("time", contender=contender, seconds=seconds)
+        """The timing of what was prepared, or why there is none."""
+        if contender in self._lost:
+            again = self.prepare(contender, *self._lost.pop(contender))
+            if isinstance(again, str):
+                return again
+        case, _ = self._prepared[contender]
+        reply = self._try(case, "time", contender=contender, seconds=seconds)
         return reply.get("unavailable") or timing.Timing(**reply)
+
+    def forget(self) -> None:
+        """Lets go of what was prepared."""
+        # A process that ends here has let go of it, too.
+        with contextlib.suppress(PeerError):
+            self.ask("forget")
+        self._prepared.clear()
+        self._lost.clear()
 
     def __enter__(self) -> Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._end()
 
 
 def _about(torch: Any, platform: str) -> dict[str, Any]:
@@ -212,7 +271,7 @@ def _prepare(
     if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
         try:
             launches: list[Callable[[], Any]] = [
-                _captured(torch, call, sets[first : first + calls])
+                _capture(torch, call, sets[first : first + calls])
                 for first in range(0, len(sets), calls)
             ]
             return _Prepared(launches, calls, found)
@@ -261,16 +320,30 @@ def _prepare_contender(
     return {"errors": ready.errors}
 
 
-def _captured(
-    torch: Any, call: Callable[[Any], Any], sets: list[dict[str, Any]]
-) -> Callable[[], None]:
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """A CUDA graph, with what it reads and writes: it knows memory by address alone, and memory
+    that nothing holds becomes somebody else's, or is unmapped.
+
+    `call` holds what it reads beside the sets of tensors: masks, the bounds of documents.
+    """
+
+    graph: Any
+    call: Callable[[Any], Any]
+    sets: list[dict[str, Any]]
+    results: list[Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def _capture(torch: Any, call: Callable[[Any], Any], sets: list[dict[str, Any]]) -> _Captured:
     """A call on each set of tensors, one after the other, as one CUDA graph."""
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for tensors in sets:
-            call(tensors)
-    return graph.replay
+        results = [call(tensors) for tensors in sets]
+    return _Captured(graph, call, sets, results)
 
 
 def _refusal(error: Exception, caught: list[warnings.WarningMessage]) -> str:
@@ -285,41 +358,51 @@ def _refusal(error: Exception, caught: list[warnings.WarningMessage]) -> str:
     return " ".join(told) or str(error).splitlines()[0].split(". ")[0]
 
 
+def _answer(
+    torch: Any, platform: str, request: dict[str, Any], prepared: dict[str, _Prepared]
+) -> dict[str, Any]:
+    if request["ask"] == "about":
+        return _about(torch, platform)
+    if request["ask"] == "copy":
+        return {"bandwidth": byte_limit.gpu_bandwidth(torch, request["seconds"])}
+    if request["ask"] == "sdpa":
+        return _sdpa(torch, platform, request)
+    if request["ask"] == "prepare":
+        return _prepare_contender(torch, platform, request, prepared)
+    if request["ask"] == "time":
+        return _time(torch, platform, prepared[request["contender"]], request["seconds"])
+    prepared.clear()
+    return {}
+
+
 def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
     prepared: dict[str, _Prepared] = {}
     linear_torch.hasten_triton()
     for line in lines:
-        request = json.loads(line)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                if request["ask"] == "about":
-                    yield _about(torch, platform)
-                elif request["ask"] == "copy":
-                    yield {"bandwidth": byte_limit.gpu_bandwidth(torch, request["seconds"])}
-                elif request["ask"] == "sdpa":
-                    yield _sdpa(torch, platform, request)
-                elif request["ask"] == "prepare":
-                    yield _prepare_contender(torch, platform, request, prepared)
-                elif request["ask"] == "time":
-                    ready = prepared[request["contender"]]
-                    yield _time(torch, platform, ready, request["seconds"])
-                else:
-                    prepared.clear()
-                    yield {}
+                answer = _answer(torch, platform, json.loads(line), prepared)
             except torch.OutOfMemoryError:
-                yield {"unavailable": "out of memory"}
+                answer = {"unavailable": "out of memory"}
             except ModuleNotFoundError as error:
-                yield {"unavailable": f"{error.name} is not installed"}
+                answer = {"unavailable": f"{error.name} is not installed"}
             except RuntimeError as error:
-                yield {"unavailable": _refusal(error, caught)}
+                answer = {"unavailable": _refusal(error, caught)}
             except Exception as error:  # a peer's own: its reason, and on to the next
-                yield {"unavailable": f"{type(error).__name__}: {str(error)[:200]}"}
+                answer = {"unavailable": f"{type(error).__name__}: {str(error)[:200]}"}
         if platform == "gpu":
-            # The other process needs the memory now. What holds it may be a cycle.
-            if not prepared:
-                gc.collect()
-            torch.cuda.empty_cache()
+            try:
+                # An illegal access is the end of CUDA in this process: it fails from now on.
+                torch.cuda.synchronize()
+                # The other process needs the memory now. What holds it may be a cycle.
+                if not prepared:
+                    gc.collect()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                yield {"ended": answer.get("unavailable") or _refusal(error, [])}
+                return
+        yield answer
 
 
 def main() -> None:

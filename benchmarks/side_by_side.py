@@ -195,13 +195,15 @@ def measure(
                 continue
             timed = turns[row.contender](TURN_SECONDS)
             if isinstance(timed, str):
+                # It has no figure then: its earlier turns are in doubt.
                 row.unavailable = timed
+                row.turns.clear()
                 del turns[row.contender]
             else:
                 row.turns.append(timed.seconds)
     for row in rows:
         row.seconds = statistics.median(row.turns) if row.turns else None
-    peer.ask("forget")
+    peer.forget()
     run.progress("")
     return rows
 

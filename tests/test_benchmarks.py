@@ -1,19 +1,36 @@
 """The benchmarks' own logic: what is said of measured times, what is left out, what is compared."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import types
+import weakref
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
-from benchmarks import byte_limit, cases, demo, ours, peers, picture, run, timing
+from benchmarks import (
+    byte_limit,
+    cases,
+    demo,
+    linear_torch,
+    ours,
+    peers,
+    picture,
+    run,
+    side_by_side,
+    timing,
+)
 from tests import numerics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,6 +261,23 @@ def test_ours_is_compared_and_timed(phase, monkeypatch):
     assert found.calls == 3 * timing.FEWEST_BATCHES
 
 
+def test_a_launch_holds_every_call_and_traces_one():
+    traced = []
+
+    def call(x):
+        traced.append(x)
+        return jnp.sort(x)  # which XLA fuses with nothing
+
+    launch = ours.in_turn(call)
+    group = [jnp.asarray(row) for row in ([3, 1, 2], [6, 5, 4], [7, 9, 8])]
+    program = launch.lower(group)
+    assert len(traced) == 1 and program.as_text().count("stablehlo.sort") == 1
+    assert program.as_text().count("stablehlo.optimization_barrier") == 3
+    compiled = program.compile()
+    assert compiled.as_text().count(" sort(") == 3
+    assert [row.tolist() for row in compiled(group)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
 def test_picture_is_a_picture(tmp_path):
     from matplotlib import image
 
@@ -315,11 +349,169 @@ def test_without_pytorch_the_commands_say_so(caplog):
         assert entry.main(["benchmarks", command]) == 1
 
 
-def test_a_peer_that_dies_is_an_error():
+# Stands in for PyTorch's process, and starts in a moment. What is called "ends time <n>" ends it
+# when it is timed for the n-th time; "loses" says that nothing can run any more.
+STAND_IN = """
+import json, os, sys
+timed = {}
+for line in sys.stdin:
+    request = json.loads(line)
+    name, answer = request.get("contender", ""), {}
+    if request["ask"] == "prepare":
+        timed[name] = 0
+        answer = {"ended": "no access"} if name == "loses" else {"errors": {"out": 1e-3}}
+    if request["ask"] == "time":
+        timed[name] += 1
+        answer = {"seconds": 1e-3, "lower": 1e-3, "upper": 1e-3, "calls": 1}
+        if name == f"ends time {timed[name]}":
+            os._exit(3)
+    print(json.dumps(answer), flush=True)
+    if "ended" in answer:
+        break
+"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(peers.Peer, "COMMAND", (sys.executable, "-c", STAND_IN))
     with peers.Peer("cpu") as peer:
-        peer._process.kill()
-        with pytest.raises(peers.PeerError, match="ended with status -9"):
-            peer.ask("about")
+        yield peer
+
+
+def told_of(peer, case, names):
+    """By contender: how many turns it was timed, or why it has no figure."""
+    anyone = linear_torch.Contender(lambda case: True, None)
+    contest = side_by_side.Contest({}, {}, dict.fromkeys(names, anyone))
+    rows = side_by_side.measure(contest, peer, case, "forward", 1.0, lambda: 1.0)
+    assert all(bool(row.unavailable) == (row.seconds is None) for row in rows)
+    return {row.contender: row.unavailable or len(row.turns) for row in rows}
+
+
+def test_a_peer_that_dies_is_an_error_and_another_takes_its_place(stand_in):
+    stand_in._process.kill()
+    with pytest.raises(peers.PeerError, match="status -9"):
+        stand_in.ask("about")
+    assert stand_in.ask("about") == {}
+    stand_in._process.kill()
+    stand_in.forget()
+    assert stand_in.ask("about") == {}
+
+
+def test_a_contender_that_ends_the_peer_costs_its_own_row_alone(stand_in):
+    for case in (CASE, dataclasses.replace(CASE, T=128)):
+        told = told_of(stand_in, case, ["first", "loses", "second", "ends time 2", "third"])
+        assert told == {
+            "first": side_by_side.TURNS,
+            "loses": "ended PyTorch's process: no access",
+            "second": side_by_side.TURNS,
+            # It was timed before, and has no figure.
+            "ends time 2": "ended PyTorch's process: status 3",
+            "third": side_by_side.TURNS,
+        }
+
+
+def test_a_peer_is_started_again_a_few_times_a_case(stand_in):
+    names = ["first", "loses", "ends time 1", "ends time 2", "ends time 3", "second"]
+    told = told_of(stand_in, CASE, names)
+    assert [name for name, reason in told.items() if "ended PyTorch's" in str(reason)] == names[1:4]
+    for name in ("first", "ends time 3", "second"):
+        assert told[name] == "PyTorch's process ended 3 times in this case"
+    # All of it is of that case.
+    assert told_of(stand_in, dataclasses.replace(CASE, T=128), ["first"]) == {"first": 3}
+
+
+@needs_torch
+def test_pytorchs_own_process_is_started_again(monkeypatch):
+    fatal = (
+        "import os; from benchmarks import linear_torch, peers;"
+        "make = lambda torch, case: os._exit(3);"
+        "linear_torch.CONTENDERS['fatal'] = linear_torch.Contender(None, make); peers.main()"
+    )
+    monkeypatch.setattr(peers.Peer, "COMMAND", (sys.executable, "-c", fatal))
+    with peers.Peer("cpu") as peer:
+        assert peer.prepare("PyTorch", CASE, "forward")["out"] < 1e-5
+        assert peer.prepare("fatal", CASE, "forward") == "ended PyTorch's process: status 3"
+        assert isinstance(peer.time("PyTorch", 0.0), timing.Timing)
+
+
+class Tensor:
+    """What a weak reference can follow."""
+
+
+class FakeTorch(types.SimpleNamespace):
+    """As much of PyTorch as capturing and replaying takes: a replay needs what was captured."""
+
+    OutOfMemoryError = MemoryError
+
+    def __init__(self):
+        self.replayed = 0
+
+        def replay():
+            self.replayed += 1
+
+        graph = functools.partial(types.SimpleNamespace, replay=replay)
+        super().__init__(
+            cuda=types.SimpleNamespace(
+                CUDAGraph=graph,
+                graph=contextlib.nullcontext,
+                empty_cache=lambda: None,
+                synchronize=lambda: None,
+            )
+        )
+
+
+def test_a_captured_graph_holds_its_tensors_until_it_is_forgotten(monkeypatch):
+    followed = {}
+
+    def made(name):
+        tensor = Tensor()
+        followed[name] = weakref.ref(tensor)
+        return tensor
+
+    def prepare(torch, platform, contender, case, phase):
+        mask = made("mask")
+        sets = [{name: made(f"{name} of {number}") for name in "qkv"} for number in range(2)]
+
+        def call(tensors):
+            assert mask
+            return {"out": made(f"result {len(followed)}")}
+
+        return peers._Prepared([peers._capture(torch, call, sets)], 2, {"out": 1e-3})
+
+    monkeypatch.setattr(peers, "_prepare", prepare)
+    monkeypatch.setattr(peers.linear_torch, "hasten_triton", lambda: None)
+    torch = FakeTorch()
+    asked = [
+        {"ask": "prepare", "contender": "SDPA flash", "phase": "forward"}
+        | {"case": dataclasses.asdict(CASE)},
+        {"ask": "time", "contender": "SDPA flash", "seconds": 0.0},
+        {"ask": "forget"},
+        {"ask": "about"},
+    ]
+    answers = peers._answers(torch, "cpu", map(json.dumps, asked))
+    assert next(answers) == {"errors": {"out": 1e-3}}
+    assert len(followed) == 1 + 2 * 3 + 2
+    assert all(reference() for reference in followed.values())
+    assert next(answers)["calls"] == 2 * torch.replayed - 2
+    assert all(reference() for reference in followed.values())
+    assert next(answers) == {}
+    assert not any(reference() for reference in followed.values())
+
+
+def test_a_process_whose_gpu_fails_for_good_says_so_and_ends(monkeypatch):
+    reason = "CUDA error: an illegal memory access was encountered"
+
+    def fail(*_):
+        raise RuntimeError(f"{reason}\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(peers.linear_torch, "hasten_triton", lambda: None)
+    monkeypatch.setattr(peers, "_prepare_contender", fail)
+    torch = FakeTorch()
+    asked = map(json.dumps, [{"ask": "forget"}, {"ask": "prepare"}] * 2)
+    answers = peers._answers(torch, "gpu", asked)
+    assert [next(answers) for _ in range(3)] == [{}, {"unavailable": reason}, {}]
+    torch.cuda.synchronize = fail
+    assert list(answers) == [{"ended": reason}]
 
 
 @pytest.mark.parametrize("arguments", [[], ["sing"], ["demo", "run"]], ids=str)
