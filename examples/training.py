@@ -57,7 +57,7 @@ class History:
     """What a run has measured: its curves by name, and how fast it was."""
 
     curves: dict[str, Curve] = dataclasses.field(default_factory=dict)
-    # Without the first step, which compiles, and without evaluations. None after a single step.
+    # Without the first steps, which compile and record, and evaluations. None after a single step.
     seconds_per_step: float | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -123,7 +123,11 @@ def adamw(
     )
 
 
-@functools.partial(nnx.jit, static_argnames="loss_function")
+# In place: what a step reads has the same addresses as in the step before, so that XLA's recordings
+# of CUDA graphs stay valid.
+@functools.partial(
+    nnx.jit, static_argnames="loss_function", donate_argnames=("model", "optimizer")
+)
 def update(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
@@ -170,6 +174,7 @@ def train(
     progress = Progress(label, steps)
     measured: list[Metrics] = []  # stays on the device, so that no step waits for another
     evaluate_every = -(-steps // evaluations)
+    warm_up = max(1, min(5, steps // 3))
     seconds, timed_steps = 0.0, 0
 
     def run_evaluation(step: int) -> None:
@@ -187,13 +192,13 @@ def train(
         timed_steps += 1
         if progress.due(step):
             progress.show(step, metrics)
-        if step == 1 or step % evaluate_every == 0 or step == steps:
+        evaluated = step % evaluate_every == 0 or step == steps
+        if step == warm_up or evaluated:
             jax.block_until_ready(metrics)
-            if step == 1:
-                timed_steps = 0
-            else:
-                seconds += time.monotonic() - started
-            if step > 1 or steps == 1:
+            seconds += time.monotonic() - started
+            if step <= warm_up:
+                seconds, timed_steps = 0.0, 0
+            if evaluated:
                 run_evaluation(step)
             started = time.monotonic()
     model.eval()
