@@ -192,7 +192,6 @@ def query_gradient(
                 tiles.store_steps(flow_refs[0], at, jnp.sum(phi_q * read, axis=1))
             if own:
                 tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
-            state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
             u = phi_q * inverse[:, None]
             if "reads_of_piece" in refs:
                 u = tiles.scale_rows(u, refs["reads_of_piece"], start)
@@ -201,6 +200,7 @@ def query_gradient(
             if e is not None:
                 columns = tiles.as_columns(spec, e)
                 dz += tiles.product(spec, u, columns, wide=True, trans_a=True)
+            state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
             return state, (dkv, dz)
 
         state = load_state(spec, side_refs, block)
