@@ -15,6 +15,7 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     CAUSAL_GATES,
     Normalizer,
     QueryGradient,
+    State,
     feature_gradient,
     later_pairs,
     load_state,
@@ -47,15 +48,16 @@ def output(
         refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
     ) -> None:
         piece = walk.with_queries + tiles.piece_id()
+        one = tiles.identity(spec, tiles.padded(spec.D))
 
-        def write_chunk(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def write_chunk(i: Any, state: State) -> State:
             start = piece * walk.pieces.rows + i * block
             chunk = start, block
             queries, keys = walk.rows_at(spec, refs, start, block)
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-            phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)
+            phi_q = tiles.features_of(spec, tiles.as_accumulated(q, one), queries)  # [C, F]
             features = tiles.features_of(spec, k, keys)  # [C, F]
             phi_k = tiles.operand(spec, features, wide=tiles.wide_features(spec))
             pairs = pairs_of(walk, refs, chunk, chunk)
@@ -65,17 +67,16 @@ def output(
             out, den = read_for_output(spec, refs, "reads", start, phi_q, state)
             if den is not None:
                 # Of the rounded weights, so that what rounds them all alike cancels.
-                w = tiles.rounded(spec, w)
-                den += jnp.sum(w, axis=1)
+                den += jnp.sum(tiles.rounded(spec, w, wide=True), axis=1)
                 out += tiles.product(spec, w, v, wide=True)
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
             else:
                 out += tiles.weighted_sum(spec, w, v)
                 out *= spec.scale
             tiles.store_tile(out_ref, queries, spec.V, out)
-            return _add_keys(spec, refs, chunk, state, features, v)
+            return _add_keys(spec, refs, chunk, state, features, phi_k, v)
 
-        state = load_state(spec, side_refs)
+        state = load_state(spec, side_refs, block)
         jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, state)
 
     return tiles.launch(
@@ -100,22 +101,24 @@ def _add_keys(
     spec: LinearAttentionSpec,
     refs: dict[str, Any],
     steps: tuple[Any, int],
-    state: tuple[jax.Array, jax.Array],
+    state: State,
     features: jax.Array,
+    phi_k: jax.Array,
     v: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The state [V, F], [16, F] behind a chunk, whose keys have these features [C, F]."""
+) -> State:
+    """The state [V, F], [C, F] behind a chunk, whose keys have these features [C, F]; phi_k is
+    the operand of them."""
     kv, z = state
     start, block = steps
     wide = tiles.wide_features(spec)
     if "adds" in refs:
         keep = refs["keeps"][start // block]
         kv, z = keep * kv, keep * z
-        features, wide = tiles.scale_rows(features, refs["adds"], start), True
-    features = tiles.rounded(spec, features)
+        wide = True
+        phi_k = tiles.operand(spec, tiles.scale_rows(features, refs["adds"], start), wide=wide)
     if spec.normalize:
-        z += tiles.row_parts(features)
-    return kv + tiles.product(spec, v, features, wide=wide, trans_a=True), z
+        z += tiles.product(spec, jnp.ones((block, block), jnp.float32), phi_k, wide=wide)
+    return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), z
 
 
 def query_gradient(
@@ -189,7 +192,6 @@ def query_gradient(
                 tiles.store_steps(flow_refs[0], at, jnp.sum(phi_q * read, axis=1))
             if own:
                 tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
-            state = _add_keys(spec, refs, chunk, state, features, v)
             u = phi_q * inverse[:, None]
             if "reads_of_piece" in refs:
                 u = tiles.scale_rows(u, refs["reads_of_piece"], start)
@@ -198,10 +200,12 @@ def query_gradient(
             if e is not None:
                 columns = tiles.as_columns(spec, e)
                 dz += tiles.product(spec, u, columns, wide=True, trans_a=True)
+            state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
             return state, (dkv, dz)
 
-        state = load_state(spec, side_refs)
-        sums = jnp.zeros_like(state[0]), jnp.zeros(state[1].shape[::-1], jnp.float32)
+        state = load_state(spec, side_refs, block)
+        dz = jnp.zeros((state[1].shape[1], tiles.COLUMNS), jnp.float32)
+        sums = jnp.zeros_like(state[0]), dz
         chunks = walk.pieces.rows // block
         _, (dkv, dz) = jax.lax.fori_loop(0, chunks, write_chunk, (state, sums))
         dkv_ref, dk_sum_ref = d_side_refs
@@ -292,7 +296,7 @@ def key_gradient(
         piece = tiles.piece_id()
         one = tiles.identity(spec, tiles.padded(spec.D))
 
-        def write_chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def write_chunk(i: Any, sums: State) -> State:  # dS^T [V, F], and dz in parts [16, F]
             start = piece * walk.pieces.rows + (chunks - 1 - i) * block
             chunk = start, block
             queries, keys = walk.rows_at(spec, refs, start, block)
@@ -303,7 +307,8 @@ def key_gradient(
             phi_k = tiles.operand(spec, features, wide=True)
 
             dv = read_for_values(spec, refs, "adds", start, phi_k, sums)
-            d_features = read_for_features(spec, refs, "adds", start, v, sums)
+            dz_in_rows = tiles.in_each_row(spec, block, sums[1])
+            d_features = read_for_features(spec, refs, "adds", start, v, (sums[0], dz_in_rows))
             if flows:
                 tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
             if "keeps" in refs:
@@ -323,7 +328,6 @@ def key_gradient(
                 carried = u
                 if "reads" in refs:
                     carried = tiles.scale_rows(u, refs["reads"], start)
-                u = tiles.rounded(spec, u)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
                 if e is not None:
                     dw += e[None, :]
@@ -336,10 +340,9 @@ def key_gradient(
                 # These are a difference, and where features are all alike nothing averages.
                 d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
                 dkv, dz = sums
-                carried = tiles.rounded(spec, carried)
                 dkv += tiles.product(spec, do, carried, wide=True, trans_a=True)
                 if e is not None:
-                    dz += tiles.row_parts(carried * e[:, None])
+                    dz += tiles.row_parts(tiles.rounded(spec, carried, wide=True) * e[:, None])
                 return dv, d_features, (dkv, dz), ends
 
             nothing = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
@@ -355,7 +358,8 @@ def key_gradient(
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
             return sums
 
-        jax.lax.fori_loop(0, chunks, write_chunk, load_state(spec, side_refs))
+        dkv, dz = load_state(spec, side_refs, tiles.PARTS)
+        jax.lax.fori_loop(0, chunks, write_chunk, (dkv, dz / tiles.PARTS))
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))

@@ -46,12 +46,15 @@ def state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
     ]
 
 
-def load_state(spec: LinearAttentionSpec, refs: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-    """kv [V, F], and k_sum in parts [16, F] (`tiles.row_parts`)."""
+State = tuple[jax.Array, jax.Array]  # kv [V, F], and k_sum in each of so many rows
+
+
+def load_state(spec: LinearAttentionSpec, refs: tuple[Any, Any], rows: int = 1) -> State:
+    """kv [V, F], and k_sum in each of `rows` rows, [rows, F]."""
     kv_ref, k_sum_ref = refs
-    first = jnp.arange(tiles.PARTS, dtype=jnp.int32)[:, None] == 0
     k_sum = tiles.load_vector(k_sum_ref, spec.F)[None, :]
-    return tiles.load_matrix(kv_ref, spec.V, spec.F), jnp.where(first, k_sum, 0.0)
+    kv = tiles.load_matrix(kv_ref, spec.V, spec.F)
+    return kv, jnp.broadcast_to(k_sum, (rows, k_sum.shape[1]))
 
 
 class Pairs(NamedTuple):
@@ -126,9 +129,6 @@ def later_pairs(m: jax.Array, walk: Walk, ahead: Any = 0) -> jax.Array:
     return jnp.where(apart < 0, -m, later) if walk.both_ways else later
 
 
-State = tuple[jax.Array, jax.Array]  # kv [V, F], and k_sum in parts [16, F]
-
-
 def read_for_output(
     spec: LinearAttentionSpec,
     refs: dict[str, Any],
@@ -137,10 +137,20 @@ def read_for_output(
     phi_q: jax.Array,
     state: State,
 ) -> tuple[jax.Array, Any]:
-    """A state's part of num [C, V] and den [C]; `name` is the gate through which it is read."""
+    """A state's part of num [C, V] and den [C]; `name` is the gate through which it is read.
+
+    phi_q [C, F] is in float32 where z is in each of C rows.
+    """
     kv, z = state
     num = tiles.product(spec, phi_q, kv, wide=True, trans_b=True)
-    den = tiles.by_parts(spec, phi_q, z) if spec.normalize else None
+    den = None
+    if spec.normalize and z.shape[0] > 1:
+        # Of phi_q as the product rounds it, so that what rounds it all alike cancels.
+        den = jnp.sum(tiles.rounded(spec, phi_q, wide=True) * z, axis=1)
+    elif spec.normalize:
+        # A product, which takes fewer registers than z in each row.
+        columns = tiles.as_columns(spec, z.reshape(-1))
+        den = jnp.sum(tiles.product(spec, phi_q, columns, wide=True), axis=1)
     if name in refs:
         reads = tiles.load_steps(refs[name], start, num.shape[0])
         num, den = num * reads[:, None], None if den is None else den * reads
@@ -158,7 +168,7 @@ def read_for_gradient(
     """A state's part of g and of z_i, [C, F]."""
     kv, z = state
     g = tiles.product(spec, do, kv, wide=True)
-    z_seen = tiles.in_each_row(spec, g.shape[0], z) if spec.normalize else None
+    z_seen = jnp.broadcast_to(z, g.shape) if spec.normalize else None
     if name in refs:
         reads = tiles.load_steps(refs[name], start, g.shape[0])[:, None]
         g, z_seen = g * reads, None if z_seen is None else z_seen * reads
@@ -195,10 +205,10 @@ def read_for_features(
     v: jax.Array,
     sums: State,
 ) -> jax.Array:
-    """What they add to phi(k)'s gradient, [C, F]."""
+    """What they add to phi(k)'s gradient, [C, F]; dz is in one row or in each of C."""
     found = tiles.read_state(spec, v, sums[0])
     if spec.normalize or spec.return_state:
-        found += tiles.in_each_row(spec, found.shape[0], sums[1])
+        found += sums[1]
     if name in refs:
         found *= tiles.load_steps(refs[name], start, found.shape[0])[:, None]
     return found

@@ -91,7 +91,7 @@ def piece_states(
                 features, wide = features * tiles.load_rows(weight_refs[0], rows)[:, None], True
             elif weights is not None:
                 features, wide = features * weights.features, True
-            features = tiles.rounded(spec, features)
+            features = tiles.rounded(spec, features, wide=wide)
             kv += tiles.product(spec, y, features, wide=wide, trans_a=True)
             if weights is not None:
                 if weights.k_sum is None:

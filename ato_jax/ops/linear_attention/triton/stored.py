@@ -75,7 +75,7 @@ def output(
         start, run = tile * block, tile // in_run * walk.pieces.rows
         queries = walk.queries_at(spec, refs, start, block)
         q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
-        phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)
+        phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)  # [C, F]
         out, den = read_for_output(
             spec, refs, "reads", start, phi_q, load_state(spec, side_refs[0])
         )
@@ -97,8 +97,8 @@ def output(
             if den is None:
                 return out + tiles.weighted_sum(spec, w, v), den
             # Of the rounded weights, so that what rounds them all alike cancels.
-            w = tiles.rounded(spec, w)
-            return out + tiles.product(spec, w, v, wide=True), den + jnp.sum(w, axis=1)
+            den += jnp.sum(tiles.rounded(spec, w, wide=True), axis=1)
+            return out + tiles.product(spec, w, v, wide=True), den
 
         out, den = _over_tiles(0, (start - run + block) // other, count, add_tile, (out, den))
         out *= spec.scale if den is None else (1 / jnp.maximum(den, spec.eps))[:, None]
@@ -348,7 +348,6 @@ def key_gradient(
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
                 u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
-                u = tiles.rounded(spec, u)
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
                 dv += weighted(spec, w, do)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]

@@ -389,14 +389,14 @@ def operand(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> j
     return _to_tf32(x) if spec.precision == "tf32" else x
 
 
-def rounded(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
-    """float32 x as bfloat16 operands will hold it, in float32; x itself in other dtypes.
+def rounded(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> jax.Array:
+    """float32 x as the `operand` holds it, in float32.
 
-    Two at a time: a conversion down and up again, as it stands, becomes one slow instruction for
-    each element.
+    bfloat16 two at a time: a conversion down and up again, as it stands, becomes one slow
+    instruction for each element.
     """
     if spec.dtype != "bfloat16":
-        return x
+        return operand(spec, x, wide=wide).astype(jnp.float32)
     if device.interpreting():
         return jax.lax.reduce_precision(x, 8, 7)
     return plgpu.elementwise_inline_asm(
@@ -444,7 +444,7 @@ def product(
 
 
 def _left_by_rounding(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
-    return x - operand(spec, x).astype(jnp.float32)
+    return x - rounded(spec, x)
 
 
 def identity(spec: LinearAttentionSpec, size: int) -> jax.Array | None:
@@ -495,8 +495,7 @@ def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
     the rounded vector, column 1 what the rounding left, and the others are zero.
     """
     column = jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
-    rounded = operand(spec, vector, wide=True)
-    rest = vector - rounded.astype(jnp.float32)
+    rest = vector - rounded(spec, vector, wide=True)
     columns = jnp.where(column == 0, vector[:, None], 0.0)
     return operand(spec, jnp.where(column == 1, rest[:, None], columns), wide=True)
 
@@ -509,29 +508,18 @@ def row_parts(tile: jax.Array) -> jax.Array:
     return jnp.sum(tile.reshape(-1, PARTS, tile.shape[1]), axis=0)
 
 
-def _high_and_low(spec: LinearAttentionSpec, parts: jax.Array) -> jax.Array:
-    """Operands [16, F] whose rows add up to the same as those of parts [16, F].
+def in_each_row(spec: LinearAttentionSpec, rows: int, parts: jax.Array) -> jax.Array:
+    """[rows, F]: in each the sum of parts [16, F].
 
-    Half the rows are sums of two, rounded, the others what the rounding left: rounded once, equal
-    parts would all be off by the same.
+    Half the factor's rows are sums of two, rounded, the others what the rounding left: rounded
+    once, equal parts would all be off by the same.
     """
     pairs = jnp.sum(parts.reshape(PARTS // 2, 2, -1), axis=1)  # [8, F]
-    high = operand(spec, pairs, wide=True).astype(jnp.float32)
+    high = rounded(spec, pairs, wide=True)
     is_high = jnp.arange(2, dtype=jnp.int32)[:, None, None] == 0
     both = jnp.where(is_high, high[None], (pairs - high)[None])  # [2, 8, F]
-    return operand(spec, both.reshape(PARTS, -1), wide=True)
-
-
-def by_parts(spec: LinearAttentionSpec, rows: jax.Array, parts: jax.Array) -> jax.Array:
-    """[C]: rows [C, F] times the vector that the rows of parts [16, F] add up to."""
-    found = product(spec, rows, _high_and_low(spec, parts), wide=True, trans_b=True)
-    return jnp.sum(found, axis=1)
-
-
-def in_each_row(spec: LinearAttentionSpec, rows: int, parts: jax.Array) -> jax.Array:
-    """[rows, F]: in each the sum of parts [16, F]."""
     ones = jnp.ones((rows, PARTS), jnp.float32)
-    return product(spec, ones, _high_and_low(spec, parts), wide=True)
+    return product(spec, ones, both.reshape(PARTS, -1), wide=True)
 
 
 def wide_features(spec: LinearAttentionSpec) -> bool:
