@@ -87,7 +87,11 @@ def targets() -> list[Target]:
     What is used most is compiled for both capabilities with and without a causal mask, and all
     else with the mask for the one and without it for the other.
     """
-    both = [("linear_attention", "bfloat16", 128, "elu1"), ("attention", "bfloat16", 128, "-")]
+    both = [
+        ("linear_attention", "bfloat16", 128, "elu1"),
+        ("linear_attention", "bfloat16", 128, "step"),
+        ("attention", "bfloat16", 128, "-"),
+    ]
     causal_on_80 = [
         *itertools.product(["linear_attention"], ["bfloat16"], [64], ["elu1", "identity"]),
         ("linear_attention", "float32", 64, "elu1"),
@@ -102,7 +106,7 @@ def targets() -> list[Target]:
         ("linear_attention", "bfloat16", 128, "identity"),
         ("linear_attention", "float32", 128, "elu1"),
         ("linear_attention", "float16", 64, "elu1"),
-        *itertools.product(["linear_attention"], ["bfloat16"], [128], ["step", "segments"]),
+        ("linear_attention", "bfloat16", 128, "segments"),
         *itertools.product(["attention"], ["bfloat16"], (32, 80), ["-"]),
         ("attention", "float32", 128, "-"),
         ("attention", "float16", 64, "-"),

@@ -205,7 +205,7 @@ def read_for_features(
     v: jax.Array,
     sums: State,
 ) -> jax.Array:
-    """What they add to phi(k)'s gradient, [C, F]; dz is in one row or in each of C."""
+    """What they add to phi(k)'s gradient, [C, F]; dz is in each of C rows."""
     found = tiles.read_state(spec, v, sums[0])
     if spec.normalize or spec.return_state:
         found += sums[1]

@@ -328,9 +328,11 @@ def key_gradient(
         phi_k = tiles.operand(spec, features, wide=True)
         dvs, parts = [], []
         for name, side in zip(("adds", "adds_right"), side_refs, strict=False):
-            sums = load_state(spec, side)
-            dvs.append(read_for_values(spec, refs, name, start, phi_k, sums))
-            parts.append(read_for_features(spec, refs, name, start, v, sums))
+            dkv, dz = load_state(spec, side, tiles.PARTS)
+            dvs.append(read_for_values(spec, refs, name, start, phi_k, (dkv, dz)))
+            # By a product: added as a vector, it led to tiles in more shared memory than there is.
+            dz = tiles.in_each_row(spec, block, dz / tiles.PARTS)
+            parts.append(read_for_features(spec, refs, name, start, v, (dkv, dz)))
         for flow_ref, part in zip(flow_refs[1:], parts, strict=False):
             tiles.store_steps(flow_ref, start, jnp.sum(features * part, axis=1))
 
@@ -348,6 +350,7 @@ def key_gradient(
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
                 u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                u = tiles.rounded(spec, u)
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
                 dv += weighted(spec, w, do)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]
