@@ -106,7 +106,7 @@ FULL = Setting(
     dtype="bfloat16",
     batch_size=32,
     tokens=1024,
-    characters=5_000_000,
+    characters=20_000_000,
     pairs=32,
     symbols=128,
     steps=1500,
@@ -225,7 +225,10 @@ Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets [B, T]
 
 def standard_library(most: int) -> tuple[np.ndarray, np.ndarray]:
     """The text for training and that for validation, at `most` so many characters together."""
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(
+        source for source in library.rglob("*.py") if "-packages" not in source.parent.as_posix()
+    )
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for number, source in enumerate(sources):
         text = source.read_text(encoding="utf-8", errors="ignore").encode("ascii", "ignore")
@@ -350,6 +353,7 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
             "reloaded_alike": evaluate_text(reloaded) == evaluate_text(model),
             "text": generate(reloaded, PROMPT, setting.generated, seed),
         }
+        write(output / "char_lm.json", setting, figures)
     width = max(1, setting.steps // 20)
     training.plot(
         {
@@ -400,6 +404,12 @@ def describe(setting: Setting) -> str:
     )
 
 
+def write(path: Path, setting: Setting, figures: dict[str, dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = {"setting": describe(setting), "figures": figures}
+    path.write_text(json.dumps(written, indent=2) + "\n")
+
+
 # With a number's format, True would be printed as 1.
 FORMATS = {float: ".3f", int: ",", bool: ""}
 
@@ -426,13 +436,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     print(describe(setting))
     if options.speed:
         figures = measure_speed(setting, options.seed)
+        write(options.output / "char_lm_speed.json", setting, figures)
     else:
         figures = compare(setting, options.output, options.seed)
     report(figures)
-    options.output.mkdir(parents=True, exist_ok=True)
-    name = "char_lm_speed.json" if options.speed else "char_lm.json"
-    written = {"setting": describe(setting), "figures": figures}
-    (options.output / name).write_text(json.dumps(written, indent=2) + "\n")
     return figures
 
 
