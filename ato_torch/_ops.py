@@ -40,43 +40,61 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
     differentiates = torch.is_grad_enabled() and any(
         tensor.requires_grad for name, tensor in tensors.items() if name not in PARAMETERS
     )
-    names, values = tuple(options), tuple(options.values())
     if torch.compiler.is_compiling():
+        names, values = tuple(options), options.values()
         return _forward(_text(op, tuple(tensors), differentiates, names, *values), leaves)
-    place = _bridge.jax_device(leaves[0].device)
-    fixed = (op, tuple(tensors), differentiates, device.interpreting(), place, names)
-    try:
-        program = _programs.find(*fixed, *values)
-    except TypeError:  # an option that has no hash is refused where it is read
-        program = _programs.find.__wrapped__(*fixed, *values)
+    program = program_of(op, tuple(tensors), differentiates, leaves[0].device, options)
     if _is_transformed():
         return _Call.apply(program, *leaves)
     if not runs_plainly(leaves):
         return _forward(program.text, leaves)
+    return run_plainly(program, leaves, differentiates)
+
+
+def program_of(
+    op: str,
+    arrays: tuple[str, ...],
+    differentiates: bool,
+    place: torch.device,
+    options: dict[str, Any],
+) -> _programs.Program:
+    fixed = (op, arrays, differentiates, device.interpreting(), _bridge.jax_device(place))
+    try:
+        return _programs.find(*fixed, tuple(options), *options.values())
+    except TypeError:  # an option that has no hash is refused where it is read
+        return _programs.find.__wrapped__(*fixed, tuple(options), *options.values())
+
+
+def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bool) -> Tensors:
+    """The outputs, where `runs_plainly`."""
     if differentiates:
         # Past a preparation for torch.func, which takes as long as all of the rest.
-        return super(torch.autograd.Function, _Call).apply(program, *leaves)
-    return _bridge.execute(program.forward, leaves)
+        return super(torch.autograd.Function, _Call).apply(program, *tensors)
+    return _bridge.execute(program.forward, tensors)
 
 
 def runs_plainly(tensors: Tensors) -> bool:
     """Whether nobody looks on: no compiler, no transform, no mode, and no kind of tensor of its
     own, such as a fake one."""
-    return (
-        not torch.compiler.is_compiling()
-        and not _is_transformed()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-    )
+    if torch.compiler.is_compiling() or _is_transformed() or torch._C._len_torch_dispatch_stack():
+        return False
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+    return True
 
 
 def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
 def _refuse_forward_mode(tensors: Tensors) -> None:
     """An op without a rule for it would drop the tangents and say nothing."""
-    if forward_ad._current_level < 0:
+    if not is_forward_mode():
         return
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     if any(one.key() == torch._C._functorch.TransformType.Jvp for one in transforms) or any(
@@ -115,8 +133,6 @@ def _parameters(feature_map: Any, place: torch.device) -> tuple[torch.Tensor, ..
 def static(value: Any) -> Any:
     """A number that a compiler keeps as a symbol, for what it is in this call: kernels are built
     for one. Of a tuple or a list, each."""
-    if not torch.compiler.is_compiling():
-        return value
     if isinstance(value, tuple | list):
         return tuple(map(static, value))
     symbols = (int, float, torch.SymInt, torch.SymFloat)

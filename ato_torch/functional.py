@@ -10,6 +10,7 @@ those of lengths, segments, offsets and decays that are on the host.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ato_jax import LinearState, shapes
+from ato_jax import LinearState, device, shapes
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.common import LAYOUTS, axes
-from ato_torch import _bridge, _ops
+from ato_torch import _bridge, _ops, _programs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # int32 does not hold all of theirs.
 WIDE = (torch.int64, torch.uint32, torch.uint64)
+# Options that are known by their value.
+PLAIN = (bool, int, float, str, type(None))
 
 
 def attention(
@@ -71,9 +74,18 @@ def attention(
       [..., H, T, V], or that and lse [..., H, T] with `return_lse`. A query that sees nothing
       gives 0.
     """
-    dropout_p, scale, softcap, window, query_offset = _ops.static(
-        (dropout_p, scale, softcap, window, query_offset)
-    )
+    plan = None
+    given = (query, key, value)
+    ids = segment_ids is q_segment_ids is kv_segment_ids is None
+    if ids and attn_mask is sinks is q_lengths is kv_lengths is None:
+        facts = (dropout_p, is_causal, scale, enable_gqa, window, query_offset, softcap)
+        plan = _plan_of("attention", given, facts + (return_lse, precision, implementation))
+        if plan is not None and plan.program is not None:
+            return plan(given)
+    if torch.compiler.is_compiling():
+        dropout_p, scale, softcap, window, query_offset = _ops.static(
+            (dropout_p, scale, softcap, window, query_offset)
+        )
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_all(query, key, value, smallest=2)
     is_causal = shapes.flag("is_causal", is_causal)
@@ -81,7 +93,9 @@ def attention(
     dropout_p = shapes.static_number("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    return_lse = shapes.flag("return_lse", return_lse)
     (query, key, value), batch, heads = _broadcast(query, key, value, enable_gqa)
+    straight = query is given[0] and key is given[1] and value is given[2]
     sizes = _bind(query, key, value, "BHTD", "BGSD", "BGSV")
     arrays = {
         "query_offset": (query_offset, "B"),
@@ -109,8 +123,8 @@ def attention(
     options |= {
         "causal": is_causal,
         "window": None if window is None else attention_api.bounds(False, window),
-        "softcap": softcap,
-        "scale": scale,
+        "softcap": _number("softcap", softcap),
+        "scale": _number("scale", scale),
         "dropout_rate": dropout_p,
         "return_lse": return_lse,
         "precision": precision,
@@ -122,12 +136,28 @@ def attention(
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     tensors |= {"q": query, "k": key, "v": value}
-    out, lse, *_ = _ops.run("attention", tensors, options)
+    finish = functools.partial(
+        _attention_results,
+        transposed,
+        # As they are, where nothing was broadcast.
+        None if len(batch) == len(heads) == 1 else (*batch, *heads, sizes["T"]),
+        return_lse,
+    )
+    outputs = _ops.run("attention", tensors, options)
+    if plan is not None and straight and len(tensors) == 3:
+        plan.fill("attention", query, options, transposed, finish)
+    return finish(outputs)
+
+
+def _attention_results(
+    transposed: bool, shape: tuple[int, ...] | None, return_lse: bool, outputs: Any
+) -> Any:
+    out, lse, *_ = outputs
     if transposed:
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    T = sizes["T"]
-    out = out.reshape(*batch, *heads, T, sizes["V"])
-    return (out, lse.reshape(*batch, *heads, T)) if return_lse else out
+    if shape is not None:
+        out, lse = out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
+    return (out, lse) if return_lse else out
 
 
 def linear_attention(
@@ -168,7 +198,17 @@ def linear_attention(
       [B, H, T, V], or that and `LinearState(kv, k_sum)` with `return_state`. A query that sees
       nothing gives 0.
     """
-    scale, eps = _ops.static((scale, eps))
+    plan = None
+    given = (query, key, value)
+    ids = segment_ids is q_segment_ids is kv_segment_ids is None
+    named = isinstance(feature_map, str)
+    if ids and named and decay is initial_state is q_lengths is kv_lengths is None:
+        facts = (feature_map, causal, normalize, scale, eps, return_state, layout)
+        plan = _plan_of("linear_attention", given, facts + (precision, implementation))
+        if plan is not None and plan.program is not None:
+            return plan(given)
+    if torch.compiler.is_compiling():
+        scale, eps = _ops.static((scale, eps))
     query, key, value = _autocast(query, key, value)
     _check_all(query, key, value, smallest=3)
     shapes.one_of("layout", layout, LAYOUTS)
@@ -194,6 +234,7 @@ def linear_attention(
         tensors |= _state("initial_state", initial_state, query, batched)
     feature_map, parameters = _ops.resolved(feature_map, query.device)
     tensors |= parameters
+    straight = batched and query is given[0] and key is given[1] and value is given[2]
     if not batched:
         query, key, value = query[None], key[None], value[None]
     transposed = _are_transposed(query, key, value)
@@ -207,19 +248,28 @@ def linear_attention(
         "feature_map": feature_map,
         "causal": causal,
         "normalize": normalize,
-        "scale": scale,
-        "eps": eps,
+        "scale": _number("scale", scale),
+        "eps": _number("eps", eps),
         "return_state": return_state,
         "layout": layout,
         "precision": precision,
         "implementation": implementation,
     }
-    out, *sums = _ops.run("linear_attention", tensors, options)
+    finish = functools.partial(_linear_results, transposed, batched, return_state)
+    outputs = _ops.run("linear_attention", tensors, options)
+    if plan is not None and straight and len(tensors) == 3:
+        plan.fill("linear_attention", query, options, transposed, finish)
+    return finish(outputs)
+
+
+def _linear_results(transposed: bool, batched: bool, return_state: bool, outputs: Any) -> Any:
+    sums: Any
+    out, *sums = outputs
     if transposed:
         out = out.transpose(1, 2)
     if not batched:
         out, sums = out[0], [tensor[0] for tensor in sums]
-    return (out, _linear_state(sums)) if return_state else out
+    return (out, LinearState(*sums)) if return_state else out
 
 
 def linear_attention_step(
@@ -248,7 +298,8 @@ def linear_attention_step(
     Returns:
       ([B, H, V], the new `LinearState(kv, k_sum)`).
     """
-    scale, eps = _ops.static((scale, eps))
+    if torch.compiler.is_compiling():
+        scale, eps = _ops.static((scale, eps))
     query, key, value = _autocast(query, key, value)
     _check_all(query, key, value, smallest=2)
     if query.ndim > 3:
@@ -265,11 +316,17 @@ def linear_attention_step(
     if not batched:
         query, key, value = query[None], key[None], value[None]
     tensors |= {"q": query, "k": key, "v": value}
-    options = {"feature_map": feature_map, "normalize": normalize, "scale": scale, "eps": eps}
+    options = {
+        "feature_map": feature_map,
+        "normalize": normalize,
+        "scale": _number("scale", scale),
+        "eps": _number("eps", eps),
+    }
+    sums: Any
     out, *sums = _ops.run("linear_attention_step", tensors, options)
     if not batched:
         out, sums = out[0], [tensor[0] for tensor in sums]
-    return out, _linear_state(sums)
+    return out, LinearState(*sums)
 
 
 def combine(
@@ -308,10 +365,6 @@ def combine(
         raise ValueError("outs must hold at least one piece, got none")
     out, lse = _ops.run("combine", {"outs": out, "lses": lse}, {"layout": layout})
     return out, lse
-
-
-def _linear_state(sums: Any) -> LinearState:
-    return LinearState(*sums)
 
 
 def _stacked(name: str, pieces: Any) -> torch.Tensor:
@@ -367,6 +420,78 @@ def _state(
         _check(f"{name}.{field}", tensor, like=query)
         found[f"{name}.{field}"] = (tensor if batched else tensor[None]).float()
     return found
+
+
+class _Plan:
+    """What the checks made of a call of query, key and value alone.
+
+    It follows from what `_plan_of` looks at, so that a call like it goes straight to its program.
+    """
+
+    def __init__(self, differentiates: bool) -> None:
+        self.differentiates = differentiates
+        self.program: Any = None
+        self.transposed = False
+        self.finish: Any = None
+
+    def fill(
+        self,
+        op: str,
+        query: torch.Tensor,
+        options: dict[str, Any],
+        transposed: bool,
+        finish: Any,
+    ) -> None:
+        self.transposed, self.finish = transposed, finish
+        arrays, place = ("q", "k", "v"), query.device
+        # Last: another thread may look.
+        self.program = _ops.program_of(op, arrays, self.differentiates, place, options)
+
+    def __call__(self, tensors: Any) -> Any:
+        if self.transposed:
+            tensors = [tensor.transpose(1, 2) for tensor in tensors]
+        return self.finish(_ops.run_plainly(self.program, tensors, self.differentiates))
+
+
+def _plan_of(op: str, tensors: Any, options: tuple[Any, ...]) -> _Plan | None:
+    """The plan of a call, yet to be filled where it is the first of its kind; None without one."""
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return None
+    for option in options:
+        if type(option) not in PLAIN and not _is_window(option):
+            return None
+    if not _ops.runs_plainly(tensors) or _ops.is_forward_mode():
+        return None
+    query, key, value = tensors
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if not nested and query.layout is key.layout is value.layout is torch.strided:
+        differentiates = torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        )
+        return _planned(
+            differentiates,
+            op,
+            device.interpreting(),
+            *(query.shape, query.dtype, query.device, query.stride()),
+            *(key.shape, key.dtype, key.device, key.stride()),
+            *(value.shape, value.dtype, value.device, value.stride()),
+            *options,
+        )
+    return None
+
+
+def _is_window(option: Any) -> bool:
+    """(True, 0) is none, and yet equal to one."""
+    return type(option) is tuple and all(type(part) in (int, type(None)) for part in option)
+
+
+@functools.lru_cache(maxsize=_programs.KEPT, typed=True)
+def _planned(differentiates: bool, *facts: Any) -> _Plan:
+    return _Plan(differentiates)
+
+
+def _number(name: str, value: Any) -> float | None:
+    return None if value is None else shapes.static_number(name, value)
 
 
 def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
@@ -475,7 +600,9 @@ def _broadcast(
         H = max(H, G)
     B = math.prod(batch)
     spread = [
-        tensor.expand(*batch, heads, *tensor.shape[-2:]).reshape(B, heads, *tensor.shape[-2:])
+        tensor
+        if tensor.shape[:-2] == (B, heads) and len(batch) == 1
+        else tensor.expand(*batch, heads, *tensor.shape[-2:]).reshape(B, heads, *tensor.shape[-2:])
         for tensor, heads in ((query, H), (key, G), (value, G))
     ]
     return spread, tuple(batch), (H,) if with_heads else ()

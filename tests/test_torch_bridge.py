@@ -677,6 +677,43 @@ def test_a_window_written_to_before_backward():
         torch.testing.assert_close(one, other)
 
 
+def test_a_call_like_an_earlier_one_is_checked_as_well():
+    """It goes straight to its program; what is only equal to an earlier argument does not."""
+    tensors = draw((B, H, S, D), (B, H, S, D), (B, H, S, D))
+    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    bfloat16 = [tensor.bfloat16() for tensor in tensors]
+    for function, flag in (
+        (ato_torch.attention, "is_causal"),
+        (ato_torch.linear_attention, "causal"),
+    ):
+        for inputs in (tensors, transposed, bfloat16):
+            wanted = function(*inputs, **{flag: True})
+            found = function(*inputs, **{flag: True})
+            assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+            torch.testing.assert_close(
+                torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs)
+            )
+            with torch.no_grad():
+                assert not function(*inputs, **{flag: True}).requires_grad
+        with pytest.raises(ValueError, match=f"{flag} must be True or False, got 1"):
+            function(*tensors, **{flag: 1})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert function(*tensors, **{flag: True}).dtype == torch.bfloat16
+    for _ in range(2):
+        ato_torch.attention(*tensors, window=(1, 0))
+        ato_torch.attention(*tensors, query_offset=0)
+    with pytest.raises(ValueError, match="window must be a pair"):
+        ato_torch.attention(*tensors, window=(True, 0))
+    with pytest.raises(ValueError, match="query_offset must hold integers"):
+        ato_torch.attention(*tensors, query_offset=False)
+    scale = torch.tensor(0.1)
+    first = ato_torch.attention(*tensors, scale=scale)
+    scale.fill_(0.9)
+    again = ato_torch.attention(*tensors, scale=scale)
+    torch.testing.assert_close(again, ato_torch.attention(*tensors, scale=float(scale)))
+    assert not torch.equal(first, again)
+
+
 def test_a_backend_that_cannot_says_so():
     with pytest.raises(UnsupportedError, match="needs a GPU"):
         ato_torch.attention(*draw(*SHAPES), implementation="triton")
