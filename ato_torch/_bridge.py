@@ -45,19 +45,20 @@ def execute(
     function: Callable[..., Sequence[jax.Array]], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """`function`, jitted, of the tensors: all on one device, where the results are, too."""
+    place = tensors[0].device
+    on_gpu = place.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ato_torch cannot be captured into a CUDA graph: JAX launches its work itself"
+        )
     tensors = [
         tensor
         if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
         else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
         for tensor in tensors
     ]
-    place = tensors[0].device
     road = _road(place)
-    if place.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "ato_torch cannot be captured into a CUDA graph: JAX launches its work itself"
-            )
+    if on_gpu:
         current = torch.cuda.current_stream(place)
         incoming = road.device.get_stream_for_external_ready_events()
         stream = torch.cuda.ExternalStream(incoming, device=place)
@@ -152,9 +153,14 @@ def from_jax(array: jax.Array, place: torch.device) -> torch.Tensor:
     return torch.from_dlpack(jax.device_put(array, jax_device(place)))
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def has_gpu() -> bool:
     """Whether JAX can reach a GPU at all."""
+    return _has_gpu()
+
+
+@functools.cache
+def _has_gpu() -> bool:
     try:
         return bool(jax.local_devices(backend="gpu"))
     except RuntimeError:

@@ -390,3 +390,47 @@ def test_a_tensor_that_is_negated_when_read():
     negated = torch.complex(query, query).conj().imag
     assert negated.is_neg()
     torch.testing.assert_close(causal(negated, key, value), causal(-query, key, value))
+
+
+def test_what_a_compiler_asks_of_a_gpu_is_a_constant():
+    """Asked about CUDA tensors alone, and yet no reason for a break in the graph."""
+    compiled = torch.compile(
+        lambda x: x * (2 if _bridge.has_gpu() else 3), backend="eager", fullgraph=True
+    )
+    assert compiled(torch.ones(1)) == (2 if _bridge.has_gpu() else 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "bias", "linear", "favor", "step"])
+def test_compiled_on_a_gpu(name):
+    check_compiled(CALLS[name], [tensor.detach().cuda().requires_grad_() for tensor in draw()])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for():
+    """PyTorch raises an error where a call of its own waits; the second call is past compiling."""
+    tensors = [tensor.detach().cuda().requires_grad_() for tensor in draw()]
+    decay = -torch.rand(B, H, T, device="cuda")
+
+    def step():
+        out = ato_torch.attention(*tensors, kv_lengths=[3, 5]) + causal(*tensors)
+        out = out + ato_torch.linear_attention(*tensors, causal=True, decay=decay)
+        return torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    wanted = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_refused():
+    tensors = [tensor.detach().cuda() for tensor in draw()]
+    causal(*tensors)
+    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            causal(*tensors)
