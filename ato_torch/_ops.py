@@ -121,12 +121,15 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
         feature_map, arrays = _programs.resolve(feature_map)
         parameters = tuple(_bridge.from_jax(array, place) for array in arrays)
     else:  # `_text` resolves it: no compiler looks into a FeatureMap
-        parameters = _parameters(feature_map, place)
+        # By its id, the program is for this very function: by itself, for all of the same code.
+        parameters = _parameters(feature_map, id(feature_map), place)
     return feature_map, dict(zip(PARAMETERS, parameters, strict=False))
 
 
 @torch.compiler.assume_constant_result
-def _parameters(feature_map: Any, place: torch.device) -> tuple[torch.Tensor, ...]:
+def _parameters(
+    feature_map: Any, identity: int, place: torch.device
+) -> tuple[torch.Tensor, ...]:
     return tuple(_bridge.from_jax(array, place) for array in _programs.resolve(feature_map)[1])
 
 

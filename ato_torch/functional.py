@@ -188,7 +188,8 @@ def linear_attention(
       query: [B, H, T, D]; the batch axis may be missing, here and everywhere.
       key: [B, G, S, D] with H % G == 0: query head h reads head h // (H // G).
       value: [B, G, S, V].
-      feature_map: a name, an elementwise JAX function, or `ato_jax.favor(...)`.
+      feature_map: a name, an elementwise JAX function, or `ato_jax.favor(...)`. To torch.compile
+        a function is what it was, closure included, when it was compiled.
       decay: log of the factor per step, <= 0: [G], [B, G, S] or [B, G, S, D], with a gradient.
       initial_state: a pair of tensors (kv [B, G, D, V], k_sum [B, G, D]), with gradients.
       layout: "bhtd", or "bthd" for [B, T, H, D] (and decay [B, S, G], [B, S, G, D]).
@@ -509,7 +510,8 @@ def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
+        found = "a nested one" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name} must be a dense tensor, got {found}")
 
 
 def _check_all(

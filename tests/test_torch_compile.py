@@ -183,6 +183,55 @@ def test_a_text_says_the_call():
     json.loads(call.text)
 
 
+def test_functions_of_the_same_code_are_compiled_each():
+    query, key, value = draw(requires_grad=False)
+
+    def closing_over(a):
+        return lambda x: jax.numpy.exp(x) * a + x * x
+
+    def with_default(a):
+        def function(x, a=a):
+            return jax.numpy.exp(x) + a * x * x
+
+        return function
+
+    def model(feature_map):
+        return ato_torch.linear_attention(query, key, value, feature_map=feature_map)
+
+    numbers = (1.0, 2.0, jax.numpy.float32(3.0), jax.numpy.float32(4.0))
+    for maps in (
+        [closing_over(a) for a in numbers],
+        [with_default(a) for a in numbers],
+        [ato_jax.favor(jax.random.key(seed), 8, D) for seed in range(2)] + ["relu", "exp"],
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for feature_map in (*maps, maps[0]):
+            torch.testing.assert_close(compiled(feature_map), model(feature_map))
+
+
+def test_options_that_change_are_compiled_each():
+    query, key, value = draw(requires_grad=False)
+
+    class Model(torch.nn.Module):
+        def forward(self, query, options):
+            return ato_torch.attention(query, key, value, **options, **self.own)
+
+    model = Model()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for options, own in (
+        ({"is_causal": False}, {"window": (1, None)}),
+        ({"is_causal": True}, {"window": (1, None)}),
+        ({"is_causal": True}, {"window": [3, 0]}),
+        ({"is_causal": True}, {"window": None, "softcap": 1.0}),
+        ({"is_causal": True}, {"window": None, "softcap": 2.0}),
+        ({"query_offset": 1, "is_causal": True}, {}),
+        ({"query_offset": 2, "is_causal": True}, {"implementation": "reference"}),
+    ):
+        model.own = own
+        torch.testing.assert_close(compiled(query, options), model(query, options))
+
+
 def test_equal_feature_maps_share_a_handle_and_no_other_process_has_it():
     def text_of(function):
         found, _ = _programs.resolve(function)
