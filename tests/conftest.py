@@ -5,6 +5,7 @@ ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=4 only every fourth 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -63,7 +64,9 @@ def has_gpu() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # For the same reason: nothing here is about the speed of what is compiled.
+    # A trace leaves many objects and little garbage: looking through them took a twentieth of all.
+    gc.set_threshold(50_000, 20, 50)
+    # As the flags above: nothing here is about the speed of what is compiled.
     if not has_gpu():
         jax.config.update("jax_disable_most_optimizations", True)
 

@@ -11,7 +11,16 @@ from absl.testing import flagsaver
 
 import ato_jax
 from benchmarks import __main__ as entry
-from benchmarks import attention, attention_jax, attention_torch, cases, ours, side_by_side, timing
+from benchmarks import (
+    attention,
+    attention_jax,
+    attention_torch,
+    byte_limit,
+    cases,
+    ours,
+    side_by_side,
+    timing,
+)
 from benchmarks.cases import Case
 from tests import numerics
 
@@ -184,6 +193,7 @@ def test_the_table_tells_shares_and_reasons():
 @pytest.mark.skipif(not HAS_TORCH, reason="the benchmarks compare with PyTorch")
 def test_attention_writes_its_figures(tmp_path, capsys, monkeypatch):
     path = tmp_path / "attention.json"
+    monkeypatch.setattr(byte_limit, "CPU_COPY_BYTES", 1 << 22)
     grouped = dataclasses.replace(CASE, H=4, G=2, causal=True)
     monkeypatch.setitem(attention.CASES, "cpu", (CASE, grouped))
     monkeypatch.setitem(attention.MEMORY_CASES, "cpu", CASE)

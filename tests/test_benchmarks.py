@@ -312,7 +312,7 @@ def test_demo_runs(tmp_path):
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks", "demo", "--max_tokens=256"),
-            *("--budget_seconds=40", f"--output={output}"),
+            *("--budget_seconds=20", f"--output={output}"),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -332,6 +332,7 @@ def test_demo_runs(tmp_path):
 
 @needs_torch
 def test_run_prints_both_tables(monkeypatch, capsys):
+    monkeypatch.setattr(byte_limit, "CPU_COPY_BYTES", 1 << 22)
     sizes = {"linear": [(1, 2, 64, 16)], "softmax": [(1, 2, 64, 16)], "dtype": "float32"}
     monkeypatch.setitem(run.SIZES, "cpu", sizes)
     monkeypatch.setitem(run.PEERS, "cpu", ("flash", "cuDNN"))

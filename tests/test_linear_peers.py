@@ -12,7 +12,16 @@ from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
-from benchmarks import cases, linear, linear_jax, linear_torch, ours, side_by_side, timing
+from benchmarks import (
+    byte_limit,
+    cases,
+    linear,
+    linear_jax,
+    linear_torch,
+    ours,
+    side_by_side,
+    timing,
+)
 from benchmarks.cases import Case
 from tests import numerics
 
@@ -150,6 +159,7 @@ def test_turns_are_taken_and_the_table_says_why_not():
 @pytest.mark.skipif(not HAS_TORCH, reason="the benchmarks compare with PyTorch")
 def test_linear_writes_its_figures(tmp_path, capsys, monkeypatch):
     path = tmp_path / "folder" / "linear.json"
+    monkeypatch.setattr(byte_limit, "CPU_COPY_BYTES", 1 << 22)
     small = Case("linear", B=1, H=1, T=64, D=32, dtype="float32")
     gated = dataclasses.replace(small, causal=True, decay="step")
     monkeypatch.setitem(linear.CASES, "cpu", (small, gated))

@@ -62,16 +62,17 @@ def close(found: Any, wanted: Any, limit: float) -> None:
         assert error <= limit, error
 
 
+@functools.cache
 def exact_second_order(op: str) -> Any:
     with jax.enable_x64(True):
-        loss = loss_of(functools.partial(reference, op))
-        gradient = jax.grad(loss, (0, 1, 2))
-        primals, tangents = wide(arrays()), wide(arrays(seed=1))
-        return jax.tree.map(np.asarray, jax.jvp(gradient, primals, tangents)[1])
+        gradient = jax.grad(loss_of(functools.partial(reference, op)), (0, 1, 2))
+        along = jax.jit(lambda *arrays: jax.jvp(gradient, *arrays)[1])
+        return jax.tree.map(np.asarray, along(wide(arrays()), wide(arrays(seed=1))))
 
 
 def forward_over_reverse(loss: Any) -> Any:
-    return jax.jvp(jax.grad(loss, (0, 1, 2)), arrays(), arrays(seed=1))[1]
+    gradient = jax.grad(loss, (0, 1, 2))
+    return jax.jit(lambda *both: jax.jvp(gradient, *both)[1])(arrays(), arrays(seed=1))
 
 
 def reverse_over_reverse(loss: Any) -> Any:
@@ -82,7 +83,7 @@ def reverse_over_reverse(loss: Any) -> Any:
             for one, direction in zip(gradients, arrays(seed=1), strict=True)
         )
 
-    return jax.grad(along, (0, 1, 2))(*arrays())
+    return jax.jit(jax.grad(along, (0, 1, 2)))(*arrays())
 
 
 @each_op
@@ -103,8 +104,8 @@ def test_second_order(op: str, implementation: str, how: Any) -> None:
 @each_op
 def test_forward_mode(op: str) -> None:
     with jax.enable_x64(True):
-        _, wanted = jax.jvp(functools.partial(reference, op), wide(arrays()), wide(arrays(seed=1)))
-        wanted = np.asarray(wanted)
+        exact = jax.jit(functools.partial(jax.jvp, functools.partial(reference, op)))
+        wanted = np.asarray(exact(wide(arrays()), wide(arrays(seed=1)))[1])
     _, found = jax.jvp(call(op), arrays(), arrays(seed=1))
     close(found, wanted, 1e-5)
 
