@@ -95,12 +95,12 @@ lint: $(OLDEST)/$(STAMP)
 test-oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
-# Every fourth test, and fewer of hypothesis's examples: the other end has run them all, and what
+# Every eighth test, and fewer of hypothesis's examples: the other end has run them all, and what
 # differs between versions of JAX breaks more than one.
 .PHONY: test-newest
 ifdef NEWEST_PYTHON
 test-newest: $(NEWEST)/$(STAMP)
-	ATO_SAMPLE=4 ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
+	ATO_SAMPLE=8 ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
 else
 test-newest:
 	@echo '*** No Python 3.13 or 3.12 found: the newest JAX can NOT be tested here.' >&2

@@ -1,6 +1,6 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=4 only every fourth test runs.
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=8 only every eighth test runs.
 """
 
 from __future__ import annotations
