@@ -123,8 +123,7 @@ def adamw(
     )
 
 
-# In place: what a step reads has the same addresses as in the step before, so that XLA's recordings
-# of CUDA graphs stay valid.
+# In place: parameters and what the optimizer keeps of them are held once.
 @functools.partial(
     nnx.jit, static_argnames="loss_function", donate_argnames=("model", "optimizer")
 )
