@@ -119,6 +119,44 @@ def test_masks() -> None:
     np.testing.assert_array_equal(nothing, jnp.zeros_like(nothing))
 
 
+@pytest.mark.parametrize("kv_lora_rank", [2, 64], ids=["absorbed", "expanded"])
+def test_dropout(kv_lora_rank: int) -> None:
+    layer, x = make(dropout_rate=0.5, kv_lora_rank=kv_lora_rank), inputs()
+    assert layer._absorbs(T, T) == (kv_lora_rank == 2)
+    with pytest.raises(ValueError, match="deterministic must be True or False"):
+        layer(x)
+    first, second = layer(x, deterministic=False), layer(x, deterministic=False)
+    assert error(first, second) > 0.1
+    one, same = (layer(x, deterministic=False, rngs=nnx.Rngs(dropout=3)) for _ in range(2))
+    np.testing.assert_array_equal(one, same)
+    still = make(kv_lora_rank=kv_lora_rank)
+    np.testing.assert_array_equal(layer(x, deterministic=True), still(x))
+    layer.eval()
+    np.testing.assert_array_equal(layer(x), still(x))
+    # The mean over many calls is the output without: before the last projection it is linear in
+    # the weights.
+    many = jnp.concatenate([x] * 200)
+    mean = layer(many, deterministic=False).reshape(200, B, T, E).mean(0)
+    assert error(mean, still(x)) < 0.15
+    assert error(layer(x, deterministic=False), still(x)) > 0.3
+
+
+def test_dropout_is_the_same_in_both_orders() -> None:
+    layer, x = make(dropout_rate=0.5, kv_lora_rank=2), inputs()
+    absorbed = layer(x, deterministic=False, rngs=nnx.Rngs(dropout=3))
+    layer._absorbs = lambda T, S: False
+    expanded = layer(x, deterministic=False, rngs=nnx.Rngs(dropout=3))
+    assert error(expanded, absorbed) < 1e-5
+
+
+def test_dropout_without_kept_rngs() -> None:
+    layer, x = make(dropout_rate=0.5, deterministic=False, keep_rngs=False), inputs()
+    assert layer.rngs is None
+    with pytest.raises(ValueError, match="rngs must be given for dropout where keep_rngs is False"):
+        layer(x)
+    assert np.isfinite(layer(x, rngs=nnx.Rngs(dropout=3))).all()
+
+
 def test_positions() -> None:
     """They are what counts, by their differences."""
     layer, x = make(), inputs()
@@ -322,6 +360,8 @@ def test_metadata_is_kept() -> None:
         ({"causal": 1}, "causal must be True or False"),
         ({"use_bias": "no"}, "use_bias must be True or False"),
         ({"decode": "no"}, "decode must be True or False"),
+        ({"keep_rngs": 1}, "keep_rngs must be True or False"),
+        ({"dropout_rate": 1.0}, "dropout_rate must be at least 0 and below 1"),
     ],
 )
 def test_bad_constructors(options: dict[str, Any], message: str) -> None:

@@ -102,12 +102,8 @@ class MultiHead(nnx.MultiHeadAttention):
         for name in ("use_bias", "normalize_qk", "keep_rngs"):
             shapes.flag(name, options.get(name, True))
         as_decode(options.get("decode"))
-        dropout_rate = shapes.static_number("dropout_rate", options.get("dropout_rate", 0.0))
-        if not 0 <= dropout_rate < 1:
-            raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
         refuse_rngs_without("params", rngs)
-        if dropout_rate and options.get("keep_rngs", True):
-            refuse_rngs_without("dropout", rngs)
+        as_dropout_rate(options.get("dropout_rate", 0.0), options.get("keep_rngs", True), rngs)
         super().__init__(
             num_heads=num_heads,
             in_features=in_features,
@@ -224,7 +220,7 @@ class MultiHead(nnx.MultiHeadAttention):
             mask,
             causal,
             decode,
-            self._dropout_key(deterministic, rngs),
+            dropout_key(self, deterministic, rngs),
         )
         with caches_restored(self):
             x = self.attend(call)
@@ -249,26 +245,41 @@ class MultiHead(nnx.MultiHeadAttention):
         first = made(self.cache_index)[...] if decode else 0
         return first + jnp.arange(T)[None], first + jnp.arange(S)[None]
 
-    def _dropout_key(
-        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
-    ) -> jax.Array | None:
-        if not self.dropout_rate:
-            return None
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic is None:
-            raise ValueError(
-                "deterministic must be True or False where dropout_rate is above 0: give it to "
-                "the call or to the constructor, or use model.train() and model.eval()"
-            )
-        if deterministic:
-            return None
-        stream = self.rngs if rngs is None else rngs
-        if stream is None:
-            raise ValueError("rngs must be given for dropout where keep_rngs is False")
-        if isinstance(stream, nnx.RngStream):
-            return stream()
-        refuse_rngs_without("dropout", stream, "an nnx.Rngs or an nnx.RngStream")
-        return stream.dropout()
+
+def as_dropout_rate(rate: Any, keep_rngs: bool, rngs: nnx.Rngs) -> float:
+    """`dropout_rate` of a constructor; a ValueError where `rngs` is kept and has nothing for it."""
+    rate = shapes.static_number("dropout_rate", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}")
+    if rate and keep_rngs:
+        refuse_rngs_without("dropout", rngs)
+    return rate
+
+
+def dropout_key(
+    layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+) -> jax.Array | None:
+    """The key of a call's dropout; None where nothing is dropped.
+
+    `layer` has the attributes of nnx.MultiHeadAttention: dropout_rate, deterministic and rngs.
+    """
+    if not layer.dropout_rate:
+        return None
+    deterministic = layer.deterministic if deterministic is None else deterministic
+    if deterministic is None:
+        raise ValueError(
+            "deterministic must be True or False where dropout_rate is above 0: give it to "
+            "the call or to the constructor, or use model.train() and model.eval()"
+        )
+    if deterministic:
+        return None
+    stream = layer.rngs if rngs is None else rngs
+    if stream is None:
+        raise ValueError("rngs must be given for dropout where keep_rngs is False")
+    if isinstance(stream, nnx.RngStream):
+        return stream()
+    refuse_rngs_without("dropout", stream, "an nnx.Rngs or an nnx.RngStream")
+    return stream.dropout()
 
 
 def refuse_no_array(name: str, inputs: Any) -> None:

@@ -40,9 +40,11 @@ from ato_jax.nn.common import (
     Call,
     append,
     as_decode,
+    as_dropout_rate,
     as_positions,
     bind_mask,
     caches_restored,
+    dropout_key,
     made,
     one_batch_axis,
     refuse_no_array,
@@ -65,7 +67,8 @@ class LatentAttention(nnx.Module):
         and the ranks are called as in DeepSeek's configurations, and the defaults are theirs.
       rope_theta: the base of the rotation, whose pairs are the halves of R, as in nnx.RoPE.
       causal: True unless said otherwise: query i sees the keys up to i.
-      dtype, param_dtype, precision, decode, rngs: as in nnx.MultiHeadAttention.
+      dtype, param_dtype, precision, dropout_rate, deterministic, keep_rngs, decode, rngs: as in
+        nnx.MultiHeadAttention.
       kernel_init: for `query`, `key` and `value`, of three axes, the second that of the heads.
       out_kernel_init: for `out`, whose first axis is that of the heads; None means kernel_init.
       down_kernel_init: for `query_down`, `kv_down` and `rope_key`, of two axes.
@@ -75,7 +78,7 @@ class LatentAttention(nnx.Module):
       implementation: as in `ato_jax.attention`.
 
     Surprises:
-      - There is no attention dropout; nnx.Dropout after the layer is the usual place.
+      - Each weight is dropped by itself, as in `Attention`; both orders of products drop the same.
       - A query that sees nothing gives 0 before the last projection, not the mean of all values.
       - DeepSeek's own weights pair neighbours, not halves: to load them, put the even ones of the
         last R columns of `query` and of `rope_key` before the odd ones.
@@ -101,6 +104,8 @@ class LatentAttention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
         kernel_init: Initializer = default_kernel_init,
         out_kernel_init: Initializer | None = None,
         down_kernel_init: Initializer = default_kernel_init,
@@ -108,11 +113,13 @@ class LatentAttention(nnx.Module):
         bias_init: Initializer = default_bias_init,
         norm_epsilon: float = 1e-6,
         norm_scale_init: Initializer = nnx.initializers.ones,
+        keep_rngs: bool = True,
         decode: bool | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         refuse_rngs_without("params", rngs)
+        keep_rngs = shapes.flag("keep_rngs", keep_rngs)
         use_bias = shapes.flag("use_bias", use_bias)
         as_decode(decode)
         self.num_heads = shapes.positive_int("num_heads", num_heads)
@@ -134,6 +141,8 @@ class LatentAttention(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
+        self.dropout_rate = as_dropout_rate(dropout_rate, keep_rngs, rngs)
+        self.deterministic = deterministic
         self.decode = decode
         self.implementation = implementation
 
@@ -185,6 +194,8 @@ class LatentAttention(nnx.Module):
         self.out = projection(
             (num_heads, v_head_dim), self.out_features, out_kernel_init or kernel_init, use_bias
         )
+        keeps = keep_rngs and self.dropout_rate > 0
+        self.rngs: nnx.RngStream | None = rngs.dropout.fork() if keeps else nnx.data(None)
         self.cached_latent: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cached_rope_key: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
@@ -194,6 +205,8 @@ class LatentAttention(nnx.Module):
         inputs_q: jax.Array,
         *,
         mask: Any = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
@@ -205,6 +218,7 @@ class LatentAttention(nnx.Module):
           inputs_q: [batch..., T, in_features].
           mask: broadcastable to [batch..., H, T, T], with `decode` to [batch..., H, T, max_length];
             False or 0 hides.
+          deterministic, rngs: as in Flax; they decide about dropout.
           decode: append to the cache and attend to what is in it; None means the constructor's,
             and there False.
           is_causal: causal for this call.
@@ -266,11 +280,14 @@ class LatentAttention(nnx.Module):
                 }
             S = latent.shape[1]
             call = Call(
-                query, latent, latent, inputs, inputs, tuple(batch), mask, True, decode, None
+                *(query, latent, latent, inputs, inputs, tuple(batch), mask, True, decode),
+                dropout_key=dropout_key(self, deterministic, rngs),
             )
             options |= {
                 "mask": bind_mask(mask, call),
                 "scale": (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5,
+                "dropout_rate": 0.0 if call.dropout_key is None else self.dropout_rate,
+                "dropout_key": call.dropout_key,
                 "precision": self.precision,
                 "implementation": self.implementation,
             }
@@ -339,11 +356,13 @@ class LatentAttention(nnx.Module):
         self.cached_rope_key = nnx.Cache(jnp.zeros((*shape, self.qk_rope_head_dim), dtype))
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
 
-    def set_view(self, decode: bool | None = None) -> None:
-        """What `nnx.view(model, decode=...)` sets.
+    def set_view(self, deterministic: bool | None = None, decode: bool | None = None) -> None:
+        """What `nnx.view(model, ...)` sets, and `model.train()` and `model.eval()`.
 
         Args:
-          decode: as in the constructor; None leaves it.
+          deterministic, decode: as in the constructor; None leaves them.
         """
+        if deterministic is not None:
+            self.deterministic = deterministic
         if decode is not None:
             self.decode = decode
