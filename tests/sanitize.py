@@ -122,6 +122,16 @@ def options_of_attention() -> Iterator[Call]:
         yield gradient(ato_jax.attention, "bfloat16", GATED, **options)
 
 
+def paged_cache() -> Iterator[Call]:
+    """The last page short, and numbers of pages that there are not, used and unused."""
+    table = jnp.array([[2, 0, 1, 1 << 30], [4, 5, -9, 6]], jnp.int32)
+    lengths = jnp.array([40, 43])
+    for dtype, page, D in (("bfloat16", 16, 33), ("float32", 13, 64)):
+        k, v = (draw(5, page, 2, width, dtype=dtype) for width in (D, 17))
+        q = draw(2, 3, 4, D, dtype=dtype)
+        yield functools.partial(ato_jax.decode_attention, window=(30, 0)), (q, k, v, table, lengths)
+
+
 # Of about the same length, each in a process of its own.
 GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "attention": functools.partial(plain, ato_jax.attention, False),
@@ -136,6 +146,7 @@ GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "segments and lengths": functools.partial(segments_and_lengths, False),
     "causal segments and lengths": functools.partial(segments_and_lengths, True),
     "features and steps": features_and_steps,
+    "paged cache": paged_cache,
 }
 
 

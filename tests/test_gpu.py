@@ -384,6 +384,54 @@ def test_dropout_is_the_same_on_every_backend() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "H", "D", "page", "options"),
+    [
+        (1, 8, 128, 16, {}),
+        (4, 8, 64, 64, {"window": (900, 0)}),
+        (16, 16, 128, 16, {"softcap": 5.0, "sinks": jnp.linspace(-1, 1, 16)}),
+        (2, 8, 80, 48, {"sinks": jnp.linspace(-1, 1, 8), "window": (0, 0)}),
+        (1, 8, 512, 16, {}),
+    ],
+    ids=["one query", "window", "tiles of rows", "itself alone", "wide"],
+)
+def test_paged_decoding(
+    dtype: str, T: int, H: int, D: int, page: int, options: dict[str, Any]
+) -> None:
+    """Ragged, pages in a random order, NaN in what is not used."""
+    B, pages = 4, 320
+    S = pages * page
+    lengths = np.array([S, 1, 0, S // 2 + 3])
+    q, k, v = arrays(dtype, B=B, T=T, S=S, H=H, D=D)
+    unused = (np.arange(S) >= lengths[:, None])[..., None, None]
+    order = np.random.default_rng(0).permutation(B * pages)
+    where = np.argsort(order)  # the page that holds the n-th of the contiguous ones
+
+    def in_pages(array: jax.Array) -> jax.Array:
+        array = jnp.where(unused, jnp.nan, array).astype(dtype)
+        return array.reshape(B * pages, page, *array.shape[2:])[order]
+
+    table = jnp.asarray(where.reshape(B, pages), jnp.int32)
+    out, lse = ato_jax.decode_attention(
+        q, in_pages(k), in_pages(v), table, jnp.asarray(lengths), return_lse=True, **options
+    )
+    wanted = ato_jax.attention(
+        *(array.astype(jnp.float32) for array in (q, k, v)),
+        causal=True,
+        query_offset=jnp.asarray(lengths - T),
+        kv_lengths=jnp.asarray(lengths),
+        return_lse=True,
+        implementation="reference",
+        **options,
+    )
+    assert out.dtype == dtype
+    hidden = wanted[1] == -jnp.inf
+    np.testing.assert_array_equal(lse == -jnp.inf, hidden)
+    numerics.check("out", out, wanted[0], dtype=dtype)
+    numerics.check("lse", *(jnp.where(hidden, 0, one) for one in (lse, wanted[1])), dtype=dtype)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("D", "V"), [(192, 192), (256, 256), (64, 512)])

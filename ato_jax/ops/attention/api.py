@@ -80,10 +80,7 @@ def prepare(
     q_ids, kv_ids = bind_segments(segment_ids, q_segment_ids, kv_segment_ids, sizes, batched)
     bias = bind_bias(bias, sizes)
     mask = bind_mask(mask, sizes)
-    if sinks is not None:
-        sinks = shapes.floating("sinks", sinks)
-        shapes.bind(sizes, "sinks", sinks.shape, "H")
-        sinks = sinks.astype(jnp.float32)
+    sinks = bind_sinks(sinks, sizes)
     dropout_rate = shapes.static_number("dropout_rate", dropout_rate)
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
@@ -208,6 +205,14 @@ def bind_mask(mask: Any, sizes: dict[str, int]) -> jax.Array | None:
     if found != "bool":
         raise ValueError(f"mask must be boolean, got {found}; an additive one is `bias`")
     return _four_axes("mask", jnp.asarray(mask), sizes)
+
+
+def bind_sinks(sinks: Any, sizes: dict[str, int]) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = shapes.floating("sinks", sinks)
+    shapes.bind(sizes, "sinks", sinks.shape, "H")
+    return sinks.astype(jnp.float32)
 
 
 def dropout_seed(key: Any) -> jax.Array:

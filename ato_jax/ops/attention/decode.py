@@ -2,21 +2,29 @@
 
     query i of sequence b stands at position lengths[b] - T + i and sees the keys up to there
     key j of sequence b is row j % page of page page_table[b, j // page]
+
+On an NVIDIA GPU that is one kernel, `triton/paged.py`, and where it has parts their merging;
+elsewhere, and for every derivative, the pages are put in a row and `attention` goes over them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import shapes
-from ato_jax.ops.attention.api import attention
+from ato_jax import device, shapes
+from ato_jax.device import Device
+from ato_jax.ops.attention.api import OP, attention, bind_sinks, bounds
+from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
+from ato_jax.ops.common import check_heads
 
 # More queries than this are a prefill: `attention` is made for them.
 MOST_QUERIES = 16
+KERNEL = "triton.paged"
 
 
 def decode_attention(
@@ -37,7 +45,8 @@ def decode_attention(
     The queries are causal among themselves; their own keys and values are in the cache already,
     and counted in `lengths`. Only the pages that hold a sequence's first `lengths` keys are read:
     the other ids in its row of the table may be anything, and no NaN in unused rows or pages gets
-    into an output.
+    into an output. Of the pages that are used an id out of range is refused where table and
+    lengths are on the host; on a device its keys are read from nowhere and seen by nobody.
 
     Args:
       q: [B, T, H, D], T from 1 to 16.
@@ -71,35 +80,97 @@ def decode_attention(
     for axis in ("P", "page"):
         if sizes[axis] < 1:
             raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
+    check_heads(sizes)
     sizes["S"] = sizes["pages"] * sizes["page"]
     keys = shapes.lengths("lengths", lengths, sizes, "S")
     _check_used_pages(page_table, lengths, sizes)
 
-    used = -(-keys // sizes["page"])[:, None]  # pages of each sequence
-    table = shapes.clipped(table, 0, sizes["P"] - 1)
-    table = jnp.where(jnp.arange(sizes["pages"]) < used, table, 0)
+    spec = AttentionSpec(
+        B=sizes["B"],
+        T=sizes["T"],
+        S=sizes["S"],
+        H=sizes["H"],
+        G=sizes["G"],
+        D=sizes["D"],
+        V=sizes["V"],
+        dtype=str(q.dtype),
+        scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
+        left=bounds(True, window)[0],
+        right=0,
+        offset=None,
+        query_offset=True,
+        kv_lengths=True,
+        softcap=None if softcap is None else shapes.positive("softcap", softcap),
+        sinks=sinks is not None,
+        return_lse=shapes.flag("return_lse", return_lse),
+    )
+    table = shapes.clipped(table, -1, sizes["P"])
+    inputs = PagedInputs(q, k_pages, v_pages, table, keys, bind_sinks(sinks, sizes))
+    out, lse = _decode(spec, device.of_call(inputs), device.interpreting(), inputs)
+    return (out, lse) if return_lse else out
+
+
+def _plain(spec: AttentionSpec, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
+    q, k_pages, v_pages, table, lengths, sinks = inputs
+    count, page = k_pages.shape[:2]
+    used = jnp.arange(table.shape[1]) * page < lengths[:, None]
+    exists = used & (table >= 0) & (table < count)  # [B, pages]
+    table = jnp.where(exists, table, 0)
 
     def contiguous(pages: jax.Array) -> jax.Array:
         """[P, page, G, D] -> [B, S, G, D]"""
-        found = jnp.take(pages, table, axis=0, mode="clip")
-        return found.reshape(sizes["B"], sizes["S"], *pages.shape[2:])
+        return pages[table].reshape(spec.B, spec.S, *pages.shape[2:])
 
     return attention(
         q,
         contiguous(k_pages),
         contiguous(v_pages),
         causal=True,
-        window=window,
-        query_offset=keys - sizes["T"],
+        window=None if spec.left is None else (spec.left, 0),
+        query_offset=lengths - spec.T,
+        mask=jnp.repeat(exists, page, axis=1)[:, None, None],
         # Said of both sides: where T = S, the one given would stand for the other, too.
-        q_lengths=jnp.full(sizes["B"], sizes["T"], jnp.int32),
-        kv_lengths=keys,
-        softcap=softcap,
+        q_lengths=jnp.full(spec.B, spec.T, jnp.int32),
+        kv_lengths=lengths,
+        softcap=spec.softcap,
         sinks=sinks,
-        scale=scale,
-        return_lse=return_lse,
+        scale=spec.scale,
+        return_lse=True,
         implementation="xla",
     )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _kernel(
+    spec: AttentionSpec, here: Device, interpret: bool, inputs: PagedInputs
+) -> tuple[jax.Array, jax.Array]:
+    with device.interpret(interpret):
+        out, lse = OP.backend(KERNEL).forward(spec, here, inputs)
+    if inputs.sinks is not None:
+        seen = lse
+        lse = jnp.logaddexp(seen, inputs.sinks)
+        # Of what saw nothing, out is 0 already.
+        out = out * jnp.where(seen == -jnp.inf, 0, jnp.exp(seen - lse))[..., None]
+    return out.astype(spec.dtype), lse
+
+
+@_kernel.defjvp
+def _kernel_jvp(
+    spec: AttentionSpec, here: Device, interpret: bool, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    """The plain one's derivative: right in forward mode, reverse mode and to any order."""
+    _, tangents = jax.jvp(functools.partial(_plain, spec), primals, tangents)
+    return _kernel(spec, here, interpret, *primals), tangents
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _decode(
+    spec: AttentionSpec, here: Device, interpret: bool, inputs: PagedInputs
+) -> tuple[jax.Array, jax.Array]:
+    # Not on a CPU at all, where naming the kernel would import Pallas's Triton.
+    if here.platform == "gpu" and OP.backend(KERNEL).unsupported(spec, here) is None:
+        return _kernel(spec, here, interpret, inputs)
+    return _plain(spec, inputs)
 
 
 def _check_used_pages(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:

@@ -1,0 +1,214 @@
+"""The paged kernel, interpreted on the CPU against plain JAX, and compiled for GPUs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax import device
+from ato_jax.ops.attention import decode
+from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
+from ato_jax.ops.attention.triton import paged
+from tests import aot, numerics
+
+GPUS = {
+    80: device.Device("gpu", "NVIDIA A100", (8, 0), 108, device.SHARED_MEMORY[8, 0]),
+    90: device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0]),
+}
+
+
+def arguments(
+    lengths: list[int],
+    *,
+    T: int = 1,
+    H: int = 4,
+    G: int = 2,
+    D: int = 16,
+    V: int = 16,
+    page: int = 4,
+    pages: int = 12,
+    dtype: str = "float32",
+) -> tuple[Any, ...]:
+    """Caches in pages in a random order; NaN and nonsense in what no sequence uses."""
+    draw = np.random.default_rng(0)
+    B = len(lengths)
+    count = sum(-(-length // page) for length in lengths) + 2
+    k, v = (np.full((count, page, G, width), np.nan, np.float32) for width in (D, V))
+    table = draw.integers(-(2**31), 2**31 - 1, (B, pages))
+    free = iter(draw.permutation(count))
+    for b, length in enumerate(lengths):
+        for start in range(0, length, page):
+            number = table[b, start // page] = next(free)
+            rows = min(page, length - start)
+            k[number, :rows] = draw.normal(size=(rows, G, D))
+            v[number, :rows] = draw.normal(size=(rows, G, V))
+    q = jnp.asarray(draw.normal(size=(B, T, H, D)), dtype)
+    return (
+        *(q, jnp.asarray(k, dtype), jnp.asarray(v, dtype)),
+        *(jnp.asarray(table, jnp.int32), jnp.asarray(lengths)),
+    )
+
+
+def by_kernel(*arrays: Any, here: device.Device = GPUS[90], **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch, ato_jax.interpret():
+        patch.setattr(device, "of_call", lambda arrays: here)
+        return ato_jax.decode_attention(*arrays, return_lse=True, **options)
+
+
+def check(*arrays: Any, **options: Any) -> None:
+    """The kernel against plain JAX in float32."""
+    exact = [array.astype(jnp.float32) for array in arrays[:3]]
+    wanted = ato_jax.decode_attention(*exact, *arrays[3:], return_lse=True, **options)
+    found = by_kernel(*arrays, **options)
+    dtype = str(arrays[0].dtype)
+    assert found[0].dtype == dtype and found[1].dtype == jnp.float32
+    hidden = wanted[1] == -jnp.inf
+    np.testing.assert_array_equal(found[1] == -jnp.inf, hidden)
+    numerics.check("out", found[0], wanted[0], dtype=dtype)
+    numerics.check(
+        "lse", *(jnp.where(hidden, 0, lse) for lse in (found[1], wanted[1])), dtype=dtype
+    )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short caches have several parts and blocks."""
+    monkeypatch.setattr(paged, "FEWEST_KEYS", 8)
+    monkeypatch.setattr(paged, "LONGEST_BLOCK", 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(dtype: str) -> None:
+    check(*arguments([40, 1, 0, 17], dtype=dtype))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+def test_pages(T: int, page: int) -> None:
+    """Blocks of many pages, of one, and pages of several blocks; parts without any block."""
+    check(*arguments([70, 3, 0, 128], T=T, page=page, pages=130 // page + 1))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (9, 0)},
+        {"window": (0, 3)},
+        {"softcap": 1.5, "scale": 0.7},
+        {"sinks": jnp.array([0.3, -1.0, 2.0, -jnp.inf])},
+        {"scale": -0.5},
+    ],
+    ids=["window", "itself alone", "softcap", "sinks", "negative scale"],
+)
+def test_options(options: dict[str, Any]) -> None:
+    check(*arguments([45, 2, 0, 31], T=3), **options)
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "D", "V", "T"), [(1, 1, 1, 1, 1), (6, 2, 20, 33, 16), (40, 1, 96, 80, 2)]
+)
+def test_sizes(H: int, G: int, D: int, V: int, T: int) -> None:
+    """The last in two tiles of rows and two slices of columns."""
+    check(*arguments([45, 2, 19], H=H, G=G, D=D, V=V, T=T))
+
+
+def test_pages_that_there_are_not() -> None:
+    """On a device: their keys are seen by nobody, by the kernel and by plain JAX."""
+    q, k, v, table, lengths = arguments([40, 17])
+    wrong = table.at[0, 2].set(-5).at[1, 1].set(10_000)
+    check(q, k, v, wrong, lengths)
+    numbers = np.where(np.arange(12) < -(-np.array(lengths) // 4)[:, None], table, 0)
+    keys, values = (np.asarray(array)[numbers].reshape(2, 48, 2, 16) for array in (k, v))
+    seen = np.ones((2, 1, 1, 48), bool)
+    seen[0, ..., 8:12] = seen[1, ..., 4:8] = False
+    beyond = np.arange(48)[:, None, None] >= np.array(lengths)[:, None, None, None]
+    keys, values = (np.where(beyond, 0, array) for array in (keys, values))
+    wanted = ato_jax.attention(q, keys, values, mask=seen, kv_lengths=lengths)
+    numerics.check("out", by_kernel(q, k, v, wrong, lengths)[0], wanted, dtype="float32")
+
+
+def test_derivatives_are_the_plain_ones() -> None:
+    q, k, v, table, lengths = arguments([9, 4], pages=3)
+    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out, lse = ato_jax.decode_attention(q, k, v, table, lengths, return_lse=True)
+        return jnp.sum(out**2) + jnp.sum(lse)
+
+    wanted = jax.grad(loss, (0, 1, 2))(q, k, v)
+    with pytest.MonkeyPatch.context() as patch, ato_jax.interpret():
+        patch.setattr(device, "of_call", lambda arrays: GPUS[90])
+        found = jax.grad(loss, (0, 1, 2))(q, k, v)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_kernel_refuses() -> None:
+    def spec(**sizes: int) -> AttentionSpec:
+        known = {"B": 1, "T": 1, "S": 64, "H": 1, "G": 1, "D": 64, "V": 64} | sizes
+        return AttentionSpec(**known, dtype="float32", scale=1.0)
+
+    assert paged.unsupported(spec(), GPUS[90]) is None
+    assert "D must be at most 512" in str(paged.unsupported(spec(D=513), GPUS[90]))
+    assert "V must be at most 512" in str(paged.unsupported(spec(V=576), GPUS[90]))
+    assert paged.unsupported(spec(S=0), GPUS[90]) == "empty arrays"
+    assert "needs an NVIDIA GPU" in str(paged.unsupported(spec(), device.Device("cpu")))
+
+
+def test_parts() -> None:
+    """They fill the card, and none is too short."""
+    spec = AttentionSpec(16, 1, 65536, 32, 8, 128, 128, "bfloat16", 1.0)
+    assert paged._parts(spec, 16 * 8, 132) == 17
+    assert paged._parts(spec, 8, 132) == 65536 // paged.FEWEST_KEYS
+    assert paged._parts(spec, 100_000, 132) == 1
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "D", "V", "T", "H"),
+    [
+        ("bfloat16", 128, 128, 1, 8),
+        ("bfloat16", 128, 128, 16, 8),
+        ("bfloat16", 192, 128, 4, 8),
+        ("float16", 64, 64, 4, 8),
+        ("float32", 128, 128, 1, 8),
+        ("bfloat16", 512, 512, 16, 8),
+    ],
+)
+def test_compiles(dtype: str, D: int, V: int, T: int, H: int, capability: int) -> None:
+    B, G, page, pages = 16, 2, 16, 512
+    spec = AttentionSpec(
+        *(B, T, page * pages, H, G, D, V, dtype, 0.1),
+        right=0, offset=None, query_offset=True, kv_lengths=True,
+    )  # fmt: skip
+
+    def shape(*sizes: int, dtype: str = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+    inputs = PagedInputs(
+        shape(B, T, H, D),
+        shape(B * pages, page, G, D),
+        shape(B * pages, page, G, V),
+        shape(B, pages, dtype="int32"),
+        shape(B, dtype="int32"),
+        None,
+    )
+    function = functools.partial(paged.forward, spec, GPUS[capability])
+    (kernel,) = aot.compile_function(function, inputs, capabilities=(capability,))
+    # The rows of sm_80's tiles are those measured for sm_90.
+    assert kernel.fits and kernel.spill_stores <= (0 if capability == 90 else 64), kernel
+
+
+def test_a_cpu_runs_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(decode, "_kernel")
+    arrays = arguments([9, 4])
+    assert np.isfinite(ato_jax.decode_attention(*arrays)).all()
