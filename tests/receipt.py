@@ -2,13 +2,18 @@
 
 A whole, unfiltered run of `pytest -m gpu` writes `tests/gpu_receipt.json`. Where some of its tests
 failed that only measured wrongly, these may be run again by their names, on the same kernels: those
-that pass are counted as passed, and named under "again". The ordinary tests
-compare its hash with that of the kernels' source as it stands, so nothing lands that no card has
-seen. Where no card could be had,
+that pass are counted as passed, and named under "again". What a run that was stopped did not come
+to stands under "left", and is made up for in the same way:
+
+    python -m tests.receipt left > left.txt
+    python -m pytest -m gpu @left.txt
+
+The ordinary tests compare the receipt's hash with that of the kernels' source as it stands, so
+nothing lands that no card has seen. Where no card could be had,
 
     python -m tests.receipt pending "the reason"
 
-writes a receipt that passes with a loud warning.
+writes a receipt that passes with a loud warning, as does one with tests left.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ KERNEL_SOURCES = (
     "ato_jax/ops/*/triton.py",
     "ato_jax/ops/*/triton/*.py",
 )
-OUTCOMES = ("passed", "failed", "error", "skipped")
+OUTCOMES = ("failed", "error", "passed", "skipped")
+FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 
 
@@ -91,47 +97,76 @@ def write(content: dict[str, Any]) -> None:
     )
 
 
-def write_run(device: str, tally: dict[str, int], failed: list[str]) -> None:
-    write({"device": device, "versions": versions(), "tally": tally, "failed": failed})
+def of_run(
+    collected: list[str], outcomes: dict[str, str], device: str, packages: dict[str, str]
+) -> dict[str, Any]:
+    """The receipt of a run of all tests, which may have been stopped. `outcomes` by test."""
+    tally = {name: list(outcomes.values()).count(name) for name in OUTCOMES}
+    failed = [name for name, outcome in outcomes.items() if outcome in FAILURES]
+    left = [name for name in collected if name not in outcomes]
+    return {
+        **{"device": device, "versions": packages, "tally": tally, "failed": failed},
+        **({"left": left} if left else {}),
+    }
 
 
-def with_second_run(receipt: dict[str, Any], passed: set[str]) -> dict[str, Any]:
-    """The receipt after a run in which those tests passed."""
-    again = [name for name in receipt["failed"] if name in passed]
-    tally = dict(receipt["tally"])
-    tally["failed"] -= len(again)
-    tally["passed"] += len(again)
-    left = [name for name in receipt["failed"] if name not in passed]
-    again = [*receipt.get("again", []), *again]
-    return {**receipt, "tally": tally, "failed": left, "again": again}
+def with_second_run(receipt: dict[str, Any], outcomes: dict[str, str]) -> dict[str, Any]:
+    """The receipt after a run of some tests that had failed, or were left."""
+    tally, failed = dict(receipt["tally"]), list(receipt["failed"])
+    left, again = list(receipt.get("left", [])), list(receipt.get("again", []))
+    for name, outcome in outcomes.items():
+        if name in left:
+            left.remove(name)
+            tally[outcome] += 1
+            failed += [name] if outcome in FAILURES else []
+        elif name in failed and outcome == "passed":
+            failed.remove(name)
+            again.append(name)
+            tally["failed" if tally["failed"] else "error"] -= 1
+            tally["passed"] += 1
+    found = {**receipt, "tally": tally, "failed": failed}
+    for key, names in (("left", left), ("again", again)):
+        found.pop(key, None)
+        found |= {key: names} if names else {}
+    return found
+
+
+def collected(session: Any) -> list[str]:
+    """Every test of the session, with workers or without."""
+    workers = session.config.pluginmanager.get_plugin("dsession")
+    if workers is None:
+        return [item.nodeid for item in session.items]
+    return list(workers.sched.collection or [])
 
 
 def after(session: Any) -> None:
-    """Writes the receipt of a session that ran every test of the marker gpu, and no less."""
+    """Writes the receipt of a session of every test of the marker gpu, or adds to it."""
     config = session.config
+    if hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    # A test that failed and then had an error in its end has failed.
+    outcomes = {
+        report.nodeid: outcome
+        for outcome in reversed(OUTCOMES)
+        for report in stats.get(outcome, [])
+    }
     whole = (
         config.args_source is config.ArgsSource.TESTPATHS
         and config.option.markexpr == "gpu"
         and not config.option.keyword
-        and not config.option.collectonly
         and not config.option.deselect
         and not getattr(config.option, "lf", False)
         and not session.shouldstop
     )
-    if hasattr(config, "workerinput"):
+    device = jax.devices()[0].device_kind
+    if whole:
+        write(of_run(collected(session), outcomes, device, versions()))
         return
-    stats = config.pluginmanager.get_plugin("terminalreporter").stats
-    if not whole:
-        passed = {report.nodeid for report in stats.get("passed", [])}
-        found = json.loads(RECEIPT.read_text())
-        same = found["kernel_hash"] == kernel_hash()
-        same = same and found.get("device") == jax.devices()[0].device_kind
-        if same and passed & set(found["failed"]):
-            write(with_second_run(found, passed))
-        return
-    tally = {outcome: len(stats.get(outcome, [])) for outcome in OUTCOMES}
-    failed = [report.nodeid for outcome in ("failed", "error") for report in stats.get(outcome, [])]
-    write_run(jax.devices()[0].device_kind, tally, failed)
+    found = json.loads(RECEIPT.read_text())
+    same = found["kernel_hash"] == kernel_hash() and found.get("device") == device
+    if same and {*found["failed"], *found.get("left", [])} & set(outcomes):
+        write(with_second_run(found, outcomes))
 
 
 def verdict(receipt: dict[str, Any], current_hash: str) -> tuple[str | None, str | None]:
@@ -144,10 +179,19 @@ def verdict(receipt: dict[str, Any], current_hash: str) -> tuple[str | None, str
         return f"tests failed on the card: {receipt['failed']}", None
     if not receipt["tally"].get("passed", 0):
         return "no test passed on the card", None
+    if "left" in receipt:
+        return None, f"THE CARD HAS NOT COME TO {len(receipt['left'])} TESTS OF THESE KERNELS"
     return None, None
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "pending" or not sys.argv[2].strip():
-        sys.exit(f"usage: python -m tests.receipt pending REASON\ncurrent hash: {kernel_hash()}")
-    write({"pending": sys.argv[2].strip()})
+    match sys.argv[1:]:
+        case ["pending", reason] if reason.strip():
+            write({"pending": reason.strip()})
+        case ["left"]:
+            print("\n".join(json.loads(RECEIPT.read_text()).get("left", [])))
+        case _:
+            sys.exit(
+                "usage: python -m tests.receipt pending REASON, or left\n"
+                f"current hash: {kernel_hash()}"
+            )

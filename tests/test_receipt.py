@@ -34,14 +34,32 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
 
 
 def test_what_failed_may_be_run_again() -> None:
-    tally = {"passed": 3, "failed": 2, "error": 0, "skipped": 1}
-    first = {"kernel_hash": "a", "tally": tally, "failed": ["x", "y"]}
-    second = receipt.with_second_run(first, {"x", "z"})
+    outcomes = {"a": "passed", "b": "passed", "c": "passed"}
+    outcomes |= {"x": "failed", "y": "error", "s": "skipped"}
+    first = {"kernel_hash": "h", **receipt.of_run(list(outcomes), outcomes, "card", {})}
+    assert first["failed"] == ["x", "y"] and "left" not in first
+    assert first["tally"] == {"passed": 3, "failed": 1, "error": 1, "skipped": 1}
+    second = receipt.with_second_run(first, {"x": "passed", "z": "passed", "a": "failed"})
     assert second["failed"] == ["y"] and second["again"] == ["x"]
-    assert second["tally"] == {"passed": 4, "failed": 1, "error": 0, "skipped": 1}
-    assert receipt.verdict(second, "a")[0] is not None
-    third = receipt.with_second_run(second, {"y"})
-    assert third["again"] == ["x", "y"] and receipt.verdict(third, "a") == (None, None)
+    assert second["tally"] == {"passed": 4, "failed": 0, "error": 1, "skipped": 1}
+    assert receipt.verdict(second, "h")[0] is not None
+    third = receipt.with_second_run(second, {"y": "passed"})
+    assert third["again"] == ["x", "y"] and receipt.verdict(third, "h") == (None, None)
+    assert third["tally"] == {"passed": 5, "failed": 0, "error": 0, "skipped": 1}
+
+
+def test_what_a_stopped_run_left_may_be_made_up_for() -> None:
+    first = receipt.of_run(["a", "b", "c", "d"], {"a": "passed"}, "card", {})
+    first["kernel_hash"] = "h"
+    assert first["left"] == ["b", "c", "d"]
+    wrong, warning = receipt.verdict(first, "h")
+    assert wrong is None and "NOT COME TO 3 TESTS" in str(warning)
+    second = receipt.with_second_run(first, {"b": "skipped", "c": "failed"})
+    assert second["left"] == ["d"] and second["failed"] == ["c"]
+    assert second["tally"] == {"passed": 1, "failed": 1, "error": 0, "skipped": 1}
+    assert "failed" in str(receipt.verdict(second, "h")[0])
+    third = receipt.with_second_run(second, {"c": "passed", "d": "passed"})
+    assert "left" not in third and receipt.verdict(third, "h") == (None, None)
 
 
 def test_verdicts() -> None:
