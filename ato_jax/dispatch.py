@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax import autodiff, device, tuning
+from ato_jax import autodiff, device, meshes, tuning
 
 PLAIN_JAX = ("xla", "reference")
 INTERPRETABLE = ("triton", "mosaic_gpu")
@@ -205,7 +205,9 @@ def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
         reference = functools.partial(op.backend("reference").forward, spec, None)
         shapes = jax.eval_shape(reference, inputs)
         return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return _run(call, inputs)
+    return meshes.in_auto_axes(
+        functools.partial(_run, call), inputs, lambda: inputs.partition_of_outputs(spec.layout)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

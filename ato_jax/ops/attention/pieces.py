@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import device, shapes
+from ato_jax.meshes import varying_with
 from ato_jax.ops.attention import blocks
 from ato_jax.ops.attention.api import prepare
 from ato_jax.ops.attention.merging import merge
@@ -147,7 +148,9 @@ def total_attention(
         shared, own = blocks.by_query_block(arrays, config.block_t)
         nothing = jnp.zeros((spec.H // spec.G, spec.S), arrays["q"].dtype)
         total, _ = lax.scan(
-            lambda total, entry: (total + of_block(shared | entry), None), nothing, own
+            lambda total, entry: (total + of_block(shared | entry), None),
+            varying_with(nothing, own),
+            own,
         )
         return total
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax.meshes import partition, sharded
+
 Broadcast = tuple[bool, bool, bool, bool]
 
 # Rounding takes at most half of a last place, 127 of these shares of the number.
@@ -95,6 +97,11 @@ class Inputs(NamedTuple):
     kv_lengths: jax.Array | None = None  # [B] int32
     query_offset: jax.Array | None = None  # [B] int32
     dropout_seed: jax.Array | None = None  # [2] uint32
+
+    def partition_of_outputs(self, layout: str) -> Outputs:
+        """`Outputs` of how each is sharded."""
+        rows = partition(self.q)[:3]
+        return Outputs(sharded(*rows, None), sharded(*rows))
 
 
 class PagedInputs(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax.meshes import partition, sharded
 from ato_jax.ops.linear_attention.features import FeatureMap
 
 
@@ -87,6 +88,13 @@ class Inputs(NamedTuple):
     kv_segments: jax.Array | None = None  # [B, S] int32
     q_lengths: jax.Array | None = None  # [B] int32
     kv_lengths: jax.Array | None = None  # [B] int32
+
+    def partition_of_outputs(self, layout: str) -> Outputs:
+        """`Outputs` of how each is sharded."""
+        rows, keys = partition(self.q)[:3], partition(self.k)
+        heads = keys[0], keys[layout.index("h")]
+        state = LinearState(sharded(*heads, None, None), sharded(*heads, None))
+        return Outputs(sharded(*rows, None), state)
 
 
 class Outputs(NamedTuple):

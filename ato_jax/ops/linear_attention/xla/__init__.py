@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff
+from ato_jax.meshes import varying_with
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -86,6 +87,7 @@ def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
 
 def scan(body: Any, carry: Any, chunks: Any, reverse: bool = False) -> Any:
     """`lax.scan` that keeps the carries ahead for the derivative."""
+    carry = varying_with(carry, chunks)
     return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, chunks, reverse=reverse)
 
 
