@@ -279,8 +279,9 @@ def normalizer_terms(
     """e and 1 / den, [T_block], from phi(q), g and each row's z, [T_block or 1, F] in parts."""
 
     def row_sums(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
-        sums = [jnp.sum(a * b, axis=1) for a, b in zip(left, right, strict=True)]
-        return functools.reduce(jnp.add, sums)
+        # Of the parts together: each sum over a row may take two barriers between the warps.
+        products = [a * b for a, b in zip(left, right, strict=True)]
+        return jnp.sum(functools.reduce(jnp.add, products), axis=1)
 
     weight = row_sums(features, z)
     inverse = 1 / jnp.maximum(weight, spec.eps)
@@ -323,14 +324,15 @@ def _key_gradient(
             rows = tiles.tile_rows(first, block, spec.S, whole, length)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
+            # dk is written before dv is begun: side by side they would take all registers.
+            d_features = tiles.product(spec, v, dkv, wide=True, in_parts=in_parts)
+            d_features += dz[None, :]  # [S_block, F]
             features, slopes = tiles.features_and_slopes(spec, k, rows)  # [S_block, F]
+            tiles.store_tile(dk_ref, rows, spec.D, d_features * slopes)
             dv = tiles.product(  # [S_block, V]
                 spec, features, dkv, wide=True, trans_b=True, in_parts=in_parts
             )
-            d_features = tiles.product(spec, v, dkv, wide=True, in_parts=in_parts)
-            d_features += dz[None, :]  # [S_block, F]
             tiles.store_tile(dv_ref, rows, spec.V, dv)
-            tiles.store_tile(dk_ref, rows, spec.D, d_features * slopes)
 
         jax.lax.fori_loop(0, count, write_tile, None)
 

@@ -18,6 +18,7 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     State,
     feature_gradient,
     later_pairs,
+    load_cotangent,
     load_state,
     pairs_of,
     read_for_features,
@@ -307,8 +308,7 @@ def key_gradient(
             phi_k = tiles.operand(spec, features, wide=True)
 
             dv = read_for_values(spec, refs, "adds", start, phi_k, sums)
-            dz_in_rows = tiles.in_each_row(spec, block, sums[1])
-            d_features = read_for_features(spec, refs, "adds", start, v, (sums[0], dz_in_rows))
+            d_features = read_for_features(spec, refs, "adds", start, v, sums)
             if flows:
                 tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
             if "keeps" in refs:
@@ -358,8 +358,7 @@ def key_gradient(
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
             return sums
 
-        dkv, dz = load_state(spec, side_refs, tiles.PARTS)
-        jax.lax.fori_loop(0, chunks, write_chunk, (dkv, dz / tiles.PARTS))
+        jax.lax.fori_loop(0, chunks, write_chunk, load_cotangent(spec, side_refs))
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))

@@ -7,7 +7,9 @@
 for every query head r of the group that shares the state. A program holds all F rows of a block
 of columns of one state in its registers, so that nothing but the sums over F passes between its
 threads; with 32 consecutive float32 values a row is at least one line of 128 bytes, and 4 values
-of it a thread's load. The vectors phi(k), phi(q_r) and k_sum' are made again by each program.
+of it a thread's load. The vectors phi(k), phi(q_r) and k_sum' are made again by each program, and
+all that it reads is asked for before it writes: a program that waits at its end keeps its place on
+the multiprocessor from one that would load.
 """
 
 from __future__ import annotations
@@ -65,6 +67,14 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
     block = _columns(B * G, size, V, here.multiprocessors)
     blocks = pl.cdiv(V, block)
     height = pl.next_power_of_2(size)
+    warps = 8 if height * block > LARGEST_TILE // 2 else 4
+    # Whether each of the values is in one thread alone, as k_sum's are not.
+    apart = height * block >= 32 * warps
+
+    def barrier() -> None:
+        """What several threads hold was loaded by each: first all of them, then one overwrites."""
+        if not device.interpreting():  # which knows no threads
+            plgpu.debug_barrier()
 
     def kernel(
         q_ref: Any, k_ref: Any, v_ref: Any, kv_ref: Any, k_sum_ref: Any, *refs: Any
@@ -89,6 +99,7 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
         k_sum = load(k_sum_ref, f, is_feature)  # [F]
         v = load(v_ref, column, is_column).astype(jnp.float32)  # [V_block]
         phi_k = mapped(k_ref)  # [F]
+        first_phi_q = mapped(q_ref, 0)  # [F]
         if decay is not None:
             if decay.shape[2] == size:
                 factor = jnp.exp(load(decay_refs[0], f, is_feature))  # [F]
@@ -98,13 +109,11 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
             k_sum *= factor
         kv += phi_k[:, None] * v[None, :]
         k_sum += phi_k
-        if not device.interpreting():  # which knows no threads, and no barrier
-            # A value that several threads hold was loaded by each, and one of them overwrites it.
-            plgpu.debug_barrier()
+        if not apart:
+            barrier()
         plgpu.store(new_kv_ref.at[f[:, None], column[None, :]], kv, mask=is_state)
 
-        def read(r: Any, carry: None) -> None:
-            phi_q = mapped(q_ref, r)  # [F]
+        def read(r: Any, phi_q: jax.Array) -> None:
             out = jnp.sum(phi_q[:, None] * kv, axis=0)  # [V_block]
             if spec.normalize:
                 out /= jnp.maximum(jnp.sum(phi_q * k_sum), spec.eps)
@@ -112,7 +121,9 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
                 out *= spec.scale
             plgpu.store(out_ref.at[r, column], out.astype(out_ref.dtype), mask=is_column)
 
-        jax.lax.fori_loop(0, group, read, None)
+        read(0, first_phi_q)
+        jax.lax.fori_loop(1, group, lambda r, _: read(r, mapped(q_ref, r)), None)
+        barrier()
 
         @pl.when(pl.program_id(0) == 0)
         def _() -> None:
@@ -145,9 +156,7 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
             *(jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in state),
         ],
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=8 if height * block > LARGEST_TILE // 2 else 4, num_stages=1
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=device.interpreting(),
         name="linear_attention_step",
     )(*arrays)

@@ -57,6 +57,12 @@ def load_state(spec: LinearAttentionSpec, refs: tuple[Any, Any], rows: int = 1) 
     return kv, jnp.broadcast_to(k_sum, (rows, k_sum.shape[1]))
 
 
+def load_cotangent(spec: LinearAttentionSpec, refs: tuple[Any, Any]) -> State:
+    """dS^T [V, F], and dz in parts [16, F], over all of which the sum is the whole."""
+    dkv, dz = load_state(spec, refs, tiles.PARTS)
+    return dkv, dz / tiles.PARTS
+
+
 class Pairs(NamedTuple):
     """The pairs of a tile of queries and one of keys: which see each other, and their decay
     (None: 1). [C, C], queries along the rows unless `keys_first` made them."""
@@ -205,10 +211,11 @@ def read_for_features(
     v: jax.Array,
     sums: State,
 ) -> jax.Array:
-    """What they add to phi(k)'s gradient, [C, F]; dz is in each of C rows."""
+    """What they add to phi(k)'s gradient, [C, F]; dz is in parts [16, F]."""
     found = tiles.read_state(spec, v, sums[0])
     if spec.normalize or spec.return_state:
-        found += sums[1]
+        # By a product: added as a vector, it led to tiles in more shared memory than there is.
+        found += tiles.in_each_row(spec, found.shape[0], sums[1])
     if name in refs:
         found *= tiles.load_steps(refs[name], start, found.shape[0])[:, None]
     return found

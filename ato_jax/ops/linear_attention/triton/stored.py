@@ -29,6 +29,7 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     QueryGradient,
     feature_gradient,
     later_pairs,
+    load_cotangent,
     load_state,
     pairs_of,
     read_for_features,
@@ -163,10 +164,24 @@ def query_gradient(
         start, run = tile * block, tile // in_run * walk.pieces.rows
         queries = walk.queries_at(spec, refs, start, block)
         do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
-        parts = [
-            read_for_gradient(spec, refs, name, start, do, load_state(spec, side))
-            for name, side in zip(("reads", "reads_right"), side_refs, strict=False)
-        ]
+
+        def map_queries(anew: bool) -> tuple[jax.Array, jax.Array]:  # phi(q), slopes [C, F]
+            q = tiles.load_tile(q_ref, queries, spec.D, anew=anew)  # [C, D]
+            q = tiles.as_accumulated(q, tiles.identity(spec, tiles.padded(spec.D)))
+            return tiles.features_and_slopes(spec, q, queries)
+
+        g, z_seen = [], []
+        flowing: list[tuple[jax.Array, Any]] = []
+        for name, side in zip(("reads", "reads_right"), side_refs, strict=False):
+            g_part, z_part = read_for_gradient(spec, refs, name, start, do, load_state(spec, side))
+            g.append(g_part)
+            z_seen.append(z_part)
+            if flows:
+                # What the query reads from this state is made of two sums of a row, once e and
+                # 1 / den are known: the tiles themselves would fill the registers until then.
+                phi_q, _ = map_queries(anew=False)
+                seen = None if z_part is None else jnp.sum(phi_q * z_part, axis=1)
+                flowing.append((jnp.sum(phi_q * g_part, axis=1), seen))
 
         def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             g, z_seen = sums
@@ -181,13 +196,10 @@ def query_gradient(
             g += tiles.product(spec, dw, phi_k, wide=True)
             return g, None if z_seen is None else z_seen + pairs.sums(spec, phi_k, wide)
 
-        g = add_up(part[0] for part in parts)
-        z_seen = add_up(part[1] for part in parts) if spec.normalize else None
-        g, z_seen = _over_tiles(0, (start - run + block) // other, count, add_tile, (g, z_seen))
+        read = add_up(g), add_up(z_seen) if spec.normalize else None
+        g, z_seen = _over_tiles(0, (start - run + block) // other, count, add_tile, read)
 
-        q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
-        q = tiles.as_accumulated(q, tiles.identity(spec, tiles.padded(spec.D)))
-        phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
+        phi_q, slopes = map_queries(anew=flows > 0)
         e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
         if z_seen is not None:
             e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
@@ -196,9 +208,10 @@ def query_gradient(
         d_phi_q = feature_gradient(g, z_seen, e, inverse)
         tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
         at = tiles.piece_id() * block
-        for flow_ref, part in zip(flow_refs[:flows], parts, strict=False):
-            read = feature_gradient(*part, e, inverse)
-            tiles.store_steps(flow_ref, at, jnp.sum(phi_q * read, axis=1))
+        for flow_ref, (flow, seen) in zip(flow_refs[:flows], flowing, strict=True):
+            if e is not None:
+                flow += e * seen
+            tiles.store_steps(flow_ref, at, flow * inverse)
         if own:
             tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
 
@@ -328,11 +341,9 @@ def key_gradient(
         phi_k = tiles.operand(spec, features, wide=True)
         dvs, parts = [], []
         for name, side in zip(("adds", "adds_right"), side_refs, strict=False):
-            dkv, dz = load_state(spec, side, tiles.PARTS)
-            dvs.append(read_for_values(spec, refs, name, start, phi_k, (dkv, dz)))
-            # By a product: added as a vector, it led to tiles in more shared memory than there is.
-            dz = tiles.in_each_row(spec, block, dz / tiles.PARTS)
-            parts.append(read_for_features(spec, refs, name, start, v, (dkv, dz)))
+            cotangent = load_cotangent(spec, side)
+            dvs.append(read_for_values(spec, refs, name, start, phi_k, cotangent))
+            parts.append(read_for_features(spec, refs, name, start, v, cotangent))
         for flow_ref, part in zip(flow_refs[1:], parts, strict=False):
             tiles.store_steps(flow_ref, start, jnp.sum(features * part, axis=1))
 

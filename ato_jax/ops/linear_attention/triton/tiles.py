@@ -251,19 +251,32 @@ def _mask(rows: jax.Array | None, columns: Columns) -> jax.Array | None:
 
 
 def load_tile(
-    ref: Any, rows: Rows, width: int | Columns, head: Any = None, axis: int = 1
+    ref: Any,
+    rows: Rows,
+    width: int | Columns,
+    head: Any = None,
+    axis: int = 1,
+    *,
+    anew: bool = False,
 ) -> jax.Array:
     """[C, padded(width)] of ref [length, width], or some of its columns: zero where no row is
     real or no column exists.
 
-    With `head`, ref has one more axis, of heads, at `axis`.
+    With `head`, ref has one more axis, of heads, at `axis`. `anew` is for a tile that was loaded
+    before: the compiler would hold the first one, and what is made of it, in registers. As the
+    cache need not keep it any longer, it is another kind of load.
     """
     columns = _columns(width)
     mask = _mask(rows.real, columns)
     index = [rows.numbers[:, None], columns.index[None, :]]
     if head is not None:
         index.insert(axis, head)
-    return plgpu.load(ref.at[tuple(index)], mask=mask, other=None if mask is None else 0)
+    return plgpu.load(
+        ref.at[tuple(index)],
+        mask=mask,
+        other=None if mask is None else 0,
+        eviction_policy="evict_first" if anew else None,
+    )
 
 
 def store_tile(ref: Any, rows: Rows, width: int | Columns, tile: jax.Array) -> None:
