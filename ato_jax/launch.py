@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 
 from ato_jax import device, meshes

@@ -7,6 +7,7 @@ again how they are sharded, like the inputs that they follow.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,11 @@ def varying_with(arrays: Any, others: Any) -> Any:
         return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
     return jax.tree.map(cast, arrays)
+
+
+def nowhere() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mesh is set: what is traced is of one device, as a kernel's body is."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def in_auto_axes(

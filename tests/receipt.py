@@ -39,6 +39,7 @@ RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
 KERNEL_SOURCES = (
     "ato_jax/device.py",
+    "ato_jax/launch.py",
     "ato_jax/tuning.py",
     "ato_jax/tuned/*.toml",
     "ato_jax/ops/*/spec.py",

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ato_jax
 import ato_jax.nn
+from ato_jax import device
 
 B, T, H, D = 4, 8, 4, 8
 OPS: dict[str, Any] = {
@@ -44,7 +46,6 @@ OPS: dict[str, Any] = {
 LAYERS: dict[str, Any] = {
     "Attention": ato_jax.nn.Attention,
     "LinearAttention": functools.partial(ato_jax.nn.LinearAttention, causal=True),
-    "Performer": ato_jax.nn.Performer,
     "GatedLinearAttention": ato_jax.nn.GatedLinearAttention,
     "LatentAttention": functools.partial(
         ato_jax.nn.LatentAttention, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4
@@ -89,6 +90,8 @@ def gradient(function: Any) -> Any:
 def check_meshes(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
     for name, op in OPS.items():
+        if kind == AxisType.Auto and name not in ("attention", "causal linear attention"):
+            continue
         layout = op.keywords.get("layout", "bthd")
         qkv = arrays(layout)
         wanted, wanted_gradient = op(*qkv), gradient(op)(*map(jnp.asarray, qkv))
@@ -116,20 +119,54 @@ def check_layers() -> None:
 
 
 def check_shard_map() -> None:
-    """Each device its own batch entry, or its own heads, as kernels run on several GPUs."""
+    """Each device its own batch entries, or its own heads, as kernels run on several GPUs."""
     mesh = jax.make_mesh((4,), ("shards",), axis_types=(AxisType.Auto,))
     for name in ("attention", "causal linear attention"):
         options = {key: value for key, value in OPS[name].keywords.items() if key == "causal"}
         wanted = gradient(functools.partial(OPS[name].func, **options))(*arrays("bthd"))
-        for implementation, spec in (("xla", P("shards")), ("triton", P(None, None, "shards"))):
-            op = functools.partial(OPS[name].func, implementation=implementation, **options)
-            # An interpreted kernel's types do not say which axes it varies over.
+        for spec in (P("shards"), P(None, None, "shards")):
             mapped = jax.shard_map(
-                op, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=implementation == "xla"
+                functools.partial(OPS[name].func, **options),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
             )
-            with ato_jax.interpret(implementation == "triton"):
-                found = jax.jit(gradient(mapped))(*arrays("bthd"))
-            alike(f"shard_map, {spec}: {name}, {implementation}", found, wanted)
+            found = jax.jit(gradient(mapped))(*arrays("bthd"))
+            alike(f"shard_map, {spec}: {name}", found, wanted)
+
+
+def check_types_of_kernels() -> None:
+    """Lowered as for GPUs, inside a shard_map that checks what varies, as it does by default."""
+    mesh = jax.make_mesh((4,), ("shards",), axis_types=(AxisType.Auto,))
+    gpu = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
+    shapes = [jax.ShapeDtypeStruct((B, 64, H, 32), jnp.bfloat16)] * 3
+    # What is the same for all shards has a gradient that is their sum.
+    bias = {"bias": np.zeros((1, 1, 1, 64), np.float32), "sinks": np.zeros(H, np.float32)}
+    cases = (
+        (ato_jax.attention, bias),
+        (ato_jax.linear_attention, {}),
+        (ato_jax.linear_attention, {"causal": True, "decay": -np.ones(H, np.float32)}),
+        (ato_jax.linear_attention, {"feature_map": lambda x: jnp.where(x > 0, x, 0)}),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "of_call", lambda arrays: gpu)
+        for op, options in cases:
+
+            def loss(options: Any, *qkv: Any, op: Any = op, rest: Any = None) -> Any:
+                def attend(options: Any, *qkv: Any) -> Any:
+                    return op(*qkv, implementation="triton", **options, **rest)
+
+                mapped = jax.shard_map(
+                    attend, mesh=mesh, in_specs=(P(), *[P("shards")] * 3), out_specs=P("shards")
+                )
+                return jnp.sum(mapped(options, *qkv).astype(jnp.float32))
+
+            static = {key: value for key, value in options.items() if not hasattr(value, "shape")}
+            learned = {key: value for key, value in options.items() if key not in static}
+            function = functools.partial(loss, rest=static)
+            print(f"types: {op.__name__}, {list(options)}", flush=True)
+            traced = jax.jit(jax.grad(function, argnums=(0, 1, 2, 3))).trace(learned, *shapes)
+            assert "pallas_call" in str(traced.jaxpr)
 
 
 if __name__ == "__main__":
@@ -137,4 +174,5 @@ if __name__ == "__main__":
     check_meshes(AxisType.Auto)
     check_layers()
     check_shard_map()
+    check_types_of_kernels()
     print("all alike")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax import shapes
+from ato_jax import meshes, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,8 @@ def favor(
 def _trace(function: Callable[[jax.Array], jax.Array], dtype: Any) -> Any:
     """The jaxpr of an elementwise function: traced on one scalar, which no mixing survives."""
     try:
-        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), dtype))
+        with meshes.nowhere():
+            closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), dtype))
     except Exception as error:
         raise ValueError(
             "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ato_jax import device
+from ato_jax.launch import pallas_call
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs, Residuals
 from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.common import (
@@ -270,7 +270,7 @@ def _query_gradient(
     queries = sequence_spec(layout, spec.T, spec.D, block_q, parts=parts)
     query_values = sequence_spec(layout, spec.T, spec.V, block_q, parts=parts)
     with_total = renormalises(spec)
-    dq, log2_norm, delta, total = pl.pallas_call(
+    dq, log2_norm, delta, total = pallas_call(
         functools.partial(
             _dq_kernel,
             spec=spec,
@@ -310,7 +310,6 @@ def _query_gradient(
         compiler_params=plgpu.CompilerParams(
             num_warps=config.dq_num_warps, num_stages=config.dq_num_stages
         ),
-        interpret=device.interpreting(),
         name="attention_backward_dq",
     )(
         inputs.q,
@@ -351,7 +350,7 @@ def _key_gradients(
     options = options._replace(sinks=None)
     rows_spec = sequence_spec(ROWS_LAYOUT, spec.T, None, block_q, group=share, parts=parts)
     with_dbias = bias.of_keys(spec)
-    dk, dv, dbias = pl.pallas_call(
+    dk, dv, dbias = pallas_call(
         functools.partial(
             _dkv_kernel,
             spec=spec,
@@ -392,7 +391,6 @@ def _key_gradients(
         compiler_params=plgpu.CompilerParams(
             num_warps=config.dkv_num_warps, num_stages=config.dkv_num_stages
         ),
-        interpret=device.interpreting(),
         name="attention_backward_dkv",
     )(inputs.q, inputs.k, inputs.v, do, *rows, gain, options)
     if parts > 1:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ato_jax import device
+from ato_jax.launch import pallas_call
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
@@ -184,7 +184,7 @@ def _by_tile(
 
     rows_spec = pl.BlockSpec((spec.B, spec.H, max(spec.T, block_q)), lambda n, m, z: (0, 0, 0))
     owners = inputs.bias.shape[0] * inputs.bias.shape[1]
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(
             _kernel, spec=spec, block_q=block_q, block_k=block_k, fast_exp2=config.fast_exp2
         ),
@@ -203,6 +203,5 @@ def _by_tile(
         compiler_params=plgpu.CompilerParams(
             num_warps=config.dbias_num_warps, num_stages=config.dbias_num_stages
         ),
-        interpret=device.interpreting(),
         name="attention_backward_dbias",
     )(inputs.q, inputs.k, inputs.v, do, rows, gain, options)

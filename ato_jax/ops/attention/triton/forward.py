@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ato_jax import device
+from ato_jax.launch import pallas_call
 from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
@@ -188,7 +188,7 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     # Parts are rounded only once they are merged.
     out_dtype = inputs.v.dtype if parts == 1 else jnp.float32
     in_kernel = spec.keep_rest and parts == 1
-    out, lse, rest = pl.pallas_call(
+    out, lse, rest = pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
@@ -219,7 +219,6 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
-        interpret=device.interpreting(),
         name="attention_forward",
     )(inputs.q, inputs.k, inputs.v, options)
     if parts > 1:

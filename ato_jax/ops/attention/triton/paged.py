@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ato_jax import device
 from ato_jax.device import Device
+from ato_jax.launch import pallas_call
 from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
 from ato_jax.ops.attention.triton.common import (
@@ -206,7 +206,7 @@ def forward(
             (count, page, None, row_size(width)), lambda n, p, b: (0, 0, quotient(n, tiles), 0)
         )
 
-    out, lse = pl.pallas_call(
+    out, lse = pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
@@ -236,7 +236,6 @@ def forward(
             jax.ShapeDtypeStruct((parts, B, G, count), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=device.interpreting(),
         name="attention_paged",
     )(q, inputs.k_pages, inputs.v_pages, inputs.page_table, inputs.lengths)
     out, lse = (out[0], lse[0]) if parts == 1 else merge(out, lse)

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ato_jax import meshes
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -77,7 +78,8 @@ def unsupported_map(feature_map: FeatureMap) -> str | None:
         return f"feature map {feature_map.name!r} is not elementwise"
     x = jax.ShapeDtypeStruct((tiles.COLUMNS, tiles.COLUMNS), jnp.float32)
     try:
-        closed = jax.make_jaxpr(lambda x: jax.jvp(feature_map, (x,), (jnp.ones_like(x),)))(x)
+        with meshes.nowhere():
+            closed = jax.make_jaxpr(lambda x: jax.jvp(feature_map, (x,), (jnp.ones_like(x),)))(x)
     except Exception:  # the map is the user's: whatever it raises without its parameters
         return f"feature map {feature_map.name!r} closes over arrays"
     if others := _primitives(closed.jaxpr) - ELEMENTWISE:

@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
 from ato_jax.device import Device
+from ato_jax.launch import pallas_call
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 from ato_jax.ops.linear_attention.triton import unsupported_map
@@ -146,7 +147,7 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
         )
     # k_sum in place only where a single program reads it: others could meet it overwritten.
     aliases = {3: 1, 4: 2} if blocks == 1 else {3: 1}
-    out, *new_state = pl.pallas_call(
+    out, *new_state = pallas_call(
         kernel,
         grid=(blocks, G, B),
         in_specs=in_specs,
@@ -157,7 +158,6 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
         ],
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=device.interpreting(),
         name="linear_attention_step",
     )(*arrays)
     return out.reshape(B, H, V), LinearState(*new_state)

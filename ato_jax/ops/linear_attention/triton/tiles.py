@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
+from ato_jax.launch import pallas_call
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 COLUMNS = 16  # the narrowest tile that Triton's dots take
@@ -641,14 +642,13 @@ def launch(
     in_specs, out_specs = jax.tree.map(
         turned, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, pl.BlockSpec)
     )
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
         grid=(heads, pieces, batch),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=device.interpreting(),
         name=name,
     )
 
