@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device
+from ato_jax import device, tuning
 from ato_jax.ops.attention import decode
 from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
 from ato_jax.ops.attention.triton import paged
@@ -58,7 +59,9 @@ def arguments(
 def by_kernel(*arrays: Any, here: device.Device = GPUS[90], **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch, ato_jax.interpret():
         patch.setattr(device, "of_call", lambda arrays: here)
-        return ato_jax.decode_attention(*arrays, return_lse=True, **options)
+        return ato_jax.decode_attention(
+            *arrays, return_lse=True, implementation="triton", **options
+        )
 
 
 def check(*arrays: Any, **options: Any) -> None:
@@ -139,14 +142,15 @@ def test_derivatives_are_the_plain_ones() -> None:
     q, k, v, table, lengths = arguments([9, 4], pages=3)
     k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
 
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        out, lse = ato_jax.decode_attention(q, k, v, table, lengths, return_lse=True)
+    def loss(implementation: str, q: Any, k: Any, v: Any) -> Any:
+        out, lse = ato_jax.decode_attention(
+            q, k, v, table, lengths, return_lse=True, implementation=implementation
+        )
         return jnp.sum(out**2) + jnp.sum(lse)
 
-    wanted = jax.grad(loss, (0, 1, 2))(q, k, v)
-    with pytest.MonkeyPatch.context() as patch, ato_jax.interpret():
-        patch.setattr(device, "of_call", lambda arrays: GPUS[90])
-        found = jax.grad(loss, (0, 1, 2))(q, k, v)
+    wanted = jax.grad(functools.partial(loss, "xla"), (0, 1, 2))(q, k, v)
+    with ato_jax.interpret():
+        found = jax.grad(functools.partial(loss, "triton"), (0, 1, 2))(q, k, v)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
@@ -208,7 +212,20 @@ def test_compiles(dtype: str, D: int, V: int, T: int, H: int, capability: int) -
     assert kernel.fits and kernel.spill_stores <= (0 if capability == 90 else 64), kernel
 
 
-def test_a_cpu_runs_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(decode, "_kernel")
-    arrays = arguments([9, 4])
-    assert np.isfinite(ato_jax.decode_attention(*arrays)).all()
+def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel where it is named, or where a device's table has it first."""
+    spec = AttentionSpec(1, 1, 64, 1, 1, 64, 64, "bfloat16", 1.0)
+    cpu, gpu = device.Device("cpu"), GPUS[90]
+    assert decode._backend(spec, cpu, None) == decode._backend(spec, gpu, "xla") == "xla"
+    assert decode._backend(spec, gpu, "triton") == "triton"
+    with pytest.raises(ato_jax.UnsupportedError, match="triton: needs an NVIDIA GPU"):
+        decode._backend(spec, cpu, "triton")
+    with pytest.raises(ValueError, match="implementation must be one of 'xla', 'triton'"):
+        decode._backend(spec, cpu, "cuda")
+    first = {"when": {"dtype": "bfloat16"}, "shortest": 1, "backend": "triton"}
+    for entries, chosen in (([], "xla"), ([first], "triton")):
+        table = {"decode_attention": {"first": entries}}
+        monkeypatch.setattr(tuning, "table", lambda name, table=table: table)
+        assert decode._backend(spec, gpu, None) == chosen
+        wide = dataclasses.replace(spec, D=1024)
+        assert decode._backend(wide, gpu, None) == "xla"

@@ -414,7 +414,10 @@ def test_paged_decoding(
 
     table = jnp.asarray(where.reshape(B, pages), jnp.int32)
     out, lse = ato_jax.decode_attention(
-        q, in_pages(k), in_pages(v), table, jnp.asarray(lengths), return_lse=True, **options
+        *(q, in_pages(k), in_pages(v), table, jnp.asarray(lengths)),
+        return_lse=True,
+        implementation="triton",
+        **options,
     )
     wanted = ato_jax.attention(
         *(array.astype(jnp.float32) for array in (q, k, v)),

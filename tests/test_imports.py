@@ -70,6 +70,9 @@ def backends() -> list[str]:
     return [name for name in modules() for folder in folders if within(name, folder)]
 
 
+SHARED = tuple(f"ato_jax.{name}" for name in ("autodiff", "device", "launch", "meshes", "shapes"))
+
+
 def test_backends_are_found() -> None:
     assert {"ato_jax.ops.attention.triton", "ato_jax.ops.linear_attention.xla"} <= set(backends())
 
@@ -80,8 +83,7 @@ def test_backends(name: str) -> None:
     op, own = name.split(".")[2:4]
     home = f"ato_jax.ops.{op}"
     for imported in reached(name):
-        shared = ("ato_jax.device", "ato_jax.autodiff", "ato_jax.shapes")
-        assert imported in shared or within(imported, home), f"{name} reaches {imported}"
+        assert imported in SHARED or within(imported, home), f"{name} reaches {imported}"
         assert imported not in (home, f"{home}.api"), f"{name} reaches {imported}"
         part = imported.removeprefix(f"{home}.").split(".")[0]
         assert part == own or part not in BACKENDS, f"{name} reaches another backend, {imported}"
@@ -92,14 +94,19 @@ def test_backends(name: str) -> None:
     [
         ("ato_jax.device", ()),
         ("ato_jax.autodiff", ()),
+        ("ato_jax.meshes", ()),
         ("ato_jax.shapes", ()),
+        ("ato_jax.launch", ("ato_jax.device", "ato_jax.meshes")),
         ("ato_jax.tuning", ("ato_jax.device",)),
-        ("ato_jax.dispatch", ("ato_jax.tuning", "ato_jax.device", "ato_jax.autodiff")),
+        (
+            "ato_jax.dispatch",
+            ("ato_jax.tuning", "ato_jax.device", "ato_jax.autodiff", "ato_jax.meshes"),
+        ),
         ("ato_jax.ops.common", ("ato_jax.shapes",)),
-        ("ato_jax.ops.attention.spec", ()),
+        ("ato_jax.ops.attention.spec", ("ato_jax.meshes",)),
         (
             "ato_jax.ops.linear_attention.spec",
-            ("ato_jax.ops.linear_attention.features", "ato_jax.shapes"),
+            ("ato_jax.ops.linear_attention.features", "ato_jax.meshes", "ato_jax.shapes"),
         ),
     ],
 )

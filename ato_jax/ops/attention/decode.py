@@ -3,8 +3,8 @@
     query i of sequence b stands at position lengths[b] - T + i and sees the keys up to there
     key j of sequence b is row j % page of page page_table[b, j // page]
 
-On an NVIDIA GPU that is one kernel, `triton/paged.py`, and where it has parts their merging;
-elsewhere, and for every derivative, the pages are put in a row and `attention` goes over them.
+By `triton/paged.py` that is one kernel, and where it has parts their merging; by XLA, and for every
+derivative, the pages are put in a row and `attention` goes over them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import device, shapes
+from ato_jax import device, shapes, tuning
 from ato_jax.device import Device
+from ato_jax.dispatch import UnsupportedError
 from ato_jax.ops.attention.api import OP, attention, bind_sinks, bounds
 from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
 from ato_jax.ops.common import check_heads
@@ -25,6 +26,7 @@ from ato_jax.ops.common import check_heads
 # More queries than this are a prefill: `attention` is made for them.
 MOST_QUERIES = 16
 KERNEL = "triton.paged"
+BACKENDS = ("xla", "triton")
 
 
 def decode_attention(
@@ -39,6 +41,7 @@ def decode_attention(
     sinks: Any = None,
     scale: Any = None,
     return_lse: bool = False,
+    implementation: str | None = None,
 ) -> Any:
     """Attention of the T newest queries of each sequence against a paged cache.
 
@@ -56,6 +59,8 @@ def decode_attention(
       lengths: [B] integers, keys per sequence, the T newest included.
       window: (left, right): keys from position - left on, None for no bound.
       softcap, sinks, scale, return_lse: as in `attention`.
+      implementation: "triton", the kernel that reads pages where they lie; "xla", which copies
+        them; or None: the kernel where the device's table has it as the faster, else XLA.
 
     Returns:
       out [B, T, H, V], or (out, lse) with `return_lse`: lse float32 [B, T, H]. A query that sees
@@ -106,10 +111,30 @@ def decode_attention(
     )
     table = shapes.clipped(table, -1, sizes["P"])
     inputs = PagedInputs(q, k_pages, v_pages, table, keys, bind_sinks(sinks, sizes))
-    out, lse = _decode(spec, device.of_call(inputs), device.interpreting(), inputs)
+    here = device.of_call(inputs)
+    if _backend(spec, here, implementation) == "triton":
+        out, lse = _by_kernel(spec, here, device.interpreting(), inputs)
+    else:
+        out, lse = _plain(spec, inputs)
     return (out, lse) if return_lse else out
 
 
+def _backend(spec: AttentionSpec, here: Device, implementation: str | None) -> str:
+    if implementation is not None:
+        shapes.one_of("implementation", implementation, BACKENDS)
+    named = implementation == "triton"
+    # Not on a CPU, unless asked for, where naming the kernel would import Pallas's Triton.
+    if named or (implementation is None and here.platform == "gpu"):
+        reason = OP.backend(KERNEL).unsupported(spec, here)
+        if named and reason is not None:
+            raise UnsupportedError(f"decode_attention: triton: {reason}")
+        order = tuning.order("decode_attention", BACKENDS, spec, here)
+        if named or (reason is None and order[0] == "triton"):
+            return "triton"
+    return "xla"
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _plain(spec: AttentionSpec, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
     q, k_pages, v_pages, table, lengths, sinks = inputs
     count, page = k_pages.shape[:2]
@@ -141,7 +166,8 @@ def _plain(spec: AttentionSpec, inputs: PagedInputs) -> tuple[jax.Array, jax.Arr
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _kernel(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _by_kernel(
     spec: AttentionSpec, here: Device, interpret: bool, inputs: PagedInputs
 ) -> tuple[jax.Array, jax.Array]:
     with device.interpret(interpret):
@@ -154,23 +180,13 @@ def _kernel(
     return out.astype(spec.dtype), lse
 
 
-@_kernel.defjvp
-def _kernel_jvp(
+@_by_kernel.defjvp
+def _by_kernel_jvp(
     spec: AttentionSpec, here: Device, interpret: bool, primals: Any, tangents: Any
 ) -> tuple[Any, Any]:
     """The plain one's derivative: right in forward mode, reverse mode and to any order."""
     _, tangents = jax.jvp(functools.partial(_plain, spec), primals, tangents)
-    return _kernel(spec, here, interpret, *primals), tangents
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _decode(
-    spec: AttentionSpec, here: Device, interpret: bool, inputs: PagedInputs
-) -> tuple[jax.Array, jax.Array]:
-    # Not on a CPU at all, where naming the kernel would import Pallas's Triton.
-    if here.platform == "gpu" and OP.backend(KERNEL).unsupported(spec, here) is None:
-        return _kernel(spec, here, interpret, inputs)
-    return _plain(spec, inputs)
+    return _by_kernel(spec, here, interpret, *primals), tangents
 
 
 def _check_used_pages(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import device
 from ato_jax.device import Device
 from ato_jax.launch import pallas_call
 from ato_jax.ops.attention.merging import merge
@@ -65,7 +66,8 @@ class Tiles(NamedTuple):
 
 
 def unsupported(spec: AttentionSpec, here: Device) -> str | None:
-    if here.platform != "gpu" or here.capability is None or here.capability < (8, 0):
+    old = here.capability is None or here.capability < (8, 0)
+    if not device.interpreting() and (here.platform != "gpu" or old):
         return "needs an NVIDIA GPU of compute capability 8.0 or more"
     for name, width in (("D", spec.D), ("V", spec.V)):
         if width > WIDEST_HEAD:
