@@ -39,7 +39,6 @@ ACCEPTED = Path(__file__).parent / "spills.txt"
 FEW_BYTES = 1024
 # Those of more bytes that were timed against tiles with fewer, and were faster.
 FASTEST = {
-    ("linear_attention", 128, "step", 90, "linear_attention_causal_query_gradient"),
     ("attention", 512, "-", 90, "attention_backward_dq"),
 }
 

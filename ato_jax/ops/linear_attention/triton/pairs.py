@@ -212,10 +212,11 @@ def read_for_features(
     sums: State,
 ) -> jax.Array:
     """What they add to phi(k)'s gradient, [C, F]; dz is in parts [16, F]."""
-    found = tiles.read_state(spec, v, sums[0])
+    dz: Any = 0.0
     if spec.normalize or spec.return_state:
         # By a product: added as a vector, it led to tiles in more shared memory than there is.
-        found += tiles.in_each_row(spec, found.shape[0], sums[1])
+        dz = tiles.in_each_row(spec, v.shape[0], sums[1])
+    found = tiles.read_state(spec, v, sums[0]) + dz
     if name in refs:
         found *= tiles.load_steps(refs[name], start, found.shape[0])[:, None]
     return found

@@ -170,18 +170,21 @@ def query_gradient(
             q = tiles.as_accumulated(q, tiles.identity(spec, tiles.padded(spec.D)))
             return tiles.features_and_slopes(spec, q, queries)
 
-        g, z_seen = [], []
-        flowing: list[tuple[jax.Array, Any]] = []
-        for name, side in zip(("reads", "reads_right"), side_refs, strict=False):
-            g_part, z_part = read_for_gradient(spec, refs, name, start, do, load_state(spec, side))
-            g.append(g_part)
-            z_seen.append(z_part)
-            if flows:
-                # What the query reads from this state is made of two sums of a row, once e and
-                # 1 / den are known: the tiles themselves would fill the registers until then.
-                phi_q, _ = map_queries(anew=False)
-                seen = None if z_part is None else jnp.sum(phi_q * z_part, axis=1)
-                flowing.append((jnp.sum(phi_q * g_part, axis=1), seen))
+        parts = [
+            read_for_gradient(spec, refs, name, start, do, load_state(spec, side))
+            for name, side in zip(("reads", "reads_right"), side_refs, strict=False)
+        ]
+
+        def sums_of_parts(phi_q: jax.Array) -> list[list[jax.Array]]:
+            """phi(q) . g and phi(q) . z of each state, [C]: what is read but for e and 1 / den."""
+            return [
+                [jnp.sum(phi_q * tile, axis=1) for tile in part if tile is not None]
+                for part in parts[:flows]
+            ]
+
+        # Before the loop, through which the parts themselves would fill the registers.
+        ahead = flows > 0 and count > 1
+        flowing = sums_of_parts(map_queries(anew=False)[0]) if ahead else []
 
         def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             g, z_seen = sums
@@ -196,10 +199,11 @@ def query_gradient(
             g += tiles.product(spec, dw, phi_k, wide=True)
             return g, None if z_seen is None else z_seen + pairs.sums(spec, phi_k, wide)
 
-        read = add_up(g), add_up(z_seen) if spec.normalize else None
-        g, z_seen = _over_tiles(0, (start - run + block) // other, count, add_tile, read)
+        g = add_up(part[0] for part in parts)
+        z_seen = add_up(part[1] for part in parts) if spec.normalize else None
+        g, z_seen = _over_tiles(0, (start - run + block) // other, count, add_tile, (g, z_seen))
 
-        phi_q, slopes = map_queries(anew=flows > 0)
+        phi_q, slopes = map_queries(anew=ahead)
         e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
         if z_seen is not None:
             e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
@@ -208,9 +212,10 @@ def query_gradient(
         d_phi_q = feature_gradient(g, z_seen, e, inverse)
         tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
         at = tiles.piece_id() * block
-        for flow_ref, (flow, seen) in zip(flow_refs[:flows], flowing, strict=True):
+        flowing = flowing or sums_of_parts(phi_q)
+        for flow_ref, (flow, *seen) in zip(flow_refs[:flows], flowing, strict=True):
             if e is not None:
-                flow += e * seen
+                flow += e * seen[0]
             tiles.store_steps(flow_ref, at, flow * inverse)
         if own:
             tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
