@@ -111,6 +111,15 @@ def compile_function(
     ]
 
 
+def shared_bytes(function: Callable[..., Any], *args: Any, capability: int) -> dict[str, int]:
+    """What each kernel's largest launch asks for, by half of the compiler: without ptxas."""
+    found: dict[str, int] = {}
+    for kernel in triton_kernels(function, *args, capability=capability):
+        figures = _cached_figures(kernel, capability, machine_code=False)
+        found[kernel.name] = max(figures["shared_bytes"], found.get(kernel.name, 0))
+    return found
+
+
 def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) -> list[Kernel]:
     """Lowers `function(*args)` for CUDA and returns its Triton kernels, uncompiled."""
     device = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
@@ -176,7 +185,7 @@ def _ttir(bytecode: bytes) -> str:
     )
 
 
-def _cached_figures(kernel: Kernel, capability: int) -> dict[str, int]:
+def _cached_figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict[str, int]:
     """`_figures`, remembered on disk under everything that it depends on."""
     # What steers Triton or ptxas from outside, TRITON_PTXAS_PATH for one.
     environment = {
@@ -191,13 +200,14 @@ def _cached_figures(kernel: Kernel, capability: int) -> dict[str, int]:
         kernel.num_stages,
         importlib.metadata.version("triton"),
         sorted(environment.items()),
+        machine_code,
         OWN_SOURCE,
     )
     path = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
     if path.exists():
         return json.loads(path.read_text())
     try:
-        figures = _figures(kernel, capability)
+        figures = _figures(kernel, capability, machine_code)
     except Exception as error:
         error.add_note(f"while compiling the kernel {kernel.name!r} for sm_{capability}")
         raise
@@ -209,8 +219,11 @@ def _cached_figures(kernel: Kernel, capability: int) -> dict[str, int]:
     return figures
 
 
-def _figures(kernel: Kernel, capability: int) -> dict[str, int]:
-    """Compiles one kernel; the fields of `Compiled` that the compiler finds out."""
+def _figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict[str, int]:
+    """Compiles one kernel; the fields of `Compiled` that the compiler finds out.
+
+    Before any machine code is made, these are the shared memory alone.
+    """
     # Here, because importing Triton takes longer than reading a result from the cache.
     from triton._C.libtriton import ir as triton_ir
     from triton.backends.compiler import GPUTarget, Language
@@ -239,12 +252,14 @@ def _figures(kernel: Kernel, capability: int) -> dict[str, int]:
         ttir_path.write_text(kernel.ttir)
         module = triton_ir.parse_mlir_module(str(ttir_path), context)
         module.context = context
-        for stage in ("ttir", "ttgir", "llir", "ptx"):
+        for stage in ("ttir", "ttgir", "llir"):
             module = stages[stage](module, metadata)
+        if not machine_code:
+            return {"shared_bytes": metadata["shared"]}
 
         # Triton's last stage runs ptxas too, and throws away what it says.
         ptx_path = Path(folder, "kernel.ptx")
-        ptx_path.write_text(module)
+        ptx_path.write_text(stages["ptx"](module, metadata))
         ptxas = subprocess.run(
             [
                 get_ptxas(capability).path,
