@@ -27,6 +27,7 @@ from ato_torch import _bridge, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _programs.PARAMETERS
+TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 
 
 def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Tensors:
@@ -120,6 +121,12 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
     if not torch.compiler.is_compiling():
         feature_map, arrays = _programs.resolve(feature_map)
         parameters = tuple(_bridge.from_jax(array, place) for array in arrays)
+    elif torch.compiler.is_dynamo_compiling() and not TELLS_FUNCTIONS_APART:
+        raise NotImplementedError(
+            "torch.compile takes a feature_map that is a function from PyTorch 2.13 on: before, it "
+            "does not tell functions of the same code apart. Name one, or leave the call out of "
+            "what is compiled by torch.compiler.disable"
+        )
     else:  # `_text` resolves it: no compiler looks into a FeatureMap
         # By its id, the program is for this very function: by itself, for all of the same code.
         parameters = _parameters(feature_map, id(feature_map), place)

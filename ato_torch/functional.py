@@ -105,7 +105,7 @@ def attention(
         "q_lengths": (q_lengths, "B"),
         "kv_lengths": (kv_lengths, "B"),
     }
-    tensors, options = _integers(arrays, query, sizes, batched=bool(batch))
+    tensors, options = _integers(arrays, query, sizes, batched=len(batch) > 0)
     if attn_mask is not None:
         if is_causal:
             raise ValueError(
@@ -189,7 +189,8 @@ def linear_attention(
       key: [B, G, S, D] with H % G == 0: query head h reads head h // (H // G).
       value: [B, G, S, V].
       feature_map: a name, an elementwise JAX function, or `ato_jax.favor(...)`. To torch.compile
-        a function is what it was, closure included, when it was compiled.
+        a function is what it was, closure included, when it was compiled; before PyTorch 2.13
+        it takes names alone.
       decay: log of the factor per step, <= 0: [G], [B, G, S] or [B, G, S, D], with a gradient.
       initial_state: a pair of tensors (kv [B, G, D, V], k_sum [B, G, D]), with gradients.
       layout: "bhtd", or "bthd" for [B, T, H, D] (and decay [B, S, G], [B, S, G, D]).
