@@ -71,7 +71,7 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
     if differentiates:
         # Past a preparation for torch.func, which takes as long as all of the rest.
         return super(torch.autograd.Function, _Call).apply(program, *tensors)
-    return _bridge.execute(program.forward, tensors)
+    return _bridge.execute(program.answer, tensors)
 
 
 def runs_plainly(tensors: Tensors) -> bool:

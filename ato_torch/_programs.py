@@ -141,6 +141,7 @@ class Program:
         self.call = call
         self.place = place
         self.forward = self._jitted(functools.partial(forward, call))
+        self.answer = self._jitted(functools.partial(answer, call))
         self._backwards: dict[Any, Callable[..., Any]] = {}
 
     def backward(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Callable[..., Any]:
@@ -202,6 +203,11 @@ def forward(call: Call, arrays: Arrays) -> list[jax.Array]:
     for level in call.batched:
         function = jax.vmap(function, in_axes=_in_axes(level))
     return function(*arrays)
+
+
+def answer(call: Call, arrays: Arrays) -> list[jax.Array]:
+    """Of the outputs those that the caller asked for, where no backward will read the others."""
+    return forward(call, arrays)[: OPS[call.op].answers(call)]
 
 
 def backward(
@@ -291,13 +297,19 @@ def arguments(call: Call, arrays: Arrays) -> dict[str, Any]:
 class _Kernels:
     """An op with kernels of its own for the forward and for the backward.
 
-    `timed` tells which of its outputs have an axis T.
+    `timed` tells which of its outputs have an axis T, `asks` names the option that asks for more
+    than the first.
     """
 
     timed: tuple[bool, ...]
+    asks: str
 
     def __init__(self, api: Any) -> None:
         self.api = api
+
+    def answers(self, call: Call) -> int | None:
+        """How many outputs, from the first; None for all."""
+        return None if dict(call.options).get(self.asks) else 1
 
     def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
         raise NotImplementedError
@@ -371,6 +383,7 @@ class _Attention(_Kernels):
     """out, lse, and in training below float32 what rounding took from out."""
 
     timed = (True, True, True)
+    asks = "return_lse"
 
     def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
         out, lse, rest = outputs
@@ -393,6 +406,7 @@ class _LinearAttention(_Kernels):
     """out and the state's two sums."""
 
     timed = (True, False, False)
+    asks = "return_state"
 
     def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
         return jax.tree.leaves(outputs)
@@ -421,6 +435,9 @@ def _features(feature_map: Any, D: Any, inputs: dict[str, Any]) -> Any:
 
 class _Plain:
     """An op of plain JAX, differentiated by JAX."""
+
+    def answers(self, call: Call) -> int | None:
+        return None
 
     def backward(
         self,
