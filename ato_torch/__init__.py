@@ -2,14 +2,16 @@
 
     ato_torch.attention(query, key, value, attn_mask=None, ...)   as F.scaled_dot_product_attention
     ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
+    ato_torch.linear_attention_step(query, key, value, state)     one token of it
+    ato_torch.combine(outs, lses)                                 attention in pieces, merged
 
 Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX not to take most of
 the memory for itself.
 """
 
 from ato_torch import _bridge
-from ato_torch.functional import attention, linear_attention
+from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
 
 _bridge.share_the_gpu()
 
-__all__ = ["attention", "linear_attention"]
+__all__ = ["attention", "combine", "linear_attention", "linear_attention_step"]

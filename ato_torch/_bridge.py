@@ -1,192 +1,166 @@
-"""One op of ato_jax as one differentiable function of PyTorch tensors.
-
-    forward:   tensors -> DLPack -> arrays -> the op's prepare and dispatch.run -> DLPack -> tensors
-    backward:  tensors, outputs, cotangents -> dispatch.backward -> gradients
-
-The outputs are the op's own residuals, so backward computes nothing of the forward again.
+"""A jitted function of JAX on PyTorch's tensors: `execute`, by DLPack, without copies.
 
 Memory: an array made from a tensor is the tensor's memory and keeps it alive, and the other way
 round. A tensor is copied only where its memory is not dense in the order of its axes, or does not
 start at a multiple of `ALIGNMENT` bytes. No output shares memory with an input or with another
 output: JAX hands an input on where a result equals it, PyTorch may write to a result.
 
-Order: on a GPU, DLPack makes JAX wait for the current PyTorch stream, and the current PyTorch
-stream wait for JAX, without a block of the host. So work on other PyTorch streams, and JAX code
-of the caller's own that reuses memory which a PyTorch kernel still reads, need an order of their
-own. On a CPU PyTorch has no streams, so a call returns when its results are there.
+Order: on a GPU, JAX waits for what the current PyTorch stream holds so far, and the current
+PyTorch stream for JAX, each by an event, without a block of the host. So work on other PyTorch
+streams, and JAX code of the caller's own that reuses memory which a PyTorch kernel still reads,
+need an order of their own. On a CPU PyTorch has no streams, so a call returns when its results
+are there.
 
-Derivatives of second order are refused; forward mode and vmap raise PyTorch's own errors.
+Cost: the public functions of JAX and PyTorch look at every array anew, its device, its stream, its
+version of the protocol. Here that is looked at once, and what is passed is the protocol's capsule.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import warnings
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
 from jax._src import xla_bridge  # the one place that tells whether JAX has started
 
-from ato_jax import device, dispatch
+# Not public: where a version of JAX lacks them, its public functions do the same more slowly.
+jaxlib: Any
+try:
+    from jax._src.lib import _jax as jaxlib
+except ImportError:
+    jaxlib = None
 
 # The kernels load 16 bytes at a time; a misaligned load ends the process's CUDA context.
 ALIGNMENT = 16
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
-
-@dataclasses.dataclass
-class Call:
-    """One call of an op, without its tensors.
-
-    `api` is the op's api module; `arguments` is the structure of the dict of tensors that go to
-    its `prepare` by name; `options` are `prepare`'s other arguments. `outputs` is the structure
-    of the op's Outputs, known from the forward on.
-    """
-
-    api: ModuleType
-    arguments: Any
-    options: dict[str, Any]
-    interpreting: bool
-    outputs: Any = None
-
-    def prepare(self, arrays: list[jax.Array]) -> Any:
-        return self.api.prepare(**jax.tree.unflatten(self.arguments, arrays), **self.options)
+to_capsule, from_capsule = torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from_dlpack
 
 
-# torch.compile breaks its graph here: it cannot follow Python into JAX.
-@torch.compiler.disable
-def run(api: ModuleType, tensors: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The op's Outputs, of tensors; `tensors` holds what `prepare` takes, in canonical shapes.
-
-    Canonical: `prepare` keeps the shape and the dtype of every argument that has a gradient.
-    """
-    leaves, arguments = jax.tree.flatten(tensors)
-    call = Call(api, arguments, options, device.interpreting())
-    outputs = _Function.apply(call, *leaves)
-    return jax.tree.unflatten(call.outputs, outputs)
-
-
-class _Function(torch.autograd.Function):
-    """(call, *tensors) -> the leaves of the op's Outputs."""
-
-    @staticmethod
-    def forward(call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        arrays = [to_jax(tensor) for tensor in tensors]
-        with _where(arrays), device.interpret(call.interpreting):
-            request = call.prepare(arrays)
-            outputs = dispatch.run(
-                call.api.OP, request.spec, request.inputs, request.implementation
-            )
-        leaves, call.outputs = jax.tree.flatten(outputs)
-        return tuple(_to_torch(leaves, arrays))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.call, *tensors = inputs
-        # Saved by PyTorch, so that it refuses a backward after one of them was written to.
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needed = tuple(ctx.needs_input_grad[1:])
-        return None, *_Gradient.apply(ctx.call, needed, *ctx.saved_tensors, *cotangents)
-
-
-class _Gradient(torch.autograd.Function):
-    """(call, needed, *tensors, *outputs, *cotangents) -> the gradient of each tensor, or None.
-
-    `needed` tells of each tensor whether its gradient is.
-    """
-
-    @staticmethod
-    def forward(
-        call: Call, needed: tuple[bool, ...], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        arrays = [to_jax(tensor) for tensor in tensors]
-        inputs, held = arrays[: len(needed)], arrays[len(needed) :]
-        outputs, cotangents = (
-            jax.tree.unflatten(call.outputs, leaves)
-            for leaves in (held[: len(held) // 2], held[len(held) // 2 :])
+def execute(
+    function: Callable[..., Sequence[jax.Array]], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`function`, jitted, of the tensors: all on one device, where the results are, too."""
+    place = tensors[0].device
+    on_gpu = place.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ato_torch cannot be captured into a CUDA graph: JAX launches its work itself"
         )
-        # For each argument, which of the tensors it is made of.
-        places = jax.tree.unflatten(call.arguments, range(len(needed)))
-        wanted = tuple(
-            name for name in places if any(needed[at] for at in jax.tree.leaves(places[name]))
-        )
-        with _where(arrays), device.interpret(call.interpreting):
-            request = call.prepare(inputs)
-            if request.spec.B == 0:
-                return tuple(torch.zeros_like(tensor) for tensor in tensors[: len(needed)])
-            found = dispatch.backward(
-                call.api.OP,
-                request.spec,
-                request.inputs,
-                outputs,
-                cotangents,
-                request.implementation,
-                wanted,
-            )
-        gradients: list[torch.Tensor | None] = [None] * len(needed)
-        order = [at for name in wanted for at in jax.tree.leaves(places[name])]
-        ordered = [leaf for name in wanted for leaf in jax.tree.leaves(found[name])]
-        for at, gradient in zip(order, _to_torch(ordered, arrays), strict=True):
-            gradients[at] = _cut(gradient, tensors[at].shape)
-        return tuple(gradients)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        raise NotImplementedError(
-            "ato_torch has no derivatives of second order; ato_jax, called from JAX, has them"
-        )
-
-
-def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """The tensor's memory as an array, on the same device; a copy only where it has to be one."""
-    tensor = tensor.detach()
-    if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return jax.dlpack.from_dlpack(tensor)
-
-
-def _to_torch(arrays: list[jax.Array], inputs: list[jax.Array]) -> list[torch.Tensor]:
-    """The arrays' memory as tensors; a copy where it is an input's or an earlier one's."""
-    if all(place.platform == "cpu" for array in arrays for place in array.devices()):
-        jax.block_until_ready(arrays)
-    taken = {array.unsafe_buffer_pointer() for array in inputs if array.size}
-    tensors = []
+    tensors = [
+        tensor
+        if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
+        else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
+    road = _road(place)
+    if on_gpu:
+        current = torch.cuda.current_stream(place)
+        incoming = road.device.get_stream_for_external_ready_events()
+        stream = torch.cuda.ExternalStream(incoming, device=place)
+        stream.wait_event(current.record_event())
+        # 1 is the protocol's name for the default stream, whose handle is 0.
+        outgoing = current.cuda_stream or 1
+    else:
+        incoming = outgoing = None
+    arrays = function(*[road.into_jax(tensor, incoming) for tensor in tensors])
+    if outgoing is None:
+        for array in arrays:
+            array.block_until_ready()
+    taken = {tensor.data_ptr() for tensor in tensors}
+    results = []
     for array in arrays:
-        tensor = torch.from_dlpack(array)
-        if array.size:
-            pointer = tensor.data_ptr()
-            tensor = tensor.clone() if pointer in taken else tensor
+        result = road.out_of_jax(array, outgoing)
+        pointer = result.data_ptr()
+        if pointer:  # an empty tensor has none
+            result = result.clone() if pointer in taken else result
             taken.add(pointer)
-        tensors.append(tensor)
-    return tensors
+        results.append(result)
+    return results
 
 
-def _cut(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Without the row that `prepare` adds to an empty axis."""
-    if gradient.shape == shape:
-        return gradient
-    return gradient[tuple(slice(size) for size in shape)]
+class _Road:
+    """How memory goes to one JAX device and comes back: `into_jax`, `out_of_jax`.
+
+    The streams of both are handles: the one that waited for the tensors, the one that will wait
+    for the arrays; None on a CPU.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self.device = jax_device(place)
+        probe = torch.zeros(1, device=place)
+        for into_jax, out_of_jax in (*self._private(probe), (_public_in, _public_out)):
+            try:
+                out_of_jax(into_jax(probe, None), None)
+            except (TypeError, AttributeError):
+                continue
+            self.into_jax, self.out_of_jax = into_jax, out_of_jax
+            return
+        raise RuntimeError("this version of JAX does not take PyTorch's tensors by DLPack")
+
+    def _private(self, probe: torch.Tensor) -> list[tuple[Any, Any]]:
+        """By the names that JAX's own functions end in; from some version on the kind is named."""
+        kind = int(probe.__dlpack_device__()[0])
+        device = self.device
+
+        def out_of_jax(array: jax.Array, stream: int | None) -> torch.Tensor:
+            return from_capsule(jaxlib.buffer_to_dlpack_managed_tensor(array, stream=stream))
+
+        def with_kind(tensor: torch.Tensor, stream: int | None) -> jax.Array:
+            return jaxlib.dlpack_managed_tensor_to_buffer(
+                to_capsule(tensor), device, stream, None, kind
+            )
+
+        def without(tensor: torch.Tensor, stream: int | None) -> jax.Array:
+            return jaxlib.dlpack_managed_tensor_to_buffer(to_capsule(tensor), device, stream, None)
+
+        return [(with_kind, out_of_jax), (without, out_of_jax)]
 
 
-def _where(arrays: list[jax.Array]) -> Any:
-    """What JAX makes on the way, such as a default, is made where the tensors live."""
-    return jax.default_device(next(iter(arrays[0].devices())))
+def _public_in(tensor: torch.Tensor, stream: int | None) -> jax.Array:
+    return jax.dlpack.from_dlpack(tensor.detach())
+
+
+def _public_out(array: jax.Array, stream: int | None) -> torch.Tensor:
+    return torch.from_dlpack(array)
 
 
 @functools.cache
+def _road(place: torch.device) -> _Road:
+    return _Road(place)
+
+
+@functools.cache
+def jax_device(place: torch.device) -> jax.Device:
+    """The JAX device with that memory."""
+    if place.type == "cpu":
+        return jax.local_devices(backend="cpu")[0]
+    by_number = {device.local_hardware_id: device for device in jax.local_devices(backend="gpu")}
+    if place.index not in by_number:
+        raise ValueError(
+            f"query is on {place}, which JAX does not see: it sees "
+            f"{', '.join(map(str, by_number.values()))}"
+        )
+    return by_number[place.index]
+
+
+def from_jax(array: jax.Array, place: torch.device) -> torch.Tensor:
+    """An array that JAX made, as a tensor there."""
+    return torch.from_dlpack(jax.device_put(array, jax_device(place)))
+
+
+@torch.compiler.assume_constant_result
 def has_gpu() -> bool:
     """Whether JAX can reach a GPU at all."""
+    return _has_gpu()
+
+
+@functools.cache
+def _has_gpu() -> bool:
     try:
         return bool(jax.local_devices(backend="gpu"))
     except RuntimeError:

@@ -1,28 +1,33 @@
-"""The two functions: PyTorch's arguments checked, and put as ato_jax's ops take them.
+"""The functions: PyTorch's arguments checked, and put as ato_jax's ops take them.
 
-Whatever has a gradient goes to the bridge in its final shape and dtype, brought there by
-operations that PyTorch differentiates. Tensors whose memory is [B, T, H, D], as a projection
-leaves them before it is transposed to [B, H, T, D], go as `layout="bthd"` and are not copied.
+Whatever has a gradient goes to the op in its final shape and dtype, brought there by operations
+that PyTorch differentiates. Tensors whose memory is [B, T, H, D], as a projection leaves them
+before it is transposed to [B, H, T, D], go as `layout="bthd"` and are not copied.
+
+Values are checked where they can be read without waiting for a GPU, and where nothing traces:
+those of lengths, segments, offsets and decays that are on the host.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ato_jax import LinearState, shapes
+from ato_jax import LinearState, device, shapes
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.common import LAYOUTS, axes
-from ato_jax.ops.linear_attention import api as linear_attention_api
-from ato_torch import _bridge
+from ato_torch import _bridge, _ops, _programs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # int32 does not hold all of theirs.
 WIDE = (torch.int64, torch.uint32, torch.uint64)
+# Options that are known by their value.
+PLAIN = (bool, int, float, str, type(None))
 
 
 def attention(
@@ -69,6 +74,18 @@ def attention(
       [..., H, T, V], or that and lse [..., H, T] with `return_lse`. A query that sees nothing
       gives 0.
     """
+    plan = None
+    given = (query, key, value)
+    ids = segment_ids is q_segment_ids is kv_segment_ids is None
+    if ids and attn_mask is sinks is q_lengths is kv_lengths is None:
+        facts = (dropout_p, is_causal, scale, enable_gqa, window, query_offset, softcap)
+        plan = _plan_of("attention", given, facts + (return_lse, precision, implementation))
+        if plan is not None and plan.program is not None:
+            return plan(given)
+    if torch.compiler.is_compiling():
+        dropout_p, scale, softcap, window, query_offset = _ops.static(
+            (dropout_p, scale, softcap, window, query_offset)
+        )
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_all(query, key, value, smallest=2)
     is_causal = shapes.flag("is_causal", is_causal)
@@ -76,7 +93,9 @@ def attention(
     dropout_p = shapes.static_number("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    return_lse = shapes.flag("return_lse", return_lse)
     (query, key, value), batch, heads = _broadcast(query, key, value, enable_gqa)
+    straight = query is given[0] and key is given[1] and value is given[2]
     sizes = _bind(query, key, value, "BHTD", "BGSD", "BGSV")
     arrays = {
         "query_offset": (query_offset, "B"),
@@ -86,7 +105,7 @@ def attention(
         "q_lengths": (q_lengths, "B"),
         "kv_lengths": (kv_lengths, "B"),
     }
-    tensors, options = _integers(arrays, query, sizes, batched=bool(batch))
+    tensors, options = _integers(arrays, query, sizes, batched=len(batch) > 0)
     if attn_mask is not None:
         if is_causal:
             raise ValueError(
@@ -103,10 +122,9 @@ def attention(
         tensors["dropout_key"] = key_words.view(torch.uint32)
     options |= {
         "causal": is_causal,
-        # A copy, since backward reads it again and a list may have changed by then.
-        "window": copy.copy(window),
-        "softcap": softcap,
-        "scale": scale,
+        "window": None if window is None else attention_api.bounds(False, window),
+        "softcap": _number("softcap", softcap),
+        "scale": _number("scale", scale),
         "dropout_rate": dropout_p,
         "return_lse": return_lse,
         "precision": precision,
@@ -118,14 +136,29 @@ def attention(
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     tensors |= {"q": query, "k": key, "v": value}
-    out, lse, _ = _bridge.run(attention_api, tensors, options)
-    if transposed:
-        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    T = sizes["T"]
-    # An empty T is one row to the op.
-    out, lse = out[:, :, :T], lse[:, :, :T]
-    out = out.reshape(*batch, *heads, T, sizes["V"])
-    return (out, lse.reshape(*batch, *heads, T)) if return_lse else out
+    finish = functools.partial(
+        _attention_results,
+        transposed,
+        # As they are, where nothing was broadcast.
+        None if len(batch) == len(heads) == 1 else (*batch, *heads, sizes["T"]),
+        return_lse,
+    )
+    outputs = _ops.run("attention", tensors, options)
+    if plan is not None and straight and len(tensors) == 3:
+        plan.fill("attention", query, options, transposed, finish)
+    return finish(outputs)
+
+
+def _attention_results(
+    transposed: bool, shape: tuple[int, ...] | None, return_lse: bool, outputs: Any
+) -> Any:
+    out = outputs[0].transpose(1, 2) if transposed else outputs[0]
+    if shape is not None:
+        out = out.reshape(*shape, out.shape[-1])
+    if not return_lse:
+        return out
+    lse = outputs[1].transpose(1, 2) if transposed else outputs[1]
+    return out, lse if shape is None else lse.reshape(shape)
 
 
 def linear_attention(
@@ -156,7 +189,9 @@ def linear_attention(
       query: [B, H, T, D]; the batch axis may be missing, here and everywhere.
       key: [B, G, S, D] with H % G == 0: query head h reads head h // (H // G).
       value: [B, G, S, V].
-      feature_map: a name, an elementwise JAX function, or `ato_jax.favor(...)`.
+      feature_map: a name, an elementwise JAX function, or `ato_jax.favor(...)`. To torch.compile
+        a function is what it was, closure included, when it was compiled; before PyTorch 2.13
+        it takes names alone.
       decay: log of the factor per step, <= 0: [G], [B, G, S] or [B, G, S, D], with a gradient.
       initial_state: a pair of tensors (kv [B, G, D, V], k_sum [B, G, D]), with gradients.
       layout: "bhtd", or "bthd" for [B, T, H, D] (and decay [B, S, G], [B, S, G, D]).
@@ -166,9 +201,21 @@ def linear_attention(
       [B, H, T, V], or that and `LinearState(kv, k_sum)` with `return_state`. A query that sees
       nothing gives 0.
     """
+    plan = None
+    given = (query, key, value)
+    ids = segment_ids is q_segment_ids is kv_segment_ids is None
+    named = isinstance(feature_map, str)
+    if ids and named and decay is initial_state is q_lengths is kv_lengths is None:
+        facts = (feature_map, causal, normalize, scale, eps, return_state, layout)
+        plan = _plan_of("linear_attention", given, facts + (precision, implementation))
+        if plan is not None and plan.program is not None:
+            return plan(given)
+    if torch.compiler.is_compiling():
+        scale, eps = _ops.static((scale, eps))
     query, key, value = _autocast(query, key, value)
     _check_all(query, key, value, smallest=3)
     shapes.one_of("layout", layout, LAYOUTS)
+    return_state = shapes.flag("return_state", return_state)
     batched = query.ndim == 4
     first = 0 if batched else 1
     letters = [axes(layout, name)[first:] for name in ("BTHD", "BSGD", "BSGV")]
@@ -184,26 +231,13 @@ def linear_attention(
     tensors, options = _integers(arrays, query, sizes, batched)
     # The number of features is the feature map's: ato_jax checks axes of that size.
     if decay is not None:
-        _check("decay", decay, like=query)
         kinds = ["G", *(axes(layout, letters)[first:] for letters in ("BSG", "BSGF"))]
-        letters_of = {len(letters): letters for letters in kinds}
-        if decay.ndim not in letters_of:
-            needed = " or ".join(f"[{', '.join(letters)}]" for letters in kinds)
-            raise ValueError(f"decay must be {needed}, got shape {tuple(decay.shape)}")
-        shapes.bind(dict(sizes), "decay", tuple(decay.shape), letters_of[decay.ndim])
-        has_batch = decay.ndim > 1 and not batched
-        tensors["decay"] = (decay[None] if has_batch else decay).float()
+        tensors["decay"] = _decay(decay, query, sizes, kinds, batched)
     if initial_state is not None:
-        if not isinstance(initial_state, tuple) or len(initial_state) != 2:
-            raise ValueError(
-                "initial_state must be a pair of tensors (kv [B, G, D, V], k_sum [B, G, D]), "
-                f"got {type(initial_state).__name__}"
-            )
-        for name, tensor in zip(LinearState._fields, initial_state, strict=True):
-            _check(f"initial_state.{name}", tensor, like=query)
-        tensors["initial_state"] = LinearState(
-            *((tensor if batched else tensor[None]).float() for tensor in initial_state)
-        )
+        tensors |= _state("initial_state", initial_state, query, batched)
+    feature_map, parameters = _ops.resolved(feature_map, query.device)
+    tensors |= parameters
+    straight = batched and query is given[0] and key is given[1] and value is given[2]
     if not batched:
         query, key, value = query[None], key[None], value[None]
     transposed = _are_transposed(query, key, value)
@@ -217,21 +251,248 @@ def linear_attention(
         "feature_map": feature_map,
         "causal": causal,
         "normalize": normalize,
-        "scale": scale,
-        "eps": eps,
+        "scale": _number("scale", scale),
+        "eps": _number("eps", eps),
         "return_state": return_state,
         "layout": layout,
         "precision": precision,
         "implementation": implementation,
     }
-    out, state = _bridge.run(linear_attention_api, tensors, options)
-    # An empty T is one row to the op.
-    out = out.narrow(axes(layout, "BTHV").index("T"), 0, sizes["T"])
-    if transposed:
-        out = out.transpose(1, 2)
+    finish = functools.partial(_linear_results, transposed, batched, return_state)
+    outputs = _ops.run("linear_attention", tensors, options)
+    if plan is not None and straight and len(tensors) == 3:
+        plan.fill("linear_attention", query, options, transposed, finish)
+    return finish(outputs)
+
+
+def _linear_results(transposed: bool, batched: bool, return_state: bool, outputs: Any) -> Any:
+    out = outputs[0].transpose(1, 2) if transposed else outputs[0]
+    out = out if batched else out[0]
+    if not return_state:
+        return out
+    return out, LinearState(*(tensor if batched else tensor[0] for tensor in outputs[1:]))
+
+
+def linear_attention_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: Any,
+    *,
+    feature_map: Any = "elu1",
+    decay: torch.Tensor | None = None,
+    normalize: bool | None = None,
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, LinearState]:
+    """One token of causal linear attention: `ato_jax.linear_attention_step`.
+
+    Args:
+      query: [B, H, D]; the batch axis may be missing, here and everywhere.
+      key: [B, G, D] with H % G == 0.
+      value: [B, G, V].
+      state: a pair of tensors (kv [B, G, D, V], k_sum [B, G, D]): what `linear_attention` with
+        `return_state` or the step before returned, or zeros. It is left as it is.
+      feature_map, normalize, scale, eps: as in `linear_attention`.
+      decay: log of this step's factor, <= 0: [G], [B, G] or [B, G, D], with a gradient.
+
+    Returns:
+      ([B, H, V], the new `LinearState(kv, k_sum)`).
+    """
+    if torch.compiler.is_compiling():
+        scale, eps = _ops.static((scale, eps))
+    query, key, value = _autocast(query, key, value)
+    _check_all(query, key, value, smallest=2)
+    if query.ndim > 3:
+        raise ValueError(f"query must be [B, H, D] or [H, D], got shape {tuple(query.shape)}")
+    batched = query.ndim == 3
+    first = 0 if batched else 1
+    sizes = _bind(query, key, value, "BHD"[first:], "BGD"[first:], "BGV"[first:])
+    tensors = _state("state", state, query, batched)
+    if decay is not None:
+        kinds = ["G", "BG"[first:], "BGF"[first:]]
+        tensors["decay"] = _decay(decay, query, sizes, kinds, batched)
+    feature_map, parameters = _ops.resolved(feature_map, query.device)
+    tensors |= parameters
     if not batched:
-        out, state = out[0], LinearState(*(tensor[0] for tensor in state))
-    return (out, state) if return_state else out
+        query, key, value = query[None], key[None], value[None]
+    tensors |= {"q": query, "k": key, "v": value}
+    options = {
+        "feature_map": feature_map,
+        "normalize": normalize,
+        "scale": _number("scale", scale),
+        "eps": _number("eps", eps),
+    }
+    sums: Any
+    out, *sums = _ops.run("linear_attention_step", tensors, options)
+    if not batched:
+        out, sums = out[0], [tensor[0] for tensor in sums]
+    return out, LinearState(*sums)
+
+
+def combine(
+    outs: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
+    *,
+    layout: str = "bhtd",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention over parts of the keys into attention over all: `ato_jax.combine`.
+
+    Args:
+      outs: N pieces [B, H, T, V], a sequence or stacked to [N, B, H, T, V]; the batch axis may
+        be missing.
+      lses: as many [B, H, T]: what `attention(..., return_lse=True)` returned.
+      layout: "bhtd", or "bthd" for [B, T, H, V] and [B, T, H].
+
+    Returns:
+      (out in the pieces' dtype, lse in float32). Where no piece saw anything, 0 and -inf.
+    """
+    shapes.one_of("layout", layout, LAYOUTS)
+    out, lse = _stacked("outs", outs), _stacked("lses", lses)
+    if lse.device != out.device:
+        raise ValueError(f"lses must be on {out.device} as outs are, got {lse.device}")
+    _check_device("outs", out)
+    letters = axes(layout, "BTHV")
+    if out.ndim not in (4, 5):
+        raise ValueError(
+            f"outs must hold pieces [{', '.join(letters)}] or [{', '.join(letters[1:])}], "
+            f"got shape {tuple(out.shape[1:])}"
+        )
+    letters = letters[5 - out.ndim :]
+    sizes: dict[str, int] = {}
+    shapes.bind(sizes, "outs", tuple(out.shape), "N" + letters)
+    shapes.bind(sizes, "lses", tuple(lse.shape), "N" + letters[:-1])
+    if not sizes["N"]:
+        raise ValueError("outs must hold at least one piece, got none")
+    out, lse = _ops.run("combine", {"outs": out, "lses": lse}, {"layout": layout})
+    return out, lse
+
+
+def _stacked(name: str, pieces: Any) -> torch.Tensor:
+    """A sequence of pieces, or a tensor of them, as one tensor with the pieces in front."""
+    if isinstance(pieces, torch.Tensor):
+        _check(name, pieces)
+        return pieces
+    if not isinstance(pieces, Sequence):
+        raise ValueError(f"{name} must be tensors or one tensor, got {type(pieces).__name__}")
+    for n, piece in enumerate(pieces):
+        _check(f"{name}[{n}]", piece)
+    if not pieces:
+        raise ValueError(f"{name} must hold at least one piece, got none")
+    if len({(tuple(piece.shape), piece.dtype, piece.device) for piece in pieces}) > 1:
+        listing = ", ".join(
+            f"{piece.dtype} {tuple(piece.shape)} on {piece.device}" for piece in pieces
+        )
+        raise ValueError(f"{name} must be alike in shape, dtype and device, got {listing}")
+    return torch.stack(list(pieces))
+
+
+def _decay(
+    decay: Any, query: torch.Tensor, sizes: dict[str, int], kinds: list[str], batched: bool
+) -> torch.Tensor:
+    """decay in float32, with a batch axis where it is not [G]; its axes are one of `kinds`."""
+    _check("decay", decay, like=query)
+    letters_of = {len(letters): letters for letters in reversed(kinds)}
+    if decay.ndim not in letters_of:
+        needed = " or ".join(f"[{', '.join(letters)}]" for letters in kinds)
+        raise ValueError(f"decay must be {needed}, got shape {tuple(decay.shape)}")
+    shapes.bind(dict(sizes), "decay", tuple(decay.shape), letters_of[decay.ndim])
+    if decay.device.type == "cpu" and _ops.runs_plainly([decay]) and decay.numel():
+        largest = float(decay.detach().max())
+        if largest > 0:
+            raise ValueError(
+                "decay is the natural log of a factor and must be <= 0, "
+                f"got values up to {largest}"
+            )
+    return (decay[None] if decay.ndim > 1 and not batched else decay).float()
+
+
+def _state(
+    name: str, state: Any, query: torch.Tensor, batched: bool
+) -> dict[str, torch.Tensor]:
+    """A pair (kv, k_sum) as float32 tensors with a batch axis, named as parts of `name`."""
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise ValueError(
+            f"{name} must be a pair of tensors (kv [B, G, D, V], k_sum [B, G, D]), "
+            f"got {type(state).__name__}"
+        )
+    found = {}
+    for field, tensor in zip(LinearState._fields, state, strict=True):
+        _check(f"{name}.{field}", tensor, like=query)
+        found[f"{name}.{field}"] = (tensor if batched else tensor[None]).float()
+    return found
+
+
+class _Plan:
+    """What the checks made of a call of query, key and value alone.
+
+    It follows from what `_plan_of` looks at, so that a call like it goes straight to its program.
+    """
+
+    def __init__(self, differentiates: bool) -> None:
+        self.differentiates = differentiates
+        self.program: Any = None
+        self.transposed = False
+        self.finish: Any = None
+
+    def fill(
+        self,
+        op: str,
+        query: torch.Tensor,
+        options: dict[str, Any],
+        transposed: bool,
+        finish: Any,
+    ) -> None:
+        self.transposed, self.finish = transposed, finish
+        arrays, place = ("q", "k", "v"), query.device
+        # Last: another thread may look.
+        self.program = _ops.program_of(op, arrays, self.differentiates, place, options)
+
+    def __call__(self, tensors: Any) -> Any:
+        if self.transposed:
+            tensors = [tensor.transpose(1, 2) for tensor in tensors]
+        return self.finish(_ops.run_plainly(self.program, tensors, self.differentiates))
+
+
+def _plan_of(op: str, tensors: Any, options: tuple[Any, ...]) -> _Plan | None:
+    """The plan of a call, yet to be filled where it is the first of its kind; None without one."""
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return None
+    for option in options:
+        if type(option) not in PLAIN and not _is_window(option):
+            return None
+    if not _ops.runs_plainly(tensors) or _ops.is_forward_mode():
+        return None
+    query, key, value = tensors
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if not nested and query.layout is key.layout is value.layout is torch.strided:
+        differentiates = torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        )
+        return _planned(
+            differentiates,
+            op,
+            device.interpreting(),
+            *(query.shape, query.dtype, query.device, query.stride()),
+            *(key.shape, key.dtype, key.device, key.stride()),
+            *(value.shape, value.dtype, value.device, value.stride()),
+            *options,
+        )
+    return None
+
+
+def _is_window(option: Any) -> bool:
+    """(True, 0) is none, and yet equal to one."""
+    return type(option) is tuple and all(type(part) in (int, type(None)) for part in option)
+
+
+@functools.lru_cache(maxsize=_programs.KEPT, typed=True)
+def _planned(differentiates: bool, *facts: Any) -> _Plan:
+    return _Plan(differentiates)
+
+
+def _number(name: str, value: Any) -> float | None:
+    return None if value is None else shapes.static_number(name, value)
 
 
 def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
@@ -249,7 +510,8 @@ def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
+        found = "a nested one" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name} must be a dense tensor, got {found}")
 
 
 def _check_all(
@@ -266,12 +528,15 @@ def _check_all(
             raise ValueError(
                 f"{name} must have at least {smallest} axes, got shape {tuple(tensor.shape)}"
             )
-    kind = query.device.type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"query must be on the CPU or a CUDA device, got {query.device}")
-    if kind == "cuda" and not _bridge.has_gpu():
+    _check_device("query", query)
+
+
+def _check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {tensor.device}")
+    if tensor.is_cuda and not _bridge.has_gpu():
         raise ValueError(
-            f"query is on {query.device}, but JAX finds no GPU: install JAX for CUDA, "
+            f"{name} is on {tensor.device}, but JAX finds no GPU: install JAX for CUDA, "
             "for instance as the extra ato-jax[cuda13]"
         )
 
@@ -298,7 +563,8 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     if not isinstance(query, torch.Tensor):
         return tensors
     kind = query.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # The two where the ops run: to ask which kinds have autocast breaks the graph of PyTorch 2.11.
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
@@ -337,7 +603,9 @@ def _broadcast(
         H = max(H, G)
     B = math.prod(batch)
     spread = [
-        tensor.expand(*batch, heads, *tensor.shape[-2:]).reshape(B, heads, *tensor.shape[-2:])
+        tensor
+        if tensor.shape[:-2] == (B, heads) and len(batch) == 1
+        else tensor.expand(*batch, heads, *tensor.shape[-2:]).reshape(B, heads, *tensor.shape[-2:])
         for tensor, heads in ((query, H), (key, G), (value, G))
     ]
     return spread, tuple(batch), (H,) if with_heads else ()
@@ -391,61 +659,76 @@ def _integers(
     query: torch.Tensor,
     sizes: dict[str, int],
     batched: bool,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Lengths, segments and offsets: as tensors where on a GPU, else as arrays on the host.
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Lengths, segments and offsets as int32 on query's device; an int offset as an option.
 
-    ato_jax checks the values of those on the host. Each comes with its axes, without B where
-    `query` has none.
+    Each comes with its axes, without B where `query` has none.
     """
     tensors: dict[str, torch.Tensor] = {}
     options: dict[str, Any] = {}
     for name, (given, letters) in arrays.items():
-        if given is None or (name == "query_offset" and isinstance(given, int)):
+        if given is None:
+            continue
+        if name == "query_offset" and isinstance(given, int) and not isinstance(given, bool):
             options[name] = given
             continue
-        is_tensor = isinstance(given, torch.Tensor)
-        found = str(given.dtype) if is_tensor else shapes.dtype_name(name, given)
-        if not found.removeprefix("torch.").startswith(("int", "uint")):
-            raise ValueError(f"{name} must hold integers, got {found}")
-        if is_tensor:
-            _check_dense(name, given)
-            if given.device.type != "cpu" and given.device != query.device:
-                raise ValueError(
-                    f"{name} must be on {query.device} as query is, got {given.device}"
-                )
-        on_gpu = is_tensor and given.is_cuda
-        # A copy of what is on the host, since backward reads it again.
-        array: Any = given if on_gpu else np.array(given.numpy() if is_tensor else given)
-        if name != "query_offset" or array.ndim > 0:
+        tensor = _integer(name, given, query, sizes)
+        if name != "query_offset" or tensor.ndim > 0:
             if letters == "B":
-                shapes.bind_batch(dict(sizes), name, tuple(array.shape), batched)
-                array = array.reshape(-1)
+                shapes.bind_batch(dict(sizes), name, tuple(tensor.shape), batched)
+                tensor = tensor.reshape(-1)
             else:
                 wanted = letters if batched else letters[1:]
-                shapes.bind(dict(sizes), name, tuple(array.shape), wanted)
-                array = array if batched else array[None]
-        (tensors if on_gpu else options)[name] = array
-    if any("segment_ids" in name for name in tensors):
-        # Ids of both sides are compared: they are narrowed together.
-        for name in [name for name in options if "segment_ids" in name]:
-            ids = options.pop(name)
-            if ids is not None:
-                tensors[name] = torch.as_tensor(ids.astype(np.int64), device=query.device)
-    return _narrow(tensors), options
+                shapes.bind(dict(sizes), name, tuple(tensor.shape), wanted)
+                tensor = tensor if batched else tensor[None]
+        tensors[name] = tensor
+    return _narrow(tensors) if tensors else tensors, options
+
+
+def _integer(
+    name: str, given: Any, query: torch.Tensor, sizes: dict[str, int]
+) -> torch.Tensor:
+    """Integers as a tensor on query's device; values that can be read now are checked."""
+    if torch.compiler.is_compiling() and not isinstance(given, torch.Tensor):
+        given = torch.as_tensor(given)
+    is_tensor = isinstance(given, torch.Tensor)
+    found = str(given.dtype) if is_tensor else shapes.dtype_name(name, given)
+    if not found.removeprefix("torch.").startswith(("int", "uint")):
+        raise ValueError(f"{name} must hold integers, got {found}")
+    if is_tensor:
+        _check_dense(name, given)
+        if given.device.type != "cpu" and given.device != query.device:
+            raise ValueError(f"{name} must be on {query.device} as query is, got {given.device}")
+        if given.device.type != "cpu" or not _ops.runs_plainly([given]):
+            return given.to(query.device)
+    host = given.numpy() if is_tensor else np.asarray(given)
+    shapes.integers(name, host)
+    if name.endswith("lengths"):
+        axis = "T" if name == "q_lengths" else "S"
+        shapes.within(name, host, 0, sizes[axis], f"{axis}={sizes[axis]}")
+    elif name == "query_offset":
+        farthest = attention_api.FARTHEST_OFFSET
+        shapes.within(name, host, -farthest, farthest, str(farthest))
+    # A copy, since backward reads it again. Out of ordinary memory, so that nothing waits.
+    return torch.from_numpy(host.astype(np.int32)).to(query.device, non_blocking=True)
 
 
 def _narrow(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Integers as int32: ids are equal where they were, the others as near as int32 can be."""
     limits = torch.iinfo(torch.int32)
-    wide = {name: tensor.long() for name, tensor in tensors.items()}
-    narrow = {name: tensor.clamp(limits.min, limits.max).int() for name, tensor in wide.items()}
-    ids = {name: tensor for name, tensor in wide.items() if "segment_ids" in name}
-    if any(tensors[name].dtype in WIDE for name in ids):
+    wide = {
+        name: tensor.long() for name, tensor in tensors.items() if tensor.dtype in WIDE
+    }
+    narrow = tensors | {
+        name: tensor.clamp(limits.min, limits.max) for name, tensor in wide.items()
+    }
+    ids = {name: tensor for name, tensor in tensors.items() if "segment_ids" in name}
+    if any(name in wide for name in ids):
         # An id's place among all the ids, sorted: PyTorch's integers have 64 bits by default.
-        ordered = torch.cat(list(ids.values()), dim=1).sort(dim=1).values
+        ordered = torch.cat([tensor.long() for tensor in ids.values()], dim=1).sort(dim=1).values
         for name, tensor in ids.items():
-            narrow[name] = torch.searchsorted(ordered, tensor.contiguous(), out_int32=True)
-    return narrow
+            narrow[name] = torch.searchsorted(ordered, tensor.long().contiguous())
+    return {name: tensor.int() for name, tensor in narrow.items()}
 
 
 def _are_transposed(*tensors: torch.Tensor) -> bool:

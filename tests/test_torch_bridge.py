@@ -14,6 +14,7 @@ torch = pytest.importorskip(
 )
 F = torch.nn.functional
 
+import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
 from ato_jax import LinearState, UnsupportedError  # noqa: E402
 from ato_torch import _bridge, functional  # noqa: E402
@@ -327,6 +328,144 @@ def test_linear_attention_takes_jax_feature_maps():
     )
 
 
+def states(*shape, seed=3):
+    """A positive state of B, G, D, V, as PyTorch's and as JAX's."""
+    kv, k_sum = (tensor.square().detach() for tensor in draw(shape, shape[:-1], seed=seed))
+    return LinearState(kv.requires_grad_(), k_sum.requires_grad_())
+
+
+def from_torch(tensors):
+    return [None if tensor is None else jax.numpy.asarray(array(tensor)) for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("decay_shape", [None, (2,), (B, 2), (B, 2, D)], ids=str)
+def test_step_is_ato_jaxs(decay_shape, dtype):
+    query, key, value = draw((B, H, D), (B, 2, D), (B, 2, 5), dtype=dtype)
+    state = states(B, 2, D, 5)
+    decay = None if decay_shape is None else (-torch.rand(decay_shape)).requires_grad_()
+    out, found = ato_torch.linear_attention_step(query, key, value, state, decay=decay)
+    q, k, v, kv, k_sum, log = from_torch([query, key, value, *state, decay])
+
+    def step(q, k, v, kv, k_sum, log):
+        return ato_jax.linear_attention_step(q, k, v, LinearState(kv, k_sum), decay=log)
+
+    (wanted, wanted_state), pull = jax.vjp(step, q, k, v, kv, k_sum, log)
+    assert out.dtype == dtype and isinstance(found, LinearState)
+    cotangents = draw(out.shape, found.kv.shape, found.k_sum.shape, seed=5, requires_grad=False)
+    cotangents[0] = cotangents[0].to(dtype)
+    leaves = [tensor for tensor in (query, key, value, *state, decay) if tensor is not None]
+    gradients = torch.autograd.grad((out, *found), leaves, cotangents)
+    first, *rest = from_torch(cotangents)
+    exact = [one for one in pull((first, LinearState(*rest))) if one is not None]
+    for ours, theirs in zip(
+        (out, *found, *gradients), (wanted, *wanted_state, *exact), strict=True
+    ):
+        np.testing.assert_allclose(
+            array(ours).astype(np.float32), np.asarray(theirs, np.float32), rtol=1e-2, atol=1e-6
+        )
+
+
+def test_steps_are_causal_linear_attention():
+    query, key, value = draw((B, H, S, D), (B, 2, S, D), (B, 2, S, 5), requires_grad=False)
+    decay = -torch.rand(B, 2, S)
+    wanted, last = ato_torch.linear_attention(
+        query, key, value, causal=True, decay=decay, return_state=True
+    )
+    state = LinearState(torch.zeros(B, 2, D, 5), torch.zeros(B, 2, D))
+    first = state
+    for t in range(S):
+        token = (tensor[:, :, t] for tensor in (query, key, value))
+        out, state = ato_torch.linear_attention_step(*token, state, decay=decay[:, :, t])
+        torch.testing.assert_close(out, wanted[:, :, t])
+    torch.testing.assert_close(tuple(state), tuple(last))
+    assert not first.kv.any() and not first.k_sum.any()
+    alone, _ = ato_torch.linear_attention_step(
+        *(tensor[1, :, 0] for tensor in (query, key, value)),
+        tuple(part[1] for part in first),
+        decay=decay[1, :, 0],
+    )
+    torch.testing.assert_close(alone, wanted[1, :, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(B, H, T, D)}, "query must be .B, H, D. or .H, D., got shape"),
+        ({"key": torch.zeros(B, 3, D), "value": torch.zeros(B, 3, D)}, "multiple of key's heads"),
+        ({"state": torch.zeros(B, 2, D, D)}, "state must be a pair of tensors"),
+        ({"state": (torch.zeros(B, 2, D, D), np.zeros((B, 2, D)))}, "state.k_sum must be a torch"),
+        ({"state": (torch.zeros(B, 2, D), torch.zeros(B, 2, D))}, "state.kv must be .B, G, F, V"),
+        ({"decay": -torch.ones(3)}, "decay must be .G. with G=2"),
+        ({"decay": torch.ones(2)}, "decay .* must be <= 0"),
+        ({"scale": 2.0}, "scale must be None where normalize is True"),
+        ({"feature_map": "cosine"}, "feature_map must be one of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_of_step(change, message):
+    arguments = {
+        "query": torch.zeros(B, H, D),
+        "key": torch.zeros(B, 2, D),
+        "value": torch.zeros(B, 2, D),
+        "state": (torch.zeros(B, 2, D, D), torch.zeros(B, 2, D)),
+    }
+    with pytest.raises(ValueError, match=message):
+        ato_torch.linear_attention_step(**arguments | change)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_combined_pieces_are_the_whole(stacked):
+    query, key, value = draw(*SHAPES)
+    whole, whole_lse = ato_torch.attention(query, key, value, return_lse=True)
+    pieces = [
+        ato_torch.attention(query, key[:, :, cut], value[:, :, cut], return_lse=True)
+        for cut in (slice(0, 4), slice(4, 4), slice(4, S))
+    ]
+    outs, lses = zip(*pieces, strict=True)
+    if stacked:
+        outs, lses = torch.stack(outs), torch.stack(lses)
+    out, lse = ato_torch.combine(outs, lses)
+    torch.testing.assert_close((out, lse), (whole, whole_lse))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum() + lse.sum(), (query, key, value)),
+        torch.autograd.grad(whole.square().sum() + whole_lse.sum(), (query, key, value)),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+def test_combine_is_ato_jaxs_in_both_layouts_and_dtypes():
+    outs = draw((3, B, T, H, 5), dtype=torch.bfloat16, requires_grad=False)[0]
+    lses = draw((3, B, T, H), seed=1, requires_grad=False)[0]
+    lses[:, 0, 0] = -torch.inf
+    wanted = ato_jax.combine(*from_torch([outs, lses]))
+    found = ato_torch.combine(outs, lses, layout="bthd")
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(array(ours), np.asarray(theirs))
+    assert found[0].dtype == torch.bfloat16 and not found[0][0, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "message"),
+    [
+        ((), (), "outs must hold at least one piece"),
+        (torch.zeros(0, H, T, D), torch.zeros(0, H, T), "outs must hold at least one piece"),
+        (3, (), "outs must be tensors or one tensor, got int"),
+        ((torch.zeros(H, T, D), np.zeros((H, T, D))), (), r"outs.1. must be a torch.Tensor"),
+        ((torch.zeros(H, T, D), torch.zeros(H, T, 1)), (), "outs must be alike in shape"),
+        (torch.zeros(2, T, D), torch.zeros(2, T), "outs must hold pieces .B, H, T, V. or"),
+        (torch.zeros(2, H, T, D), torch.zeros(2, T, H), "lses must be .N, H, T. with"),
+        (torch.zeros(2, H, T, D), torch.zeros(2, H, T, device="meta"), "lses must be on cpu"),
+        (torch.zeros(2, H, T, D).double(), torch.zeros(2, H, T), "outs must be bfloat16"),
+    ],
+    ids=str,
+)
+def test_errors_of_combine(outs, lses, message):
+    with pytest.raises(ValueError, match=message):
+        ato_torch.combine(outs, lses)
+
+
 def test_empty_axes():
     for tokens, keys in ((0, S), (T, 0)):
         tensors = draw((B, H, tokens, D), (B, H, keys, D), (B, H, keys, D))
@@ -536,6 +675,43 @@ def test_a_window_written_to_before_backward():
     window[0] = 5
     for one, other in zip(torch.autograd.grad(out.sum(), tensors), wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_call_like_an_earlier_one_is_checked_as_well():
+    """It goes straight to its program; what is only equal to an earlier argument does not."""
+    tensors = draw((B, H, S, D), (B, H, S, D), (B, H, S, D))
+    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    bfloat16 = [tensor.bfloat16() for tensor in tensors]
+    for function, flag in (
+        (ato_torch.attention, "is_causal"),
+        (ato_torch.linear_attention, "causal"),
+    ):
+        for inputs in (tensors, transposed, bfloat16):
+            wanted = function(*inputs, **{flag: True})
+            found = function(*inputs, **{flag: True})
+            assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+            torch.testing.assert_close(
+                torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs)
+            )
+            with torch.no_grad():
+                assert not function(*inputs, **{flag: True}).requires_grad
+        with pytest.raises(ValueError, match=f"{flag} must be True or False, got 1"):
+            function(*tensors, **{flag: 1})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert function(*tensors, **{flag: True}).dtype == torch.bfloat16
+    for _ in range(2):
+        ato_torch.attention(*tensors, window=(1, 0))
+        ato_torch.attention(*tensors, query_offset=0)
+    with pytest.raises(ValueError, match="window must be a pair"):
+        ato_torch.attention(*tensors, window=(True, 0))
+    with pytest.raises(ValueError, match="query_offset must hold integers"):
+        ato_torch.attention(*tensors, query_offset=False)
+    scale = torch.tensor(0.1)
+    first = ato_torch.attention(*tensors, scale=scale)
+    scale.fill_(0.9)
+    again = ato_torch.attention(*tensors, scale=scale)
+    torch.testing.assert_close(again, ato_torch.attention(*tensors, scale=float(scale)))
+    assert not torch.equal(first, again)
 
 
 def test_a_backend_that_cannot_says_so():

@@ -1,0 +1,305 @@
+"""One call of ato_jax as one differentiable function of PyTorch's tensors.
+
+Two ops carry every call, so that PyTorch's compilers and transforms see through it:
+
+    ato::forward(call, tensors) -> outputs
+    ato::backward(call, tensors, needed, given) -> gradients
+
+`call` is the text of a `Call`; backward's tensors are forward's, then its outputs, then those
+cotangents that are `given`; `needed` tells of each of forward's tensors whether its gradient is.
+Where nothing traces, the same two functions run without the ops, whose way takes longer.
+
+vmap maps the program inside JAX. Derivatives of second order and forward mode are refused. A CUDA
+graph would not hold what JAX launches: the ops' tag keeps compilers from trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from ato_jax import device
+from ato_torch import _bridge, _programs
+
+Tensors = Sequence[torch.Tensor]
+PARAMETERS = _programs.PARAMETERS
+TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
+
+
+def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Tensors:
+    """The op's outputs. `tensors` holds what `prepare` takes, in canonical shapes, all on one
+    device; `options` its other arguments.
+
+    Canonical: `prepare` keeps the shape and the dtype of every argument that has a gradient.
+    """
+    leaves = list(tensors.values())
+    _refuse_forward_mode(leaves)
+    differentiates = torch.is_grad_enabled() and any(
+        tensor.requires_grad for name, tensor in tensors.items() if name not in PARAMETERS
+    )
+    if torch.compiler.is_compiling():
+        names, values = tuple(options), options.values()
+        return _forward(_text(op, tuple(tensors), differentiates, names, *values), leaves)
+    program = program_of(op, tuple(tensors), differentiates, leaves[0].device, options)
+    if _is_transformed():
+        return _Call.apply(program, *leaves)
+    if not runs_plainly(leaves):
+        return _forward(program.text, leaves)
+    return run_plainly(program, leaves, differentiates)
+
+
+def program_of(
+    op: str,
+    arrays: tuple[str, ...],
+    differentiates: bool,
+    place: torch.device,
+    options: dict[str, Any],
+) -> _programs.Program:
+    fixed = (op, arrays, differentiates, device.interpreting(), _bridge.jax_device(place))
+    try:
+        return _programs.find(*fixed, tuple(options), *options.values())
+    except TypeError:  # an option that has no hash is refused where it is read
+        return _programs.find.__wrapped__(*fixed, tuple(options), *options.values())
+
+
+def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bool) -> Tensors:
+    """The outputs, where `runs_plainly`."""
+    if differentiates:
+        # Past a preparation for torch.func, which takes as long as all of the rest.
+        return super(torch.autograd.Function, _Call).apply(program, *tensors)
+    return _bridge.execute(program.answer, tensors)
+
+
+def runs_plainly(tensors: Tensors) -> bool:
+    """Whether nobody looks on: no compiler, no transform, no mode, and no kind of tensor of its
+    own, such as a fake one."""
+    if torch.compiler.is_compiling() or _is_transformed() or torch._C._len_torch_dispatch_stack():
+        return False
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+    return True
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def _refuse_forward_mode(tensors: Tensors) -> None:
+    """An op without a rule for it would drop the tangents and say nothing."""
+    if not is_forward_mode():
+        return
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    if any(one.key() == torch._C._functorch.TransformType.Jvp for one in transforms) or any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
+        raise NotImplementedError(
+            "ato_torch has no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _text(
+    op: str, arrays: tuple[str, ...], training: bool, names: tuple[str, ...], *values: Any
+) -> str:
+    options = tuple(zip(names, values, strict=True))
+    return _programs.Call(op, arrays, options, training, device.interpreting()).text
+
+
+def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The feature map as an option, and its parameters as tensors."""
+    if isinstance(feature_map, str):
+        return feature_map, {}
+    if not torch.compiler.is_compiling():
+        feature_map, arrays = _programs.resolve(feature_map)
+        parameters = tuple(_bridge.from_jax(array, place) for array in arrays)
+    elif torch.compiler.is_dynamo_compiling() and not TELLS_FUNCTIONS_APART:
+        raise NotImplementedError(
+            "torch.compile takes a feature_map that is a function from PyTorch 2.13 on: before, it "
+            "does not tell functions of the same code apart. Name one, or leave the call out of "
+            "what is compiled by torch.compiler.disable"
+        )
+    else:  # `_text` resolves it: no compiler looks into a FeatureMap
+        # By its id, the program is for this very function: by itself, for all of the same code.
+        parameters = _parameters(feature_map, id(feature_map), place)
+    return feature_map, dict(zip(PARAMETERS, parameters, strict=False))
+
+
+@torch.compiler.assume_constant_result
+def _parameters(
+    feature_map: Any, identity: int, place: torch.device
+) -> tuple[torch.Tensor, ...]:
+    return tuple(_bridge.from_jax(array, place) for array in _programs.resolve(feature_map)[1])
+
+
+def static(value: Any) -> Any:
+    """A number that a compiler keeps as a symbol, for what it is in this call: kernels are built
+    for one. Of a tuple or a list, each."""
+    if isinstance(value, tuple | list):
+        return tuple(map(static, value))
+    symbols = (int, float, torch.SymInt, torch.SymFloat)
+    return guard_scalar(value) if isinstance(value, symbols) else value
+
+
+class _Call(torch.autograd.Function):
+    """(program, *tensors) -> the outputs."""
+
+    @staticmethod
+    def forward(program: _programs.Program, *tensors: torch.Tensor) -> Any:
+        if not runs_plainly(tensors):
+            return tuple(_forward(program.text, tensors))
+        return tuple(_bridge.execute(program.forward, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.program, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        # Saved by PyTorch, so that it refuses a backward after one of them was written to.
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        needed = tuple(ctx.needs_input_grad[1:])
+        given = tuple(cotangent is not None for cotangent in cotangents)
+        chosen = [cotangent for cotangent in cotangents if cotangent is not None]
+        _refuse_forward_mode(chosen)
+        tensors = [*ctx.saved_tensors, *chosen]
+        if torch.is_grad_enabled() or not runs_plainly(tensors):
+            gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
+        else:
+            gradients = _bridge.execute(ctx.program.backward(needed, given), tensors)
+        return None, *_placed(needed, gradients)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, program: _programs.Program, *tensors: Any) -> Any:
+        _, *dims = in_dims
+        outputs = _Call.apply(program.batched(_level(dims)), *_in_front(tensors, dims))
+        return outputs, (0,) * len(outputs)
+
+
+class _Gradient(torch.autograd.Function):
+    """(program, needed, given, *tensors) -> the gradients that are needed."""
+
+    @staticmethod
+    def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
+        if not runs_plainly(tensors):
+            return tuple(_backward(program.text, tensors, needed, given))
+        return tuple(_bridge.execute(program.backward(needed, given), tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        _refuse_second_order()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, program: Any, needed: Any, given: Any, *tensors: Any) -> Any:
+        dims = in_dims[3:]
+        mapped = program.batched_backward(_level(dims))
+        gradients = _Gradient.apply(mapped, needed, given, *_in_front(tensors, dims))
+        return gradients, (0,) * len(gradients)
+
+
+def _refuse_second_order() -> None:
+    raise NotImplementedError(
+        "ato_torch has no derivatives of second order; ato_jax, called from JAX, has them"
+    )
+
+
+def _level(dims: Sequence[int | None]) -> tuple[bool, ...]:
+    return tuple(dim is not None for dim in dims)
+
+
+def _in_front(tensors: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
+    return [
+        tensor if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | None]:
+    ahead = iter(gradients)
+    return [next(ahead) if is_needed else None for is_needed in needed]
+
+
+@torch.library.custom_op(
+    "ato::forward",
+    mutates_args=(),
+    schema="(str call, Tensor[] tensors) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _forward(call: str, tensors: Tensors) -> Tensors:
+    program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
+    return _bridge.execute(program.forward, tensors)
+
+
+@torch.library.custom_op(
+    "ato::backward",
+    mutates_args=(),
+    schema="(str call, Tensor[] tensors, bool[] needed, bool[] given) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _backward(
+    call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
+) -> Tensors:
+    program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
+    return _bridge.execute(program.backward(tuple(needed), tuple(given)), tensors)
+
+
+def _shapes(tensors: Tensors) -> _programs.Shapes:
+    return [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+
+
+@_forward.register_fake
+def _(call: str, tensors: Tensors) -> Tensors:
+    shapes = _programs.output_shapes(_programs.parse(call), _shapes(tensors))
+    return [tensors[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
+
+
+@_backward.register_fake
+def _(call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]) -> Tensors:
+    shapes = _programs.gradient_shapes(_programs.parse(call), _shapes(tensors))
+    return [
+        tensor.new_empty(shape)
+        for is_needed, tensor, (shape, _) in zip(needed, tensors, shapes, strict=False)
+        if is_needed
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[str, Tensors], output: Tensors) -> None:
+    ctx.call, tensors = inputs
+    ctx.outputs = len(output)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, cotangents: Tensors) -> tuple[None, list[torch.Tensor | None]]:
+    needed = ctx.needs_input_grad[1]
+    outputs = ctx.saved_tensors[-ctx.outputs :]
+    given = [output.is_floating_point() for output in outputs]
+    chosen = [each for each, is_given in zip(cotangents, given, strict=True) if is_given]
+    _refuse_forward_mode(chosen)
+    gradients = _backward(ctx.call, [*ctx.saved_tensors, *chosen], needed, given)
+    return None, _placed(needed, gradients)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(lambda ctx, cotangents: _refuse_second_order())
+
+
+# Where torch.compile meets torch.func: elsewhere vmap meets `_Call` first.
+@_forward.register_vmap
+def _(info: Any, in_dims: Any, call: str, tensors: Tensors) -> tuple[Tensors, list[int]]:
+    _, dims = in_dims
+    mapped = _programs.parse(call).inside(_level(dims)).text
+    outputs = _forward(mapped, _in_front(tensors, dims))
+    return outputs, [0] * len(outputs)
