@@ -578,6 +578,13 @@ class Own(nnx.MultiHeadAttention):
     [
         (lambda: nnx.Linear(E, E, rngs=nnx.Rngs(0)), {}, r"no nnx\.MultiHeadAttention"),
         (
+            lambda: nnx.Dict(a=nn.Attention(H, E, rngs=nnx.Rngs(0))),
+            {},
+            r"no nnx\.MultiHeadAttention; what lies at \('a',\) is of ato_jax\.nn already",
+        ),
+        (lambda: (nnx.MultiHeadAttention(H, E, rngs=nnx.Rngs(0)),), {}, "model must be .* tuple"),
+        (lambda: Block(nnx.Rngs(0)), {"window": 4}, "window must be a pair"),
+        (
             lambda: nnx.MultiHeadAttention(H, E, rngs=nnx.Rngs(0)),
             {},
             "use ato_jax.nn.convert_attention",
@@ -866,6 +873,8 @@ def test_linen_refuses() -> None:
         ours.apply(variables, x, decode=True)
     with pytest.raises(ValueError, match="cls must be a layer"):
         nn.to_linen(linen.Dense, num_heads=H)
+    with pytest.raises(ValueError, match="cls must be a layer"):
+        nn.to_linen(nnx.Linear, num_heads=H)
 
 
 # Checkpoints

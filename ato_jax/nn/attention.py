@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, MultiHead, append, bind_mask
-from ato_jax.ops.attention.api import attention
+from ato_jax.nn.common import Call, MultiHead, append, as_input_shape, bind_mask, known
+from ato_jax.ops.attention.api import OP, attention, bounds
 
 
 class Attention(MultiHead):
@@ -30,8 +31,8 @@ class Attention(MultiHead):
       causal: query i sees the keys up to i.
       window: (left, right): keys from i - left to i + right, None for no bound.
       softcap: c, limits the scores to (-c, c).
-      sinks: one more learned logit for every query of a head: the parameter `sinks` [H], which
-        starts at 0.
+      sinks: one more learned logit for every query of a head: the parameter `sinks` [H].
+      sinks_init: what it starts as; 0 unless given. nnx.with_partitioning is honoured.
       rope_theta, implementation: as in `MultiHead`.
 
     Surprises:
@@ -57,12 +58,16 @@ class Attention(MultiHead):
         window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        sinks_init: Initializer = nnx.initializers.zeros,
         rope_theta: float | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         sinks = shapes.flag("sinks", sinks)
+        bounds(causal, window)
+        if softcap is not None:
+            shapes.positive("softcap", softcap)
         super().__init__(
             num_heads,
             in_features,
@@ -72,13 +77,15 @@ class Attention(MultiHead):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
-            implementation=implementation,
+            implementation=known(OP, implementation),
             rngs=rngs,
             **options,
         )
         self.window = window
         self.softcap = softcap
-        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
+        self.sinks: nnx.Param[jax.Array] | None = nnx.data(None)
+        if sinks:
+            self.sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
 
     def attend(self, call: Call) -> jax.Array:
         query, key, value = call.query, call.key, call.value
@@ -124,4 +131,4 @@ class Attention(MultiHead):
         `dtype` is that of the keys: the layer's, or where it has none that of its inputs and
         parameters together.
         """
-        super().init_cache(input_shape, dtype)
+        super().init_cache(as_input_shape(input_shape, self.in_features), dtype)

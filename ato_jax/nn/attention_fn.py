@@ -32,13 +32,14 @@ import numpy as np
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 import ato_jax
-from ato_jax import dispatch, shapes
+from ato_jax import shapes
 from ato_jax.nn.common import (
     Call,
     bind_mask,
     factor_mask,
     hide_keys,
     hide_queries,
+    known,
     one_batch_axis,
 )
 from ato_jax.ops.attention import api as softmax
@@ -233,7 +234,7 @@ def softmax_attention_fn(
         window=None if left is None and right is None else (left, right),
         softcap=None if softcap is None else shapes.positive("softcap", softcap),
         scale=None if scale is None else shapes.static_number("scale", scale),
-        implementation=_known(softmax.OP, implementation),
+        implementation=known(softmax.OP, implementation),
     )
 
 
@@ -268,14 +269,8 @@ def linear_attention_fn(
         normalize=None if normalize is None else shapes.flag("normalize", normalize),
         scale=None if scale is None else shapes.static_number("scale", scale),
         eps=shapes.positive("eps", eps),
-        implementation=_known(linear.OP, implementation),
+        implementation=known(linear.OP, implementation),
     )
-
-
-def _known(op: dispatch.Op, implementation: str | None) -> str | None:
-    if implementation is not None:
-        shapes.one_of("implementation", implementation, op.backends + op.planned)
-    return implementation
 
 
 def _bind_bias(bias: jax.Array, call: Call) -> jax.Array:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,8 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from ato_jax import shapes
+from ato_jax import dispatch, shapes
+from ato_jax.ops.common import precision_of
 from ato_jax.ops.linear_attention.features import Favor
 
 
@@ -102,6 +103,8 @@ class MultiHead(nnx.MultiHeadAttention):
         for name in ("use_bias", "normalize_qk", "keep_rngs"):
             shapes.flag(name, options.get(name, True))
         as_decode(options.get("decode"))
+        optional_flag("deterministic", options.get("deterministic"))
+        precision_of(options.get("precision"), "float32")
         refuse_rngs_without("params", rngs)
         as_dropout_rate(options.get("dropout_rate", 0.0), options.get("keep_rngs", True), rngs)
         super().__init__(
@@ -296,6 +299,31 @@ def refuse_rngs_without(stream: str, rngs: Any, wanted: str = "an nnx.Rngs") -> 
         raise ValueError(f"rngs must have a stream {stream!r} or 'default', got {rngs!r}")
 
 
+def optional_flag(name: str, value: Any) -> None:
+    """A ValueError unless it is True, False or None."""
+    if value is not None:
+        shapes.flag(name, value)
+
+
+def known(op: dispatch.Op, implementation: str | None) -> str | None:
+    """`implementation` of a constructor; a ValueError unless the op has a backend of that name."""
+    if implementation is not None:
+        shapes.one_of("implementation", implementation, op.backends + op.planned)
+    return implementation
+
+
+def as_input_shape(input_shape: Any, features: int) -> tuple[int, ...]:
+    """`input_shape` of `init_cache`; a ValueError unless it is [batch..., length, features]."""
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    sizes = all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
+    if len(shape) < 2 or not sizes or shape[-1] != features:
+        raise ValueError(
+            f"input_shape must be (batch..., length, {features}), the shape of the inputs, "
+            f"got {input_shape!r}"
+        )
+    return shape
+
+
 def as_decode(decode: Any) -> bool:
     """`decode` of a constructor or a call, where None is False."""
     return decode is not None and shapes.flag("decode", decode)
@@ -413,11 +441,17 @@ def as_mask(mask: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"mask must be an array of booleans, got {mask!r}") from error
     floating = jnp.issubdtype(mask.dtype, jnp.floating)
-    if not (floating or mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
+    boolean = mask.dtype == bool
+    if not (floating or boolean or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"mask must be an array of booleans, got one of {mask.dtype}")
     known = not isinstance(mask, jax.core.Tracer) and getattr(mask, "is_fully_addressable", True)
-    if floating and known:
+    if not boolean and known:
         values = np.asarray(mask)
+        if floating and values.size and not values.any():
+            raise ValueError(
+                "mask hides every key: one that is added to the scores, and hides nothing, would "
+                "be no mask at all; to hide everything give booleans"
+            )
         if not ((values == 0) | (values == 1)).all():
             raise ValueError(
                 "mask must hold True and False, or 1 and 0, got values from "

@@ -41,17 +41,21 @@ from ato_jax.nn.common import (
     append,
     as_decode,
     as_dropout_rate,
+    as_input_shape,
     as_positions,
     bind_mask,
     caches_restored,
     dropout_key,
+    known,
     made,
     one_batch_axis,
+    optional_flag,
     refuse_no_array,
     refuse_rngs_without,
     rotate,
 )
-from ato_jax.ops.attention.api import attention
+from ato_jax.ops.attention.api import OP, attention
+from ato_jax.ops.common import precision_of
 
 
 class LatentAttention(nnx.Module):
@@ -140,11 +144,13 @@ class LatentAttention(nnx.Module):
         self.causal = shapes.flag("causal", causal)
         self.dtype = dtype
         self.param_dtype = param_dtype
+        precision_of(precision, "float32")
         self.precision = precision
         self.dropout_rate = as_dropout_rate(dropout_rate, keep_rngs, rngs)
+        optional_flag("deterministic", deterministic)
         self.deterministic = deterministic
         self.decode = decode
-        self.implementation = implementation
+        self.implementation = known(OP, implementation)
 
         def projection(
             source: int | tuple[int, ...],
@@ -351,7 +357,7 @@ class LatentAttention(nnx.Module):
         `dtype` is that of the latent: the layer's, or where it has none that of its inputs and
         parameters together.
         """
-        shape = tuple(input_shape[:-1])
+        shape = as_input_shape(input_shape, self.in_features)[:-1]
         self.cached_latent = nnx.Cache(jnp.zeros((*shape, self.kv_lora_rank), dtype))
         self.cached_rope_key = nnx.Cache(jnp.zeros((*shape, self.qk_rope_head_dim), dtype))
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))

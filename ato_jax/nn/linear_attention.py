@@ -19,16 +19,19 @@ from flax import nnx
 from ato_jax.nn.common import (
     Call,
     MultiHead,
+    as_input_shape,
     blank_steps,
     factor_mask,
     hide_inputs,
     hide_keys,
     hide_queries,
+    known,
     made,
+    optional_flag,
     refuse_rngs_without,
 )
-from ato_jax.ops.linear_attention.api import linear_attention
-from ato_jax.ops.linear_attention.features import Favor, favor
+from ato_jax.ops.linear_attention.api import OP, linear_attention
+from ato_jax.ops.linear_attention.features import Favor, favor, resolve
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step
 
@@ -95,10 +98,12 @@ class LinearAttention(MultiHead):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
-            implementation=implementation,
+            implementation=known(OP, implementation),
             rngs=rngs,
             **options,
         )
+        resolve(feature_map, self.head_dim)
+        optional_flag("normalize", normalize)
         self.feature_map = feature_map
         self.normalize = normalize
         self.cached_kv: nnx.Cache[jax.Array] | None = nnx.data(None)
@@ -192,7 +197,7 @@ class LinearAttention(MultiHead):
         can make the caches of all its layers alike. The state is float32, of one size.
         """
         features = self._features()[1]
-        shape = (*input_shape[:-2], self.num_kv_heads, features)
+        shape = (*as_input_shape(input_shape, self.in_features)[:-2], self.num_kv_heads, features)
         self.cached_kv = nnx.Cache(jnp.zeros((*shape, self.head_dim), jnp.float32))
         self.cached_k_sum = nnx.Cache(jnp.zeros(shape, jnp.float32))
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
@@ -260,7 +265,17 @@ class Performer(LinearAttention):
         return Favor(self.random_features[...]), self.random_features.shape[0]
 
     def redraw(self, rngs: nnx.Rngs) -> None:
-        """Draws the features anew, from the stream `params` of `rngs`; also inside jit."""
+        """Draws the features anew, from the stream `params` of `rngs`; also inside jit.
+
+        Of a stack of layers, as nnx.vmap makes them, each has its own.
+        """
         refuse_rngs_without("params", rngs)
-        num_features, head_dim = self.random_features.shape
-        self.random_features[...] = favor(rngs.params(), num_features, head_dim).projection
+        *stack, num_features, head_dim = self.random_features.shape
+
+        def draw(key: jax.Array) -> jax.Array:
+            return favor(key, num_features, head_dim).projection
+
+        for _ in stack:
+            draw = jax.vmap(draw)
+        key = rngs.params()
+        self.random_features[...] = draw(jax.random.split(key, tuple(stack)) if stack else key)

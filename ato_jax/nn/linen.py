@@ -26,6 +26,7 @@ from flax.core import FrozenDict, meta
 from flax.traverse_util import flatten_dict
 
 from ato_jax.nn.common import MultiHead
+from ato_jax.nn.latent import LatentAttention
 
 
 def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAttention:
@@ -51,7 +52,7 @@ def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAtten
       takes that key, or the module's rng named "dropout". Other than in Linen, variables that
       the layer does not have are refused.
     """
-    if not (inspect.isclass(cls) and issubclass(cls, nnx.Module)):
+    if not (inspect.isclass(cls) and issubclass(cls, (MultiHead, LatentAttention))):
         raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {cls!r}")
     for taken in {"rngs", "keep_rngs"} & set(options):
         raise ValueError(f"{taken} cannot be given: Linen hands rngs to `init` and `apply`")
@@ -77,7 +78,7 @@ class LinenAttention(linen.Module):
         arguments = {"in_features": inputs_q.shape[-1]}
         if issubclass(self.cls, MultiHead):
             arguments["in_kv_features"] = (inputs_q if inputs_k is None else inputs_k).shape[-1]
-            arguments["keep_rngs"] = False  # the keys for dropout come with the call
+        arguments["keep_rngs"] = False  # the keys for dropout come with the call
         arguments |= self.options
 
         def build(rngs: nnx.Rngs) -> nnx.Module:

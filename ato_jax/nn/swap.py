@@ -91,6 +91,11 @@ def replace_attention(
     GatedLinearAttention adds parameters of its own, its gates and its norm, to those that the
     model had: checkpoints and an optimizer's state from before lack them.
     """
+    if not isinstance(model, nnx.Module | list | dict):
+        raise ValueError(
+            "model must be an nnx.Module, a list or a dict, which can be changed in place, "
+            f"got {type(model).__name__}"
+        )
     matches = nnx.filterlib.to_predicate(where)
     found = {
         path: layer
@@ -100,9 +105,12 @@ def replace_attention(
         and matches(path, layer)
     }
     if not found:
+        layers = nnx.iter_graph(model, graph=True)
+        own = [path for path, layer in layers if isinstance(layer, MultiHead)]
         raise ValueError(
             "model holds no nnx.MultiHeadAttention"
             + (" that `where` lets through" if where is not ... else "")
+            + (f"; what lies at {own[0]} is of ato_jax.nn already: it stays so" if own else "")
         )
     if () in found:
         raise ValueError(
