@@ -35,7 +35,7 @@ run = functools.partial(calls.run, "attention")
 
 
 @given(call=calls.attention().map(calls.for_triton))
-@settings(max_examples=max(3, settings.default.max_examples // 3))
+@settings(max_examples=max(2, settings.default.max_examples // 3))
 def test_triton(call: calls.Call) -> None:
     arguments, options = call.arguments()
     run("triton", *arguments, **options)

@@ -1,7 +1,8 @@
-"""The examples with an encoder, in their small setting: they learn, write, reload and share."""
+"""The examples with an encoder, small or smaller: they learn, write, reload and share."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ def test_digits_are_held_out() -> None:
     np.testing.assert_array_equal(first.inputs, again.inputs)
 
 
-def test_encoder(tmp_path: Path) -> None:
-    figures = encoder.main(["--small", "--output", str(tmp_path)])
+def test_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller = {"batch_size": 16, "digits_steps": 60, "speed_lengths": (16, 32)}
+    monkeypatch.setattr(encoder, "SMALL", dataclasses.replace(encoder.SMALL, **smaller))
+    figures = encoder.main(["--small", "--length", "32", "--output", str(tmp_path)])
     chances = {"digits": 1 / 10, "marked": 1 / encoder.SYMBOLS}
     for task, chance in chances.items():
         rows = figures[task]
@@ -64,7 +67,10 @@ def test_encoder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "encoder.json").read_text())["figures"] == figures
 
 
-def test_swap_attention(tmp_path: Path) -> None:
+def test_swap_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another feature map: `test_swap_keeps_parameters`.
+    layers = {name: swap_attention.LAYERS[name] for name in ("softmax", "linear", "performer")}
+    monkeypatch.setattr(swap_attention, "LAYERS", layers)
     figures = swap_attention.main(["--small", "--output", str(tmp_path)])
     assert figures.keys() == swap_attention.LAYERS.keys()
     for name, row in figures.items():

@@ -69,9 +69,9 @@ def test_sequences_have_several_pieces_of_several_chunks():
     assert pieces.count > 1 and pieces.rows > SMALL["output_block"]
 
 
+# In float32: of fewer keys than queries, below.
 @pytest.mark.parametrize(
-    "dtype, gates",
-    [("float32", "mild"), ("bfloat16", "mild"), ("bfloat16", "steep"), ("float16", "steep")],
+    "dtype, gates", [("bfloat16", "mild"), ("bfloat16", "steep"), ("float16", "steep")]
 )
 def test_dtypes(dtype, gates):
     check(110, 110, 1, 1, 16, 16, dtype, gates)
@@ -83,16 +83,16 @@ def test_no_decay():
 
 @pytest.mark.parametrize("gates", ["mild", "steep"])
 def test_odd_sizes_groups_and_the_other_layout(gates):
-    check(45, 45, 4, 2, 20, 33, gates=gates, layout="bhtd", B=2)
+    check(25, 45, 4, 2, 20, 33, gates=gates, layout="bhtd", B=2)
 
 
-@pytest.mark.parametrize("T, S", [(20, 110), (110, 20)])
-def test_queries_and_keys_of_different_lengths(T, S):
-    check(T, S, 2, 1, 16, 16, gates="steep")
+@pytest.mark.parametrize("gates", ["mild", "steep"])
+def test_fewer_keys_than_queries(gates):
+    check(110, 20, 2, 1, 16, 16, gates=gates)
 
 
-def test_unnormalised():
-    check(50, 50, 1, 1, 16, 32, "bfloat16", feature_map="identity")
+def test_unnormalised_in_tf32():
+    check(50, 50, 1, 1, 16, 32, precision="tf32", feature_map="identity")
 
 
 @pytest.mark.parametrize("scale", [0.01, 30.0])
@@ -100,38 +100,10 @@ def test_scales(scale):
     check(110, 110, 1, 1, 16, 16, "bfloat16", "steep", scale)
 
 
-def test_tf32():
-    check(50, 50, 1, 1, 16, 16, precision="tf32")
-
-
 @pytest.mark.parametrize("gates", ["mild", "steep"])
 def test_states_in_and_out(gates):
     state = LinearState(draw(1, 1, 16, 32, seed=7), jnp.abs(draw(1, 1, 16, seed=8)) + 1)
     check(50, 50, 2, 1, 16, 32, gates=gates, initial_state=state, return_state=True)
-
-
-def test_parts_equal_the_whole():
-    q, k, v = (draw(1, 60, 1, 16, seed=seed) for seed in range(3))
-    decay = draw_gates("mild", 1, 60, 1, 16)
-
-    def run(rows, state):
-        parts = (array[:, rows] for array in (q, k, v))
-        return api.linear_attention(
-            *parts,
-            decay=decay[:, rows],
-            causal=True,
-            initial_state=state,
-            return_state=True,
-            implementation="triton",
-        )
-
-    with device.interpret():
-        whole, end = run(slice(None), None)
-        first, state = run(slice(0, 23), None)
-        rest, last = run(slice(23, None), state)
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
-    for found, wanted in zip(last, end, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

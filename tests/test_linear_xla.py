@@ -43,11 +43,9 @@ STATE = LinearState(normal(2, 2, 3, 5), jnp.abs(normal(2, 2, 3)))
 @pytest.mark.parametrize(
     ("T", "options"),
     [
-        (21, {"causal": True, "decay": gates(2, 21, 2), "initial_state": STATE}),
-        (21, {"causal": True, "decay": gates(2, 21, 2, 3), "kv_lengths": [13, 21]}),
+        (21, {"causal": True, "decay": gates(2, 21, 2, 3), "initial_state": STATE}),
         (21, {"decay": gates(2, 21, 2), "initial_state": STATE, "kv_lengths": [13, 21]}),
         (21, {"decay": gates(2, 21, 2, 3), "q_lengths": [21, 9], "kv_lengths": [21, 0]}),
-        (21, {"initial_state": STATE}),
         (8, {"causal": True, "decay": gates(2, 21, 2)}),
         (8, {"causal": True, "q_lengths": [3, 8], "kv_lengths": [13, 21]}),
         (8, {"kv_lengths": [13, 0], "initial_state": STATE}),

@@ -30,11 +30,11 @@ def test_every_backend_answers_for_both_phases() -> None:
                 assert all(reason is None or reason for reason in of_phase.values()), name
 
 
-# Every so many rows, so that each kind comes up and interpreting stays short.
+# Every so many rows, among them one that Triton refuses, so that interpreting stays short.
 SAMPLE = [
     (op, row)
     for op, rows in support.ROWS.items()
-    for row in rows[::5]
+    for row in rows[7::8]
     if row.sizes.get("D", 0) <= 128
 ]
 
