@@ -3,8 +3,10 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Both ends of `make test` share two cores: one after the other.
+# Both ends of `make test` share two cores: one after the other, but for what `installed` starts.
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
+endif
 
 TORCH := torch==2.13.0
 OLDEST_JAX := jax==0.10.2
@@ -35,6 +37,11 @@ CUDA := .venv-cuda13
 
 PYTEST_FLAGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
+# Most of what is installed is never imported: its bytecode is left to the first import, which has
+# to be allowed to write it.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := -m pip install --no-compile
+
 # $(call make_venv,python,folder) starts from an empty folder: what an interrupted install left
 # behind is not to be trusted.
 define make_venv
@@ -62,29 +69,35 @@ help:
 # PyTorch by its exact pin and first: whatever else asks for it then finds it there.
 $(OLDEST)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(PYTHON),$(OLDEST))
-	$(OLDEST)/bin/python -m pip install $(TORCH)
-	$(OLDEST)/bin/python -m pip install $(OLDEST_JAX) --editable '.[bench,dev]'
+	$(OLDEST)/bin/python $(INSTALL) $(TORCH)
+	$(OLDEST)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[bench,dev]'
 	touch $@
 
 $(NEWEST)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(NEWEST_PYTHON),$(NEWEST))
-	$(NEWEST)/bin/python -m pip install --editable '.[bench,dev]'
+	$(NEWEST)/bin/python $(INSTALL) --editable '.[bench,dev]'
 	touch $@
 
 $(DEMO)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(PYTHON),$(DEMO))
-	$(DEMO)/bin/python -m pip install $(TORCH)
-	$(DEMO)/bin/python -m pip install --editable '.[bench,torch]'
+	$(DEMO)/bin/python $(INSTALL) $(TORCH)
+	$(DEMO)/bin/python $(INSTALL) --editable '.[bench,torch]'
 	touch $@
 
 # In one step, so that pip finds a JAX and a PyTorch whose CUDA libraries agree.
 $(CUDA)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(or $(NEWEST_PYTHON),$(PYTHON)),$(CUDA))
-	$(CUDA)/bin/python -m pip install --editable '.[bench,cuda13,dev,torch]'
+	$(CUDA)/bin/python $(INSTALL) --editable '.[bench,cuda13,dev,torch]'
 	touch $@
 
 .PHONY: venv
 venv: $(OLDEST)/$(STAMP)
+
+# Each install keeps one core busy.
+.PHONY: installed
+installed:
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target SIDE_BY_SIDE=1 \
+		$(OLDEST)/$(STAMP) $(if $(NEWEST_PYTHON),$(NEWEST)/$(STAMP))
 
 .PHONY: lint
 lint: $(OLDEST)/$(STAMP)
@@ -110,7 +123,7 @@ endif
 
 # Without a newer Python the newest JAX is left out, and said to be; REQUIRE_NEWEST=1 fails instead.
 .PHONY: test
-test: lint test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
+test: installed lint test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
 ifndef NEWEST_PYTHON
 	@echo '*** No Python 3.13 or 3.12 found: the tests on the newest JAX were SKIPPED.' >&2
 endif

@@ -46,7 +46,7 @@ def test_digits_are_held_out() -> None:
 
 
 def test_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller = {"batch_size": 16, "digits_steps": 60, "speed_lengths": (16, 32)}
+    smaller = {"batch_size": 16, "digits_steps": 80, "speed_lengths": (16, 32)}
     monkeypatch.setattr(encoder, "SMALL", dataclasses.replace(encoder.SMALL, **smaller))
     figures = encoder.main(["--small", "--length", "32", "--output", str(tmp_path)])
     chances = {"digits": 1 / 10, "marked": 1 / encoder.SYMBOLS}
