@@ -47,11 +47,13 @@ def test_any_forward_with_any_backward(op: str, forward: str, backward: str) -> 
 @each_op
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_bit_identical(op: str, implementation: str) -> None:
-    wanted = numerics.oracle(op, *arrays(op), **OPTIONS[op])
+    # Not causal: linear attention's kernels are then a quarter to compile.
+    options = OPTIONS[op] | {"causal": False}
+    wanted = numerics.oracle(op, *arrays(op), **options)
 
     def once() -> dict[str, Any]:
         return numerics.run(
-            op, implementation, *arrays(op), cotangents=wanted.cotangents, **OPTIONS[op]
+            op, implementation, *arrays(op), cotangents=wanted.cotangents, **options
         )
 
     with ato_jax.interpret():

@@ -33,10 +33,9 @@ def runs(B, length, seed=0):
     return (np.cumsum(draw.uniform(size=(B, length)) < 0.08, axis=1) + draw.integers(3)) % 4
 
 
-# Both ways, what follows from each side is the causal kernels' work, twice.
-@pytest.mark.parametrize("dtype, causal", [("bfloat16", True), ("float32", False)])
-def test_decay_of_steps(dtype, causal):
-    check(90, 90, 2, 1, 16, 32, dtype, causal=causal, decay=decays(1, 90, 1))
+# Both ways: with keys in smaller blocks, with states and with everything at once.
+def test_decay_of_steps():
+    check(90, 90, 2, 1, 16, 32, "bfloat16", causal=True, decay=decays(1, 90, 1))
 
 
 def test_decay_with_a_state_stored_for_every_run():
@@ -95,8 +94,9 @@ def test_keys_in_smaller_blocks_than_queries_both_ways():
 
 
 # To the kernels a decay of heads is one of steps.
-def test_decay_of_heads():
-    check(60, 60, 4, 2, 16, 16, "float16", causal=True, decay=jnp.array([-0.05, 0.0]))
+def test_decay_of_heads_and_segments_in_float16():
+    options = {"decay": jnp.array([-0.05, 0.0]), "segment_ids": runs(1, 90)}
+    check(90, 90, 4, 2, 16, 16, "float16", causal=True, **options)
 
 
 def test_decay_unnormalised_with_states_both_ways():
@@ -123,10 +123,6 @@ def test_decay_of_more_keys_than_queries():
 def test_segments_with_states_both_ways():
     options = {"initial_state": state(2, 1, 16, 16), "return_state": True}
     check(90, 90, 2, 1, 16, 16, B=2, segment_ids=runs(2, 90), **options)
-
-
-def test_segments_in_float16():
-    check(90, 90, 2, 1, 16, 16, "float16", causal=True, segment_ids=runs(1, 90))
 
 
 @pytest.mark.parametrize("T, S, causal, decay", [(43, 43, False, True), (30, 56, True, False)])

@@ -13,7 +13,7 @@ from flax import nnx
 from ato_jax import nn
 
 B, T, E, LAYERS = 2, 6, 12, 3
-CLASSES = (nn.Attention, nn.LinearAttention, nn.Performer)
+CLASSES = (nn.Attention, nn.Performer)  # which is a LinearAttention, and holds more
 
 
 def make(cls: Any, rngs: nnx.Rngs | None = None, **options: Any) -> Any:
