@@ -108,18 +108,18 @@ def test_split_equals_whole(kind: str | None) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("magnitude", [0.01, 30.0])
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     # Of the kernels in bfloat16: test_linear_triton.py.
     [*(("xla", dtype) for dtype in calls.DTYPES), ("triton", "float16"), ("triton", "float32")],
 )
-@pytest.mark.parametrize("magnitude", [0.01, 30.0])
 def test_scale(dtype: str, magnitude: float, implementation: str) -> None:
     qkv = arrays(2, 64, 64, 2, 1, 32, 16, dtype=dtype, magnitude=magnitude)
     run(implementation, *qkv, causal=True)
 
 
-@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_constant_inputs(dtype: str, implementation: str) -> None:
     """dq and dk are nothing but what rounding leaves of two terms that cancel."""

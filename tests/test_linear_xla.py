@@ -68,8 +68,7 @@ def test_queries_with_runs_of_their_own(T: int, options: dict[str, Any]) -> None
     )
 
 
-@pytest.mark.parametrize("kind", ["step", "channel"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("kind", "causal"), [("step", False), ("channel", True)])
 def test_forward_mode_and_second_order(kind: str, causal: bool) -> None:
     """Every derivative is that of the definition, decay's included."""
     decay = 0.1 * gates(2, 9, 2, 3) if kind == "channel" else 0.1 * gates(2, 9, 2)
