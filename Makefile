@@ -96,7 +96,8 @@ venv: $(OLDEST)/$(STAMP)
 # Each install keeps one core busy.
 .PHONY: installed
 installed:
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target SIDE_BY_SIDE=1 \
+	@$(MAKE) --no-print-directory --jobs 2 SIDE_BY_SIDE=1 \
+		$(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
 		$(OLDEST)/$(STAMP) $(if $(NEWEST_PYTHON),$(NEWEST)/$(STAMP))
 
 .PHONY: lint

@@ -6,7 +6,7 @@ import aot
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_triton import STORED, check, compiled, draw, spec_of
+from test_linear_triton import STORED, check, check_shared_memory, draw, spec_of
 
 import ato_jax
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -118,11 +118,6 @@ def test_decay_unnormalised_with_states_both_ways():
 
 def test_decay_of_more_keys_than_queries():
     check(20, 90, 2, 1, 16, 16, causal=True, decay=decays(1, 90, 1))
-
-
-def test_segments_with_states_both_ways():
-    options = {"initial_state": state(2, 1, 16, 16), "return_state": True}
-    check(90, 90, 2, 1, 16, 16, B=2, segment_ids=runs(2, 90), **options)
 
 
 @pytest.mark.parametrize("T, S, causal, decay", [(43, 43, False, True), (30, 56, True, False)])
@@ -240,6 +235,4 @@ def test_a_state_continues():
 @aot.requires_triton
 @pytest.mark.parametrize("D, causal", [(64, False), (128, True)])
 def test_default_tiles_fit_the_gpu(D, causal):
-    spec = dataclasses.replace(spec_of(D, "bfloat16", causal), decay="head")
-    for kernel in compiled(spec, 90).values():
-        assert kernel.fits and kernel.registers > 32, kernel
+    check_shared_memory(dataclasses.replace(spec_of(D, "bfloat16", causal), decay="head"), 90)

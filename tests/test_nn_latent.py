@@ -207,8 +207,7 @@ def test_orders_of_products() -> None:
     assert small._absorbs(1, T) and small._absorbs(T, T)
 
 
-@pytest.mark.parametrize("prompt", [0, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "prompt"), [("float32", 4), ("bfloat16", 0)])
 @pytest.mark.parametrize(
     "options", OPTIONS, ids=["plain", "query latent and biases", "small latent"]
 )
