@@ -459,7 +459,7 @@ ADDITIVE = np.where(CAUSAL, 0, -1e9).astype("float32")
         (jnp.asarray(ADDITIVE, "bfloat16"), "hold True and False, or 1 and 0, got values"),
         (np.where(CAUSAL, 0, -np.inf), "got values from -inf to 0"),
         (np.where(CAUSAL, 0, -10_000), "hold True and False, or 1 and 0, got values from -10000"),
-        (np.zeros((1, 1, 1, T), np.float32), "mask hides every key: one that is added"),
+        (np.zeros((1, 1, 1, T), np.float32), "not hold zeros alone, got shape"),
         (np.full((1, 1, 1, T), np.nan), "got values from nan"),
         ([[True], [True, False]], "an array"),
         ("causal", "an array of booleans"),
@@ -562,6 +562,15 @@ def test_sinks_have_an_initialiser_and_metadata() -> None:
     np.testing.assert_array_equal(plain.sinks[...], np.ones(H))
 
 
+def test_padding_that_is_repeated_for_all_heads() -> None:
+    layer, x = make(nn.LinearAttention), inputs()
+    padding = np.arange(T) < np.array([[2], [T - 1]])[:, :, None, None]
+    wanted = layer(x, mask=padding)
+    for numpy in (np, jnp):
+        repeated = numpy.broadcast_to(padding, (B, H, 1, T))
+        np.testing.assert_array_equal(layer(x, mask=repeated), wanted)
+
+
 def test_bad_rngs_for_redraw() -> None:
     with pytest.raises(ValueError, match=r"^rngs must be an nnx\.Rngs, .*got"):
         make(nn.Performer).redraw(jax.random.key(0))
@@ -613,7 +622,7 @@ def test_bad_positions_and_dropout() -> None:
         (np.random.default_rng(0).random((B, 1, T, T)) < 0.5, "neither causal nor"),
         (np.tri(T, dtype=bool)[:, ::-1].copy(), "neither causal nor"),
         (ALL & np.array([True, True, False, True])[:, None, None], "neither causal nor"),
-        (np.ones((B, H, 1, T), bool), "head by head"),
+        (np.arange(B * H * T).reshape(B, H, 1, T) % 5 > 0, "head by head"),
     ],
     ids=["random", "anticausal", "by heads", "keys by heads"],
 )
@@ -662,7 +671,7 @@ def test_bad_cache_dtype() -> None:
         (nn.Attention, {}, np.ones((B, 1, T, T + 1), bool)),
         (nn.Attention, {"implementation": "triton"}, None),
         (nn.LinearAttention, {"implementation": "triton"}, None),
-        (nn.LinearAttention, {}, np.ones((B, H, 1, T), bool)),
+        (nn.LinearAttention, {}, np.arange(B * H * T).reshape(B, H, 1, T) % 5 > 0),
     ],
 )
 def test_an_error_leaves_the_cache(cls: Any, options: dict[str, Any], mask: Any) -> None:

@@ -449,8 +449,9 @@ def as_mask(mask: Any) -> Any:
         values = np.asarray(mask)
         if floating and values.size and not values.any():
             raise ValueError(
-                "mask hides every key: one that is added to the scores, and hides nothing, would "
-                "be no mask at all; to hide everything give booleans"
+                "mask must not hold zeros alone, got shape "
+                f"{values.shape}: one that is added to the scores and hides nothing can be left "
+                "out; to hide everything give booleans"
             )
         if not ((values == 0) | (values == 1)).all():
             raise ValueError(
@@ -516,12 +517,15 @@ def factor_mask(call: Call) -> Visible:
         )
     # As NumPy at once: inside jit any operation of JAX would turn values into tracers.
     mask = bind_mask(mask if for_keys else np.asarray(mask), call)
+    if for_keys and mask.shape[1] > 1 and not isinstance(mask, jax.core.Tracer):
+        values = np.asarray(mask)
+        mask = values[:, :1] if (values == values[:, :1]).all() else mask
     if mask.shape[1] == 1 and for_keys:
         return Visible(causal, None, mask[:, 0, 0])
     if for_keys:
         raise ValueError(
             "mask hides keys head by head, which a linear layer cannot do: its axis of heads must "
-            f"be 1, got shape {np.shape(call.mask)}"
+            f"be 1, or all heads alike outside of jit, got shape {np.shape(call.mask)}"
         )
     T, S = call.query.shape[1], call.key.shape[1]
     pairs: Any = np.broadcast_to(mask, (*mask.shape[:2], T, S))
