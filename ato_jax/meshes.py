@@ -50,21 +50,26 @@ def nowhere() -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-def in_auto_axes(
+def call(
     function: Callable[[Any], Any], inputs: Any, partition_of_outputs: Callable[[], Any]
 ) -> Any:
-    """`function(inputs)`, with explicit axes of the mesh automatic inside.
+    """`function(inputs)`, with explicit axes of the mesh automatic inside, and inside
+    `jax.shard_map` with inputs that all vary alike: a custom derivative gives each cotangent as
+    varying as its input.
 
     Args:
       function, inputs: a call on a tree of arrays.
       partition_of_outputs: gives the outputs' tree with a `PartitionSpec` for each array.
     """
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(inputs))
-    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     if mesh is None:
         return function(inputs)
+    inputs = varying_with(inputs, inputs)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return function(inputs)
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         partition_of_outputs(),
