@@ -1,5 +1,7 @@
 """`python -m benchmarks demo`, `run`, `linear`, `attention`, `tune linear_attention` or
 `tune attention`; `--helpshort`: flags.
+
+The exit status is 2 for what was asked wrongly, and 1 where something failed.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging as standard_logging
 import os
+import sys
 from collections.abc import Sequence
 
 from absl import app, flags, logging
@@ -16,6 +19,7 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 from benchmarks import attention, demo, linear, run, side_by_side, tune  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
+from benchmarks.results import ResultsError  # noqa: E402
 
 flags.adopt_module_key_flags(demo)
 flags.adopt_module_key_flags(run)
@@ -38,10 +42,22 @@ def main(arguments: Sequence[str]) -> int:
         standard_logging.getLogger(library).setLevel(standard_logging.WARNING)
     try:
         return COMMANDS[command]()
+    except ResultsError as error:
+        logging.error("%s", error)
+        return 2
     except PeerError as error:
         logging.error("PyTorch's process ended: %s", error)
         return 1
 
 
+def parsed(arguments: list[str]) -> list[str]:
+    """What is left beside the flags. Absl's own exit status is 1."""
+    try:
+        return flags.FLAGS(arguments)
+    except flags.Error as error:
+        logging.error("%s", " ".join(str(error).split()))
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parsed)
