@@ -1,7 +1,7 @@
-"""`python -m benchmarks demo`, `run`, `linear`, `attention`, `tune linear_attention` or
-`tune attention`; `--helpshort`: flags.
+"""`python -m benchmarks demo`, `run`, `linear`, `attention`, `compare A.json B.json`,
+`tune linear_attention` or `tune attention`; `--helpshort`: flags.
 
-The exit status is 2 for what was asked wrongly, and 1 where something failed.
+The exit status is 2 for what was asked wrongly, and 1 where something failed or became slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from absl import app, flags, logging
 # PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-from benchmarks import attention, demo, linear, run, side_by_side, tune  # noqa: E402
+from benchmarks import attention, compare, demo, linear, run, side_by_side, tune  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
 
@@ -33,15 +33,17 @@ COMMANDS |= {f"tune {op}": functools.partial(tune.main, op) for op in tune.OPS}
 
 def main(arguments: Sequence[str]) -> int:
     command = " ".join(arguments[1:])
-    if command not in COMMANDS:
-        given = command or "nothing"
-        logging.error("Give one command, %s; got %s", " or ".join(COMMANDS), given)
+    # The one command that takes files.
+    compares = arguments[1:2] == ["compare"]
+    if command not in COMMANDS and not compares:
+        given, known = command or "nothing", (*COMMANDS, "compare A.json B.json")
+        logging.error("Give one command, %s; got %s", " or ".join(known), given)
         return 2
     # Absl shows what libraries say to each other, too.
     for library in ("jax", "matplotlib"):
         standard_logging.getLogger(library).setLevel(standard_logging.WARNING)
     try:
-        return COMMANDS[command]()
+        return compare.main(arguments[2:]) if compares else COMMANDS[command]()
     except ResultsError as error:
         logging.error("%s", error)
         return 2
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parsed(arguments: list[str]) -> list[str]:
-    """What is left beside the flags. Absl's own exit status is 1."""
+    """What is left beside the flags. Absl's own exit status is 1, which `compare` has use for."""
     try:
         return flags.FLAGS(arguments)
     except flags.Error as error:

@@ -1,4 +1,4 @@
-"""Figures in files: their statistics and what is kept of a run that died."""
+"""Figures in files: their statistics, what is kept of a run that died, what compares as slower."""
 
 import contextlib
 import csv
@@ -16,6 +16,7 @@ from benchmarks import __main__ as entry
 from benchmarks import (
     attention,
     byte_limit,
+    compare,
     linear,
     linear_torch,
     ours,
@@ -74,7 +75,7 @@ def row_of(turns, case="case", phase="forward", contender="ato_jax"):
     return found
 
 
-def drawn(seed, seconds=1e-3, batch_noise=0.02, turn_noise=0.01, **names):
+def drawn(seed, seconds=1e-3, batch_noise=0.01, turn_noise=0.005, **names):
     """Batches that scatter and turns that drift, with now and then a batch that was held up."""
     generator = np.random.default_rng(seed)
     turns = []
@@ -292,7 +293,115 @@ def test_the_memory_that_is_known_is_not_asked_for_again(monkeypatch):
     assert attention.scratch(case, {"ato_jax": 16}) == {"plain JAX": 17} and len(asked) == 1
 
 
+# What compares as slower.
+
+
+def counted(before, after):
+    def files(rows):
+        return results.Results(**FACTS, rows=rows)
+
+    return compare.compared(["A.json", "B.json"], files(before), files(after))
+
+
+def test_a_planted_slowdown_is_seen_and_chance_is_not():
+    names = [f"contender {number}" for number in range(40)]
+    before = [drawn(number, contender=name) for number, name in enumerate(names)]
+    again = [drawn(100 + number, contender=name) for number, name in enumerate(names)]
+    planted = [drawn(200 + number, 1.1e-3, contender=name) for number, name in enumerate(names)]
+    assert counted(before, again)[1] == 0
+    text, count = counted(before, planted)
+    assert count == len(names) and text.count("slower") == len(names) + 1
+    text, count = counted(planted, before)
+    assert count == 0 and text.count("faster") == len(names)
+
+
+def test_what_scatters_needs_more():
+    wide = {"batch_noise": 0.2, "turn_noise": 0.05}
+    for seed in range(40):
+        before = drawn(seed, **wide)
+        assert not compare.slower(before, drawn(100 + seed, **wide))
+        assert not compare.slower(before, drawn(200 + seed, 1.1e-3, **wide))
+        assert compare.slower(before, drawn(200 + seed, 3e-3, **wide))
+    # Without any scatter, what is below the floor is a machine's own.
+    steady = [row_of([[seconds] * 9] * 3) for seconds in (1.0, 1.04, 1.06)]
+    assert [compare.slower(steady[0], row) for row in steady] == [False, False, True]
+    # Turns that drifted say so, though their batches agree.
+    drifted = row_of([[1.0] * 9, [1.0] * 9, [1.2] * 9])
+    assert compare.noise(drifted) == pytest.approx(0.2)
+    assert not compare.slower(drifted, row_of([[1.19] * 9] * 3))
+    assert compare.slower(drifted, row_of([[1.21] * 9] * 3))
+    # Both sides' count.
+    assert not compare.slower(drifted, row_of([[1.2] * 9, [1.21] * 9, [1.3] * 9]))
+    # So do batches, where the turns agree.
+    batches = row_of([[0.9, 0.9, 1.0, 1.1, 1.1]] * 3)
+    assert compare.noise(batches) == pytest.approx(0.2)
+
+
+def test_rows_of_one_file_are_named_and_not_counted(tmp_path, capsys):
+    both = {"case": str(CASE)}
+    before = [
+        drawn(0, **both),
+        drawn(1, contender="gone", **both),
+        drawn(2, contender="breaks", **both),
+    ]
+    after = [
+        drawn(3, 1.2e-3, **both),
+        refused("out is wrong", contender="breaks", **both),
+        refused("no kernel", contender="new", **both),
+    ]
+    names = [
+        file_of(tmp_path / "A.json", before),
+        file_of(tmp_path / "B.json", after, jax="4"),
+    ]
+    assert entry.main(["benchmarks", "compare", *names]) == 1
+    out = capsys.readouterr().out
+    in_a, in_b = out.split("In A alone:")[1].split("In B alone:")
+    assert f"  {CASE}, forward, gone\n" in in_a
+    assert f"  {CASE}, forward, breaks; there: out is wrong\n" in in_a
+    assert f"  {CASE}, forward, new\n" in in_b
+    assert "jax 2 in A, 4 in B" in out and "1 of 1 rows slower by more than the noise" in out
+    (line,) = [line for line in out.splitlines() if line.endswith("slower")]
+    ratio = after[0].seconds / before[0].seconds
+    assert line.split()[0] == "ato_jax" and f"{ratio:.3f}" in line and line.count("%") == 2
+    assert entry.main(["benchmarks", "compare", names[0], names[0]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device": "a card"}, "no time of the same case in common"),
+        ({"device": "another card"}, "times of two devices are not compared"),
+    ],
+)
+def test_what_cannot_be_compared(change, said, tmp_path, caplog):
+    names = [
+        file_of(tmp_path / "A.json", [drawn(0, case=str(CASE))]),
+        file_of(tmp_path / "B.json", [drawn(0, case=str(OTHER))], **change),
+    ]
+    assert entry.main(["benchmarks", "compare", *names]) == 2
+    assert said in caplog.text
+
+
 # What is asked wrongly.
+
+
+def test_files_that_cannot_be_read(tmp_path, caplog):
+    good = file_of(tmp_path / "good.json", [drawn(0)])
+    broken, binary = tmp_path / "broken.json", tmp_path / "binary.json"
+    broken.write_text('{"rows": [')
+    binary.write_bytes(b"\xff\xfe\x00")
+    for bad, said in (
+        ([good, str(tmp_path / "absent.json")], "absent.json cannot be read: No such file"),
+        ([good, str(tmp_path)], "cannot be read: Is a directory"),
+        ([str(broken), good], "broken.json is not JSON: Expecting value"),
+        ([str(binary), good], "binary.json is not JSON"),
+        ([good], f"takes two files, A.json B.json; got {good}"),
+        ([], "takes two files, A.json B.json; got none"),
+    ):
+        caplog.clear()
+        assert entry.main(["benchmarks", "compare", *bad]) == 2
+        assert said in caplog.text and len(caplog.records) == 1
+        assert "\n" not in caplog.records[0].getMessage()
 
 
 def test_flags_that_choose_nothing_or_no_file(peer, tmp_path, caplog, monkeypatch):
@@ -325,7 +434,7 @@ def test_flags_of_no_meaning_are_one_line_and_status_2(caplog):
         assert "\n" not in caplog.records[0].getMessage()
 
 
-def test_one_real_case_is_measured_and_resumed(tmp_path, monkeypatch):
+def test_one_real_case_is_measured_resumed_and_compared(tmp_path, monkeypatch, capsys):
     """All of it but PyTorch's process."""
     path = Path(tmp_path / "figures.json")
     monkeypatch.setattr(byte_limit, "CPU_COPY_BYTES", 1 << 22)
@@ -342,3 +451,5 @@ def test_one_real_case_is_measured_and_resumed(tmp_path, monkeypatch):
         with flagsaver.flagsaver(resume=True):
             assert entry.main(["benchmarks", "linear"]) == 0
     assert results.read(path) == first
+    assert entry.main(["benchmarks", "compare", str(path), str(path)]) == 0
+    assert "0 of 2 rows slower" in capsys.readouterr().out
