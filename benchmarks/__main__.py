@@ -57,7 +57,8 @@ def parsed(arguments: list[str]) -> list[str]:
     try:
         return flags.FLAGS(arguments)
     except flags.Error as error:
-        logging.error("%s", " ".join(str(error).split()))
+        # Absl's log would put a line of its own above: it has not begun yet.
+        print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 
 
