@@ -1,11 +1,13 @@
 """Two files of figures, row by row: what became slower, by more than chance makes it.
 
-What a run knows of its own noise is how far its times lie apart: the quartiles of a row's batches,
-and its turns, between which the machine has time to drift. A row's noise is the width from the
-lowest of these to the highest. A row is slower where the second run's median is above the first's
+What a run knows of its own noise is how far its times lie apart: its turns, between which the
+machine has time to drift, and the batches of a row, from their lower quartile to p90. What disturbs
+a machine only ever adds to a time, so that batches tell more above the median than below it, and
+the upper quartile is not yet where it shows. A row's noise is the width from the lowest of these to
+the highest. A row is slower where the second run's median is above the first's
 
-    by more than both noises together   whatever held up half of one run's batches, or one of its
-                                        turns, may have held up more of the other run
+    by more than both noises together   what held up a tenth of one run's batches, or one of its
+                                        turns, may have held up all of the other's
     and by more than `FLOOR`            clocks, the placement of memory and what else a machine
                                         runs may stay as they are for as long as a process lives:
                                         they move all of its times at once, and no width shows it
@@ -29,7 +31,7 @@ FLOOR = 0.05
 def noise(row: Row) -> float:
     """Seconds: see above."""
     assert row.spread is not None
-    known = (row.spread.p25, row.spread.p75, *row.turns)
+    known = (row.spread.p25, row.spread.p90, *row.turns)
     return max(known) - min(known)
 
 
