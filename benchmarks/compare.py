@@ -69,6 +69,11 @@ def alone(found: Results, other: Results) -> list[str]:
     return lines
 
 
+def time_and_noise(row: Row) -> tuple[str, str]:
+    assert row.seconds is not None
+    return demo.milliseconds(row.seconds), f"{noise(row) / row.seconds:.1%}"
+
+
 def table(pairs: Sequence[tuple[Row, Row]]) -> str:
     """By case and phase. The ratio is the second run's time over the first one's."""
     lines, group = [["", "A, ms", "noise", "B, ms", "noise", "B / A", ""]], ""
@@ -77,11 +82,7 @@ def table(pairs: Sequence[tuple[Row, Row]]) -> str:
         if group != f"{before.case}, {before.phase}":
             group = f"{before.case}, {before.phase}"
             lines.append([group, *[""] * 6])
-        cells = [
-            text
-            for row in (before, after)
-            for text in (demo.milliseconds(row.seconds), f"{noise(row) / row.seconds:.1%}")
-        ]
+        cells = [*time_and_noise(before), *time_and_noise(after)]
         ratio = f"{after.seconds / before.seconds:.3f}"
         lines.append([f"  {before.contender}", *cells, ratio, verdict(before, after)])
     return demo.aligned(lines, texts=1)
