@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 from absl import logging
 
 from benchmarks import attention_jax, attention_torch, cases, demo, ours, run, side_by_side
 from benchmarks.cases import Case
-from benchmarks.side_by_side import Meeting, Row
+from benchmarks.results import ERRORS, Row
+from benchmarks.side_by_side import Meeting
 
 _bf16 = functools.partial(Case, "softmax", dtype="bfloat16")
 _long = functools.partial(_bf16, B=2, H=16, T=16384, D=128)
@@ -64,7 +66,6 @@ CASES = {
         _tiny(T=1, S=256),
     ),
 }
-ERRORS = ("out", "dq", "dk", "dv")
 MEMORY_CASES = {"gpu": CASES["gpu"][2], "cpu": CASES["cpu"][0]}
 CONTEST = side_by_side.Contest(CASES, attention_jax.CONTENDERS, attention_torch.CONTENDERS)
 
@@ -127,9 +128,12 @@ def about(case: Case) -> list[str]:
     return found
 
 
-def scratch(case: Case) -> dict[str, int | str]:
-    """By contender on JAX: the bytes beyond inputs and outputs, or why they are not known."""
-    names = [name for name in side_by_side.wanted(CONTEST, case) if name in CONTEST.in_jax]
+def scratch(case: Case, known: Collection[str]) -> dict[str, int | str]:
+    """By contender on JAX but the known ones: the bytes beyond inputs and outputs, or why they are
+    not known.
+    """
+    in_jax = [name for name in side_by_side.wanted(CONTEST, case) if name in CONTEST.in_jax]
+    names = [name for name in in_jax if name not in known]
 
     def of(name: str) -> int | str:
         try:
@@ -155,14 +159,14 @@ def memory_table(case: Case, found: dict[str, int | str]) -> str:
 
 def tell(meeting: Meeting) -> None:
     for case in meeting.cases():
-        earlier = list(meeting.rows)
+        earlier = list(meeting.results.rows)
         phases = {phase: meeting.measure(case, phase) for phase in side_by_side.phases(case)}
         print("\n" + table(case, phases, earlier), flush=True)
         if case == MEMORY_CASES[ours.platform()] and meeting.left() > 0:
-            held = scratch(case)
-            meeting.facts["memory"] = {"case": str(case), "bytes": held}
+            held = meeting.results.memory.setdefault(str(case), {})
+            held |= scratch(case, held)
+            meeting.write()
             print("\n" + memory_table(case, held), flush=True)
-        meeting.write()
 
 
 def main() -> int:

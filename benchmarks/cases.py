@@ -2,7 +2,10 @@
 
     u              = B * T * H * D * itemsize, one tensor; that of a key is B * S * G * D * itemsize
     traffic        = 4u forward (q, k, v in, out), 7u backward (q, k, v, dout in, dq, dk, dv out)
-    products       = 4 * H * D * pairs forward, 2.5 times as many backward
+    products       = softmax: 4 * H * D * pairs forward, 2.5 times as many backward, where the
+                     scores are computed again
+                     linear: 4 * B * T * H * D * D forward, k^T v into the state and q times the
+                     state, twice as many backward; whether causal or not, as step by step
     pairs          = B * T * S, half of it if causal; those that are visible under a window or
                      between documents
 
@@ -113,9 +116,12 @@ class Case:
         return visible / (self.B * -(-self.T // BLOCK) * -(-S // BLOCK))
 
     def operations(self, phase: str) -> float:
-        """Multiplications and additions of softmax attention's products."""
-        forward = 4 * self.H * self.D * self.pairs
-        return forward if phase == "forward" else 3.5 * forward
+        """Multiplications and additions of the products, the fewest that there have to be."""
+        if self.op == "softmax":
+            forward, both = 4 * self.H * self.D * self.pairs, 3.5
+        else:
+            forward, both = 4 * self.B * self.T * self.H * self.D * self.D, 3
+        return forward if phase == "forward" else both * forward
 
     @property
     def document_ids(self) -> np.ndarray:

@@ -11,7 +11,7 @@ import functools
 
 from benchmarks import demo, linear_jax, linear_torch, side_by_side
 from benchmarks.cases import Case
-from benchmarks.side_by_side import Row
+from benchmarks.results import Row
 
 _bf16 = functools.partial(Case, "linear", dtype="bfloat16")
 CASES = {
@@ -58,7 +58,6 @@ def tell(meeting: side_by_side.Meeting) -> None:
     for case in meeting.cases():
         for phase in side_by_side.phases(case):
             print("\n" + table(meeting.measure(case, phase)), flush=True)
-            meeting.write()
 
 
 def main() -> int:

@@ -8,7 +8,9 @@ and reads one for each:
     {"ask": "about"}                                   -> versions, device, memory, or why not
     {"ask": "copy", "seconds": s}                      -> {"bandwidth": bytes per second}
     {"ask": "sdpa", "backend": name, "case": {...}, "phase": name, "seconds": s}
-                                                       -> a Timing, or {"unavailable": reason}
+                                                       -> a Timing, {"batches": [seconds, ...],
+                                                          "calls": number}, or
+                                                          {"unavailable": reason}
     {"ask": "prepare", "contender": name, "case": {...}, "phase": name}
                                                        -> {"errors": {...}}, or why not
     {"ask": "time", "contender": name, "seconds": s}   -> a Timing of what was prepared

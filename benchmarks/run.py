@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from absl import flags, logging
 
+import ato_jax
 from benchmarks import byte_limit, cases, demo, ours, peers, timing
 
 FLAGS = flags.FLAGS
@@ -142,6 +143,7 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
         device, bandwidth = demo.processor(), byte_limit.cpu_bandwidth()
     facts = {
         "device": device,
+        "ato_jax": ato_jax.__version__,
         "jax": jax.__version__,
         "torch": about["version"],
         "bandwidth": bandwidth,

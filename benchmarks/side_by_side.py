@@ -1,7 +1,8 @@
 """An op beside its peers: what `linear` and `attention` share.
 
 For each case, everything that takes it is compiled and compared with float64 first, and then timed
-in turns; the figure is the median of the turns.
+in turns; the figure is the median of the turns. What was found is written after every group of
+rows, those of a case and phase, and `--resume` goes on with what a file lacks.
 """
 
 from __future__ import annotations
@@ -9,20 +10,29 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from absl import flags, logging
 
-from benchmarks import byte_limit, cases, ours, peers, run, timing
+from benchmarks import byte_limit, cases, ours, peers, results, run, summary, timing
 from benchmarks.cases import Case
+from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("json", "", "linear, attention: where to write all figures, a .json")
+flags.DEFINE_string("csv", "", "linear, attention: where to write a line for each row, a .csv")
+flags.DEFINE_bool(
+    "resume", False, "linear, attention: keep the figures in --json, measure what it lacks"
+)
+flags.register_multi_flags_validator(
+    ["resume", "json"],
+    lambda given: given["json"] or not given["resume"],
+    "--resume goes on with the file that --json names",
+)
 flags.DEFINE_float(
     "within_s", 210, "linear, attention: start nothing new after so long", lower_bound=0
 )
@@ -70,38 +80,6 @@ class Contest:
     cases: Mapping[str, tuple[Case, ...]]
     in_jax: Mapping[str, InJax]
     in_torch: Mapping[str, InTorch]
-
-
-@dataclasses.dataclass
-class Row:
-    """What was found of one contender: its turns' seconds and errors, or the reason for neither.
-
-    `operations` are those of the products, where they are the measure.
-    """
-
-    case: str
-    phase: str
-    contender: str
-    limit: float
-    operations: float | None = None
-    seconds: float | None = None
-    turns: list[float] = dataclasses.field(default_factory=list)
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    unavailable: str = ""
-
-    @property
-    def reached(self) -> float | None:
-        """The share of the byte limit."""
-        return self.limit / self.seconds if self.seconds else None
-
-    @property
-    def rate(self) -> float | None:
-        """Operations per second."""
-        return self.operations / self.seconds if self.seconds and self.operations else None
-
-    def told_errors(self) -> list[str]:
-        """Of the output and dq, as the tables print them."""
-        return [f"{self.errors[name]:.1e}" if name in self.errors else "" for name in ("out", "dq")]
 
 
 # A contender's errors and its turn, or why it has none.
@@ -158,14 +136,17 @@ def measure(
     phase: str,
     limit: float,
     left: Callable[[], float],
+    known: Collection[str] = (),
 ) -> list[Row]:
-    """Rows of all contenders, prepared and then timed in turns."""
-    operations = case.operations(phase) if case.op == "softmax" else None
-    rows = [Row(str(case), phase, name, limit, operations) for name in wanted(contest, case)]
+    """Rows of all contenders but the known ones, prepared and then timed in turns."""
+    work = case.traffic(phase), case.operations(phase)
+    names = [name for name in wanted(contest, case) if name not in known]
+    rows = [Row(str(case), phase, name, limit, *work) for name in names]
+    batches: dict[str, list[float]] = {name: [] for name in names}
 
     def compare_later(row: Row) -> Callable[[], Ready]:
         if left() <= 0:
-            return lambda: "no time left"
+            return lambda: NO_TIME_LEFT
         run.progress(f"{case}, {phase}: {row.contender}")
         if row.contender in contest.in_jax:
             return compiled(contest, case, phase, row.contender)
@@ -181,7 +162,7 @@ def measure(
     alone = [row for row in rows if searches(row)]
     comparisons += map(compare_later, alone)
     for row, compare in zip(together + alone, comparisons, strict=True):
-        ready = compare() if left() > 0 else "no time left"
+        ready = compare() if left() > 0 else NO_TIME_LEFT
         if isinstance(ready, str):
             row.unavailable = ready
         else:
@@ -201,8 +182,11 @@ def measure(
                 del turns[row.contender]
             else:
                 row.turns.append(timed.seconds)
+                batches[row.contender] += timed.batches
     for row in rows:
-        row.seconds = statistics.median(row.turns) if row.turns else None
+        if row.turns:
+            row.seconds = statistics.median(row.turns)
+            row.spread = summary.spread(batches[row.contender])
     peer.forget()
     run.progress("")
     return rows
@@ -210,13 +194,14 @@ def measure(
 
 @dataclasses.dataclass
 class Meeting:
-    """One run of a contest: what it runs on, the time that is left, and what was found so far."""
+    """One run of a contest: what was found so far, in this run or before, and until when it goes
+    on.
+    """
 
     contest: Contest
     peer: peers.Peer
-    facts: dict[str, Any]
+    results: Results
     end: float
-    rows: list[Row] = dataclasses.field(default_factory=list)
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -228,36 +213,79 @@ class Meeting:
                 yield case
 
     def measure(self, case: Case, phase: str) -> list[Row]:
-        limit = byte_limit.limit(case, phase, self.facts["bandwidth"])
-        found = measure(self.contest, self.peer, case, phase, limit, self.left)
-        self.rows += found
-        return found
+        """The rows of the case and phase: those that are there already, and the rest measured."""
+        names = wanted(self.contest, case)
+        group = str(case), phase
+        found = {row.contender: row for row in self.results.rows if row.key[:2] == group}
+        if not found.keys() >= set(names):
+            limit = byte_limit.limit(case, phase, self.results.bandwidth)
+            new = measure(self.contest, self.peer, case, phase, limit, self.left, found)
+            self.results.rows += new
+            self.write()
+            found |= {row.contender: row for row in new}
+        return [found[name] for name in names]
 
     def write(self) -> None:
-        """All that was found so far, where a file for it was named."""
-        if not FLAGS.json:
-            return
-        path = Path(FLAGS.json)
-        told = [
-            dataclasses.asdict(row) | {"reached": row.reached, "rate": row.rate}
-            for row in self.rows
-        ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.facts | {"rows": told}, indent=1) + "\n")
+        """All that was found so far, where files for it were named."""
+        if FLAGS.json:
+            results.write(Path(FLAGS.json), results.json_text(self.results))
+        if FLAGS.csv:
+            results.write(Path(FLAGS.csv), results.csv_text(self.results))
+
+
+def resumed(path: Path, earlier: Results, here: Results) -> Results:
+    """What was found earlier, to go on with.
+
+    It keeps its copy bandwidth: the byte limits of one file are of one bandwidth.
+    """
+    there_and_here = [
+        f"{name} is {getattr(earlier, name)} there and {getattr(here, name)} here"
+        for name in results.SAME
+        if getattr(earlier, name) != getattr(here, name)
+    ]
+    if there_and_here:
+        raise ResultsError(f"{path} cannot be resumed: {'; '.join(there_and_here)}")
+    kept = [row for row in earlier.rows if row.unavailable != NO_TIME_LEFT]
+    print(
+        f"{len(kept)} rows are from {path}, byte limits at its copy's "
+        f"{earlier.bandwidth / 1e12:.3f} TB/s",
+        flush=True,
+    )
+    return dataclasses.replace(earlier, rows=kept)
+
+
+def unknown(contest: Contest, platform: str) -> str:
+    """What is wrong with the flags that choose cases and contenders; "" if nothing."""
+    names = [str(case) for case in contest.cases[platform]]
+    if not any(FLAGS.case in name for name in names):
+        return f"No case contains --case={FLAGS.case!r}: {'; '.join(names)}"
+    names = [*contest.in_jax, *contest.in_torch]
+    if not any(FLAGS.contender in name for name in names):
+        return f"No contender contains --contender={FLAGS.contender!r}: {'; '.join(names)}"
+    return ""
 
 
 def hold(contest: Contest, tell: Callable[[Meeting], None]) -> int:
-    """Runs the contest: `tell` measures, prints and writes; the exit status."""
+    """Runs the contest: `tell` measures and prints; the exit status."""
     platform = ours.platform()
     if platform not in contest.cases:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
+    if reason := unknown(contest, platform):
+        logging.error("%s", reason)
+        return 2
+    path = Path(FLAGS.json)
+    earlier = results.read(path) if FLAGS.resume else None
     end = time.monotonic() + FLAGS.within_s
     with peers.Peer(platform) as peer:
         facts = run.introduced(peer, platform)
         if facts is None:
             return 1
-        tell(Meeting(contest, peer, facts, end))
+        here = Results(**facts)
+        meeting = Meeting(contest, peer, resumed(path, earlier, here) if earlier else here, end)
+        # Before anything is measured: a file that cannot be written is known now.
+        meeting.write()
+        tell(meeting)
     return 0
 
 

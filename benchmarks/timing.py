@@ -13,7 +13,8 @@ itself costs the host tens of microseconds more in either framework. The card ru
 that it can sustain, which may be up to 15% below those of single calls with pauses. On a CPU a
 batch is one call.
 
-Many batches are timed, after a warm-up; the figure is their median. Inputs that would fit into a
+Many batches are timed, after a warm-up; the figure is their median, and all of them are kept for
+what else is said of them (`summary`). Inputs that would fit into a
 GPU's cache come in several sets that take turns, or the cache would be measured.
 """
 
@@ -42,12 +43,15 @@ MOST_BATCHES = 200
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call, the median over batches; the quartiles tell the spread."""
+    """Seconds of one call in each batch, and how many calls that were in all."""
 
-    seconds: float
-    lower: float
-    upper: float
+    batches: Sequence[float]
     calls: int
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.batches)
 
 
 def groups_of_inputs(set_bytes: int, platform: str) -> tuple[int, int]:
@@ -113,8 +117,6 @@ def interleaved(
         for index in range(len(launches)):
             chosen = (index + turn) % len(launches)
             times[chosen].append(batch(launches[chosen], counts[chosen]) / calls)
-    found = []
-    for count, own in zip(counts, times, strict=True):
-        lower, middle, upper = statistics.quantiles(own, n=4)
-        found.append(Timing(middle, lower, upper, batches * count * calls))
-    return found
+    return [
+        Timing(own, batches * count * calls) for count, own in zip(counts, times, strict=True)
+    ]

@@ -18,6 +18,7 @@ from benchmarks import (
     byte_limit,
     cases,
     ours,
+    results,
     side_by_side,
     timing,
 )
@@ -168,8 +169,8 @@ def test_the_table_tells_shares_and_reasons():
     masked = dataclasses.replace(full, left=5)
 
     def row(case, phase, contender, seconds, **more):
-        operations = case.operations(phase)
-        return side_by_side.Row(str(case), phase, contender, 1.0, operations, seconds, **more)
+        work = case.traffic(phase), case.operations(phase)
+        return results.Row(str(case), phase, contender, 1.0, *work, seconds, **more)
 
     earlier = [row(full, phase, "ato_jax", 2e-3) for phase in cases.PHASES]
     phases = {
@@ -200,7 +201,7 @@ def test_attention_writes_its_figures(tmp_path, capsys, monkeypatch):
     with flagsaver.flagsaver(json=str(path)):
         assert entry.main(["benchmarks", "attention"]) == 0
     figures = json.loads(path.read_text())
-    assert figures["memory"]["bytes"]["plain JAX"] > 0
+    assert figures["memory"][str(CASE)]["plain JAX"] > 0
     rows = {(row["case"], row["phase"], row["contender"]): row for row in figures["rows"]}
     for case in (CASE, grouped):
         ours_, theirs = (
@@ -208,9 +209,8 @@ def test_attention_writes_its_figures(tmp_path, capsys, monkeypatch):
         )
         for row in (ours_, theirs):
             assert max(row["errors"].values()) < 1e-5 and set(row["errors"]) == {*attention.ERRORS}
-            assert row["rate"] == pytest.approx(
-                case.operations("forward + backward") / row["seconds"]
-            )
+            operations = case.operations("forward + backward")
+            assert row["TFLOP/s"] == pytest.approx(operations / row["seconds"] / 1e12)
     refused = rows[str(CASE), "forward", "ato_jax triton"]
     assert "needs a GPU" in refused["unavailable"] and refused["seconds"] is None
     out = capsys.readouterr().out

@@ -161,7 +161,7 @@ def test_measure_goes_on_with_those_that_are_left():
         def call(case, phase, seconds):
             if case.T == refuses:
                 return "out of memory"
-            return timing.Timing(1e-4 * (case.T / 64) ** growth, 0, 0, 1)
+            return timing.Timing([1e-4 * (case.T / 64) ** growth], 1)
 
         return call
 
@@ -235,7 +235,8 @@ def test_timing_counts_calls_and_waits_once_a_batch():
     found = timing.measure(launched.append, waited.append, "cpu", 0.0, calls=2)
     assert found.calls == 2 * timing.FEWEST_BATCHES
     assert len(launched) == len(waited) == 1 + timing.FEWEST_BATCHES
-    assert 0 < found.lower <= found.seconds <= found.upper
+    assert len(found.batches) == timing.FEWEST_BATCHES
+    assert 0 < min(found.batches) <= found.seconds <= max(found.batches)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ for line in sys.stdin:
         answer = {"ended": "no access"} if name == "loses" else {"errors": {"out": 1e-3}}
     if request["ask"] == "time":
         timed[name] += 1
-        answer = {"seconds": 1e-3, "lower": 1e-3, "upper": 1e-3, "calls": 1}
+        answer = {"batches": [1e-3, 1e-3], "calls": 1}
         if name == f"ends time {timed[name]}":
             os._exit(3)
     print(json.dumps(answer), flush=True)

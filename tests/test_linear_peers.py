@@ -72,6 +72,17 @@ def test_traffic_counts_the_gates():
     assert step.traffic("forward") == 2 * 4 * 2 * 3 * 16 * 16 + 4 * step.unit
 
 
+def test_operations_are_those_of_a_step_by_hand():
+    # Two heads of width 3, five tokens: each adds 9 products to a state and reads 9 of it, each
+    # product a multiplication and an addition. Backward is four times 9 products.
+    case = Case("linear", B=1, H=2, T=5, D=3, dtype="float32")
+    assert [case.operations(phase) for phase in cases.PHASES] == [2 * 5 * 2 * 18, 2 * 5 * 6 * 18]
+    for same in (dataclasses.replace(case, causal=True, decay="step"), case):
+        assert same.operations("forward") == 360
+    step = Case("step", B=5, H=2, T=1, D=3, dtype="bfloat16")
+    assert step.operations("forward") == 360
+
+
 def test_plain_jax_computes_what_the_library_does():
     for name, case in (
         ("plain JAX", dataclasses.replace(CASE, causal=False)),
@@ -134,7 +145,7 @@ class Peer:
 
     def time(self, name, seconds):
         self.asked.append(name)
-        return timing.Timing(1.0 if "cuDNN" in name else 2e-3, 0, 0, 1)
+        return timing.Timing([1.0 if "cuDNN" in name else 2e-3] * 2, 1)
 
     def forget(self):
         pass
@@ -172,6 +183,11 @@ def test_linear_writes_its_figures(tmp_path, capsys, monkeypatch):
     plain = rows[str(small), "forward + backward", "PyTorch"]
     assert plain["turns"] and plain["errors"]["dk"] < 1e-5
     assert plain["reached"] == pytest.approx(plain["limit"] / plain["seconds"])
+    traffic = small.traffic("forward + backward")
+    assert plain["GB/s"] == pytest.approx(traffic / plain["seconds"] / 1e9)
+    assert plain["reached"] == pytest.approx(1e9 * plain["GB/s"] / figures["bandwidth"])
+    assert plain["spread"]["count"] >= timing.FEWEST_BATCHES * len(plain["turns"])
+    assert plain["spread"]["p25"] <= plain["spread"]["p50"] <= plain["spread"]["p99"]
     assert rows[str(gated), "forward", "ato_jax"]["seconds"] > 0
     if importlib.util.find_spec("fla") is None:
         told = rows[str(gated), "forward", "fla simple GLA, phi out, not normalised"]

@@ -1,0 +1,215 @@
+"""A file of figures: the rows of `linear` and `attention`, and what they were measured on.
+
+In JSON the file is whole: it is read back to go on with a run or to compare two. In CSV it is a
+table for other programs, a line a row. It is written anew after every group of rows, to another
+name first: a run that dies, while it writes too, leaves all that it had.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import summary
+
+# What has to be the same for a run to go on.
+SAME = ("device", "ato_jax", "jax", "torch")
+ERRORS = ("out", "dq", "dk", "dv")
+# The reason of a row that was not reached: a later run may reach it.
+NO_TIME_LEFT = "no time left"
+
+
+class ResultsError(Exception):
+    """A file cannot be read, written, gone on with or compared; it says why in one line."""
+
+
+@dataclasses.dataclass
+class Row:
+    """What was found of one contender: its times and errors, or the reason for neither.
+
+    `limit` is the time of the traffic at the copy bandwidth. `seconds` is the median of the turns,
+    each turn the median of its batches; `spread` is over the batches of all turns.
+    """
+
+    case: str
+    phase: str
+    contender: str
+    limit: float
+    traffic: float
+    operations: float
+    seconds: float | None = None
+    turns: list[float] = dataclasses.field(default_factory=list)
+    spread: summary.Spread | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    unavailable: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.case, self.phase, self.contender
+
+    @property
+    def reached(self) -> float | None:
+        """The share of the byte limit, which is that of the copy bandwidth."""
+        return self.limit / self.seconds if self.seconds else None
+
+    @property
+    def rate(self) -> float | None:
+        """Operations per second."""
+        return self.operations / self.seconds if self.seconds else None
+
+    @property
+    def throughput(self) -> float | None:
+        """Bytes of the traffic per second."""
+        return self.traffic / self.seconds if self.seconds else None
+
+    def told_errors(self) -> list[str]:
+        """Of the output and dq, as the tables print them."""
+        return [f"{self.errors[name]:.1e}" if name in self.errors else "" for name in ("out", "dq")]
+
+    def told(self) -> dict[str, Any]:
+        """As the file has it: with what follows from the time, for those who read it."""
+        return dataclasses.asdict(self) | {
+            "TFLOP/s": self.rate and self.rate / 1e12,
+            "GB/s": self.throughput and self.throughput / 1e9,
+            "reached": self.reached,
+        }
+
+
+@dataclasses.dataclass
+class Results:
+    """The versions, the bytes that a copy moves per second, and the rows.
+
+    `memory` is by case and contender what a call holds beyond its inputs and outputs, or why that
+    is not known.
+    """
+
+    device: str
+    ato_jax: str
+    jax: str
+    torch: str
+    bandwidth: float
+    memory: dict[str, dict[str, int | str]] = dataclasses.field(default_factory=dict)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+
+def json_text(results: Results) -> str:
+    rows = [row.told() for row in results.rows]
+    return json.dumps(dataclasses.asdict(results) | {"rows": rows}, indent=1) + "\n"
+
+
+def csv_text(results: Results) -> str:
+    """Every line has the device and the versions, too: lines of several files may be put together.
+
+    The turns are left out, a list in a cell is nobody's.
+    """
+    about = {name: getattr(results, name) for name in (*SAME, "bandwidth")}
+    blank = {field.name: None for field in dataclasses.fields(summary.Spread)}
+    lines = []
+    for row in results.rows:
+        told = row.told()
+        errors = {f"error of {name}": row.errors.get(name) for name in ERRORS}
+        spread, reason = told.pop("spread") or blank, told.pop("unavailable")
+        del told["turns"], told["errors"]
+        lines.append(about | told | spread | errors | {"unavailable": reason})
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, lines[0] if lines else about, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def write(path: Path, text: str) -> None:
+    """All of it or nothing: the file is never half written."""
+    if path.exists() and not path.is_file():
+        raise ResultsError(f"{path} cannot be written: it is not a file")
+    beside = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read(path: Path) -> Results:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path} is not JSON: {error}") from error
+    try:
+        return _results(found)
+    except _UnknownFormError as error:
+        raise ResultsError(f"{path} is not a file of these benchmarks' figures: {error}") from error
+
+
+class _UnknownFormError(Exception):
+    """What is not as `json_text` writes it."""
+
+
+def _demand(fits: bool, what: str) -> None:
+    if not fits:
+        raise _UnknownFormError(what)
+
+
+def _fields(of: type, told: Any, where: str) -> dict[str, Any]:
+    """The values of a dataclass's fields. A file may have more: what follows from them."""
+    _demand(isinstance(told, dict), f"{where} is no object")
+    names = [field.name for field in dataclasses.fields(of)]
+    absent = [name for name in names if name not in told]
+    _demand(not absent, f"{where} lacks {', '.join(absent)}")
+    return {name: told[name] for name in names}
+
+
+def _positive(value: Any) -> bool:
+    """A time, or what a time is divided by."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0
+
+
+def _results(told: Any) -> Results:
+    found = Results(**_fields(Results, told, "it"))
+    for name in SAME:
+        _demand(isinstance(getattr(found, name), str), f"{name} is no text")
+    _demand(_positive(found.bandwidth), "bandwidth is no number above 0")
+    _demand(_is_memory(found.memory), "memory is not by case and contender")
+    _demand(isinstance(found.rows, list), "rows is no list")
+    found.rows = [_row(row, f"row {number}") for number, row in enumerate(found.rows, 1)]
+    return found
+
+
+def _is_memory(told: Any) -> bool:
+    return isinstance(told, Mapping) and all(
+        isinstance(of_case, Mapping) and all(isinstance(one, int | str) for one in of_case.values())
+        for of_case in told.values()
+    )
+
+
+def _is_errors(told: Any) -> bool:
+    return isinstance(told, Mapping) and all(isinstance(one, int | float) for one in told.values())
+
+
+def _row(told: Any, where: str) -> Row:
+    row = Row(**_fields(Row, told, where))
+    for name in ("case", "phase", "contender", "unavailable"):
+        _demand(isinstance(getattr(row, name), str), f"{where}: {name} is no text")
+    for name in ("limit", "traffic", "operations"):
+        _demand(_positive(getattr(row, name)), f"{where}: {name} is no number above 0")
+    _demand(_is_errors(row.errors), f"{where}: errors are no numbers by name")
+    _demand(isinstance(row.turns, list), f"{where}: turns is no list")
+    if row.seconds is None:
+        _demand(row.unavailable != "", f"{where} has neither a time nor a reason")
+        row.spread = None
+        return row
+    row.spread = summary.Spread(**_fields(summary.Spread, row.spread, f"{where}: spread"))
+    percentiles = (row.spread.p25, row.spread.p50, row.spread.p75)
+    times = [row.seconds, *row.turns, *percentiles]
+    _demand(bool(row.turns) and all(map(_positive, times)), f"{where}: a time is no number above 0")
+    return row
