@@ -23,10 +23,12 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _programs
+from ato_torch import _bridge, _direct, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _programs.PARAMETERS
+TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
+TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 
 
@@ -71,7 +73,7 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
     if differentiates:
         # Past a preparation for torch.func, which takes as long as all of the rest.
         return super(torch.autograd.Function, _Call).apply(program, *tensors)
-    return _bridge.execute(program.forward, tensors)
+    return _direct.execute(program.answer, tensors)
 
 
 def runs_plainly(tensors: Tensors) -> bool:
@@ -127,6 +129,18 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
             "does not tell functions of the same code apart. Name one, or leave the call out of "
             "what is compiled by torch.compiler.disable"
         )
+    elif torch.compiler.is_dynamo_compiling() and not TELLS_FUNCTIONS_APART:
+        raise NotImplementedError(
+            "torch.compile takes a feature_map that is a function from PyTorch 2.13 on: before, it "
+            "does not tell functions of the same code apart. Name one, or leave the call out of "
+            "what is compiled by torch.compiler.disable"
+        )
+    elif torch.compiler.is_dynamo_compiling() and not TELLS_FUNCTIONS_APART:
+        raise NotImplementedError(
+            "torch.compile takes a feature_map that is a function from PyTorch 2.13 on: before, it "
+            "does not tell functions of the same code apart. Name one, or leave the call out of "
+            "what is compiled by torch.compiler.disable"
+        )
     else:  # `_text` resolves it: no compiler looks into a FeatureMap
         # By its id, the program is for this very function: by itself, for all of the same code.
         parameters = _parameters(feature_map, id(feature_map), place)
@@ -156,7 +170,7 @@ class _Call(torch.autograd.Function):
     def forward(program: _programs.Program, *tensors: torch.Tensor) -> Any:
         if not runs_plainly(tensors):
             return tuple(_forward(program.text, tensors))
-        return tuple(_bridge.execute(program.forward, tensors))
+        return tuple(_direct.execute(program.forward, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -175,7 +189,7 @@ class _Call(torch.autograd.Function):
         if torch.is_grad_enabled() or not runs_plainly(tensors):
             gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
         else:
-            gradients = _bridge.execute(ctx.program.backward(needed, given), tensors)
+            gradients = _direct.execute(ctx.program.backward(needed, given), tensors)
         return None, *_placed(needed, gradients)
 
     @staticmethod
@@ -192,7 +206,7 @@ class _Gradient(torch.autograd.Function):
     def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
         if not runs_plainly(tensors):
             return tuple(_backward(program.text, tensors, needed, given))
-        return tuple(_bridge.execute(program.backward(needed, given), tensors))
+        return tuple(_direct.execute(program.backward(needed, given), tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -240,7 +254,8 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _bridge.execute(program.forward, tensors)
+    # Of the strides that are foretold below.
+    return [tensor.contiguous() for tensor in _direct.execute(program.forward, tensors)]
 
 
 @torch.library.custom_op(
@@ -253,7 +268,8 @@ def _backward(
     call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 ) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _bridge.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    gradients = _direct.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    return [gradient.contiguous() for gradient in gradients]
 
 
 def _shapes(tensors: Tensors) -> _programs.Shapes:

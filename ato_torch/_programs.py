@@ -134,21 +134,34 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
+class Function:
+    """A function of arrays, jitted: JAX compiles it once per shapes and dtypes.
+
+    `plans` is `_direct`'s.
+    """
+
+    def __init__(self, traced: Callable[..., list[jax.Array]]) -> None:
+        self.traced = traced
+        self.jitted = jax.jit(traced)
+        self.plans: dict[Any, Any] = {}
+
+
 class Program:
-    """A call on one device: jitted functions of arrays, compiled once per shapes and dtypes."""
+    """A call on one device."""
 
     def __init__(self, call: Call, place: jax.Device) -> None:
         self.call = call
         self.place = place
-        self.forward = self._jitted(functools.partial(forward, call))
-        self._backwards: dict[Any, Callable[..., Any]] = {}
+        self.forward = self._function(functools.partial(forward, call))
+        self.answer = self._function(functools.partial(answer, call))
+        self._backwards: dict[Any, Function] = {}
 
-    def backward(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Callable[..., Any]:
+    def backward(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Function:
         """(arrays, outputs, the cotangents that are given) -> the gradients that are needed."""
         try:
             return self._backwards[needed, given]
         except KeyError:
-            function = self._jitted(functools.partial(backward, self.call, needed, given))
+            function = self._function(functools.partial(backward, self.call, needed, given))
             return self._backwards.setdefault((needed, given), function)
 
     @functools.cached_property
@@ -161,13 +174,13 @@ class Program:
     def batched_backward(self, level: tuple[bool, ...]) -> Program:
         return of_call(self.call.inside_backward(level), self.place)
 
-    def _jitted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, function: Callable[..., Any]) -> Function:
         def traced(*arrays: jax.Array) -> list[jax.Array]:
             # The op asks where it will run; tracers do not tell.
             with jax.default_device(self.place), device.interpret(self.call.interpreting):
                 return function(arrays)
 
-        return jax.jit(traced)
+        return Function(traced)
 
 
 @functools.lru_cache(maxsize=KEPT, typed=True)
@@ -202,6 +215,11 @@ def forward(call: Call, arrays: Arrays) -> list[jax.Array]:
     for level in call.batched:
         function = jax.vmap(function, in_axes=_in_axes(level))
     return function(*arrays)
+
+
+def answer(call: Call, arrays: Arrays) -> list[jax.Array]:
+    """Of the outputs, those that the caller asked for, where no backward will read the others."""
+    return forward(call, arrays)[: OPS[call.op].answers(call)]
 
 
 def backward(
@@ -291,13 +309,18 @@ def arguments(call: Call, arrays: Arrays) -> dict[str, Any]:
 class _Kernels:
     """An op with kernels of its own for the forward and for the backward.
 
-    `timed` tells which of its outputs have an axis T.
+    `timed` tells which of its outputs have an axis T, `asks` names the option that asks for more
+    than the first.
     """
 
     timed: tuple[bool, ...]
+    asks: str
 
     def __init__(self, api: Any) -> None:
         self.api = api
+
+    def answers(self, call: Call) -> int | None:
+        return None if dict(call.options).get(self.asks) else 1
 
     def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
         raise NotImplementedError
@@ -371,6 +394,7 @@ class _Attention(_Kernels):
     """out, lse, and in training below float32 what rounding took from out."""
 
     timed = (True, True, True)
+    asks = "return_lse"
 
     def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
         out, lse, rest = outputs
@@ -393,6 +417,7 @@ class _LinearAttention(_Kernels):
     """out and the state's two sums."""
 
     timed = (True, False, False)
+    asks = "return_state"
 
     def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
         return jax.tree.leaves(outputs)
@@ -421,6 +446,9 @@ def _features(feature_map: Any, D: Any, inputs: dict[str, Any]) -> Any:
 
 class _Plain:
     """An op of plain JAX, differentiated by JAX."""
+
+    def answers(self, call: Call) -> int | None:
+        return None
 
     def backward(
         self,

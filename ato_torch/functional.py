@@ -152,12 +152,13 @@ def attention(
 def _attention_results(
     transposed: bool, shape: tuple[int, ...] | None, return_lse: bool, outputs: Any
 ) -> Any:
-    out, lse, *_ = outputs
-    if transposed:
-        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    out = outputs[0].transpose(1, 2) if transposed else outputs[0]
     if shape is not None:
-        out, lse = out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
-    return (out, lse) if return_lse else out
+        out = out.reshape(*shape, out.shape[-1])
+    if not return_lse:
+        return out
+    lse = outputs[1].transpose(1, 2) if transposed else outputs[1]
+    return out, lse if shape is None else lse.reshape(shape)
 
 
 def linear_attention(
@@ -265,13 +266,11 @@ def linear_attention(
 
 
 def _linear_results(transposed: bool, batched: bool, return_state: bool, outputs: Any) -> Any:
-    sums: Any
-    out, *sums = outputs
-    if transposed:
-        out = out.transpose(1, 2)
-    if not batched:
-        out, sums = out[0], [tensor[0] for tensor in sums]
-    return (out, LinearState(*sums)) if return_state else out
+    out = outputs[0].transpose(1, 2) if transposed else outputs[0]
+    out = out if batched else out[0]
+    if not return_state:
+        return out
+    return out, LinearState(*(tensor if batched else tensor[0] for tensor in outputs[1:]))
 
 
 def linear_attention_step(
