@@ -81,29 +81,23 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+# Of both models, by the names of transformers.
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
 def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES)).eval()
 
 
 def bert() -> BertForMaskedLM:
-    config = BertConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-    return BertForMaskedLM(config).eval()
+    return BertForMaskedLM(BertConfig(**SIZES)).eval()
 
 
 def compare(model: Any, tokens: torch.Tensor, padding: torch.Tensor | None) -> dict[str, float]:

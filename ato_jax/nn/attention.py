@@ -17,7 +17,7 @@ from flax import nnx
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, MultiHead, append, as_input_shape, bind_mask, known
+from ato_jax.nn.common import Call, MultiHead, append, as_implementation, as_input_shape, bind_mask
 from ato_jax.ops.attention.api import OP, attention, bounds
 
 
@@ -77,7 +77,7 @@ class Attention(MultiHead):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
-            implementation=known(OP, implementation),
+            implementation=as_implementation(OP, implementation),
             rngs=rngs,
             **options,
         )

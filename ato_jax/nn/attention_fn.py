@@ -35,11 +35,11 @@ import ato_jax
 from ato_jax import shapes
 from ato_jax.nn.common import (
     Call,
+    as_implementation,
     bind_mask,
     factor_mask,
     hide_keys,
     hide_queries,
-    known,
     one_batch_axis,
 )
 from ato_jax.ops.attention import api as softmax
@@ -234,7 +234,7 @@ def softmax_attention_fn(
         window=None if left is None and right is None else (left, right),
         softcap=None if softcap is None else shapes.positive("softcap", softcap),
         scale=None if scale is None else shapes.static_number("scale", scale),
-        implementation=known(softmax.OP, implementation),
+        implementation=as_implementation(softmax.OP, implementation),
     )
 
 
@@ -269,7 +269,7 @@ def linear_attention_fn(
         normalize=None if normalize is None else shapes.flag("normalize", normalize),
         scale=None if scale is None else shapes.static_number("scale", scale),
         eps=shapes.positive("eps", eps),
-        implementation=known(linear.OP, implementation),
+        implementation=as_implementation(linear.OP, implementation),
     )
 
 

@@ -305,7 +305,7 @@ def optional_flag(name: str, value: Any) -> None:
         shapes.flag(name, value)
 
 
-def known(op: dispatch.Op, implementation: str | None) -> str | None:
+def as_implementation(op: dispatch.Op, implementation: str | None) -> str | None:
     """`implementation` of a constructor; a ValueError unless the op has a backend of that name."""
     if implementation is not None:
         shapes.one_of("implementation", implementation, op.backends + op.planned)

@@ -41,12 +41,12 @@ from ato_jax.nn.common import (
     append,
     as_decode,
     as_dropout_rate,
+    as_implementation,
     as_input_shape,
     as_positions,
     bind_mask,
     caches_restored,
     dropout_key,
-    known,
     made,
     one_batch_axis,
     optional_flag,
@@ -150,7 +150,7 @@ class LatentAttention(nnx.Module):
         optional_flag("deterministic", deterministic)
         self.deterministic = deterministic
         self.decode = decode
-        self.implementation = known(OP, implementation)
+        self.implementation = as_implementation(OP, implementation)
 
         def projection(
             source: int | tuple[int, ...],

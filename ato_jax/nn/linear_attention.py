@@ -19,13 +19,13 @@ from flax import nnx
 from ato_jax.nn.common import (
     Call,
     MultiHead,
+    as_implementation,
     as_input_shape,
     blank_steps,
     factor_mask,
     hide_inputs,
     hide_keys,
     hide_queries,
-    known,
     made,
     optional_flag,
     refuse_rngs_without,
@@ -98,7 +98,7 @@ class LinearAttention(MultiHead):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
-            implementation=known(OP, implementation),
+            implementation=as_implementation(OP, implementation),
             rngs=rngs,
             **options,
         )

@@ -144,7 +144,8 @@ def _plain(spec: AttentionSpec, inputs: PagedInputs) -> tuple[jax.Array, jax.Arr
 
     def contiguous(pages: jax.Array) -> jax.Array:
         """[P, page, G, D] -> [B, S, G, D]"""
-        return pages[table].reshape(spec.B, spec.S, *pages.shape[2:])
+        found = jnp.take(pages, table, axis=0, mode="clip")
+        return found.reshape(spec.B, spec.S, *pages.shape[2:])
 
     return attention(
         q,
