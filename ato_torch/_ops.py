@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _programs
+from ato_torch import _bridge, _direct, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _programs.PARAMETERS
@@ -71,7 +71,7 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
     if differentiates:
         # Past a preparation for torch.func, which takes as long as all of the rest.
         return super(torch.autograd.Function, _Call).apply(program, *tensors)
-    return _bridge.execute(program.answer, tensors)
+    return _direct.execute(program.answer, tensors)
 
 
 def runs_plainly(tensors: Tensors) -> bool:
@@ -156,7 +156,7 @@ class _Call(torch.autograd.Function):
     def forward(program: _programs.Program, *tensors: torch.Tensor) -> Any:
         if not runs_plainly(tensors):
             return tuple(_forward(program.text, tensors))
-        return tuple(_bridge.execute(program.forward, tensors))
+        return tuple(_direct.execute(program.forward, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -175,7 +175,7 @@ class _Call(torch.autograd.Function):
         if torch.is_grad_enabled() or not runs_plainly(tensors):
             gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
         else:
-            gradients = _bridge.execute(ctx.program.backward(needed, given), tensors)
+            gradients = _direct.execute(ctx.program.backward(needed, given), tensors)
         return None, *_placed(needed, gradients)
 
     @staticmethod
@@ -192,7 +192,7 @@ class _Gradient(torch.autograd.Function):
     def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
         if not runs_plainly(tensors):
             return tuple(_backward(program.text, tensors, needed, given))
-        return tuple(_bridge.execute(program.backward(needed, given), tensors))
+        return tuple(_direct.execute(program.backward(needed, given), tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -240,7 +240,7 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _bridge.execute(program.forward, tensors)
+    return _direct.execute(program.forward, tensors)
 
 
 @torch.library.custom_op(
@@ -253,7 +253,7 @@ def _backward(
     call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 ) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _bridge.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    return _direct.execute(program.backward(tuple(needed), tuple(given)), tensors)
 
 
 def _shapes(tensors: Tensors) -> _programs.Shapes:

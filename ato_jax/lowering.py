@@ -1,0 +1,164 @@
+"""A JAX function as JAX lowers it for an NVIDIA GPU, and its Triton kernels as machine code.
+
+    module = lower(function, *arrays)     StableHLO, with a custom call for each kernel
+    kernel = kernel_of(operation)         what such a call holds: a grid, and Triton's IR
+    code = compile_kernel(kernel, 90)     by Triton's own compiler, from the `triton` package
+
+XLA compiles the same IR by the same passes, but with the Triton and the ptxas that it ships. Where
+XLA is known to choose otherwise than the package, this file follows XLA and says so.
+
+Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src.pallas.triton.lowering import _new_ir_context
+from jax.extend.mlir import ir
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
+# From JAX 0.11 on, the lowering asks which GPU it is for, and knows them by these names. JAX 0.10
+# lowers for capability 9.0 where it sees no GPU; only casts to float8 depend on it.
+DEVICE_KIND = {80: "NVIDIA A100", 90: "NVIDIA H100"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One Triton kernel of a lowered function, as Pallas hands it to XLA."""
+
+    name: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    ttir: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A compiled kernel: its name in `ptx` and `cubin`, and the shared memory that a launch asks
+    for, in bytes. `parameters` counts its pointers: arguments, results, and scratch of Triton's.
+    """
+
+    name: str
+    ptx: str
+    cubin: bytes
+    shared_bytes: int
+    parameters: int
+
+
+def lower(function: Callable[..., Any], *args: Any, capability: int | None = None) -> Any:
+    """The MLIR module of `function(*args)` for CUDA.
+
+    `args` are arrays or `jax.ShapeDtypeStruct`s, or trees of them; `capability` names the GPU where
+    there is none. What the function does not read is an argument nevertheless.
+    """
+    with _named(capability):
+        traced = jax.jit(function, keep_unused=True).trace(*args)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered.compiler_ir("stablehlo")
+
+
+def _named(capability: int | None) -> contextlib.AbstractContextManager[Any]:
+    if capability is None:
+        return contextlib.nullcontext()
+    kind = DEVICE_KIND[capability]
+    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def is_kernel(operation: Any) -> bool:
+    return (
+        operation.name == "stablehlo.custom_call"
+        and ir.StringAttr(operation.attributes["call_target_name"]).value == TRITON_CALL
+    )
+
+
+def kernel_of(operation: Any) -> Kernel:
+    config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+
+    def number(key: str) -> int:
+        return ir.IntegerAttr(config[key]).value
+
+    return Kernel(
+        name=ir.StringAttr(config["name"]).value,
+        grid=(number("grid_x"), number("grid_y"), number("grid_z")),
+        num_warps=number("num_warps"),
+        num_stages=number("num_stages"),
+        ttir=_ttir(ir.StringAttr(config["ir"]).value_bytes),
+    )
+
+
+def _ttir(bytecode: bytes) -> str:
+    """The kernel as text that the package can read.
+
+    It cannot read jaxlib's bytecode: that encodes operations by the layout of their properties,
+    which differs between the two Tritons. Nor is the generic text safe, where enumerations are bare
+    numbers. Triton's own syntax names everything, and carries no source locations, so that a kernel
+    moved within its file has the same text.
+    """
+    with _new_ir_context():  # the context in which Pallas built the kernel: it has the dialect
+        text = str(ir.Module.parse(bytecode))
+    # From JAX 0.12 on, one attribute holds what used to be two; the package knows only the two:
+    #   {cachePolicy = #tt.cache_policy<cache_modifier = cg, eviction_policy = evict_first>}
+    #   cacheModifier = cg evictionPolicy = evict_first
+    # Another attribute of the same operation, if any, follows inside the braces.
+    return re.sub(
+        r"\{cachePolicy = #tt\.cache_policy<cache_modifier = (\w+), eviction_policy = (\w+)>"
+        r"(?:, )?",
+        r"cacheModifier = \1 evictionPolicy = \2 {",
+        text,
+    )
+
+
+def compile_kernel(kernel: Kernel, capability: int) -> Code:
+    # Here: most of what lowers a function needs no compiler, and importing it takes a while.
+    import triton
+    from triton._C.libtriton import ir as triton_ir
+    from triton.backends.compiler import GPUTarget, Language
+
+    backend = triton.compiler.make_backend(GPUTarget("cuda", capability, warp_size=32))
+    options = backend.parse_options(
+        {
+            "num_warps": kernel.num_warps,
+            "num_stages": kernel.num_stages,
+            "num_ctas": 1,
+            # XLA leaves denormals alone in libdevice's functions, Triton flushes them.
+            "enable_reflect_ftz": False,
+        }
+    )
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    # `triton.compile` leaves out the first stage when it is given IR, and XLA does not.
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    metadata: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ttir")
+        path.write_text(kernel.ttir)
+        module = triton_ir.parse_mlir_module(str(path), context)
+        module.context = context
+        for stage in ("ttir", "ttgir", "llir", "ptx"):
+            module = stages[stage](module, metadata)
+    if metadata.get("global_scratch_size"):
+        raise NotImplementedError(f"the kernel {kernel.name!r} wants scratch in global memory")
+    ptx = str(module)
+    signature = re.search(r"\.entry [^(]*\(([^)]*)\)", ptx)
+    assert signature is not None
+    return Code(
+        name=metadata["name"],
+        ptx=ptx,
+        cubin=stages["cubin"](ptx, metadata),
+        shared_bytes=metadata["shared"],
+        parameters=signature[1].count(".param"),
+    )

@@ -1,0 +1,272 @@
+"""The direct road: what JAX lowers as steps of PyTorch's, on a CPU; the kernels, on a GPU."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
+)
+
+import ato_jax  # noqa: E402
+import ato_torch  # noqa: E402
+from ato_jax import device, lowering  # noqa: E402
+from ato_torch import _bridge, _direct, _programs  # noqa: E402
+from tests import aot  # noqa: E402
+
+B, H, G, T, D = 2, 4, 2, 300, 64
+H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
+ATTENTION = {"layout": "bhtd", "query_offset": 0}
+LINEAR = {"layout": "bhtd", "feature_map": "elu1"}
+STATE = {"state.kv": (B, G, D, D), "state.k_sum": (B, G, D)}
+
+
+def call_of(op, options, training=False, names=("q", "k", "v")):
+    return _programs.Call(op, tuple(names), tuple(options.items()), training, False)
+
+
+def inputs(dtype=torch.bfloat16, where="meta"):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(B, heads, T, D, generator=generator).to(dtype).to(where)
+        for heads in (H, G, G)
+    ]
+
+
+def backward_of(program, tensors):
+    """The backward of a program whose first output alone has a cotangent, and its tensors."""
+    outputs = [
+        torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for shape, dtype in _programs.output_shapes(
+            program.call,
+            [(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors],
+        )
+    ]
+    given = tuple(n == 0 for n in range(len(outputs)))
+    function = program.backward((True,) * len(tensors), given)
+    return function, [*tensors, *outputs, outputs[0]]
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    """Functions are traced as for that card."""
+    monkeypatch.setattr(device, "describe", lambda _: H200)
+
+
+def kernels(program):
+    return [step.kernel.name for step in program.steps if isinstance(step, _direct.Launch)]
+
+
+def operations(program):
+    return sum(isinstance(step, _direct.Operation) for step in program.calls)
+
+
+def test_attention_is_its_kernel(on_an_h200):
+    call = call_of("attention", ATTENTION | {"causal": True})
+    program = _programs.Program(call, jax.devices()[0])
+    lowered = _direct.Program.of(program.answer.traced, inputs(), 90)
+    assert kernels(lowered) == ["attention_forward"] and operations(lowered) == 0
+    assert [lowered.metas[number].shape for number in lowered.results] == [(B, H, T, D)]
+    training = _programs.Program(call_of("attention", ATTENTION, True), jax.devices()[0])
+    function, tensors = backward_of(training, inputs())
+    lowered = _direct.Program.of(function.traced, tensors, 90)
+    assert kernels(lowered) == ["attention_backward_dq", "attention_backward_dkv"]
+    assert operations(lowered) == 0
+    shapes = [tuple(lowered.metas[number].shape) for number in lowered.results]
+    assert shapes == [(B, H, T, D), (B, G, T, D), (B, G, T, D)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention_is_kernels_and_a_few_sums(on_an_h200, causal):
+    call = call_of("linear_attention", LINEAR | {"causal": causal}, True)
+    program = _programs.Program(call, jax.devices()[0])
+    lowered = _direct.Program.of(program.answer.traced, inputs(), 90)
+    assert len(kernels(lowered)) == (3 if causal else 2)
+    assert operations(lowered) == (0 if causal else 4)
+    function, tensors = backward_of(program, inputs())
+    lowered = _direct.Program.of(function.traced, tensors, 90)
+    assert len(kernels(lowered)) == (5 if causal else 2)
+    assert operations(lowered) <= 6
+
+
+def test_a_step_writes_to_a_copy(on_an_h200):
+    shapes = {"q": (B, H, D), "k": (B, G, D), "v": (B, G, D)} | STATE
+    tensors = [torch.empty(shape, device="meta") for shape in shapes.values()]
+    call = call_of("linear_attention_step", {"feature_map": "elu1"}, names=shapes)
+    program = _programs.Program(call, jax.devices()[0])
+    lowered = _direct.Program.of(program.answer.traced, tensors, 90)
+    (launch,) = (step for step in lowered.steps if isinstance(step, _direct.Launch))
+    assert launch.rewritten and not set(launch.rewritten.values()) & set(range(len(tensors)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x + 1, "no Triton kernel"),
+        (jnp.sort, "it holds stablehlo.sort"),
+        (lambda x: x + np.arange(6, dtype=np.float32).reshape(2, 3), "a table of constants"),
+        (lambda x: x.max(0), "a reduction that is no sum in float32"),
+        (lambda x: x.astype(jnp.int8).sum(0), "a reduction that is no sum in float32"),
+        (lambda x: jax.lax.complex(x, x), "it holds stablehlo.complex"),
+    ],
+)
+def test_what_has_no_plan(function, reason):
+    with pytest.raises(_direct.ClosedError, match=reason):
+        _direct.Program.of(lambda *arrays: [function(*arrays)], [torch.empty(2, 3)], 90)
+
+
+def test_what_xla_would_fuse_has_no_plan(monkeypatch, on_an_h200):
+    monkeypatch.setattr(_direct, "MOST", 3)
+    program = _programs.Program(call_of("linear_attention", LINEAR), jax.devices()[0])
+    with pytest.raises(_direct.ClosedError, match="4 operations lie around its kernels"):
+        _direct.Program.of(program.answer.traced, inputs(), 90)
+
+
+def interpreted(program, tensors):
+    """What a plan does on a GPU, for a program without kernels."""
+    values = {**dict(enumerate(tensors))}
+    for step in program.steps:
+        values[step.outputs[0]] = step.function(*(values[number] for number in step.inputs))
+    return [values[number] for number in program.results]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: [x.reshape(4, 3).T, jnp.transpose(y, (2, 0, 1))],
+        lambda x, y: [x[:, 1:], x[1]],
+        lambda x, y: [y[0:1, ::2, 1:3], jnp.concatenate([y, 2 * y], 1)],
+        lambda x, y: [jnp.pad(x, ((1, 2), (0, 3)), constant_values=4.0), jnp.pad(x, 0)],
+        lambda x, y: [x.sum(0), y.sum((0, 2)), y.sum(())],
+        lambda x, y: [x.astype(jnp.bfloat16).astype(jnp.int32), x.astype(jnp.float32)],
+        lambda x, y: [jnp.exp(-x) * x - 2, jnp.maximum(x, 0), jnp.minimum(x, x.sum())],
+        lambda x, y: [x, x, y[0], jnp.zeros_like(x), jnp.zeros_like(x)],
+        lambda x, y: [jnp.broadcast_to(x[:, None], (2, 3, 6)) + y[0, 0, 0]],
+        lambda x, y: [jax.jit(lambda x: x * 2)(x) + jax.jit(lambda y: y.sum())(y)],
+    ],
+)
+def test_operations_are_jaxs(monkeypatch, function):
+    monkeypatch.setattr(_direct, "MOST", 99)
+    monkeypatch.setattr(_direct.Program, "check", lambda self: None)
+    tensors = [torch.randn(2, 6), torch.randn(3, 4, 5)]
+    found = interpreted(_direct.Program.of(function, tensors, 90), tensors)
+    wanted = jax.jit(function)(*(jnp.asarray(tensor.numpy()) for tensor in tensors))
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours.numpy(), np.asarray(theirs), rtol=1e-6, atol=1e-6)
+    memory = [tensor.untyped_storage().data_ptr() for tensor in [*tensors, *found]]
+    assert len(set(memory)) == len(memory)
+
+
+@aot.requires_triton
+def test_a_kernel_compiled(on_an_h200):
+    program = _programs.Program(call_of("linear_attention", LINEAR), jax.devices()[0])
+    lowered = _direct.Program.of(program.answer.traced, inputs(), 90)
+    first = next(step for step in lowered.steps if isinstance(step, _direct.Launch))
+    code = lowering.compile_kernel(first.kernel, 90)
+    assert code.cubin.startswith(b"\x7fELF") and code.name in code.ptx
+    assert code.parameters >= len(first.inputs) + len(first.outputs)
+
+
+CALLS = {
+    "attention": lambda q, k, v: ato_torch.attention(q, k, v, enable_gqa=True),
+    "causal": lambda q, k, v: ato_torch.attention(q, k, v, is_causal=True, enable_gqa=True),
+    "linear": ato_torch.linear_attention,
+    "linear causal": lambda q, k, v: ato_torch.linear_attention(q, k, v, causal=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("attention", ATTENTION),
+        ("attention", ATTENTION | {"causal": True}),
+        ("attention", ATTENTION | {"window": (64, 0), "softcap": 20.0}),
+        ("linear_attention", LINEAR | {"causal": False}),
+        ("linear_attention", LINEAR | {"causal": True}),
+    ],
+    ids=str,
+)
+def test_the_same_numbers_as_through_jax(op, options, dtype):
+    tensors = inputs(dtype, "cuda")
+    program = _programs.Program(call_of(op, options, True), _bridge.jax_device(tensors[0].device))
+    outputs = check_same(program.forward, tensors)
+    cotangent = torch.randn_like(outputs[0])
+    given = tuple(n == 0 for n in range(len(outputs)))
+    check_same(program.backward((True,) * 3, given), [*tensors, *outputs, cotangent])
+
+
+def check_same(function, tensors):
+    """By the plan and through JAX: to the bit where a program is kernels alone."""
+    plan = _direct.plan_of(function, tensors)
+    assert isinstance(plan, _direct.Plan), plan
+    found, wanted = plan(tensors), _bridge.execute(function.jitted, tensors)
+    alone = not any(isinstance(step, _direct.Operation) for step in plan.program.calls)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        if alone:
+            assert torch.equal(ours, theirs)
+        else:
+            error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < (1e-5 if ours.dtype == torch.float32 else 1e-3)
+    return wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_captured_in_a_cuda_graph(name):
+    tensors = [tensor.requires_grad_() for tensor in inputs(where="cuda")]
+
+    def step():
+        out = CALLS[name](*tensors)
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    for ours, theirs in zip(found, step(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_a_first_call_in_a_cuda_graph_is_refused():
+    tensors = [tensor[:, :, :17].contiguous() for tensor in inputs(where="cuda")]
+    with pytest.raises(RuntimeError, match="make the call once before"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            CALLS["causal"](*tensors)
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context():
+    tensors = inputs(where="cuda")
+    wanted = CALLS["causal"](*tensors)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(CALLS["causal"](*tensors)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+
+
+@pytest.mark.gpu
+def test_a_step_of_linear_attention():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, D, generator=generator).cuda() for heads in (H, G, G))
+    state = ato_jax.LinearState(*(torch.zeros(shape).cuda() for shape in STATE.values()))
+    out, found = ato_torch.linear_attention_step(q, k, v, state)
+    assert not state.kv.any() and not state.k_sum.any()
+    wanted = ato_torch.linear_attention(*(x[:, :, None] for x in (q, k, v)), causal=True)
+    torch.testing.assert_close(out, wanted[:, :, 0])
+    torch.testing.assert_close(found.k_sum, torch.nn.functional.elu(k) + 1)
