@@ -240,7 +240,8 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _direct.execute(program.forward, tensors)
+    # Of the strides that are foretold below.
+    return [tensor.contiguous() for tensor in _direct.execute(program.forward, tensors)]
 
 
 @torch.library.custom_op(
@@ -253,7 +254,8 @@ def _backward(
     call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 ) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _direct.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    gradients = _direct.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    return [gradient.contiguous() for gradient in gradients]
 
 
 def _shapes(tensors: Tensors) -> _programs.Shapes:
