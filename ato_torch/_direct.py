@@ -457,32 +457,34 @@ def _launching(
     grid, threads = step.kernel.grid, 32 * step.kernel.num_warps
     shared, name = code.shared_bytes, code.name
     inputs = step.inputs
-    outputs = [
-        (number, step.rewritten.get(number), metas[number].shape, metas[number].dtype)
+    rewritten = [step.rewritten.get(number) for number in step.outputs]
+    fresh = [
+        functools.partial(
+            torch.empty, metas[number].shape, dtype=metas[number].dtype, device=place
+        )
         for number in step.outputs
     ]
-    # Triton's own scratch comes last, and is none.
-    Pointers = ctypes.c_uint64 * code.parameters  # noqa: N806
-    Options = ctypes.c_void_p * 5  # noqa: N806
-    size = ctypes.addressof(_size_of(Pointers))
+    outputs = list(zip(step.outputs, rewritten, fresh, strict=True))
+    count = len(inputs) + len(outputs)
     launch_kernel = _driver().cuLaunchKernel
+    idle: list[_Arguments] = []
 
     def launch(values: list[Any], stream: int) -> None:
         pointers = [values[number].data_ptr() for number in inputs]
-        for number, before, shape, dtype in outputs:
-            if before is None:
-                result = torch.empty(shape, dtype=dtype, device=place)
-            else:
-                result = values[before]
-            values[number] = result
+        for number, before, new in outputs:
+            values[number] = result = new() if before is None else values[before]
             pointers.append(result.data_ptr())
-        packed = Pointers(*pointers)
-        options = Options(1, ctypes.addressof(packed), 2, size, 0)
-        arguments = (kernel, *grid, threads, 1, 1, shared, stream, None, options)
-        error = launch_kernel(*arguments)
+        try:
+            arguments = idle.pop()
+        except IndexError:
+            arguments = _Arguments(kernel, grid, threads, shared, code.parameters)
+        arguments.pointers[:count] = pointers
+        arguments.stream.value = stream
+        error = launch_kernel(*arguments.of_call)
         if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
             _check(_driver().cuCtxSetCurrent(context), name)
-            error = launch_kernel(*arguments)
+            error = launch_kernel(*arguments.of_call)
+        idle.append(arguments)
         if error:
             _check(error, name)
         for number in done:
@@ -491,9 +493,40 @@ def _launching(
     return launch
 
 
+class _Arguments:
+    """Those of `cuLaunchKernel`, as C has them: made once and filled in for each launch.
+
+    One launch at a time may use them; the driver has copied what they hold when it returns.
+    """
+
+    def __init__(
+        self,
+        kernel: ctypes.c_void_p,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        parameters: int,
+    ) -> None:
+        # What is not filled in is Triton's own scratch, which is none.
+        self.pointers = (ctypes.c_uint64 * parameters)()
+        self.stream = ctypes.c_void_p()
+        self.size = ctypes.c_size_t(ctypes.sizeof(self.pointers))
+        extra = (ctypes.c_void_p * 5)(
+            LAUNCH_PARAM_BUFFER_POINTER,
+            ctypes.addressof(self.pointers),
+            LAUNCH_PARAM_BUFFER_SIZE,
+            ctypes.addressof(self.size),
+            None,
+        )
+        numbers = map(ctypes.c_uint, (*grid, threads, 1, 1, shared))
+        self.of_call = (kernel, *numbers, self.stream, None, extra)
+
+
 # cuda.h's names for these numbers.
 INVALID_CONTEXT = 201
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+LAUNCH_PARAM_BUFFER_POINTER = 1
+LAUNCH_PARAM_BUFFER_SIZE = 2
 # What a launch gets without asking for more.
 SHARED_BYTES = 48 * 1024
 
@@ -501,8 +534,7 @@ SHARED_BYTES = 48 * 1024
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    pointer = ctypes.c_void_p
     driver.cuCtxSetCurrent.argtypes = [pointer]
     driver.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
@@ -518,13 +550,7 @@ def _check(error: int, name: str) -> None:
         raise RuntimeError(f"the kernel {name!r}: {said}")
 
 
-@functools.cache
-def _size_of(Pointers: Any) -> ctypes.c_size_t:  # noqa: N803
-    """Kept for good, since launches read it by its address."""
-    return ctypes.c_size_t(ctypes.sizeof(Pointers))
-
-
-def _loaded(code: lowering.Code) -> tuple[int | None, int | None]:
+def _loaded(code: lowering.Code) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     """The current context, and the kernel in it. It stays there: plans are kept."""
     driver = _driver()
     context, module, kernel = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -538,4 +564,4 @@ def _loaded(code: lowering.Code) -> tuple[int | None, int | None]:
     if code.shared_bytes > SHARED_BYTES:
         attribute = MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(kernel, attribute, code.shared_bytes), code.name)
-    return context.value, kernel.value
+    return context, kernel
