@@ -35,6 +35,7 @@ import json
 import platform
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ SHARED_SOURCES = (
     "ato_jax/device.py",
     "ato_jax/launch.py",
     "ato_jax/tuning.py",
-    "ato_jax/tuned/*.toml",
+    "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
 OUTCOMES = ("failed", "error", "passed", "skipped")
@@ -80,11 +81,20 @@ def stripped(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
+def tables_of(op: str, text: str) -> dict[str, Any]:
+    """Of a device's table what is said of the op, and of its decoding."""
+    return {
+        name: table
+        for name, table in tomllib.loads(text).items()
+        if name.startswith("linear_attention") == (op == "linear_attention")
+    }
+
+
 def kernel_hash(op: str) -> str:
     digest = hashlib.sha256()
     for path in kernel_files(op):
         text = path.read_text()
-        text = stripped(text) if path.suffix == ".py" else text
+        text = stripped(text) if path.suffix == ".py" else json.dumps(tables_of(op, text))
         digest.update(f"{path.relative_to(ROOT)}\n{text}\n".encode())
     return digest.hexdigest()
 

@@ -38,6 +38,14 @@ def test_the_hash_covers_every_kernel() -> None:
         assert others and all(path.parts[path.parts.index("ops") + 1] == op for path in others)
 
 
+def test_each_op_has_its_own_tables() -> None:
+    text = (
+        "[[attention.first]]\na = 1\n[[decode_attention.first]]\na = 2\n[linear_attention]\na = 3\n"
+    )
+    assert set(receipt.tables_of("attention", text)) == {"attention", "decode_attention"}
+    assert receipt.tables_of("linear_attention", text) == {"linear_attention": {"a": 3}}
+
+
 def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     source = '"""Module."""\n\n\ndef f(x):  # why\n    """Doc\n    string."""\n    return x + 1\n'
     bare = "def f(x):\n    return x + 1\n"
