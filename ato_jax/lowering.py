@@ -2,10 +2,13 @@
 
     module = lower(function, *arrays)     StableHLO, with a custom call for each kernel
     kernel = kernel_of(operation)         what such a call holds: a grid, and Triton's IR
-    code = compile_kernel(kernel, 90)     by Triton's own compiler, from the `triton` package
+    code = compile_kernel(kernel, 90)     PTX, by Triton's own compiler, from the `triton` package
+    cubin = assemble(code.ptx, 90, path)  machine code, by an assembler: XLA's is `xla_ptxas()`
 
-XLA compiles the same IR by the same passes, but with the Triton and the ptxas that it ships. Where
-XLA is known to choose otherwise than the package, this file follows XLA and says so.
+XLA compiles the same IR by the same passes, but with the Triton that it ships. Where XLA is known
+to choose otherwise than the package, this file follows XLA and says so.
+
+The `triton` package ships an assembler, too, and that one is not to be used: see `ASSEMBLER`.
 
 Needs no GPU.
 """
@@ -14,17 +17,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src.lib import cuda_path
 from jax._src.pallas.triton.lowering import _new_ir_context
 from jax.extend.mlir import ir
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
+
+# The oldest assembler that is right about an asynchronous `wgmma` whose first operand is in
+# registers. Those before use these registers again while it still reads them: results are wrong at
+# best, addresses at worst. 12.8.93, which Triton 3.6 ships, did so with the gradient of
+# linear attention.
+ASSEMBLER = (13, 1)
+_READS_REGISTERS = re.compile(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{")
 
 # From JAX 0.11 on, the lowering asks which GPU it is for, and knows them by these names. JAX 0.10
 # lowers for capability 9.0 where it sees no GPU; only casts to float8 depend on it.
@@ -44,13 +57,12 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A compiled kernel: its name in `ptx` and `cubin`, and the shared memory that a launch asks
-    for, in bytes. `parameters` counts its pointers: arguments, results, and scratch of Triton's.
+    """A compiled kernel: its name in `ptx`, and the shared memory that a launch asks for, in bytes.
+    `parameters` counts its pointers: arguments, results, and scratch of Triton's.
     """
 
     name: str
     ptx: str
-    cubin: bytes
     shared_bytes: int
     parameters: int
 
@@ -158,7 +170,35 @@ def compile_kernel(kernel: Kernel, capability: int) -> Code:
     return Code(
         name=metadata["name"],
         ptx=ptx,
-        cubin=stages["cubin"](ptx, metadata),
         shared_bytes=metadata["shared"],
         parameters=signature[1].count(".param"),
     )
+
+
+def is_right(ptx: str, version: tuple[int, int]) -> bool:
+    """Whether an assembler of that version, or a driver of that CUDA version, gets it right."""
+    return version >= ASSEMBLER or not _READS_REGISTERS.search(ptx)
+
+
+@functools.cache
+def xla_ptxas() -> tuple[str, tuple[int, int]] | None:
+    """The assembler that XLA runs, and its version; None where JAX was installed without one."""
+    path = Path(cuda_path or "", "bin", "ptxas")
+    if not cuda_path or not path.is_file():
+        return None
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", said)
+    return (str(path), (int(found[1]), int(found[2]))) if found else None
+
+
+def assemble(ptx: str, capability: int, ptxas: str) -> bytes:
+    # "a": instructions of that generation alone, `wgmma` for one.
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [ptxas, f"--gpu-name=sm_{capability}{suffix}", str(source), "-o", str(binary)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{ptxas} failed: {done.stderr}")
+        return binary.read_bytes()

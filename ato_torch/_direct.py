@@ -1,10 +1,10 @@
 """A function of JAX on PyTorch's tensors without JAX: its kernels, launched from here.
 
 JAX lowers the function for CUDA once. What comes out is a list of a few operations, of which the
-kernels are the ones that count; Triton's compiler turns each of these into machine code. The list
-becomes a `Plan`: PyTorch allocates, the kernels go to PyTorch's current stream, and what lies
-between them, a sum over partial results or a view, is PyTorch's own. So there is nothing to wait
-for, memory is PyTorch's, and a CUDA graph holds it all.
+kernels are the ones that count; Triton's compiler and XLA's assembler turn each of these into
+machine code. The list becomes a `Plan`: PyTorch allocates, the kernels go to PyTorch's current
+stream, and what lies between them, a sum over partial results, is PyTorch's own. So there is
+nothing to wait for, memory is PyTorch's, and a CUDA graph holds it all.
 
 What has other operations than those in `OPERATIONS`, or more than `MOST` of them where XLA would
 fuse them into a few, is `ClosedError`, and goes through `_bridge`.
@@ -12,8 +12,10 @@ fuse them into a few, is `ClosedError`, and goes through `_bridge`.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +32,21 @@ from ato_torch import _bridge, _programs
 MOST = 12
 # A constant is kept where it takes no more than that many bytes.
 KEPT_BYTES = 1 << 16
+# Up to that many bytes a sum is also transposed as it is written: more, and it is slow to read.
+TURNED_BYTES = 1 << 22
+# What a kernel writes and nothing reads lies in one place for all, up to that many bytes.
+UNREAD_BYTES = 1 << 20
+
+
+def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
+    """(size, stride, dtype) -> a tensor on the current device."""
+
+    def public(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+    # The private one takes half as long.
+    return getattr(torch._C._dynamo.guards, "_empty_strided_cuda", public)
+
 
 DTYPES = {
     "f32": torch.float32,
@@ -52,7 +69,7 @@ class ClosedError(Exception):
 
 def execute(
     function: _programs.Function, tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     """The function of the tensors, all on one device: by its plan where it has one."""
     if not tensors[0].is_cuda:
         return _bridge.execute(function.jitted, tensors)
@@ -76,6 +93,32 @@ def plan_of(
         if key not in function.plans:
             function.plans[key] = _build(function, tensors)
         return function.plans[key]
+
+
+def ready(
+    function: _programs.Function,
+    tensors: Sequence[torch.Tensor],
+    turned: Sequence[bool] = (),
+    turned_results: Sequence[bool] = (),
+) -> Plan | None:
+    """The plan for tensors of such shapes and strides, if there is one that reads them as they lie.
+
+    Tensors that are `turned` have their second and third axis exchanged, but not in memory; so
+    have then the results.
+    """
+    if not tensors[0].is_cuda:
+        return None
+    if any(turned):
+        tensors = [
+            tensor.transpose(1, 2) if is_turned else tensor
+            for tensor, is_turned in zip(tensors, turned, strict=True)
+        ]
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    plan = plan_of(function, _bridge.dense(tensors))
+    if isinstance(plan, ClosedError):
+        return None
+    return plan.turned(turned_results) if any(turned) else plan
 
 
 def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Plan | ClosedError:
@@ -135,6 +178,8 @@ class Program:
         self.steps: list[Launch | Operation] = []
         self.constants: set[int] = set()
         self.splats: dict[int, bool | int | float] = {}
+        # Values that are sums: of what, over which axes.
+        self.sums: dict[int, tuple[int, list[int]]] = {}
         self.results: list[int] = []
 
     @classmethod
@@ -158,6 +203,7 @@ class Program:
         found = program._inlined(functions, "main", list(range(len(tensors))))
         program.results = program._own(found)
         program._drop_what_nothing_reads()
+        program._fold_views()
         program.check()
         return program
 
@@ -261,6 +307,35 @@ class Program:
         self.steps = kept[::-1]
 
 
+    def _fold_views(self) -> None:
+        """A kernel's output that PyTorch's operations read as one view is allocated as that."""
+        fresh = set()
+        for step in self.steps:
+            if isinstance(step, Launch):
+                fresh |= set(step.outputs).difference(step.rewritten, self.results)
+        operations = [step for step in self.steps if isinstance(step, Operation)]
+        allocated = list(self.metas)
+        for step in operations:
+            (output,) = step.outputs
+            if len(step.inputs) != 1 or step.inputs[0] not in fresh.difference(self.results):
+                continue
+            (base,), view = step.inputs, self.metas[output]
+            others = [other for other in operations if base in other.inputs]
+            span = 1 + sum(
+                (size - 1) * stride
+                for size, stride in zip(view.shape, view.stride(), strict=True)
+            )
+            whole = view.numel() == self.metas[base].numel() == span and not view.storage_offset()
+            if self._base(output) is allocated[base] and others == [step] and whole:
+                self.steps.remove(step)
+                self.metas[base] = torch.empty_strided(
+                    view.shape, view.stride(), dtype=view.dtype, device="meta"
+                )
+                for reader in self.steps:
+                    reader.inputs = [base if n == output else n for n in reader.inputs]
+                self.results = [base if n == output else n for n in self.results]
+
+
 def _copied(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -320,6 +395,14 @@ def _reshape(program: Program, operation: Any, inputs: list[int]) -> int:
 
 def _transpose(program: Program, operation: Any, inputs: list[int]) -> int:
     places = _integers(operation, "permutation")
+    array, axes = program.sums.get(inputs[0], (inputs[0], []))
+    if axes and program.metas[array].untyped_storage().nbytes() <= TURNED_BYTES:
+        # One operation instead of the sum and a copy of it.
+        kept = [axis for axis in range(program.metas[array].ndim) if axis not in axes]
+        order = [*(kept[place] for place in places), *axes]
+        turned = program.apply(lambda x: x.permute(order), array)
+        last = list(range(len(kept), len(order)))
+        return program.apply(lambda x: x.sum(last), turned)
     return program.apply(lambda x: x.permute(places), *inputs)
 
 
@@ -367,7 +450,13 @@ def _reduce(program: Program, operation: Any, inputs: list[int]) -> int:
     if len(inputs) != 2 or not is_sum or program.metas[array].dtype != torch.float32:
         raise ClosedError("it holds a reduction that is no sum in float32")
     axes = _integers(operation, "dimensions")
-    return program.apply(lambda x: x.sum(axes), array) if axes else array
+    shape, _ = _type(operation.results[0])
+    if all(program.metas[array].shape[axis] == 1 for axis in axes):
+        output = program.apply(lambda x: x.reshape(shape), array)
+    else:
+        output = program.apply(lambda x: x.sum(axes), array)
+    program.sums[output] = array, axes
+    return output
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> Any:
@@ -399,86 +488,147 @@ OPERATIONS: dict[str, Callable[[Program, Any, list[int]], int]] = {
 
 
 class Plan:
-    """A program on one GPU, ready to run."""
+    """A program on one GPU, ready to run on tensors that are dense as its arguments are."""
 
     def __init__(self, program: Program, place: torch.device) -> None:
-        self.program, self.place, self.index = program, place, place.index
-        self.results = program.results
+        self.program, self.index = program, place.index
+        self.facts = [(meta.shape, meta.stride(), meta.dtype) for meta in program.metas]
         self.values: list[Any] = [None] * len(program.metas)
+        self.addresses = [0] * len(program.metas)
         for step in program.steps:
             if set(step.outputs) <= program.constants and isinstance(step, Operation):
                 inputs = [self.values[number] for number in step.inputs]
-                self.values[step.outputs[0]] = step.function(*inputs)
-        last = {number: n for n, step in enumerate(program.calls) for number in step.inputs}
+                (output,) = step.outputs
+                self.values[output] = constant = step.function(*inputs)
+                self.addresses[output] = constant.data_ptr()
+                _kept.append(constant)
+        read = {number for step in program.calls for number in step.inputs}
         kept = program.constants.union(program.results)
-        self.steps = []
+        last = {number: n for n, step in enumerate(program.calls) for number in step.inputs}
+        self.steps: list[Step] = []
         for n, step in enumerate(program.calls):
             done = [number for number in set(step.inputs) - kept if last[number] == n]
-            if isinstance(step, Launch):
-                self.steps.append(_launching(step, program.metas, place, done))
-            else:
+            if isinstance(step, Operation):
                 self.steps.append(_applying(step, done))
+                continue
+            unread = [
+                number
+                for number in step.outputs
+                if number not in read.union(kept, step.rewritten)
+                and program.metas[number].untyped_storage().nbytes() <= UNREAD_BYTES
+            ]
+            for number in unread:
+                self.addresses[number] = _nowhere(place).data_ptr()
+            self.steps.append(_launching(step, place, unread, done))
         self.values = self.values[program.arguments :]
+        self.addresses = self.addresses[program.arguments :]
+        self.answer = _getter(program.results)
         # Other streams read the constants, too.
         torch.cuda.current_stream(place).synchronize()
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def turned(self, which: Sequence[bool]) -> Plan | None:
+        """The plan that gives those results with their second and third axis exchanged, but not in
+        memory, and takes any argument so. None where an operation of PyTorch's would see it.
+        """
+        program = self.program
+        results = [n for n, is_it in zip(program.results, which, strict=True) if is_it]
+        seen = {*range(program.arguments), *results}
+        fresh = {n for step in program.steps if isinstance(step, Launch) for n in step.outputs}
+        for step in program.calls:
+            if isinstance(step, Operation) and seen.intersection(step.inputs):
+                return None
+        if not fresh.issuperset(results):
+            return None
+        plan = copy.copy(self)
+        plan.facts = list(self.facts)
+        for number in results:
+            meta = program.metas[number].transpose(1, 2)
+            plan.facts[number] = meta.shape, meta.stride(), meta.dtype
+        return plan
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.index):
                 return self(tensors)
+        tensors = [
+            _aligned(tensor) if tensor.data_ptr() & MISALIGNED or tensor.is_neg() else tensor
+            for tensor in tensors
+        ]
         values = [*tensors, *self.values]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses += self.addresses
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         for step in self.steps:
-            step(values, stream)
-        return [values[number] for number in self.results]
+            step(self.facts, values, addresses, stream)
+        return self.answer(values)
 
 
-Step = Callable[[list[Any], int], None]
+# By value's number: what to allocate, the tensors, their addresses. Last, the stream.
+Step = Callable[[list[Any], list[Any], list[int], int], None]
+
+MISALIGNED = _bridge.ALIGNMENT - 1
+# The constants of all plans: a CUDA graph may outlive the plan that it holds.
+_kept: list[torch.Tensor] = []
+
+
+@functools.cache
+def _nowhere(place: torch.device) -> torch.Tensor:
+    """Where kernels write what nothing reads, all of them to the same memory."""
+    return torch.empty(UNREAD_BYTES, dtype=torch.uint8, device=place)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, with its axes in memory as they were."""
+    return tensor.detach().resolve_neg().clone(memory_format=torch.preserve_format)
+
+
+def _getter(numbers: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """`operator.itemgetter` for any count of numbers."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda values: [values[number] for number in numbers]
 
 
 def _applying(step: Operation, done: list[int]) -> Step:
     function, inputs, (output,) = step.function, step.inputs, step.outputs
 
-    def apply(values: list[Any], stream: int) -> None:
-        values[output] = function(*[values[number] for number in inputs])
+    def apply(facts: list[Any], values: list[Any], addresses: list[int], stream: int) -> None:
+        values[output] = result = function(*[values[number] for number in inputs])
+        addresses[output] = result.data_ptr()
         for number in done:
             values[number] = None
 
     return apply
 
 
-def _launching(
-    step: Launch, metas: list[torch.Tensor], place: torch.device, done: list[int]
-) -> Step:
+def _launching(step: Launch, place: torch.device, unread: list[int], done: list[int]) -> Step:
     capability = device.describe(_bridge.jax_device(place)).capability
     assert capability is not None
-    code = lowering.compile_kernel(step.kernel, 10 * capability[0] + capability[1])
-    context, kernel = _loaded(code)
+    number_of_it = 10 * capability[0] + capability[1]
+    code = lowering.compile_kernel(step.kernel, number_of_it)
+    context, kernel = _loaded(code, number_of_it)
     grid, threads = step.kernel.grid, 32 * step.kernel.num_warps
     shared, name = code.shared_bytes, code.name
-    inputs = step.inputs
-    rewritten = [step.rewritten.get(number) for number in step.outputs]
-    fresh = [
-        functools.partial(
-            torch.empty, metas[number].shape, dtype=metas[number].dtype, device=place
-        )
-        for number in step.outputs
-    ]
-    outputs = list(zip(step.outputs, rewritten, fresh, strict=True))
-    count = len(inputs) + len(outputs)
-    launch_kernel = _driver().cuLaunchKernel
+    # An output that lies where an input lay is that input.
+    fresh = [n for n in step.outputs if n not in unread and n not in step.rewritten]
+    rewritten = list(step.rewritten.items())
+    places = [*step.inputs, *(step.rewritten.get(n, n) for n in step.outputs)]
+    count = len(places)
+    pick: Any = _getter(places)
+    launch_kernel, empty_strided = _driver().cuLaunchKernel, _allocator()
     idle: list[_Arguments] = []
 
-    def launch(values: list[Any], stream: int) -> None:
-        pointers = [values[number].data_ptr() for number in inputs]
-        for number, before, new in outputs:
-            values[number] = result = new() if before is None else values[before]
-            pointers.append(result.data_ptr())
+    def launch(facts: list[Any], values: list[Any], addresses: list[int], stream: int) -> None:
+        for number in fresh:
+            values[number] = result = empty_strided(*facts[number])
+            addresses[number] = result.data_ptr()
+        for number, before in rewritten:
+            values[number], addresses[number] = values[before], addresses[before]
         try:
             arguments = idle.pop()
         except IndexError:
             arguments = _Arguments(kernel, grid, threads, shared, code.parameters)
-        arguments.pointers[:count] = pointers
+        arguments.pointers[:count] = pick(addresses)
         arguments.stream.value = stream
         error = launch_kernel(*arguments.of_call)
         if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
@@ -550,14 +700,17 @@ def _check(error: int, name: str) -> None:
         raise RuntimeError(f"the kernel {name!r}: {said}")
 
 
-def _loaded(code: lowering.Code) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+def _loaded(
+    code: lowering.Code, capability: int
+) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     """The current context, and the kernel in it. It stays there: plans are kept."""
     driver = _driver()
     context, module, kernel = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    image = _image(code, capability)
     torch.cuda.current_stream().query()  # PyTorch makes the context when it is first used
     for error in (
         driver.cuCtxGetCurrent(ctypes.byref(context)),
-        driver.cuModuleLoadData(ctypes.byref(module), code.cubin),
+        driver.cuModuleLoadData(ctypes.byref(module), image),
         driver.cuModuleGetFunction(ctypes.byref(kernel), module, code.name.encode()),
     ):
         _check(error, code.name)
@@ -565,3 +718,27 @@ def _loaded(code: lowering.Code) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         attribute = MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(kernel, attribute, code.shared_bytes), code.name)
     return context, kernel
+
+
+def _image(code: lowering.Code, capability: int) -> bytes:
+    """What the driver loads: machine code by XLA's assembler, or PTX for the driver's own."""
+    found = lowering.xla_ptxas()
+    if found is not None and lowering.is_right(code.ptx, found[1]):
+        return lowering.assemble(code.ptx, capability, found[0])
+    version = driver_version()
+    if lowering.is_right(code.ptx, version):
+        return code.ptx.encode()
+    ours = "none" if found is None else "{}.{}".format(*found[1])
+    raise ClosedError(
+        f"the kernel {code.name!r} needs an assembler of CUDA "
+        "{}.{} or newer: ".format(*lowering.ASSEMBLER)
+        + f"JAX's is {ours}, the driver's is " + "{}.{}".format(*version)
+    )
+
+
+@functools.cache
+def driver_version() -> tuple[int, int]:
+    """The CUDA version that the driver has."""
+    number = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(number)), "driver")
+    return number.value // 1000, number.value % 1000 // 10

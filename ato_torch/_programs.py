@@ -164,6 +164,16 @@ class Program:
             function = self._function(functools.partial(backward, self.call, needed, given))
             return self._backwards.setdefault((needed, given), function)
 
+    @property
+    def timed(self) -> tuple[bool, ...]:
+        """Of an op with kernels of its own: which of its outputs have an axis T."""
+        return OPS[self.call.op].timed
+
+    @property
+    def answers(self) -> int | None:
+        """How many outputs the caller asked for, from the first; None for all."""
+        return OPS[self.call.op].answers(self.call)
+
     @functools.cached_property
     def text(self) -> str:
         return self.call.text
