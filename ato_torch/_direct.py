@@ -529,9 +529,10 @@ class Plan:
     def turned(self, which: Sequence[bool]) -> Plan | None:
         """The plan that gives those results with their second and third axis exchanged, but not in
         memory, and takes any argument so. None where an operation of PyTorch's would see it.
+        `which` may tell of more results than there are.
         """
         program = self.program
-        results = [n for n, is_it in zip(program.results, which, strict=True) if is_it]
+        results = [n for n, is_it in zip(program.results, which, strict=False) if is_it]
         seen = {*range(program.arguments), *results}
         fresh = {n for step in program.steps if isinstance(step, Launch) for n in step.outputs}
         for step in program.calls:

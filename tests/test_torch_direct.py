@@ -217,7 +217,7 @@ def known(monkeypatch):
             tensors = exchanged(tensors, turned or [False] * len(tensors))
             assert all(tensor.is_contiguous() for tensor in tensors)
             results = _bridge.execute(function.jitted, tensors)
-            return exchanged(results, turned_results if any(turned) else [False] * len(results))
+            return exchanged(results, turned_results[: len(results)]) if any(turned) else results
 
         return plan
 
@@ -252,7 +252,7 @@ def test_a_known_call_is_what_it_was(known, name, turned):
             found = step(weight)
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
-        assert len(known) >= 2
+        assert len(known) >= (2 if name in ("attention", "linear") else 1)
         with torch.no_grad():
             torch.testing.assert_close(
                 torch.utils._pytree.tree_leaves([function(*leaves) for _ in range(3)][-1])[0],
@@ -299,16 +299,19 @@ def test_the_numbers_by_the_plan(op, options, dtype):
     program = _programs.Program(call_of(op, asked, True), _bridge.jax_device(tensors[0].device))
     arrays = [jnp.asarray(tensor.float().cpu().numpy()) for tensor in tensors]
     arrays = [array.astype(str(dtype).removeprefix("torch.")) for array in arrays]
-    exact = numerics.oracle(op, *arrays, **asked)
+    wanted = numerics.oracle(op, *arrays, **asked)
     outputs = by_both(program.forward, tensors)
-    cotangent = torch.tensor(np.asarray(exact.cotangents["out"], np.float32)).to(outputs[0])
+    cotangent = torch.tensor(np.asarray(wanted.cotangents, np.float32)).to(outputs[0])
     given = tuple(n == 0 for n in range(len(outputs)))
     gradients = by_both(program.backward((True,) * 3, given), [*tensors, *outputs, cotangent])
-    found = dict(zip(("out", "dq", "dk", "dv"), (outputs[0], *gradients), strict=True))
-    for name, tensor in found.items():
-        wanted = np.asarray(exact.arrays[name], np.float64)
-        error = np.linalg.norm(tensor.double().cpu().numpy() - wanted) / np.linalg.norm(wanted)
-        assert error < numerics.budget(name, str(dtype).removeprefix("torch.")), name
+    names = ("out", "dq", "dk", "dv")
+    numerics.compare(
+        {
+            name: jnp.asarray(tensor.float().cpu().numpy()).astype(arrays[0].dtype)
+            for name, tensor in zip(names, (outputs[0], *gradients), strict=True)
+        },
+        wanted,
+    )
 
 
 def by_both(function, tensors):
