@@ -329,7 +329,7 @@ def by_both(function, tensors):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["attention", "causal", "linear", "linear causal"])
 def test_captured_in_a_cuda_graph(name):
     tensors = [tensor.requires_grad_() for tensor in inputs(where="cuda")]
 
@@ -382,3 +382,29 @@ def test_a_step_of_linear_attention():
     wanted = ato_torch.linear_attention(*(x[:, :, None] for x in (q, k, v)), causal=True)
     torch.testing.assert_close(out, wanted[:, :, 0])
     torch.testing.assert_close(found.k_sum, torch.nn.functional.elu(k) + 1)
+
+
+@pytest.mark.gpu
+def test_as_they_lie():
+    """Permuted, misaligned and negated tensors, and cotangents that are not dense."""
+    plain = inputs(where="cuda")
+    permuted = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
+    functional._plans.clear()
+    misaligned = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in plain]
+    for name in ("causal", "linear causal"):
+        found = []
+        for tensors in (plain, permuted, misaligned):
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            for _ in range(3):
+                out = CALLS[name](*leaves)
+                gradients = torch.autograd.grad(out.sum(), leaves)
+            for _ in range(3):
+                answer = CALLS[name](*tensors)
+            assert torch.equal(answer, out)
+            assert out.stride() == torch.empty_like(tensors[0]).stride()
+            found.append([out.detach(), *gradients])
+        torch.testing.assert_close(found[1], found[0], atol=1e-2, rtol=1e-2)
+        for ours, theirs in zip(found[2], found[0], strict=True):
+            assert torch.equal(ours, theirs)
+    plans = [plan for plan in functional._plans.values() if plan.transposed]
+    assert plans and all(plan.ready for plan in plans)
