@@ -186,7 +186,10 @@ def xla_ptxas() -> tuple[str, tuple[int, int]] | None:
     path = Path(cuda_path or "", "bin", "ptxas")
     if not cuda_path or not path.is_file():
         return None
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    except OSError:  # not for this machine
+        return None
     found = re.search(r"release (\d+)\.(\d+)", said)
     return (str(path), (int(found[1]), int(found[2]))) if found else None
 

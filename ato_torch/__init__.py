@@ -4,14 +4,16 @@
     ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
     ato_torch.linear_attention_step(query, key, value, state)     one token of it
     ato_torch.combine(outs, lses)                                 attention in pieces, merged
+    ato_torch.explain(ato_torch.attention, query, ...)            how a call gets to the kernels
 
 Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX not to take most of
 the memory for itself.
 """
 
 from ato_torch import _bridge
+from ato_torch.explain import explain
 from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
 
 _bridge.share_the_gpu()
 
-__all__ = ["attention", "combine", "linear_attention", "linear_attention_step"]
+__all__ = ["attention", "combine", "explain", "linear_attention", "linear_attention_step"]

@@ -269,6 +269,17 @@ def test_a_known_call_is_what_it_was(known, name, turned):
         again.sum().backward()
 
 
+def test_explain_on_a_cpu():
+    tensors = [x[:, :, :9].clone() for x in inputs(torch.float32, "cpu")]
+    told = ato_torch.explain(CALLS["causal"], *tensors)
+    assert str(told.forward) == "through JAX (tensors on cpu, not on a CUDA device)"
+    assert told.backward is None and "no gradient is asked for" in str(told)
+    told = ato_torch.explain(CALLS["causal"], tensors[0].requires_grad_(), *tensors[1:])
+    assert told.backward == told.forward
+    with pytest.raises(ValueError, match="does not call ato_torch"):
+        ato_torch.explain(torch.add, *tensors[:1], 1)
+
+
 CALLS = {
     "lse": lambda q, k, v: ato_torch.attention(q, k, v, enable_gqa=True, return_lse=True),
     "linear state": lambda q, k, v: ato_torch.linear_attention(q, k, v, return_state=True),
@@ -406,5 +417,7 @@ def test_as_they_lie():
         torch.testing.assert_close(found[1], found[0], atol=1e-2, rtol=1e-2)
         for ours, theirs in zip(found[2], found[0], strict=True):
             assert torch.equal(ours, theirs)
+        told = ato_torch.explain(CALLS[name], *leaves)
+        assert told.forward.road == told.backward.road == "direct", told
     plans = [plan for plan in functional._plans.values() if plan.transposed]
     assert plans and all(plan.ready for plan in plans)
