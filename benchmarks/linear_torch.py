@@ -22,7 +22,10 @@ Attend = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """`make(torch, case)` gives the function; tensors are [B, H, T, D], or [B, T, H, D]."""
+    """`make(torch, case)` gives the function; tensors are [B, H, T, D], or [B, T, H, D].
+
+    `picked(torch, tensors, case)` says which implementation a contender takes that has several.
+    """
 
     takes: Callable[[Case], bool]
     make: Callable[[Any, Case], Attend]
@@ -30,6 +33,7 @@ class Contender:
     mapped: bool = False
     normalize: bool = True
     softmax: bool = False
+    picked: Callable[[Any, dict[str, Any], Case], str] | None = None
 
 
 def _ungated(case: Case) -> bool:
@@ -64,7 +68,19 @@ def sdpa(backend: str | None) -> Contender:
 
         return by_backend
 
-    return Contender(_ungated, make, softmax=True)
+    return Contender(_ungated, make, softmax=True, picked=None if backend else _picked)
+
+
+def _picked(torch: Any, tensors: dict[str, Any], case: Case) -> str:
+    """The backend that scaled_dot_product_attention chooses for itself."""
+    from torch.nn.attention import SDPBackend
+
+    # An inner part of PyTorch, which another version may be without.
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return ""
+    tensors = [tensors[name] for name in "qkv"]
+    return SDPBackend(choose(*tensors, is_causal=case.causal, enable_gqa=case.G is not None)).name
 
 
 def _plain(torch: Any, case: Case) -> Attend:
@@ -141,6 +157,7 @@ def _fla_retention(torch: Any, case: Case) -> Attend:
 _phi_out = functools.partial(Contender, bthd=True, mapped=True, normalize=False)
 
 CONTENDERS = {
+    "SDPA default": sdpa(None),
     "SDPA cuDNN": sdpa("CUDNN_ATTENTION"),
     "SDPA flash": sdpa("FLASH_ATTENTION"),
     "flash-bidirectional-linear-attention, phi out": Contender(
