@@ -1,8 +1,8 @@
 """Softmax attention by what runs on PyTorch, for the process of `peers.py`.
 
-FlashAttention and xFormers are their packages' own. scaled_dot_product_attention has neither windows nor documents but through a whole mask; what
-has them is FlexAttention, by a mask of blocks that is made before the clock starts, and
-FlashAttention-2 for packed sequences.
+scaled_dot_product_attention has neither windows nor documents but through a whole mask; what
+has them is FlexAttention, by a mask of blocks that is made before the clock starts, PyTorch's own
+FlashAttention-2 for packed sequences, and the packages of FlashAttention.
 """
 
 from __future__ import annotations

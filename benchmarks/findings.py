@@ -124,6 +124,7 @@ def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
             lines = []
             for case in cases_of(contest):
                 fastest = best(row for row in found.of(case, phase) if row.contender in SDPA)
+                own = found.seconds(case, phase, OURS)
                 default = found.row(case, phase, SDPA[0])
                 lines.append(
                     [
@@ -133,7 +134,7 @@ def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
                         default.picked if default else "",
                         f"{BIDIRECTIONAL[case.T]:g}x" if case.T in BIDIRECTIONAL else "",
                         found.ratio(case, phase, "SDPA flash"),
-                        times(fastest.seconds if fastest else None, found.seconds(case, phase, OURS)),
+                        times(fastest.seconds if fastest else None, own),
                     ]
                 )
             head = ["T", "ato_jax, ms", *(f"{name}, ms" for name in SDPA), "the default picked"]
@@ -247,9 +248,7 @@ def ladder(contest: Contest) -> Callable[[Results], list[Table]]:
         found, lines = Found(results), []
         for case in cases_of(contest):
             rows = [found.row(case, FORWARD, name) for name in rungs]
-            memory = [
-                "-" if row is None or row.peak is None else f"{row.peak / 2**20:.1f}" for row in rows
-            ]
+            memory = [f"{row.peak / 2**20:.1f}" if row and row.peak else "-" for row in rows]
             lines.append(
                 [
                     f"{case.T}" if case.H == 1 else f"{case.T}, H {case.H}",
@@ -258,8 +257,9 @@ def ladder(contest: Contest) -> Callable[[Results], list[Table]]:
                     *memory,
                 ]
             )
-        head = ["T", *(f"{name}, ms" for name in ("naive", "tiled", "flash"))]
-        head += ["naive / tiled", "naive / flash", *(f"{name}, MB" for name in ("naive", "tiled", "flash"))]
+        names = ("naive", "tiled", "flash")
+        head = ["T", *(f"{name}, ms" for name in names), "naive / tiled", "naive / flash"]
+        head += [f"{name}, MB" for name in names]
         note = (
             f"The original: {LADDER_TILED}x tiled and {LADDER_FLASH}x flash over naive, "
             f"{LADDER_MEGABYTES[0]} MB down to {LADDER_MEGABYTES[1]} MB. Naive is plain JAX, tiled "
@@ -386,9 +386,8 @@ def growths(results: Results, contests: Iterable[Contest]) -> list[Growth]:
     made = []
     for family, members in families.items():
         members.sort(key=lambda case: case.T)
-        names = dict.fromkeys(
-            row.contender for case in members for phase in cases.PHASES for row in found.of(case, phase)
-        )
+        groups = [(case, phase) for case in members for phase in cases.PHASES]
+        names = dict.fromkeys(row.contender for group in groups for row in found.of(*group))
         for name in names:
             growth = _growth(found, str(family).replace(" T1 ", " "), name, members)
             if growth:

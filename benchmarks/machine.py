@@ -1,4 +1,4 @@
-"""The machine that figures are of: drivers, clocks, versions of what is installed; and its screen."""
+"""The machine that figures are of: its driver and clocks, what is installed; and its screen."""
 
 from __future__ import annotations
 

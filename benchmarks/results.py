@@ -1,8 +1,9 @@
 """A file of figures: the rows of all suites that were run, and what they were measured on.
 
-A row belongs to a case, a phase and a contender, whatever suites ask for it. In JSON the file is whole: it is read back to go on with a run or to compare two. In CSV it is a
-table for other programs, a line a row. It is written anew after every group of rows, to another
-name first: a run that dies, while it writes too, leaves all that it had.
+A row belongs to a case, a phase and a contender, whatever suites ask for it. In JSON the file is
+whole: it is read back to go on with a run or to compare two. In CSV it is a table for other
+programs, a line a row. It is written anew after every group of rows, to another name first: a run
+that dies, while it writes too, leaves all that it had.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ IN_SOFTMAX = {
         (KERNEL, _always, {}),
         (FULL_EXP2, _tall, {"fast_exp2": False}),
         (ONE_STRAND, _tall, {"strands": 1}),
-        (NOT_SPLIT, _short, {"parts": 1}),
+        (NOT_SPLIT, lambda case: _short(case) and not _grouped(case), {"parts": 1}),
     )
 } | {
     REPEATED: attention_jax.Contender(_grouped, _repeated),
