@@ -5,6 +5,11 @@
     linear, attention               short for `run` of these suites
     compare A.json B.json           what became slower
     tune linear_attention           block sizes for this device; `tune attention`
+    profile --case=CASE             what each kernel of a case takes; --ncu: its counters
+    table FILE.json                 what a file of figures has
+    plot FILE.json                  the same as pictures
+    report                          docs/results.md, the README's table and pictures, from
+                                    the files in benchmarks/results
 
 The exit status is 2 for what was asked wrongly, and 1 where something failed or became slower.
 """
@@ -21,11 +26,13 @@ from absl import app, flags, logging
 # PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-from benchmarks import compare, demo, run, side_by_side, tune  # noqa: E402
+from benchmarks import compare, demo, document, profiling, run, show, side_by_side, tune  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
 
 flags.adopt_module_key_flags(demo)
+flags.adopt_module_key_flags(document)
+flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)
 flags.adopt_module_key_flags(side_by_side)
 flags.adopt_module_key_flags(tune)
@@ -37,9 +44,13 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "attention": lambda _: run.main(["attention"]),
     "compare": compare.main,
     "tune": tune.main,
+    "profile": profiling.main,
+    "table": show.table,
+    "plot": show.plot,
+    "report": document.main,
 }
 # Those that take names after their own.
-TAKE_NAMES = ("run", "compare", "tune")
+TAKE_NAMES = ("run", "compare", "tune", "table", "plot")
 
 
 def main(arguments: Sequence[str]) -> int:

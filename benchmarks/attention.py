@@ -32,6 +32,9 @@ CASES = {
         _bf16(B=2, H=8, T=8192, D=256),
         _bf16(B=2, H=8, T=8192, D=256, causal=True),
         _bf16(B=2, H=32, G=8, T=8192, D=128, causal=True),
+        _bf16(B=1, H=16, T=1, S=65536, D=128),
+        _bf16(B=1, H=16, T=16, S=65536, D=128),
+        _bf16(B=1, H=32, G=8, T=16, S=65536, D=128),
         # Each after what it is a share of.
         _long(causal=True),
         _long(causal=True, left=1023),
@@ -50,9 +53,6 @@ CASES = {
             for D in (96, 192)
             for causal in (False, True)
         ),
-        _bf16(B=1, H=16, T=1, S=65536, D=128),
-        _bf16(B=1, H=16, T=16, S=65536, D=128),
-        _bf16(B=1, H=32, G=8, T=16, S=65536, D=128),
     ),
     "cpu": (
         _tiny(),
@@ -142,5 +142,5 @@ def tell(meeting: Meeting) -> None:
         earlier = list(meeting.results.rows)
         phases = {phase: meeting.measure(case, phase) for phase in meeting.contest.phases_of(case)}
         print("\n" + table(case, phases, earlier), flush=True)
-        if case == MEMORY_CASES[ours.platform()]:
+        if case == MEMORY_CASES[meeting.results.platform]:
             print("\n" + memory_table(case, list(phases.values())[-1]), flush=True)

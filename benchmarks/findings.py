@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import cases, demo, ours, side_by_side, variants
+from benchmarks import cases, demo, side_by_side, variants
 from benchmarks.cases import Case
 from benchmarks.results import Results, Row
 from benchmarks.side_by_side import Contest
@@ -69,8 +69,9 @@ def times(over: float | None, under: float | None) -> str:
     return f"{demo.ratio(over / under)}x" if over and under else "-"
 
 
-def cases_of(contest: Contest) -> tuple[Case, ...]:
-    return contest.cases[ours.platform()]
+def cases_of(results: Results, contest: Contest) -> list[Case]:
+    """Those of the platform that the figures are of."""
+    return contest.wanted_cases(results.platform)
 
 
 def best(rows: Iterable[Row]) -> Row | None:
@@ -91,7 +92,7 @@ def standing(contest: Contest) -> Callable[[Results], list[Table]]:
 
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
-        for case in cases_of(contest):
+        for case in cases_of(results, contest):
             for phase in contest.phases_of(case):
                 row = found.row(case, phase, OURS)
                 if row is None or row.seconds is None:
@@ -122,7 +123,7 @@ def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
         made = []
         for phase in contest.phases:
             lines = []
-            for case in cases_of(contest):
+            for case in cases_of(results, contest):
                 fastest = best(row for row in found.of(case, phase) if row.contender in SDPA)
                 own = found.seconds(case, phase, OURS)
                 default = found.row(case, phase, SDPA[0])
@@ -159,7 +160,7 @@ def causal(contest: Contest) -> Callable[[Results], list[Table]]:
                 found.ratio(case, phase, "SDPA flash"),
                 found.ratio(case, phase, "SDPA cuDNN"),
             ]
-            for case in cases_of(contest)
+            for case in cases_of(results, contest)
             for phase in contest.phases
         ]
         head = ["T", "phase", "ato_jax, ms", "FlashAttention-2, ms"]
@@ -172,7 +173,7 @@ def causal(contest: Contest) -> Callable[[Results], list[Table]]:
 def tiles(contest: Contest) -> Callable[[Results], list[Table]]:
     def tables(results: Results) -> list[Table]:
         found, lines, more = Found(results), [], []
-        for case in cases_of(contest):
+        for case in cases_of(results, contest):
             if case.causal:
                 ratio = found.ratio(case, FORWARD, variants.LOOP)
                 more.append([f"the loop in the kernel, {case}", "faster", ratio])
@@ -205,7 +206,7 @@ def fla(contest: Contest) -> Callable[[Results], list[Table]]:
                 f"{1 / FLA_FASTER:.2f}x",
                 found.ratio(case, phase, names[0]),
             ]
-            for case in cases_of(contest)
+            for case in cases_of(results, contest)
             for phase in contest.phases
         ]
         head = ["T", "phase", "ato_jax, ms", *(f"{name}, ms" for name in names)]
@@ -228,7 +229,7 @@ def wide(contest: Contest) -> Callable[[Results], list[Table]]:
                 found.ratio(case, FORWARD, variants.NAIVE),
                 *(found.ratio(case, FORWARD, name) for name in contest.in_torch),
             ]
-            for case in cases_of(contest)
+            for case in cases_of(results, contest)
         ]
         head = ["D", "T", "ato_jax, ms", "plain JAX, ms", "untiled / tiled: the original"]
         head += ["plain JAX / ours", *(f"{name} / ours" for name in contest.in_torch)]
@@ -246,7 +247,7 @@ def ladder(contest: Contest) -> Callable[[Results], list[Table]]:
 
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
-        for case in cases_of(contest):
+        for case in cases_of(results, contest):
             rows = [found.row(case, FORWARD, name) for name in rungs]
             memory = [f"{row.peak / 2**20:.1f}" if row and row.peak else "-" for row in rows]
             lines.append(
@@ -284,7 +285,7 @@ def techniques(contest: Contest) -> Callable[[Results], list[Table]]:
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
         for what, on, off in TECHNIQUES:
-            for case in cases_of(contest):
+            for case in cases_of(results, contest):
                 if off in side_by_side.wanted(contest, case) and on in side_by_side.wanted(
                     contest, case
                 ):
@@ -313,7 +314,7 @@ def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
 def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], float]:
     """By T and D: how many times as long the best of SDPA takes as linear attention."""
     found, grid = Found(results), {}
-    for case in cases_of(contest):
+    for case in cases_of(results, contest):
         own = found.seconds(case, FORWARD, OURS)
         peer = best(row for row in found.of(case, FORWARD) if row.contender in SDPA)
         if own and peer and peer.seconds:
@@ -325,7 +326,7 @@ def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
     def tables(results: Results) -> list[Table]:
         found, made = Found(results), []
         for contest in contests:
-            all_cases = cases_of(contest)
+            all_cases = cases_of(results, contest)
             for phase in contest.phases:
                 by_batch = sorted({case.B for case in all_cases})
                 by_size: dict[tuple[int, int, int, bool], dict[int, Case]] = {}
@@ -378,7 +379,7 @@ def growths(results: Results, contests: Iterable[Contest]) -> list[Growth]:
     found = Found(results)
     families: dict[Case, list[Case]] = {}
     for contest in contests:
-        for case in cases_of(contest):
+        for case in cases_of(results, contest):
             if case.op != "step" and case.S is None:
                 of_family = families.setdefault(dataclasses.replace(case, T=1, documents=None), [])
                 if case not in of_family and case.documents is None:

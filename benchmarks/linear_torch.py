@@ -16,6 +16,9 @@ from typing import Any
 
 from benchmarks.cases import Case
 
+# The elements of an array of which a call by SDPA takes long.
+LONG = 1 << 26
+
 # From tensors q, k, v and maybe decay to the output.
 Attend = Callable[..., Any]
 
@@ -38,6 +41,10 @@ class Contender:
 
 def _ungated(case: Case) -> bool:
     return case.op == "linear" and case.decay is None
+
+
+def _long(case: Case) -> bool:
+    return case.B * case.H * case.T * case.D >= LONG
 
 
 def _full(case: Case) -> bool:
@@ -157,7 +164,10 @@ def _fla_retention(torch: Any, case: Case) -> Attend:
 _phi_out = functools.partial(Contender, bthd=True, mapped=True, normalize=False)
 
 CONTENDERS = {
-    "SDPA default": sdpa(None),
+    # It is one of the two below, and these take seconds.
+    "SDPA default": dataclasses.replace(
+        sdpa(None), takes=lambda case: _ungated(case) and not _long(case)
+    ),
     "SDPA cuDNN": sdpa("CUDNN_ATTENTION"),
     "SDPA flash": sdpa("FLASH_ATTENTION"),
     "flash-bidirectional-linear-attention, phi out": Contender(
@@ -166,7 +176,8 @@ CONTENDERS = {
     "flash-bidirectional-linear-attention, eager phi": Contender(
         _full, functools.partial(_flash_bla, mapped=False)
     ),
-    "PyTorch, compiled": Contender(_full, _compiled),
+    # Each takes seconds to compile.
+    "PyTorch, compiled": Contender(lambda case: _full(case) and _long(case), _compiled),
     "PyTorch": Contender(_full, _plain),
     "fla chunk, phi out, not normalised": _phi_out(
         _causal, _fla("chunk_linear_attn", normalize=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,23 @@ def scratch_of(program: Any) -> int | None:
     return None if told is None else told.temp_size_in_bytes
 
 
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, what it makes kept for the latest arguments: threads that ask at one time wait for
+    the one that makes it.
+    """
+    latest = functools.lru_cache(maxsize=64)(lambda *arguments: (threading.Lock(), []))
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Any:
+        lock, found = latest(*arguments)
+        with lock:
+            if not found:
+                found.append(make(*arguments))
+            return found[0]
+
+    return made
+
+
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
     """Programs for a case's inputs: what draws a set of them, and what gives of a set the dout of
@@ -174,7 +192,7 @@ class _Inputs:
     compared: Any
 
 
-@functools.lru_cache(maxsize=32)
+@once
 def _inputs(case: cases.Case, mapped: bool) -> _Inputs:
     def drawn(key: jax.Array) -> dict[str, jax.Array]:
         arrays = draw(case, key)
@@ -194,7 +212,7 @@ def _shapes(results: dict[str, Any]) -> tuple[tuple[str, jax.ShapeDtypeStruct], 
     return tuple(results.items())
 
 
-@functools.lru_cache(maxsize=32)
+@once
 def _reading(case: cases.Case, shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> Any:
     """What takes the compared heads out of results of these shapes."""
     return jax.jit(functools.partial(_one_group, case)).lower(dict(shapes)).compile()

@@ -21,6 +21,7 @@ from benchmarks import summary
 
 # What has to be the same for a run to go on.
 SAME = ("device", "ato_jax", "jax", "torch")
+PLATFORMS = ("gpu", "cpu")
 ERRORS = ("out", "dq", "dk", "dv")
 # The reason of a row that was not reached: a later run may reach it.
 NO_TIME_LEFT = "no time left"
@@ -105,8 +106,9 @@ class Row:
 class Results:
     """The versions, the bytes that a copy moves per second, and the rows.
 
-    `matrix` is by dtype the operations per second of a large product, `about` what else was noted:
-    drivers, peers' versions, clocks. `suites` is the seconds that each suite took.
+    `platform` is "gpu" or "cpu", `matrix` by dtype the operations per second of a large product,
+    `about` what else was noted: drivers, peers' versions, clocks. `suites` is the seconds that each
+    suite took.
     """
 
     device: str
@@ -114,6 +116,7 @@ class Results:
     jax: str
     torch: str
     bandwidth: float
+    platform: str = "cpu"
     matrix: dict[str, float] = dataclasses.field(default_factory=dict)
     about: dict[str, str] = dataclasses.field(default_factory=dict)
     suites: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -200,6 +203,7 @@ def _results(told: Any) -> Results:
     found = Results(**_fields(Results, told, "it"))
     for name in SAME:
         _demand(isinstance(getattr(found, name), str), f"{name} is no text")
+    _demand(found.platform in PLATFORMS, "platform is neither gpu nor cpu")
     _demand(_positive(found.bandwidth), "bandwidth is no number above 0")
     _demand(_is_errors(found.matrix), "matrix has no numbers by name")
     _demand(_is_errors(found.suites), "suites has no numbers by name")

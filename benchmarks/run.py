@@ -48,6 +48,7 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
         "jax": jax.__version__,
         "torch": about["version"],
         "bandwidth": bandwidth,
+        "platform": platform,
         "matrix": matrix,
         "about": machine.about() | ({"CUDA": about["cuda"]} if about["cuda"] else {}),
     }
@@ -63,8 +64,7 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
 
 
 def chosen(names: Sequence[str]) -> list[Suite]:
-    """The suites of these names and that of --config, or a ResultsError that names those there are.
-    """
+    """The suites of these names and that of --config; without one, an error names all."""
     found: list[Suite] = []
     for name in names:
         of_name = suites.named(name)
@@ -82,7 +82,7 @@ def hold(wanted: Sequence[Suite]) -> int:
     """Runs the suites and prints what they find; the exit status."""
     start = time.monotonic()
     platform = ours.platform()
-    if platform not in ("gpu", "cpu"):
+    if platform not in results.PLATFORMS:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
     if reason := side_by_side.unknown([one for suite in wanted for one in suite.contests]):

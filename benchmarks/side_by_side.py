@@ -82,21 +82,22 @@ class Contest:
     """Who meets whom over what.
 
     `cases` are by platform, the most telling first: what the time does not suffice for is at the
-    end.
+    end. Where cases are many, `turns` may be fewer.
     """
 
     cases: Mapping[str, tuple[Case, ...]]
     in_jax: Mapping[str, InJax]
     in_torch: Mapping[str, InTorch]
     phases: tuple[str, ...] = cases.PHASES
+    turns: int = TURNS
 
     def phases_of(self, case: Case) -> tuple[str, ...]:
         forward_alone = case.op == "step" or FLAGS.forward_only
         return self.phases[:1] if forward_alone else self.phases
 
-    def wanted_cases(self) -> list[Case]:
+    def wanted_cases(self, platform: str) -> list[Case]:
         """Those that the flags leave, in the dtype that they ask for."""
-        found = self.cases[ours.platform()]
+        found = self.cases[platform]
         if FLAGS.dtype:
             found = tuple(dataclasses.replace(case, dtype=FLAGS.dtype) for case in found)
         return [case for case in found if FLAGS.case in str(case)]
@@ -175,8 +176,8 @@ def all_compiled(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def workers() -> int:
-    """Threads that compile: each compilation takes more than one by itself."""
-    return max(1, byte_limit.threads() // 2)
+    """Threads that compile: each compilation takes a little more than one by itself."""
+    return max(1, 3 * byte_limit.threads() // 4)
 
 
 def refusal(error: Exception) -> str:
@@ -261,7 +262,7 @@ def measure(
         else:
             row.errors, row.scratch, row.picked = ready.errors, ready.scratch, ready.picked
             turns[row.contender] = ready.turn
-    for turn in range(0 if lost else TURNS):
+    for turn in range(0 if lost else contest.turns):
         fastest = min((row.turns[-1] for row in rows if row.turns), default=0.0)
         for row in rows:
             # At least once, whatever the time.
@@ -313,7 +314,7 @@ class Meeting:
 
     def cases(self) -> Iterator[Case]:
         """Those that are wanted."""
-        yield from self.contest.wanted_cases()
+        yield from self.contest.wanted_cases(self.results.platform)
 
     def groups(self) -> list[tuple[Case, str]]:
         return [(case, phase) for case in self.cases() for phase in self.contest.phases_of(case)]
@@ -424,8 +425,9 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
 
 def unknown(contests: Sequence[Contest]) -> str:
     """What is wrong with the flags that choose cases and peers; "" if nothing."""
-    names = [str(case) for contest in contests for case in contest.cases[ours.platform()]]
-    if not any(contest.wanted_cases() for contest in contests):
+    platform = ours.platform()
+    names = [str(case) for contest in contests for case in contest.cases[platform]]
+    if not any(contest.wanted_cases(platform) for contest in contests):
         return f"No case contains --case={FLAGS.case!r}: {'; '.join(dict.fromkeys(names))}"
     both = [name for one in contests for name in [*one.in_jax, *one.in_torch]]
     for part in FLAGS.peer:

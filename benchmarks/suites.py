@@ -76,9 +76,7 @@ OURS_LINEAR = some(linear_jax.CONTENDERS, ["ato_jax"])
 OURS_SOFTMAX = some(attention_jax.CONTENDERS, ["ato_jax"])
 
 SMOKE = tuple(
-    Contest(
-        dict.fromkeys(("gpu", "cpu"), (case,)), in_jax, some(in_torch, ["SDPA default"])
-    )
+    Contest(dict.fromkeys(("gpu", "cpu"), (case,)), in_jax, some(in_torch, ["SDPA default"]))
     for case, in_jax, in_torch in (
         (_small(T=32), OURS_LINEAR, linear_torch.CONTENDERS),
         (
@@ -187,6 +185,7 @@ CROSSOVER = Contest(
     OURS_LINEAR,
     some(linear_torch.CONTENDERS, SDPA[1:]),
     FORWARD,
+    turns=1,
 )
 
 
@@ -194,9 +193,7 @@ def _sweep() -> tuple[Contest, ...]:
     """Of two files, one for each platform."""
     both = (sweeps.contests(sweeps.FOLDER / f"{name}.yaml") for name in ("original", "tiny"))
     return tuple(
-        dataclasses.replace(
-            large, cases={"gpu": large.cases["gpu"], "cpu": small.cases["cpu"]}
-        )
+        dataclasses.replace(large, cases={"gpu": large.cases["gpu"], "cpu": small.cases["cpu"]})
         for large, small in zip(*both, strict=True)
     )
 
@@ -206,14 +203,14 @@ REPORT = (
     Suite(
         "linear",
         "linear attention beside its peers",
-        135,
+        160,
         (linear.CONTEST,),
         findings.standing(linear.CONTEST),
     ),
     Suite(
         "attention",
         "softmax attention beside its peers",
-        150,
+        165,
         (attention.CONTEST,),
         findings.standing(attention.CONTEST),
         attention.tell,
@@ -221,21 +218,21 @@ REPORT = (
     Suite(
         "bidirectional",
         "bidirectional linear attention against SDPA, 4K to 64K",
-        20,
+        25,
         (BIDIRECTIONAL,),
         findings.bidirectional(BIDIRECTIONAL),
     ),
     Suite(
         "causal",
         "causal linear attention against FlashAttention-2",
-        12,
+        8,
         (CAUSAL,),
         findings.causal(CAUSAL),
     ),
     Suite(
         "ladder",
         "naive, tiled, flash: time and memory",
-        20,
+        15,
         (LADDER,),
         findings.ladder(LADDER),
     ),
@@ -243,29 +240,29 @@ REPORT = (
     Suite(
         "tiles",
         "tile sizes, fused maps, the loop in the kernel",
-        20,
+        15,
         (TILES,),
         findings.tiles(TILES),
     ),
-    Suite("fla", "beside flash-linear-attention", 20, (FLA_BESIDE,), findings.fla(FLA_BESIDE)),
+    Suite("fla", "beside flash-linear-attention", 15, (FLA_BESIDE,), findings.fla(FLA_BESIDE)),
     Suite(
         "techniques",
         "FlagAttention's techniques, on and off",
-        20,
+        15,
         (TECHNIQUES,),
         findings.techniques(TECHNIQUES),
     ),
     Suite(
         "complexity",
         "exponents of time and memory",
-        30,
+        25,
         (LONG, SOFTMAX_LENGTHS),
         findings.complexity(LENGTHS),
     ),
     Suite(
         "crossover",
         "linear or softmax: which is faster",
-        35,
+        20,
         (CROSSOVER,),
         findings.crossover(CROSSOVER),
     ),
@@ -286,7 +283,7 @@ NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")
 def sweep() -> Suite:
     """Made when it is asked for: the file is YAML, and a reader of that may not be installed."""
     contests = _sweep()
-    return Suite(SWEEP, "the original's sweep", 45, contests, findings.sweep(contests))
+    return Suite(SWEEP, "the original's sweep", 40, contests, findings.sweep(contests))
 
 
 def named(name: str) -> tuple[Suite, ...]:

@@ -100,9 +100,7 @@ def _step(
 ) -> tuple[jax.Array, ato_jax.LinearState]:
     rows = STEP_ROWS[ours.platform()]
     q, k, v = (jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1) for x in (q, k, v))
-    return ato_jax.linear_attention(
-        q, k, v, causal=True, initial_state=state, return_state=True
-    )
+    return ato_jax.linear_attention(q, k, v, causal=True, initial_state=state, return_state=True)
 
 
 def _loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -128,4 +128,4 @@ def _contest(
         for contenders in CONTENDERS[op]
     )
     both = tuple(of_op)
-    return Contest({"gpu": both, "cpu": both}, in_jax, in_torch, phases)
+    return Contest({"gpu": both, "cpu": both}, in_jax, in_torch, phases, turns=1)
