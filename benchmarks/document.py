@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import findings, linear, results, show, suites
+from benchmarks import findings, linear, results, run, show, suites
 from benchmarks.results import Results, ResultsError
 from benchmarks.tables import Table
 
@@ -21,7 +21,6 @@ FLAGS = flags.FLAGS
 flags.DEFINE_bool("check", False, "report: write nothing, exit status 1 where documents differ")
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "benchmarks" / "results"
 RESULTS, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 NOTES, EXAMPLES = ROOT / "docs" / "notes" / "attention.md", ROOT / "docs" / "examples.md"
 FIRST, LAST = "<!-- results -->", "<!-- /results -->"
@@ -37,7 +36,7 @@ README_ROWS = 4
 
 def files() -> list[Path]:
     """The files of figures that are kept."""
-    return sorted(FOLDER.glob("*.json"))
+    return sorted(run.FOLDER.glob("*.json"))
 
 
 def quoted_techniques() -> Table:
@@ -79,7 +78,7 @@ def section(found: Results, name: str) -> str:
             parts.append(quoted_techniques().markdown())
     parts += [
         f"![{picture.stem}](../benchmarks/results/{name}/{picture.name})"
-        for picture in sorted((FOLDER / name).glob("*.png"))
+        for picture in sorted((run.FOLDER / name).glob("*.png"))
     ]
     return "\n\n".join(parts)
 
@@ -128,7 +127,7 @@ def differing() -> list[Path]:
 def main(_: Sequence[str]) -> int:
     if not files():
         raise ResultsError(
-            f"There are no figures in {FOLDER.relative_to(ROOT)}: run --suite=report"
+            f"There are no figures in {run.FOLDER.relative_to(ROOT)}: run --suite=report"
         )
     if FLAGS.check:
         for path in differing():

@@ -20,9 +20,8 @@ from benchmarks import (
     suites,
     variants,
 )
-from benchmarks.cases import Case
 from benchmarks.findings import FORWARD, OURS, Found
-from benchmarks.picture import LIMIT, STYLES, FuncFormatter, NullLocator, plt
+from benchmarks.picture import LIMIT, STYLES, FuncFormatter, NullFormatter, NullLocator, plt
 from benchmarks.results import Results, Row
 
 # Lengths of one line, and what they are of.
@@ -50,6 +49,8 @@ def _by_length(results: Results, contest: Any, phase: str) -> dict[str, dict[int
     found: dict[str, dict[int, Row]] = {}
     for case in findings.cases_of(results, contest):
         for row in Found(results).of(case, phase):
+            if row.contender not in contest.in_jax and row.contender not in contest.in_torch:
+                continue
             found.setdefault(row.contender, {})[case.T] = row
     return found
 
@@ -68,6 +69,9 @@ def times(results: Results, contest: Any, title: str) -> Any:
             seconds = {T: row.seconds for T, row in sorted(rows.items())}
             (handles[name],) = panel.plot(list(seconds), list(seconds.values()), **style)
             limits |= {T: row.limit for T, row in rows.items()}
+        if not limits:
+            plt.close(figure)
+            return None
         limits = dict(sorted(limits.items()))
         label = "byte limit: a copy of the same bytes"
         (handles[label],) = panel.plot(list(limits), list(limits.values()), **LIMIT)
@@ -92,7 +96,7 @@ def _legend(figure: Any, handles: Mapping[str, Any], title: str, results: Result
         bbox_to_anchor=(0.5, 0.03),
     )
     figure.text(0.5, 0.01, results.device, ha="center", fontsize=9, color="#555555")
-    figure.subplots_adjust(left=0.08, right=0.98, top=0.88, bottom=0.2 + 0.035 * rows, wspace=0.06)
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.88, bottom=0.2 + 0.035 * rows, wspace=0.06)
 
 
 def _contests() -> dict[str, tuple[Any, str]]:
@@ -120,12 +124,14 @@ def roofline(results: Results) -> Any:
                 handles[f"{op}, {'ato_jax' if own else 'peers'}"] = panel.scatter(
                     intensity, row.rate, color=colour, marker=marker, s=size, zorder=order
                 )
-    if intensities:
-        span = np.geomspace(min(intensities) / 2, max(intensities) * 2, 100)
-        roof = span * results.bandwidth
-        if highest:
-            roof = np.minimum(roof, highest)
-        (handles["a copy, then a large product"],) = panel.plot(span, roof, **LIMIT)
+    if not intensities:
+        plt.close(figure)
+        return None
+    span = np.geomspace(min(intensities) / 2, max(intensities) * 2, 100)
+    roof = span * results.bandwidth
+    if highest:
+        roof = np.minimum(roof, highest)
+    (handles["a copy, then a large product"],) = panel.plot(span, roof, **LIMIT)
     panel.set(xscale="log", yscale="log", xlabel="operations per byte that has to move")
     panel.set_ylabel("operations per second")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e12:g} T"))
@@ -148,6 +154,9 @@ def memory(results: Results) -> Any:
         peaks = {T: row.peak for T, row in sorted(rows.items()) if row and row.peak}
         (handles[label],) = panel.plot(list(peaks), list(peaks.values()), **style)
         lengths |= peaks.keys()
+    if not lengths:
+        plt.close(figure)
+        return None
     _logarithmic(panel, sorted(lengths))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 2**20:g} MB"))
     panel.set_ylabel("peak memory of one call")
@@ -160,17 +169,18 @@ def crossover(results: Results) -> Any:
     grid = findings.crossovers(results, suites.CROSSOVER)
     lengths, widths = (sorted({key[axis] for key in grid}) for axis in (0, 1))
     values = np.array([[grid.get((T, D), np.nan) for T in lengths] for D in widths])
+    if not grid:
+        return None
     figure, panel = plt.subplots(figsize=(9, 5.5))
-    if grid:
-        ratio = np.log2(values)
-        edge = float(np.nanmax(np.abs(ratio))) or 1.0
-        panel.imshow(ratio, cmap="RdBu", vmin=-edge, vmax=edge, aspect="auto", origin="lower")
-        for (row, column), value in np.ndenumerate(values):
-            if not np.isnan(value):
-                strong = abs(np.log2(value)) > 0.6 * edge
-                text = f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
-                colour = "white" if strong else "black"
-                panel.text(column, row, text, ha="center", va="center", color=colour)
+    ratio = np.log2(values)
+    edge = float(np.nanmax(np.abs(ratio))) or 1.0
+    panel.imshow(ratio, cmap="RdBu", vmin=-edge, vmax=edge, aspect="auto", origin="lower")
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            strong = abs(np.log2(value)) > 0.6 * edge
+            text = f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
+            colour = "white" if strong else "black"
+            panel.text(column, row, text, ha="center", va="center", color=colour)
     panel.set_xticks(range(len(lengths)), [picture.length(T) for T in lengths])
     panel.set_yticks(range(len(widths)), [str(D) for D in widths])
     panel.set(xlabel="tokens T", ylabel="head size D")
@@ -182,9 +192,11 @@ def crossover(results: Results) -> Any:
 def accuracy(results: Results) -> Any:
     """Relative error of the output against time, in each op's first case."""
     both = _contests()
+    first = {op: findings.cases_of(results, contest)[0] for op, (contest, _) in both.items()}
+    if not any(Found(results).of(case, FORWARD) for case in first.values()):
+        return None
     figure, panels = plt.subplots(1, len(both), figsize=(12, 6.5))
-    for panel, (op, (contest, _)) in zip(panels, both.items(), strict=True):
-        case: Case = findings.cases_of(results, contest)[0]
+    for panel, (op, case) in zip(panels, first.items(), strict=True):
         styles = itertools.cycle(MORE_STYLES)
         for row in Found(results).of(case, FORWARD):
             style = next(styles)
@@ -198,10 +210,17 @@ def accuracy(results: Results) -> Any:
             )
         panel.set(title=f"{op}\n{case}", xscale="log", yscale="log", xlabel="time of one call")
         panel.xaxis.set_major_formatter(FuncFormatter(picture.duration))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(color="#e4e4e4", linewidth=0.8)
         panel.set_axisbelow(True)
         if panel.collections:
-            panel.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+            panel.legend(
+                fontsize=8,
+                frameon=False,
+                ncols=2,
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.14),
+            )
     panels[0].set_ylabel("relative error of the output against float64")
     figure.subplots_adjust(left=0.09, right=0.98, top=0.9, bottom=0.4, wspace=0.2)
     figure.text(0.5, 0.01, results.device, ha="center", fontsize=9, color="#555555")
@@ -223,12 +242,14 @@ PICTURES: dict[str, Callable[[Results], Any]] = {
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Writes all pictures; their names."""
+    """Writes the pictures of what was measured; their names."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, make in PICTURES.items():
         with plt.rc_context(STYLE):
             figure = make(results)
+            if figure is None:
+                continue
             drawn.append(folder / f"{name}.png")
             figure.savefig(drawn[-1], dpi=110)
             plt.close(figure)

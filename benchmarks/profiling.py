@@ -1,6 +1,5 @@
-"""What the kernels of a case take: each one's time, and what the whole reaches.
-
-    share of a copy = traffic / (time of all kernels * copy bandwidth)
+"""What the kernels of a case take: each one's time, and the bytes and operations a second that all
+of them reach together, counted as the case's least traffic and its products.
 
 Calls run back to back inside JAX's profiler, whose trace names every kernel on the device; on a CPU
 it names what XLA's threads run. With --ncu the same calls run once more under Nsight Compute, which
@@ -126,6 +125,8 @@ def chosen() -> list[Case]:
     both = (linear.CONTEST, attention.CONTEST)
     found = [case for contest in both for case in contest.wanted_cases(ours.platform())]
     found = [case for case in found if case.op != "step"]
+    # A case's whole name is part of others' names.
+    found = [case for case in found if str(case) == FLAGS.case] or found
     if not FLAGS.case or not found:
         names = [str(case) for contest in both for case in contest.cases[ours.platform()]]
         raise ResultsError(f"profile needs a --case of these: {'; '.join(names)}")

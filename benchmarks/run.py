@@ -17,10 +17,14 @@ import jax
 from absl import flags, logging
 
 import ato_jax
+from ato_jax import tuning
 from benchmarks import byte_limit, demo, machine, ours, peers, results, side_by_side, suites
 from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import DeviceLostError, Meeting
 from benchmarks.suites import Suite
+
+# The files of figures that are kept, one for each device.
+FOLDER = Path(__file__).parent / "results"
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("suite", [], "run: names of suites, or `report` for all of the report's")
@@ -142,4 +146,7 @@ def again(left: float, peer: peers.Peer) -> int:
 
 
 def main(names: Sequence[str]) -> int:
-    return hold(chosen([*FLAGS.suite, *names]))
+    wanted = chosen([*FLAGS.suite, *names])
+    if FLAGS.keep:
+        FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")
+    return hold(wanted)

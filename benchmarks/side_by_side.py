@@ -34,9 +34,10 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("json", "", "run: where to write all figures, a .json")
 flags.DEFINE_string("csv", "", "run: where to write a line for each row, a .csv")
 flags.DEFINE_bool("resume", False, "run: keep the figures in --json, measure what it lacks")
+flags.DEFINE_bool("keep", False, "run: --json is the file of this device in benchmarks/results")
 flags.register_multi_flags_validator(
-    ["resume", "json"],
-    lambda given: given["json"] or not given["resume"],
+    ["resume", "json", "keep"],
+    lambda given: given["json"] or given["keep"] or not given["resume"],
     "--resume goes on with the file that --json names",
 )
 flags.DEFINE_float("within_s", 0, "run: start nothing new after so long; 0: as the suites say", 0)

@@ -78,7 +78,7 @@ OURS_SOFTMAX = some(attention_jax.CONTENDERS, ["ato_jax"])
 SMOKE = tuple(
     Contest(dict.fromkeys(("gpu", "cpu"), (case,)), in_jax, some(in_torch, ["SDPA default"]))
     for case, in_jax, in_torch in (
-        (_small(T=32), OURS_LINEAR, linear_torch.CONTENDERS),
+        (_small(T=48), OURS_LINEAR, linear_torch.CONTENDERS),
         (
             _tiny(T=32, causal=True),
             OURS_SOFTMAX | some(attention_jax.CONTENDERS, ["plain JAX"]),
