@@ -224,9 +224,9 @@ def wide(contest: Contest) -> Callable[[Results], list[Table]]:
                 f"{case.D}",
                 f"{case.T}",
                 found.ms(case, FORWARD, OURS),
-                found.ms(case, FORWARD, variants.NAIVE),
+                found.ms(case, FORWARD, variants.EXACT),
                 f"{WIDE[case.D]:g}x" if case.D in WIDE else "",
-                found.ratio(case, FORWARD, variants.NAIVE),
+                found.ratio(case, FORWARD, variants.EXACT),
                 *(found.ratio(case, FORWARD, name) for name in contest.in_torch),
             ]
             for case in cases_of(results, contest)

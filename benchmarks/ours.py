@@ -124,7 +124,7 @@ def compiled(
     call = called(case, phase, function)
     groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
 
-    def compare(program: Any, inputs: _Inputs, read: Any) -> Prepared | str:
+    def compare(program: Any, scratch: int | None, inputs: _Inputs, read: Any) -> Prepared | str:
         sets = [[inputs.draw(key) for key in group] for group in _keys(case, groups, calls)]
         dout, heads = inputs.compared(sets[0][0])
         results = program([sets[0][0] | {"dout": dout}, *sets[0][1:]])[0]
@@ -138,17 +138,19 @@ def compiled(
         )
         launch = functools.partial(_launched, program, sets)
         reason = cases.too_large(case, found)
-        return reason or Prepared(launch, calls, found, scratch_of(program))
+        return reason or Prepared(launch, calls, found, scratch)
 
     def compile_all() -> tuple[Any, ...]:
         inputs = _inputs(case, mapped)
         # The call first: most refusals are its.
-        program = (
-            (lambda group: [call(one) for one in group])
-            if steps
-            else in_turn(call).lower([inputs.shapes] * calls).compile()
-        )
-        return program, inputs, _reading(case, _shapes(jax.eval_shape(call, inputs.shapes)))
+        program, scratch = (lambda group: [call(one) for one in group]), None
+        if not steps:
+            program = in_turn(call).lower([inputs.shapes] * calls).compile()
+            # XLA does not share memory among the calls of one program: of several, it is too much.
+            one = in_turn(call).lower([inputs.shapes]).compile() if calls > 1 else program
+            scratch = scratch_of(one)
+        reading = _reading(case, _shapes(jax.eval_shape(call, inputs.shapes)))
+        return program, scratch, inputs, reading
 
     ready = _or_reason(compile_all)
     return ready if isinstance(ready, str) else lambda: _or_reason(lambda: compare(*ready))
@@ -160,7 +162,7 @@ def _launched(program: Any, sets: list[Any], index: int) -> Any:
 
 def scratch_of(program: Any) -> int | None:
     """The bytes that a compiled program holds beyond its inputs and outputs, where XLA knows."""
-    told = program.memory_analysis() if hasattr(program, "memory_analysis") else None
+    told = program.memory_analysis()
     return None if told is None else told.temp_size_in_bytes
 
 

@@ -128,7 +128,7 @@ WIDE = Contest(
         ),
         "cpu": (_tiny(T=16, D=512, H=1),),
     },
-    OURS_SOFTMAX | some(attention_jax.CONTENDERS, ["plain JAX"]),
+    OURS_SOFTMAX | variants.IN_WIDE,
     some(attention_torch.CONTENDERS, ["SDPA default"]),
     FORWARD,
 )

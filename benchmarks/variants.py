@@ -173,8 +173,22 @@ IN_SOFTMAX = {
     PAGED: attention_jax.Contender(lambda case: _grouped(case) and _short(case), _paged),
 }
 
-# The ladder's rungs.
+def _exact(case: Case) -> Callable[..., jax.Array]:
+    """Plain JAX with float32 multiplied in full, as this library does."""
+    attend = attention_jax.CONTENDERS[NAIVE].make(case)
+
+    def call(*arrays: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return attend(*arrays)
+
+    return call
+
+
+# Without tiles.
 NAIVE = "plain JAX"
+EXACT = "plain JAX, exact products"
+IN_WIDE = {EXACT: attention_jax.Contender(_always, _exact, searches=True)}
+# The ladder's rungs.
 TILES_IN_MEMORY = "tiled, scores in memory"
 LADDER = {
     NAIVE: dataclasses.replace(attention_jax.CONTENDERS[NAIVE], takes=_always),
