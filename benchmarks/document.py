@@ -94,7 +94,7 @@ def readme_text() -> str:
     parts = []
     for path in files():
         found = results.read(path)
-        for table in findings.standing(linear.CONTEST)(found)[:1]:
+        for table in findings.standing(linear.CONTEST, "Linear attention")(found)[:1]:
             short = Table(f"On one {found.device}", table.head, table.rows[:README_ROWS], texts=2)
             parts.append(short.markdown())
     return "\n\n".join(parts)

@@ -74,21 +74,24 @@ def cases_of(results: Results, contest: Contest) -> list[Case]:
     return contest.wanted_cases(results.platform)
 
 
-def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest of those that are not this library's and compute all of the problem."""
+def best(rows: Iterable[Row], part: bool = False) -> Row | None:
+    """The fastest of those that are not this library's and compute all of the problem, or of those
+    that compute a part of it.
+    """
     peers = [
-        row for row in rows if not side_by_side.is_ours(row.contender) and "out" not in labels(row)
+        row
+        for row in rows
+        if not side_by_side.is_ours(row.contender) and ("phi out" in row.contender) == part
     ]
     return min(peers, key=lambda row: row.seconds or math.inf, default=None)
 
 
-def labels(row: Row) -> str:
-    """What a contender's name says that it leaves out."""
-    return row.contender.partition(", ")[2]
+def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
+    """The library beside the fastest peer on the same problem, case by case.
 
-
-def standing(contest: Contest) -> Callable[[Results], list[Table]]:
-    """The library beside the fastest peer on the same problem, case by case."""
+    Where there are peers that take features already, beside the fastest of these, too.
+    """
+    part = any("phi out" in name for name in contest.in_torch)
 
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
@@ -97,22 +100,22 @@ def standing(contest: Contest) -> Callable[[Results], list[Table]]:
                 row = found.row(case, phase, OURS)
                 if row is None or row.seconds is None:
                     continue
-                peer = best(found.of(case, phase))
-                lines.append(
-                    [
-                        str(case),
-                        phase,
-                        demo.milliseconds(row.seconds),
-                        f"{row.reached:.0%}",
-                        f"{(row.rate or 0) / 1e12:.3g}",
-                        peer.contender if peer else "",
-                        demo.milliseconds(peer.seconds if peer else None),
-                        times(peer.seconds if peer else None, row.seconds),
-                    ]
-                )
+                line = [
+                    *(str(case), phase, demo.milliseconds(row.seconds)),
+                    *(f"{row.reached:.0%}", f"{(row.rate or 0) / 1e12:.3g}"),
+                ]
+                for of_part in (False, True)[: 1 + part]:
+                    peer = best(found.of(case, phase), of_part)
+                    seconds = peer.seconds if peer else None
+                    line += [peer.contender if peer else "", demo.milliseconds(seconds)]
+                    line.append(times(seconds, row.seconds))
+                lines.append(line)
         head = ["case", "phase", "ato_jax, ms", "of a copy", "TFLOP/s"]
         head += ["fastest peer on all of it", "ms", "peer / ato_jax"]
-        return [Table("Beside the fastest peer", head, lines)] if lines else []
+        if part:
+            head += ["fastest peer with phi out", "ms", "peer / ato_jax"]
+        title = f"{what} beside the fastest peer"
+        return [Table(title, head, lines, texts=2)] if lines else []
 
     return tables
 

@@ -146,7 +146,7 @@ def compiled(
         program, scratch = (lambda group: [call(one) for one in group]), None
         if not steps:
             program = in_turn(call).lower([inputs.shapes] * calls).compile()
-            # XLA does not share memory among the calls of one program: of several, it is too much.
+            # XLA need not share memory among the calls of one program: of several it may be more.
             one = in_turn(call).lower([inputs.shapes]).compile() if calls > 1 else program
             scratch = scratch_of(one)
         reading = _reading(case, _shapes(jax.eval_shape(call, inputs.shapes)))

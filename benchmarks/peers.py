@@ -82,6 +82,8 @@ class Peer:
 
     def __init__(self, platform: str) -> None:
         self._platform = platform
+        # As it is now: libraries that are imported later may set variables for themselves.
+        self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._case: cases.Case | None = None
         self._ends = 0
         # By contender, in this process and in those that have ended: its case and phase.
@@ -93,7 +95,7 @@ class Peer:
         self._process = subprocess.Popen(
             [*self.COMMAND, self._platform],
             cwd=ROOT,
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

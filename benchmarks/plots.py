@@ -197,15 +197,20 @@ def accuracy(results: Results) -> Any:
         return None
     figure, panels = plt.subplots(1, len(both), figsize=(12, 6.5))
     for panel, (op, case) in zip(panels, first.items(), strict=True):
-        styles = itertools.cycle(MORE_STYLES)
+        # Numbers of colours and markers without a common factor: no two look the same.
+        colours = itertools.cycle(style["color"] for style in MORE_STYLES)
+        markers = itertools.cycle("os^DP")
+        wanted = side_by_side.wanted(both[op][0], case)
         for row in Found(results).of(case, FORWARD):
-            style = next(styles)
+            if row.contender not in wanted:
+                continue
+            colour, marker = next(colours), next(markers)
             panel.scatter(
                 row.seconds,
                 row.errors["out"],
                 s=90 if row.contender == OURS else 45,
-                color=style["color"],
-                marker=style["marker"],
+                color=colour,
+                marker=marker,
                 label=row.contender,
             )
         panel.set(title=f"{op}\n{case}", xscale="log", yscale="log", xlabel="time of one call")

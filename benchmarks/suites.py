@@ -205,14 +205,14 @@ REPORT = (
         "linear attention beside its peers",
         160,
         (linear.CONTEST,),
-        findings.standing(linear.CONTEST),
+        findings.standing(linear.CONTEST, "Linear attention"),
     ),
     Suite(
         "attention",
         "softmax attention beside its peers",
         165,
         (attention.CONTEST,),
-        findings.standing(attention.CONTEST),
+        findings.standing(attention.CONTEST, "Softmax attention"),
         attention.tell,
     ),
     Suite(

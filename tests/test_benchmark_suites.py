@@ -178,8 +178,11 @@ def test_the_fastest_peer_computes_all_of_the_problem():
     ]
     assert findings.best(rows).contender == "PyTorch, compiled"
     contest = side_by_side.Contest({"cpu": (CASE,), "gpu": ()}, {}, {}, PHASES[:1])
-    (table,) = findings.standing(contest)(Results(**FACTS, rows=rows))
+    (table,) = findings.standing(contest, "All")(Results(**FACTS, rows=rows))
     assert table.rows[0][-3:] == ["PyTorch, compiled", "2.000", "2.0x"]
+    contest = dataclasses.replace(contest, in_torch={"fla chunk, phi out": InJax(None)})
+    (table,) = findings.standing(contest, "All")(Results(**FACTS, rows=rows))
+    assert table.rows[0][-3:] == ["fla chunk, phi out", "0.1000", "0.1x"]
 
 
 def test_a_wrong_row_has_its_reason_and_no_time():
@@ -396,6 +399,30 @@ def test_what_is_between_the_marks_is_replaced(tmp_path):
     assert document.between(made, "new", tmp_path) == made
     with pytest.raises(ResultsError, match="once each"):
         document.between("none", "new", tmp_path)
+
+
+def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
+    readme, told = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    readme.write_text(f"{document.FIRST}\n{document.LAST}\n")
+    for module, name, value in (
+        (document, "ROOT", tmp_path),
+        (document, "README", readme),
+        (document, "RESULTS", told),
+        (run, "FOLDER", tmp_path / "figures"),
+        (show, "plot", lambda names: None),
+    ):
+        monkeypatch.setattr(module, name, value)
+    assert entry.main(["benchmarks", "report"]) == 2
+    results.write(run.FOLDER / "a_card.json", results.json_text(full_results("gpu")))
+    with flagsaver.flagsaver(check=True):
+        assert entry.main(["benchmarks", "report"]) == 1
+    assert entry.main(["benchmarks", "report"]) == 0
+    assert document.differing() == []
+    text = told.read_text()
+    assert "### The ladder" in text and "50x" in text and "#### Encoders" in text
+    assert readme.read_text().count("\n| linear B8 H8 T65536") == document.README_ROWS // 2
+    told.write_text(text.replace("50x", "51x"))
+    assert document.differing() == [told]
 
 
 def test_what_is_quoted_is_there():
