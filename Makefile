@@ -59,6 +59,7 @@ STAMP := .complete
 help:
 	@echo 'make test         linters, types, and the tests on the oldest and the newest JAX'
 	@echo 'make demo         linear attention against PyTorch, measured on this machine'
+	@echo 'make bench        the whole report, on a GPU: benchmarks/results and docs/results.md'
 	@echo 'make lint         linters and types alone'
 	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
 	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
@@ -133,6 +134,19 @@ endif
 .PHONY: demo
 demo: $(if $(HAS_GPU),$(CUDA),$(DEMO))/$(STAMP)
 	$(<D)/bin/python -m benchmarks demo
+
+# A run that dies is taken up again, twice: what ended it costs its own row.
+BENCH = $(<D)/bin/python -m benchmarks run --suite=report --within_s=540 --keep
+.PHONY: bench
+ifdef HAS_GPU
+bench: $(CUDA)/$(STAMP)
+	$(BENCH) || $(BENCH) --resume || $(BENCH) --resume
+	$(<D)/bin/python -m benchmarks report
+else
+bench:
+	@echo '*** nvidia-smi finds no GPU here: `python -m benchmarks run --suite=report` runs small sizes.' >&2
+	@exit 1
+endif
 
 # Without workers, which need XLA_PYTHON_CLIENT_PREALLOCATE=false to share the card's memory. With
 #   GPU_PYTEST_FLAGS='--numprocesses 16 --dist load --maxschedchunk 1'
