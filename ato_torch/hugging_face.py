@@ -210,7 +210,7 @@ class Rules(torch.Tensor):
     of which there are `filled`: S, or more where `seen` has their lengths.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, B: int, T: int, S: int, device: torch.device, *_: Any) -> Rules:
@@ -251,7 +251,7 @@ class Rules(torch.Tensor):
         """Whether the queries are the newest tokens after others, with as many keys as tokens."""
         *_, T, S = self.shape
         counted = not isinstance(self.offset, torch.Tensor)
-        return counted and self.right == 0 and T <= FEW and 0 < self.offset == S - T
+        return counted and self.right == 0 and T <= FEW and bool(0 < self.offset == S - T)
 
     def are_understood(self) -> bool:
         """Whether `attend` would do the same without a mask."""
@@ -280,7 +280,7 @@ class Rules(torch.Tensor):
         return visible
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Any = None
     ) -> Any:
         arguments, keywords = pytree.tree_map_only(
