@@ -8,8 +8,15 @@ to stands under "left", and is made up for in the same way:
     python -m tests.receipt left > left.txt
     python -m pytest -m gpu @left.txt
 
-The ordinary tests compare the receipt's hash with that of the kernels' source as it stands, so
-nothing lands that no card has seen. Where no card could be had,
+The ordinary tests compare the receipt's hashes, one for each op, with those of the kernels' source
+as it stands, so nothing lands that no card has seen. Where the kernels of one op alone changed, or
+tests were added,
+
+    python -m tests.receipt renew
+
+puts the tests of that op, and the new ones, under "left". Which ops' kernels a test runs its
+parameter `op` says, or the marker `kernels`; any other test counts for all. Where no card could be
+had,
 
     python -m tests.receipt pending "the reason"
 
@@ -28,6 +35,7 @@ import json
 import platform
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +44,23 @@ import jax
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
+OPS = ("attention", "linear_attention")
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
-KERNEL_SOURCES = (
+SHARED_SOURCES = (
     "ato_jax/device.py",
     "ato_jax/launch.py",
     "ato_jax/tuning.py",
-    "ato_jax/tuned/*.toml",
-    "ato_jax/ops/*/spec.py",
-    "ato_jax/ops/*/features.py",
-    "ato_jax/ops/*/triton.py",
-    "ato_jax/ops/*/triton/*.py",
+    "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
+SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
 OUTCOMES = ("failed", "error", "passed", "skipped")
 FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 
 
-def kernel_files() -> list[Path]:
-    return sorted(path for pattern in KERNEL_SOURCES for path in ROOT.glob(pattern))
+def kernel_files(op: str) -> list[Path]:
+    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{op}/{name}" for name in SOURCES_OF_AN_OP)]
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 
 
 def stripped(source: str) -> str:
@@ -74,13 +81,37 @@ def stripped(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def kernel_hash() -> str:
+def tables_of(op: str, text: str) -> dict[str, Any]:
+    """Of a device's table what is said of the op, and of its decoding."""
+    return {
+        name: table
+        for name, table in tomllib.loads(text).items()
+        if name.startswith("linear_attention") == (op == "linear_attention")
+    }
+
+
+def kernel_hash(op: str) -> str:
     digest = hashlib.sha256()
-    for path in kernel_files():
+    for path in kernel_files(op):
         text = path.read_text()
-        text = stripped(text) if path.suffix == ".py" else text
+        text = stripped(text) if path.suffix == ".py" else json.dumps(tables_of(op, text))
         digest.update(f"{path.relative_to(ROOT)}\n{text}\n".encode())
     return digest.hexdigest()
+
+
+def kernel_hashes() -> dict[str, str]:
+    return {op: kernel_hash(op) for op in OPS}
+
+
+def ops_of(test: Any) -> set[str]:
+    """The ops whose kernels a collected test runs."""
+    parameters = test.callspec.params if hasattr(test, "callspec") else {}
+    marker = test.get_closest_marker("kernels")
+    if parameters.get("op") in OPS:
+        return {parameters["op"]}
+    named = set(marker.args if marker else OPS)
+    assert named <= set(OPS), f"{test.nodeid}: {named}"
+    return named
 
 
 def versions() -> dict[str, str]:
@@ -94,7 +125,7 @@ def versions() -> dict[str, str]:
 def write(content: dict[str, Any]) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     RECEIPT.write_text(
-        json.dumps({"date": today, **content, "kernel_hash": kernel_hash()}, indent=2) + "\n"
+        json.dumps({**content, "date": today, "kernels": kernel_hashes()}, indent=2) + "\n"
     )
 
 
@@ -102,34 +133,46 @@ def of_run(
     collected: list[str], outcomes: dict[str, str], device: str, packages: dict[str, str]
 ) -> dict[str, Any]:
     """The receipt of a run of all tests, which may have been stopped. `outcomes` by test."""
-    tally = {name: list(outcomes.values()).count(name) for name in OUTCOMES}
-    failed = [name for name, outcome in outcomes.items() if outcome in FAILURES]
+    names = {kind: [name for name in outcomes if outcomes[name] == kind] for kind in OUTCOMES}
     left = [name for name in collected if name not in outcomes]
-    return {
-        **{"device": device, "versions": packages, "tally": tally, "failed": failed},
-        **({"left": left} if left else {}),
-    }
+    return _tallied({"device": device, "versions": packages, **names, "left": left, "again": []})
+
+
+def _tallied(receipt: dict[str, Any]) -> dict[str, Any]:
+    """With the numbers of tests, and the tests themselves after all else."""
+    lists = (*OUTCOMES, "left", "again")
+    rest = {key: value for key, value in receipt.items() if key not in (*lists, "tally")}
+    tally = {kind: len(receipt[kind]) for kind in lists}
+    return {**rest, "tally": tally, **{kind: sorted(receipt[kind]) for kind in lists}}
 
 
 def with_second_run(receipt: dict[str, Any], outcomes: dict[str, str]) -> dict[str, Any]:
     """The receipt after a run of some tests that had failed, or were left."""
-    tally, failed = dict(receipt["tally"]), list(receipt["failed"])
-    left, again = list(receipt.get("left", [])), list(receipt.get("again", []))
+    found = {**receipt, **{kind: list(receipt[kind]) for kind in (*OUTCOMES, "left", "again")}}
     for name, outcome in outcomes.items():
-        if name in left:
-            left.remove(name)
-            tally[outcome] += 1
-            failed += [name] if outcome in FAILURES else []
-        elif name in failed and outcome == "passed":
-            failed.remove(name)
-            again.append(name)
-            tally["failed" if tally["failed"] else "error"] -= 1
-            tally["passed"] += 1
-    found = {**receipt, "tally": tally, "failed": failed}
-    for key, names in (("left", left), ("again", again)):
-        found.pop(key, None)
-        found |= {key: names} if names else {}
-    return found
+        if name in found["left"]:
+            found["left"].remove(name)
+            found[outcome].append(name)
+        elif outcome == "passed":
+            for kind in FAILURES:
+                if name in found[kind]:
+                    found[kind].remove(name)
+                    found["again"].append(name)
+                    found["passed"].append(name)
+    return _tallied(found)
+
+
+def renewed(
+    receipt: dict[str, Any], hashes: dict[str, str], ops_by_test: dict[str, set[str]]
+) -> dict[str, Any]:
+    """The receipt for the kernels and tests of now: what these changed, or added, is left."""
+    changed = {op for op in OPS if receipt["kernels"].get(op) != hashes[op]}
+    seen = {name: kind for kind in OUTCOMES for name in receipt[kind] if name in ops_by_test}
+    stays = {name: kind for name, kind in seen.items() if not ops_by_test[name] & changed}
+    names = {kind: [name for name in stays if stays[name] == kind] for kind in OUTCOMES}
+    left = [name for name in ops_by_test if name not in stays]
+    again = [name for name in receipt["again"] if name in stays]
+    return _tallied({**receipt, **names, "left": left, "again": again, "kernels": hashes})
 
 
 def collected(session: Any) -> list[str]:
@@ -165,24 +208,46 @@ def after(session: Any) -> None:
         write(of_run(collected(session), outcomes, device, versions()))
         return
     found = json.loads(RECEIPT.read_text())
-    same = found["kernel_hash"] == kernel_hash() and found.get("device") == device
-    if same and {*found["failed"], *found.get("left", [])} & set(outcomes):
+    same = found["kernels"] == kernel_hashes() and found.get("device") == device
+    if same and {*found["failed"], *found["error"], *found["left"]} & set(outcomes):
         write(with_second_run(found, outcomes))
 
 
-def verdict(receipt: dict[str, Any], current_hash: str) -> tuple[str | None, str | None]:
+def verdict(receipt: dict[str, Any], current: dict[str, str]) -> tuple[str | None, str | None]:
     """(what is wrong with the receipt, what to warn of); both None where all is well."""
-    if receipt["kernel_hash"] != current_hash:
-        return "the kernels changed since: run `pytest -m gpu` on a card", None
+    if changed := [op for op in OPS if receipt["kernels"].get(op) != current[op]]:
+        return f"the kernels of {', '.join(changed)} changed since: run `pytest -m gpu`", None
     if "pending" in receipt:
         return None, f"NO CARD HAS SEEN THESE KERNELS: {receipt['pending']}"
-    if receipt["failed"] or receipt["tally"].get("failed", 0):
-        return f"tests failed on the card: {receipt['failed']}", None
-    if not receipt["tally"].get("passed", 0):
+    if failed := receipt["failed"] + receipt["error"]:
+        return f"tests failed on the card: {failed}", None
+    if not receipt["passed"]:
         return "no test passed on the card", None
-    if "left" in receipt:
+    if receipt["left"]:
         return None, f"THE CARD HAS NOT COME TO {len(receipt['left'])} TESTS OF THESE KERNELS"
     return None, None
+
+
+class _Collected:
+    """A plugin of pytest that keeps the ops of every test."""
+
+    def __init__(self) -> None:
+        self.ops: dict[str, set[str]] = {}
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.ops = {item.nodeid: ops_of(item) for item in session.items}
+
+
+def gpu_tests() -> dict[str, set[str]]:
+    """The ops of every test of the marker gpu."""
+    import pytest
+
+    plugin = _Collected()
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = pytest.main(["-m", "gpu", "--collect-only", "-q"], plugins=[plugin])
+    if status:
+        sys.exit(f"pytest could not collect the tests: it ended with {status}")
+    return plugin.ops
 
 
 if __name__ == "__main__":
@@ -191,8 +256,14 @@ if __name__ == "__main__":
             write({"pending": reason.strip()})
         case ["left"]:
             print("\n".join(json.loads(RECEIPT.read_text()).get("left", [])))
+        case ["renew"]:
+            old = json.loads(RECEIPT.read_text())
+            if "pending" in old:
+                sys.exit("the receipt is pending: only a whole run of `pytest -m gpu` renews it")
+            write(renewed(old, kernel_hashes(), gpu_tests()))
+            print(len(json.loads(RECEIPT.read_text())["left"]), "tests to run")
         case _:
             sys.exit(
-                "usage: python -m tests.receipt pending REASON, or left\n"
-                f"current hash: {kernel_hash()}"
+                "usage: python -m tests.receipt pending REASON, or left, or renew\n"
+                f"current hashes: {kernel_hashes()}"
             )

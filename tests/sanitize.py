@@ -151,6 +151,8 @@ GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "features and steps": features_and_steps,
     "paged cache": paged_cache,
 }
+# The others are linear attention's.
+OF_ATTENTION = ("attention", "causal attention", "options of attention", "paged cache")
 
 
 def run(name: str) -> None:

@@ -29,6 +29,10 @@ from tests import numerics, sanitize
 
 pytestmark = pytest.mark.gpu
 
+# What a receipt holds of them stays true while these kernels do not change.
+of_attention = pytest.mark.kernels("attention")
+of_linear_attention = pytest.mark.kernels("linear_attention")
+
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
 LONG = 65_536
@@ -124,7 +128,15 @@ def sanitized(name: str) -> tuple[int, str]:
 
 
 # The longest come first: workers that take tests one by one then end together.
-@pytest.mark.parametrize("name", sanitize.GROUPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=of_attention if name in sanitize.OF_ATTENTION else of_linear_attention
+        )
+        for name in sanitize.GROUPS
+    ],
+)
 def test_no_kernel_reads_or_writes_out_of_bounds(name: str) -> None:
     status, printed = sanitized(name)
     clean = status == 0 and "ERROR SUMMARY: 0 errors" in printed
@@ -136,6 +148,7 @@ def test_the_sanitizer_sees_a_planted_fault() -> None:
     assert status == 7 and "Invalid __global__ read" in printed, printed[-6000:]
 
 
+@of_linear_attention
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,6 +163,7 @@ def test_linear_attention(
     check("linear_attention", *arrays(dtype, T=1100, D=D), **options)
 
 
+@of_attention
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", (*HEAD_SIZES, 256))
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,6 +193,7 @@ def test_cross(op: str, T: int, S: int) -> None:
     check(op, *arrays("float16", T=T, S=S))
 
 
+@of_attention
 @pytest.mark.parametrize(("T", "S"), [(100, 1025), (1025, 100), (1, 700)])
 def test_causal_cross_attention(T: int, S: int) -> None:
     check("attention", *arrays("float16", T=T, S=S), causal=True, return_lse=True)
@@ -200,6 +215,7 @@ def test_tf32_when_asked_for(op: str) -> None:
     check(op, *arrays("float32", T=600, D=64), causal=True, precision="tf32")
 
 
+@of_linear_attention
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
@@ -254,12 +270,14 @@ OPTIONS = (
 )
 
 
+@of_linear_attention
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("dtype", "D"), [("bfloat16", 128), ("float16", 64), ("float32", 64)])
 def test_options_of_linear_attention(name: str, dtype: str, D: int) -> None:
     check("linear_attention", *arrays(dtype, T=700, D=D), **linear_options(name, 2, 700, D))
 
 
+@of_linear_attention
 @pytest.mark.parametrize("name", ["step", "channel", "lengths, causal", "all"])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_options_over_a_long_sequence(name: str) -> None:
@@ -325,17 +343,20 @@ ATTENTION_OPTIONS = (
 )
 
 
+@of_attention
 @pytest.mark.parametrize("name", (*PLANES, *ATTENTION_OPTIONS))
 def test_options_of_attention(name: str) -> None:
     check("attention", *arrays("bfloat16", T=700, D=128), **attention_options(name, 2, 700))
 
 
+@of_attention
 @pytest.mark.parametrize("name", ["bias TS", "bias BS", "sinks", "lengths of both", "all"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_options_of_attention_by_dtype(name: str, dtype: str) -> None:
     check("attention", *arrays(dtype, T=700, D=64), **attention_options(name, 2, 700))
 
 
+@of_attention
 @pytest.mark.parametrize("name", ["all", "bias TS"])
 @pytest.mark.parametrize("D", [64, 192, 256, 512])
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
@@ -344,6 +365,7 @@ def test_options_of_attention_by_width(name: str, D: int, layout: str) -> None:
     check("attention", *qkv, layout=layout, **attention_options(name, 2, 300))
 
 
+@of_attention
 @pytest.mark.parametrize("name", ["segments, causal", "lengths, causal", "bias BS", "dropout"])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_options_of_attention_over_a_long_sequence(name: str) -> None:
@@ -351,6 +373,7 @@ def test_options_of_attention_over_a_long_sequence(name: str) -> None:
     check("attention", *qkv, **attention_options(name, 2, 8192, H=2))
 
 
+@of_attention
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "S"), [(1, 20_000), (16, 9000), (9000, 20)])
 def test_few_queries_or_keys_are_shared_among_programs(dtype: str, T: int, S: int) -> None:
@@ -358,6 +381,7 @@ def test_few_queries_or_keys_are_shared_among_programs(dtype: str, T: int, S: in
     check("attention", *arrays(dtype, B=1, T=T, S=S), sinks=sinks, return_lse=True)
 
 
+@of_attention
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("D", "V"), [(96, 96), (192, 192), (64, 512), (512, 512)])
@@ -365,16 +389,19 @@ def test_large_heads_of_attention(dtype: str, D: int, V: int, causal: bool) -> N
     check("attention", *arrays(dtype, T=300, D=D, V=V), causal=causal, return_lse=True)
 
 
+@of_attention
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (99, None)}])
 @pytest.mark.parametrize(("T", "D"), [(1100, 64), (1100, 128), (300, 256)])
 def test_cudnn(T: int, D: int, options: dict[str, Any]) -> None:
     check("attention", *arrays("bfloat16", T=T, D=D), implementation="cudnn", **options)
 
 
+@of_attention
 def test_cudnn_across() -> None:
     check("attention", *arrays("bfloat16", T=100, S=1026), implementation="cudnn")
 
 
+@of_attention
 def test_dropout_is_the_same_on_every_backend() -> None:
     qkv = arrays("float32", T=300)
     options = attention_options("dropout", 2, 300)
@@ -384,6 +411,7 @@ def test_dropout_is_the_same_on_every_backend() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@of_attention
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("T", "H", "D", "page", "options"),
@@ -435,6 +463,7 @@ def test_paged_decoding(
     numerics.check("lse", *(jnp.where(hidden, 0, one) for one in (lse, wanted[1])), dtype=dtype)
 
 
+@of_linear_attention
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("D", "V"), [(192, 192), (256, 256), (64, 512)])
@@ -442,6 +471,7 @@ def test_large_heads_of_linear_attention(dtype: str, D: int, V: int, causal: boo
     check("linear_attention", *arrays(dtype, T=300, D=D, V=V), causal=causal)
 
 
+@of_linear_attention
 @pytest.mark.parametrize("decay", [None, "head", "step", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_steps_equal_the_causal_pass(dtype: str, decay: str | None) -> None:
@@ -463,6 +493,7 @@ def test_decode_steps_equal_the_causal_pass(dtype: str, decay: str | None) -> No
         assert error <= {"bfloat16": 3e-3, "float16": 6e-4, "float32": 2e-6}[dtype]
 
 
+@of_attention
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_attention_over_a_long_sequence(dtype: str) -> None:
@@ -482,6 +513,7 @@ def test_two_runs_give_the_same_bits(op: str, D: int, causal: bool, dtype: str) 
         assert array.tobytes() == second[name].tobytes(), name
 
 
+@of_attention
 @pytest.mark.parametrize("name", ["all", "bias BS", "segments, causal"])
 def test_options_give_the_same_bits_twice(name: str) -> None:
     qkv, options = arrays("bfloat16", T=2000), attention_options(name, 2, 2000)

@@ -149,6 +149,15 @@ def test_stored_runs_at_scales(scale):
     check(50, 50, 1, 1, 32, 32, "bfloat16", scale, causal=True, config=STORED)
 
 
+def test_stored_runs_late_in_a_long_float16_sequence():
+    """1 / den lies where float16 has no numbers left: what is divided by it must not be held so."""
+    earlier = 1e5
+    state = LinearState(
+        draw(1, 1, 32, 32, seed=7) * earlier, (jnp.abs(draw(1, 1, 32, seed=8)) + 1) * earlier
+    )
+    check(50, 50, 2, 1, 32, 32, "float16", causal=True, config=STORED, initial_state=state)
+
+
 def test_a_state_stored_in_one_phase_and_carried_in_the_other():
     check(75, 75, 2, 1, 16, 16, "bfloat16", causal=True, config=SMALL | {"run_rows": 32})
 

@@ -2,13 +2,17 @@
 
 import json
 import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from tests import receipt
 
 
 def test_the_card_has_seen_these_kernels() -> None:
     wrong, warning = receipt.verdict(
-        json.loads(receipt.RECEIPT.read_text()), receipt.kernel_hash()
+        json.loads(receipt.RECEIPT.read_text()), receipt.kernel_hashes()
     )
     assert wrong is None, wrong
     if warning:
@@ -16,13 +20,30 @@ def test_the_card_has_seen_these_kernels() -> None:
 
 
 def test_the_hash_covers_every_kernel() -> None:
-    covered = {str(path.relative_to(receipt.ROOT)) for path in receipt.kernel_files()}
+    covered = {
+        str(path.relative_to(receipt.ROOT))
+        for op in receipt.OPS
+        for path in receipt.kernel_files(op)
+    }
     with_kernels = {
         str(path.relative_to(receipt.ROOT))
         for path in (receipt.ROOT / "ato_jax").rglob("*.py")
         if "pallas_call" in path.read_text()
     }
     assert with_kernels and with_kernels <= covered
+    ops = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
+    assert set(receipt.OPS) == ops - {"__pycache__"}
+    for op in receipt.OPS:
+        others = [path for path in receipt.kernel_files(op) if "ops" in path.parts]
+        assert others and all(path.parts[path.parts.index("ops") + 1] == op for path in others)
+
+
+def test_each_op_has_its_own_tables() -> None:
+    text = (
+        "[[attention.first]]\na = 1\n[[decode_attention.first]]\na = 2\n[linear_attention]\na = 3\n"
+    )
+    assert set(receipt.tables_of("attention", text)) == {"attention", "decode_attention"}
+    assert receipt.tables_of("linear_attention", text) == {"linear_attention": {"a": 3}}
 
 
 def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
@@ -33,42 +54,81 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
+HASHES = {"attention": "a", "linear_attention": "l"}
+
+
+def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:
+    return {**receipt.of_run(collected, outcomes, "card", {}), "kernels": HASHES}
+
+
 def test_what_failed_may_be_run_again() -> None:
     outcomes = {"a": "passed", "b": "passed", "c": "passed"}
     outcomes |= {"x": "failed", "y": "error", "s": "skipped"}
-    first = {"kernel_hash": "h", **receipt.of_run(list(outcomes), outcomes, "card", {})}
-    assert first["failed"] == ["x", "y"] and "left" not in first
-    assert first["tally"] == {"passed": 3, "failed": 1, "error": 1, "skipped": 1}
+    first = first_run(list(outcomes), outcomes)
+    assert (first["failed"], first["error"], first["left"]) == (["x"], ["y"], [])
+    assert first["tally"] == {
+        **{"passed": 3, "failed": 1, "error": 1, "skipped": 1},
+        **{"left": 0, "again": 0},
+    }
     second = receipt.with_second_run(first, {"x": "passed", "z": "passed", "a": "failed"})
-    assert second["failed"] == ["y"] and second["again"] == ["x"]
-    assert second["tally"] == {"passed": 4, "failed": 0, "error": 1, "skipped": 1}
-    assert receipt.verdict(second, "h")[0] is not None
+    assert second["failed"] == [] and second["error"] == ["y"] and second["again"] == ["x"]
+    assert receipt.verdict(second, HASHES)[0] is not None
     third = receipt.with_second_run(second, {"y": "passed"})
-    assert third["again"] == ["x", "y"] and receipt.verdict(third, "h") == (None, None)
-    assert third["tally"] == {"passed": 5, "failed": 0, "error": 0, "skipped": 1}
+    assert third["again"] == ["x", "y"] and receipt.verdict(third, HASHES) == (None, None)
+    assert third["tally"]["passed"] == 5 and third["tally"]["error"] == 0
 
 
 def test_what_a_stopped_run_left_may_be_made_up_for() -> None:
-    first = receipt.of_run(["a", "b", "c", "d"], {"a": "passed"}, "card", {})
-    first["kernel_hash"] = "h"
+    first = first_run(["a", "b", "c", "d"], {"a": "passed"})
     assert first["left"] == ["b", "c", "d"]
-    wrong, warning = receipt.verdict(first, "h")
+    wrong, warning = receipt.verdict(first, HASHES)
     assert wrong is None and "NOT COME TO 3 TESTS" in str(warning)
     second = receipt.with_second_run(first, {"b": "skipped", "c": "failed"})
-    assert second["left"] == ["d"] and second["failed"] == ["c"]
-    assert second["tally"] == {"passed": 1, "failed": 1, "error": 0, "skipped": 1}
-    assert "failed" in str(receipt.verdict(second, "h")[0])
+    assert second["left"] == ["d"] and second["failed"] == ["c"] and second["skipped"] == ["b"]
+    assert "failed" in str(receipt.verdict(second, HASHES)[0])
     third = receipt.with_second_run(second, {"c": "passed", "d": "passed"})
-    assert "left" not in third and receipt.verdict(third, "h") == (None, None)
+    assert third["left"] == [] and receipt.verdict(third, HASHES) == (None, None)
+
+
+def test_what_a_change_of_one_op_leaves() -> None:
+    outcomes = {"of a": "passed", "of l": "passed", "of both": "passed", "gone": "skipped"}
+    first = first_run([*outcomes, "late"], outcomes)
+    both = set(HASHES)
+    ops = {"of a": {"attention"}, "of l": {"linear_attention"}, "of both": both, "new": both}
+    now = {**HASHES, "linear_attention": "m"}
+    found = receipt.renewed(first, now, ops)
+    assert found["passed"] == ["of a"] and found["left"] == ["new", "of both", "of l"]
+    assert found["skipped"] == [] and found["kernels"] == now
+    # Of the same kernels, what was added alone.
+    assert receipt.renewed(first, HASHES, ops)["left"] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "marks", "wanted"),
+    [
+        ({"op": "attention"}, [], {"attention"}),
+        ({"T": 3}, ["linear_attention"], {"linear_attention"}),
+        ({}, [], {"attention", "linear_attention"}),
+    ],
+)
+def test_whose_kernels_a_test_runs(
+    parameters: dict[str, Any], marks: list[str], wanted: set[str]
+) -> None:
+    test = SimpleNamespace(
+        nodeid="test",
+        callspec=SimpleNamespace(params=parameters),
+        get_closest_marker=lambda name: SimpleNamespace(args=marks) if marks else None,
+    )
+    assert receipt.ops_of(test) == wanted
 
 
 def test_verdicts() -> None:
-    good = {"kernel_hash": "a", "tally": {"passed": 3, "failed": 0}, "failed": []}
-    assert receipt.verdict(good, "a") == (None, None)
-    assert "changed" in str(receipt.verdict(good, "b")[0])
-    assert "failed" in str(receipt.verdict({**good, "failed": ["test_x"]}, "a")[0])
-    assert "passed" in str(receipt.verdict({**good, "tally": {}}, "a")[0])
-    pending = {"kernel_hash": "a", "pending": "no card today"}
-    wrong, warning = receipt.verdict(pending, "a")
+    good = first_run(["t"], {"t": "passed"})
+    assert receipt.verdict(good, HASHES) == (None, None)
+    assert "of attention changed" in str(receipt.verdict(good, {**HASHES, "attention": "b"})[0])
+    assert "failed" in str(receipt.verdict({**good, "failed": ["test_x"]}, HASHES)[0])
+    assert "passed" in str(receipt.verdict({**good, "passed": []}, HASHES)[0])
+    pending = {"kernels": HASHES, "pending": "no card today"}
+    wrong, warning = receipt.verdict(pending, HASHES)
     assert wrong is None and "no card today" in str(warning)
-    assert receipt.verdict(pending, "b")[0] is not None
+    assert receipt.verdict(pending, {**HASHES, "attention": "b"})[0] is not None

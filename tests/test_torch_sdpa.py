@@ -114,6 +114,7 @@ def test_grid(combination):
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels("attention")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_grid_on_a_gpu(mask, dtype):

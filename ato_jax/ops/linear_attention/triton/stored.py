@@ -366,7 +366,7 @@ def key_gradient(
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
                 u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
-                u = tiles.rounded(spec, u)
+                u = tiles.rounded(spec, u, wide=True)
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
                 dv += weighted(spec, w, do)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]
