@@ -101,7 +101,7 @@ def _replace() -> None:
     global _outside
     fast_path = torch.backends.mha.get_fastpath_enabled()
     _outside = (F.scaled_dot_product_attention, F.multi_head_attention_forward, fast_path)
-    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+    F.scaled_dot_product_attention = scaled_dot_product_attention
     F.multi_head_attention_forward = multi_head_attention_forward
     torch.backends.mha.set_fastpath_enabled(False)
 
