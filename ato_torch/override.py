@@ -129,6 +129,10 @@ def scaled_dot_product_attention(
             out = attention(*arguments)
         except (ValueError, NotImplementedError) as error:
             reason = str(error)
+        except RuntimeError as error:
+            if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+                raise
+            reason = str(error)
         else:
             _took(TRACED if torch.compiler.is_compiling() else _kind(query, key, attn_mask))
             return out
