@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ato_torch.functional import attention
 
@@ -123,10 +124,18 @@ def scaled_dot_product_attention(
 ) -> Any:
     """In place of PyTorch's."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    query_offset = 0
+    if isinstance(attn_mask, CausalBias) and not is_causal:
+        if attn_mask.variant == CausalVariant.LOWER_RIGHT:
+            query_offset = attn_mask.seq_len_kv - attn_mask.seq_len_q
+        attn_mask, is_causal = None, True
     reason = _reason(query, key, value, attn_mask)
     if reason is None:
         try:
-            out = attention(*arguments)
+            out = attention(
+                *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+                query_offset=query_offset,
+            )
         except (ValueError, NotImplementedError) as error:
             reason = str(error)
         except RuntimeError as error:
@@ -137,6 +146,9 @@ def scaled_dot_product_attention(
             _took(TRACED if torch.compiler.is_compiling() else _kind(query, key, attn_mask))
             return out
     _left(reason)
+    if isinstance(arguments[3], CausalBias):  # which knows PyTorch's function by its name
+        function = F.scaled_dot_product_attention
+        return CausalBias.__torch_function__(function, (CausalBias,), arguments)
     own, *_ = _outside
     return own(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
 

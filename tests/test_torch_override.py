@@ -10,7 +10,7 @@ torch = pytest.importorskip(
 )
 F = torch.nn.functional
 
-from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as taken_before  # noqa: E402
 
 import ato_torch  # noqa: E402
@@ -74,13 +74,35 @@ def test_a_wrong_call_gets_pytorchs_error():
 
 
 def test_kinds_of_tensors_with_a_meaning_of_their_own():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            return "loud"
+
     query, key, value = draw()
-    bias = causal_lower_right(3, T)
-    wanted = F.scaled_dot_product_attention(query[:, :, :3], key, value, bias)
-    with pytest.warns(RuntimeWarning, match="CausalBias is a kind of tensor"):
+    with pytest.warns(RuntimeWarning, match="Loud is a kind of tensor"):
         with ato_torch.sdpa_override():
-            found = F.scaled_dot_product_attention(query[:, :, :3], key, value, bias)
-    torch.testing.assert_close(found, wanted)
+            assert causal(query.detach().as_subclass(Loud), key, value) == "loud"
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_a_causal_bias_of_pytorchs(bias):
+    query, key, value = draw()
+    query = query[:, :, :3]
+    for dtype in (torch.float32, torch.float64):
+        tensors = [tensor.to(dtype) for tensor in (query, key, value)]
+        wanted = F.scaled_dot_product_attention(*tensors, bias(3, T))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with ato_torch.sdpa_override() as calls:
+                found = F.scaled_dot_product_attention(*tensors, bias(3, T))
+                compiled = torch.compile(
+                    lambda *tensors: F.scaled_dot_product_attention(*tensors, bias(3, T)),
+                    backend="eager",
+                )(*tensors)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(compiled, wanted)
+        assert bool(calls.taken) == (dtype == torch.float32) != bool(calls.left)
 
 
 def encoder():
