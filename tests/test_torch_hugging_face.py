@@ -82,12 +82,10 @@ def test_soft_caps_sinks_and_position_biases(make, peer):
     assert found["logits"] < 2e-6 and found["gradient"] < 1e-5
 
 
-@pytest.mark.parametrize("make", [example.llama, example.bert])
-def test_bfloat16_is_as_near_to_float32_as_sdpa_is(make):
-    model = make()
-    tokens, _ = tokens_and_padding()
+def check_bfloat16(model, tokens):
+    """As near to float32 as "sdpa" is."""
     with torch.no_grad():
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("eager")
         exact = model(tokens).logits
         model.bfloat16()
         errors = {}
@@ -95,6 +93,11 @@ def test_bfloat16_is_as_near_to_float32_as_sdpa_is(make):
             model.set_attn_implementation(name)
             errors[name] = example.difference(model(tokens).logits, exact)
     assert errors[example.NAME] < 1.2 * errors["sdpa"] + 3e-3
+
+
+@pytest.mark.parametrize("make", [example.llama, example.bert])
+def test_bfloat16(make):
+    check_bfloat16(make(), tokens_and_padding()[0])
 
 
 def test_steps_of_training_lower_the_loss():
@@ -196,15 +199,14 @@ def packed(function):
     return masks.packed_sequence_compatibility_function(function, positions, ids)
 
 
-CAUSAL, BOTH_WAYS = masks.causal_mask_function, masks.bidirectional_mask_function
 PATTERNS = {
-    "causal": CAUSAL,
-    "both ways": BOTH_WAYS,
-    "window": masks.sliding_window_causal_mask_function(3),
-    "wide window": masks.sliding_window_causal_mask_function(30),
-    "window both ways": masks.sliding_window_bidirectional_mask_function(2),
-    "packed": packed(CAUSAL),
-    "packed window": packed(masks.sliding_window_causal_mask_function(2)),
+    "causal": lambda: masks.causal_mask_function,
+    "both ways": lambda: masks.bidirectional_mask_function,
+    "window": lambda: masks.sliding_window_causal_mask_function(3),
+    "wide window": lambda: masks.sliding_window_causal_mask_function(30),
+    "window both ways": lambda: masks.sliding_window_bidirectional_mask_function(2),
+    "packed": lambda: packed(masks.causal_mask_function),
+    "packed window": lambda: packed(masks.sliding_window_causal_mask_function(2)),
 }
 
 
@@ -230,7 +232,7 @@ def test_rules_are_the_mask(name, place):
         for where in (offset, torch.tensor(offset)):
             request = {
                 "batch_size": B, "q_length": length, "kv_length": keys, "q_offset": where,
-                "kv_offset": first, "mask_function": PATTERNS[name], "attention_mask": given,
+                "kv_offset": first, "mask_function": PATTERNS[name](), "attention_mask": given,
                 "device": "cpu", "allow_is_causal_skip": False,
             }  # fmt: skip
             wanted = masks.sdpa_mask(**request)
@@ -248,9 +250,10 @@ def test_rules_are_the_mask(name, place):
 
 
 def test_other_patterns_come_as_masks():
+    causal = masks.causal_mask_function
     chunks = masks.chunked_causal_mask_function(3, torch.zeros(B, dtype=torch.int64))
-    blocks = masks.or_masks(CAUSAL, masks.blockwise_overlay(torch.zeros(B, T).long()))
-    own = masks.and_masks(CAUSAL, lambda b, h, i, j: j != 2)
+    blocks = masks.or_masks(causal, masks.blockwise_overlay(torch.zeros(B, T).long()))
+    own = masks.and_masks(causal, lambda b, h, i, j: j != 2)
     for function in (chunks, blocks, own):
         request = {
             "batch_size": B, "q_length": T, "kv_length": T, "q_offset": 0, "kv_offset": 0,
@@ -328,3 +331,27 @@ def test_vectors_of_a_real_model_are_its_own():
         assert (found * peer).sum(-1).min() > 0.999
     # They mean something: the first two say the same of a cat.
     assert (found @ found.mT).fill_diagonal_(-1).argmax(-1)[0] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels("attention")
+@pytest.mark.parametrize("make", [example.llama, example.mistral, example.bert, gemma2])
+def test_logits_gradients_and_text_on_a_gpu(make):
+    """Against transformers' own products, in float32, which PyTorch multiplies in full."""
+    model = make().cuda()
+    tokens, padding = (tensor.cuda() for tensor in tokens_and_padding())
+    found = example.compare(model, tokens, padding, peer="eager")
+    assert found["logits"] < 1e-5 and found["gradient"] < 1e-4, found
+    if make is not example.bert:
+        first, second = (
+            example.generated(model, name, tokens, count=6) for name in ("eager", example.NAME)
+        )
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels("attention")
+@pytest.mark.parametrize("make", [example.llama, example.bert])
+def test_bfloat16_on_a_gpu(make):
+    tokens, _ = tokens_and_padding()
+    check_bfloat16(make().cuda(), tokens.cuda())

@@ -266,3 +266,19 @@ def test_no_warning_where_all_is_taken():
         warnings.simplefilter("error")
         with ato_torch.sdpa_override():
             causal(*draw())
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels("attention")
+def test_an_encoder_on_a_gpu():
+    """And compiled, for this side alone."""
+    model, x = encoder().cuda(), torch.randn(B, T, H * D, device="cuda")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = model(x)
+        for function in (model, compiled):
+            function(x)
+            with ato_torch.sdpa_override() as calls:
+                found = function(x)
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+            assert calls.taken and not calls.left
