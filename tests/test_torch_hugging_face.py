@@ -115,6 +115,28 @@ def test_steps_of_training_lower_the_loss():
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.usefixtures("no_mask")
+def test_checkpoints_keep_the_rules(reentrant):
+    model = example.mistral().train()
+    model.set_attn_implementation(example.NAME)
+    tokens, padding = tokens_and_padding()
+
+    def gradients():
+        loss = model(tokens, attention_mask=padding, labels=tokens, use_cache=False).loss
+        return torch.autograd.grad(loss, model.parameters())
+
+    wanted = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:  # which has no gradients but by backward
+        model.enable_input_require_grads()
+        model(tokens, attention_mask=padding, labels=tokens, use_cache=False).loss.backward()
+        found = [weight.grad for weight in model.parameters()]
+    else:
+        found = gradients()
+    torch.testing.assert_close(list(found), list(wanted))
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", [example.llama, example.mistral])
@@ -278,12 +300,11 @@ def test_masks_of_the_callers_own():
         assert example.difference(*answers) < 2e-6
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiled_without_a_break(padded):
+def test_compiled_without_a_break():
     model = example.mistral()
     model.set_attn_implementation(example.NAME)
     tokens, padding = tokens_and_padding()
-    call = {"attention_mask": padding if padded else None, "use_cache": False}
+    call = {"attention_mask": padding, "use_cache": False}
     wanted = model(tokens, **call).logits
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens, **call).logits, wanted)
