@@ -174,23 +174,24 @@ def mask(**request: Any) -> torch.Tensor | None:
         return sdpa_mask(**request)
     from transformers.utils.import_utils import is_tracing
 
-    padding = request["attention_mask"]
+    padding = request.get("attention_mask")
     # What traces can neither look into the functions nor wait to see what is padding.
     pattern = None if is_tracing(padding) else _pattern(request["mask_function"])
     if pattern is None:
         return sdpa_mask(**request)
     B, T, S = (request[name] for name in ("batch_size", "q_length", "kv_length"))
-    offset, first = request["q_offset"], request["kv_offset"]
+    offset, first = request["q_offset"], request.get("kv_offset", 0)
+    device = torch.device(request.get("device", "cpu"))
     kv_ids = pattern.ids
     if padding is not None:
         # A cache may hold keys that are yet to be written.
         padding = torch.nn.functional.pad(padding, (0, max(0, first + S - padding.shape[1])))
-        padding = padding[:, first : first + S]
+        padding = padding[:, first : first + S].bool()
         if not padding.all():
             if pattern.ids is not None:
                 return sdpa_mask(**request)
             kv_ids = torch.where(padding, 0, PADDING)
-    rules = Rules(B, T, S, torch.device(request["device"]), pattern, offset - first, kv_ids)
+    rules = Rules(B, T, S, device, pattern, offset - first, kv_ids)
     skips = "allow_is_causal_skip" if rules.right == 0 else "allow_is_bidirectional_skip"
     return None if rules.are_understood() and request.get(skips, False) else rules
 
