@@ -71,7 +71,7 @@ help:
 $(OLDEST)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(PYTHON),$(OLDEST))
 	$(OLDEST)/bin/python $(INSTALL) $(TORCH)
-	$(OLDEST)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[bench,dev]'
+	$(OLDEST)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[bench,dev,transformers]'
 	touch $@
 
 $(NEWEST)/$(STAMP): pyproject.toml Makefile
@@ -88,7 +88,7 @@ $(DEMO)/$(STAMP): pyproject.toml Makefile
 # In one step, so that pip finds a JAX and a PyTorch whose CUDA libraries agree.
 $(CUDA)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(or $(NEWEST_PYTHON),$(PYTHON)),$(CUDA))
-	$(CUDA)/bin/python $(INSTALL) --editable '.[bench,cuda13,dev,torch]'
+	$(CUDA)/bin/python $(INSTALL) --editable '.[bench,cuda13,dev,torch,transformers]'
 	touch $@
 
 .PHONY: venv

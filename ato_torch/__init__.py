@@ -4,6 +4,8 @@
     ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
     ato_torch.linear_attention_step(query, key, value, state)     one token of it
     ato_torch.combine(outs, lses)                                 attention in pieces, merged
+    ato_torch.register_hf()                                       "ato" in transformers' models
+    ato_torch.sdpa_override()                                     PyTorch's models as they are
 
 Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX not to take most of
 the memory for itself.
@@ -11,7 +13,16 @@ the memory for itself.
 
 from ato_torch import _bridge
 from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
+from ato_torch.hugging_face import register_hf
+from ato_torch.override import sdpa_override
 
 _bridge.share_the_gpu()
 
-__all__ = ["attention", "combine", "linear_attention", "linear_attention_step"]
+__all__ = [
+    "attention",
+    "combine",
+    "linear_attention",
+    "linear_attention_step",
+    "register_hf",
+    "sdpa_override",
+]
