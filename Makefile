@@ -59,6 +59,7 @@ STAMP := .complete
 help:
 	@echo 'make test         linters, types, and the tests on the oldest and the newest JAX'
 	@echo 'make demo         linear attention against PyTorch, measured on this machine'
+	@echo 'make bench        the whole report, on a GPU: benchmarks/results and docs/results.md'
 	@echo 'make lint         linters and types alone'
 	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
 	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
@@ -70,7 +71,7 @@ help:
 $(OLDEST)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(PYTHON),$(OLDEST))
 	$(OLDEST)/bin/python $(INSTALL) $(TORCH)
-	$(OLDEST)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[bench,dev]'
+	$(OLDEST)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[bench,dev,transformers]'
 	touch $@
 
 $(NEWEST)/$(STAMP): pyproject.toml Makefile
@@ -87,7 +88,7 @@ $(DEMO)/$(STAMP): pyproject.toml Makefile
 # In one step, so that pip finds a JAX and a PyTorch whose CUDA libraries agree.
 $(CUDA)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(or $(NEWEST_PYTHON),$(PYTHON)),$(CUDA))
-	$(CUDA)/bin/python $(INSTALL) --editable '.[bench,cuda13,dev,torch]'
+	$(CUDA)/bin/python $(INSTALL) --editable '.[bench,cuda13,dev,torch,transformers]'
 	touch $@
 
 .PHONY: venv
@@ -133,6 +134,19 @@ endif
 .PHONY: demo
 demo: $(if $(HAS_GPU),$(CUDA),$(DEMO))/$(STAMP)
 	$(<D)/bin/python -m benchmarks demo
+
+# A run that dies is taken up again, twice: what ended it costs its own row.
+BENCH = $(<D)/bin/python -m benchmarks run --suite=report --within_s=540 --keep
+.PHONY: bench
+ifdef HAS_GPU
+bench: $(CUDA)/$(STAMP)
+	$(BENCH) || $(BENCH) --resume || $(BENCH) --resume
+	$(<D)/bin/python -m benchmarks report
+else
+bench:
+	@echo '*** nvidia-smi finds no GPU here: `python -m benchmarks run --suite=report` runs small sizes.' >&2
+	@exit 1
+endif
 
 # Without workers, which need XLA_PYTHON_CLIENT_PREALLOCATE=false to share the card's memory. With
 #   GPU_PYTEST_FLAGS='--numprocesses 16 --dist load --maxschedchunk 1'

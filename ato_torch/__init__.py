@@ -5,6 +5,8 @@
     ato_torch.linear_attention_step(query, key, value, state)     one token of it
     ato_torch.combine(outs, lses)                                 attention in pieces, merged
     ato_torch.explain(ato_torch.attention, query, ...)            how a call gets to the kernels
+    ato_torch.register_hf()                                       "ato" in transformers' models
+    ato_torch.sdpa_override()                                     PyTorch's models as they are
 
 Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX not to take most of
 the memory for itself.
@@ -13,7 +15,17 @@ the memory for itself.
 from ato_torch import _bridge
 from ato_torch.explain import explain
 from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
+from ato_torch.hugging_face import register_hf
+from ato_torch.override import sdpa_override
 
 _bridge.share_the_gpu()
 
-__all__ = ["attention", "combine", "explain", "linear_attention", "linear_attention_step"]
+__all__ = [
+    "attention",
+    "combine",
+    "explain",
+    "linear_attention",
+    "linear_attention_step",
+    "register_hf",
+    "sdpa_override",
+]

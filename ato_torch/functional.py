@@ -510,17 +510,31 @@ def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     _check_dense(name, tensor)
     if tensor.dtype not in DTYPES:
+        how = "dequantize() it" if tensor.is_quantized else "convert it first"
         raise ValueError(
-            f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}; convert it first"
+            f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}; {how}"
         )
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} as query is, got {tensor.device}")
+    if like is not None:
+        _check_place(name, tensor, like)
+
+
+def _check_place(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{name} must be on {like.device} as query is, got {tensor.device}; move it there"
+        )
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        found = "a nested one" if tensor.is_nested else tensor.layout
-        raise ValueError(f"{name} must be a dense tensor, got {found}")
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pad it by to_padded_tensor, and "
+            "give q_lengths and kv_lengths"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name} must be a dense tensor, got {tensor.layout}; call to_dense() on it"
+        )
 
 
 def _check_all(
@@ -541,8 +555,15 @@ def _check_all(
 
 
 def _check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name} is on meta, without memory to compute with; make it on a device, or take "
+            "FakeTensorMode for shapes alone"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {tensor.device}")
+        raise ValueError(
+            f"{name} must be on the CPU or a CUDA device, got {tensor.device}; move it there"
+        )
     if tensor.is_cuda and not _bridge.has_gpu():
         raise ValueError(
             f"{name} is on {tensor.device}, but JAX finds no GPU: install JAX for CUDA, "
@@ -633,12 +654,10 @@ def _four_axes(
     _check_dense("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise ValueError(
-            f"attn_mask must be bool, float32 or query's {query.dtype}, got {attn_mask.dtype}"
+            f"attn_mask must be bool, float32 or query's {query.dtype}, got {attn_mask.dtype}; "
+            "convert it first"
         )
-    if attn_mask.device != query.device:
-        raise ValueError(
-            f"attn_mask must be on {query.device} as query is, got {attn_mask.device}"
-        )
+    _check_place("attn_mask", attn_mask, query)
     full = (*batch, *heads, sizes["T"], sizes["S"])
     fits = 2 <= attn_mask.ndim <= len(full) and all(
         size in (1, wanted)
@@ -706,8 +725,8 @@ def _integer(
         raise ValueError(f"{name} must hold integers, got {found}")
     if is_tensor:
         _check_dense(name, given)
-        if given.device.type != "cpu" and given.device != query.device:
-            raise ValueError(f"{name} must be on {query.device} as query is, got {given.device}")
+        if given.device.type != "cpu":
+            _check_place(name, given, query)
         if given.device.type != "cpu" or not _ops.runs_plainly([given]):
             return given.to(query.device)
     host = given.numpy() if is_tensor else np.asarray(given)

@@ -1,55 +1,84 @@
-"""`python -m benchmarks demo`, `run`, `linear`, `attention`, `compare A.json B.json`,
-`tune linear_attention` or `tune attention`; `--helpshort`: flags.
+"""`python -m benchmarks COMMAND`; `--helpshort`: flags.
+
+    demo                            linear attention against PyTorch over the length, a picture
+    run --suite=NAME                a suite beside its peers, or several, or a --config
+    linear, attention               short for `run` of these suites
+    compare A.json B.json           what became slower
+    tune linear_attention           block sizes for this device; `tune attention`
+    profile --case=CASE             what each kernel of a case takes; --ncu: its counters
+    table FILE.json                 what a file of figures has
+    plot FILE.json                  the same as pictures
+    report                          docs/results.md, the README's table and pictures, from
+                                    the files in benchmarks/results
 
 The exit status is 2 for what was asked wrongly, and 1 where something failed or became slower.
 """
 
 from __future__ import annotations
 
-import functools
 import logging as standard_logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
 # PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-from benchmarks import attention, compare, demo, linear, run, side_by_side, tune  # noqa: E402
+from benchmarks import compare, demo, document, profiling, run, show, side_by_side, tune  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
 
 flags.adopt_module_key_flags(demo)
+flags.adopt_module_key_flags(document)
+flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)
 flags.adopt_module_key_flags(side_by_side)
 flags.adopt_module_key_flags(tune)
 
-COMMANDS = {"demo": demo.main, "run": run.main}
-COMMANDS |= {"linear": linear.main, "attention": attention.main}
-COMMANDS |= {f"tune {op}": functools.partial(tune.main, op) for op in tune.OPS}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": lambda _: demo.main(),
+    "run": run.main,
+    "linear": lambda _: run.main(["linear"]),
+    "attention": lambda _: run.main(["attention"]),
+    "compare": compare.main,
+    "tune": tune.main,
+    "profile": profiling.main,
+    "table": show.table,
+    "plot": show.plot,
+    "report": document.main,
+}
+# Those that take names after their own.
+TAKE_NAMES = ("run", "compare", "tune", "table", "plot")
 
 
 def main(arguments: Sequence[str]) -> int:
-    command = " ".join(arguments[1:])
-    # The one command that takes files.
-    compares = arguments[1:2] == ["compare"]
-    if command not in COMMANDS and not compares:
-        given, known = command or "nothing", (*COMMANDS, "compare A.json B.json")
-        logging.error("Give one command, %s; got %s", " or ".join(known), given)
+    command, names = (*arguments[1:2], "")[0], arguments[2:]
+    if command not in COMMANDS or names and command not in TAKE_NAMES:
+        given = " ".join(arguments[1:]) or "nothing"
+        logging.error("Give one command, %s; got %s", ", ".join(COMMANDS), given)
         return 2
     # Absl shows what libraries say to each other, too.
     for library in ("jax", "matplotlib"):
         standard_logging.getLogger(library).setLevel(standard_logging.WARNING)
     try:
-        return compare.main(arguments[2:]) if compares else COMMANDS[command]()
+        return COMMANDS[command](names)
     except ResultsError as error:
         logging.error("%s", error)
         return 2
     except PeerError as error:
         logging.error("PyTorch's process ended: %s", error)
         return 1
+
+
+def ended(status: int) -> int:
+    """Ends the program where something never finishes compiling: its thread would hold it up."""
+    if side_by_side.stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def parsed(arguments: list[str]) -> list[str]:
@@ -63,4 +92,4 @@ def parsed(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parsed)
+    app.run(lambda arguments: ended(main(arguments)), flags_parser=parsed)

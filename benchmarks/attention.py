@@ -6,19 +6,16 @@ the time is also told as a share of the same contender's without them, next to t
 and of blocks that are visible. Where keys are many and queries few, the bytes are the limit, and
 stand below.
 
-At one size the table is followed by what the forward and backward pass of everything on JAX holds
-beyond its inputs and outputs, as XLA plans it.
+At one size the table is followed by what the forward and backward pass of everything holds beyond
+its inputs and outputs: as XLA plans it, and by what PyTorch's allocator counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
 
-from absl import logging
-
-from benchmarks import attention_jax, attention_torch, cases, demo, ours, run, side_by_side
+from benchmarks import attention_jax, attention_torch, cases, demo, ours, side_by_side
 from benchmarks.cases import Case
 from benchmarks.results import ERRORS, Row
 from benchmarks.side_by_side import Meeting
@@ -35,6 +32,9 @@ CASES = {
         _bf16(B=2, H=8, T=8192, D=256),
         _bf16(B=2, H=8, T=8192, D=256, causal=True),
         _bf16(B=2, H=32, G=8, T=8192, D=128, causal=True),
+        _bf16(B=1, H=16, T=1, S=65536, D=128),
+        _bf16(B=1, H=16, T=16, S=65536, D=128),
+        _bf16(B=1, H=32, G=8, T=16, S=65536, D=128),
         # Each after what it is a share of.
         _long(causal=True),
         _long(causal=True, left=1023),
@@ -53,9 +53,6 @@ CASES = {
             for D in (96, 192)
             for causal in (False, True)
         ),
-        _bf16(B=1, H=16, T=1, S=65536, D=128),
-        _bf16(B=1, H=16, T=16, S=65536, D=128),
-        _bf16(B=1, H=32, G=8, T=16, S=65536, D=128),
     ),
     "cpu": (
         _tiny(),
@@ -119,8 +116,9 @@ def table(case: Case, phases: dict[str, list[Row]], earlier: list[Row]) -> str:
 
 def about(case: Case) -> list[str]:
     """What the table's reader has to know of the case."""
-    backends = [f"{phase} {run.ran(case, phase)}" for phase in cases.PHASES]
-    found = [f"  ato_jax ran by: {'; '.join(backends)}"]
+    backends = dict(zip(cases.PHASES, ours.backends(case), strict=True))
+    told = "; ".join(f"{phase} {backend}" for phase, backend in backends.items())
+    found = [f"  ato_jax ran by: {told}"]
     if case != whole(case):
         pairs = case.pairs / whole(case).pairs
         blocks = case.visible_blocks / whole(case).visible_blocks
@@ -128,48 +126,21 @@ def about(case: Case) -> list[str]:
     return found
 
 
-def scratch(case: Case, known: Collection[str]) -> dict[str, int | str]:
-    """By contender on JAX but the known ones: the bytes beyond inputs and outputs, or why they are
-    not known.
-    """
-    in_jax = [name for name in side_by_side.wanted(CONTEST, case) if name in CONTEST.in_jax]
-    names = [name for name in in_jax if name not in known]
-
-    def of(name: str) -> int | str:
-        try:
-            return attention_jax.CONTENDERS[name].scratch(case, cases.PHASES[1])
-        except Exception as error:  # a peer's own: its reason, and on to the next
-            return side_by_side.refusal(error)
-
-    with side_by_side.compilers() as pool:
-        return dict(zip(names, pool.map(of, names), strict=True))
-
-
-def memory_table(case: Case, found: dict[str, int | str]) -> str:
+def memory_table(case: Case, rows: list[Row]) -> str:
+    """Of the rows whose contenders say what they hold."""
     matrix = case.B * case.H * case.T * case.key_shape[1] * cases.ITEMSIZES[case.dtype]
-    lines = [[f"{case}, {cases.PHASES[1]}, beyond inputs and outputs", "MB", "of [B, H, T, S]"]]
-    notes = []
-    for name, size in found.items():
-        if isinstance(size, str):
-            notes.append(f"  {name}: {size}")
-        else:
-            lines.append([f"  {name}", f"{size / 1e6:.1f}", f"{size / matrix:.2%}"])
-    return "\n".join([demo.aligned(lines, texts=1), *notes])
+    lines = [[f"{case}, {rows[0].phase}, beyond inputs and outputs", "MB", "of [B, H, T, S]"]]
+    for row in rows:
+        if row.scratch is not None:
+            size = row.scratch
+            lines.append([f"  {row.contender}", f"{size / 1e6:.1f}", f"{size / matrix:.2%}"])
+    return demo.aligned(lines, texts=1)
 
 
 def tell(meeting: Meeting) -> None:
     for case in meeting.cases():
         earlier = list(meeting.results.rows)
-        phases = {phase: meeting.measure(case, phase) for phase in side_by_side.phases(case)}
+        phases = {phase: meeting.measure(case, phase) for phase in meeting.contest.phases_of(case)}
         print("\n" + table(case, phases, earlier), flush=True)
-        if case == MEMORY_CASES[ours.platform()] and meeting.left() > 0:
-            held = meeting.results.memory.setdefault(str(case), {})
-            held |= scratch(case, held)
-            meeting.write()
-            print("\n" + memory_table(case, held), flush=True)
-
-
-def main() -> int:
-    # Tokamax warns of each call for which it has no tuned config.
-    logging.set_verbosity(logging.ERROR)
-    return side_by_side.hold(CONTEST, tell)
+        if case == MEMORY_CASES[meeting.results.platform]:
+            print("\n" + memory_table(case, list(phases.values())[-1]), flush=True)

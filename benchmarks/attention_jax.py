@@ -36,10 +36,6 @@ class Contender:
     def compiled(self, case: Case, phase: str) -> ours.Compiled | str:
         return self._missing() or ours.compiled(case, phase, self.make(case))
 
-    def scratch(self, case: Case, phase: str) -> int | str:
-        """The bytes that a call takes beyond its inputs and outputs, or why that is not known."""
-        return self._missing() or ours.scratch(case, phase, self.make(case))
-
     def _missing(self) -> str:
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
@@ -152,6 +148,25 @@ def _by_ranges(kernel: Callable[..., jax.Array], case: Case) -> Attend:
     return attend
 
 
+def _jla(case: Case) -> Attend:
+    from jla.ops.mosaic_gpu.attention import flash_attention
+
+    window = None if case.left is None else case.left + 1
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+        segments = ids[0] if ids else None
+        return flash_attention(q, k, v, segment_ids=segments, sliding_window=window)
+
+    return attend
+
+
+def _flash_attention_3(case: Case) -> Attend:
+    from flash_attn3_jax import flash_mha
+
+    window = (-1, -1) if case.left is None else (case.left, 0)
+    return functools.partial(flash_mha, is_causal=case.causal, window_size=window)
+
+
 def _every(case: Case) -> bool:
     return True
 
@@ -177,6 +192,12 @@ CONTENDERS = {
     "Tokamax Triton": Contender(_every, functools.partial(_tokamax, "triton"), package="tokamax"),
     "Tokamax Mosaic": Contender(
         _every, functools.partial(_tokamax, "mosaic_gpu"), package="tokamax"
+    ),
+    "jax-linear-attention's flash": Contender(
+        lambda case: case.causal and case.T == case.key_shape[1], _jla, package="jla"
+    ),
+    "FlashAttention-3 through JAX": Contender(
+        _without_documents, _flash_attention_3, package="flash_attn3_jax"
     ),
 }
 for tiles in TILES:

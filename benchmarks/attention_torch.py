@@ -1,19 +1,23 @@
 """Softmax attention by what runs on PyTorch, for the process of `peers.py`.
 
 scaled_dot_product_attention has neither windows nor documents but through a whole mask; what
-has them is FlexAttention, by a mask of blocks that is made before the clock starts, and
-FlashAttention-2 for packed sequences.
+has them is FlexAttention, by a mask of blocks that is made before the clock starts, PyTorch's own
+FlashAttention-2 for packed sequences, and the packages of FlashAttention.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cases import Case
 from benchmarks.linear_torch import Attend, Contender, sdpa
+
+# Of plain PyTorch: beyond, its scores are no choice.
+SHORT = 1024
 
 
 def _unmasked(case: Case) -> bool:
@@ -72,6 +76,52 @@ def _packed(torch: Any, case: Case) -> Attend:
     return attend
 
 
+def _flash_attention(module: str) -> Any:
+    def make(torch: Any, case: Case) -> Attend:
+        function = importlib.import_module(module).flash_attn_func
+        window = (-1, -1) if case.left is None else (case.left, 0)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            found = function(q, k, v, causal=case.causal, window_size=window)
+            return found[0] if isinstance(found, tuple) else found
+
+        return attend
+
+    return Contender(lambda case: case.documents is None, make, bthd=True)
+
+
+def _xformers(torch: Any, case: Case) -> Attend:
+    from xformers import ops
+
+    mask = ops.LowerTriangularMask() if case.causal else None
+    return lambda q, k, v: ops.memory_efficient_attention(q, k, v, attn_bias=mask)
+
+
+def _plain(torch: Any, case: Case) -> Attend:
+    """The scores in memory, in float32."""
+    S = case.key_shape[1]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden = torch.ones(case.T, S, dtype=torch.bool, device=device).triu(1 + S - case.T)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        s = (q @ k.transpose(2, 3)).float() * case.D**-0.5
+        if case.causal:
+            s = s.masked_fill(hidden, float("-inf"))
+        return s.softmax(-1).to(v.dtype) @ v
+
+    return attend
+
+
+def _compiled(torch: Any, case: Case) -> Attend:
+    torch._dynamo.reset()
+    return torch.compile(_plain(torch, case), dynamic=False)
+
+
+def _short(case: Case) -> bool:
+    """Where the scores are as good a choice as any."""
+    return _unmasked(case) and case.G is None and case.T <= SHORT and case.key_shape[1] <= SHORT
+
+
 CONTENDERS = {
     name: dataclasses.replace(sdpa(backend), takes=_unmasked)
     for name, backend in (
@@ -83,4 +133,9 @@ CONTENDERS = {
 CONTENDERS |= {
     "FlexAttention": Contender(_masked, _flex),
     "PyTorch varlen flash": Contender(_masked, _packed, bthd=True),
+    "FlashAttention-2's package": _flash_attention("flash_attn"),
+    "FlashAttention-3's package": _flash_attention("flash_attn_interface"),
+    "xFormers": Contender(lambda case: _unmasked(case) and case.G is None, _xformers, bthd=True),
+    "PyTorch": Contender(_short, _plain),
+    "PyTorch, compiled": Contender(lambda case: _short(case) and case.D == 64, _compiled),
 }

@@ -24,6 +24,7 @@ GPU_COPY_BYTES = 1 << 30
 # Well above a processor's caches.
 CPU_COPY_BYTES = 1 << 28
 CPU_COPIES = 9
+CPU_MATRIX = 1024
 
 
 def limit(case: Case, phase: str, bandwidth: float) -> float:
@@ -52,6 +53,17 @@ def cpu_bandwidth() -> float:
             times.append(time.perf_counter() - start)
     # The first writes to memory that the system has yet to hand out.
     return 2 * CPU_COPY_BYTES / statistics.median(times[1:])
+
+
+def cpu_matrix_rate() -> float:
+    """Operations per second of a float32 product by all threads."""
+    left, right = np.random.default_rng(0).random((2, CPU_MATRIX, CPU_MATRIX), np.float32)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - start)
+    return 2 * CPU_MATRIX**3 / min(times)
 
 
 def gpu_bandwidth(torch: Any, seconds: float) -> float:

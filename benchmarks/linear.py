@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks import demo, linear_jax, linear_torch, side_by_side
+from benchmarks import linear_jax, linear_torch, side_by_side
 from benchmarks.cases import Case
-from benchmarks.results import Row
 
 _bf16 = functools.partial(Case, "linear", dtype="bfloat16")
 CASES = {
@@ -38,27 +37,3 @@ CASES = {
     ),
 }
 CONTEST = side_by_side.Contest(CASES, linear_jax.CONTENDERS, linear_torch.CONTENDERS)
-
-
-def table(rows: list[Row]) -> str:
-    """The rows of one case and phase."""
-    head = rows[0]
-    lines = [[f"{head.case}, {head.phase}", "ms", "reached", "out", "dq"]]
-    for row in rows:
-        if row.seconds is None:
-            lines.append([f"  {row.contender}: {row.unavailable}", "-", "", "", ""])
-            continue
-        time, reached = demo.milliseconds(row.seconds), f"{row.reached:.0%}"
-        lines.append([f"  {row.contender}", time, reached, *row.told_errors()])
-    lines.append(["  byte limit", demo.milliseconds(head.limit), "", "", ""])
-    return demo.aligned(lines, texts=1)
-
-
-def tell(meeting: side_by_side.Meeting) -> None:
-    for case in meeting.cases():
-        for phase in side_by_side.phases(case):
-            print("\n" + table(meeting.measure(case, phase)), flush=True)
-
-
-def main() -> int:
-    return side_by_side.hold(CONTEST, tell)

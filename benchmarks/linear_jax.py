@@ -32,6 +32,7 @@ class Contender:
     normalize: bool = True
     package: str = ""
     searches: bool = False
+    steps: bool = False
 
     def compiled(self, case: Case, phase: str) -> ours.Compiled | str:
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -39,7 +40,9 @@ class Contender:
         if case.op == "step":
             step = self.function or ato_jax.linear_attention_step
             return lambda: _prepare_step(case, step)
-        return ours.compiled(case, phase, self.function, self.mapped, self.normalize)
+        return ours.compiled(
+            case, phase, self.function, self.mapped, self.normalize, self.steps
+        )
 
 
 def phi(x: jax.Array) -> jax.Array:
@@ -71,6 +74,12 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     out += product("bnthd,bnhdv->bnthv", q, before[0])
     out /= jnp.maximum(total, EPS)[..., None]
     return out.reshape(B, T, H, D).astype(v.dtype)
+
+
+def _flash_bla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    from benchmarks import flash_bla_jax
+
+    return flash_bla_jax.linear_attention(q, k, v)
 
 
 def _jla(kind: str) -> Callable[..., Any]:
@@ -105,6 +114,13 @@ CONTENDERS = {
     "plain JAX, one step": Contender(lambda case: case.op == "step", _step, searches=True),
     "plain JAX, associative scan": Contender(
         lambda case: case.causal and not case.decay and case.T % CHUNK == 0, _causal, searches=True
+    ),
+    # It has no backward pass.
+    "flash-bidirectional-linear-attention by jax-triton, phi out": Contender(
+        lambda case: case.op == "linear" and not case.causal and not case.decay and case.B == 1,
+        _flash_bla,
+        mapped=True,
+        package="jax_triton",
     ),
     "jax-linear-attention, phi out, not normalised": _jla_of(
         lambda case: case.causal and case.decay in (None, "step"), _jla("simple_gla")

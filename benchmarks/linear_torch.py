@@ -16,13 +16,19 @@ from typing import Any
 
 from benchmarks.cases import Case
 
+# The elements of an array of which a call by SDPA takes long.
+LONG = 1 << 26
+
 # From tensors q, k, v and maybe decay to the output.
 Attend = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """`make(torch, case)` gives the function; tensors are [B, H, T, D], or [B, T, H, D]."""
+    """`make(torch, case)` gives the function; tensors are [B, H, T, D], or [B, T, H, D].
+
+    `picked(torch, tensors, case)` says which implementation a contender takes that has several.
+    """
 
     takes: Callable[[Case], bool]
     make: Callable[[Any, Case], Attend]
@@ -30,10 +36,15 @@ class Contender:
     mapped: bool = False
     normalize: bool = True
     softmax: bool = False
+    picked: Callable[[Any, dict[str, Any], Case], str] | None = None
 
 
 def _ungated(case: Case) -> bool:
     return case.op == "linear" and case.decay is None
+
+
+def _long(case: Case) -> bool:
+    return case.B * case.H * case.T * case.D >= LONG
 
 
 def _full(case: Case) -> bool:
@@ -64,7 +75,19 @@ def sdpa(backend: str | None) -> Contender:
 
         return by_backend
 
-    return Contender(_ungated, make, softmax=True)
+    return Contender(_ungated, make, softmax=True, picked=None if backend else _picked)
+
+
+def _picked(torch: Any, tensors: dict[str, Any], case: Case) -> str:
+    """The backend that scaled_dot_product_attention chooses for itself."""
+    from torch.nn.attention import SDPBackend
+
+    # An inner part of PyTorch, which another version may be without.
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return ""
+    tensors = [tensors[name] for name in "qkv"]
+    return SDPBackend(choose(*tensors, is_causal=case.causal, enable_gqa=case.G is not None)).name
 
 
 def _plain(torch: Any, case: Case) -> Attend:
@@ -141,6 +164,10 @@ def _fla_retention(torch: Any, case: Case) -> Attend:
 _phi_out = functools.partial(Contender, bthd=True, mapped=True, normalize=False)
 
 CONTENDERS = {
+    # It is one of the two below, and these take seconds.
+    "SDPA default": dataclasses.replace(
+        sdpa(None), takes=lambda case: _ungated(case) and not _long(case)
+    ),
     "SDPA cuDNN": sdpa("CUDNN_ATTENTION"),
     "SDPA flash": sdpa("FLASH_ATTENTION"),
     "flash-bidirectional-linear-attention, phi out": Contender(
@@ -149,7 +176,8 @@ CONTENDERS = {
     "flash-bidirectional-linear-attention, eager phi": Contender(
         _full, functools.partial(_flash_bla, mapped=False)
     ),
-    "PyTorch, compiled": Contender(_full, _compiled),
+    # Each takes seconds to compile.
+    "PyTorch, compiled": Contender(lambda case: _full(case) and _long(case), _compiled),
     "PyTorch": Contender(_full, _plain),
     "fla chunk, phi out, not normalised": _phi_out(
         _causal, _fla("chunk_linear_attn", normalize=False)

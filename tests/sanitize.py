@@ -2,6 +2,7 @@
 
     python -m tests.sanitize                    all groups
     python -m tests.sanitize "causal gates"     one of `GROUPS`
+    python -m tests.sanitize "from PyTorch"     tensors of PyTorch's, in memory of its own
 
 Odd sizes, so that the last block of every axis runs over the end unless it is masked; and sizes
 whose columns fill their blocks, where no mask is, over several blocks of rows.
@@ -10,6 +11,7 @@ whose columns fill their blocks, where no mask is, over several blocks of rows.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,6 +163,36 @@ def run(name: str) -> None:
         print(name, number, flush=True)
 
 
+def run_from_pytorch() -> None:
+    """Forward and backward through ato_torch: in either layout, at odd starts and strides, with a
+    mask, and linear attention with its state."""
+    # One allocation per tensor, too; read when PyTorch starts.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    import torch
+
+    import ato_torch
+
+    def memory(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").bfloat16().requires_grad_()
+
+    H, T, D = 4, 67, 33
+    whole = [memory(1, H, T, D) for _ in range(3)]
+    transposed = [memory(1, T, H, D).transpose(1, 2) for _ in range(3)]
+    shifted = [memory(H * T * D + 1)[1:].view(1, H, T, D) for _ in range(3)]
+    cut = [memory(1, H, T, D + 1)[..., 1:] for _ in range(3)]
+    bias = torch.randn(T, T, device="cuda", requires_grad=True)
+    calls: list[Callable[[], Any]] = [
+        *(functools.partial(ato_torch.attention, *tensors, is_causal=True)
+          for tensors in (whole, transposed, shifted, cut)),
+        functools.partial(ato_torch.attention, *whole, attn_mask=bias),
+        functools.partial(ato_torch.linear_attention, *transposed, causal=True),
+    ]  # fmt: skip
+    for number, call in enumerate(calls):
+        call().sum().backward()
+        torch.cuda.synchronize()
+        print("from PyTorch", number, flush=True)
+
+
 def run_a_faulty_kernel() -> None:
     """Reads 256 MiB behind the end of its input, where nothing else can be."""
 
@@ -181,6 +213,8 @@ def run_a_faulty_kernel() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["planted"]:
         run_a_faulty_kernel()
+    elif sys.argv[1:] == ["from PyTorch"]:
+        run_from_pytorch()
     else:
         for name in sys.argv[1:] or GROUPS:
             run(name)

@@ -14,7 +14,6 @@ from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
 from benchmarks import (
-    attention,
     byte_limit,
     compare,
     linear,
@@ -24,6 +23,7 @@ from benchmarks import (
     results,
     run,
     side_by_side,
+    suites,
     summary,
     timing,
 )
@@ -98,10 +98,12 @@ def file_of(path, rows, **facts):
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path):
     rows = [drawn(0), refused("no kernel", contender="other")]
-    memory = {"case": {"ato_jax": 17, "other": "no"}}
+    more = {"matrix": {"float32": 1e12}, "about": {"CUDA": "13"}, "suites": {"smoke": 2.5}}
+    rows[0].scratch, rows[0].held, rows[0].host, rows[0].picked = 17, 64, 1e-5, "FLASH"
     path = tmp_path / "folder" / "figures.json"
-    file_of(path, rows, memory=memory)
-    assert results.read(path) == results.Results(**FACTS, rows=rows, memory=memory)
+    file_of(path, rows, **more)
+    assert results.read(path) == results.Results(**FACTS, rows=rows, **more)
+    assert rows[0].peak == 17 + 64 and rows[1].peak is None
     # Nothing is left of writing it.
     assert list(path.parent.iterdir()) == [path]
 
@@ -126,7 +128,9 @@ def test_the_table_of_values_has_a_line_a_row(tmp_path):
         (lambda told: told | {"rows": {}}, "rows is no list"),
         (lambda told: told | {"bandwidth": "1"}, "bandwidth is no number above 0"),
         (lambda told: told | {"jax": 2}, "jax is no text"),
-        (lambda told: told | {"memory": {"case": 1}}, "memory is not by case and contender"),
+        (lambda told: told | {"matrix": {"a": "1"}}, "matrix has no numbers by name"),
+        (lambda told: told | {"about": {"a": 1}}, "about has no texts by name"),
+        (lambda told: with_row(told, scratch=-1), "row 1: scratch is no number from 0 on"),
         (lambda told: {"rows": told["rows"]}, "it lacks device, ato_jax, jax, torch, bandwidth"),
         (lambda told: told | {"rows": [1]}, "row 1 is no object"),
         (lambda told: with_row(told, seconds="1"), "row 1: a time is no number above 0"),
@@ -163,12 +167,12 @@ class Peer:
         self.asked = []
 
     def prepare(self, name, case, phase):
-        return "no kernel" if name == "refuses" else {"out": 1e-3}
+        return "no kernel" if name == "refuses" else {"errors": {"out": 1e-3}}
 
     def time(self, name, seconds):
         if name not in self.asked:
             self.asked.append(name)
-        return timing.Timing([1e-3, 2e-3, 3e-3], 3)
+        return timing.Timing([1e-3, 2e-3, 3e-3], 3, 1e-5)
 
     def forget(self):
         pass
@@ -188,9 +192,17 @@ def contest_of(*names):
 
 
 def measure_all(meeting):
-    for case in meeting.cases():
-        for phase in side_by_side.phases(case):
-            meeting.measure(case, phase)
+    for case, phase in meeting.groups():
+        meeting.measure(case, phase)
+
+
+def suite_of(contest, tell=measure_all):
+    return suites.Suite("a suite", "of a test", 100, (contest,), tell=tell)
+
+
+def only_suite(monkeypatch, contest):
+    """Whatever suite is named is this contest."""
+    monkeypatch.setattr(suites, "named", lambda name: (suite_of(contest),))
 
 
 def test_all_turns_are_pooled(peer):
@@ -222,7 +234,7 @@ def test_a_run_that_dies_leaves_its_rows_and_is_resumed(peer, tmp_path, capsys):
 
     with flagsaver.flagsaver(json=str(path), csv=str(table)):
         with pytest.raises(KeyboardInterrupt):
-            side_by_side.hold(contest, dies_in_the_third_group)
+            run.hold([suite_of(contest, dies_in_the_third_group)])
         kept = results.read(path)
         assert [row.key for row in kept.rows] == [
             (str(CASE), phase, name)
@@ -231,9 +243,9 @@ def test_a_run_that_dies_leaves_its_rows_and_is_resumed(peer, tmp_path, capsys):
         ]
         assert len(table.read_text().splitlines()) == 1 + len(kept.rows)
         seen = []
-        peer.prepare = lambda name, case, phase: seen.append((name, case)) or {"out": 1e-3}
+        peer.prepare = lambda name, case, phase: seen.append((name, case)) or {"errors": {}}
         with flagsaver.flagsaver(resume=True):
-            assert side_by_side.hold(contest, measure_all) == 0
+            assert run.hold([suite_of(contest)]) == 0
             whole = results.read(path)
             # What refuses the case has been asked, and the rest of the case is there.
             assert {case for _, case in seen} == {OTHER} and len(seen) == 4
@@ -241,7 +253,7 @@ def test_a_run_that_dies_leaves_its_rows_and_is_resumed(peer, tmp_path, capsys):
             assert len(table.read_text().splitlines()) == 1 + 8
             # A contender more is all that is missing then.
             seen.clear()
-            assert side_by_side.hold(contest_of("one", "refuses", "two"), measure_all) == 0
+            assert run.hold([suite_of(contest_of("one", "refuses", "two"))]) == 0
             assert [name for name, _ in seen] == ["two"] * 4
     assert f"8 rows are from {path}" in capsys.readouterr().out
 
@@ -253,7 +265,7 @@ def test_what_there_was_no_time_for_is_measured_on_resuming(peer, tmp_path, monk
     file_of(path, [late, earlier], bandwidth=5e8)
     monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
     with flagsaver.flagsaver(json=str(path), resume=True):
-        assert side_by_side.hold(contest_of("one", "refuses"), measure_all) == 0
+        assert run.hold([suite_of(contest_of("one", "refuses"))]) == 0
     found = results.read(path)
     assert peer.asked == ["one"] and len(found.rows) == 8
     assert found.rows[0] == earlier
@@ -267,30 +279,12 @@ def test_another_machine_or_version_is_not_resumed(name, peer, tmp_path, monkeyp
     path = tmp_path / "figures.json"
     file_of(path, [drawn(0)], **{name: "another"})
     before = path.read_text()
-    monkeypatch.setattr(linear, "CONTEST", contest_of("one"))
+    only_suite(monkeypatch, contest_of("one"))
     with flagsaver.flagsaver(json=str(path), resume=True):
         assert entry.main(["benchmarks", "linear"]) == 2
     said = f"cannot be resumed: {name} is another there and {FACTS[name]} here"
     assert said in caplog.text and "Traceback" not in caplog.text
     assert path.read_text() == before and peer.asked == []
-
-
-def test_the_memory_that_is_known_is_not_asked_for_again(monkeypatch):
-    case = attention.CASES["cpu"][0]
-    asked = []
-
-    class Contender:
-        def takes(self, case):
-            return True
-
-        def scratch(self, case, phase):
-            asked.append(phase)
-            return 17
-
-    named = {"ato_jax": Contender(), "plain JAX": Contender()}
-    monkeypatch.setattr(attention, "CONTEST", side_by_side.Contest({}, named, {}))
-    monkeypatch.setattr(attention.attention_jax, "CONTENDERS", named)
-    assert attention.scratch(case, {"ato_jax": 16}) == {"plain JAX": 17} and len(asked) == 1
 
 
 # What compares as slower.
@@ -406,12 +400,12 @@ def test_files_that_cannot_be_read(tmp_path, caplog):
 
 
 def test_flags_that_choose_nothing_or_no_file(peer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(linear, "CONTEST", contest_of("one"))
+    only_suite(monkeypatch, contest_of("one"))
     a_file = tmp_path / "file"
     a_file.write_text("")
     for values, said in (
         ({"case": "T7"}, f"No case contains --case='T7': {CASE}; {OTHER}"),
-        ({"contender": "SDPA"}, "No contender contains --contender='SDPA': one"),
+        ({"peer": ["one", "SDPA"]}, "No peer contains --peer='SDPA': one"),
         ({"json": str(tmp_path / "no.json"), "resume": True}, "no.json cannot be read"),
         ({"json": str(tmp_path)}, "cannot be written: it is not a file"),
         ({"csv": str(a_file / "figures.csv")}, "figures.csv cannot be written: "),
@@ -442,7 +436,7 @@ def test_one_real_case_is_measured_resumed_and_compared(tmp_path, monkeypatch, c
     monkeypatch.setitem(linear.CASES, "cpu", (CASE,))
     monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(Peer()))
     monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
-    with flagsaver.flagsaver(json=str(path), contender="ato_jax", case="T64"):
+    with flagsaver.flagsaver(json=str(path), peer=["ato_jax"], case="T64"):
         assert entry.main(["benchmarks", "linear"]) == 0
         first = results.read(path)
         assert [row.contender for row in first.rows] == ["ato_jax"] * 2
@@ -450,6 +444,6 @@ def test_one_real_case_is_measured_resumed_and_compared(tmp_path, monkeypatch, c
         monkeypatch.setattr(ours, "compiled", None)
         with flagsaver.flagsaver(resume=True):
             assert entry.main(["benchmarks", "linear"]) == 0
-    assert results.read(path) == first
+    assert results.read(path).rows == first.rows
     assert entry.main(["benchmarks", "compare", str(path), str(path)]) == 0
     assert "0 of 2 rows slower" in capsys.readouterr().out

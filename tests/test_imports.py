@@ -155,6 +155,15 @@ def test_who_imports(package: str, alone: str) -> None:
             assert not any(within(imported, package) for imported in imports(name)), name
 
 
+def test_transformers_is_imported_by_those_who_ask_for_it() -> None:
+    """Inside of functions, in the one module about it."""
+    for name, module in modules().items():
+        nodes = module.body if name == "ato_torch.hugging_face" else ast.walk(module)
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert "transformers" not in ast.unparse(node), name
+
+
 def test_nobody_imports_matplotlib() -> None:
     for name in modules():
         assert not any(within(imported, "matplotlib") for imported in imports(name)), name

@@ -20,6 +20,7 @@ from benchmarks import (
     linear_torch,
     ours,
     side_by_side,
+    tables,
     timing,
 )
 from benchmarks.cases import Case
@@ -120,7 +121,7 @@ def test_every_case_has_contenders():
         assert any(
             name in side_by_side.wanted(linear.CONTEST, case) for case in linear.CASES["gpu"]
         ), name
-    with flagsaver.flagsaver(contender="cuDNN"):
+    with flagsaver.flagsaver(peer=["cuDNN"]):
         assert side_by_side.wanted(linear.CONTEST, linear.CASES["gpu"][0]) == [
             "ato_jax",
             "SDPA cuDNN",
@@ -141,7 +142,7 @@ class Peer:
         self.asked = []
 
     def prepare(self, name, case, phase):
-        return "no kernel" if "flash" in name else {"out": 1e-3}
+        return "no kernel" if "flash" in name else {"errors": {"out": 1e-3}}
 
     def time(self, name, seconds):
         self.asked.append(name)
@@ -154,7 +155,7 @@ class Peer:
 def test_turns_are_taken_and_the_table_says_why_not():
     case = dataclasses.replace(CASE, decay=None)
     peer = Peer()
-    with flagsaver.flagsaver(contender="SDPA"):
+    with flagsaver.flagsaver(peer=["SDPA cuDNN", "SDPA flash"]):
         rows = side_by_side.measure(linear.CONTEST, peer, case, "forward", 1e-3, lambda: 1.0)
         late = side_by_side.measure(linear.CONTEST, peer, case, "forward", 1e-3, lambda: 0.0)
     by_name = {row.contender: row for row in rows}
@@ -162,7 +163,7 @@ def test_turns_are_taken_and_the_table_says_why_not():
     # Far behind: once is enough.
     assert by_name["SDPA cuDNN"].turns == [1.0] and peer.asked == ["SDPA cuDNN"]
     assert by_name["SDPA flash"].unavailable == "no kernel"
-    text = linear.table(rows)
+    text = tables.measured(rows).text()
     assert "SDPA flash: no kernel" in text and "1000" in text and "1.0e-03" in text
     assert all(row.unavailable == "no time left" for row in late)
 

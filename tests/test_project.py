@@ -54,6 +54,7 @@ def test_extras():
         "flax",
         "torch",
         "triton",
+        "transformers",
         "bench",
         "examples",
         "dev",

@@ -1,0 +1,446 @@
+"""What suites found, as tables: a screen shows them, and the documents are made of them.
+
+Times of the original were taken on other hardware: what stands beside ours are its ratios.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from benchmarks import cases, demo, side_by_side, variants
+from benchmarks.cases import Case
+from benchmarks.results import Results, Row
+from benchmarks.side_by_side import Contest
+from benchmarks.tables import Table
+
+FORWARD, BOTH = cases.PHASES
+OURS = "ato_jax"
+SDPA = ("SDPA default", "SDPA flash", "SDPA cuDNN")
+
+# The original's ratios.
+BIDIRECTIONAL = {4096: 1.0, 8192: 3.4, 16384: 10.6, 32768: 24.3, 65536: 50.0}
+MAPS_FUSED = 1.5
+FLA_FASTER = 1.38
+WIDE = {512: 1.91, 2048: 2.02, 4096: 1.48, 8192: 1.03}
+LADDER_TILED, LADDER_FLASH = 2.4, 4.9
+LADDER_MEGABYTES = (256, 16)
+
+# Below this a call is its launches: an exponent of the length is one of the work from here on.
+WORK_SECONDS = 1e-4
+FEWEST_POINTS = 3
+
+
+@dataclasses.dataclass
+class Found:
+    """The rows by what they are of."""
+
+    results: Results
+
+    def __post_init__(self) -> None:
+        self._rows = {row.key: row for row in self.results.rows}
+
+    def row(self, case: Case, phase: str, contender: str) -> Row | None:
+        return self._rows.get((str(case), phase, contender))
+
+    def seconds(self, case: Case, phase: str, contender: str) -> float | None:
+        row = self.row(case, phase, contender)
+        return row.seconds if row else None
+
+    def of(self, case: Case, phase: str) -> list[Row]:
+        """All timed rows of a case and phase."""
+        group = str(case), phase
+        return [row for key, row in self._rows.items() if key[:2] == group and row.seconds]
+
+    def ms(self, case: Case, phase: str, contender: str) -> str:
+        """Milliseconds, or a dash."""
+        seconds = self.seconds(case, phase, contender)
+        return demo.milliseconds(seconds) if seconds else "-"
+
+    def ratio(self, case: Case, phase: str, over: str, under: str = OURS) -> str:
+        """How many times as long the one takes as the other, or a dash."""
+        return times(self.seconds(case, phase, over), self.seconds(case, phase, under))
+
+
+def times(over: float | None, under: float | None) -> str:
+    return f"{demo.ratio(over / under)}x" if over and under else "-"
+
+
+def cases_of(results: Results, contest: Contest) -> list[Case]:
+    """Those of the platform that the figures are of."""
+    return contest.wanted_cases(results.platform)
+
+
+def best(rows: Iterable[Row], part: bool = False) -> Row | None:
+    """The fastest of those that are not this library's and compute all of the problem, or of those
+    that compute a part of it.
+    """
+    peers = [
+        row
+        for row in rows
+        if not side_by_side.is_ours(row.contender) and ("phi out" in row.contender) == part
+    ]
+    return min(peers, key=lambda row: row.seconds or math.inf, default=None)
+
+
+def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
+    """The library beside the fastest peer on the same problem, case by case.
+
+    Where there are peers that take features already, beside the fastest of these, too.
+    """
+    part = any("phi out" in name for name in contest.in_torch)
+
+    def tables(results: Results) -> list[Table]:
+        found, lines = Found(results), []
+        for case in cases_of(results, contest):
+            for phase in contest.phases_of(case):
+                row = found.row(case, phase, OURS)
+                if row is None or row.seconds is None:
+                    continue
+                line = [
+                    *(str(case), phase, demo.milliseconds(row.seconds)),
+                    *(f"{row.reached:.0%}", f"{(row.rate or 0) / 1e12:.3g}"),
+                ]
+                for of_part in (False, True)[: 1 + part]:
+                    peer = best(found.of(case, phase), of_part)
+                    seconds = peer.seconds if peer else None
+                    line += [peer.contender if peer else "", demo.milliseconds(seconds)]
+                    line.append(times(seconds, row.seconds))
+                lines.append(line)
+        head = ["case", "phase", "ato_jax, ms", "of a copy", "TFLOP/s"]
+        head += ["fastest peer on all of it", "ms", "peer / ato_jax"]
+        if part:
+            head += ["fastest peer with phi out", "ms", "peer / ato_jax"]
+        title = f"{what} beside the fastest peer"
+        return [Table(title, head, lines, texts=2)] if lines else []
+
+    return tables
+
+
+def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found = Found(results)
+        made = []
+        for phase in contest.phases:
+            lines = []
+            for case in cases_of(results, contest):
+                fastest = best(row for row in found.of(case, phase) if row.contender in SDPA)
+                own = found.seconds(case, phase, OURS)
+                default = found.row(case, phase, SDPA[0])
+                lines.append(
+                    [
+                        f"{case.T}",
+                        found.ms(case, phase, OURS),
+                        *(found.ms(case, phase, name) for name in SDPA),
+                        default.picked if default else "",
+                        f"{BIDIRECTIONAL[case.T]:g}x" if case.T in BIDIRECTIONAL else "",
+                        found.ratio(case, phase, "SDPA flash"),
+                        times(fastest.seconds if fastest else None, own),
+                    ]
+                )
+            head = ["T", "ato_jax, ms", *(f"{name}, ms" for name in SDPA), "the default picked"]
+            head += ["SDPA / linear: the original", "FlashAttention-2 / ours", "best SDPA / ours"]
+            title = f"Bidirectional linear attention against SDPA, {phase}"
+            made.append(Table(title, head, lines))
+        return made
+
+    return tables
+
+
+def causal(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found = Found(results)
+        lines = [
+            [
+                f"{case.T}",
+                phase,
+                found.ms(case, phase, OURS),
+                found.ms(case, phase, "SDPA flash"),
+                "below 1x",
+                found.ratio(case, phase, "SDPA flash"),
+                found.ratio(case, phase, "SDPA cuDNN"),
+            ]
+            for case in cases_of(results, contest)
+            for phase in contest.phases
+        ]
+        head = ["T", "phase", "ato_jax, ms", "FlashAttention-2, ms"]
+        head += ["FlashAttention-2 / linear: the original", "ours", "cuDNN / ours"]
+        return [Table("Causal linear attention against FlashAttention-2", head, lines, texts=2)]
+
+    return tables
+
+
+def tiles(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found, lines, more = Found(results), [], []
+        for case in cases_of(results, contest):
+            if case.causal:
+                ratio = found.ratio(case, FORWARD, variants.LOOP)
+                more.append([f"the loop in the kernel, {case}", "faster", ratio])
+                continue
+            ratio = found.ratio(case, FORWARD, variants.MAPS_APART)
+            more.append([f"feature maps fused, {case}", f"{MAPS_FUSED}x", ratio])
+            for name in (OURS, *variants.TILED):
+                row = found.row(case, FORWARD, name)
+                if row and row.throughput:
+                    cells = [f"{row.throughput / 1e9:.0f}", f"{row.reached:.0%}"]
+                    lines.append([f"{name}, {case}", *cells])
+        return [
+            Table("Bandwidth by tile size", ["", "GB/s", "of a copy"], lines),
+            Table("With and without", ["", "the original", "ours"], more),
+        ]
+
+    return tables
+
+
+def fla(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found = Found(results)
+        names = [name for name in contest.in_torch if name.startswith("fla ")]
+        lines = [
+            [
+                f"{case.T}",
+                phase,
+                found.ms(case, phase, OURS),
+                *(found.ms(case, phase, name) for name in names),
+                f"{1 / FLA_FASTER:.2f}x",
+                found.ratio(case, phase, names[0]),
+            ]
+            for case in cases_of(results, contest)
+            for phase in contest.phases
+        ]
+        head = ["T", "phase", "ato_jax, ms", *(f"{name}, ms" for name in names)]
+        head += ["fla / linear: the original", f"{names[0]} / ours"]
+        return [Table("Beside flash-linear-attention, causal", head, lines, texts=2)]
+
+    return tables
+
+
+def wide(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found = Found(results)
+        lines = [
+            [
+                f"{case.D}",
+                f"{case.T}",
+                found.ms(case, FORWARD, OURS),
+                found.ms(case, FORWARD, variants.EXACT),
+                f"{WIDE[case.D]:g}x" if case.D in WIDE else "",
+                found.ratio(case, FORWARD, variants.EXACT),
+                *(found.ratio(case, FORWARD, name) for name in contest.in_torch),
+            ]
+            for case in cases_of(results, contest)
+        ]
+        head = ["D", "T", "ato_jax, ms", "plain JAX, ms", "untiled / tiled: the original"]
+        head += ["plain JAX / ours", *(f"{name} / ours" for name in contest.in_torch)]
+        note = (
+            "The original measured against a kernel of its own that does not tile K and V; what is "
+            "untiled here is plain JAX. It left SDPA open."
+        )
+        return [Table("Wide heads, float32, one sequence, one head", head, lines, [note], texts=2)]
+
+    return tables
+
+
+def ladder(contest: Contest) -> Callable[[Results], list[Table]]:
+    rungs = (variants.NAIVE, variants.TILES_IN_MEMORY, variants.KERNEL)
+
+    def tables(results: Results) -> list[Table]:
+        found, lines = Found(results), []
+        for case in cases_of(results, contest):
+            rows = [found.row(case, FORWARD, name) for name in rungs]
+            memory = [f"{row.peak / 2**20:.1f}" if row and row.peak else "-" for row in rows]
+            lines.append(
+                [
+                    f"{case.T}" if case.H == 1 else f"{case.T}, H {case.H}",
+                    *(found.ms(case, FORWARD, name) for name in rungs),
+                    *(found.ratio(case, FORWARD, rungs[0], name) for name in rungs[1:]),
+                    *memory,
+                ]
+            )
+        names = ("naive", "tiled", "flash")
+        head = ["T", *(f"{name}, ms" for name in names), "naive / tiled", "naive / flash"]
+        head += [f"{name}, MB" for name in names]
+        note = (
+            f"The original: {LADDER_TILED}x tiled and {LADDER_FLASH}x flash over naive, "
+            f"{LADDER_MEGABYTES[0]} MB down to {LADDER_MEGABYTES[1]} MB. Naive is plain JAX, tiled "
+            "has its scores in memory, flash is this library's Triton kernel; MB is a call's peak, "
+            "inputs and outputs included."
+        )
+        return [Table("The ladder: naive, tiled, flash", head, lines, [note])]
+
+    return tables
+
+
+TECHNIQUES = (
+    ("2^x by the bare instruction", variants.KERNEL, variants.FULL_EXP2),
+    ("queries in two strands", variants.KERNEL, variants.ONE_STRAND),
+    ("split-KV", variants.KERNEL, variants.NOT_SPLIT),
+    ("K and V not repeated for their group", variants.KERNEL, variants.REPEATED),
+    ("a group's queries in one tile", variants.PAGED, variants.REPEATED),
+)
+
+
+def techniques(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found, lines = Found(results), []
+        for what, on, off in TECHNIQUES:
+            for case in cases_of(results, contest):
+                if off in side_by_side.wanted(contest, case) and on in side_by_side.wanted(
+                    contest, case
+                ):
+                    on_off = (found.ms(case, FORWARD, name) for name in (on, off))
+                    lines.append([what, str(case), *on_off, found.ratio(case, FORWARD, off, on)])
+        head = ["technique", "case", "on, ms", "off, ms", "off / on"]
+        return [Table("FlagAttention's techniques, on and off", head, lines, texts=2)]
+
+    return tables
+
+
+def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        grid = crossovers(results, contest)
+        widths = sorted({D for _, D in grid})
+        lines = [
+            [f"{T}", *(f"{demo.ratio(grid[T, D])}x" if (T, D) in grid else "-" for D in widths)]
+            for T in sorted({T for T, _ in grid})
+        ]
+        head = ["T", *(f"D {D}" for D in widths)]
+        return [Table("The best SDPA backend's time over linear attention's", head, lines)]
+
+    return tables
+
+
+def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], float]:
+    """By T and D: how many times as long the best of SDPA takes as linear attention."""
+    found, grid = Found(results), {}
+    for case in cases_of(results, contest):
+        own = found.seconds(case, FORWARD, OURS)
+        peer = best(row for row in found.of(case, FORWARD) if row.contender in SDPA)
+        if own and peer and peer.seconds:
+            grid[case.T, case.D] = peer.seconds / own
+    return grid
+
+
+def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found, made = Found(results), []
+        for contest in contests:
+            all_cases = cases_of(results, contest)
+            for phase in contest.phases:
+                by_batch = sorted({case.B for case in all_cases})
+                by_size: dict[tuple[int, int, int, bool], dict[int, Case]] = {}
+                for case in all_cases:
+                    size = case.H * case.D, case.H, case.T, case.causal
+                    by_size.setdefault(size, {})[case.B] = case
+                lines = []
+                for (width, H, T, is_causal), batches in by_size.items():
+                    ratios = []
+                    for B in by_batch:
+                        case = batches[B]
+                        peer = best(found.of(case, phase))
+                        own = found.seconds(case, phase, OURS)
+                        ratios.append(times(peer.seconds if peer else None, own))
+                    name = f"{width}, {H} heads{', causal' if is_causal else ''}"
+                    lines.append([name, f"{T}", *ratios])
+                op = all_cases[0].op
+                title = f"Best peer over ato_jax, {op} attention, {phase}"
+                head = ["width", "T", *(f"B {B}" for B in by_batch)]
+                made.append(Table(title, head, lines))
+        return made
+
+    return tables
+
+
+# How time and memory grow.
+
+
+def exponent(values: Mapping[int, float]) -> float:
+    """That of a power of T, by least squares of the logarithms."""
+    lengths = np.log([float(T) for T in values])
+    return float(np.polyfit(lengths, np.log(list(values.values())), 1)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """The exponents of T, None where there are too few points beyond the launches."""
+
+    family: str
+    contender: str
+    first: int
+    last: int
+    forward: float | None
+    backward: float | None
+    memory: float | None
+
+
+def growths(results: Results, contests: Iterable[Contest]) -> list[Growth]:
+    """Of everything that was measured at three lengths or more, all else equal."""
+    found = Found(results)
+    families: dict[Case, list[Case]] = {}
+    for contest in contests:
+        for case in cases_of(results, contest):
+            if case.op != "step" and case.S is None:
+                of_family = families.setdefault(dataclasses.replace(case, T=1, documents=None), [])
+                if case not in of_family and case.documents is None:
+                    of_family.append(case)
+    made = []
+    for family, members in families.items():
+        members.sort(key=lambda case: case.T)
+        groups = [(case, phase) for case in members for phase in cases.PHASES]
+        names = dict.fromkeys(row.contender for group in groups for row in found.of(*group))
+        for name in names:
+            growth = _growth(found, str(family).replace(" T1 ", " "), name, members)
+            if growth:
+                made.append(growth)
+    return made
+
+
+def _growth(found: Found, family: str, name: str, members: Sequence[Case]) -> Growth | None:
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+    memory: dict[int, float] = {}
+    for case in members:
+        row, both = (found.row(case, phase, name) for phase in cases.PHASES)
+        if row and row.seconds and row.seconds >= WORK_SECONDS:
+            forward[case.T] = row.seconds
+            if both and both.seconds and both.seconds > row.seconds:
+                backward[case.T] = both.seconds - row.seconds
+        if both and both.peak:
+            memory[case.T] = float(both.peak)
+        elif row and row.peak and not backward:
+            memory[case.T] = float(row.peak)
+    if len(forward) < FEWEST_POINTS:
+        return None
+    fitted = [
+        exponent(values) if len(values) >= FEWEST_POINTS else None
+        for values in (forward, backward, memory)
+    ]
+    return Growth(family, name, min(forward), max(forward), *fitted)
+
+
+def complexity(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        def cell(value: float | None) -> str:
+            return "-" if value is None else f"{value:.2f}"
+
+        lines = [
+            [
+                one.family,
+                one.contender,
+                f"{one.first} to {one.last}",
+                *map(cell, (one.forward, one.backward, one.memory)),
+            ]
+            for one in growths(results, contests)
+        ]
+        head = ["case", "", "T", "time forward", "time backward", "memory"]
+        note = (
+            f"Fitted over the lengths at which a forward call takes {1e3 * WORK_SECONDS:g} ms or "
+            "more: below, it is its launches. Backward is forward and backward less forward."
+        )
+        return [Table("Exponents of T", head, lines, [note], texts=3)] if lines else []
+
+    return tables

@@ -1,0 +1,56 @@
+"""`table FILE.json` prints what a file of figures has, `plot FILE.json` draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from benchmarks import results, suites, tables
+from benchmarks.results import Results, ResultsError
+
+FLAGS = flags.FLAGS
+
+
+def _file(command: str, names: Sequence[str]) -> Path:
+    if len(names) != 1:
+        given = " ".join(names) or "none"
+        raise ResultsError(f"{command} takes one file of figures, FILE.json; got {given}")
+    return Path(names[0])
+
+
+def text(found: Results, names: Sequence[str]) -> str:
+    """All rows by case and phase, then what the suites of these names find."""
+    groups: dict[tuple[str, str], list[results.Row]] = {}
+    for row in found.rows:
+        if FLAGS.case in row.case:
+            groups.setdefault((row.case, row.phase), []).append(row)
+    parts = [tables.measured(rows).text() for rows in groups.values()]
+    for name in names:
+        of_name = suites.named(name)
+        if not of_name:
+            raise ResultsError(f"There is no suite {name!r}: {', '.join(suites.NAMES)}")
+        parts += [table.text() for suite in of_name for table in suite.findings(found)]
+    return "\n\n".join(parts)
+
+
+def table(names: Sequence[str]) -> int:
+    path = _file("table", names)
+    found = results.read(path)
+    print(f"{found.device}; JAX {found.jax}, PyTorch {found.torch}\n")
+    print(text(found, FLAGS.suite or list(found.suites)))
+    return 0
+
+
+def plot(names: Sequence[str]) -> int:
+    """Beside the file, in a folder of its name."""
+    path = _file("plot", names)
+    found = results.read(path)
+    try:
+        from benchmarks import plots
+    except ImportError as error:
+        raise ResultsError(f"Pictures need Matplotlib: pip install '.[bench]' ({error})") from error
+    for drawn in plots.draw(found, path.with_suffix("")):
+        print(drawn)
+    return 0

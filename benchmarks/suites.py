@@ -1,0 +1,295 @@
+"""The suites: which cases, who meets there, how long that may take, and what is said of it.
+
+Those of the report stand in the order in which they are run, the most wanted first. On a GPU sizes
+are real ones; on a CPU they are small, so that everything has run before a card sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import (
+    attention,
+    attention_jax,
+    attention_torch,
+    findings,
+    linear,
+    linear_jax,
+    linear_torch,
+    sweeps,
+    tables,
+    variants,
+)
+from benchmarks.cases import PHASES, Case
+from benchmarks.results import Results
+from benchmarks.side_by_side import Contest, Meeting
+from benchmarks.tables import Table
+
+
+def tell(meeting: Meeting) -> None:
+    """Each case and phase as a table."""
+    for case, phase in meeting.groups():
+        rows = meeting.measure(case, phase)
+        if rows:
+            print("\n" + tables.measured(rows).text(), flush=True)
+
+
+def nothing(results: Results) -> list[Table]:
+    return []
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Suite:
+    """`seconds` is its part of a report's time on a GPU. `tell` measures and prints a contest, and
+    `findings` are the tables of the whole.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    contests: tuple[Contest, ...]
+    findings: Callable[[Results], list[Table]] = nothing
+    tell: Callable[[Meeting], None] = tell
+
+
+def some(contenders: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Of the contenders those of these names, whatever the case."""
+    return {name: dataclasses.replace(contenders[name], takes=_any) for name in names}
+
+
+def _any(case: Case) -> bool:
+    return True
+
+
+FORWARD = PHASES[:1]
+SDPA = ("SDPA default", "SDPA cuDNN", "SDPA flash")
+FLA = ("fla chunk, phi out", "fla chunk, phi out, not normalised")
+_A = functools.partial(Case, "linear", B=8, H=8, D=64, dtype="bfloat16")
+_small = functools.partial(Case, "linear", B=1, H=2, D=16, dtype="float32")
+_bf16 = functools.partial(Case, "softmax", dtype="bfloat16")
+_tiny = functools.partial(Case, "softmax", B=1, H=2, D=16, dtype="float32")
+OURS_LINEAR = some(linear_jax.CONTENDERS, ["ato_jax"])
+OURS_SOFTMAX = some(attention_jax.CONTENDERS, ["ato_jax"])
+
+SMOKE = tuple(
+    Contest(dict.fromkeys(("gpu", "cpu"), (case,)), in_jax, some(in_torch, ["SDPA default"]))
+    for case, in_jax, in_torch in (
+        (_small(T=48), OURS_LINEAR, linear_torch.CONTENDERS),
+        (
+            _tiny(T=32, causal=True),
+            OURS_SOFTMAX | some(attention_jax.CONTENDERS, ["plain JAX"]),
+            attention_torch.CONTENDERS,
+        ),
+    )
+)
+BIDIRECTIONAL = Contest(
+    {
+        "gpu": tuple(_A(T=T) for T in findings.BIDIRECTIONAL),
+        "cpu": tuple(_small(T=T) for T in (64, 128, 256)),
+    },
+    OURS_LINEAR,
+    some(linear_torch.CONTENDERS, SDPA),
+)
+CAUSAL = Contest(
+    {
+        "gpu": tuple(_A(T=T, causal=True) for T in (4096, 8192, 16384)),
+        "cpu": (_small(T=64, causal=True),),
+    },
+    OURS_LINEAR,
+    some(linear_torch.CONTENDERS, SDPA),
+)
+FLA_BESIDE = Contest(
+    {
+        "gpu": tuple(_A(T=T, causal=True) for T in (4096, 8192, 16384, 32768, 65536)),
+        "cpu": (_small(T=64, causal=True),),
+    },
+    OURS_LINEAR,
+    some(linear_torch.CONTENDERS, FLA),
+)
+TILES = Contest(
+    {
+        "gpu": (_A(T=65536), _A(T=4096, causal=True), _A(T=16384, causal=True)),
+        "cpu": (_small(T=64), _small(T=64, causal=True)),
+    },
+    OURS_LINEAR | variants.IN_LINEAR,
+    {},
+    FORWARD,
+)
+WIDE = Contest(
+    {
+        "gpu": tuple(
+            Case("softmax", B=1, H=1, T=T, D=D, dtype="float32")
+            for D in findings.WIDE
+            for T in (64, 32, 16)
+        ),
+        "cpu": (_tiny(T=16, D=512, H=1),),
+    },
+    OURS_SOFTMAX | variants.IN_WIDE,
+    some(attention_torch.CONTENDERS, ["SDPA default"]),
+    FORWARD,
+)
+LADDER = Contest(
+    {
+        "gpu": (
+            *(_bf16(B=1, H=1, T=T, D=64) for T in (1024, 2048, 4096, 8192)),
+            _bf16(B=1, H=16, T=8192, D=64),
+        ),
+        "cpu": tuple(_tiny(T=T, H=1) for T in (32, 64)),
+    },
+    variants.LADDER,
+    {},
+    FORWARD,
+)
+TECHNIQUES = Contest(
+    {
+        "gpu": (
+            _bf16(B=4, H=16, T=8192, D=128),
+            _bf16(B=4, H=32, T=8192, D=64, causal=True),
+            _bf16(B=1, H=16, T=1, S=65536, D=128),
+            _bf16(B=16, H=32, G=8, T=1, S=8192, D=128),
+            _bf16(B=2, H=32, G=8, T=8192, D=128, causal=True),
+        ),
+        "cpu": (_tiny(T=1, S=64), _tiny(T=1, S=64, H=4, G=2)),
+    },
+    variants.IN_SOFTMAX,
+    {},
+    FORWARD,
+)
+LONG = Contest(
+    {
+        "gpu": tuple(_A(T=T, causal=causal) for T in (131072, 262144) for causal in (False, True)),
+        "cpu": tuple(_small(T=T) for T in (512, 1024)),
+    },
+    OURS_LINEAR,
+    {},
+)
+SOFTMAX_LENGTHS = Contest(
+    {
+        "gpu": tuple(_bf16(B=1, H=8, T=T, D=64) for T in (4096, 8192, 16384, 32768)),
+        "cpu": tuple(_tiny(T=T) for T in (128, 256, 512)),
+    },
+    OURS_SOFTMAX | some(attention_jax.CONTENDERS, ["ato_jax triton"]),
+    some(attention_torch.CONTENDERS, ["SDPA flash"]),
+)
+CROSSOVER = Contest(
+    {
+        "gpu": tuple(
+            _A(B=4, T=T, D=D) for T in (512, 1024, 2048, 4096, 8192) for D in (64, 128, 32, 256)
+        ),
+        "cpu": tuple(_small(T=T, D=D) for T in (32, 64) for D in (16, 32)),
+    },
+    OURS_LINEAR,
+    some(linear_torch.CONTENDERS, SDPA[1:]),
+    FORWARD,
+    turns=1,
+)
+
+
+def _sweep() -> tuple[Contest, ...]:
+    """Of two files, one for each platform."""
+    both = (sweeps.contests(sweeps.FOLDER / f"{name}.yaml") for name in ("original", "tiny"))
+    return tuple(
+        dataclasses.replace(large, cases={"gpu": large.cases["gpu"], "cpu": small.cases["cpu"]})
+        for large, small in zip(*both, strict=True)
+    )
+
+
+LENGTHS = (BIDIRECTIONAL, CAUSAL, FLA_BESIDE, LONG, SOFTMAX_LENGTHS)
+REPORT = (
+    Suite(
+        "linear",
+        "linear attention beside its peers",
+        160,
+        (linear.CONTEST,),
+        findings.standing(linear.CONTEST, "Linear attention"),
+    ),
+    Suite(
+        "attention",
+        "softmax attention beside its peers",
+        165,
+        (attention.CONTEST,),
+        findings.standing(attention.CONTEST, "Softmax attention"),
+        attention.tell,
+    ),
+    Suite(
+        "bidirectional",
+        "bidirectional linear attention against SDPA, 4K to 64K",
+        25,
+        (BIDIRECTIONAL,),
+        findings.bidirectional(BIDIRECTIONAL),
+    ),
+    Suite(
+        "causal",
+        "causal linear attention against FlashAttention-2",
+        8,
+        (CAUSAL,),
+        findings.causal(CAUSAL),
+    ),
+    Suite(
+        "ladder",
+        "naive, tiled, flash: time and memory",
+        15,
+        (LADDER,),
+        findings.ladder(LADDER),
+    ),
+    Suite("wide", "wide heads, float32", 25, (WIDE,), findings.wide(WIDE)),
+    Suite(
+        "tiles",
+        "tile sizes, fused maps, the loop in the kernel",
+        15,
+        (TILES,),
+        findings.tiles(TILES),
+    ),
+    Suite("fla", "beside flash-linear-attention", 15, (FLA_BESIDE,), findings.fla(FLA_BESIDE)),
+    Suite(
+        "techniques",
+        "FlagAttention's techniques, on and off",
+        15,
+        (TECHNIQUES,),
+        findings.techniques(TECHNIQUES),
+    ),
+    Suite(
+        "complexity",
+        "exponents of time and memory",
+        25,
+        (LONG, SOFTMAX_LENGTHS),
+        findings.complexity(LENGTHS),
+    ),
+    Suite(
+        "crossover",
+        "linear or softmax: which is faster",
+        20,
+        (CROSSOVER,),
+        findings.crossover(CROSSOVER),
+    ),
+)
+
+
+def of_config(path: Path) -> Suite:
+    contests = sweeps.contests(path)
+    return Suite(path.stem, f"the sweep of {path}", 60, contests, findings.sweep(contests))
+
+
+SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, SMOKE)
+SWEEP = "sweep"
+NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")
+
+
+@functools.cache
+def sweep() -> Suite:
+    """Made when it is asked for: the file is YAML, and a reader of that may not be installed."""
+    contests = _sweep()
+    return Suite(SWEEP, "the original's sweep", 40, contests, findings.sweep(contests))
+
+
+def named(name: str) -> tuple[Suite, ...]:
+    """The suites that a name stands for; () if none."""
+    if name == "report":
+        return (*REPORT, sweep())
+    if name == SWEEP:
+        return (sweep(),)
+    return tuple(suite for suite in (SMOKE_SUITE, *REPORT) if suite.name == name)

@@ -1,0 +1,55 @@
+"""What is printed of rows and findings: columns of text on a screen, Markdown in documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from benchmarks import demo
+from benchmarks.results import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Cells by row, with the words before and after. The first `texts` columns are words."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    texts: int = 1
+
+    def text(self) -> str:
+        lines = [list(self.head), *map(list, self.rows)]
+        return "\n".join([self.title, demo.aligned(lines, self.texts), *self.notes])
+
+    def markdown(self, level: int = 3) -> str:
+        aligns = ["---"] * self.texts + ["---:"] * (len(self.head) - self.texts)
+        lines = [list(self.head), aligns, *map(list, self.rows)]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return "\n\n".join([f"{'#' * level} {self.title}", table, *self.notes])
+
+
+def measured(rows: Sequence[Row]) -> Table:
+    """All of a case and phase."""
+    head = rows[0]
+    names = ["", "ms", "p95", "of a copy", "TFLOP/s", "of a product", "MB beyond", "host µs"]
+    lines, notes = [], []
+    for row in rows:
+        if row.seconds is None or row.spread is None or row.rate is None:
+            notes.append(f"  {row.contender}: {row.unavailable}")
+            continue
+        cells = [
+            f"  {row.contender}{f' ({row.picked})' if row.picked else ''}",
+            demo.milliseconds(row.seconds),
+            demo.milliseconds(row.spread.p95),
+            f"{row.reached:.0%}",
+            f"{row.rate / 1e12:.3g}",
+            "" if row.product_share is None else f"{row.product_share:.1%}",
+            "" if row.scratch is None else f"{row.scratch / 1e6:.1f}",
+            "" if row.host is None else f"{row.host * 1e6:.0f}",
+            *row.told_errors(),
+        ]
+        lines.append(cells)
+    limit = ["  byte limit", demo.milliseconds(head.limit), *[""] * (len(names) - 2), "", ""]
+    return Table(f"{head.case}, {head.phase}", [*names, "out", "dq"], [*lines, limit], notes)

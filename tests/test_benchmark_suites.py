@@ -1,0 +1,471 @@
+"""Suites: that all of them are whole, what they say of rows, sweeps, documents, and failures."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import __main__ as entry
+from benchmarks import (
+    document,
+    findings,
+    ours,
+    peers,
+    profiling,
+    results,
+    run,
+    show,
+    side_by_side,
+    suites,
+    summary,
+    sweeps,
+    tables,
+    tiled,
+    timing,
+    variants,
+)
+from benchmarks.cases import PHASES, Case
+from benchmarks.results import Results, ResultsError, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
+FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])
+
+
+def row_of(case, phase, contender, seconds, **more):
+    work = case.traffic(phase), case.operations(phase)
+    spread = summary.spread([seconds] * 3)
+    found = Row(str(case), phase, contender, 1e-6, *work, seconds, [seconds], spread, **more)
+    return dataclasses.replace(found, held=case.held(phase))
+
+
+def every_suite():
+    return (suites.SMOKE_SUITE, *suites.named("report"))
+
+
+# What there is.
+
+
+def test_bytes_of_inputs_and_outputs_by_hand():
+    # q, k, v and out; with the backward dout and three gradients: 2 heads of 64 x 16 floats each.
+    assert [CASE.held(phase) for phase in PHASES] == [4 * 8192, 8 * 8192]
+    grouped = Case("softmax", B=1, H=4, G=2, T=8, S=32, D=16, dtype="bfloat16")
+    assert grouped.held("forward") == 2 * (2 * 8 * 4 * 16 + 2 * 32 * 2 * 16)
+    gated = dataclasses.replace(CASE, causal=True, decay="step")
+    assert gated.held("forward + backward") == 8 * 8192 + 2 * 4 * 64 * 2
+
+
+def test_every_suite_has_someone_for_every_case():
+    names = [suite.name for suite in every_suite()]
+    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 13
+    # What a report may take on a card, with what it takes to begin.
+    assert sum(suite.seconds for suite in suites.named("report")) < 540
+    for suite in every_suite():
+        for contest in suite.contests:
+            for platform in results.PLATFORMS:
+                assert contest.cases[platform], suite.name
+                for case in contest.cases[platform]:
+                    wanted = side_by_side.wanted(contest, case)
+                    assert wanted and any(map(side_by_side.is_ours, wanted)), (suite.name, case)
+    in_torch = {
+        name for suite in every_suite() for contest in suite.contests for name in contest.in_torch
+    }
+    known = {name for names in peers.CONTENDERS.values() for name in names}
+    assert in_torch <= known
+
+
+def test_cases_of_two_ops_are_two_rows():
+    assert str(CASE) != str(dataclasses.replace(CASE, op="softmax"))
+
+
+def full_results(platform):
+    """A row for everything that is asked for."""
+    rows = [
+        row_of(case, phase, name, 1e-7 * case.T * (1 + number), errors={"out": 1e-3}, scratch=9)
+        for suite in every_suite()
+        for contest in suite.contests
+        for case in contest.cases[platform]
+        for phase in contest.phases_of(case)
+        for number, name in enumerate(side_by_side.wanted(contest, case))
+    ]
+    rows = list({row.key: row for row in rows}.values())
+    return Results(**FACTS, platform=platform, matrix={"bfloat16": 8e14}, rows=rows)
+
+
+def test_all_suites_say_something_of_no_row_and_of_every_row():
+    for platform in results.PLATFORMS:
+        empty, full = Results(**FACTS, platform=platform), full_results(platform)
+        for suite in every_suite():
+            for found in (empty, full):
+                for table in suite.findings(found):
+                    assert all(len(line) == len(table.head) for line in table.rows), suite.name
+                    assert table.text().startswith(table.title)
+                    assert table.markdown().count("\n|") >= len(table.rows)
+
+
+@pytest.mark.parametrize("T", [16, 128])
+def test_the_rungs_compute_attention(T):
+    case = Case("softmax", B=2, H=2, T=T, D=16, dtype="float32")
+    for name, rung in variants.LADDER.items():
+        found = ours.finished(rung.compiled(case, "forward"))
+        assert found.errors["out"] < 1e-5, name
+    with pytest.raises(ValueError, match="powers of two up to 8192, got 24 and 24"):
+        tiled.attention(*np.zeros((3, 1, 24, 1, 16), np.float32))
+
+
+def test_variants_compute_what_the_library_does():
+    loop = dataclasses.replace(CASE, causal=True)
+    grouped = Case("softmax", B=2, H=4, G=2, T=1, S=64, D=16, dtype="float32")
+    every = variants.IN_LINEAR | variants.IN_SOFTMAX
+    for case, names in (
+        (CASE, ("ato_jax, tiles of 32", variants.MAPS_APART)),
+        (loop, (variants.LOOP,)),
+        (grouped, (variants.REPEATED, variants.PAGED)),
+    ):
+        for name in names:
+            one = every[name]
+            assert one.takes(case)
+            found = ours.finished(one.compiled(case, "forward"))
+            assert found.errors["out"] < 1e-5, name
+            assert isinstance(found.time(0.0), timing.Timing)
+
+
+# What is said of rows.
+
+
+def test_exponents_are_those_of_powers():
+    assert findings.exponent({T: 3e-7 * T**1.5 for T in (64, 256, 1024)}) == pytest.approx(1.5)
+    members = [dataclasses.replace(CASE, T=T) for T in (64, 128, 256, 512)]
+    contest = side_by_side.Contest({"cpu": tuple(members), "gpu": ()}, {}, {})
+    rows = []
+    for case in members:
+        forward = 1e-6 * case.T if case.T > 64 else 5e-5
+        for phase, seconds in zip(PHASES, (forward, forward + 1e-8 * case.T**2), strict=True):
+            rows.append(row_of(case, phase, "one", seconds, scratch=case.held(phase)))
+    (growth,) = findings.growths(Results(**FACTS, rows=rows), [contest])
+    # The first is its launches.
+    assert (growth.first, growth.last) == (128, 512)
+    assert growth.forward == pytest.approx(1) and growth.backward == pytest.approx(2)
+    assert growth.memory == pytest.approx(1) and growth.family == "linear B1 H2 D16 float32"
+    (table,) = findings.complexity([contest])(Results(**FACTS, rows=rows))
+    assert table.rows[0][2:] == ["128 to 512", "1.00", "2.00", "1.00"]
+
+
+def test_the_fastest_peer_computes_all_of_the_problem():
+    rows = [
+        row_of(CASE, "forward", name, seconds)
+        for name, seconds in (
+            ("ato_jax", 1e-3),
+            ("SDPA flash", 3e-3),
+            ("PyTorch, compiled", 2e-3),
+            ("fla chunk, phi out", 1e-4),
+            ("ato_jax, tiles of 32", 1e-5),
+        )
+    ]
+    assert findings.best(rows).contender == "PyTorch, compiled"
+    contest = side_by_side.Contest({"cpu": (CASE,), "gpu": ()}, {}, {}, PHASES[:1])
+    (table,) = findings.standing(contest, "All")(Results(**FACTS, rows=rows))
+    assert table.rows[0][-3:] == ["PyTorch, compiled", "2.000", "2.0x"]
+    contest = dataclasses.replace(contest, in_torch={"fla chunk, phi out": InJax(None)})
+    (table,) = findings.standing(contest, "All")(Results(**FACTS, rows=rows))
+    assert table.rows[0][-3:] == ["fla chunk, phi out", "0.1000", "0.1x"]
+
+
+def test_a_wrong_row_has_its_reason_and_no_time():
+    rows = [row_of(CASE, "forward", "one", 1e-3, picked="FLASH", scratch=5, host=2e-6)]
+    rows.append(Row(*rows[0].key[:2], "two", 1.0, 1.0, 1.0, unavailable="out is wrong: 0.5"))
+    text = tables.measured(rows).text()
+    assert "one (FLASH)" in text and text.endswith("  two: out is wrong: 0.5")
+
+
+def test_kernels_are_read_from_a_trace():
+    def meta(kind, name, pid, tid=0):
+        return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+    events = [meta("process_name", "/device:GPU:0", 1), meta("process_name", "/host:CPU", 2)]
+    events += [meta("thread_name", "Stream #1", 1, 7), meta("thread_name", "XLA Ops", 1, 8)]
+    events += [
+        {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": 0, "dur": duration}
+        for name, pid, tid, duration in (
+            ("states", 1, 7, 30),
+            ("states", 1, 7, 10),
+            ("output", 1, 7, 60),
+            ("states", 1, 8, 99),
+            ("launch", 2, 7, 99),
+        )
+    ]
+    found = profiling.kernels({"traceEvents": events}, calls=2)
+    assert [(one.name, one.calls) for one in found] == [("output", 0.5), ("states", 1.0)]
+    assert [one.seconds for one in found] == pytest.approx([3e-5, 2e-5])
+    text = profiling.table(CASE, "forward", found, 8).text()
+    assert "60.0%" in text and f"{CASE.traffic('forward') / 5e-5 / 1e9:.0f} GB/s" in text
+
+
+# Sweeps.
+
+
+def test_the_originals_sweep():
+    linear, softmax = sweeps.contests(sweeps.FOLDER / "original.yaml")
+    for contest, op in ((linear, "linear"), (softmax, "softmax")):
+        of_op = contest.cases["gpu"]
+        assert len(of_op) == 50 and {case.op for case in of_op} == {op}
+        assert {case.B for case in of_op} == {1, 2, 4, 8, 16}
+        assert {case.T for case in of_op} == {256, 512, 1024, 2048, 4096}
+        assert {(case.H * case.D, case.H) for case in of_op} == {(768, 12), (1024, 16)}
+        assert {*contest.in_jax, *contest.in_torch} >= {"ato_jax", "SDPA default"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{op: linear, batch: 1, tokens: 8, models: [], head: 1}", "unknown key 'head'"),
+        ("{op: linear, batchs: 1}", "unknown key 'batchs': did you mean batch?"),
+        ("{op: linear, batch: 1, tokens: 8}", "lacks models: {width: W"),
+        ("{op: cubic}", "op must be linear or softmax, got 'cubic'"),
+        ("{op: [[linear]]}", r"op must be linear or softmax, got \['linear'\]"),
+        ("{op: linear, batch: true}", "batch must be whole numbers above 0, got True"),
+        (
+            "{op: linear, batch: 1, tokens: 8, models: {width: 9, heads: 2}}",
+            "models must be {width: W, heads: H}, W a multiple of H",
+        ),
+        ("[1]", "has no keys; known are op, batch"),
+        ("{op: ", "is not YAML: "),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_sweep_that_is_not_one(text, said, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ResultsError, match=f"sweep.yaml.*{said}"):
+        sweeps.contests(path)
+
+
+def test_unknown_suites_and_files_are_a_line_and_status_2(caplog, tmp_path):
+    for arguments, said in (
+        (["run", "sing"], "There is no suite 'sing': smoke, linear"),
+        (["run"], "Name a suite, --suite=NAME, or a --config: smoke"),
+        (["table"], "table takes one file of figures, FILE.json; got none"),
+        (["plot", str(tmp_path / "no.json")], "no.json cannot be read"),
+        (["tune", "sing"], "tune takes one of linear_attention, attention; got sing"),
+        (["profile"], "profile needs a --case of these: linear B1"),
+    ):
+        caplog.clear()
+        assert entry.main(["benchmarks", *arguments]) == 2
+        assert said in caplog.text and len(caplog.records) == 1
+
+
+# What fails.
+
+
+class Peer:
+    """Stands in for PyTorch's process."""
+
+    def __init__(self, *_):
+        self.left = False
+
+    def prepare(self, name, case, phase):
+        return {"errors": {"out": 1e-3}, "picked": "FLASH", "scratch": 3}
+
+    def time(self, name, seconds):
+        return timing.Timing([1e-3, 2e-3, 3e-3], 3, 1e-5)
+
+    def forget(self):
+        pass
+
+    def __exit__(self, *_):
+        self.left = True
+
+
+class InJax:
+    """A contender on JAX that does what it is told to."""
+
+    searches = False
+
+    def __init__(self, compile, launch=lambda _: None):
+        self._compile, self._launch = compile, launch
+
+    def takes(self, case):
+        return True
+
+    def compiled(self, case, phase):
+        self._compile()
+        return lambda: ours.Prepared(self._launch, 1, {"out": 1e-3}, 7)
+
+
+def fails(*_):
+    raise RuntimeError("of its own")
+
+
+def measured(in_jax, **more):
+    contest = side_by_side.Contest({}, in_jax, {"SDPA flash": InJax(None)})
+    rows = side_by_side.measure(contest, Peer(), CASE, "forward", 1.0, lambda: 1.0, **more)
+    return {row.contender: row for row in rows}
+
+
+def test_what_fails_costs_its_own_row(monkeypatch):
+    import threading
+
+    monkeypatch.setattr(side_by_side, "LONGEST_COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(side_by_side, "workers", lambda: 4)
+    monkeypatch.setattr(side_by_side, "stuck", [])
+    end = threading.Event()
+    found = measured(
+        {
+            "good": InJax(lambda: None),
+            "does not compile": InJax(fails),
+            "does not run": InJax(lambda: None, fails),
+            "compiles forever": InJax(end.wait),
+        }
+    )
+    end.set()
+    assert found["good"].seconds and found["good"].scratch == 7 and found["good"].host >= 0
+    assert found["SDPA flash"].picked == "FLASH" and found["SDPA flash"].host == 1e-5
+    reason = "RuntimeError: of its own"
+    assert found["does not compile"].unavailable == found["does not run"].unavailable == reason
+    assert found["compiles forever"].unavailable == "compiling took longer than 0.5 s"
+    assert len(side_by_side.stuck) == 1
+
+
+def test_a_device_that_is_lost_has_the_program_started_again(monkeypatch, tmp_path):
+    path = tmp_path / "figures.json"
+    contest = side_by_side.Contest(
+        {"cpu": (CASE,), "gpu": ()}, {"breaks": InJax(fails), "good": InJax(lambda: None)}, {}
+    )
+    peer, started = Peer(), []
+    monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(peer))
+    monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
+    monkeypatch.setattr(side_by_side, "device_works", lambda: False)
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    with flagsaver.flagsaver(json=str(path)):
+        run.hold([suites.Suite("a suite", "of a test", 100, (contest,))])
+    [command] = started
+    assert command[-2] == "--resume" and command[-1].startswith("--within_s=") and peer.left
+    rows = {row.contender: row.unavailable for row in results.read(path).rows}
+    assert rows == {"breaks": "RuntimeError: of its own", "good": results.NO_TIME_LEFT}
+
+
+def test_what_ended_the_program_is_left_out_when_it_is_resumed(monkeypatch, tmp_path):
+    path = tmp_path / "figures.json"
+    contest = side_by_side.Contest({"cpu": (CASE,), "gpu": ()}, {"one": InJax(lambda: None)}, {})
+    results.write(path, results.json_text(Results(**FACTS)))
+    side_by_side.doing(path).write_text(json.dumps([str(CASE), "forward", "one"]))
+    monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(Peer()))
+    monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
+    with flagsaver.flagsaver(json=str(path), resume=True):
+        assert run.hold([suites.Suite("a suite", "of a test", 100, (contest,))]) == 0
+    forward, both = results.read(path).rows
+    assert forward.unavailable == "ended this program" and both.seconds
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_peer_that_does_not_answer_is_ended(monkeypatch):
+    silent = "import sys, time\nfor line in sys.stdin: time.sleep(60)"
+    monkeypatch.setattr(peers.Peer, "COMMAND", (sys.executable, "-c", silent))
+    monkeypatch.setattr(peers, "LONGEST_SECONDS", 0.3)
+    with peers.Peer("cpu") as peer:
+        told = peer.prepare("SDPA flash", CASE, "forward")
+        peer._process.kill()
+    assert told == "ended PyTorch's process: no answer in 0.3 s"
+
+
+# Documents.
+
+
+def test_documents_are_made_of_the_files_of_figures():
+    if not document.files():
+        pytest.skip("there are no figures yet")
+    assert document.differing() == []
+
+
+def test_what_is_between_the_marks_is_replaced(tmp_path):
+    text = f"before {document.FIRST}\nold\n{document.LAST} after"
+    made = document.between(text, "new", tmp_path)
+    assert made == f"before {document.FIRST}\n\nnew\n\n{document.LAST} after"
+    assert document.between(made, "new", tmp_path) == made
+    with pytest.raises(ResultsError, match="once each"):
+        document.between("none", "new", tmp_path)
+
+
+def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
+    readme, told = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    readme.write_text(f"{document.FIRST}\n{document.LAST}\n")
+    for module, name, value in (
+        (document, "ROOT", tmp_path),
+        (document, "README", readme),
+        (document, "RESULTS", told),
+        (run, "FOLDER", tmp_path / "figures"),
+        (show, "plot", lambda names: None),
+    ):
+        monkeypatch.setattr(module, name, value)
+    assert entry.main(["benchmarks", "report"]) == 2
+    results.write(run.FOLDER / "a_card.json", results.json_text(full_results("gpu")))
+    with flagsaver.flagsaver(check=True):
+        assert entry.main(["benchmarks", "report"]) == 1
+    assert entry.main(["benchmarks", "report"]) == 0
+    assert document.differing() == []
+    text = told.read_text()
+    assert "### The ladder" in text and "50x" in text and "#### Encoders" in text
+    assert readme.read_text().count("\n| linear B8 H8 T65536") == document.README_ROWS // 2
+    told.write_text(text.replace("50x", "51x"))
+    assert document.differing() == [told]
+
+
+def test_what_is_quoted_is_there():
+    assert len(document.quoted_techniques().rows) == len(document.QUOTED)
+    assert len(document.quoted_quality()) == len(document.QUALITY)
+
+
+# The whole command.
+
+
+def test_smoke_runs(tmp_path):
+    """In a process of its own: measured, written, shown and drawn."""
+    pytest.importorskip("torch")
+    path, table = tmp_path / "smoke.json", tmp_path / "smoke.csv"
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks", "run", "--suite=smoke"),
+            *(f"--json={path}", f"--csv={table}", "--forward_only"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "No GPU here" in ran.stdout and "SDPA default (" in ran.stdout
+    found = results.read(path)
+    assert found.platform == "cpu" and found.matrix["float32"] > 0 and found.suites["smoke"] > 0
+    assert len(found.rows) == 5 and all(row.seconds for row in found.rows), found.rows
+    assert len(table.read_text().splitlines()) == 6
+    text = show.text(found, ["smoke", "linear"])
+    assert all(row.contender in text for row in found.rows)
+    from benchmarks import plots
+
+    # The suites that the pictures are of were not run: every picture is left out.
+    assert plots.draw(found, tmp_path / "pictures") == []
+
+
+def test_pictures_are_drawn_of_every_row(tmp_path):
+    from benchmarks import plots
+
+    found = full_results("gpu")
+    drawn = plots.draw(found, tmp_path / "pictures")
+    assert [one.stem for one in drawn] == list(plots.PICTURES)
+    assert all(one.read_bytes().startswith(b"\x89PNG") for one in drawn)
