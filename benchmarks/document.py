@@ -7,6 +7,7 @@ tasks, are taken from where they were measured, docs/notes/attention.md and docs
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from benchmarks import findings, linear, results, run, show, suites
-from benchmarks.results import Results, ResultsError
+from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
 from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
@@ -30,8 +31,8 @@ BLANK = f"# Results\n\n{FIRST}\n{LAST}\n"
 QUOTED = ("`exp2` with", "q scaled beforehand", "cache hints", "dk, dv and dq in kernels")
 # Headings of docs/examples.md whose tables tell of quality.
 QUALITY = ("A character language model", "Encoders", "Linear attention in a trained softmax model")
-# Of the README's table: case, phase.
-README_ROWS = 4
+# Of the README's table: bidirectional and causal, two cases in two phases each.
+README_ROWS = 8
 
 
 def files() -> list[Path]:
@@ -61,8 +62,16 @@ def quoted_quality() -> list[str]:
     return found
 
 
+def measured(table: Table) -> list[Table]:
+    """The table without rows of which nothing was measured; none where no row is left."""
+    ours = [n for n, name in enumerate(table.head) if n >= table.texts and "original" not in name]
+    rows = [row for row in table.rows if any(row[n] not in ("", "-") for n in ours)]
+    return [dataclasses.replace(table, rows=rows)] if rows else []
+
+
 def section(found: Results, name: str) -> str:
     """Everything of one file."""
+    waiting = sum(row.unavailable == NO_TIME_LEFT for row in found.rows)
     noted = {key: value for key, value in found.about.items() if not key.startswith("clocks")}
     rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in found.matrix.items())
     versions = ", ".join(f"{key} {value}" for key, value in noted.items())
@@ -72,8 +81,11 @@ def section(found: Results, name: str) -> str:
         f"moves {found.bandwidth / 1e12:.2f} TB/s, a large product runs at (TFLOP/s) {rates}. "
         f"Every row: [{name}.json](../benchmarks/results/{name}.json).",
     ]
+    if waiting:
+        parts.append(f"Of {len(found.rows)} rows {waiting} are still to be measured.")
     for suite in suites.named("report"):
-        parts += [table.markdown() for table in suite.findings(found)]
+        for table in suite.findings(found):
+            parts += [one.markdown() for one in measured(table)]
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
     parts += [

@@ -349,7 +349,7 @@ def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
                 op = all_cases[0].op
                 title = f"Best peer over ato_jax, {op} attention, {phase}"
                 head = ["width", "T", *(f"B {B}" for B in by_batch)]
-                made.append(Table(title, head, lines))
+                made.append(Table(title, head, lines, texts=2))
         return made
 
     return tables

@@ -34,6 +34,7 @@ from benchmarks import (
 )
 from benchmarks.cases import PHASES, Case
 from benchmarks.results import Results, ResultsError, Row
+from benchmarks.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
@@ -469,3 +470,11 @@ def test_pictures_are_drawn_of_every_row(tmp_path):
     drawn = plots.draw(found, tmp_path / "pictures")
     assert [one.stem for one in drawn] == list(plots.PICTURES)
     assert all(one.read_bytes().startswith(b"\x89PNG") for one in drawn)
+
+
+def test_a_document_leaves_out_what_was_not_measured() -> None:
+    head = ["T", "phase", "ato_jax, ms", "the original", "peer / ours"]
+    rows = [["8", "forward", "-", "2x", "-"], ["16", "forward", "0.5", "2x", ""]]
+    (found,) = document.measured(Table("title", head, rows, texts=2))
+    assert found.rows == rows[1:]
+    assert document.measured(Table("title", head, rows[:1], texts=2)) == []
