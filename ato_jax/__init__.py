@@ -10,11 +10,13 @@ from ato_jax.ops.linear_attention.api import linear_attention
 from ato_jax.ops.linear_attention.features import favor
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step
+from ato_jax.paged_cache import PagedCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LinearState",
+    "PagedCache",
     "UnsupportedError",
     "attention",
     "combine",
