@@ -1,5 +1,6 @@
 """Linear and exact softmax attention for JAX, at the speed of the hardware."""
 
+from ato_jax.checking import checked
 from ato_jax.device import interpret
 from ato_jax.dispatch import UnsupportedError
 from ato_jax.explain import explain
@@ -19,6 +20,7 @@ __all__ = [
     "PagedCache",
     "UnsupportedError",
     "attention",
+    "checked",
     "combine",
     "decode_attention",
     "explain",

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
-from ato_jax import shapes
+from ato_jax import checking, shapes
 
 # Pages that `defragment` moves in one step: what it needs beside the cache.
 MOVED_AT_ONCE = 64
@@ -49,7 +48,7 @@ class PagedCache(NamedTuple):
 
     What cannot be done is not done at all: nothing is written, no page is taken. Outside of jit
     that is a ValueError; inside, where no value is known, the flag or the slot that is returned
-    says so, and under `jax.experimental.checkify.checkify` an error with the same message.
+    says so, and `ato_jax.checked` finds an error with the same message.
     """
 
     k_pages: jax.Array  # [P, page, G, D]
@@ -280,11 +279,11 @@ def _as_cached(name: str, array: Any, pages: jax.Array) -> jax.Array:
 def _require(fine: jax.Array, messages: tuple[str, ...], numbers: dict[str, jax.Array]) -> None:
     """A ValueError with the first message whose entry of `fine` does not hold.
 
-    Inside jit nothing, and where checkify looks the same as an error of its own.
+    Inside jit nothing, and where `checked` looks the same as an error there.
     """
     if isinstance(fine, jax.core.Tracer):
         for n, message in enumerate(messages):
-            checkify.debug_check(fine[n], message, **numbers)
+            checking.check(fine[n], message, **numbers)
         return
     for holds, message in zip(np.asarray(fine), messages, strict=True):
         if not holds:

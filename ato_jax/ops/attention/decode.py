@@ -15,9 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
-from ato_jax import device, shapes, tuning
+from ato_jax import checking, device, shapes, tuning
 from ato_jax.device import Device
 from ato_jax.dispatch import UnsupportedError
 from ato_jax.ops.attention.api import OP, attention, bind_sinks, bounds
@@ -50,8 +49,8 @@ def decode_attention(
     and counted in `lengths`. Only the pages that hold a sequence's first `lengths` keys are read:
     the other ids in its row of the table may be anything, and no NaN in unused rows or pages gets
     into an output. Of the pages that are used an id out of range is refused where table and
-    lengths are on the host; on a device its keys are read from nowhere and seen by nobody. Inside
-    `jax.experimental.checkify.checkify` it is an error, and so is a length beyond the table.
+    lengths are on the host; on a device its keys are read from nowhere and seen by nobody.
+    `ato_jax.checked` makes an error of it, and of a length beyond the table.
 
     Args:
       q: [B, T, H, D], T from 1 to 16.
@@ -195,23 +194,24 @@ def _by_kernel_jvp(
 def _check_used_pages(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
     """A ValueError for a page that there is not, where table and lengths are on the host.
 
-    Inside jit an error of checkify's for either, and nothing where that does not look.
+    Where `checked` looks an error for either, wherever they are.
     """
     starts = np.arange(sizes["pages"]) * sizes["page"]
     span = f"P - 1 = {sizes['P'] - 1} where used"
-    if isinstance(page_table, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
-        table = shapes.clipped(jnp.asarray(page_table), -1, sizes["P"])
-        keys = shapes.clipped(jnp.asarray(lengths), -1, sizes["S"] + 1)
-        checkify.debug_check(
-            ((keys >= 0) & (keys <= sizes["S"])).all(),
+    if checking.checking():
+        table, keys = jnp.asarray(page_table), jnp.asarray(lengths)
+        held = shapes.clipped(keys, -1, sizes["S"] + 1)
+        checking.check(
+            ((held >= 0) & (held <= sizes["S"])).all(),
             f"lengths must lie between 0 and S={sizes['S']}, got {{lengths}}",
-            lengths=jnp.asarray(lengths),
+            lengths=keys,
         )
-        exists = (table >= 0) & (table < sizes["P"])
-        checkify.debug_check(
-            (exists | (starts >= keys[:, None])).all(),
+        pages = shapes.clipped(table, -1, sizes["P"])
+        exists = (pages >= 0) & (pages < sizes["P"])
+        checking.check(
+            (exists | (starts >= held[:, None])).all(),
             f"page_table must lie between 0 and {span}, got {{page_table}}",
-            page_table=jnp.asarray(page_table),
+            page_table=table,
         )
     elif not isinstance(page_table, jax.Array) and not isinstance(lengths, jax.Array):
         used = np.asarray(page_table)[starts < np.asarray(lengths)[:, None]]
