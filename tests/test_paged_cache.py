@@ -13,7 +13,6 @@ from flax import nnx
 
 import ato_jax
 from ato_jax import PagedCache, nn
-from tests import numerics
 
 P, PAGE, B, PAGES, T = 24, 4, 6, 8, 7
 
@@ -192,11 +191,10 @@ def test_random_walk() -> None:
 
 
 def test_in_place() -> None:
-    """With donation the pages stay where they are, and nothing of their size is made beside them."""
-    cache = empty(num_pages=512)
+    """With donation the pages stay where they are, and nothing of their size is beside them."""
+    cache = empty(num_pages=512, head_dim=64, v_head_dim=32)
     cache, slot = cache.allocate()
-    size = cache.k_pages.nbytes + cache.v_pages.nbytes
-    k, v = tokens([1, 2, 3])
+    k, v = jnp.ones((1, 3, 1, 64)), jnp.ones((1, 3, 1, 32))
     for operation, arguments in (
         (lambda cache, k, v, slots: cache.append(k, v, slots=slots), (k, v, slot[None])),
         (lambda cache, slot: cache.fork(slot), (slot,)),
@@ -206,10 +204,9 @@ def test_in_place() -> None:
     ):
         compiled = jax.jit(operation, donate_argnums=0).lower(cache, *arguments).compile()
         memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= size
-        # `defragment` moves 64 pages of 512 at once, and has some integers for each.
-        assert memory.temp_size_in_bytes < size
-        assert memory.output_size_in_bytes - memory.alias_size_in_bytes < size / 4
+        assert memory.alias_size_in_bytes > cache.k_pages.nbytes + cache.v_pages.nbytes
+        # `defragment` has 64 of the 512 pages in hand at once.
+        assert memory.temp_size_in_bytes < cache.v_pages.nbytes / 2
         where = [cache.k_pages.unsafe_buffer_pointer(), cache.v_pages.unsafe_buffer_pointer()]
         found = compiled(cache, *arguments)
         old, cache = cache, found[0] if isinstance(found[0], PagedCache) else found
@@ -299,8 +296,8 @@ def test_refusals(operation: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         operation(cache)
     found = jax.jit(operation)(cache)
-    if isinstance(found, PagedCache):
-        assert int(found.lengths[0]) == (9 if "3" not in message else 0)
+    if isinstance(found, PagedCache):  # of what is freed, the rest is
+        assert found.active.tolist() == [message == REFUSED[-1][1], True, *[False] * 4]
     else:
         cache, answer = found
         assert int(answer) == (0 if answer.dtype == bool else -1)
@@ -422,8 +419,7 @@ def close(found: Any, wanted: Any, limit: float = 2e-5) -> None:
 step = nnx.jit(lambda model, x, mask=None: model(x, decode=True, mask=mask))
 
 
-@pytest.mark.parametrize("prompt", [0, 5, 19])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "prompt"), [("float32", 0), ("float32", 19), ("bfloat16", 5)])
 @pytest.mark.parametrize(
     "options",
     [{"num_kv_heads": 2, "rope_theta": 1e4}, {"window": (5, None), "sinks": True, "softcap": 2.0}],
