@@ -371,19 +371,20 @@ def _append(
     # One scatter of rows: what the copied page held, then what is new.
     positions = held[:, None] + jnp.arange(T)  # [N, T]
     homes = page_table[at[:, None], jnp.minimum(positions // page, pages - 1)]
-    rows = jnp.arange(page)
-    copied = copies[:, None] & (rows < held[:, None] % page)  # [N, page]
+    rows = jnp.broadcast_to(jnp.arange(page), (entries, page))
+    copied = copies[:, None] & (rows < held[:, None] % page)
+    homes = jnp.concatenate([jnp.broadcast_to(taken[:, :1], copied.shape), homes], 1)
+    rows = jnp.concatenate([rows, positions % page], 1)  # [N, page + T]
     present = jnp.concatenate([copied, jnp.arange(T) < written[:, None]], 1)
-    target = jnp.concatenate([taken[:, :1] * page + rows, homes * page + positions % page], 1)
-    # What is left out gets a row of its own beyond the last, so that none is there twice.
-    beyond = P * page + jnp.arange(target.size).reshape(target.shape)
-    target = jnp.where(present, target, beyond)  # [N, page + T]
+    # What is left out gets a page of its own beyond the last, so that no row is there twice.
+    beyond = P + jnp.arange(homes.size, dtype=jnp.int32).reshape(homes.shape)
+    homes = jnp.where(present, homes, beyond)
 
     def put(held_pages: jax.Array, new: jax.Array) -> jax.Array:
         old = held_pages[jnp.where(copies, last, 0)]  # [N, page, G, D]
-        flat = held_pages.reshape(P * page, *held_pages.shape[2:])
-        flat = flat.at[target].set(jnp.concatenate([old, new], 1), mode="drop", unique_indices=True)
-        return flat.reshape(held_pages.shape)
+        # Not by rows of all pages in one axis: a reshape around it may cost a copy of all.
+        new = jnp.concatenate([old, new], 1)
+        return held_pages.at[homes, rows].set(new, mode="drop", unique_indices=True)
 
     cache = cache._replace(
         k_pages=put(cache.k_pages, k),

@@ -190,11 +190,12 @@ def test_random_walk() -> None:
 # In place
 
 
-def test_in_place() -> None:
+@pytest.mark.parametrize("G", [1, 2])
+def test_in_place(G: int) -> None:
     """With donation the pages stay where they are, and nothing of their size is beside them."""
-    cache = empty(num_pages=512, head_dim=64, v_head_dim=32)
+    cache = empty(num_pages=512, num_kv_heads=G, head_dim=64, v_head_dim=32)
     cache, slot = cache.allocate()
-    k, v = jnp.ones((1, 3, 1, 64)), jnp.ones((1, 3, 1, 32))
+    k, v = jnp.ones((1, 3, G, 64)), jnp.ones((1, 3, G, 32))
     for operation, arguments in (
         (lambda cache, k, v, slots: cache.append(k, v, slots=slots), (k, v, slot[None])),
         (lambda cache, slot: cache.fork(slot), (slot,)),
@@ -292,21 +293,19 @@ REFUSED = [
 @pytest.mark.parametrize(("operation", "message"), REFUSED, ids=[text for _, text in REFUSED])
 def test_refusals(operation: Any, message: str) -> None:
     """A ValueError; inside jit nothing is done, and a flag or -1 says so; an error in `checked`."""
-    cache = filled()
     with pytest.raises(ValueError, match=message):
-        operation(cache)
-    found = jax.jit(operation)(cache)
-    if isinstance(found, PagedCache):  # of what is freed, the rest is
-        assert found.active.tolist() == [message == REFUSED[-1][1], True, *[False] * 4]
-    else:
-        cache, answer = found
-        assert int(answer) == (0 if answer.dtype == bool else -1)
-        for name in ("k_pages", "v_pages", "lengths", "references", "free_pages", "available"):
-            np.testing.assert_array_equal(getattr(cache, name), getattr(filled(), name))
-        np.testing.assert_array_equal(cache.page_table[1:], filled().page_table[1:])
-    error, _ = jax.jit(ato_jax.checked(operation))(filled())
+        operation(filled())
+    error, found = jax.jit(ato_jax.checked(operation))(filled())
     with pytest.raises(Exception, match=message.removeprefix("^")):
         error.throw()
+    if isinstance(found, PagedCache):  # of what is freed, the rest is
+        assert found.active.tolist() == [message == REFUSED[-1][1], True, *[False] * 4]
+        return
+    cache, answer = found
+    assert int(answer) == (0 if answer.dtype == bool else -1)
+    for name in ("k_pages", "v_pages", "lengths", "references", "free_pages", "available"):
+        np.testing.assert_array_equal(getattr(cache, name), getattr(filled(), name))
+    np.testing.assert_array_equal(cache.page_table[1:], filled().page_table[1:])
 
 
 def test_checked_finds_nothing_where_nothing_is_wrong() -> None:
