@@ -51,7 +51,12 @@ def execute(
         raise RuntimeError(
             "ato_torch cannot be captured into a CUDA graph: JAX launches its work itself"
         )
-    tensors = dense(tensors)
+    tensors = [
+        tensor
+        if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
+        else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
     road = _road(place)
     if on_gpu:
         current = torch.cuda.current_stream(place)
@@ -76,16 +81,6 @@ def execute(
             taken.add(pointer)
         results.append(result)
     return results
-
-
-def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As they are, where a kernel can read them so; else copies."""
-    return [
-        tensor
-        if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
-        else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
-        for tensor in tensors
-    ]
 
 
 class _Road:

@@ -8,15 +8,15 @@ to stands under "left", and is made up for in the same way:
     python -m tests.receipt left > left.txt
     python -m pytest -m gpu @left.txt
 
-The ordinary tests compare the receipt's hashes, one for each op, with those of the kernels' source
-as it stands, so nothing lands that no card has seen. Where the kernels of one op alone changed, or
-tests were added,
+The ordinary tests compare the receipt's hashes, one for each op's kernels and one for the bridge
+from PyTorch, with those of the source as it stands, so nothing lands that no card has seen. Where
+one of them alone changed, or tests were added,
 
     python -m tests.receipt renew
 
-puts the tests of that op, and the new ones, under "left". Which ops' kernels a test runs its
-parameter `op` says, or the marker `kernels`; any other test counts for all. Where no card could be
-had,
+puts the tests of that part, and the new ones, under "left". Which ops' kernels a test runs its
+parameter `op` says, or the marker `kernels`; any other test counts for all. The bridge's are those
+of `tests/test_torch_*.py`. Where no card could be had,
 
     python -m tests.receipt pending "the reason"
 
@@ -45,6 +45,8 @@ ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
 OPS = ("attention", "linear_attention")
+BRIDGE = "bridge"
+PARTS = (*OPS, BRIDGE)
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
 SHARED_SOURCES = (
     "ato_jax/device.py",
@@ -58,8 +60,10 @@ FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 
 
-def kernel_files(op: str) -> list[Path]:
-    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{op}/{name}" for name in SOURCES_OF_AN_OP)]
+def source_files(part: str) -> list[Path]:
+    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{part}/{name}" for name in SOURCES_OF_AN_OP)]
+    if part == BRIDGE:
+        patterns = ["ato_torch/*.py"]
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 
 
@@ -90,21 +94,26 @@ def tables_of(op: str, text: str) -> dict[str, Any]:
     }
 
 
-def kernel_hash(op: str) -> str:
+def source_hash(part: str) -> str:
     digest = hashlib.sha256()
-    for path in kernel_files(op):
+    for path in source_files(part):
         text = path.read_text()
-        text = stripped(text) if path.suffix == ".py" else json.dumps(tables_of(op, text))
+        text = stripped(text) if path.suffix == ".py" else json.dumps(tables_of(part, text))
         digest.update(f"{path.relative_to(ROOT)}\n{text}\n".encode())
     return digest.hexdigest()
 
 
-def kernel_hashes() -> dict[str, str]:
-    return {op: kernel_hash(op) for op in OPS}
+def source_hashes() -> dict[str, str]:
+    return {part: source_hash(part) for part in PARTS}
 
 
-def ops_of(test: Any) -> set[str]:
-    """The ops whose kernels a collected test runs."""
+def parts_of(test: Any) -> set[str]:
+    """The parts whose code a collected test runs."""
+    bridge = {BRIDGE} if test.nodeid.startswith("tests/test_torch_") else set()
+    return _ops_of(test) | bridge
+
+
+def _ops_of(test: Any) -> set[str]:
     parameters = test.callspec.params if hasattr(test, "callspec") else {}
     marker = test.get_closest_marker("kernels")
     if parameters.get("op") in OPS:
@@ -125,7 +134,7 @@ def versions() -> dict[str, str]:
 def write(content: dict[str, Any]) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     RECEIPT.write_text(
-        json.dumps({**content, "date": today, "kernels": kernel_hashes()}, indent=2) + "\n"
+        json.dumps({**content, "date": today, "sources": source_hashes()}, indent=2) + "\n"
     )
 
 
@@ -163,16 +172,16 @@ def with_second_run(receipt: dict[str, Any], outcomes: dict[str, str]) -> dict[s
 
 
 def renewed(
-    receipt: dict[str, Any], hashes: dict[str, str], ops_by_test: dict[str, set[str]]
+    receipt: dict[str, Any], hashes: dict[str, str], parts_by_test: dict[str, set[str]]
 ) -> dict[str, Any]:
-    """The receipt for the kernels and tests of now: what these changed, or added, is left."""
-    changed = {op for op in OPS if receipt["kernels"].get(op) != hashes[op]}
-    seen = {name: kind for kind in OUTCOMES for name in receipt[kind] if name in ops_by_test}
-    stays = {name: kind for name, kind in seen.items() if not ops_by_test[name] & changed}
+    """The receipt for the source and tests of now: what these changed, or added, is left."""
+    changed = {part for part in PARTS if receipt["sources"].get(part) != hashes[part]}
+    seen = {name: kind for kind in OUTCOMES for name in receipt[kind] if name in parts_by_test}
+    stays = {name: kind for name, kind in seen.items() if not parts_by_test[name] & changed}
     names = {kind: [name for name in stays if stays[name] == kind] for kind in OUTCOMES}
-    left = [name for name in ops_by_test if name not in stays]
+    left = [name for name in parts_by_test if name not in stays]
     again = [name for name in receipt["again"] if name in stays]
-    return _tallied({**receipt, **names, "left": left, "again": again, "kernels": hashes})
+    return _tallied({**receipt, **names, "left": left, "again": again, "sources": hashes})
 
 
 def collected(session: Any) -> list[str]:
@@ -208,38 +217,38 @@ def after(session: Any) -> None:
         write(of_run(collected(session), outcomes, device, versions()))
         return
     found = json.loads(RECEIPT.read_text())
-    same = found["kernels"] == kernel_hashes() and found.get("device") == device
+    same = found["sources"] == source_hashes() and found.get("device") == device
     if same and {*found["failed"], *found["error"], *found["left"]} & set(outcomes):
         write(with_second_run(found, outcomes))
 
 
 def verdict(receipt: dict[str, Any], current: dict[str, str]) -> tuple[str | None, str | None]:
     """(what is wrong with the receipt, what to warn of); both None where all is well."""
-    if changed := [op for op in OPS if receipt["kernels"].get(op) != current[op]]:
-        return f"the kernels of {', '.join(changed)} changed since: run `pytest -m gpu`", None
+    if changed := [part for part in PARTS if receipt["sources"].get(part) != current[part]]:
+        return f"the source of {', '.join(changed)} changed since: run `pytest -m gpu`", None
     if "pending" in receipt:
-        return None, f"NO CARD HAS SEEN THESE KERNELS: {receipt['pending']}"
+        return None, f"NO CARD HAS SEEN THIS CODE: {receipt['pending']}"
     if failed := receipt["failed"] + receipt["error"]:
         return f"tests failed on the card: {failed}", None
     if not receipt["passed"]:
         return "no test passed on the card", None
     if receipt["left"]:
-        return None, f"THE CARD HAS NOT COME TO {len(receipt['left'])} TESTS OF THESE KERNELS"
+        return None, f"THE CARD HAS NOT COME TO {len(receipt['left'])} TESTS OF THIS CODE"
     return None, None
 
 
 class _Collected:
-    """A plugin of pytest that keeps the ops of every test."""
+    """A plugin of pytest that keeps the parts of every test."""
 
     def __init__(self) -> None:
-        self.ops: dict[str, set[str]] = {}
+        self.parts: dict[str, set[str]] = {}
 
     def pytest_collection_finish(self, session: Any) -> None:
-        self.ops = {item.nodeid: ops_of(item) for item in session.items}
+        self.parts = {item.nodeid: parts_of(item) for item in session.items}
 
 
 def gpu_tests() -> dict[str, set[str]]:
-    """The ops of every test of the marker gpu."""
+    """The parts of every test of the marker gpu."""
     import pytest
 
     plugin = _Collected()
@@ -247,7 +256,7 @@ def gpu_tests() -> dict[str, set[str]]:
         status = pytest.main(["-m", "gpu", "--collect-only", "-q"], plugins=[plugin])
     if status:
         sys.exit(f"pytest could not collect the tests: it ended with {status}")
-    return plugin.ops
+    return plugin.parts
 
 
 if __name__ == "__main__":
@@ -260,10 +269,10 @@ if __name__ == "__main__":
             old = json.loads(RECEIPT.read_text())
             if "pending" in old:
                 sys.exit("the receipt is pending: only a whole run of `pytest -m gpu` renews it")
-            write(renewed(old, kernel_hashes(), gpu_tests()))
+            write(renewed(old, source_hashes(), gpu_tests()))
             print(len(json.loads(RECEIPT.read_text())["left"]), "tests to run")
         case _:
             sys.exit(
                 "usage: python -m tests.receipt pending REASON, or left, or renew\n"
-                f"current hashes: {kernel_hashes()}"
+                f"current hashes: {source_hashes()}"
             )

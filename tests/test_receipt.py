@@ -12,7 +12,7 @@ from tests import receipt
 
 def test_the_card_has_seen_these_kernels() -> None:
     wrong, warning = receipt.verdict(
-        json.loads(receipt.RECEIPT.read_text()), receipt.kernel_hashes()
+        json.loads(receipt.RECEIPT.read_text()), receipt.source_hashes()
     )
     assert wrong is None, wrong
     if warning:
@@ -23,7 +23,7 @@ def test_the_hash_covers_every_kernel() -> None:
     covered = {
         str(path.relative_to(receipt.ROOT))
         for op in receipt.OPS
-        for path in receipt.kernel_files(op)
+        for path in receipt.source_files(op)
     }
     with_kernels = {
         str(path.relative_to(receipt.ROOT))
@@ -34,7 +34,7 @@ def test_the_hash_covers_every_kernel() -> None:
     ops = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
     assert set(receipt.OPS) == ops - {"__pycache__"}
     for op in receipt.OPS:
-        others = [path for path in receipt.kernel_files(op) if "ops" in path.parts]
+        others = [path for path in receipt.source_files(op) if "ops" in path.parts]
         assert others and all(path.parts[path.parts.index("ops") + 1] == op for path in others)
 
 
@@ -54,11 +54,11 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
-HASHES = {"attention": "a", "linear_attention": "l"}
+HASHES = {"attention": "a", "linear_attention": "l", "bridge": "b"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:
-    return {**receipt.of_run(collected, outcomes, "card", {}), "kernels": HASHES}
+    return {**receipt.of_run(collected, outcomes, "card", {}), "sources": HASHES}
 
 
 def test_what_failed_may_be_run_again() -> None:
@@ -90,7 +90,7 @@ def test_what_a_stopped_run_left_may_be_made_up_for() -> None:
     assert third["left"] == [] and receipt.verdict(third, HASHES) == (None, None)
 
 
-def test_what_a_change_of_one_op_leaves() -> None:
+def test_what_a_change_of_one_part_leaves() -> None:
     outcomes = {"of a": "passed", "of l": "passed", "of both": "passed", "gone": "skipped"}
     first = first_run([*outcomes, "late"], outcomes)
     both = set(HASHES)
@@ -98,37 +98,40 @@ def test_what_a_change_of_one_op_leaves() -> None:
     now = {**HASHES, "linear_attention": "m"}
     found = receipt.renewed(first, now, ops)
     assert found["passed"] == ["of a"] and found["left"] == ["new", "of both", "of l"]
-    assert found["skipped"] == [] and found["kernels"] == now
+    assert found["skipped"] == [] and found["sources"] == now
     # Of the same kernels, what was added alone.
     assert receipt.renewed(first, HASHES, ops)["left"] == ["new"]
 
 
 @pytest.mark.parametrize(
-    ("parameters", "marks", "wanted"),
+    ("file", "parameters", "marks", "wanted"),
     [
-        ({"op": "attention"}, [], {"attention"}),
-        ({"T": 3}, ["linear_attention"], {"linear_attention"}),
-        ({}, [], {"attention", "linear_attention"}),
+        ("test_gpu", {"op": "attention"}, [], {"attention"}),
+        ("test_gpu", {"T": 3}, ["linear_attention"], {"linear_attention"}),
+        ("test_gpu", {}, [], {"attention", "linear_attention"}),
+        ("test_torch_sdpa", {}, ["attention"], {"attention", "bridge"}),
     ],
 )
-def test_whose_kernels_a_test_runs(
-    parameters: dict[str, Any], marks: list[str], wanted: set[str]
+def test_whose_code_a_test_runs(
+    file: str, parameters: dict[str, Any], marks: list[str], wanted: set[str]
 ) -> None:
     test = SimpleNamespace(
-        nodeid="test",
+        nodeid=f"tests/{file}.py::test_it",
         callspec=SimpleNamespace(params=parameters),
         get_closest_marker=lambda name: SimpleNamespace(args=marks) if marks else None,
     )
-    assert receipt.ops_of(test) == wanted
+    assert receipt.parts_of(test) == wanted
 
 
 def test_verdicts() -> None:
     good = first_run(["t"], {"t": "passed"})
     assert receipt.verdict(good, HASHES) == (None, None)
-    assert "of attention changed" in str(receipt.verdict(good, {**HASHES, "attention": "b"})[0])
+    assert "the source of attention changed" in str(
+        receipt.verdict(good, {**HASHES, "attention": "b"})[0]
+    )
     assert "failed" in str(receipt.verdict({**good, "failed": ["test_x"]}, HASHES)[0])
     assert "passed" in str(receipt.verdict({**good, "passed": []}, HASHES)[0])
-    pending = {"kernels": HASHES, "pending": "no card today"}
+    pending = {"sources": HASHES, "pending": "no card today"}
     wrong, warning = receipt.verdict(pending, HASHES)
     assert wrong is None and "no card today" in str(warning)
     assert receipt.verdict(pending, {**HASHES, "attention": "b"})[0] is not None
