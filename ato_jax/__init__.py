@@ -1,5 +1,6 @@
 """Linear and exact softmax attention for JAX, at the speed of the hardware."""
 
+from ato_jax.checking import checked
 from ato_jax.device import interpret
 from ato_jax.dispatch import UnsupportedError
 from ato_jax.explain import explain
@@ -10,13 +11,16 @@ from ato_jax.ops.linear_attention.api import linear_attention
 from ato_jax.ops.linear_attention.features import favor
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step
+from ato_jax.paged_cache import PagedCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LinearState",
+    "PagedCache",
     "UnsupportedError",
     "attention",
+    "checked",
     "combine",
     "decode_attention",
     "explain",

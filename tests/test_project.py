@@ -104,13 +104,16 @@ def test_links_in_documents_lead_somewhere(document):
     assert [target for target in relative if not (ROOT / target).exists()] == []
 
 
-@pytest.mark.parametrize("package", ["ato_jax", "ato_jax.nn", "ato_torch"])
-def test_readme_example_runs(package):
-    if package == "ato_torch":
+@pytest.mark.parametrize(
+    "first_line",
+    ["import ato_jax", "import ato_jax.nn", "from functools import partial", "import ato_torch"],
+)
+def test_readme_example_runs(first_line):
+    if first_line == "import ato_torch":
         pytest.importorskip("torch")
     examples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    [example] = [example for example in examples if example.startswith(f"import {package}\n")]
-    exec(compile(example, f"README.md, {package}", "exec"), {"__name__": "readme"})
+    [example] = [example for example in examples if example.startswith(f"{first_line}\n")]
+    exec(compile(example, f"README.md, {first_line}", "exec"), {"__name__": "readme"})
 
 
 def test_ci_runs_the_readme_test_command():

@@ -19,7 +19,8 @@ and what the call asks for. A mask is read by one of
                                    `hide_queries`
 
 A cache is a handful of `nnx.Cache` attributes, `nnx.data(None)` until `init_cache` makes them.
-`cache_index`, the number of tokens in it, is there in every layer: positions continue from it.
+`cache_index`, the number of tokens in it, is there in every layer: positions continue from it,
+unless a layer whose sequences differ in length says otherwise in `_held`.
 `made(self.cached_...)` is the variable, or the error that says to call `init_cache`, and `append`
 puts tokens into caches that grow. What raises after that is undone: a call runs inside of
 `caches_restored`, so that an error leaves the cache as it was.
@@ -245,8 +246,12 @@ class MultiHead(nnx.MultiHeadAttention):
                 )
             given = one_batch_axis(given, 1)
             return given, given
-        first = made(self.cache_index)[...] if decode else 0
+        first = self._held() if decode else 0
         return first + jnp.arange(T)[None], first + jnp.arange(S)[None]
+
+    def _held(self) -> jax.Array:
+        """How many tokens are in the cache: a scalar, or [B, 1] where that differs."""
+        return made(self.cache_index)[...]
 
 
 def as_dropout_rate(rate: Any, keep_rngs: bool, rngs: nnx.Rngs) -> float:
@@ -354,12 +359,13 @@ def caches_restored(layer: nnx.Module) -> Iterator[None]:
     Whatever can be wrong with a mask, an option or a backend shows in the attention itself, when
     the tokens are already in the cache; a second try must not find them there.
     """
-    before = [(cache, cache[...]) for cache in vars(layer).values() if isinstance(cache, nnx.Cache)]
+    caches = [cache for cache in vars(layer).values() if isinstance(cache, nnx.Cache)]
+    before = [cache.get_value() for cache in caches]
     try:
         yield
     except BaseException:
-        for cache, value in before:
-            cache[...] = value
+        for cache, value in zip(caches, before, strict=True):
+            cache.set_value(value)
         raise
 
 

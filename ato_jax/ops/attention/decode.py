@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import device, shapes, tuning
+from ato_jax import checking, device, shapes, tuning
 from ato_jax.device import Device
 from ato_jax.dispatch import UnsupportedError
 from ato_jax.ops.attention.api import OP, attention, bind_sinks, bounds
@@ -50,6 +50,7 @@ def decode_attention(
     the other ids in its row of the table may be anything, and no NaN in unused rows or pages gets
     into an output. Of the pages that are used an id out of range is refused where table and
     lengths are on the host; on a device its keys are read from nowhere and seen by nobody.
+    `ato_jax.checked` makes an error of it, and of a length beyond the table.
 
     Args:
       q: [B, T, H, D], T from 1 to 16.
@@ -191,9 +192,27 @@ def _by_kernel_jvp(
 
 
 def _check_used_pages(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
-    """A ValueError for a page that there is not, where table and lengths are on the host."""
-    if isinstance(page_table, jax.Array) or isinstance(lengths, jax.Array):
-        return
+    """A ValueError for a page that there is not, where table and lengths are on the host.
+
+    Where `checked` looks an error for either, wherever they are.
+    """
     starts = np.arange(sizes["pages"]) * sizes["page"]
-    used = np.asarray(page_table)[starts < np.asarray(lengths)[:, None]]
-    shapes.within("page_table", used, 0, sizes["P"] - 1, f"P - 1 = {sizes['P'] - 1} where used")
+    span = f"P - 1 = {sizes['P'] - 1} where used"
+    if checking.checking():
+        table, keys = jnp.asarray(page_table), jnp.asarray(lengths)
+        held = shapes.clipped(keys, -1, sizes["S"] + 1)
+        checking.check(
+            ((held >= 0) & (held <= sizes["S"])).all(),
+            f"lengths must lie between 0 and S={sizes['S']}, got {{lengths}}",
+            lengths=keys,
+        )
+        pages = shapes.clipped(table, -1, sizes["P"])
+        exists = (pages >= 0) & (pages < sizes["P"])
+        checking.check(
+            (exists | (starts >= held[:, None])).all(),
+            f"page_table must lie between 0 and {span}, got {{page_table}}",
+            page_table=table,
+        )
+    elif not isinstance(page_table, jax.Array) and not isinstance(lengths, jax.Array):
+        used = np.asarray(page_table)[starts < np.asarray(lengths)[:, None]]
+        shapes.within("page_table", used, 0, sizes["P"] - 1, span)

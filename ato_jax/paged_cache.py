@@ -1,0 +1,484 @@
+"""Keys and values in pages, of sequences that come, grow, branch and go.
+
+    key j of the sequence in slot b is row j % page of page page_table[b, j // page], j < lengths[b]
+
+A sequence takes pages as it grows and gives them back when it goes, so that what is held is what is
+used, up to one page a sequence. One that is forked shares the pages of the other; whoever appends
+to a last page that is shared and partly filled takes a copy of it first. Between any two
+operations, with used(b) = ceil(lengths[b] / page):
+
+    page_table[b, i] is a page for i < used(b), and -1 beyond;  lengths[b] = 0 unless active[b]
+    references[p] = how many entries of page_table are p
+    free_pages[:available] = each page with references[p] = 0, once: a stack
+
+So a page is free or referenced, never both and never neither, and none that two sequences reference
+is ever written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ato_jax import checking, shapes
+
+# Pages that `defragment` moves in one step: what it needs beside the cache.
+MOVED_AT_ONCE = 64
+
+
+class PagedCache(NamedTuple):
+    """A cache in pages for `decode_attention`: immutable, every operation returns the next one.
+
+        cache = ato_jax.PagedCache.empty(
+            16, 4096, num_pages=2048, page_size=16, num_kv_heads=8, head_dim=128
+        )
+        cache, slot = cache.allocate()
+        cache, fits = cache.append(k, v, slots=slot[None])  # [1, T, G, D]: a prompt
+        cache, fits = cache.append(k, v)  # [B, 1, G, D]: a token for every sequence
+        out = ato_jax.decode_attention(
+            q, cache.k_pages, cache.v_pages, cache.page_table, cache.lengths
+        )
+
+    Everything works inside jit, where the sizes are static and nothing else is, and in place where
+    the caller's jit donates the cache: `jax.jit(step, donate_argnums=0)`. Outside of jit, or
+    without donation, an operation that writes into pages copies them all. (So does XLA on a CPU
+    where they are bfloat16, as of JAX 0.10.2.)
+
+    What cannot be done is not done at all: nothing is written, no page is taken. Outside of jit
+    that is a ValueError; inside, where no value is known, the flag or the slot that is returned
+    says so, and `ato_jax.checked` finds an error with the same message.
+    """
+
+    k_pages: jax.Array  # [P, page, G, D]
+    v_pages: jax.Array  # [P, page, G, V]
+    page_table: jax.Array  # [B, pages] int32
+    lengths: jax.Array  # [B] int32
+    active: jax.Array  # [B] bool: the slots that are allocated
+    references: jax.Array  # [P] int32
+    free_pages: jax.Array  # [P] int32
+    available: jax.Array  # [] int32
+
+    @classmethod
+    def empty(
+        cls,
+        num_slots: int,
+        max_length: int,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: Any = jnp.bfloat16,
+    ) -> PagedCache:
+        """A cache that holds nothing.
+
+        Args:
+          num_slots: B, how many sequences there can be at a time.
+          max_length: how long each can get, up to whole pages.
+          num_pages, page_size: P pages of `page` keys each, shared by all sequences.
+          num_kv_heads, head_dim, v_head_dim: G, D and V; V is D unless given.
+          dtype: float16, bfloat16 or float32.
+        """
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        B, length, P, page, G, D, V = (
+            shapes.positive_int(name, size)
+            for name, size in (
+                ("num_slots", num_slots),
+                ("max_length", max_length),
+                ("num_pages", num_pages),
+                ("page_size", page_size),
+                ("num_kv_heads", num_kv_heads),
+                ("head_dim", head_dim),
+                ("v_head_dim", v_head_dim),
+            )
+        )
+        shapes.one_of("dtype", jnp.dtype(dtype).name, shapes.FLOATS)
+        return cls(
+            k_pages=jnp.zeros((P, page, G, D), dtype),
+            v_pages=jnp.zeros((P, page, G, V), dtype),
+            page_table=jnp.full((B, _pages(length, page)), -1, jnp.int32),
+            lengths=jnp.zeros(B, jnp.int32),
+            active=jnp.zeros(B, bool),
+            references=jnp.zeros(P, jnp.int32),
+            free_pages=_stack(P),
+            available=jnp.full((), P, jnp.int32),
+        )
+
+    def allocate(self) -> tuple[PagedCache, jax.Array]:
+        """Takes a slot for a new, empty sequence.
+
+        Returns:
+          (the cache, the slot): -1 inside jit where all slots are taken.
+        """
+        sizes = _bind(self)
+        cache, slot, fine = _allocate(self)
+        _require(fine, (f"allocate() needs a free slot, and all B = {sizes['B']} are taken",), {})
+        return cache, slot
+
+    def append(
+        self, k: Any, v: Any, *, slots: Any = None, counts: Any = None
+    ) -> tuple[PagedCache, jax.Array]:
+        """Puts T new keys and values behind those of each sequence, or of some.
+
+        Args:
+          k: [N, T, G, D], in the cache's dtype.
+          v: [N, T, G, V].
+          slots: [N] integers, whose they are, none twice; -1 is nobody. None means all slots,
+            N = B, and then the free ones take nothing.
+          counts: [N] integers from 0 to T, how many of the T are there; the rest is padding. None
+            means all.
+
+        Returns:
+          (the cache, whether it all fitted): False inside jit where there were too few pages, or a
+          sequence would get longer than its row of the table, or an argument is not as above. Then
+          the cache is what it was.
+        """
+        sizes = _bind(self)
+        k, v = (
+            _as_cached(name, array, pages)
+            for name, array, pages in (("k", k, self.k_pages), ("v", v, self.v_pages))
+        )
+        if slots is None:
+            sizes["N"] = sizes["B"]
+        shapes.bind(sizes, "k", k.shape, "NTGD")
+        shapes.bind(sizes, "v", v.shape, "NTGV")
+        if counts is not None:
+            counts = shapes.integers("counts", counts)
+            shapes.bind(sizes, "counts", counts.shape, "N")
+            counts = shapes.clipped(counts, -1, sizes["T"] + 1)
+        if slots is not None:
+            slots = shapes.integers("slots", slots)
+            shapes.bind(sizes, "slots", slots.shape, "N")
+            slots = shapes.clipped(slots, -2, sizes["B"])
+        S = sizes["pages"] * sizes["page"]
+        cache, fits, fine, numbers = _append(self, k, v, slots, counts)
+        messages = (
+            f"slots must lie between -1 and B - 1 = {sizes['B'] - 1}, got {{slots}}",
+            "slots must name none twice, got {slots}",
+            "slots must name allocated ones, got {slots}: call allocate() first",
+            f"counts must lie between 0 and T = {sizes['T']}, got {{counts}}",
+            f"page_table must lie between 0 and P - 1 = {sizes['P'] - 1} where used, got {{table}}",
+            f"k would make sequences of {{longer}} keys, and page_table has room for S = {S} each: "
+            "make a cache of a greater max_length",
+            f"k needs {{needed}} more pages, and of P = {sizes['P']} there are {{available}} left: "
+            "free() a sequence, or make a cache of more pages",
+        )
+        _require(fine, messages, numbers)
+        return cache, fits
+
+    def fork(self, slot: Any, length: Any = None) -> tuple[PagedCache, jax.Array]:
+        """Takes a slot for a sequence that goes on from another, whose pages it shares.
+
+        Args:
+          slot: an integer, the other's.
+          length: how many of its keys; None means all. To take keys back from a sequence, fork it
+            with fewer and free it.
+
+        Returns:
+          (the cache, the new slot): -1 inside jit where all slots are taken, or there is no such
+          sequence, or it is shorter.
+        """
+        sizes = _bind(self)
+        slot = shapes.integers("slot", slot)
+        shapes.bind({}, "slot", slot.shape, "")
+        slot = shapes.clipped(slot, -1, sizes["B"])
+        if length is not None:
+            length = shapes.integers("length", length)
+            shapes.bind({}, "length", length.shape, "")
+            length = shapes.clipped(length, -1, shapes.INT32.max)
+        cache, new, fine, numbers = _fork(self, slot, length)
+        messages = (
+            "slot must be an allocated one, got {slot}",
+            "length must lie between 0 and the sequence's {held}, got {length}",
+            f"fork() needs a free slot, and all B = {sizes['B']} are taken",
+        )
+        _require(fine, messages, numbers)
+        return cache, new
+
+    def free(self, slots: Any) -> PagedCache:
+        """Ends sequences: their slots are free, and so are the pages that no other one shares.
+
+        Args:
+          slots: an integer or [N] of them; -1 is nobody. Inside jit, what is no sequence's is
+            left out.
+        """
+        sizes = _bind(self)
+        slots = shapes.integers("slots", slots).reshape(-1)
+        slots = shapes.clipped(slots, -2, sizes["B"])
+        cache, fine = _free(self, slots)
+        _require(fine, ("slots must name allocated ones, got {slots}",), {"slots": slots})
+        return cache
+
+    def defragment(self) -> PagedCache:
+        """Moves pages so that those in use are the first: no other page is needed to hold them.
+
+        Only pages that lie behind the last place move. Their ids change in the table, what the
+        sequences hold does not.
+        """
+        _bind(self)
+        return _defragment(self)
+
+    def contiguous(self) -> tuple[jax.Array, jax.Array]:
+        """Copies of all keys and values in a row, [B, S, G, D] and [B, S, G, V], S = pages * page.
+
+        Beyond a sequence's length is whatever the pages hold: give `attention` the lengths.
+        """
+        _bind(self)
+
+        def row(pages: jax.Array) -> jax.Array:
+            found = jnp.take(pages, jnp.maximum(self.page_table, 0), axis=0, mode="clip")
+            return found.reshape(found.shape[0], -1, *found.shape[3:])
+
+        return row(self.k_pages), row(self.v_pages)
+
+
+def _pages(length: Any, page: int) -> Any:
+    """How many pages hold that many keys."""
+    return -(-length // page)
+
+
+def _stack(P: int) -> jax.Array:
+    """All pages, the first on top."""
+    return jnp.arange(P, dtype=jnp.int32)[::-1]
+
+
+def _bind(cache: PagedCache) -> dict[str, int]:
+    """The cache's sizes by their letters; a ValueError where its arrays are not as they must be."""
+    sizes: dict[str, int] = {}
+    for name, dtype, letters in (
+        ("k_pages", cache.k_pages.dtype, ("P", "page", "G", "D")),
+        ("v_pages", cache.k_pages.dtype, ("P", "page", "G", "V")),
+        ("page_table", "int32", ("B", "pages")),
+        ("lengths", "int32", ("B",)),
+        ("active", "bool", ("B",)),
+        ("references", "int32", ("P",)),
+        ("free_pages", "int32", ("P",)),
+        ("available", "int32", ()),
+    ):
+        array = getattr(cache, name)
+        found = shapes.dtype_name(name, array)
+        if found != dtype:
+            raise ValueError(f"{name} must be {dtype} in a PagedCache, got {found}")
+        shapes.bind(sizes, name, np.shape(array), letters)
+    return sizes
+
+
+def _as_cached(name: str, array: Any, pages: jax.Array) -> jax.Array:
+    found = shapes.floating(name, array)
+    if found.dtype != pages.dtype:
+        raise ValueError(
+            f"{name} must be {pages.dtype} as the cache is, got {found.dtype}; convert it, or make "
+            "the cache with that dtype"
+        )
+    return found
+
+
+def _require(fine: jax.Array, messages: tuple[str, ...], numbers: dict[str, jax.Array]) -> None:
+    """A ValueError with the first message whose entry of `fine` does not hold.
+
+    Inside jit nothing, and where `checked` looks the same as an error there.
+    """
+    if isinstance(fine, jax.core.Tracer):
+        for n, message in enumerate(messages):
+            checking.check(fine[n], message, **numbers)
+        return
+    for holds, message in zip(np.asarray(fine), messages, strict=True):
+        if not holds:
+            raise ValueError(message.format(**{key: np.asarray(n) for key, n in numbers.items()}))
+
+
+def _first_free(cache: PagedCache) -> jax.Array:
+    """A slot, -1 where all are taken."""
+    return jnp.where(cache.active.all(), -1, jnp.argmin(cache.active)).astype(jnp.int32)
+
+
+@jax.jit
+def _allocate(cache: PagedCache) -> tuple[PagedCache, jax.Array, jax.Array]:
+    """As allocate, and what must hold, [1]."""
+    slot = _first_free(cache)
+    active = cache.active | (jnp.arange(cache.active.size) == slot)
+    return cache._replace(active=active), slot, slot[None] >= 0
+
+
+@jax.jit
+def _append(
+    cache: PagedCache, k: jax.Array, v: jax.Array, slots: Any, counts: Any
+) -> tuple[PagedCache, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """As append, and what must hold, [7], and what its messages say."""
+    P, page = cache.k_pages.shape[:2]
+    B, pages = cache.page_table.shape
+    entries, T = k.shape[:2]  # the first of N
+    counts = jnp.full(entries, T, jnp.int32) if counts is None else counts
+    if slots is None:
+        slots = jnp.where(cache.active, jnp.arange(B, dtype=jnp.int32), -1)
+    named = (slots >= 0) & (slots < B)
+    at = jnp.where(named, slots, 0)  # [N]
+    grows = named & (counts > 0)
+    held = cache.lengths[at]
+    longer = held + jnp.where(grows, counts, 0)
+
+    # Where one goes on in a page that others share, it copies, unless the others do: as if those
+    # who are appended to went one after another.
+    last = cache.page_table[at, jnp.minimum(held // page, pages - 1)]
+    goes_on = grows & (held % page > 0)
+    exists = (last >= 0) & (last < P)
+    same = (last[:, None] == last) & goes_on[:, None] & goes_on  # [N, N]
+    before = jnp.tril(same, -1).sum(1)
+    copies = goes_on & exists & (cache.references[jnp.where(exists, last, 0)] - before > 1)
+
+    first = _pages(held, page) - copies  # the first column of the table that gets a page
+    needs = jnp.where(grows, _pages(longer, page) - first, 0)
+    needed = needs.sum()
+    twice = jnp.tril((slots[:, None] == slots) & named, -1)
+    fine = jnp.stack(
+        [
+            ((slots >= -1) & (slots < B)).all(),
+            ~twice.any(),
+            (cache.active[at] | ~named).all(),
+            ((counts >= 0) & (counts <= T)).all(),
+            (exists | ~goes_on).all(),
+            (longer <= pages * page).all(),
+            needed <= cache.available,
+        ]
+    )
+    numbers = {
+        "slots": slots,
+        "counts": counts,
+        "table": last,
+        "longer": longer,
+        "needed": needed,
+        "available": cache.available,
+    }
+    fits = fine.all()
+    written = jnp.where(grows & fits, counts, 0)
+    copies, needs = copies & fits, jnp.where(fits, needs, 0)
+
+    # The pages that are taken, from the top of the stack.
+    most = 1 + _pages(T - 1, page)
+    columns = first[:, None] + jnp.arange(most)  # [N, most]
+    takes = jnp.arange(most) < needs[:, None]
+    ranks = (jnp.cumsum(needs) - needs)[:, None] + jnp.arange(most)
+    taken = cache.free_pages[jnp.where(takes, cache.available - 1 - ranks, 0)]
+    page_table = cache.page_table.at[jnp.where(takes, at[:, None], B), columns].set(
+        taken, mode="drop"
+    )
+    references = cache.references.at[jnp.where(takes, taken, P)].add(1, mode="drop")
+    references = references.at[jnp.where(copies, last, P)].add(-1, mode="drop")
+
+    # One scatter of rows: what the copied page held, then what is new.
+    positions = held[:, None] + jnp.arange(T)  # [N, T]
+    homes = page_table[at[:, None], jnp.minimum(positions // page, pages - 1)]
+    rows = jnp.broadcast_to(jnp.arange(page), (entries, page))
+    copied = copies[:, None] & (rows < held[:, None] % page)
+    homes = jnp.concatenate([jnp.broadcast_to(taken[:, :1], copied.shape), homes], 1)
+    rows = jnp.concatenate([rows, positions % page], 1)  # [N, page + T]
+    present = jnp.concatenate([copied, jnp.arange(T) < written[:, None]], 1)
+    # What is left out gets a page of its own beyond the last, so that no row is there twice.
+    beyond = P + jnp.arange(homes.size, dtype=jnp.int32).reshape(homes.shape)
+    homes = jnp.where(present, homes, beyond)
+
+    def put(held_pages: jax.Array, new: jax.Array) -> jax.Array:
+        old = held_pages[jnp.where(copies, last, 0)]  # [N, page, G, D]
+        # Not by rows of all pages in one axis: a reshape around it may cost a copy of all.
+        new = jnp.concatenate([old, new], 1)
+        return held_pages.at[homes, rows].set(new, mode="drop", unique_indices=True)
+
+    cache = cache._replace(
+        k_pages=put(cache.k_pages, k),
+        v_pages=put(cache.v_pages, v),
+        page_table=page_table,
+        lengths=cache.lengths.at[jnp.where(named, at, B)].add(written, mode="drop"),
+        references=references,
+        available=cache.available - needs.sum(),
+    )
+    return cache, fits, fine, numbers
+
+
+@jax.jit
+def _fork(
+    cache: PagedCache, slot: jax.Array, length: Any
+) -> tuple[PagedCache, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """As fork, and what must hold, [3], and what its messages say."""
+    P, page = cache.k_pages.shape[:2]
+    B, pages = cache.page_table.shape
+    new = _first_free(cache)
+    known = (slot >= 0) & (slot < B)
+    at = jnp.where(known, slot, 0)
+    held = cache.lengths[at]
+    length = held if length is None else length
+    fine = jnp.stack([known & cache.active[at], (length >= 0) & (length <= held), new >= 0])
+    new = jnp.where(fine.all(), new, -1)
+    row = jnp.where(jnp.arange(pages) < _pages(length, page), cache.page_table[at], -1)
+    chosen = jnp.arange(B) == new
+    shared = jnp.where((row >= 0) & (new >= 0), row, P)
+    cache = cache._replace(
+        page_table=jnp.where(chosen[:, None], row, cache.page_table),
+        lengths=jnp.where(chosen, length, cache.lengths),
+        active=cache.active | chosen,
+        references=cache.references.at[shared].add(1, mode="drop"),
+    )
+    return cache, new, fine, {"slot": slot, "held": held, "length": length}
+
+
+@jax.jit
+def _free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """As free, and what must hold, [1]."""
+    P = cache.references.size
+    B = cache.lengths.size
+    known = (slots >= 0) & (slots < B)
+    ends = jnp.zeros(B, bool).at[jnp.where(known, slots, B)].set(True, mode="drop")
+    fine = (slots >= -1).all() & (slots < B).all() & ~(ends & ~cache.active).any()
+    ends &= cache.active
+    left = jnp.where(ends[:, None] & (cache.page_table >= 0), cache.page_table, P)
+    references = cache.references.at[left].add(-1, mode="drop")
+    freed = (cache.references > 0) & (references == 0)
+    place = jnp.where(freed, cache.available + jnp.cumsum(freed) - 1, P)
+    cache = cache._replace(
+        page_table=jnp.where(ends[:, None], -1, cache.page_table),
+        lengths=jnp.where(ends, 0, cache.lengths),
+        active=cache.active & ~ends,
+        references=references,
+        free_pages=cache.free_pages.at[place].set(jnp.arange(P, dtype=jnp.int32), mode="drop"),
+        available=cache.available + freed.sum(dtype=jnp.int32),
+    )
+    return cache, fine[None]
+
+
+@jax.jit
+def _defragment(cache: PagedCache) -> PagedCache:
+    P = cache.references.size
+    in_use = cache.references > 0
+    behind = jnp.arange(P) >= in_use.sum()
+    # As many pages in use lie behind the last place as there are holes before it.
+    steps = _pages(P, MOVED_AT_ONCE)
+    size = steps * MOVED_AT_ONCE
+    [sources] = jnp.nonzero(in_use & behind, size=size, fill_value=P)
+    [targets] = jnp.nonzero(~in_use & ~behind, size=size, fill_value=P)
+
+    def move(step: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        source, target = (
+            jax.lax.dynamic_slice_in_dim(pages, step * MOVED_AT_ONCE, MOVED_AT_ONCE)
+            for pages in (sources, targets)
+        )
+        return tuple(
+            array.at[target].set(jnp.take(array, source, axis=0, mode="clip"), mode="drop")
+            for array in arrays
+        )
+
+    moves = _pages((in_use & behind).sum(), MOVED_AT_ONCE)
+    k_pages, v_pages, references = jax.lax.fori_loop(
+        0, moves, move, (cache.k_pages, cache.v_pages, cache.references)
+    )
+    homes = jnp.arange(P, dtype=jnp.int32).at[sources].set(targets.astype(jnp.int32), mode="drop")
+    table = cache.page_table
+    return cache._replace(
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=jnp.where(table >= 0, homes[jnp.maximum(table, 0)], -1),
+        references=jnp.where(behind, 0, references),
+        free_pages=_stack(P),
+    )
