@@ -44,7 +44,7 @@ import jax
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
-OPS = ("attention", "linear_attention")
+OPS = ("attention", "linear_attention", "decode_attention")
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
@@ -55,16 +55,20 @@ SHARED_SOURCES = (
     "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
+# A kernel of its own, which builds on attention's, and which attention knows nothing of.
+DECODING = "ato_jax/ops/attention/triton/paged.py"
 OUTCOMES = ("failed", "error", "passed", "skipped")
 FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 
 
 def source_files(part: str) -> list[Path]:
-    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{part}/{name}" for name in SOURCES_OF_AN_OP)]
     if part == BRIDGE:
-        patterns = ["ato_torch/*.py"]
-    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+        return sorted(ROOT.glob("ato_torch/*.py"))
+    folder = "attention" if part == "decode_attention" else part
+    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in SOURCES_OF_AN_OP)]
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return sorted(found - ({ROOT / DECODING} if part == "attention" else set()))
 
 
 def stripped(source: str) -> str:
@@ -86,12 +90,9 @@ def stripped(source: str) -> str:
 
 
 def tables_of(op: str, text: str) -> dict[str, Any]:
-    """Of a device's table what is said of the op, and of its decoding."""
-    return {
-        name: table
-        for name, table in tomllib.loads(text).items()
-        if name.startswith("linear_attention") == (op == "linear_attention")
-    }
+    """What a device's table says of the op; of decoding, which builds on it, attention's, too."""
+    wanted = {"decode_attention": ("decode_attention", "attention")}.get(op, (op,))
+    return {name: table for name, table in tomllib.loads(text).items() if name in wanted}
 
 
 def source_hash(part: str) -> str:

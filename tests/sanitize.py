@@ -153,8 +153,11 @@ GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "features and steps": features_and_steps,
     "paged cache": paged_cache,
 }
-# The others are linear attention's.
-OF_ATTENTION = ("attention", "causal attention", "options of attention", "paged cache")
+# Whose kernels a group runs, where these are not linear attention's.
+KERNELS = {
+    **dict.fromkeys(("attention", "causal attention", "options of attention"), "attention"),
+    "paged cache": "decode_attention",
+}
 
 
 def run(name: str) -> None:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.gpu
 # What a receipt holds of them stays true while these kernels do not change.
 of_attention = pytest.mark.kernels("attention")
 of_linear_attention = pytest.mark.kernels("linear_attention")
+of_decoding = pytest.mark.kernels("decode_attention")
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
@@ -132,7 +133,7 @@ def sanitized(name: str) -> tuple[int, str]:
     "name",
     [
         pytest.param(
-            name, marks=of_attention if name in sanitize.OF_ATTENTION else of_linear_attention
+            name, marks=pytest.mark.kernels(sanitize.KERNELS.get(name, "linear_attention"))
         )
         for name in sanitize.GROUPS
     ],
@@ -411,7 +412,7 @@ def test_dropout_is_the_same_on_every_backend() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@of_attention
+@of_decoding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("T", "H", "D", "page", "options"),

@@ -31,9 +31,13 @@ def test_the_hash_covers_every_kernel() -> None:
         if "pallas_call" in path.read_text()
     }
     assert with_kernels and with_kernels <= covered
-    ops = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
-    assert set(receipt.OPS) == ops - {"__pycache__"}
-    for op in receipt.OPS:
+    folders = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
+    assert set(receipt.OPS) == folders - {"__pycache__"} | {"decode_attention"}
+    decoding, attention = (
+        set(map(str, receipt.source_files(f"{op}attention"))) for op in ("decode_", "")
+    )
+    assert decoding - attention == {str(receipt.ROOT / receipt.DECODING)} and attention < decoding
+    for op in ("attention", "linear_attention"):
         others = [path for path in receipt.source_files(op) if "ops" in path.parts]
         assert others and all(path.parts[path.parts.index("ops") + 1] == op for path in others)
 
@@ -42,7 +46,8 @@ def test_each_op_has_its_own_tables() -> None:
     text = (
         "[[attention.first]]\na = 1\n[[decode_attention.first]]\na = 2\n[linear_attention]\na = 3\n"
     )
-    assert set(receipt.tables_of("attention", text)) == {"attention", "decode_attention"}
+    assert set(receipt.tables_of("attention", text)) == {"attention"}
+    assert set(receipt.tables_of("decode_attention", text)) == {"attention", "decode_attention"}
     assert receipt.tables_of("linear_attention", text) == {"linear_attention": {"a": 3}}
 
 
@@ -54,7 +59,7 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
-HASHES = {"attention": "a", "linear_attention": "l", "bridge": "b"}
+HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d", "bridge": "b"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:
@@ -108,7 +113,7 @@ def test_what_a_change_of_one_part_leaves() -> None:
     [
         ("test_gpu", {"op": "attention"}, [], {"attention"}),
         ("test_gpu", {"T": 3}, ["linear_attention"], {"linear_attention"}),
-        ("test_gpu", {}, [], {"attention", "linear_attention"}),
+        ("test_gpu", {}, [], {"attention", "linear_attention", "decode_attention"}),
         ("test_torch_sdpa", {}, ["attention"], {"attention", "bridge"}),
     ],
 )
