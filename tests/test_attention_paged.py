@@ -182,20 +182,7 @@ def test_programs() -> None:
     assert paged._programs(spec, tiles, 1000, 132) == 1
 
 
-@aot.requires_triton
-@pytest.mark.parametrize(
-    ("dtype", "D", "V", "T", "capability"),
-    [
-        ("bfloat16", 128, 128, 1, 80),
-        ("bfloat16", 128, 128, 16, 80),
-        ("bfloat16", 128, 128, 1, 90),
-        ("bfloat16", 192, 128, 16, 90),
-        ("float16", 64, 64, 4, 90),
-        ("float32", 128, 128, 1, 90),
-        ("bfloat16", 512, 512, 16, 90),
-    ],
-)
-def test_compiles(dtype: str, D: int, V: int, T: int, capability: int) -> None:
+def compiled(dtype: str, D: int, V: int, T: int, capability: int) -> list[aot.Compiled]:
     B, H, G, page, pages = 16, 8, 2, 16, 512
     spec = AttentionSpec(
         *(B, T, page * pages, H, G, D, V, dtype, 0.1),
@@ -214,10 +201,33 @@ def test_compiles(dtype: str, D: int, V: int, T: int, capability: int) -> None:
         None,
     )
     function = functools.partial(paged.forward, spec, GPUS[capability])
-    for kernel in aot.compile_function(function, inputs, capabilities=(capability,)):
+    return aot.compile_function(function, inputs, capabilities=(capability,))
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(
+    ("dtype", "D", "V", "T", "capability"),
+    [
+        ("bfloat16", 128, 128, 1, 80),
+        ("bfloat16", 128, 128, 16, 80),
+        ("bfloat16", 128, 128, 1, 90),
+        ("bfloat16", 192, 128, 16, 90),
+        ("float16", 64, 64, 4, 90),
+        ("float32", 128, 128, 1, 90),
+        ("bfloat16", 512, 512, 16, 90),
+    ],
+)
+def test_compiles(dtype: str, D: int, V: int, T: int, capability: int) -> None:
+    for kernel in compiled(dtype, D, V, T, capability):
         # Tiles were measured in bfloat16 on sm_90.
         measured = capability == 90 and dtype == "bfloat16"
         assert kernel.fits and kernel.spill_stores <= (0 if measured else 64), kernel
+
+
+@aot.requires_triton
+def test_compiles_with_x64() -> None:
+    with jax.enable_x64(True):
+        assert all(kernel.fits for kernel in compiled("bfloat16", 128, 128, 1, 90))
 
 
 def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ class _Runs(NamedTuple):
     def of(self, sequence: Any, values: jax.Array) -> Any:
         """One sequence's number of a vector."""
         index = jnp.arange(values.shape[0], dtype=jnp.int32)
-        return jnp.sum(jnp.where(index == sequence, values, 0))
+        return jnp.sum(jnp.where(index == sequence, values, 0), dtype=jnp.int32)
 
 
 def _runs(spec: AttentionSpec, lengths_ref: Any, block: int, programs: int) -> _Runs:
@@ -125,13 +125,15 @@ def _runs(spec: AttentionSpec, lengths_ref: Any, block: int, programs: int) -> _
     if spec.left is not None:
         first = quotient(jnp.maximum(length - spec.T - spec.left, 0), block)
     blocks = quotient(length + block - 1, block) - first
-    total = jnp.sum(blocks)
+    total = jnp.sum(blocks, dtype=jnp.int32)
     each = quotient(total, programs)
-    return _Runs(length, first, jnp.cumsum(blocks), blocks, each, total - each * programs)
+    return _Runs(
+        length, first, jnp.cumsum(blocks, dtype=jnp.int32), blocks, each, total - each * programs
+    )
 
 
 def _count(found: jax.Array) -> jax.Array:
-    return jnp.sum(found.astype(jnp.int32))
+    return jnp.sum(found, dtype=jnp.int32)
 
 
 def _kernel(
@@ -209,7 +211,11 @@ def _kernel(
         # From a block's place among all of them to its place in the sequence.
         shift = runs.of(b, runs.first) + runs.of(b, runs.blocks) - stop
         start = jnp.maximum(begin, stop - runs.of(b, runs.blocks))
-        carry = (jnp.full((rows,), FLOOR), jnp.zeros((rows,)), zeros(rows, spec.V))
+        carry = (
+            jnp.full((rows,), FLOOR, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            zeros(rows, spec.V),
+        )
         m, total, acc = lax.fori_loop(start + shift, jnp.minimum(end, stop) + shift, step, carry)
         nobody = total == 0
         safe = jnp.where(nobody, 1.0, total)
@@ -266,7 +272,11 @@ def _merge_kernel(
             added.append(tile * old[:, None] + part * new[:, None])
         return higher, total * old + new, tuple(added)
 
-    carry = (jnp.full((rows,), FLOOR), jnp.zeros((rows,)), zeros(rows, spec.V))
+    carry = (
+        jnp.full((rows,), FLOOR, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        zeros(rows, spec.V),
+    )
     top, total, acc = lax.fori_loop(first, last, add_part, carry)
     nobody = total == 0
     safe = jnp.where(nobody, 1.0, total)
