@@ -358,7 +358,7 @@ def _append(
     copies, needs = copies & fits, jnp.where(fits, needs, 0)
 
     # The pages that are taken, from the top of the stack.
-    most = 1 + _pages(T - 1, page)
+    most = 1 + _pages(max(T - 1, 0), page)
     columns = first[:, None] + jnp.arange(most)  # [N, most]
     takes = jnp.arange(most) < needs[:, None]
     ranks = (jnp.cumsum(needs) - needs)[:, None] + jnp.arange(most)
@@ -393,7 +393,7 @@ def _append(
         page_table=page_table,
         lengths=cache.lengths.at[jnp.where(named, at, B)].add(written, mode="drop"),
         references=references,
-        available=cache.available - needs.sum(),
+        available=cache.available - needs.sum(dtype=jnp.int32),
     )
     return cache, fits, fine, numbers
 

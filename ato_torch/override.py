@@ -8,8 +8,9 @@ Inside, `torch.nn.functional.scaled_dot_product_attention` is a function that ca
 PyTorch's own where `ato_torch.attention` refuses, and `calls` tells which and why. It is the same
 function by name, for all threads, since backward runs in threads of its own and may compute a
 forward again; what took it by `from ... import` before keeps PyTorch's. `nn.MultiheadAttention` and
-`nn.TransformerEncoderLayer` have a path past that name, which is switched off; where weights are
-asked for, they compute them without it. torch.compile looks whether the name is what it was.
+`nn.TransformerEncoderLayer` have a path past that name, which is switched off: rows of padding,
+which it puts to zero, then hold numbers without a meaning. Where weights are asked for, they
+compute them without that name. torch.compile looks whether the name is what it was.
 """
 
 from __future__ import annotations

@@ -490,3 +490,26 @@ def test_caches_of_the_layer() -> None:
         model.init_cache(x.shape, page_size=5)
     model.init_cache(x.shape)
     close(step(model, x), model(x))
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("x64", [False, True])
+def test_all_operations_one_after_the_other(page: int, x64: bool) -> None:
+    """The state keeps its types, and nothing is as much as something."""
+    with jax.enable_x64(x64):
+        cache = PagedCache.empty(
+            3, 12, num_pages=30, page_size=page, num_kv_heads=1, head_dim=2, dtype=jnp.float16
+        )
+        types = jax.tree.map(jnp.dtype, [leaf.dtype for leaf in cache])
+        cache, slot = cache.allocate()
+        for length in (0, 5, 1, 0):
+            k = jnp.ones((1, length, 1, 2), jnp.float16)
+            cache, fits = cache.append(k, k, slots=slot[None])
+            assert fits
+        cache, other = cache.fork(slot)
+        k = jnp.ones((3, 1, 1, 2), jnp.float16)
+        cache, _ = cache.append(k, k)
+        cache = cache.free(slot)
+        cache = cache.defragment()
+        assert [leaf.dtype for leaf in cache] == types
+        assert cache.lengths[other] == 7

@@ -140,7 +140,7 @@ def little_memory(limit):
 @pytest.mark.gpu
 @pytest.mark.kernels("attention")
 def test_threads_and_dropped_tensors_on_a_gpu():
-    # What is left is shared by eight threads, most of them with a pool of their own for each stream.
+    # What is left is shared by eight threads, most of which have a pool of memory of their own.
     with little_memory(16 << 30):
         stress(threads=8, count=1000, device="cuda")
         torch.cuda.synchronize()
