@@ -44,12 +44,15 @@ class Op:
     device's table puts first.
 
     `planned` are names that are promised, but have no kernels yet: refused as unsupported.
+    `special` are modules with a forward of their own, each by the backend that it belongs to: it
+    runs in place of the backend's where the module `takes(spec, device)`.
     """
 
     name: str
     backends: tuple[str, ...]
     package: str
     planned: tuple[str, ...] = ()
+    special: tuple[tuple[str, str], ...] = ()
 
     def backend(self, name: str) -> Any:
         return importlib.import_module(f"{self.package}.{name}")
@@ -62,10 +65,13 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One phase's backend and its block sizes."""
+    """One phase's backend and its block sizes; `kernel` is the module, the backend's own or one of
+    `Op.special`.
+    """
 
     backend: str
     config: Any
+    kernel: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +110,21 @@ def choose(call: _Call, phase: str) -> Choice:
     for name in names:
         reasons[name] = reason_against(call, name, phase)
         if reasons[name] is None:
-            backend = call.op.backend(name)
-            return Choice(
-                name, tuning.config(call.op.name, name, backend, call.spec, call.device)
-            )
+            kernel = _kernel(call, name, phase)
+            module = call.op.backend(kernel)
+            config = tuning.config(call.op.name, kernel, module, call.spec, call.device)
+            return Choice(name, config, kernel)
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
+
+
+def _kernel(call: _Call, name: str, phase: str) -> str:
+    """The module of a backend that runs a phase."""
+    if phase == "forward":
+        for owner, kernel in call.op.special:
+            if owner == name and call.op.backend(kernel).takes(call.spec, call.device):
+                return kernel
+    return name
 
 
 def choose_if_any(call: _Call, phase: str) -> Choice | None:
@@ -123,7 +138,7 @@ def choose_if_any(call: _Call, phase: str) -> Choice | None:
 def _forward(call: _Call, inputs: Any) -> Any:
     choice = choose(call, "forward")
     with device.interpret(call.interpret):
-        return call.op.backend(choice.backend).forward(call.spec, choice.config, inputs)
+        return call.op.backend(choice.kernel).forward(call.spec, choice.config, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

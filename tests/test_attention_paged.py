@@ -14,7 +14,8 @@ import pytest
 import ato_jax
 from ato_jax import device, tuning
 from ato_jax.ops.attention import decode
-from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
+from ato_jax.ops.attention.cached import CacheInputs
+from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.attention.triton import paged
 from tests import aot, numerics
 
@@ -152,15 +153,23 @@ def test_derivatives_are_the_plain_ones() -> None:
 
 
 def test_what_the_kernel_refuses() -> None:
-    def spec(**sizes: int) -> AttentionSpec:
+    def refused(here: device.Device = GPUS[90], dtype: str = "float32", **sizes: int) -> str | None:
         known = {"B": 1, "T": 1, "S": 64, "H": 1, "G": 1, "D": 64, "V": 64} | sizes
-        return AttentionSpec(**known, dtype="float32", scale=1.0)
+        keys = jax.ShapeDtypeStruct([known[axis] for axis in "BSGD"], jnp.dtype(dtype))
+        spec = AttentionSpec(**known, dtype="float32", scale=1.0)
+        return paged.unsupported(spec, here, keys)
 
-    assert paged.unsupported(spec(), GPUS[90]) is None
-    assert "D must be at most 512" in str(paged.unsupported(spec(D=513), GPUS[90]))
-    assert "V must be at most 512" in str(paged.unsupported(spec(V=576), GPUS[90]))
-    assert paged.unsupported(spec(S=0), GPUS[90]) == "empty arrays"
-    assert "needs an NVIDIA GPU" in str(paged.unsupported(spec(), device.Device("cpu")))
+    assert refused() is None and refused(dtype="float8_e4m3fn") is None
+    assert refused(D=577) == "D must be at most 576, got 577"
+    assert refused(V=576) == "V must be at most 512, got 576"
+    assert refused(S=0) == "empty arrays"
+    assert "needs an NVIDIA GPU" in str(refused(device.Device("cpu")))
+    assert "capability 8.9" in str(refused(GPUS[80], "float8_e4m3fn"))
+    assert refused(GPUS[80], "int8") is None
+    assert [
+        refused(dtype=dtype, S=S, G=1024) is None
+        for dtype, S in (("int8", 1 << 15), ("int8", 40_000), ("int8", 70_000), ("float16", 40_000))
+    ] == [True, False, True, True]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -175,32 +184,42 @@ def test_runs(programs: int, window: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_programs() -> None:
     """They fill the card, and each has a block."""
     spec = AttentionSpec(16, 1, 65536, 32, 8, 128, 128, "bfloat16", 1.0)
-    tiles = paged._tiles(spec, GPUS[90])
-    assert (tiles.rows, tiles.block) == (16, 128)
-    assert paged._programs(spec, tiles, 8, 132) == 16
-    assert paged._programs(dataclasses.replace(spec, S=256, B=2), tiles, 8, 132) == 4
-    assert paged._programs(spec, tiles, 1000, 132) == 1
+    config = paged.default_config(spec, GPUS[90])
+    assert (config.rows, config.block, config.programs) == (16, 128, 16)
+    assert paged.default_config(dataclasses.replace(spec, S=256, B=2), GPUS[90]).programs == 4
+    assert paged._programs(spec, 128, 1000, 132) == 1
 
 
-def compiled(dtype: str, D: int, V: int, T: int, capability: int) -> list[aot.Compiled]:
-    B, H, G, page, pages = 16, 8, 2, 16, 512
+def compiled(
+    dtype: str, D: int, V: int, T: int, capability: int, *, cached: str | None = None,
+    form: str = "pages", H: int = 8, G: int = 2
+) -> list[aot.Compiled]:
+    """`form`: pages, contiguous, or shared: pages in which values are the first columns of keys."""
+    B, page, pages = 16, 16, 512
+    here = GPUS[capability]
     spec = AttentionSpec(
         *(B, T, page * pages, H, G, D, V, dtype, 0.1),
         right=0, offset=None, query_offset=True, kv_lengths=True,
     )  # fmt: skip
+    stored = cached or dtype
+    rows = (B, page * pages) if form == "contiguous" else (B * pages, page)
 
     def shape(*sizes: int, dtype: str = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
-    inputs = PagedInputs(
+    scales = shape(*rows, G, dtype="float32") if cached else None
+    shared = form == "shared"
+    inputs = CacheInputs(
         shape(B, T, H, D),
-        shape(B * pages, page, G, D),
-        shape(B * pages, page, G, V),
-        shape(B, pages, dtype="int32"),
+        shape(*rows, G, D, dtype=stored),
+        None if shared else shape(*rows, G, V, dtype=stored),
         shape(B, dtype="int32"),
-        None,
+        table=None if form == "contiguous" else shape(B, pages, dtype="int32"),
+        k_scales=scales,
+        v_scales=None if shared else scales,
     )
-    function = functools.partial(paged.forward, spec, GPUS[capability])
+    config = paged.default_config(spec, here, stored, shared)
+    function = functools.partial(paged.attend, spec, config)
     return aot.compile_function(function, inputs, capabilities=(capability,))
 
 
@@ -234,16 +253,21 @@ def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel where it is named, or where a device's table has it first."""
     spec = AttentionSpec(1, 1, 64, 1, 1, 64, 64, "bfloat16", 1.0)
     cpu, gpu = device.Device("cpu"), GPUS[90]
-    assert decode._backend(spec, cpu, None) == decode._backend(spec, gpu, "xla") == "xla"
-    assert decode._backend(spec, gpu, "triton") == "triton"
+    keys = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+
+    def backend(here: device.Device, name: str | None, spec: AttentionSpec = spec) -> str:
+        return decode._backend(spec, here, keys, name)
+
+    assert backend(cpu, None) == backend(gpu, "xla") == "xla"
+    assert backend(gpu, "triton") == "triton"
     with pytest.raises(ato_jax.UnsupportedError, match="triton: needs an NVIDIA GPU"):
-        decode._backend(spec, cpu, "triton")
+        backend(cpu, "triton")
     with pytest.raises(ValueError, match="implementation must be one of 'xla', 'triton'"):
-        decode._backend(spec, cpu, "cuda")
+        backend(cpu, "cuda")
     first = {"when": {"dtype": "bfloat16"}, "shortest": 1, "backend": "triton"}
     for entries, chosen in (([], "xla"), ([first], "triton")):
         table = {"decode_attention": {"first": entries}}
         monkeypatch.setattr(tuning, "table", lambda name, table=table: table)
-        assert decode._backend(spec, gpu, None) == chosen
+        assert backend(gpu, None) == chosen
         wide = dataclasses.replace(spec, D=1024)
-        assert decode._backend(wide, gpu, None) == "xla"
+        assert backend(gpu, None, wide) == "xla"

@@ -24,11 +24,14 @@ from ato_jax.ops.common import (
     precision_of,
 )
 
+# The kernel for a few queries of each sequence and a long cache, in pages or not.
+PAGED = "triton.paged"
 OP = dispatch.Op(
     "attention",
     ("triton", "cudnn", "xla", "reference"),
     package="ato_jax.ops.attention",
     planned=("mosaic_gpu",),
+    special=(("triton", PAGED),),
 )
 
 # A window of this size bounds nothing where queries begin within half of it from key 0, and the

@@ -1,9 +1,11 @@
-"""Decoding: the newest queries of each sequence against a cache of keys and values in pages.
+"""Decoding: the newest queries of each sequence against a cache of keys and values.
 
     query i of sequence b stands at position lengths[b] - T + i and sees the keys up to there
     key j of sequence b is row j % page of page page_table[b, j // page]
+                        or row j of sequence b, where there is no table
+    k = k_scale_pages * k_pages, v likewise, of pages in 8 bits
 
-By `triton/paged.py` that is one kernel, and where it has parts their merging; by XLA, and for every
+By `triton/paged.py` that is one kernel, and another that merges its parts; by XLA, and for every
 derivative, the pages are put in a row and `attention` goes over them.
 """
 
@@ -19,23 +21,24 @@ import numpy as np
 from ato_jax import checking, device, shapes, tuning
 from ato_jax.device import Device
 from ato_jax.dispatch import UnsupportedError
-from ato_jax.ops.attention.api import OP, attention, bind_sinks, bounds
-from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
+from ato_jax.ops.attention.api import OP, PAGED, attention, bind_sinks, bounds
+from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
+from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.common import check_heads
 
-# More queries than this are a prefill: `attention` is made for them.
-MOST_QUERIES = 16
-KERNEL = "triton.paged"
 BACKENDS = ("xla", "triton")
 
 
 def decode_attention(
     q: Any,
     k_pages: Any,
-    v_pages: Any,
-    page_table: Any,
-    lengths: Any,
+    v_pages: Any = None,
+    page_table: Any = None,
+    lengths: Any = None,
     *,
+    value_dim: int | None = None,
+    k_scale_pages: Any = None,
+    v_scale_pages: Any = None,
     window: Any = None,
     softcap: Any = None,
     sinks: Any = None,
@@ -43,7 +46,7 @@ def decode_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """Attention of the T newest queries of each sequence against a paged cache.
+    """Attention of the T newest queries of each sequence against a cache, in pages or not.
 
     The queries are causal among themselves; their own keys and values are in the cache already,
     and counted in `lengths`. Only the pages that hold a sequence's first `lengths` keys are read:
@@ -54,42 +57,67 @@ def decode_attention(
 
     Args:
       q: [B, T, H, D], T from 1 to 16.
-      k_pages: [P, page, G, D] with H % G == 0; the query heads of a group share each key.
-      v_pages: [P, page, G, V].
+      k_pages: [P, page, G, D] with H % G == 0; the query heads of a group share each key. Without
+        a table [B, S, G, D]: every sequence's keys in a row.
+      v_pages: [P, page, G, V], or [B, S, G, V]. None: the values are the first `value_dim` columns
+        of the keys, and read once, as latent attention has them.
       page_table: [B, pages] integers: which page holds keys 0 to page - 1, which the next, ...
-      lengths: [B] integers, keys per sequence, the T newest included.
+      lengths: [B] integers, keys per sequence, the T newest included. Without a table None means
+        all S.
+      value_dim: V, where there are no `v_pages`.
+      k_scale_pages, v_scale_pages: float32 [P, page, G], or [B, S, G]: what each row is to be
+        multiplied by. For pages in int8 or float8_e4m3fn, and needed there.
       window: (left, right): keys from position - left on, None for no bound.
       softcap, sinks, scale, return_lse: as in `attention`.
       implementation: "triton", the kernel that reads pages where they lie; "xla", which copies
         them; or None: the kernel where the device's table has it as the faster, else XLA.
 
     Returns:
-      out [B, T, H, V], or (out, lse) with `return_lse`: lse float32 [B, T, H]. A query that sees
-      nothing, as in an empty sequence, gives 0, and -inf (the sink's logit where there is one).
+      out [B, T, H, V] in q's dtype, or (out, lse) with `return_lse`: lse float32 [B, T, H]. A query
+      that sees nothing, as in an empty sequence, gives 0, and -inf (the sink's logit where there is
+      one).
     """
     q = shapes.floating("q", q)
-    k_pages, v_pages = (
-        shapes.floating(name, array, str(q.dtype))
-        for name, array in (("k_pages", k_pages), ("v_pages", v_pages))
-    )
+    k_pages = _pages("k_pages", k_pages, str(q.dtype))
     sizes: dict[str, int] = {}
     shapes.bind(sizes, "q", q.shape, ("B", "T", "H", "D"))
-    shapes.bind(sizes, "k_pages", k_pages.shape, ("P", "page", "G", "D"))
-    shapes.bind(sizes, "v_pages", v_pages.shape, ("P", "page", "G", "V"))
-    table = shapes.integers("page_table", page_table)
-    shapes.bind(sizes, "page_table", table.shape, ("B", "pages"))
+    rows = ("B", "S", "G") if page_table is None else ("P", "page", "G")
+    shapes.bind(sizes, "k_pages", k_pages.shape, (*rows, "D"))
+    if v_pages is None:
+        _bind_value_dim(sizes, value_dim)
+    else:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim goes without v_pages: got {value_dim!r} and values of their own"
+            )
+        v_pages = _pages("v_pages", v_pages, str(k_pages.dtype), "k_pages")
+        shapes.bind(sizes, "v_pages", v_pages.shape, (*rows, "V"))
+    k_scales = _bind_scales(sizes, "k_scale_pages", k_scale_pages, k_pages, rows)
+    v_scales = _bind_scales(sizes, "v_scale_pages", v_scale_pages, v_pages, rows)
     if not 1 <= sizes["T"] <= MOST_QUERIES:
         raise ValueError(
             f"q must hold between 1 and {MOST_QUERIES} queries, got T={sizes['T']}; "
             "use attention() for more"
         )
-    for axis in ("P", "page"):
-        if sizes[axis] < 1:
+    for axis in rows[:2]:
+        if axis != "B" and sizes[axis] < 1:
             raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
     check_heads(sizes)
-    sizes["S"] = sizes["pages"] * sizes["page"]
-    keys = shapes.lengths("lengths", lengths, sizes, "S")
-    _check_used_pages(page_table, lengths, sizes)
+    table = None
+    if page_table is not None:
+        table = shapes.integers("page_table", page_table)
+        shapes.bind(sizes, "page_table", table.shape, ("B", "pages"))
+        sizes["S"] = sizes["pages"] * sizes["page"]
+        if lengths is None:
+            raise ValueError("lengths must be given with a page_table, got None")
+    if lengths is None:
+        keys = jnp.full(sizes["B"], sizes["S"], jnp.int32)
+    else:
+        keys = shapes.integers("lengths", lengths)
+        shapes.bind(sizes, "lengths", keys.shape, "B")
+        shapes.within("lengths", lengths, 0, sizes["S"], f"S={sizes['S']}")
+        keys = _narrowed(keys, sizes["S"])
+    _check_cache(page_table, lengths, sizes)
 
     spec = AttentionSpec(
         B=sizes["B"],
@@ -110,23 +138,82 @@ def decode_attention(
         sinks=sinks is not None,
         return_lse=shapes.flag("return_lse", return_lse),
     )
-    table = shapes.clipped(table, -1, sizes["P"])
-    inputs = PagedInputs(q, k_pages, v_pages, table, keys, bind_sinks(sinks, sizes))
+    if table is not None:
+        table = _narrowed(table, sizes["P"])
+    inputs = CacheInputs(
+        q,
+        k_pages,
+        v_pages,
+        keys,
+        table=table,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        sinks=bind_sinks(sinks, sizes),
+    )
     here = device.of_call(inputs)
-    if _backend(spec, here, implementation) == "triton":
+    if _backend(spec, here, k_pages, implementation) == "triton":
         out, lse = _by_kernel(spec, here, device.interpreting(), inputs)
     else:
         out, lse = _plain(spec, inputs)
     return (out, lse) if return_lse else out
 
 
-def _backend(spec: AttentionSpec, here: Device, implementation: str | None) -> str:
+def _pages(name: str, pages: Any, dtype: str, whose: str = "q") -> jax.Array:
+    """Pages of 8 bits, or of q's dtype; both the same."""
+    found = shapes.dtype_name(name, pages)
+    if found in EIGHT_BITS or dtype in EIGHT_BITS:
+        if whose != "q" and found != dtype:
+            raise ValueError(f"{name} must have {whose}'s dtype {dtype}, got {found}")
+        return jnp.asarray(pages)
+    return shapes.floating(name, pages, dtype)
+
+
+def _narrowed(array: jax.Array, high: int) -> jax.Array:
+    """Integers as int32. Those that it does not hold are clipped, all others left: a kernel that
+    knows what to do with them has no need of one before it.
+    """
+    if shapes.fits_int32(array.dtype):
+        return array.astype(jnp.int32)
+    return shapes.clipped(array, -1, high)
+
+
+def _bind_value_dim(sizes: dict[str, int], value_dim: int | None) -> None:
+    if value_dim is None:
+        raise ValueError(
+            "value_dim must be given without v_pages: the values are so many columns of the keys"
+        )
+    sizes["V"] = shapes.positive_int("value_dim", value_dim)
+    if sizes["V"] > sizes["D"]:
+        raise ValueError(f"value_dim must be at most D={sizes['D']}, got {value_dim}")
+
+
+def _bind_scales(
+    sizes: dict[str, int], name: str, scales: Any, pages: jax.Array | None, rows: tuple[str, ...]
+) -> jax.Array | None:
+    """Scales where there are pages in 8 bits, and nowhere else."""
+    whose = name.replace("scale_", "")
+    if pages is None or str(pages.dtype) not in EIGHT_BITS:
+        if scales is not None:
+            found = "none" if pages is None else f"{pages.dtype}"
+            raise ValueError(f"{name} goes with {whose} in {' or '.join(EIGHT_BITS)}, got {found}")
+        return None
+    if scales is None:
+        raise ValueError(f"{name} must be given with {whose} in {pages.dtype}")
+    found = shapes.dtype_name(name, scales)
+    if found != "float32":
+        raise ValueError(f"{name} must be float32, got {found}")
+    scales = jnp.asarray(scales)
+    shapes.bind(sizes, name, scales.shape, rows)
+    return scales
+
+
+def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: str | None) -> str:
     if implementation is not None:
         shapes.one_of("implementation", implementation, BACKENDS)
     named = implementation == "triton"
     # Not on a CPU, unless asked for, where naming the kernel would import Pallas's Triton.
     if named or (implementation is None and here.platform == "gpu"):
-        reason = OP.backend(KERNEL).unsupported(spec, here)
+        reason = OP.backend(PAGED).unsupported(spec, here, k_pages)
         if named and reason is not None:
             raise UnsupportedError(f"decode_attention: triton: {reason}")
         order = tuning.order("decode_attention", BACKENDS, spec, here)
@@ -136,50 +223,60 @@ def _backend(spec: AttentionSpec, here: Device, implementation: str | None) -> s
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _plain(spec: AttentionSpec, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
-    q, k_pages, v_pages, table, lengths, sinks = inputs
-    count, page = k_pages.shape[:2]
-    used = jnp.arange(table.shape[1]) * page < lengths[:, None]
-    exists = used & (table >= 0) & (table < count)  # [B, pages]
-    table = jnp.where(exists, table, 0)
+def _plain(spec: AttentionSpec, inputs: CacheInputs) -> tuple[jax.Array, jax.Array]:
+    table, lengths = inputs.table, inputs.lengths
+    mask = None
+    if table is not None:
+        count, page = inputs.k.shape[:2]
+        used = jnp.arange(table.shape[1]) * page < lengths[:, None]
+        exists = used & (table >= 0) & (table < count)  # [B, pages]
+        table = jnp.where(exists, table, 0)
+        mask = jnp.repeat(exists, page, axis=1)[:, None, None]
 
     def contiguous(pages: jax.Array) -> jax.Array:
-        """[P, page, G, D] -> [B, S, G, D]"""
+        """[P, page, G, ...] -> [B, S, G, ...]"""
+        if table is None:
+            return pages
         found = jnp.take(pages, table, axis=0, mode="clip")
         return found.reshape(spec.B, spec.S, *pages.shape[2:])
 
-    return attention(
-        q,
-        contiguous(k_pages),
-        contiguous(v_pages),
+    def rows(pages: jax.Array, scales: jax.Array | None) -> jax.Array:
+        found = contiguous(pages)
+        if scales is None:
+            return found
+        return found.astype(jnp.float32) * contiguous(scales)[..., None]
+
+    k = rows(inputs.k, inputs.k_scales)
+    v = k[..., : spec.V] if inputs.v is None else rows(inputs.v, inputs.v_scales)
+    out, lse = attention(
+        inputs.q.astype(k.dtype),
+        k,
+        v,
         causal=True,
         window=None if spec.left is None else (spec.left, 0),
         query_offset=lengths - spec.T,
-        mask=jnp.repeat(exists, page, axis=1)[:, None, None],
+        mask=mask,
         # Said of both sides: where T = S, the one given would stand for the other, too.
         q_lengths=jnp.full(spec.B, spec.T, jnp.int32),
         kv_lengths=lengths,
         softcap=spec.softcap,
-        sinks=sinks,
+        sinks=inputs.sinks,
         scale=spec.scale,
         return_lse=True,
         implementation="xla",
     )
+    return out.astype(spec.dtype), lse
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _by_kernel(
-    spec: AttentionSpec, here: Device, interpret: bool, inputs: PagedInputs
+    spec: AttentionSpec, here: Device, interpret: bool, inputs: CacheInputs
 ) -> tuple[jax.Array, jax.Array]:
+    paged = OP.backend(PAGED)
+    config = paged.default_config(spec, here, str(inputs.k.dtype), inputs.v is None)
     with device.interpret(interpret):
-        out, lse = OP.backend(KERNEL).forward(spec, here, inputs)
-    if inputs.sinks is not None:
-        seen = lse
-        lse = jnp.logaddexp(seen, inputs.sinks)
-        # Of what saw nothing, out is 0 already.
-        out = out * jnp.where(seen == -jnp.inf, 0, jnp.exp(seen - lse))[..., None]
-    return out.astype(spec.dtype), lse
+        return paged.attend(spec, config, inputs)
 
 
 @_by_kernel.defjvp
@@ -191,21 +288,25 @@ def _by_kernel_jvp(
     return _by_kernel(spec, here, interpret, *primals), tangents
 
 
-def _check_used_pages(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
+def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
     """A ValueError for a page that there is not, where table and lengths are on the host.
 
-    Where `checked` looks an error for either, wherever they are.
+    Where `checked` looks an error for it, and for a length, wherever they are.
     """
-    starts = np.arange(sizes["pages"]) * sizes["page"]
-    span = f"P - 1 = {sizes['P'] - 1} where used"
-    if checking.checking():
-        table, keys = jnp.asarray(page_table), jnp.asarray(lengths)
+    if checking.checking() and lengths is not None:
+        keys = jnp.asarray(lengths)
         held = shapes.clipped(keys, -1, sizes["S"] + 1)
         checking.check(
             ((held >= 0) & (held <= sizes["S"])).all(),
             f"lengths must lie between 0 and S={sizes['S']}, got {{lengths}}",
             lengths=keys,
         )
+    if page_table is None:
+        return
+    starts = np.arange(sizes["pages"]) * sizes["page"]
+    span = f"P - 1 = {sizes['P'] - 1} where used"
+    if checking.checking():
+        table = jnp.asarray(page_table)
         pages = shapes.clipped(table, -1, sizes["P"])
         exists = (pages >= 0) & (pages < sizes["P"])
         checking.check(

@@ -1,4 +1,5 @@
-"""The newest queries of each sequence against a cache in pages: every key is read once.
+"""A few queries of each sequence against a long cache, contiguous or in pages: every key is read
+once.
 
 The T queries of all heads of a group are the rows of one tile, so that they share each load of
 keys and values; row r is query r // share of head r % share. The blocks of keys that are seen, of
@@ -9,12 +10,21 @@ with the running maximum and sums of `forward.py`, and leaves its part in slot
     program + sequence
 
 which no other part has, as each part has the next program or the next sequence of the part before.
-A second kernel merges the parts of each sequence. Where key j lies is read from the table block by
-block, as the keys are.
+A second kernel merges the parts of each sequence. Where there are pages, the place of key j is read
+from the table block by block, as the keys are.
+
+Of a cache in 8 bits, with factors a_j of the keys' rows and b_j of the values',
+
+    s[i,j]  = a_j (q_i . k_j)
+    acc     = acc + b (sum_j (p_j b_j / b) v_j)        b = max_j |b_j| of the block
+
+so that the rows are multiplied as they are, and p_j b_j / b loses nothing in 16 bits that p_j would
+not lose. Where the values are the first columns of the keys, they are loaded once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -27,7 +37,14 @@ from jax.experimental.pallas import triton as plgpu
 from ato_jax import device
 from ato_jax.device import Device
 from ato_jax.launch import pallas_call
-from ato_jax.ops.attention.spec import AttentionSpec, PagedInputs
+from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
+from ato_jax.ops.attention.spec import (
+    AttentionSpec,
+    Inputs,
+    Outputs,
+    positions_of_first_query,
+    within_bounds,
+)
 from ato_jax.ops.attention.triton.common import (
     LN_2,
     SMALLEST_TILE,
@@ -44,11 +61,11 @@ from ato_jax.ops.attention.triton.common import (
     row_size,
     score_factor,
     span,
-    zeros,
 )
 from ato_jax.ops.attention.triton.forward import FLOOR
 
-WIDEST_HEAD = 512
+WIDEST_KEY = 576  # the latent attention of DeepSeek: 512 and 64 for positions
+WIDEST_VALUE = 512
 # Beyond either, rows are several tiles: they and their sums have to fit the registers.
 MOST_ROWS = 64
 ROWS_BYTES = 16 * 1024
@@ -58,43 +75,87 @@ NUM_WARPS = 4
 NUM_STAGES = 3
 # Their runs are equal, so that they end together.
 PROGRAMS_PER_MULTIPROCESSOR = 1
+# Shorter caches are left to attention's own kernel, which needs no second one.
+FEWEST_KEYS = 1024
 
 
-class Tiles(NamedTuple):
-    """Rows and keys of a program's tiles."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Rows and keys of a program's tiles, its warps and pipeline stages, and how many programs
+    share the blocks of all sequences. `fast_exp2` takes NVIDIA's instruction for 2^x.
+    """
 
     rows: int
     block: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    fast_exp2: bool = False
 
 
-def unsupported(spec: AttentionSpec, here: Device) -> str | None:
-    old = here.capability is None or here.capability < (8, 0)
-    if not device.interpreting() and (here.platform != "gpu" or old):
-        return "needs an NVIDIA GPU of compute capability 8.0 or more"
-    for name, width in (("D", spec.D), ("V", spec.V)):
-        if width > WIDEST_HEAD:
-            return f"{name} must be at most {WIDEST_HEAD}, got {width}"
+def unsupported(spec: AttentionSpec, here: Device, k: Any) -> str | None:
+    """Why not, for a cache of keys such as `k`; None if it can."""
+    capability = here.capability
+    if not device.interpreting():
+        if here.platform != "gpu" or capability is None or capability < (8, 0):
+            return "needs an NVIDIA GPU of compute capability 8.0 or more"
+        if k.dtype == jnp.float8_e4m3fn and capability < (8, 9):
+            return "float8_e4m3fn needs compute capability 8.9 or more"
+    for name, width, widest in (("D", spec.D, WIDEST_KEY), ("V", spec.V, WIDEST_VALUE)):
+        if width > widest:
+            return f"{name} must be at most {widest}, got {width}"
     if not spec.B * spec.S:
         return "empty arrays"
+    # Pallas counts bytes to tell whether offsets fit 32 bits, and adds elements, with a sign.
+    if k.dtype.itemsize == 1 and 2**31 < k.size <= 2**32:
+        return "pages of 8 bits must hold at most 2 GiB, or more than 4"
     return None
 
 
-def _tiles(spec: AttentionSpec, here: Device) -> Tiles:
+def _value_slices(spec: AttentionSpec, shared: bool) -> tuple[Columns, ...]:
+    """The columns of values; where they are `shared` with the keys, cut as those are."""
+    if not shared:
+        return column_slices(spec.V)
+    return tuple(
+        columns._replace(width=min(columns.width, spec.V - columns.start))
+        for columns in column_slices(spec.D)
+        if columns.start < spec.V
+    )
+
+
+def _size(slices: tuple[Columns, ...]) -> int:
+    return sum(columns.size for columns in slices)
+
+
+def default_config(
+    spec: AttentionSpec, here: Device, dtype: str | None = None, shared: bool = False
+) -> Config:
+    """`dtype` is the cache's, the spec's unless given; `shared`: values are columns of the keys."""
     item = jnp.dtype(spec.dtype).itemsize
-    widths = row_size(spec.D), row_size(spec.V)
+    cached = jnp.dtype(dtype or spec.dtype).itemsize
+    widths = row_size(spec.D), _size(_value_slices(spec, shared))
+    count = spec.T * spec.H // spec.G
 
     def fitting(size: int, width: int, most: int) -> int:
-        found = pl.next_power_of_2(size // (width * item) + 1) // 2
+        found = pl.next_power_of_2(size // width + 1) // 2
         return max(SMALLEST_TILE, min(found, most))
 
-    rows = fitting(ROWS_BYTES, max(widths), MOST_ROWS)
-    rows = min(rows, padded(spec.T * spec.H // spec.G))
-    return Tiles(rows, fitting(here.shared_memory // NUM_STAGES, sum(widths), LONGEST_BLOCK))
+    rows = min(fitting(ROWS_BYTES, max(widths) * item, MOST_ROWS), padded(count))
+    streamed = widths[0] if shared else sum(widths)
+    block = fitting(here.shared_memory // NUM_STAGES, streamed * cached, LONGEST_BLOCK)
+    return Config(
+        rows,
+        block,
+        NUM_WARPS,
+        NUM_STAGES,
+        _programs(spec, block, pl.cdiv(count, rows) * spec.G, here.multiprocessors),
+        fast_exp2=here.capability is not None,
+    )
 
 
-def _programs(spec: AttentionSpec, tiles: Tiles, others: int, multiprocessors: int) -> int:
+def _programs(spec: AttentionSpec, block: int, others: int, multiprocessors: int) -> int:
     """How many share the blocks of all sequences; `others` is how often that is."""
-    blocks = spec.B * pl.cdiv(spec.S, tiles.block)
+    blocks = spec.B * pl.cdiv(spec.S, block)
     return max(1, min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // others, blocks))
 
 
@@ -102,6 +163,7 @@ class _Runs(NamedTuple):
     """Which blocks of which sequence each program has; sequences and programs as vectors."""
 
     length: jax.Array  # [B], as all that follow, padded with sequences of no blocks
+    position: jax.Array  # query 0's
     first: jax.Array  # the first block that is seen
     ends: jax.Array  # where its blocks end among those of all sequences
     blocks: jax.Array
@@ -118,112 +180,185 @@ class _Runs(NamedTuple):
         return jnp.sum(jnp.where(index == sequence, values, 0), dtype=jnp.int32)
 
 
-def _runs(spec: AttentionSpec, lengths_ref: Any, block: int, programs: int) -> _Runs:
+def _runs(spec: AttentionSpec, config: Config, lengths_ref: Any, first_ref: Any | None) -> _Runs:
     index = jnp.arange(pl.next_power_of_2(spec.B), dtype=jnp.int32)
-    length = plgpu.load(lengths_ref.at[index], mask=index < spec.B, other=0)
-    first = jnp.zeros_like(length)
+
+    def load(ref: Any) -> jax.Array:
+        return plgpu.load(ref.at[index], mask=index < spec.B, other=0)
+
+    length = jnp.clip(load(lengths_ref), 0, spec.S)
+    position = length - spec.T if first_ref is None else load(first_ref)
+    first, stop = jnp.zeros_like(length), length
     if spec.left is not None:
-        first = quotient(jnp.maximum(length - spec.T - spec.left, 0), block)
-    blocks = quotient(length + block - 1, block) - first
+        first = quotient(jnp.maximum(position - spec.left, 0), config.block)
+    if spec.right is not None:
+        stop = jnp.clip(position + spec.T + spec.right, 0, length)
+    blocks = jnp.maximum(quotient(stop + config.block - 1, config.block) - first, 0)
     total = jnp.sum(blocks, dtype=jnp.int32)
-    each = quotient(total, programs)
-    return _Runs(
-        length, first, jnp.cumsum(blocks, dtype=jnp.int32), blocks, each, total - each * programs
-    )
+    each = quotient(total, config.programs)
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
+    return _Runs(length, position, first, ends, blocks, each, total - each * config.programs)
 
 
 def _count(found: jax.Array) -> jax.Array:
     return jnp.sum(found, dtype=jnp.int32)
 
 
+class _Rows(NamedTuple):
+    """A program's rows of its group, as vectors."""
+
+    spec: AttentionSpec
+    group: Any
+    row: jax.Array
+    query: jax.Array
+    head: jax.Array
+    exist: jax.Array
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, config: Config) -> _Rows:
+        share = spec.H // spec.G
+        tiles = pl.cdiv(spec.T * share, config.rows)
+        group = quotient(pl.program_id(0), tiles)
+        row = span((pl.program_id(0) - group * tiles) * config.rows, config.rows)
+        query = quotient(row, share)
+        head = group * share + row - query * share
+        return cls(spec, group, row, query, head, row < spec.T * share)
+
+    def outside(self, b: Any) -> tuple[Any, ...]:
+        """Where they are in a caller's array."""
+        own = (self.query, self.head)
+        return (b, *(own if self.spec.layout == "bthd" else own[::-1]))
+
+    def part(self, slot: Any) -> tuple[Any, ...]:
+        """Where they are in [slots, G, T * share]."""
+        return slot, self.group, self.row
+
+    def nothing(self, slices: tuple[Columns, ...]) -> tuple[jax.Array, jax.Array, Sliced]:
+        """The maximum and the sums of rows that have seen no key: [rows], [rows], [rows, V]."""
+        zeros = jnp.zeros(self.row.shape, jnp.float32)
+        acc = tuple(jnp.zeros((*self.row.shape, columns.size), jnp.float32) for columns in slices)
+        return jnp.full_like(zeros, FLOOR), zeros, acc
+
+    def load(self, ref: Any, index: tuple[Any, ...], slices: tuple[Columns, ...]) -> Sliced:
+        return _load(ref, index, self.exist, slices)
+
+    def store(
+        self,
+        refs: tuple[Any, Any],
+        index: tuple[Any, ...],
+        slices: tuple[Columns, ...],
+        m: jax.Array,
+        total: jax.Array,
+        acc: Sliced,
+        unit: float,
+    ) -> None:
+        """acc / total and lse = unit * m + ln(total); 0 and -inf where total is 0."""
+        out_ref, lse_ref = refs
+        nobody = total == 0
+        safe = jnp.where(nobody, 1.0, total)
+        for tile, columns in zip(acc, slices, strict=True):
+            place, mask = _place(out_ref, index, self.exist, columns)
+            plgpu.store(place, (tile / safe[:, None]).astype(out_ref.dtype), mask=mask)
+        lse = jnp.where(nobody, -jnp.inf, m * unit + jnp.log(safe))
+        plgpu.store(lse_ref.at[index], lse, mask=self.exist)
+
+
+def _place(
+    ref: Any, index: tuple[Any, ...], exist: jax.Array, columns: Columns
+) -> tuple[Any, jax.Array]:
+    """Some columns of rows, and which of their elements exist: `index` has vectors and scalars."""
+    column = span(columns.start, columns.size)[None, :]
+    is_column = span(0, columns.size)[None, :] < columns.width
+    index = tuple(one[:, None] if jnp.ndim(one) else one for one in index)
+    return ref.at[(*index, column)], exist[:, None] & is_column
+
+
+def _load(
+    ref: Any, index: tuple[Any, ...], exist: jax.Array, slices: tuple[Columns, ...]
+) -> Sliced:
+    found = []
+    for columns in slices:
+        place, mask = _place(ref, index, exist, columns)
+        found.append(plgpu.load(place, mask=mask, other=0))
+    return tuple(found)
+
+
 def _kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    table_ref: Any,
-    lengths_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    *,
-    spec: AttentionSpec,
-    rows: int,
-    tiles: int,
-    block: int,
-    programs: int,
-    fast_exp2: bool,
+    refs: CacheInputs, out_ref: Any, lse_ref: Any, *, spec: AttentionSpec, config: Config
 ) -> None:
-    share = spec.H // spec.G
-    pages, page = k_ref.shape[:2]
+    block, fast_exp2 = config.block, config.fast_exp2
     program = pl.program_id(1)
     factor = score_factor(spec)
-    row = (pl.program_id(0) % tiles) * rows + jnp.arange(rows, dtype=jnp.int32)
-    is_row = row < spec.T * share
-    runs = _runs(spec, lengths_ref, block, programs)
+    rows = _Rows.of(spec, config)
+    runs = _runs(spec, config, refs.lengths, refs.first)
     begin, end = runs.start(program), runs.start(program + 1)
-
-    def place(columns: Columns) -> tuple[jax.Array, jax.Array]:
-        column = span(columns.start, columns.size)[None, :]
-        return column, span(0, columns.size)[None, :] < columns.width
-
-    def own(ref: Any, index: Any, columns: Columns) -> tuple[Any, jax.Array]:
-        column, is_column = place(columns)
-        return ref.at[index, row[:, None], column], is_row[:, None] & is_column
-
-    def load(ref: Any, mask: jax.Array) -> jax.Array:
-        return plgpu.load(ref, mask=mask, other=0)
+    key_slices = column_slices(spec.D)
+    value_slices = _value_slices(spec, refs.v is None)
 
     def add_sequence(b: Any, nothing: Any) -> Any:
         length = runs.of(b, runs.length)
-        position = length - spec.T + quotient(row, share)  # [rows]
-        q: Sliced = tuple(load(*own(q_ref, b, columns)) for columns in column_slices(spec.D))
+        position = runs.of(b, runs.position) + rows.query  # [rows]
+        q = rows.load(refs.q, rows.outside(b), key_slices)  # [rows, D]
+
+        def find(key: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
+            """Where the keys are, and which there are."""
+            exist = key < length
+            if refs.table is None:
+                return ((b, key, rows.group), exist)
+            pages, page = refs.k.shape[:2]
+            slot = quotient(key, page)
+            number = plgpu.load(refs.table.at[b, slot], mask=exist, other=-1)
+            # Of a page that there is not, nothing is read, and nobody sees it.
+            exist = (number >= 0) & (number < pages)
+            return (jnp.where(exist, number, 0), key - slot * page, rows.group), exist
 
         def step(n: Any, carry: Any) -> Any:
             m, total, acc = carry  # [rows], [rows], [rows, V]
             key = span(n * block, block)
-            slot = quotient(key, page)
-            number = plgpu.load(table_ref.at[b, slot], mask=key < length, other=-1)  # [block]
-            # Of a page that there is not, nothing is read, and nobody sees it.
-            exists = (number >= 0) & (number < pages)
-            number = jnp.where(exists, number, 0)[:, None]
-            in_page = (key - slot * page)[:, None]
+            index, exist = find(key)
 
-            def rows_of(ref: Any, width: int) -> Sliced:
-                found = []
-                for columns in column_slices(width):
-                    column, is_column = place(columns)
-                    found.append(load(ref.at[number, in_page, column], exists[:, None] & is_column))
-                return tuple(found)
+            def rows_of(ref: Any, slices: tuple[Columns, ...]) -> Sliced:
+                place = index if spec.layout == "bthd" else (index[0], index[2], index[1])
+                return each(
+                    lambda tile: tile.astype(refs.q.dtype), _load(ref, place, exist, slices)
+                )
 
-            raw = raw_scores(spec, inner(spec, q, rows_of(k_ref, spec.D)))  # [rows, block]
-            seen = exists[None, :] & (key[None, :] <= position[:, None])
-            if spec.left is not None:
-                seen &= key[None, :] >= position[:, None] - spec.left
+            k = rows_of(refs.k, key_slices)  # [block, D]
+            products = inner(spec, q, k)  # [rows, block]
+            scale = None
+            if refs.k_scales is not None:
+                scale = plgpu.load(refs.k_scales.at[index], mask=exist, other=0)  # [block]
+                products = products * scale[None, :]
+            raw = raw_scores(spec, products)
+            seen = exist[None, :] & within_bounds(spec, position[:, None], key[None, :])
+            if refs.q_lengths is not None:
+                seen &= (rows.query < refs.q_lengths[b])[:, None]
             raw = jnp.where(seen, raw, -jnp.inf)
             m_next = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
             p = exp2(raw * factor - m_next[:, None], fast_exp2)
             correction = exp2(m - m_next, fast_exp2)
             total = total * correction + jnp.sum(p, axis=1)
             acc = each(lambda tile: tile * correction[:, None], acc)
-            v = rows_of(v_ref, spec.V)  # [block, V]
-            return m_next, total, plus_product(spec, acc, p.astype(v[0].dtype), v)
+            v = k[: len(value_slices)]
+            if refs.v is not None:
+                v = rows_of(refs.v, value_slices)  # [block, V]
+            if refs.v_scales is not None:
+                scale = plgpu.load(refs.v_scales.at[index], mask=exist, other=0)
+            if scale is None:
+                return m_next, total, plus_product(spec, acc, p.astype(v[0].dtype), v)
+            top = jnp.max(jnp.abs(scale))
+            p = p * (scale / jnp.where(top == 0, 1.0, top))[None, :]
+            added = plus_product(spec, each(jnp.zeros_like, acc), p.astype(v[0].dtype), v)
+            return m_next, total, tuple(a + top * b for a, b in zip(acc, added, strict=True))
 
         stop = runs.of(b, runs.ends)
         # From a block's place among all of them to its place in the sequence.
         shift = runs.of(b, runs.first) + runs.of(b, runs.blocks) - stop
         start = jnp.maximum(begin, stop - runs.of(b, runs.blocks))
-        carry = (
-            jnp.full((rows,), FLOOR, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
-            zeros(rows, spec.V),
+        carry = lax.fori_loop(
+            start + shift, jnp.minimum(end, stop) + shift, step, rows.nothing(value_slices)
         )
-        m, total, acc = lax.fori_loop(start + shift, jnp.minimum(end, stop) + shift, step, carry)
-        nobody = total == 0
-        safe = jnp.where(nobody, 1.0, total)
-        for tile, columns in zip(acc, column_slices(spec.V), strict=True):
-            target, mask = own(out_ref, program + b, columns)
-            plgpu.store(target, tile / safe[:, None], mask=mask)
-        lse = jnp.where(nobody, -jnp.inf, m * LN_2 + jnp.log(safe))
-        plgpu.store(lse_ref.at[program + b, row], lse, mask=is_row)
+        rows.store((out_ref, lse_ref), rows.part(program + b), value_slices, *carry, unit=LN_2)
         return nothing
 
     first = _count(runs.ends <= begin)
@@ -235,127 +370,126 @@ def _merge_kernel(
     out_ref: Any,
     lse_ref: Any,
     lengths_ref: Any,
+    first_ref: Any | None,
+    sinks_ref: Any | None,
     merged_ref: Any,
     merged_lse_ref: Any,
     *,
     spec: AttentionSpec,
-    rows: int,
-    tiles: int,
-    block: int,
-    programs: int,
+    config: Config,
+    slices: tuple[Columns, ...],
 ) -> None:
     b = pl.program_id(1)
-    row = (pl.program_id(0) % tiles) * rows + jnp.arange(rows, dtype=jnp.int32)
-    is_row = row < spec.T * (spec.H // spec.G)
-    runs = _runs(spec, lengths_ref, block, programs)
+    rows = _Rows.of(spec, config)
+    runs = _runs(spec, config, lengths_ref, first_ref)
     stop = runs.of(b, runs.ends)
     start = stop - runs.of(b, runs.blocks)
-    program = jnp.arange(pl.next_power_of_2(programs), dtype=jnp.int32)
-    real = program < programs
+    program = jnp.arange(pl.next_power_of_2(config.programs), dtype=jnp.int32)
+    real = program < config.programs
     first = _count(real & (runs.start(program + 1) <= start))
     last = jnp.where(stop > start, _count(real & (runs.start(program) < stop)), first)
 
-    def own(ref: Any, columns: Columns, *index: Any) -> tuple[Any, jax.Array]:
-        column = span(columns.start, columns.size)[None, :]
-        is_column = span(0, columns.size)[None, :] < columns.width
-        return ref.at[(*index, row[:, None], column)], is_row[:, None] & is_column
-
     def add_part(program: Any, carry: Any) -> Any:
         top, total, acc = carry  # [rows], [rows], [rows, V]
-        lse = plgpu.load(lse_ref.at[program + b, row], mask=is_row, other=0)
+        index = rows.part(program + b)
+        lse = plgpu.load(lse_ref.at[index], mask=rows.exist, other=0)
         higher = jnp.maximum(top, lse)
         old, new = jnp.exp(top - higher), jnp.exp(lse - higher)
-        added = []
-        for tile, columns in zip(acc, column_slices(spec.V), strict=True):
-            target, mask = own(out_ref, columns, program + b)
-            part = plgpu.load(target, mask=mask, other=0)
-            added.append(tile * old[:, None] + part * new[:, None])
-        return higher, total * old + new, tuple(added)
+        parts = rows.load(out_ref, index, slices)
+        acc = tuple(
+            tile * old[:, None] + part * new[:, None] for tile, part in zip(acc, parts, strict=True)
+        )
+        return higher, total * old + new, acc
 
-    carry = (
-        jnp.full((rows,), FLOOR, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        zeros(rows, spec.V),
-    )
-    top, total, acc = lax.fori_loop(first, last, add_part, carry)
-    nobody = total == 0
-    safe = jnp.where(nobody, 1.0, total)
-    for tile, columns in zip(acc, column_slices(spec.V), strict=True):
-        target, mask = own(merged_ref, columns)
-        plgpu.store(target, (tile / safe[:, None]).astype(merged_ref.dtype), mask=mask)
-    lse = jnp.where(nobody, -jnp.inf, top + jnp.log(safe))
-    plgpu.store(merged_lse_ref.at[row], lse, mask=is_row)
+    top, total, acc = rows.nothing(slices)
+    if sinks_ref is not None:
+        sink = plgpu.load(sinks_ref.at[rows.head], mask=rows.exist, other=0)
+        top = jnp.maximum(sink, FLOOR)
+        total = jnp.exp(sink - top)  # 0 for a sink of -inf
+    carry = lax.fori_loop(first, last, add_part, (top, total, acc))
+    rows.store((merged_ref, merged_lse_ref), rows.outside(b), slices, *carry, unit=1.0)
 
 
-def forward(spec: AttentionSpec, here: Device, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, H, V], in float32 where a sink is to be added, and lse [B, T, H] without it."""
+def attend(
+    spec: AttentionSpec, config: Config, inputs: CacheInputs
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, H, V] in q's dtype and lse [B, T, H] float32, or as the spec's layout has it."""
     B, T, H, G = spec.B, spec.T, spec.H, spec.G
-    share = H // G
-    count = T * share
-    sizes = _tiles(spec, here)
-    tiles = pl.cdiv(count, sizes.rows)
-    programs = _programs(spec, sizes, G * tiles, here.multiprocessors)
-    slots = programs + B - 1
-    q = inputs.q.reshape(B, T, G, share, spec.D)
-    q = jnp.swapaxes(q, 1, 2).reshape(B, G, count, spec.D)
-    static: dict[str, Any] = {"spec": spec, "rows": sizes.rows, "tiles": tiles}
-    static |= {"block": sizes.block, "programs": programs}
+    count = T * H // G
+    tiles = pl.cdiv(count, config.rows)
+    slots = config.programs + B - 1
+    slices = _value_slices(spec, inputs.v is None)
+    rows = (B, T, H) if spec.layout == "bthd" else (B, H, T)
 
-    def of_group(number: int, *width: int) -> pl.BlockSpec:
-        """[number, rows, ...] of a group's."""
-        zeros = (0,) * (1 + len(width))
-        return pl.BlockSpec(
-            (number, None, tiles * sizes.rows, *width), lambda n, i: (0, quotient(n, tiles), *zeros)
-        )
+    def whole(array: Any, width: int = 0) -> pl.BlockSpec:
+        """An array as it is, with room for tiles of `width` columns."""
+        shape = (*array.shape[:-1], max(width, array.shape[-1]))
+        return pl.BlockSpec(shape, lambda n, i: (0,) * array.ndim)
 
-    def of_sequence(*width: int) -> pl.BlockSpec:
-        zeros = (0,) * (1 + len(width))
-        return pl.BlockSpec(
-            (None, None, tiles * sizes.rows, *width), lambda n, b: (b, quotient(n, tiles), *zeros)
-        )
-
-    def all_pages(pages: jax.Array) -> pl.BlockSpec:
-        count, page, _, width = pages.shape
-        return pl.BlockSpec(
-            (count, page, None, row_size(width)), lambda n, p: (0, 0, quotient(n, tiles), 0)
-        )
-
-    lengths = pl.BlockSpec((B,), lambda n, i: (0,))
-    parts = pallas_call(
-        functools.partial(_kernel, **static, fast_exp2=here.capability is not None),
-        # The heads of one sequence's part lie side by side in memory, and run side by side.
-        grid=(G * tiles, programs),
-        in_specs=[
-            of_group(B, row_size(spec.D)),
-            all_pages(inputs.k_pages),
-            all_pages(inputs.v_pages),
-            pl.BlockSpec(inputs.page_table.shape, lambda n, p: (0, 0)),
-            lengths,
-        ],
-        out_specs=[of_group(slots, row_size(spec.V)), of_group(slots)],
-        out_shape=[
-            jax.ShapeDtypeStruct((slots, G, count, spec.V), jnp.float32),
-            jax.ShapeDtypeStruct((slots, G, count), jnp.float32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=NUM_STAGES),
-        name="attention_paged",
-    )(q, inputs.k_pages, inputs.v_pages, inputs.page_table, inputs.lengths)
+    width = row_size(spec.D)
+    specs = jax.tree.map(whole, inputs)._replace(
+        q=whole(inputs.q, width),
+        k=whole(inputs.k, width),
+        v=None if inputs.v is None else whole(inputs.v, _size(slices)),
+    )
+    parts = (
+        jax.ShapeDtypeStruct((slots, G, count, spec.V), jnp.float32),
+        jax.ShapeDtypeStruct((slots, G, count), jnp.float32),
+    )
+    merged = (
+        jax.ShapeDtypeStruct((*rows, spec.V), spec.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    )
+    of_parts, of_merged = ([whole(out, _size(slices)), whole(lse)] for out, lse in (parts, merged))
     out, lse = pallas_call(
-        functools.partial(_merge_kernel, **static),
+        functools.partial(_kernel, spec=spec, config=config),
+        # The heads of one sequence's part lie side by side in memory, and run side by side.
+        grid=(G * tiles, config.programs),
+        in_specs=[specs._replace(sinks=None)],
+        out_specs=of_parts,
+        out_shape=list(parts),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        name="attention_paged",
+    )(inputs._replace(sinks=None))
+    out, lse = pallas_call(
+        functools.partial(_merge_kernel, spec=spec, config=config, slices=slices),
         grid=(G * tiles, B),
-        in_specs=[of_group(slots, row_size(spec.V)), of_group(slots), lengths],
-        out_specs=[of_sequence(row_size(spec.V)), of_sequence()],
-        out_shape=[
-            jax.ShapeDtypeStruct((B, G, count, spec.V), jnp.float32 if spec.sinks else spec.dtype),
-            jax.ShapeDtypeStruct((B, G, count), jnp.float32),
-        ],
+        in_specs=[*of_parts, specs.lengths, specs.first, specs.sinks],
+        out_specs=of_merged,
+        out_shape=list(merged),
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=NUM_STAGES),
         name="attention_paged_merge",
-    )(*parts, inputs.lengths)
+    )(out, lse, inputs.lengths, inputs.first, inputs.sinks)
+    return out, lse
 
-    def ungrouped(array: jax.Array) -> jax.Array:
-        """[B, G, T * share, ...] -> [B, T, H, ...]"""
-        array = array.reshape(B, G, T, share, *array.shape[3:])
-        return jnp.swapaxes(array, 1, 2).reshape(B, T, H, *array.shape[4:])
 
-    return ungrouped(out), ungrouped(lse)
+def takes(spec: AttentionSpec, here: Device) -> bool:
+    """Whether `forward` is for this call of attention: a few queries and many keys.
+
+    Not where a backward follows that wants `Outputs.rest`: out is then attention's own kernel's,
+    which differs from this one's by rounding.
+    """
+    plain = spec.bias is None and spec.mask is None and not spec.segments and not spec.dropout_rate
+    few = spec.T <= MOST_QUERIES and spec.S >= FEWEST_KEYS
+    new = device.interpreting() or (here.capability is not None and here.capability >= (8, 0))
+    return plain and few and new and not spec.keep_rest
+
+
+def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    """A few queries of `attention`."""
+    lengths = inputs.kv_lengths
+    if lengths is None:
+        lengths = jnp.full((spec.B,), spec.S, jnp.int32)
+    first = positions_of_first_query(spec, inputs)
+    cache = CacheInputs(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        lengths,
+        first=first,
+        q_lengths=inputs.q_lengths,
+        sinks=inputs.sinks,
+    )
+    return Outputs(*attend(spec, config, cache))
