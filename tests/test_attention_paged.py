@@ -190,6 +190,10 @@ def test_programs() -> None:
     assert paged._programs(spec, 128, 1000, 132) == 1
 
 
+# DeepSeek's: one head of keys for 128 of queries.
+LATENT: dict[str, Any] = {"form": "shared", "H": 128, "G": 1}
+
+
 def compiled(
     dtype: str, D: int, V: int, T: int, capability: int, *, cached: str | None = None,
     form: str = "pages", H: int = 8, G: int = 2
@@ -218,26 +222,38 @@ def compiled(
         k_scales=scales,
         v_scales=None if shared else scales,
     )
-    config = paged.default_config(spec, here, stored, shared)
+    config = paged.default_config(spec, here, inputs)
     function = functools.partial(paged.attend, spec, config)
     return aot.compile_function(function, inputs, capabilities=(capability,))
 
 
 @aot.requires_triton
 @pytest.mark.parametrize(
-    ("dtype", "D", "V", "T", "capability"),
+    ("dtype", "D", "V", "T", "capability", "options"),
     [
-        ("bfloat16", 128, 128, 1, 80),
-        ("bfloat16", 128, 128, 16, 80),
-        ("bfloat16", 128, 128, 1, 90),
-        ("bfloat16", 192, 128, 16, 90),
-        ("float16", 64, 64, 4, 90),
-        ("float32", 128, 128, 1, 90),
-        ("bfloat16", 512, 512, 16, 90),
+        ("bfloat16", 128, 128, 1, 80, {}),
+        ("bfloat16", 128, 128, 16, 80, {}),
+        ("bfloat16", 128, 128, 1, 90, {}),
+        ("bfloat16", 192, 128, 16, 90, {}),
+        ("float16", 64, 64, 4, 90, {}),
+        ("float32", 128, 128, 1, 90, {}),
+        ("bfloat16", 512, 512, 16, 90, {}),
+        ("bfloat16", 128, 128, 1, 80, {"form": "contiguous"}),
+        ("bfloat16", 128, 128, 4, 90, {"form": "contiguous"}),
+        ("bfloat16", 576, 512, 1, 80, LATENT),
+        ("bfloat16", 576, 512, 1, 90, LATENT),
+        ("bfloat16", 576, 512, 1, 90, LATENT | {"H": 16}),
+        ("bfloat16", 576, 512, 1, 90, LATENT | {"cached": "float8_e4m3fn"}),
+        ("bfloat16", 128, 128, 1, 80, {"cached": "int8"}),
+        ("bfloat16", 128, 128, 1, 90, {"cached": "int8"}),
+        ("float16", 128, 128, 1, 90, {"cached": "float8_e4m3fn", "form": "contiguous"}),
+        ("float32", 128, 128, 1, 90, {"cached": "int8"}),
     ],
 )
-def test_compiles(dtype: str, D: int, V: int, T: int, capability: int) -> None:
-    for kernel in compiled(dtype, D, V, T, capability):
+def test_compiles(
+    dtype: str, D: int, V: int, T: int, capability: int, options: dict[str, Any]
+) -> None:
+    for kernel in compiled(dtype, D, V, T, capability, **options):
         # Tiles were measured in bfloat16 on sm_90.
         measured = capability == 90 and dtype == "bfloat16"
         assert kernel.fits and kernel.spill_stores <= (0 if measured else 64), kernel

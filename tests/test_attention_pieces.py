@@ -280,7 +280,7 @@ def test_decode_traces_and_differentiates() -> None:
         ({"page_table": [[3, -1, 9], [0, 1, 9]]}, "page_table .* = 8 where used, got .* to 9"),
         ({"lengths": [1, 13]}, "lengths must lie between 0 and S=12"),
         ({"q": normal(2, 1, 3, D)}, "multiple of k's heads G, got H=3, G=2"),
-        ({"k_pages": np.zeros((PAGES, PAGE, G, D))}, "k_pages must be float16, bfloat16"),
+        ({"k_pages": np.zeros((PAGES, PAGE, G, D))}, "k_pages must be bfloat16, float16"),
     ],
 )
 def test_decode_refuses(change: dict[str, Any], message: str) -> None:

@@ -7,6 +7,7 @@ With workers, `-n 16 --dist load --maxschedchunk 1`, it takes minutes.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -412,6 +413,26 @@ def test_dropout_is_the_same_on_every_backend() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def check_few(
+    out: jax.Array, lse: jax.Array, q: Any, k: Any, v: Any, lengths: Any, dtype: str, **options: Any
+) -> None:
+    """The newest queries' out and lse against the reference in float32."""
+    wanted = ato_jax.attention(
+        *(array.astype(jnp.float32) for array in (q, k, v)),
+        causal=True,
+        query_offset=jnp.asarray(lengths - q.shape[1]),
+        kv_lengths=jnp.asarray(lengths),
+        return_lse=True,
+        implementation="reference",
+        **options,
+    )
+    assert out.dtype == dtype
+    hidden = wanted[1] == -jnp.inf
+    np.testing.assert_array_equal(lse == -jnp.inf, hidden)
+    numerics.check("out", out, wanted[0], dtype=dtype)
+    numerics.check("lse", *(jnp.where(hidden, 0, one) for one in (lse, wanted[1])), dtype=dtype)
+
+
 @of_decoding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -448,20 +469,130 @@ def test_paged_decoding(
         implementation="triton",
         **options,
     )
-    wanted = ato_jax.attention(
-        *(array.astype(jnp.float32) for array in (q, k, v)),
-        causal=True,
-        query_offset=jnp.asarray(lengths - T),
-        kv_lengths=jnp.asarray(lengths),
-        return_lse=True,
-        implementation="reference",
-        **options,
+    check_few(out, lse, q, k, v, lengths, dtype, **options)
+
+
+def eight_bits(array: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Rows in 8 bits and the factor of each."""
+    most = 127 if dtype == "int8" else 448
+    scales = jnp.max(jnp.abs(array.astype(jnp.float32)), axis=-1) / most
+    rows = array / scales[..., None]
+    return (jnp.round(rows) if dtype == "int8" else rows).astype(dtype), scales
+
+
+@of_decoding
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("cached", "T", "H", "G", "D", "V", "options"),
+    [
+        (None, 1, 32, 8, 128, 128, {}),
+        (None, 4, 8, 2, 96, 64, {"window": (3000, 0), "sinks": jnp.linspace(-1, 1, 8)}),
+        (None, 1, 128, 1, 576, 512, {"value_dim": 512}),
+        (None, 2, 16, 1, 576, 512, {"value_dim": 512, "softcap": 5.0}),
+        ("int8", 1, 32, 8, 128, 128, {}),
+        ("float8_e4m3fn", 3, 8, 2, 64, 128, {"window": (0, 0)}),
+        ("float8_e4m3fn", 1, 128, 1, 576, 512, {"value_dim": 512}),
+        ("int8", 16, 8, 1, 256, 256, {}),
+    ],
+)
+@pytest.mark.parametrize("page", [None, 16])
+def test_caches_of_every_form(
+    dtype: str, cached: str | None, page: int | None, T: int, H: int, G: int, D: int, V: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Contiguous and in pages, ragged; values in the keys; 8 bits."""
+    B, S = 4, 8208
+    if cached == "float8_e4m3fn" and (device.of_call(()).capability or (0, 0)) < (8, 9):
+        pytest.skip("this card has no float8")
+    lengths = np.array([S, 1, 0, 4099])
+    shared = "value_dim" in options
+    q, k, v = arrays(dtype, B=B, T=T, S=S, H=H, G=G, D=D, V=V)
+    cache = {"k_pages": k} if shared else {"k_pages": k, "v_pages": v}
+    exact = cache
+    if cached:
+        found = {name: eight_bits(array, cached) for name, array in cache.items()}
+        cache = {name: rows for name, (rows, _) in found.items()}
+        scales = {name: scales for name, (_, scales) in found.items()}
+        exact = {name: cache[name].astype(jnp.float32) * scales[name][..., None] for name in cache}
+        cache |= {name.replace("_", "_scale_"): one for name, one in scales.items()}
+    if page is not None:
+        order = np.random.default_rng(0).permutation(B * S // page)
+        cache = {
+            name: array.reshape(-1, page, *array.shape[2:])[order] for name, array in cache.items()
+        } | {"page_table": jnp.asarray(np.argsort(order).reshape(B, -1), jnp.int32)}
+    cache["lengths"] = jnp.asarray(lengths)
+    out, lse = ato_jax.decode_attention(
+        q, **cache, return_lse=True, implementation="triton", **options
     )
-    assert out.dtype == dtype
-    hidden = wanted[1] == -jnp.inf
-    np.testing.assert_array_equal(lse == -jnp.inf, hidden)
-    numerics.check("out", out, wanted[0], dtype=dtype)
-    numerics.check("lse", *(jnp.where(hidden, 0, one) for one in (lse, wanted[1])), dtype=dtype)
+    k = exact["k_pages"].astype(jnp.float32)
+    v = k[..., :V] if shared else exact["v_pages"].astype(jnp.float32)
+    options = {name: option for name, option in options.items() if name != "value_dim"}
+    check_few(out, lse, q, k, v, lengths, dtype, **options)
+
+
+@pytest.mark.kernels("attention", "decode_attention")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "layout", "options"),
+    [
+        (1, "bthd", {"causal": True, "return_lse": True, "sinks": jnp.linspace(-1, 1, 8)}),
+        (16, "bhtd", {"window": (700, 5), "query_offset": jnp.array([90, 4000])}),
+        (5, "bthd", {"kv_lengths": np.array([4001, 77]), "q_lengths": np.array([5, 2])}),
+    ],
+    ids=["one", "window", "lengths"],
+)
+def test_few_queries(dtype: str, T: int, layout: str, options: dict[str, Any]) -> None:
+    """The paged kernel forward, and gradients."""
+    qkv = arrays(dtype, T=T, S=4001, H=8, D=128, layout=layout)
+    options = options | {"layout": layout}
+    explained = ato_jax.explain("attention", *qkv, implementation="triton", **options)
+    assert explained.forward.kernel == "triton.paged"
+    wanted = numerics.oracle("attention", *qkv, **options)
+    found = ato_jax.attention(*qkv, implementation="triton", **options)
+    out = found[0] if isinstance(found, tuple) else found
+    numerics.check("out", out, wanted.exact["out"], dtype=dtype)
+    check("attention", *qkv, **options)
+
+
+@of_decoding
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_generation_equals_the_full_pass(dtype: str) -> None:
+    """From a PagedCache that grows token by token, forks, frees and is defragmented on the way."""
+    B, prompt, T, H, G, D = 4, 100, 140, 8, 2, 128
+    q, k, v = arrays(dtype, B=B, T=T, H=H, G=G, D=D)
+    cache = ato_jax.PagedCache.empty(
+        B + 1, 160, num_pages=60, page_size=16, num_kv_heads=G, head_dim=D, dtype=dtype
+    )
+    for _ in range(B):
+        cache, _ = cache.allocate()
+    slots = jnp.arange(B)
+    cache, fits = cache.append(k[:, :prompt], v[:, :prompt], slots=slots)
+    assert fits
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache: Any, q: Any, k: Any, v: Any) -> Any:
+        cache, fits = cache.append(k, v, slots=slots)
+        out = ato_jax.decode_attention(
+            jnp.pad(q, ((0, 1), (0, 0), (0, 0), (0, 0))),
+            *(cache.k_pages, cache.v_pages, cache.page_table, cache.lengths),
+            implementation="triton",
+        )
+        return cache, out[:B], fits
+
+    outs = []
+    for t in range(prompt, T):
+        if t == prompt + 9:
+            cache, branch = cache.fork(0)
+        if t == prompt + 15:
+            cache = cache.free(branch)
+            cache = cache.defragment()
+        cache, out, fits = step(cache, *(array[:, t : t + 1] for array in (q, k, v)))
+        assert fits
+        outs.append(out)
+    wanted = ato_jax.attention(
+        *(array.astype(jnp.float32) for array in (q, k, v)), causal=True, implementation="reference"
+    )
+    numerics.check("out", jnp.concatenate(outs, 1), wanted[:, prompt:], dtype=dtype)
 
 
 @of_linear_attention

@@ -99,12 +99,12 @@ def decode_attention(
             f"q must hold between 1 and {MOST_QUERIES} queries, got T={sizes['T']}; "
             "use attention() for more"
         )
-    for axis in rows[:2]:
-        if axis != "B" and sizes[axis] < 1:
-            raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
     check_heads(sizes)
     table = None
     if page_table is not None:
+        for axis in ("P", "page"):
+            if sizes[axis] < 1:
+                raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
         table = shapes.integers("page_table", page_table)
         shapes.bind(sizes, "page_table", table.shape, ("B", "pages"))
         sizes["S"] = sizes["pages"] * sizes["page"]
@@ -165,6 +165,9 @@ def _pages(name: str, pages: Any, dtype: str, whose: str = "q") -> jax.Array:
         if whose != "q" and found != dtype:
             raise ValueError(f"{name} must have {whose}'s dtype {dtype}, got {found}")
         return jnp.asarray(pages)
+    if found not in shapes.FLOATS:
+        known = f"{', '.join(shapes.FLOATS)} or, with scales, {' or '.join(EIGHT_BITS)}"
+        raise ValueError(f"{name} must be {known}, got {found}; convert it first")
     return shapes.floating(name, pages, dtype)
 
 
@@ -274,7 +277,7 @@ def _by_kernel(
     spec: AttentionSpec, here: Device, interpret: bool, inputs: CacheInputs
 ) -> tuple[jax.Array, jax.Array]:
     paged = OP.backend(PAGED)
-    config = paged.default_config(spec, here, str(inputs.k.dtype), inputs.v is None)
+    config = paged.default_config(spec, here, inputs)
     with device.interpret(interpret):
         return paged.attend(spec, config, inputs)
 
@@ -293,8 +296,8 @@ def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
 
     Where `checked` looks an error for it, and for a length, wherever they are.
     """
-    if checking.checking() and lengths is not None:
-        keys = jnp.asarray(lengths)
+    if checking.checking():
+        keys = jnp.asarray(sizes["S"] if lengths is None else lengths)
         held = shapes.clipped(keys, -1, sizes["S"] + 1)
         checking.check(
             ((held >= 0) & (held <= sizes["S"])).all(),
@@ -307,10 +310,11 @@ def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
     span = f"P - 1 = {sizes['P'] - 1} where used"
     if checking.checking():
         table = jnp.asarray(page_table)
+        used = starts < jnp.asarray(lengths)[:, None]
         pages = shapes.clipped(table, -1, sizes["P"])
         exists = (pages >= 0) & (pages < sizes["P"])
         checking.check(
-            (exists | (starts >= held[:, None])).all(),
+            (exists | ~used).all(),
             f"page_table must lie between 0 and {span}, got {{page_table}}",
             page_table=table,
         )

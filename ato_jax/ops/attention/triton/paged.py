@@ -37,7 +37,7 @@ from jax.experimental.pallas import triton as plgpu
 from ato_jax import device
 from ato_jax.device import Device
 from ato_jax.launch import pallas_call
-from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
+from ato_jax.ops.attention.cached import MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import (
     AttentionSpec,
     Inputs,
@@ -47,6 +47,7 @@ from ato_jax.ops.attention.spec import (
 )
 from ato_jax.ops.attention.triton.common import (
     LN_2,
+    LONGEST_ROW,
     SMALLEST_TILE,
     Columns,
     Sliced,
@@ -70,9 +71,15 @@ WIDEST_VALUE = 512
 MOST_ROWS = 64
 ROWS_BYTES = 16 * 1024
 LONGEST_BLOCK = 128
+LONGEST_WIDE_BLOCK = 32
 NUM_WARPS = 4
+# For rows in several slices, of which twice as many then share each load, and for those of 8 bits,
+# which are turned into the spec's dtype in registers.
+MANY_WARPS = 8
 # A block of keys and values under way for each of these, in the shared memory.
 NUM_STAGES = 3
+# There, the compiler loads from the table ahead, too, which takes every second stage.
+NUM_INDIRECT_STAGES = 5
 # Their runs are equal, so that they end together.
 PROGRAMS_PER_MULTIPROCESSOR = 1
 # Shorter caches are left to attention's own kernel, which needs no second one.
@@ -128,26 +135,34 @@ def _size(slices: tuple[Columns, ...]) -> int:
 
 
 def default_config(
-    spec: AttentionSpec, here: Device, dtype: str | None = None, shared: bool = False
+    spec: AttentionSpec, here: Device, inputs: CacheInputs | None = None
 ) -> Config:
-    """`dtype` is the cache's, the spec's unless given; `shared`: values are columns of the keys."""
+    """By the widths of a row, the device's shared memory and the form of the cache; without
+    `inputs` it is contiguous, in the spec's dtype, with values of its own.
+    """
+    shared = inputs is not None and inputs.v is None
+    in_pages = inputs is not None and inputs.table is not None
+    eight_bits = inputs is not None and inputs.k_scales is not None
     item = jnp.dtype(spec.dtype).itemsize
-    cached = jnp.dtype(dtype or spec.dtype).itemsize
     widths = row_size(spec.D), _size(_value_slices(spec, shared))
     count = spec.T * spec.H // spec.G
 
     def fitting(size: int, width: int, most: int) -> int:
-        found = pl.next_power_of_2(size // width + 1) // 2
+        found = pl.next_power_of_2(size // (width * item) + 1) // 2
         return max(SMALLEST_TILE, min(found, most))
 
-    rows = min(fitting(ROWS_BYTES, max(widths) * item, MOST_ROWS), padded(count))
+    wide = max(widths) > LONGEST_ROW
+    rows = fitting(2 * ROWS_BYTES if wide else ROWS_BYTES, max(widths), MOST_ROWS)
+    rows = min(rows, padded(count))
     streamed = widths[0] if shared else sum(widths)
-    block = fitting(here.shared_memory // NUM_STAGES, streamed * cached, LONGEST_BLOCK)
+    # In the registers there is no room for many wide ones.
+    most = LONGEST_WIDE_BLOCK if wide and eight_bits else LONGEST_BLOCK
+    block = fitting(here.shared_memory // NUM_STAGES, streamed, most)
     return Config(
         rows,
         block,
-        NUM_WARPS,
-        NUM_STAGES,
+        MANY_WARPS if wide or eight_bits else NUM_WARPS,
+        NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES,
         _programs(spec, block, pl.cdiv(count, rows) * spec.G, here.multiprocessors),
         fast_exp2=here.capability is not None,
     )
@@ -247,13 +262,12 @@ class _Rows(NamedTuple):
         refs: tuple[Any, Any],
         index: tuple[Any, ...],
         slices: tuple[Columns, ...],
-        m: jax.Array,
-        total: jax.Array,
-        acc: Sliced,
+        sums: tuple[jax.Array, jax.Array, Sliced],
         unit: float,
     ) -> None:
         """acc / total and lse = unit * m + ln(total); 0 and -inf where total is 0."""
         out_ref, lse_ref = refs
+        m, total, acc = sums
         nobody = total == 0
         safe = jnp.where(nobody, 1.0, total)
         for tile, columns in zip(acc, slices, strict=True):
@@ -279,13 +293,15 @@ def _load(
     found = []
     for columns in slices:
         place, mask = _place(ref, index, exist, columns)
-        found.append(plgpu.load(place, mask=mask, other=0))
+        zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+        found.append(plgpu.load(place, mask=mask, other=zero))
     return tuple(found)
 
 
 def _kernel(
-    refs: CacheInputs, out_ref: Any, lse_ref: Any, *, spec: AttentionSpec, config: Config
+    refs: Any, out_ref: Any, lse_ref: Any, *, spec: AttentionSpec, config: Config
 ) -> None:
+    """`refs` are those of `CacheInputs`."""
     block, fast_exp2 = config.block, config.fast_exp2
     program = pl.program_id(1)
     factor = score_factor(spec)
@@ -355,10 +371,10 @@ def _kernel(
         # From a block's place among all of them to its place in the sequence.
         shift = runs.of(b, runs.first) + runs.of(b, runs.blocks) - stop
         start = jnp.maximum(begin, stop - runs.of(b, runs.blocks))
-        carry = lax.fori_loop(
+        sums = lax.fori_loop(
             start + shift, jnp.minimum(end, stop) + shift, step, rows.nothing(value_slices)
         )
-        rows.store((out_ref, lse_ref), rows.part(program + b), value_slices, *carry, unit=LN_2)
+        rows.store((out_ref, lse_ref), rows.part(program + b), value_slices, sums, LN_2)
         return nothing
 
     first = _count(runs.ends <= begin)
@@ -406,8 +422,8 @@ def _merge_kernel(
         sink = plgpu.load(sinks_ref.at[rows.head], mask=rows.exist, other=0)
         top = jnp.maximum(sink, FLOOR)
         total = jnp.exp(sink - top)  # 0 for a sink of -inf
-    carry = lax.fori_loop(first, last, add_part, (top, total, acc))
-    rows.store((merged_ref, merged_lse_ref), rows.outside(b), slices, *carry, unit=1.0)
+    sums = lax.fori_loop(first, last, add_part, (top, total, acc))
+    rows.store((merged_ref, merged_lse_ref), rows.outside(b), slices, sums, 1.0)
 
 
 def attend(
