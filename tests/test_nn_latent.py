@@ -177,7 +177,7 @@ def test_batch_axes() -> None:
     assert error(found[1], layer(x[1], mask=mask[1])) < 1e-6
     assert error(layer(x[0, 0]), layer(x)[0, 0]) < 1e-6
     layer.init_cache(x.shape)
-    assert layer.cached_latent.shape == (2, 3, T, C)
+    assert layer.cached_latent.shape == (2, 3, T, C + R)
     assert error(layer(x, decode=True), layer(x)) < 2e-5
 
 
@@ -218,8 +218,7 @@ def test_decoding(options: dict[str, Any], dtype: str, prompt: int) -> None:
     layer.init_cache((B, T + 1, E), dtype)
     cache = nnx.to_pure_dict(nnx.state(layer, nnx.Cache))
     assert {name: array.shape for name, array in cache.items()} == {
-        "cached_latent": (B, T + 1, layer.kv_lora_rank),
-        "cached_rope_key": (B, T + 1, R),
+        "cached_latent": (B, T + 1, layer.kv_lora_rank + R),
         "cache_index": (),
     }
     step = nnx.jit(lambda layer, token: layer(token))
@@ -394,18 +393,18 @@ def test_an_error_leaves_the_cache(options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, ato_jax.UnsupportedError)):
         layer(x, decode=True, mask=None if options else np.ones((B, 1, T, T), bool))
     assert int(layer.cache_index[...]) == 0
-    assert not np.any(layer.cached_latent[...]) and not np.any(layer.cached_rope_key[...])
+    assert not np.any(layer.cached_latent[...])
 
 
 def test_bad_caches() -> None:
     layer, x = make(), inputs()
     layer.init_cache((B + 1, T, E))
-    with pytest.raises(ValueError, match=r"cached_latent is .*\(3, 7, 16\).*\(2, 7, 16\)"):
+    with pytest.raises(ValueError, match=r"cached_latent is .*\(3, 7, 20\).*\(2, 7, 20\)"):
         layer(x, decode=True)
     layer.init_cache(x.shape, jnp.bfloat16)
     with pytest.raises(ValueError, match="cached_latent is .* in bfloat16, .* in float32"):
         layer(x, decode=True)
     layer.init_cache(x.shape)
-    layer.cached_rope_key = nnx.Cache(jnp.zeros((B, T, R + 2)))
-    with pytest.raises(ValueError, match="cached_rope_key is .*init_cache"):
+    layer.cached_latent = nnx.Cache(jnp.zeros((B, T, C)))
+    with pytest.raises(ValueError, match="cached_latent is .*init_cache"):
         layer(x, decode=True)

@@ -55,6 +55,8 @@ from ato_jax.nn.common import (
     rotate,
 )
 from ato_jax.ops.attention.api import OP, attention
+from ato_jax.ops.attention.cached import MOST_QUERIES
+from ato_jax.ops.attention.decode import BACKENDS, decode_attention
 from ato_jax.ops.common import precision_of
 
 
@@ -203,7 +205,6 @@ class LatentAttention(nnx.Module):
         keeps = keep_rngs and self.dropout_rate > 0
         self.rngs: nnx.RngStream | None = rngs.dropout.fork() if keeps else nnx.data(None)
         self.cached_latent: nnx.Cache[jax.Array] | None = nnx.data(None)
-        self.cached_rope_key: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def __call__(
@@ -268,13 +269,12 @@ class LatentAttention(nnx.Module):
         turned = rotate(turned, positions, self.rope_theta)
 
         options: dict[str, Any] = {"causal": causal}
+        # Side by side, as the absorbed order reads them: in a cache, where one copies all of it.
+        joint = jnp.concatenate((latent, rope_key), axis=-1)  # [B, T, C + R]
         with caches_restored(self):
             if decode:
-                (latent, rope_key), _ = append(
-                    self.cache_index,
-                    tuple(batch),
-                    cached_latent=(self.cached_latent, latent),
-                    cached_rope_key=(self.cached_rope_key, rope_key),
+                [joint], _ = append(
+                    self.cache_index, tuple(batch), cached_latent=(self.cached_latent, joint)
                 )
                 # Both lengths are said: where T = S, one would stand for the other, too.
                 B = inputs.shape[0]
@@ -284,9 +284,9 @@ class LatentAttention(nnx.Module):
                     "q_lengths": jnp.full(B, T, jnp.int32),
                     "kv_lengths": jnp.broadcast_to(held + T, B),
                 }
-            S = latent.shape[1]
+            S = joint.shape[1]
             call = Call(
-                *(query, latent, latent, inputs, inputs, tuple(batch), mask, True, decode),
+                *(query, joint, joint, inputs, inputs, tuple(batch), mask, True, decode),
                 dropout_key=dropout_key(self, deterministic, rngs),
             )
             options |= {
@@ -298,7 +298,7 @@ class LatentAttention(nnx.Module):
                 "implementation": self.implementation,
             }
             attend = self._absorbed if self._absorbs(T, S) else self._expanded
-            x = attend(plain, turned, latent, rope_key, options)  # [B, T, H, V]
+            x = attend(plain, turned, joint, options, decode)  # [B, T, H, V]
             if decode:
                 # Inside jit a full cache cannot be refused; it must not pass unnoticed either.
                 x = jnp.where(held + T <= S, x, jnp.nan)
@@ -316,11 +316,12 @@ class LatentAttention(nnx.Module):
         self,
         plain: jax.Array,
         turned: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
+        joint: jax.Array,
         options: dict[str, Any],
+        decode: bool,
     ) -> jax.Array:
         """Every head with keys and values of its own: [B, T, H, V]."""
+        latent, rope_key = jnp.split(joint, (self.kv_lora_rank,), axis=-1)
         key, value = self.key(latent), self.value(latent)
         shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:-1], rope_key.shape[-1]))
         return attention(
@@ -334,32 +335,44 @@ class LatentAttention(nnx.Module):
         self,
         plain: jax.Array,
         turned: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
+        joint: jax.Array,
         options: dict[str, Any],
+        decode: bool,
     ) -> jax.Array:
         """Every head with the latent for key and value: [B, T, H, V]."""
-        key, value = promote_dtype(
-            (self.key.kernel[...], self.value.kernel[...]), dtype=latent.dtype
-        )
+        kernels = self.key.kernel[...], self.value.kernel[...]
+        key, value = promote_dtype(kernels, dtype=joint.dtype)
         inward = jnp.einsum("bthn,chn->bthc", plain, key, precision=self.precision)
-        mean = attention(
-            jnp.concatenate((inward, turned), axis=-1),  # [B, T, H, C + R]
-            jnp.concatenate((latent, rope_key), axis=-1)[:, :, None],  # [B, S, 1, C + R]
-            latent[:, :, None],  # [B, S, 1, C]
-            **options,
-        )
+        query = jnp.concatenate((inward, turned), axis=-1)  # [B, T, H, C + R]
+        joint = joint[:, :, None]  # [B, S, 1, C + R]
+        if (
+            decode
+            and query.shape[1] <= MOST_QUERIES
+            and options["mask"] is None
+            and options["dropout_key"] is None
+            and self.implementation in (None, *BACKENDS)
+        ):
+            mean = decode_attention(
+                query,
+                joint,
+                lengths=options["kv_lengths"],
+                value_dim=self.kv_lora_rank,
+                scale=options["scale"],
+                implementation=self.implementation,
+            )
+        else:
+            mean = attention(query, joint, joint[..., : self.kv_lora_rank], **options)
         return jnp.einsum("bthc,chv->bthv", mean, value, precision=self.precision)
 
     def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
         """Makes an empty cache for inputs of shape [batch..., max_length, features].
 
-        `dtype` is that of the latent: the layer's, or where it has none that of its inputs and
-        parameters together.
+        `dtype` is that of latent and rotated key: the layer's, or where it has none that of its
+        inputs and parameters together.
         """
         shape = as_input_shape(input_shape, self.in_features)[:-1]
-        self.cached_latent = nnx.Cache(jnp.zeros((*shape, self.kv_lora_rank), dtype))
-        self.cached_rope_key = nnx.Cache(jnp.zeros((*shape, self.qk_rope_head_dim), dtype))
+        width = self.kv_lora_rank + self.qk_rope_head_dim
+        self.cached_latent = nnx.Cache(jnp.zeros((*shape, width), dtype))
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
 
     def set_view(self, deterministic: bool | None = None, decode: bool | None = None) -> None:
