@@ -135,6 +135,19 @@ def paged_cache() -> Iterator[Call]:
             ato_jax.decode_attention, window=(30, 0), implementation="triton"
         )
         yield attend, (q, k, v, table, lengths)
+    attend = functools.partial(ato_jax.decode_attention, implementation="triton")
+    scales = jnp.ones((2, 43, 2))
+    for dtype, D in (("bfloat16", 33), ("int8", 48)):
+        k, v = (draw(2, 43, 2, width).astype(dtype) for width in (D, 17))
+        q = draw(2, 3, 4, D, dtype="bfloat16")
+        more = {"k_scale_pages": scales, "v_scale_pages": scales} if dtype == "int8" else {}
+        yield functools.partial(attend, **more), (q, k, v, None, lengths)
+    # Values are the first columns of the keys, which come in two slices.
+    q, k = draw(2, 3, 4, 96, dtype="bfloat16"), draw(5, 16, 2, 96, dtype="bfloat16")
+    yield functools.partial(attend, value_dim=33), (q, k, None, table, lengths)
+    # A few queries of attention's.
+    q, k, v = (draw(2, size, 2, 33, dtype="bfloat16") for size in (3, 1031, 1031))
+    yield functools.partial(ato_jax.attention, implementation="triton"), (q, k, v)
 
 
 # Of about the same length, each in a process of its own.

@@ -5,6 +5,7 @@ Every form by the kernel, interpreted, and by plain JAX, against the reference i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,11 +18,12 @@ import ato_jax
 from ato_jax import device
 from ato_jax.ops.attention import api, reference
 from ato_jax.ops.attention.triton import paged
+from ato_jax.ops.attention.triton.common import column_slices
 from tests import numerics
 from tests.test_attention_paged import GPUS
 
 B, T, S, H, G, D, V = 3, 2, 48, 4, 2, 16, 12
-LENGTHS = np.array([48, 0, 21])
+LENGTHS = np.array([48, 0, 33])
 PAGE = 8
 IMPLEMENTATIONS = ("triton", "xla")
 
@@ -121,6 +123,15 @@ def test_values_in_the_keys(D: int, V: int, form: str) -> None:
     else:
         [pages], table = in_pages(k)
         check(q, k, k[..., :V], pages, None, table, **options)
+
+
+@pytest.mark.parametrize(("D", "V"), [(16, 16), (40, 20), (96, 40), (192, 130), (576, 512)])
+def test_values_are_cut_as_keys_are(D: int, V: int) -> None:
+    spec = dataclasses.replace(api.prepare(*qkv()).spec, D=D, V=V)
+    values, keys = paged._value_slices(spec, True), column_slices(D)
+    assert sum(columns.width for columns in values) == V
+    for value, key in zip(values, keys, strict=False):
+        assert (value.start, value.size) == (key.start, key.size)
 
 
 def eight_bits(array: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -489,6 +489,7 @@ def eight_bits(array: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
         (None, 4, 8, 2, 96, 64, {"window": (3000, 0), "sinks": jnp.linspace(-1, 1, 8)}),
         (None, 1, 128, 1, 576, 512, {"value_dim": 512}),
         (None, 2, 16, 1, 576, 512, {"value_dim": 512, "softcap": 5.0}),
+        (None, 3, 8, 2, 96, 40, {"value_dim": 40}),
         ("int8", 1, 32, 8, 128, 128, {}),
         ("float8_e4m3fn", 3, 8, 2, 64, 128, {"window": (0, 0)}),
         ("float8_e4m3fn", 1, 128, 1, 576, 512, {"value_dim": 512}),
