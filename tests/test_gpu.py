@@ -34,6 +34,7 @@ pytestmark = pytest.mark.gpu
 of_attention = pytest.mark.kernels("attention")
 of_linear_attention = pytest.mark.kernels("linear_attention")
 of_decoding = pytest.mark.kernels("decode_attention")
+of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
@@ -375,7 +376,8 @@ def test_options_of_attention_over_a_long_sequence(name: str) -> None:
     check("attention", *qkv, **attention_options(name, 2, 8192, H=2))
 
 
-@of_attention
+# In float32, where a backward needs no more of it, few queries are forwarded by decoding's kernel.
+@of_attention_and_decoding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "S"), [(1, 20_000), (16, 9000), (9000, 20)])
 def test_few_queries_or_keys_are_shared_among_programs(dtype: str, T: int, S: int) -> None:
@@ -531,7 +533,7 @@ def test_caches_of_every_form(
     check_few(out, lse, q, k, v, lengths, dtype, **options)
 
 
-@pytest.mark.kernels("attention", "decode_attention")
+@of_attention_and_decoding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("T", "layout", "options"),
