@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -137,13 +138,14 @@ def _as_tuple(value: Any) -> Any:
 class Function:
     """A function of arrays, jitted: JAX compiles it once per shapes and dtypes.
 
-    `plans` is `_direct`'s.
+    `plans` is `_direct`'s, which one thread at a time adds to.
     """
 
     def __init__(self, traced: Callable[..., list[jax.Array]]) -> None:
         self.traced = traced
         self.jitted = jax.jit(traced)
         self.plans: dict[Any, Any] = {}
+        self.planning = threading.Lock()
 
 
 class Program:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ato_torch import _bridge, _direct, _programs
+from ato_torch import _bridge, _direct, _executable, _programs
 
 DIRECT, THROUGH_JAX = "direct", "through JAX"
 
@@ -83,8 +83,8 @@ def _road(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Road
     plan = _direct.plan_of(function, _bridge.dense(tensors))
     if isinstance(plan, _direct.ClosedError):
         return Road(THROUGH_JAX, str(plan))
-    steps = plan.program.calls
-    names = [step.kernel.name for step in steps if isinstance(step, _direct.Launch)]
-    operations = len(steps) - len(names)
-    rest = f" and {operations} operations of PyTorch's" if operations else ""
-    return Road(DIRECT, ", ".join(names) + rest)
+    names = [
+        step.name if isinstance(step, _executable.Launch) else type(step).__name__.lower()
+        for step in plan.executable.steps
+    ]
+    return Road(DIRECT, ", ".join(names))

@@ -8,7 +8,8 @@ spills come out, nothing is run.
         assert not kernel.spills and kernel.fits, kernel
 
 XLA compiles the same Triton IR by the same passes, but with the Triton and the ptxas that it
-ships, so the figures are close to a GPU's and not equal to them.
+ships, so the figures are close to a GPU's and not equal to them. Where XLA is known to choose
+otherwise than the Triton wheel, this file follows XLA and says so.
 
 Results are kept in `.aot_cache/`, failures are not: what does not compile fails every time.
 """
@@ -26,11 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax._src.pallas.triton.lowering import _new_ir_context
 from jax.extend.mlir import ir
-
-from ato_jax import lowering
-from ato_jax.lowering import Kernel
 
 requires_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -40,9 +40,25 @@ requires_triton = pytest.mark.skipif(
 # The most shared memory that one block may ask for, in bytes.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 
+# From JAX 0.11 on, the lowering asks which GPU it is for, and knows them by these names. JAX 0.10
+# lowers for capability 9.0 where it sees no GPU; only casts to float8 depend on it.
+DEVICE_KIND = {80: "NVIDIA A100", 90: "NVIDIA H100"}
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
 CACHE = Path(__file__).parent.parent / ".aot_cache"
-# Of what makes the figures out of a kernel's IR.
-OWN_SOURCE = Path(__file__).read_text() + Path(lowering.__file__).read_text()
+OWN_SOURCE = Path(__file__).read_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One Triton kernel of a lowered function, as Pallas hands it to XLA."""
+
+    name: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    ttir: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,20 +122,67 @@ def shared_bytes(function: Callable[..., Any], *args: Any, capability: int) -> d
 
 def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) -> list[Kernel]:
     """Lowers `function(*args)` for CUDA and returns its Triton kernels, uncompiled."""
-    module = lowering.lower(function, *args, capability=capability)
-    kernels: list[Kernel] = []
-
-    def visit(operation: ir.Operation) -> ir.WalkResult:
-        if lowering.is_kernel(operation):
-            kernels.append(lowering.kernel_of(operation))
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    device = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    kernels = [
+        _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
+        for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
+        if ir.StringAttr(operation.attributes["call_target_name"]).value == TRITON_CALL
+    ]
     if not kernels:
         raise ValueError(
             "the function lowered to no Triton kernel: is it interpreted, or another backend's?"
         )
     return kernels
+
+
+def _custom_calls(module: ir.Operation) -> list[ir.Operation]:
+    found: list[ir.Operation] = []
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name == "stablehlo.custom_call":
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
+
+
+def _kernel(config: ir.DictAttr) -> Kernel:
+    def number(key: str) -> int:
+        return ir.IntegerAttr(config[key]).value
+
+    return Kernel(
+        name=ir.StringAttr(config["name"]).value,
+        grid=(number("grid_x"), number("grid_y"), number("grid_z")),
+        num_warps=number("num_warps"),
+        num_stages=number("num_stages"),
+        ttir=_ttir(ir.StringAttr(config["ir"]).value_bytes),
+    )
+
+
+def _ttir(bytecode: bytes) -> str:
+    """The kernel as text that the wheel can read.
+
+    The wheel cannot read jaxlib's bytecode: that encodes operations by the layout of their
+    properties, which differs between the two Tritons. Nor is the generic text safe, where
+    enumerations are bare numbers. Triton's own syntax names everything, and carries no source
+    locations, so that moving a kernel within its file leaves the cache valid.
+    """
+    with _new_ir_context():  # the context in which Pallas built the kernel: it has the dialect
+        text = str(ir.Module.parse(bytecode))
+    # From JAX 0.12 on, one attribute holds what used to be two; the wheel knows only the two:
+    #   {cachePolicy = #tt.cache_policy<cache_modifier = cg, eviction_policy = evict_first>}
+    #   cacheModifier = cg evictionPolicy = evict_first
+    # Another attribute of the same operation, if any, follows inside the braces.
+    return re.sub(
+        r"\{cachePolicy = #tt\.cache_policy<cache_modifier = (\w+), eviction_policy = (\w+)>"
+        r"(?:, )?",
+        r"cacheModifier = \1 evictionPolicy = \2 {",
+        text,
+    )
 
 
 def _cached_figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict[str, int]:
@@ -161,15 +224,42 @@ def _figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict
 
     Before any machine code is made, these are the shared memory alone.
     """
-    if not machine_code:
-        return {"shared_bytes": lowering.shared_bytes(kernel, capability)}
-    code = lowering.compile_kernel(kernel, capability)
     # Here, because importing Triton takes longer than reading a result from the cache.
+    from triton._C.libtriton import ir as triton_ir
+    from triton.backends.compiler import GPUTarget, Language
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler.compiler import make_backend
 
+    backend = make_backend(GPUTarget("cuda", capability, warp_size=32))
+    options = backend.parse_options(
+        {
+            "num_warps": kernel.num_warps,
+            "num_stages": kernel.num_stages,
+            "num_ctas": 1,
+            # XLA leaves denormals alone in libdevice's functions, Triton flushes them.
+            "enable_reflect_ftz": False,
+        }
+    )
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    # `triton.compile` leaves out the first stage when it is given IR, and XLA does not.
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    metadata: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        ttir_path = Path(folder, "kernel.ttir")
+        ttir_path.write_text(kernel.ttir)
+        module = triton_ir.parse_mlir_module(str(ttir_path), context)
+        module.context = context
+        for stage in ("ttir", "ttgir", "llir"):
+            module = stages[stage](module, metadata)
+        if not machine_code:
+            return {"shared_bytes": metadata["shared"]}
+
+        # Triton's last stage runs ptxas too, and throws away what it says.
         ptx_path = Path(folder, "kernel.ptx")
-        ptx_path.write_text(code.ptx)
+        ptx_path.write_text(stages["ptx"](module, metadata))
         ptxas = subprocess.run(
             [
                 get_ptxas(capability).path,
@@ -191,7 +281,7 @@ def _figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict
     # More than one line where a library function was not inlined: each has its own spills.
     return {
         "registers": max(map(int, registers)),
-        "shared_bytes": code.shared_bytes,
+        "shared_bytes": metadata["shared"],
         "spill_stores": sum(int(stores) for stores, _ in spills),
         "spill_loads": sum(int(loads) for _, loads in spills),
     }

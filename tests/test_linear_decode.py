@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device, lowering
+from ato_jax import device
 from ato_jax.ops.linear_attention import features, step
 from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 from ato_jax.ops.linear_attention.triton import decode
@@ -166,6 +166,10 @@ def test_the_state_is_updated_in_place() -> None:
     spec = StepSpec(features.NAMED["elu1"], True, 1.0, 1e-6)
     inputs = shapes(64, 32, 32, 128, 128, dtype="bfloat16")
     run = functools.partial(step._step, spec, GPUS[90], False)
-    lowered = str(lowering.lower(run, inputs, capability=90))
+    target = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=target)
+    ):
+        lowered = jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("xla.gpu.triton") == 1
     assert lowered.count("output_operand_alias<") == 2
