@@ -302,7 +302,9 @@ def _executable(data: bytes) -> Executable:
     thunks = [*fields.parts(7), *fields.parts(13)]
     if not thunks:
         raise UnknownError("XLA gave no steps with it")
-    steps = tuple(step for thunk in thunks for step in _steps(thunk, fields.parts(4)))
+    # Of a field that merged from several records, the last one counts.
+    code = [b"", *fields.parts(4)][-1]
+    steps = tuple(step for thunk in thunks for step in _steps(thunk, code))
     wrapped = Message("RepeatedBufferAllocations", fields.part(10), known={1})
     allocations = dict(map(_allocation, wrapped.parts(1)))
     if len(allocations) != len(wrapped.parts(1)):
@@ -395,8 +397,8 @@ def _check(
         raise UnknownError("a result is written by no step")
 
 
-def _steps(data: bytes, codes: list[bytes]) -> Iterator[Step]:
-    """The steps of a ThunkProto; kernels that bring no code are in `codes`."""
+def _steps(data: bytes, code: bytes) -> Iterator[Step]:
+    """The steps of a ThunkProto; kernels that bring no code are in that of all."""
     named = {1, 2, 8, 13, 19, 28, 36}
     fields = Message("ThunkProto", data, known=set(range(1, 200)))
     kinds = set(fields.fields) - {1}
@@ -408,9 +410,9 @@ def _steps(data: bytes, codes: list[bytes]) -> Iterator[Step]:
     thunk = fields.part(kind)
     if kind == 2:
         for each in Message("SequentialThunkProto", thunk, known={1}).parts(1):
-            yield from _steps(each, codes)
+            yield from _steps(each, code)
     elif kind == 8:
-        yield _kernel(thunk, codes)
+        yield _kernel(thunk, code)
     elif kind == 36:
         yield _custom_kernel(thunk)
     elif kind == 13:
@@ -428,14 +430,14 @@ def _steps(data: bytes, codes: list[bytes]) -> Iterator[Step]:
         yield Fill(target, fill.number(2))
 
 
-def _kernel(data: bytes, codes: list[bytes]) -> Launch:
+def _kernel(data: bytes, code: bytes) -> Launch:
     # 8 are the arguments' shapes.
     fields = Message("KernelThunkProto", data, known=set(range(1, 11)))
     _check_plain(fields, early=10, cluster=5, metadata=7, zeroed=9)
     dimensions = Message("LaunchDimensionsProto", fields.part(4), known={1, 2})
     return _launch(
         fields.part(3).decode(),
-        codes[0] if len(codes) == 1 else b"",
+        code,
         _dimensions(dimensions.part(1), 2),
         _dimensions(dimensions.part(2), 1),
         fields.number(6),
@@ -509,7 +511,8 @@ def _check_packing(data: bytes, count: int) -> None:
         if any(any(value) for value in argument.parts(2)):
             raise UnknownError("a kernel has an argument that is a constant")
         place = Message("KernelArgPackingRelocationProto", argument.part(1), known={1, 2, 3})
-        if place.number(2) != n or place.number(3):
+        # Of the first kind: 64 bits, as they are.
+        if (place.number(1), place.number(2), place.number(3)) != (1, n, 0):
             raise UnknownError("a kernel has its arguments in another order")
     if len(packed) != count:
         raise UnknownError(f"a kernel has {len(packed)} parameters for {count} arguments")
