@@ -12,6 +12,7 @@ is `ClosedError`, and goes through `_bridge`.
 
 from __future__ import annotations
 
+import collections
 import copy
 import ctypes
 import functools
@@ -26,6 +27,8 @@ from ato_torch import _bridge, _executable, _programs
 
 # Of memory that a step may write to: XLA holds its own to be aligned so.
 SCRATCH_ALIGNMENT = 256
+# What steps write and none reads lies in one place for all, up to that many bytes.
+UNREAD_BYTES = 1 << 20
 # Integers to compare the bits of an element by its size.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -152,8 +155,8 @@ def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> No
 class Plan:
     """An executable on one GPU, ready to run on tensors that are dense as `like` are.
 
-    A call has one list of addresses: of the tensors, of the results, of the scratch memory. What
-    the steps take are these, some of them further on by a few bytes.
+    A call has one list of addresses: of what nothing reads, of the tensors, of the results, of the
+    scratch memory. What the steps take are these, some of them further on by a few bytes.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Plan:
             for each in step.arguments
         ]
         self.kernels = kernels
+        self.nowhere = _nowhere(like[0].device).data_ptr()
         self.idle: list[_Calls] = []
 
     def turned(self, which: Sequence[bool]) -> Plan:
@@ -196,7 +200,8 @@ class Plan:
             for tensor in tensors
         ]
         results = [empty_strided(*fact) for fact in self.facts]
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [self.nowhere]
+        addresses += [tensor.data_ptr() for tensor in tensors]
         addresses += [result.data_ptr() for result in results]
         if self.scratch_bytes:
             # Free for others at the return: what they do with it comes later on the stream.
@@ -221,6 +226,12 @@ class Plan:
 
 MISALIGNED = _bridge.ALIGNMENT - 1
 empty_strided = _allocator()
+
+
+@functools.cache
+def _nowhere(place: torch.device) -> torch.Tensor:
+    """Where steps write what nothing reads."""
+    return torch.empty(UNREAD_BYTES, dtype=torch.uint8, device=place)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,22 +259,27 @@ def _bases(
         if allocation.parameter is not None:
             if allocation.parameter >= len(like):
                 raise ClosedError(f"it has a parameter {allocation.parameter} of {len(like)}")
-            bases[number] = allocation.parameter, 0
+            bases[number] = 1 + allocation.parameter, 0
             whole[number] = like[allocation.parameter]
     for n, number in enumerate(executable.results):
         if number in bases:
             raise ClosedError("a result is a parameter")
-        bases[number] = len(like) + n, 0
+        bases[number] = 1 + len(like) + n, 0
         whole[number] = results[n]
     for number, tensor in whole.items():
         size = executable.allocations[number].size
         if size != tensor.numel() * tensor.element_size():
             raise ClosedError(f"an array of shape {tuple(tensor.shape)} has {size} bytes")
+    slices = [each for step in executable.steps for each in step.arguments]
+    used = collections.Counter(each.allocation for each in slices)
+    written = {each.allocation for step in executable.steps for each in step.written}
     end = 0
-    for number in sorted({each.allocation for step in executable.steps for each in step.arguments}):
-        if number not in bases:
-            bases[number] = len(like) + len(results), end
-            size = executable.allocations[number].size
+    for number in sorted(set(used).difference(bases)):
+        size = executable.allocations[number].size
+        if used[number] == 1 and number in written and size <= UNREAD_BYTES:
+            bases[number] = 0, 0
+        else:
+            bases[number] = 1 + len(like) + len(results), end
             end += math.ceil(size / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return bases, end
 
