@@ -137,7 +137,7 @@ def _compiled(
     ]
     # What the function does not read is a parameter nevertheless.
     lowered = jax.jit(function, keep_unused=True).lower(*shapes)
-    compiled = lowered.compile(compiler_options={_executable.THUNKS: True})
+    compiled = lowered.compile()
     results = [
         torch.empty(info.shape, dtype=getattr(torch, str(info.dtype)), device="meta")
         for info in jax.tree.leaves(lowered.out_info)

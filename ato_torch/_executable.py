@@ -2,8 +2,8 @@
 
     executable = read(compiled.runtime_executable().serialize())
 
-JAX hands out a compiled program as bytes. Asked by the option `THUNKS`, XLA puts in the very steps
-("thunks") that it would run itself: a launch has the kernel's machine code, its grid, and its
+JAX hands out a compiled program as bytes, into which XLA puts the very steps ("thunks") that it
+would run itself (seen from JAX 0.11 on): a launch has the kernel's machine code, its grid, and its
 arguments as slices of numbered allocations, among which are the program's parameters, its results
 and scratch. From the outside in:
 
@@ -24,9 +24,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
-
-# A compiler option. Without it, XLA leaves out the steps, and makes them anew where it loads them.
-THUNKS = "xla_gpu_experimental_aot_compiled_thunks"
 
 ELF = b"\x7fELF"
 
