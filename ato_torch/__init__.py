@@ -4,6 +4,7 @@
     ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
     ato_torch.linear_attention_step(query, key, value, state)     one token of it
     ato_torch.combine(outs, lses)                                 attention in pieces, merged
+    ato_torch.explain(ato_torch.attention, query, ...)            how a call gets to the kernels
     ato_torch.register_hf()                                       "ato" in transformers' models
     ato_torch.sdpa_override()                                     PyTorch's models as they are
 
@@ -12,6 +13,7 @@ the memory for itself.
 """
 
 from ato_torch import _bridge
+from ato_torch.explain import explain
 from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
 from ato_torch.hugging_face import register_hf
 from ato_torch.override import sdpa_override
@@ -21,6 +23,7 @@ _bridge.share_the_gpu()
 __all__ = [
     "attention",
     "combine",
+    "explain",
     "linear_attention",
     "linear_attention_step",
     "register_hf",

@@ -51,12 +51,7 @@ def execute(
         raise RuntimeError(
             "ato_torch cannot be captured into a CUDA graph: JAX launches its work itself"
         )
-    tensors = [
-        tensor
-        if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
-        else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
-        for tensor in tensors
-    ]
+    tensors = dense(tensors)
     road = _road(place)
     if on_gpu:
         current = torch.cuda.current_stream(place)
@@ -81,6 +76,16 @@ def execute(
             taken.add(pointer)
         results.append(result)
     return results
+
+
+def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As they are, where a kernel can read them so; else copies."""
+    return [
+        tensor
+        if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
+        else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
 
 
 class _Road:

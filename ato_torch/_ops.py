@@ -15,7 +15,7 @@ graph would not hold what JAX launches: the ops' tag keeps compilers from trying
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _programs
+from ato_torch import _bridge, _direct, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _programs.PARAMETERS
@@ -71,7 +71,65 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
     if differentiates:
         # Past a preparation for torch.func, which takes as long as all of the rest.
         return super(torch.autograd.Function, _Call).apply(program, *tensors)
-    return _bridge.execute(program.answer, tensors)
+    return _direct.execute(program.answer, tensors)
+
+
+def ready(
+    program: _programs.Program, tensors: Tensors, differentiates: bool, turned: bool
+) -> Callable[[Tensors], Tensors] | None:
+    """What `run_plainly` does with q, k and v of such shapes and strides, without looking again;
+    None where there is no such way.
+
+    `turned` ones are given with their second and third axis exchanged, but not in memory, and so
+    are the outputs returned.
+    """
+    function = program.forward if differentiates else program.answer
+    outputs = program.timed if differentiates else program.timed[: program.answers]
+    plan = _direct.ready(function, tensors, (turned,) * len(tensors), outputs)
+    if plan is None or not differentiates:
+        return plan
+    known = _Known(program, plan, turned)
+    apply = super(torch.autograd.Function, _KnownCall).apply
+    return lambda tensors: apply(known, *tensors)
+
+
+class _Known:
+    """A program for a gradient, and its plan for tensors of known shapes and strides."""
+
+    def __init__(self, program: _programs.Program, plan: _direct.Plan, turned: bool) -> None:
+        self.program, self.plan, self.turned = program, plan, turned
+        self.answers = program.answers
+        # Of the backward, by what is needed: the plan, and the strides that it is for.
+        self.backwards: dict[Any, tuple[_direct.Plan | None, list[Any]]] = {}
+
+    def backward(self, needed: tuple[bool, ...], tensors: list[torch.Tensor]) -> Any:
+        """The gradients that are needed, of q, k, v, the outputs and the first one's cotangent;
+        None where there is no such way."""
+        out, cotangent = tensors[len(needed)], tensors[-1]
+        if cotangent.stride() != out.stride():
+            tensors[-1] = torch.empty_like(out).copy_(cotangent)
+        strides = [tensor.stride() for tensor in tensors]
+        try:
+            plan, known = self.backwards[needed]
+        except KeyError:
+            plan, known = self.backwards[needed] = self._backward(needed, tensors), strides
+        return plan(tensors) if plan is not None and strides == known else None
+
+    def _backward(self, needed: tuple[bool, ...], tensors: Tensors) -> _direct.Plan | None:
+        outputs = len(tensors) - len(needed) - 1
+        given = (True,) + (False,) * (outputs - 1)
+        function = self.program.backward(needed, given)
+        turned, gradients = self.turned_ones(needed, given)
+        return _direct.ready(function, tensors, turned, gradients)
+
+    def turned_ones(
+        self, needed: tuple[bool, ...], given: tuple[bool, ...]
+    ) -> tuple[list[bool], list[bool]]:
+        """Which of the backward's tensors, and which gradients, have their axes exchanged."""
+        timed = self.program.timed[: len(given)]
+        of_given = [each for each, is_given in zip(timed, given, strict=True) if is_given]
+        tensors = [*(True for _ in needed), *timed, *of_given]
+        return [self.turned and each for each in tensors], [self.turned] * sum(needed)
 
 
 def runs_plainly(tensors: Tensors) -> bool:
@@ -156,7 +214,7 @@ class _Call(torch.autograd.Function):
     def forward(program: _programs.Program, *tensors: torch.Tensor) -> Any:
         if not runs_plainly(tensors):
             return tuple(_forward(program.text, tensors))
-        return tuple(_bridge.execute(program.forward, tensors))
+        return tuple(_direct.execute(program.forward, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -175,7 +233,7 @@ class _Call(torch.autograd.Function):
         if torch.is_grad_enabled() or not runs_plainly(tensors):
             gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
         else:
-            gradients = _bridge.execute(ctx.program.backward(needed, given), tensors)
+            gradients = _direct.execute(ctx.program.backward(needed, given), tensors)
         return None, *_placed(needed, gradients)
 
     @staticmethod
@@ -185,6 +243,48 @@ class _Call(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
+class _KnownCall(torch.autograd.Function):
+    """(a known program, q, k, v) -> the outputs asked for, where nobody looks on."""
+
+    @staticmethod
+    def forward(ctx: Any, known: _Known, *tensors: torch.Tensor) -> Any:
+        outputs = known.plan(tensors)
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        # Saved by PyTorch, so that it refuses a backward after one of them was written to.
+        ctx.save_for_backward(*tensors, *outputs)
+        return tuple(outputs[: known.answers])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        known, needed = ctx.known, ctx.needs_input_grad[1:]
+        tensors = list(ctx.saved_tensors)
+        chosen = [cotangent for cotangent in cotangents if cotangent is not None]
+        _refuse_forward_mode(chosen)
+        alone = cotangents[0] is not None and len(chosen) == 1
+        plainly = not torch.is_grad_enabled() and runs_plainly([*tensors, *chosen])
+        if alone and plainly:
+            gradients = known.backward(needed, [*tensors, *chosen])
+            if gradients is not None:
+                return None, *_placed(needed, gradients)
+        outputs = len(tensors) - len(needed)
+        given = tuple(n < len(cotangents) and cotangents[n] is not None for n in range(outputs))
+        tensors, (turned, of_gradients) = [*tensors, *chosen], known.turned_ones(needed, given)
+        tensors = _exchanged(tensors, turned)
+        if plainly:
+            gradients = _direct.execute(known.program.backward(needed, given), tensors)
+        else:
+            gradients = _Gradient.apply(known.program, needed, given, *tensors)
+        return None, *_placed(needed, _exchanged(gradients, of_gradients))
+
+
+def _exchanged(tensors: Tensors, turned: Sequence[bool]) -> list[torch.Tensor]:
+    return [
+        tensor.transpose(1, 2) if is_turned else tensor
+        for tensor, is_turned in zip(tensors, turned, strict=True)
+    ]
+
+
 class _Gradient(torch.autograd.Function):
     """(program, needed, given, *tensors) -> the gradients that are needed."""
 
@@ -192,7 +292,7 @@ class _Gradient(torch.autograd.Function):
     def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
         if not runs_plainly(tensors):
             return tuple(_backward(program.text, tensors, needed, given))
-        return tuple(_bridge.execute(program.backward(needed, given), tensors))
+        return tuple(_direct.execute(program.backward(needed, given), tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -240,7 +340,8 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _bridge.execute(program.forward, tensors)
+    # Of the strides that are foretold below.
+    return [tensor.contiguous() for tensor in _direct.execute(program.forward, tensors)]
 
 
 @torch.library.custom_op(
@@ -253,7 +354,8 @@ def _backward(
     call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 ) -> Tensors:
     program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
-    return _bridge.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    gradients = _direct.execute(program.backward(tuple(needed), tuple(given)), tensors)
+    return [gradient.contiguous() for gradient in gradients]
 
 
 def _shapes(tensors: Tensors) -> _programs.Shapes:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -134,23 +135,46 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
+class Function:
+    """A function of arrays, jitted: JAX compiles it once per shapes and dtypes.
+
+    `plans` is `_direct`'s, which one thread at a time adds to.
+    """
+
+    def __init__(self, traced: Callable[..., list[jax.Array]]) -> None:
+        self.traced = traced
+        self.jitted = jax.jit(traced)
+        self.plans: dict[Any, Any] = {}
+        self.planning = threading.Lock()
+
+
 class Program:
-    """A call on one device: jitted functions of arrays, compiled once per shapes and dtypes."""
+    """A call on one device."""
 
     def __init__(self, call: Call, place: jax.Device) -> None:
         self.call = call
         self.place = place
-        self.forward = self._jitted(functools.partial(forward, call))
-        self.answer = self._jitted(functools.partial(answer, call))
-        self._backwards: dict[Any, Callable[..., Any]] = {}
+        self.forward = self._function(functools.partial(forward, call))
+        self.answer = self._function(functools.partial(answer, call))
+        self._backwards: dict[Any, Function] = {}
 
-    def backward(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Callable[..., Any]:
+    def backward(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> Function:
         """(arrays, outputs, the cotangents that are given) -> the gradients that are needed."""
         try:
             return self._backwards[needed, given]
         except KeyError:
-            function = self._jitted(functools.partial(backward, self.call, needed, given))
+            function = self._function(functools.partial(backward, self.call, needed, given))
             return self._backwards.setdefault((needed, given), function)
+
+    @property
+    def timed(self) -> tuple[bool, ...]:
+        """Of an op with kernels of its own: which of its outputs have an axis T."""
+        return OPS[self.call.op].timed
+
+    @property
+    def answers(self) -> int | None:
+        """How many outputs the caller asked for, from the first; None for all."""
+        return OPS[self.call.op].answers(self.call)
 
     @functools.cached_property
     def text(self) -> str:
@@ -162,13 +186,13 @@ class Program:
     def batched_backward(self, level: tuple[bool, ...]) -> Program:
         return of_call(self.call.inside_backward(level), self.place)
 
-    def _jitted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, function: Callable[..., Any]) -> Function:
         def traced(*arrays: jax.Array) -> list[jax.Array]:
             # The op asks where it will run; tracers do not tell.
             with jax.default_device(self.place), device.interpret(self.call.interpreting):
                 return function(arrays)
 
-        return jax.jit(traced)
+        return Function(traced)
 
 
 @functools.lru_cache(maxsize=KEPT, typed=True)

@@ -136,21 +136,17 @@ def attention(
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     tensors |= {"q": query, "k": key, "v": value}
-    finish = functools.partial(
-        _attention_results,
-        transposed,
-        # As they are, where nothing was broadcast.
-        None if len(batch) == len(heads) == 1 else (*batch, *heads, sizes["T"]),
-        return_lse,
-    )
+    # As they are, where nothing was broadcast.
+    shape = None if len(batch) == len(heads) == 1 else (*batch, *heads, sizes["T"])
+    finish = functools.partial(_attention_results, shape, return_lse)
     outputs = _ops.run("attention", tensors, options)
     if plan is not None and straight and len(tensors) == 3:
         plan.fill("attention", query, options, transposed, finish)
-    return finish(outputs)
+    return finish(transposed, outputs)
 
 
 def _attention_results(
-    transposed: bool, shape: tuple[int, ...] | None, return_lse: bool, outputs: Any
+    shape: tuple[int, ...] | None, return_lse: bool, transposed: bool, outputs: Any
 ) -> Any:
     out = outputs[0].transpose(1, 2) if transposed else outputs[0]
     if shape is not None:
@@ -258,14 +254,14 @@ def linear_attention(
         "precision": precision,
         "implementation": implementation,
     }
-    finish = functools.partial(_linear_results, transposed, batched, return_state)
+    finish = functools.partial(_linear_results, batched, return_state)
     outputs = _ops.run("linear_attention", tensors, options)
     if plan is not None and straight and len(tensors) == 3:
         plan.fill("linear_attention", query, options, transposed, finish)
-    return finish(outputs)
+    return finish(transposed, outputs)
 
 
-def _linear_results(transposed: bool, batched: bool, return_state: bool, outputs: Any) -> Any:
+def _linear_results(batched: bool, return_state: bool, transposed: bool, outputs: Any) -> Any:
     out = outputs[0].transpose(1, 2) if transposed else outputs[0]
     out = out if batched else out[0]
     if not return_state:
@@ -429,11 +425,13 @@ class _Plan:
     It follows from what `_plan_of` looks at, so that a call like it goes straight to its program.
     """
 
-    def __init__(self, differentiates: bool) -> None:
-        self.differentiates = differentiates
+    def __init__(self, key: tuple[Any, ...], differentiates: bool) -> None:
+        self.key, self.differentiates = key, differentiates
         self.program: Any = None
         self.transposed = False
         self.finish: Any = None
+        # Of the direct road: None is not looked for yet, False is none.
+        self.ready: Any = None
 
     def fill(
         self,
@@ -445,50 +443,61 @@ class _Plan:
     ) -> None:
         self.transposed, self.finish = transposed, finish
         arrays, place = ("q", "k", "v"), query.device
-        # Last: another thread may look.
         self.program = _ops.program_of(op, arrays, self.differentiates, place, options)
+        if len(_plans) >= _programs.KEPT:
+            _plans.clear()
+        _plans[self.key] = self
 
     def __call__(self, tensors: Any) -> Any:
+        if self.ready:
+            return self.finish(False, self.ready(tensors))
+        if self.ready is None:
+            found = _ops.ready(self.program, tensors, self.differentiates, self.transposed)
+            self.ready = found or False
         if self.transposed:
             tensors = [tensor.transpose(1, 2) for tensor in tensors]
-        return self.finish(_ops.run_plainly(self.program, tensors, self.differentiates))
+        outputs = _ops.run_plainly(self.program, tensors, self.differentiates)
+        return self.finish(self.transposed, outputs)
+
+
+# Those that are filled, by their keys.
+_plans: dict[Any, _Plan] = {}
 
 
 def _plan_of(op: str, tensors: Any, options: tuple[Any, ...]) -> _Plan | None:
     """The plan of a call, yet to be filled where it is the first of its kind; None without one."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    if torch._C._is_any_autocast_enabled() or not _ops.runs_plainly(tensors):
         return None
-    for option in options:
-        if type(option) not in PLAIN and not _is_window(option):
-            return None
-    if not _ops.runs_plainly(tensors) or _ops.is_forward_mode():
+    if _ops.is_forward_mode():
         return None
     query, key, value = tensors
-    nested = query.is_nested or key.is_nested or value.is_nested
-    if not nested and query.layout is key.layout is value.layout is torch.strided:
-        differentiates = torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
+    differentiates = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    # 1 is equal to True and to 1.0, also inside a window.
+    kinds = tuple(map(type, options))
+    if tuple in kinds:
+        kinds += tuple(type(part) for each in options if type(each) is tuple for part in each)
+    try:
+        facts = (
+            *(op, options, kinds, differentiates, device.interpreting()),
+            *(query.shape, query.dtype, query.device, query.layout, query.stride()),
+            *(key.shape, key.dtype, key.device, key.layout, key.stride()),
+            *(value.shape, value.dtype, value.device, value.layout, value.stride()),
         )
-        return _planned(
-            differentiates,
-            op,
-            device.interpreting(),
-            *(query.shape, query.dtype, query.device, query.stride()),
-            *(key.shape, key.dtype, key.device, key.stride()),
-            *(value.shape, value.dtype, value.device, value.stride()),
-            *options,
-        )
+        found = _plans.get(facts)
+    except (RuntimeError, TypeError):  # no strides; an option that has no hash
+        return None
+    if found is not None:
+        return found
+    is_dense = query.layout is key.layout is value.layout is torch.strided
+    if is_dense and all(type(option) in PLAIN or _is_window(option) for option in options):
+        return _Plan(facts, differentiates)
     return None
 
 
 def _is_window(option: Any) -> bool:
-    """(True, 0) is none, and yet equal to one."""
     return type(option) is tuple and all(type(part) in (int, type(None)) for part in option)
-
-
-@functools.lru_cache(maxsize=_programs.KEPT, typed=True)
-def _planned(differentiates: bool, *facts: Any) -> _Plan:
-    return _Plan(differentiates)
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -1,0 +1,400 @@
+"""The direct road: a function of JAX on PyTorch's tensors without JAX, its kernels launched here.
+
+JAX compiles the function once, and `_executable` reads what XLA made of it: kernels, a few copies
+perhaps, and which memory each takes. That becomes a `Plan`: PyTorch allocates, and the same machine
+code goes to PyTorch's current stream, in the same order. So there is nothing to wait for, memory is
+PyTorch's, and a CUDA graph holds it all.
+
+Before a plan is taken, it runs once beside JAX on the tensors of the first call, and has to give
+the same bits. What has no plan, for a step that is no kernel or for bytes that are not understood,
+is `ClosedError`, and goes through `_bridge`.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from ato_torch import _bridge, _executable, _programs
+
+# Of memory that a step may write to: XLA holds its own to be aligned so.
+SCRATCH_ALIGNMENT = 256
+# What steps write and none reads lies in one place for all, up to that many bytes.
+UNREAD_BYTES = 1 << 20
+# Integers to compare the bits of an element by its size.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
+    """(size, stride, dtype) -> a tensor on the current device; sizes and strides are tuples."""
+
+    def public(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+    # The private one takes half as long.
+    return getattr(torch._C._dynamo.guards, "_empty_strided_cuda", public)
+
+
+class ClosedError(Exception):
+    """Why a function has no plan."""
+
+
+def execute(
+    function: _programs.Function, tensors: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The function of the tensors, all on one device: by its plan where it has one."""
+    if not tensors[0].is_cuda:
+        return _bridge.execute(function.jitted, tensors)
+    tensors = _bridge.dense(tensors)
+    plan = plan_of(function, tensors)
+    if isinstance(plan, ClosedError):
+        return _bridge.execute(function.jitted, tensors)
+    return plan(tensors)
+
+
+def plan_of(
+    function: _programs.Function, tensors: Sequence[torch.Tensor]
+) -> Plan | ClosedError:
+    """The function's plan for dense tensors on a GPU of such shapes, or why there is none."""
+    key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    try:
+        return function.plans[key]
+    except KeyError:
+        pass
+    with function.planning:
+        if key not in function.plans:
+            function.plans[key] = _build(function, tensors)
+        return function.plans[key]
+
+
+def ready(
+    function: _programs.Function,
+    tensors: Sequence[torch.Tensor],
+    turned: Sequence[bool] = (),
+    turned_results: Sequence[bool] = (),
+) -> Plan | None:
+    """The plan for tensors of such shapes and strides, if there is one that reads them as they lie.
+
+    Tensors that are `turned` have their second and third axis exchanged, but not in memory; so
+    have then the results.
+    """
+    if not tensors[0].is_cuda:
+        return None
+    if any(turned):
+        tensors = [
+            tensor.transpose(1, 2) if is_turned else tensor
+            for tensor, is_turned in zip(tensors, turned, strict=True)
+        ]
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    plan = plan_of(function, _bridge.dense(tensors))
+    if isinstance(plan, ClosedError):
+        return None
+    return plan.turned(turned_results) if any(turned) else plan
+
+
+def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Plan | ClosedError:
+    place = tensors[0].device
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ato_torch compiles a call at its first time, which a CUDA graph cannot capture: "
+            "make the call once before"
+        )
+    try:
+        # Where the user's own modes are on, none of them is meant for what is built here.
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(place):
+            compiled, results = _compiled(function.traced, tensors)
+            executable = _executable.read(compiled.runtime_executable().serialize())
+            plan = Plan(executable, tensors, results, Kernels(executable))
+            _compare(plan(tensors), _bridge.execute(compiled, tensors))
+            return plan
+    except ClosedError as closed:
+        return closed
+    except _executable.UnknownError as error:
+        return ClosedError(f"what XLA compiled is not understood: {error}")
+    except Exception as error:  # other versions of JAX, of the driver
+        return ClosedError(f"{type(error).__name__}: {error}")
+
+
+def _compiled(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The function, compiled by JAX, and tensors without memory like its results."""
+    sharding = jax.sharding.SingleDeviceSharding(_bridge.jax_device(tensors[0].device))
+    shapes = [
+        jax.ShapeDtypeStruct(
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), sharding=sharding
+        )
+        for tensor in tensors
+    ]
+    # What the function does not read is a parameter nevertheless.
+    lowered = jax.jit(function, keep_unused=True).lower(*shapes)
+    compiled = lowered.compile()
+    results = [
+        torch.empty(info.shape, dtype=getattr(torch, str(info.dtype)), device="meta")
+        for info in jax.tree.leaves(lowered.out_info)
+    ]
+    return compiled, results
+
+
+def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        bits = BITS[one.element_size()]
+        if one.shape != other.shape or not torch.equal(one.view(bits), other.view(bits)):
+            raise ClosedError(f"result {n} of its launches is not what JAX gives")
+
+
+class Plan:
+    """An executable on one GPU, ready to run on tensors that are dense as `like` are.
+
+    A call has one list of addresses: of what nothing reads, of the tensors, of the results, of the
+    scratch memory. What the steps take are these, some of them further on by a few bytes.
+    """
+
+    def __init__(
+        self,
+        executable: _executable.Executable,
+        like: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        kernels: Kernels,
+    ) -> None:
+        if not all(tensor.numel() for tensor in [*like, *results]):
+            raise ClosedError("an array is empty")
+        self.executable, self.index = executable, like[0].device.index
+        self.facts = [(tuple(one.shape), one.stride(), one.dtype) for one in results]
+        bases, self.scratch_bytes = _bases(executable, like, results)
+        self.places = [
+            (bases[each.allocation][0], bases[each.allocation][1] + each.offset)
+            for step in executable.steps
+            for each in step.arguments
+        ]
+        self.kernels = kernels
+        self.nowhere = _nowhere(like[0].device).data_ptr()
+        self.idle: list[_Calls] = []
+
+    def turned(self, which: Sequence[bool]) -> Plan:
+        """The plan that gives those results with their second and third axis exchanged, but not in
+        memory. `which` may tell of more results than there are.
+        """
+        plan = copy.copy(self)
+        plan.facts = [
+            (_exchanged(size), _exchanged(stride), dtype) if is_it else (size, stride, dtype)
+            for (size, stride, dtype), is_it in zip(self.facts, which, strict=False)
+        ]
+        return plan
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.device(self.index):
+                return self(tensors)
+        tensors = [
+            _aligned(tensor) if tensor.data_ptr() & MISALIGNED or tensor.is_neg() else tensor
+            for tensor in tensors
+        ]
+        results = [empty_strided(*fact) for fact in self.facts]
+        addresses = [self.nowhere]
+        addresses += [tensor.data_ptr() for tensor in tensors]
+        addresses += [result.data_ptr() for result in results]
+        if self.scratch_bytes:
+            # Free for others at the return: what they do with it comes later on the stream.
+            scratch = empty_strided((self.scratch_bytes,), (1,), torch.uint8)
+            addresses.append(scratch.data_ptr())
+        try:
+            calls = self.idle.pop()
+        except IndexError:
+            calls = _Calls(self.executable, self.kernels.of_launches)
+        calls.pointers[:] = [addresses[number] + offset for number, offset in self.places]
+        calls.stream.value = torch._C._cuda_getCurrentRawStream(self.index)
+        for function, arguments in calls.of_steps:
+            error = function(*arguments)
+            if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
+                _check(_driver().cuCtxSetCurrent(self.kernels.context))
+                error = function(*arguments)
+            if error:
+                _check(error)
+        self.idle.append(calls)
+        return results
+
+
+MISALIGNED = _bridge.ALIGNMENT - 1
+empty_strided = _allocator()
+
+
+@functools.cache
+def _nowhere(place: torch.device) -> torch.Tensor:
+    """Where steps write what nothing reads."""
+    return torch.empty(UNREAD_BYTES, dtype=torch.uint8, device=place)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, with its axes in memory as they were."""
+    return tensor.detach().resolve_neg().clone(memory_format=torch.preserve_format)
+
+
+def _exchanged(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    first, second, third, *rest = numbers
+    return (first, third, second, *rest)
+
+
+def _bases(
+    executable: _executable.Executable,
+    like: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """Of each allocation that a step takes the number of its address, and how many bytes further
+    on it begins; and the bytes of scratch."""
+    if len(executable.results) != len(results):
+        raise ClosedError(f"it has {len(executable.results)} results for {len(results)}")
+    bases: dict[int, tuple[int, int]] = {}
+    whole: dict[int, torch.Tensor] = {}
+    for number, allocation in executable.allocations.items():
+        if allocation.parameter is not None:
+            if allocation.parameter >= len(like):
+                raise ClosedError(f"it has a parameter {allocation.parameter} of {len(like)}")
+            bases[number] = 1 + allocation.parameter, 0
+            whole[number] = like[allocation.parameter]
+    for n, number in enumerate(executable.results):
+        if number in bases:
+            raise ClosedError("a result is a parameter")
+        bases[number] = 1 + len(like) + n, 0
+        whole[number] = results[n]
+    for number, tensor in whole.items():
+        size = executable.allocations[number].size
+        if size != tensor.numel() * tensor.element_size():
+            raise ClosedError(f"an array of shape {tuple(tensor.shape)} has {size} bytes")
+    slices = [each for step in executable.steps for each in step.arguments]
+    used = collections.Counter(each.allocation for each in slices)
+    written = {each.allocation for step in executable.steps for each in step.written}
+    end = 0
+    for number in sorted(set(used).difference(bases)):
+        size = executable.allocations[number].size
+        if used[number] == 1 and number in written and size <= UNREAD_BYTES:
+            bases[number] = 0, 0
+        else:
+            bases[number] = 1 + len(like) + len(results), end
+            end += math.ceil(size / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+    return bases, end
+
+
+class _Calls:
+    """The driver's functions for all the steps, with their arguments as C has them: made once, and
+    filled in for each call.
+
+    One call at a time may use them; the driver has copied what they hold when it returns.
+    """
+
+    def __init__(
+        self,
+        executable: _executable.Executable,
+        kernels: dict[_executable.Launch, ctypes.c_void_p],
+    ) -> None:
+        steps = executable.steps
+        self.pointers = (ctypes.c_uint64 * sum(len(step.arguments) for step in steps))()
+        self.stream = ctypes.c_void_p()
+        self.of_steps: list[tuple[Any, tuple[Any, ...]]] = []
+        # C's memory that the arguments point to.
+        self.held: list[Any] = []
+        start = 0
+        call: tuple[Any, tuple[Any, ...]]
+        for step in steps:
+            width = ctypes.sizeof(ctypes.c_uint64)
+            if isinstance(step, _executable.Launch):
+                size = ctypes.c_size_t(width * len(step.arguments))
+                extra = (ctypes.c_void_p * 5)(
+                    LAUNCH_PARAM_BUFFER_POINTER,
+                    ctypes.addressof(self.pointers) + width * start,
+                    LAUNCH_PARAM_BUFFER_SIZE,
+                    ctypes.addressof(size),
+                    None,
+                )
+                self.held.append(size)
+                sizes = map(ctypes.c_uint, (*step.grid, *step.block, step.shared_bytes))
+                call = _driver().cuLaunchKernel, (kernels[step], *sizes, self.stream, None, extra)
+            else:
+                first, *rest = (
+                    ctypes.c_uint64.from_buffer(self.pointers, width * (start + n))
+                    for n in range(len(step.arguments))
+                )
+                if isinstance(step, _executable.Copy):
+                    count = ctypes.c_size_t(step.target.size)
+                    call = _driver().cuMemcpyDtoDAsync_v2, (first, *rest, count, self.stream)
+                else:
+                    count = ctypes.c_size_t(step.target.size // 4)
+                    value = ctypes.c_uint(step.value)
+                    call = _driver().cuMemsetD32Async, (first, value, count, self.stream)
+            self.of_steps.append(call)
+            start += len(step.arguments)
+
+
+# cuda.h's names for these numbers.
+INVALID_CONTEXT = 201
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+LAUNCH_PARAM_BUFFER_POINTER = 1
+LAUNCH_PARAM_BUFFER_SIZE = 2
+# What a launch gets without asking for more.
+SHARED_BYTES = 48 * 1024
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_void_p
+    driver.cuCtxSetCurrent.argtypes = [pointer]
+    driver.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    return driver
+
+
+def _check(error: int) -> None:
+    if error:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        said = text.value.decode() if text.value else f"CUDA error {error}"
+        raise RuntimeError(f"a kernel launched from PyTorch: {said}")
+
+
+class Kernels:
+    """An executable's kernels in the current context. They stay there: plans are kept."""
+
+    def __init__(self, executable: _executable.Executable) -> None:
+        driver = _driver()
+        self.context = ctypes.c_void_p()
+        self.of_launches: dict[_executable.Launch, ctypes.c_void_p] = {}
+        torch.cuda.current_stream().query()  # PyTorch makes the context when it is first used
+        _check(driver.cuCtxGetCurrent(ctypes.byref(self.context)))
+        modules: dict[bytes, ctypes.c_void_p] = {}
+        for launch in executable.steps:
+            if not isinstance(launch, _executable.Launch):
+                continue
+            kernel, module = ctypes.c_void_p(), modules.get(launch.code)
+            if module is None:
+                modules[launch.code] = module = ctypes.c_void_p()
+                _check(driver.cuModuleLoadData(ctypes.byref(module), launch.code))
+            name = launch.name.encode()
+            _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name))
+            if _parameters(kernel) != [(8 * n, 8) for n in range(len(launch.arguments))]:
+                raise ClosedError(f"the kernel {launch.name!r} has other parameters")
+            if launch.shared_bytes > SHARED_BYTES:
+                attribute = MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(driver.cuFuncSetAttribute(kernel, attribute, launch.shared_bytes))
+            self.of_launches[launch] = kernel
+
+
+def _parameters(kernel: ctypes.c_void_p) -> list[tuple[int, int]]:
+    """Where each parameter of a kernel lies, and its bytes."""
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    pointers = ctypes.byref(offset), ctypes.byref(size)
+    while not _driver().cuFuncGetParamInfo(kernel, len(found), *pointers):
+        found.append((offset.value, size.value))
+    return found

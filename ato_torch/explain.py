@@ -1,0 +1,90 @@
+"""`explain`: which road a call takes from PyTorch to the kernels, and why not the direct one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ato_torch import _bridge, _direct, _executable, _programs
+
+DIRECT, THROUGH_JAX = "direct", "through JAX"
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """`road` is "direct" or "through JAX"; `why` the kernels launched, or what is in the way."""
+
+    road: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.road} ({self.why})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The roads of a call. `backward` is None where no tensor asks for a gradient."""
+
+    forward: Road
+    backward: Road | None
+
+    def __str__(self) -> str:
+        return f"forward: {self.forward}\nbackward: {self.backward or 'no gradient is asked for'}"
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which roads `function(*args, **kwargs)` takes; `function` is one of ato_torch's.
+
+    It is called once. The backward is the one from the first output to all that need a gradient.
+    """
+    with _Recorder() as recorder:
+        function(*args, **kwargs)
+    if not recorder.calls:
+        raise ValueError(f"{function!r} does not call ato_torch")
+    text, tensors = recorder.calls[0]
+    call = _programs.parse(text)
+    program = _programs.of_text(text, _bridge.jax_device(tensors[0].device))
+    forward = _road(program.forward if call.training else program.answer, tensors)
+    if not call.training:
+        return Explanation(forward, None)
+    shapes = [(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors]
+    outputs = [
+        torch.empty(shape, dtype=getattr(torch, dtype), device=tensors[0].device)
+        for shape, dtype in _programs.output_shapes(call, shapes)
+    ]
+    needed = tuple(tensor.requires_grad for tensor in tensors)
+    given = tuple(n == 0 for n in range(len(outputs)))
+    backward = program.backward(needed, given)
+    return Explanation(forward, _road(backward, [*tensors, *outputs, outputs[0]]))
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the calls of ato_torch's op: where a mode is on, all calls go through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.ato.forward.default:
+            self.calls.append((args[0], list(args[1])))
+        return func(*args, **(kwargs or {}))
+
+
+def _road(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Road:
+    if not tensors[0].is_cuda:
+        return Road(THROUGH_JAX, f"tensors on {tensors[0].device.type}, not on a CUDA device")
+    plan = _direct.plan_of(function, _bridge.dense(tensors))
+    if isinstance(plan, _direct.ClosedError):
+        return Road(THROUGH_JAX, str(plan))
+    names = [
+        step.name if isinstance(step, _executable.Launch) else type(step).__name__.lower()
+        for step in plan.executable.steps
+    ]
+    return Road(DIRECT, ", ".join(names))

@@ -1,0 +1,566 @@
+"""The direct road: plans on a driver that is a stand-in, on a CPU; on a GPU the real ones."""
+# ruff: noqa: N802  the driver's functions have CUDA's names
+
+import ctypes
+import importlib
+import statistics
+import threading
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
+)
+
+import ato_jax  # noqa: E402
+import ato_torch  # noqa: E402
+from ato_torch import _bridge, _direct, _executable, _programs, functional  # noqa: E402
+from ato_torch._executable import Allocation, Copy, Executable, Fill, Launch, Slice  # noqa: E402
+from tests import numerics  # noqa: E402
+
+explaining = importlib.import_module("ato_torch.explain")  # the package has a function named so
+
+B, H, G, T, D = 2, 4, 2, 300, 64
+ATTENTION = {"layout": "bhtd", "query_offset": 0}
+LINEAR = {"layout": "bhtd", "feature_map": "elu1"}
+STATE = {"state.kv": (B, G, D, D), "state.k_sum": (B, G, D)}
+
+
+def call_of(op, options, training=False, names=("q", "k", "v")):
+    return _programs.Call(op, tuple(names), tuple(options.items()), training, False)
+
+
+def inputs(dtype=torch.bfloat16, where="meta"):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(B, heads, T, D, generator=generator).to(dtype).to(where)
+        for heads in (H, G, G)
+    ]
+
+
+def backward_of(program, tensors):
+    """The backward of a program whose first output alone has a cotangent, and its tensors."""
+    outputs = [
+        torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for shape, dtype in _programs.output_shapes(
+            program.call,
+            [(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors],
+        )
+    ]
+    given = tuple(n == 0 for n in range(len(outputs)))
+    function = program.backward((True,) * len(tensors), given)
+    return function, [*tensors, *outputs, outputs[0]]
+
+
+# A driver that is a stand-in
+
+# Bytes of one array of the program below, and where in its scratch memory it has another one.
+SIZE, FURTHER = 4 * 6, 64
+
+
+def array(address):
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (6,))
+
+
+def add(x, y, out):
+    array(out)[:] = array(x) + array(y)
+
+
+def times(x, y, product, square):
+    array(product)[:] = array(x) * array(y)
+    array(square)[:] = array(x) * array(x)
+
+
+class Driver:
+    """Of CUDA's driver what `_direct` calls; kernels are Python's functions of addresses."""
+
+    KERNELS = {b"add": (add, 3), b"times": (times, 4)}
+
+    def __init__(self):
+        self.calls, self.errors, self.contexts = [], [], []
+        self.parameter_size = 8
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 77
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.contexts.append(context.value)
+        return 0
+
+    def cuModuleLoadData(self, module, code):
+        self.calls.append(("load", code))
+        module._obj.value = len(self.calls)
+        return 0
+
+    def cuModuleGetFunction(self, kernel, module, name):
+        kernel._obj.value = 1 + list(self.KERNELS).index(name)
+        return 0
+
+    def cuFuncGetParamInfo(self, kernel, n, offset, size):
+        offset._obj.value, size._obj.value = 8 * n, self.parameter_size
+        return int(n >= list(self.KERNELS.values())[kernel.value - 1][1])
+
+    def cuFuncSetAttribute(self, kernel, attribute, value):
+        self.calls.append(("shared", attribute, value))
+        return 0
+
+    def cuGetErrorString(self, error, text):
+        text._obj.value = b"a sticky error"
+        return 0
+
+    def cuLaunchKernel(self, kernel, *rest):
+        *sizes, stream, nothing, extra = rest
+        if self.errors:
+            return self.errors.pop()
+        function, count = list(self.KERNELS.values())[kernel.value - 1]
+        bytes_of = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_size_t))[0]
+        assert (extra[0], extra[2], extra[4], bytes_of) == (1, 2, None, 8 * count)
+        function(*ctypes.cast(extra[1], ctypes.POINTER(ctypes.c_uint64))[:count])
+        self.calls.append((function.__name__, [size.value for size in sizes], stream.value))
+        return 0
+
+    def cuMemcpyDtoDAsync_v2(self, target, source, count, stream):
+        ctypes.memmove(target.value, source.value, count.value)
+        self.calls.append(("copy", count.value, stream.value))
+        return 0
+
+    def cuMemsetD32Async(self, target, value, count, stream):
+        words = (ctypes.c_uint32 * count.value).from_address(target.value)
+        words[:] = [value.value] * count.value
+        self.calls.append(("fill", count.value, stream.value))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """The stand-in, for tensors on a CPU."""
+    found = Driver()
+    monkeypatch.setattr(_direct, "_driver", lambda: found)
+    stream = types.SimpleNamespace(query=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 5, raising=False)
+
+    def empty_strided(size, stride, dtype):
+        assert type(size) is type(stride) is tuple
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    monkeypatch.setattr(_direct, "empty_strided", empty_strided)
+    return found
+
+
+def executable(**changes):
+    """(x, y) -> (x + y) * y, and ones; on the way (x + y)**2, which nothing reads."""
+    x, y, out, square, ones = (Slice(n, 0, SIZE) for n in (1, 2, 5, 4, 7))
+    total, copied = Slice(3, 0, SIZE), Slice(3, FURTHER, SIZE)
+    big, small = (2, 1, 1, 32, 1, 1, 50_000), (1, 1, 1, 64, 2, 1, 0)
+    steps = (
+        Launch("add", b"ELF 1", big[:3], big[3:6], big[6], (x, y, total), (total,)),
+        Copy(y, copied),
+        Launch(
+            *("times", b"ELF 2", small[:3], small[3:6], small[6]),
+            (total, copied, out, square),
+            (out, square),
+        ),
+        Fill(ones, 0x3F800000),
+    )
+    allocations = {
+        1: Allocation(SIZE, 0, False),
+        2: Allocation(SIZE, 1, False),
+        3: Allocation(FURTHER + SIZE, None, False),
+        4: Allocation(SIZE, None, False),
+        5: Allocation(SIZE, None, False),
+        6: Allocation(99, None, False),
+        7: Allocation(SIZE, None, False),
+    }
+    return Executable(allocations | changes, steps, (5, 7))
+
+
+def plan(made=None, shape=(1, 2, 3)):
+    made = made or executable()
+    like = [torch.empty(shape) for _ in range(2)]
+    return _direct.Plan(made, like, like, _direct.Kernels(made))
+
+
+def test_a_plan(driver):
+    made = plan()
+    x, y = torch.randn(2, 1, 2, 3)
+    for _ in range(2):
+        driver.calls.clear()
+        out, ones = made([x, y])
+        assert torch.equal(out, (x + y) * y) and torch.equal(ones, torch.ones(1, 2, 3))
+        assert driver.calls == [
+            ("add", [2, 1, 1, 32, 1, 1, 50_000], 5),
+            ("copy", SIZE, 5),
+            ("times", [1, 1, 1, 64, 2, 1, 0], 5),
+            ("fill", 6, 5),
+        ]
+    assert len(made.idle) == 1 and made.scratch_bytes == 256
+
+
+def test_what_nothing_reads_has_a_place_for_all(driver, monkeypatch):
+    x, y = torch.randn(2, 1, 2, 3)
+    nowhere = _direct._nowhere(torch.device("cpu"))
+    assert torch.equal(plan()([x, y])[0], (x + y) * y)
+    assert torch.equal(nowhere[:SIZE].view(torch.float32), ((x + y) ** 2).flatten())
+    monkeypatch.setattr(_direct, "UNREAD_BYTES", SIZE - 1)
+    made, nowhere[:SIZE] = plan(), 0
+    assert torch.equal(made([x, y])[0], (x + y) * y) and made.scratch_bytes == 512
+    assert not nowhere[:SIZE].any()
+
+
+def test_kernels_are_loaded_once(driver):
+    plan()
+    maximum = ("shared", _direct.MAX_DYNAMIC_SHARED_SIZE_BYTES, 50_000)
+    assert driver.calls == [("load", b"ELF 1"), maximum, ("load", b"ELF 2")]
+
+
+def test_tensors_as_they_lie(driver):
+    """Misaligned and negated ones are copied; turned results come back as views would be."""
+    x, y = torch.randn(2, 1, 2, 3)
+    aside = torch.empty(7)[1:].view(1, 2, 3).copy_(x)
+    negated = torch._neg_view(y)
+    assert aside.data_ptr() % _bridge.ALIGNMENT
+    out, _ = plan()([aside, negated])
+    assert torch.equal(out, (x - y) * -y)
+    out, ones = plan().turned([True, False, True])([x, y])
+    assert torch.equal(out.transpose(1, 2), (x + y) * y) and out.shape == (1, 3, 2)
+    assert ones.shape == (1, 2, 3) and ones.is_contiguous()
+
+
+def test_threads_without_a_context_and_errors(driver):
+    made = plan()
+    x, y = torch.randn(2, 1, 2, 3)
+    driver.errors = [_direct.INVALID_CONTEXT]
+    assert torch.equal(made([x, y])[0], (x + y) * y) and driver.contexts == [77]
+    driver.errors = [700]
+    with pytest.raises(RuntimeError, match="launched from PyTorch: a sticky error"):
+        made([x, y])
+
+
+def test_what_does_not_fit_has_no_plan(driver):
+    for changes, reason in [
+        ({1: Allocation(SIZE + 4, 0, False)}, f"has {SIZE + 4} bytes"),
+        ({5: Allocation(SIZE * 2, None, False)}, f"has {SIZE * 2} bytes"),
+        ({1: Allocation(SIZE, 2, False)}, "a parameter 2 of 2"),
+        ({5: Allocation(SIZE, 1, False)}, "a result is a parameter"),
+    ]:
+        made = executable()
+        with pytest.raises(_direct.ClosedError, match=reason):
+            plan(Executable(made.allocations | changes, made.steps, made.results))
+    made = executable()
+    with pytest.raises(_direct.ClosedError, match="1 results for 2"):
+        plan(Executable(made.allocations, made.steps, (5,)))
+    with pytest.raises(_direct.ClosedError, match="an array is empty"):
+        plan(shape=(0, 2, 3))
+    driver.parameter_size = 4
+    with pytest.raises(_direct.ClosedError, match="'add' has other parameters"):
+        plan()
+
+
+def test_other_bits_than_jaxs():
+    nan = torch.tensor([float("nan"), 1.0])
+    _direct._compare([nan, torch.ones(2, dtype=torch.int8)], [nan, torch.ones(2).char()])
+    with pytest.raises(_direct.ClosedError, match="result 1 of its launches is not what JAX"):
+        _direct._compare([nan, torch.zeros(2)], [nan, -torch.zeros(2)])
+    with pytest.raises(_direct.ClosedError, match="result 0"):
+        _direct._compare([nan.bfloat16()], [nan.bfloat16()[None]])
+
+
+def test_compiled_for_a_plan():
+    compiled, results = _direct._compiled(
+        lambda x, y: [x + 1, (x.sum(0), jnp.zeros(2, jnp.bool_))], [torch.ones(2, 3)] * 2
+    )
+    facts = [(tuple(one.shape), one.dtype, one.is_meta) for one in results]
+    assert facts == [((2, 3), torch.float32, True), ((3,), torch.float32, True),
+                     ((2,), torch.bool, True)]
+    assert len(compiled.in_avals[0]) == 2
+    with pytest.raises(_executable.UnknownError):
+        _executable.read(compiled.runtime_executable().serialize())
+
+
+def test_roads_are_told(monkeypatch, driver):
+    on_gpu = [types.SimpleNamespace(is_cuda=True)]
+    monkeypatch.setattr(_bridge, "dense", lambda tensors: tensors)
+    for found, told in [
+        (_direct.ClosedError("it is old"), "through JAX (it is old)"),
+        (plan(), "direct (add, copy, times, fill)"),
+    ]:
+        monkeypatch.setattr(_direct, "plan_of", lambda function, tensors, found=found: found)
+        assert str(explaining._road(None, on_gpu)) == told
+
+
+def test_without_a_plan_jax_does_it(monkeypatch):
+    program = _programs.Program(call_of("attention", ATTENTION), jax.devices()[0])
+    tensors = [x[:, :, :9].contiguous() for x in inputs(torch.float32, "cpu")]
+    wanted = _bridge.execute(program.answer.jitted, tensors)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make the call once before"):
+        _direct.plan_of(program.answer, tensors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # There is no GPU: to build a plan fails, in one way or another, and is not tried again.
+    assert torch.equal(_direct.execute(program.answer, tensors)[0], wanted[0])
+    (closed,) = program.answer.plans.values()
+    assert isinstance(closed, _direct.ClosedError)
+    assert _direct.plan_of(program.answer, tensors) is closed
+    assert _direct.ready(program.answer, tensors) is None
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Plans that are JAX, on a CPU; what they were called with is appended."""
+    calls = []
+
+    def ready(function, tensors, turned=(), turned_results=()):
+        def plan(tensors):
+            calls.append([tensor.stride() for tensor in tensors])
+            tensors = exchanged(tensors, turned or [False] * len(tensors))
+            assert all(tensor.is_contiguous() for tensor in tensors)
+            results = _bridge.execute(function.jitted, tensors)
+            return exchanged(results, turned_results[: len(results)]) if any(turned) else results
+
+        return plan
+
+    monkeypatch.setattr(_direct, "ready", ready)
+    return calls
+
+
+def exchanged(tensors, turned):
+    return [x.transpose(1, 2) if is_ else x for x, is_ in zip(tensors, turned, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["attention", "lse", "linear", "linear state"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_known_call_is_what_it_was(known, name, turned):
+    tensors = [tensor[:, :, :9].contiguous() for tensor in inputs(torch.float32, "cpu")]
+    if turned:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    function = CALLS[name]
+
+    def step(weight):
+        out, *rest = torch.utils._pytree.tree_leaves(function(*leaves))
+        loss = (out * weight).sum() + sum(part.sum() for part in rest)
+        return [out.detach(), *torch.autograd.grad(loss, leaves)]
+
+    for weight in (torch.ones(()), torch.randn(B, H, 9, D)):
+        known.clear()
+        wanted = step(weight)
+        # The first call of its kind goes through the checks, the second one here.
+        functional._plans.clear()
+        for _ in range(3):
+            found = step(weight)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert len(known) >= (2 if name in ("attention", "linear") else 1)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                torch.utils._pytree.tree_leaves([function(*leaves) for _ in range(3)][-1])[0],
+                wanted[0],
+            )
+    # Only part of the gradients; and a derivative of second order, refused.
+    leaves[1].requires_grad_(False)
+    out = [function(*leaves) for _ in range(3)][-1]
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    gradients = torch.autograd.grad(out.sum(), leaves[::2], retain_graph=True)
+    assert [each.shape for each in gradients] == [leaves[0].shape, leaves[2].shape]
+    with pytest.raises(NotImplementedError, match="second order"):
+        (again,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+        again.sum().backward()
+
+
+def test_explain_on_a_cpu():
+    tensors = [x[:, :, :9].clone() for x in inputs(torch.float32, "cpu")]
+    told = ato_torch.explain(CALLS["causal"], *tensors)
+    assert str(told.forward) == "through JAX (tensors on cpu, not on a CUDA device)"
+    assert told.backward is None and "no gradient is asked for" in str(told)
+    told = ato_torch.explain(CALLS["causal"], tensors[0].requires_grad_(), *tensors[1:])
+    assert told.backward == told.forward
+    with pytest.raises(ValueError, match="does not call ato_torch"):
+        ato_torch.explain(torch.add, *tensors[:1], 1)
+
+
+CALLS = {
+    "lse": lambda q, k, v: ato_torch.attention(q, k, v, enable_gqa=True, return_lse=True),
+    "linear state": lambda q, k, v: ato_torch.linear_attention(q, k, v, return_state=True),
+    "attention": lambda q, k, v: ato_torch.attention(q, k, v, enable_gqa=True),
+    "causal": lambda q, k, v: ato_torch.attention(q, k, v, is_causal=True, enable_gqa=True),
+    "linear": ato_torch.linear_attention,
+    "linear causal": lambda q, k, v: ato_torch.linear_attention(q, k, v, causal=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "options", "dtype"),
+    [
+        ("attention", {}, torch.bfloat16),
+        ("attention", {"causal": True}, torch.float16),
+        ("attention", {"window": (64, 0), "softcap": 20.0}, torch.float32),
+        ("linear_attention", {"causal": False}, torch.bfloat16),
+        ("linear_attention", {"causal": False}, torch.float32),
+        ("linear_attention", {"causal": True}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_numbers_by_the_plan(op, options, dtype):
+    """Within the budgets of float64, what JAX gives to the bit, and the same each time."""
+    tensors = inputs(dtype, "cuda")
+    asked = (ATTENTION if op == "attention" else LINEAR) | options
+    program = _programs.Program(call_of(op, asked, True), _bridge.jax_device(tensors[0].device))
+    arrays = [jnp.asarray(tensor.float().cpu().numpy()) for tensor in tensors]
+    arrays = [array.astype(str(dtype).removeprefix("torch.")) for array in arrays]
+    wanted = numerics.oracle(op, *arrays, **asked)
+    outputs = by_both(program.forward, tensors)
+    cotangent = torch.tensor(np.asarray(wanted.cotangents, np.float32)).to(outputs[0])
+    given = tuple(n == 0 for n in range(len(outputs)))
+    gradients = by_both(program.backward((True,) * 3, given), [*tensors, *outputs, cotangent])
+    names = ("out", "dq", "dk", "dv")
+    numerics.compare(
+        {
+            name: jnp.asarray(tensor.float().cpu().numpy()).astype(arrays[0].dtype)
+            for name, tensor in zip(names, (outputs[0], *gradients), strict=True)
+        },
+        wanted,
+    )
+
+
+def by_both(function, tensors):
+    plan = _direct.plan_of(function, tensors)
+    assert isinstance(plan, _direct.Plan), plan
+    found, again = plan(tensors), plan(tensors)
+    through_jax = _bridge.execute(function.jitted, tensors)
+    for ours, same, theirs in zip(found, again, through_jax, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert torch.equal(ours, same) and torch.equal(ours, theirs)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 128, 64), (2, 2, 77, 96), (1, 2, 513, 128)])
+def test_every_way_gives_the_same_bits(shape, causal):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).bfloat16().cuda() for _ in range(3)]
+    for op, asked in (("attention", ATTENTION), ("linear_attention", LINEAR)):
+        call = call_of(op, asked | {"causal": causal})
+        by_both(_programs.Program(call, _bridge.jax_device(tensors[0].device)).answer, tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["attention", "causal", "linear", "linear causal"])
+def test_captured_in_a_cuda_graph(name):
+    tensors = [tensor.requires_grad_() for tensor in inputs(where="cuda")]
+
+    def step():
+        out = CALLS[name](*tensors)
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    for ours, theirs in zip(found, step(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_a_first_call_in_a_cuda_graph_is_refused():
+    tensors = [tensor[:, :, :17].contiguous() for tensor in inputs(where="cuda")]
+    with pytest.raises(RuntimeError, match="make the call once before"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            CALLS["causal"](*tensors)
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context():
+    tensors = inputs(where="cuda")
+    wanted = CALLS["causal"](*tensors)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(CALLS["causal"](*tensors)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+
+
+@pytest.mark.gpu
+def test_a_step_of_linear_attention():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, D, generator=generator).cuda() for heads in (H, G, G))
+    state = ato_jax.LinearState(*(torch.zeros(shape).cuda() for shape in STATE.values()))
+    out, found = ato_torch.linear_attention_step(q, k, v, state)
+    assert not state.kv.any() and not state.k_sum.any()
+    wanted = ato_torch.linear_attention(*(x[:, :, None] for x in (q, k, v)), causal=True)
+    torch.testing.assert_close(out, wanted[:, :, 0])
+    torch.testing.assert_close(found.k_sum, torch.nn.functional.elu(k) + 1)
+
+
+@pytest.mark.gpu
+def test_as_they_lie():
+    """Permuted, misaligned and negated tensors, and cotangents that are not dense."""
+    plain = inputs(where="cuda")
+    permuted = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
+    functional._plans.clear()
+    misaligned = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in plain]
+    for name in ("causal", "linear causal"):
+        found = []
+        for tensors in (plain, permuted, misaligned):
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            for _ in range(3):
+                out = CALLS[name](*leaves)
+                gradients = torch.autograd.grad(out.sum(), leaves)
+            for _ in range(3):
+                answer = CALLS[name](*tensors)
+            assert torch.equal(answer, out)
+            assert out.stride() == torch.empty_like(tensors[0]).stride()
+            found.append([out.detach(), *gradients])
+        torch.testing.assert_close(found[1], found[0], atol=1e-2, rtol=1e-2)
+        for ours, theirs in zip(found[2], found[0], strict=True):
+            assert torch.equal(ours, theirs)
+        told = ato_torch.explain(CALLS[name], *leaves)
+        assert told.forward.road == told.backward.road == "direct", told
+    plans = [plan for plan in functional._plans.values() if plan.transposed]
+    assert plans and all(plan.ready for plan in plans)
+
+
+@pytest.mark.gpu
+def test_compiled_with_cuda_graphs():
+    """torch.compile leaves the op out of its graphs, and what comes out is the same."""
+    tensors = inputs(where="cuda")
+    compiled = torch.compile(lambda *tensors: 2 * CALLS["causal"](*tensors), mode="reduce-overhead")
+    with torch.no_grad():
+        wanted = 2 * CALLS["causal"](*tensors)
+        for _ in range(4):
+            assert torch.equal(compiled(*tensors), wanted)
+
+
+@pytest.mark.gpu
+def test_the_host_time_of_a_call():
+    """At most 20 microseconds for a whole call, of which there may be 50 before the GPU is done."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 4, 128, 64, generator=generator).bfloat16().cuda() for _ in range(3)]
+
+    def one_round():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            CALLS["causal"](*tensors)
+        return (time.perf_counter() - start) / 50
+
+    one_round()
+    assert statistics.median(one_round() for _ in range(20)) <= 20e-6

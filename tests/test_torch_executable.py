@@ -1,0 +1,292 @@
+"""Executables of XLA's, read: two that JAX 0.11.2 compiled on an H200, without their machine code,
+and what others might hold."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
+)
+
+from ato_torch import _executable  # noqa: E402
+from ato_torch._executable import Allocation, Copy, Fill, Slice, UnknownError  # noqa: E402
+
+SAMPLES = Path(__file__).parent / "executables"
+NAMES = ("linear_attention", "attention_gradient")
+
+
+def sample(name):
+    return (SAMPLES / f"{name}.bin").read_bytes()
+
+
+# A writer, as far as the reader goes
+
+
+def number(value):
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def message(*fields):
+    return b"".join(
+        number(place << 3 | 2) + number(len(value)) + value
+        if isinstance(value, bytes)
+        else number(place << 3) + number(value)
+        for place, value in fields
+    )
+
+
+def fields_of(data):
+    found, place = [], 0
+    while place < len(data):
+        tag, place = _executable._varint(data, place)
+        value, place = _executable._varint(data, place)
+        if tag & 7 == 2:
+            value, place = data[place : place + value], place + value
+        found.append((tag >> 3, value))
+    return found
+
+
+def snapped(data):
+    """As Snappy may have it: bytes as they are."""
+    found = number(len(data))
+    for start in range(0, len(data), 1 << 16):
+        part = data[start : start + (1 << 16)]
+        found += bytes([61 << 2]) + (len(part) - 1).to_bytes(2, "little") + part
+    return number(len(data)) + found
+
+
+def file_of(records, compressed=True, kind=b"r", method=b"s"):
+    pack = snapped if compressed else bytes
+    sizes = pack(b"".join(number(len(record)) for record in records))
+    values = b"".join(records)
+    chunk = (method if compressed else b"\0") + number(len(sizes)) + sizes + pack(values)
+    header = bytes(8) + len(chunk).to_bytes(8, "little") + bytes(8) + kind
+    header += len(records).to_bytes(7, "little") + len(values).to_bytes(8, "little")
+    data = _executable.SIGNATURE[24:] + header + chunk
+    size = _executable.BLOCK - _executable.BLOCK_HEADER
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    first = _executable.SIGNATURE[:24]
+    return b"".join((bytes(24) if n else first) + part for n, part in enumerate(parts))
+
+
+def executable(name="linear_attention"):
+    """The fields of a sample, and what writes others as an executable."""
+    data = sample(name)
+    size, start = _executable._varint(data, 0)
+    wrapper, payload, options = _executable.records(data[start + size :])
+    manifest, *overrides, rest = _executable.records(payload)
+
+    def written(fields, **how):
+        inner = file_of([manifest, *overrides, message(*fields)], **how)
+        return data[: start + size] + file_of([wrapper, inner, options])
+
+    return fields_of(rest), written
+
+
+def edited(data, path, edit):
+    """The message with the first field at the end of the path changed."""
+    first, *rest = path
+    found, done = [], False
+    for place, value in fields_of(data):
+        if place == first and not done:
+            value, done = edited(value, rest, edit) if rest else edit(value), True
+        found += [] if value is None else [(place, value)]
+    return message(*found)
+
+
+def changed(path, edit, name="linear_attention"):
+    fields, written = executable(name)
+    return written(fields_of(edited(message(*fields), path, edit)))
+
+
+# What is read
+
+
+def test_an_executable_of_four_kernels():
+    found = _executable.read(sample("linear_attention"))
+    assert [(step.name, step.grid, step.block, step.shared_bytes) for step in found.steps] == [
+        ("linear_attention_states", (4, 16, 2), (128, 1, 1), 16384),
+        ("input_transpose_fusion", (128, 1, 1), (128, 1, 1), 2048),
+        ("loop_reduce_fusion", (4, 1, 1), (128, 1, 1), 0),
+        ("linear_attention_output", (4, 4, 2), (128, 1, 1), 43008),
+    ]
+    assert found.steps[1].arguments == (Slice(10, 0, 2097152), Slice(10, 2097152, 131072))
+    assert found.steps[1].written == (Slice(10, 2097152, 131072),)
+    assert found.allocations[2] == Allocation(1048576, 1, False)
+    assert found.allocations[10] == Allocation(2228240, None, False)
+    assert found.results == (0,)
+
+
+def test_an_executable_of_three_results():
+    found = _executable.read(sample("attention_gradient"))
+    assert [step.name for step in found.steps] == [
+        *("loop_broadcast_fusion", "attention_forward", "attention_backward_dq"),
+        *("loop_reduce_fusion", "wrapped_slice", "wrapped_slice", "attention_backward_dkv"),
+    ]
+    assert found.steps[-1].written == (Slice(1, 0, 1048576), Slice(2, 0, 1048576))
+    assert found.results == (0, 1, 2)
+    assert [found.allocations[n].parameter for n in (3, 4, 5)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_how_it_is_written_does_not_matter(name):
+    """Compressed or not, in one block of a file or more, with or without a file around it."""
+    wanted = _executable.read(sample(name))
+    fields, written = executable(name)
+    for how in ({"compressed": True}, {"compressed": False}):
+        assert _executable.read(written(fields, **how)) == wanted
+        # Field 1 is the HLO, which nobody reads.
+        assert _executable.read(written([(1, b"h" * 200_000), *fields], **how)) == wanted
+    data = sample(name)
+    size, start = _executable._varint(data, 0)
+    _, payload, _ = _executable.records(data[start + size :])
+    assert _executable.read(data[: start + size] + message((1, payload), (2, b""))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (b"\x05\x10hello", b"hello"),
+        (bytes([9, 1 << 2]) + b"ab" + bytes([(7 - 4) << 2 | 1, 2]), b"ababababa"),
+        (bytes([9, 1 << 2]) + b"ab" + bytes([6 << 2 | 2, 2, 0]), b"ababababa"),
+        (bytes([9, 1 << 2]) + b"ab" + bytes([6 << 2 | 3, 1, 0, 0, 0]), b"abbbbbbbb"),
+        (bytes([70, 60 << 2, 69]) + b"x" * 70, b"x" * 70),
+        (bytes([9, 1 << 2]) + b"ab" + bytes([6 << 2 | 2, 3, 0]), None),
+        (bytes([9, 1 << 2]) + b"ab" + bytes([6 << 2 | 2, 0, 0]), None),
+        (b"\x06\x10hello", None),
+    ],
+)
+def test_snappy(data, wanted):
+    if wanted is None:
+        with pytest.raises(UnknownError, match="compressed bytes"):
+            _executable._unsnapped(data, data[0])
+    else:
+        assert _executable._unsnapped(data, len(wanted)) == wanted
+
+
+def slice_of(allocation, offset, size):
+    return message((1, offset), (2, size), (3, allocation))
+
+
+def test_copies_and_fills():
+    shaped = message((1, slice_of(0, 0, 32768)), (2, b""))
+    copy = message((1, message((1, slice_of(10, 256, 32768)), (2, shaped), (3, 32768))))
+    fields, written = executable()
+    steps = [
+        (13, message((1, b""), (2, message((1, message((13, copy))))))),
+        (13, message((19, message((1, shaped))))),
+        (13, message((28, message((1, shaped), (2, 7))))),
+    ]
+    found = _executable.read(written([*fields, *steps]))
+    source, target = Slice(10, 256, 32768), Slice(0, 0, 32768)
+    assert found.steps[4:] == (Copy(source, target), Fill(target, 0), Fill(target, 7))
+    assert found.steps[4].arguments == (target, source)
+
+
+def test_a_kernel_in_the_code_of_all():
+    """As XLA has it in older versions: launches name their kernels, and one binary holds them."""
+    dimensions = message((1, message((2, message((1, 5), (2, 3), (3, 1))))))
+    dimensions += message((2, message((1, message((1, 64), (2, 1), (3, 1))))))
+    kernel = message((1, slice_of(1, 0, 1048576)), (1, slice_of(0, 0, 1048576)), (2, b"\0\1"))
+    kernel += message((3, b"kernel"), (4, dimensions), (6, 99))
+    fields, written = executable()
+    fields = [field for field in fields if field[0] != 13] + [(13, message((8, kernel)))]
+    with pytest.raises(UnknownError, match="'kernel' has no machine code"):
+        _executable.read(written(fields))
+    (step,) = _executable.read(written([*fields, (4, b"\x7fELF...")])).steps
+    assert step == _executable.Launch(
+        *("kernel", b"\x7fELF...", (5, 3, 1), (64, 1, 1), 99),
+        (Slice(1, 0, 1048576), Slice(0, 0, 1048576)),
+        (Slice(0, 0, 1048576),),
+    )
+
+
+# What is refused
+
+THUNK = (13, 36)
+KERNEL = (13, 36, 3)
+LOADER = (13, 36, 3, 2)
+
+
+def plus(*fields):
+    return lambda data: data + message(*fields)
+
+
+def to(value):
+    return lambda data: value
+
+
+@pytest.mark.parametrize(
+    ("path", "edit", "reason"),
+    [
+        (THUNK, plus((9, 1)), "CustomKernelThunkProto has a field 9"),
+        (THUNK, plus((6, b"x")), "6 where one belongs|descriptors of tensors"),
+        (THUNK, plus((4, 1)), "field 4 of CustomKernelThunkProto is no number"),
+        ((13, 36, 4), to(2), "field 4 of CustomKernelThunkProto is 2"),
+        ((13, 36, 2), to(b"\0\0\1"), "writes to"),
+        ((13, 36, 2), to(b"\1\0\1\1"), "a step writes to a parameter"),
+        ((13, 36, 1, 1, 3), to(99), "is not in the allocations"),
+        ((13, 36, 1, 1, 2), to(1048577), "is not in the allocations"),
+        (KERNEL, plus((5, message((1, message((1, 2), (2, 1), (3, 1)))))), "clusters of blocks"),
+        (KERNEL, plus((7, 1)), "CustomKernelProto has a field 7"),
+        ((*KERNEL, 3), to(message((1, message((1, 4), (2, 1), (3, 1))))), "has a field 1"),
+        ((*KERNEL, 4), to(message((1, message((1, 128))))), "dimensions 128, 0, 0"),
+        (LOADER, plus((1, b"ptx")), "KernelLoaderSpecProto has a field 1"),
+        ((*LOADER, 2, 1), to(b"ptx"), "has no machine code"),
+        ((*LOADER, 3), to(5), "a kernel of 5 gets 4 arguments"),
+        ((*LOADER, 5, 1, 1, 1), to(2), "in another order"),
+        ((*LOADER, 5, 1, 1), to(message((1, 1), (2, 1))), "in another order"),
+        ((*LOADER, 5, 1), plus((2, b"\1")), "an argument that is a constant"),
+        ((*LOADER, 5), plus((1, message((1, message((1, 1), (2, 4)))))), "5 parameters for 4"),
+        ((13,), to(message((1, b""), (7, b""))), "a step of kind 7 is none of its kernels"),
+        ((13,), to(message((1, b""))), "a step is"),
+        ((10, 1), plus((8, 5)), "in the memory space 5"),
+        ((10, 1), plus((12, 1)), "a step reads a constant"),
+        ((10, 1), plus((13, 1)), "BufferAllocationProto has a field 13"),
+        ((10,), plus((1, message((2, 4)))), "two allocations have one number"),
+        ((11, 2), to(message((2, 1))), "a result is a parameter"),
+        ((11, 2), to(message((1, 4))), "a result is written by no step"),
+        ((11, 1), to(message((1, b"\1"))), "its results are"),
+    ],
+)
+def test_what_is_not_known_is_refused(path, edit, reason):
+    with pytest.raises(UnknownError, match=reason):
+        _executable.read(changed(path, edit))
+
+
+def test_a_field_that_is_new_is_refused():
+    fields, written = executable()
+    with pytest.raises(UnknownError, match="GpuExecutableProto has a field 17"):
+        _executable.read(written([*fields, (17, b"")]))
+    with pytest.raises(UnknownError, match="XLA gave no steps"):
+        _executable.read(written([field for field in fields if field[0] != 13]))
+    with pytest.raises(UnknownError, match=r"a method b'z'"):
+        _executable.read(written(fields, method=b"z"))
+    with pytest.raises(UnknownError, match=r"records of kind b't'"):
+        _executable.read(written(fields, kind=b"t"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_that_are_cut_short_are_refused(name):
+    data = sample(name)
+    for size in range(0, len(data) - 5, 7):
+        with pytest.raises(UnknownError):
+            _executable.read(data[:size])
+
+
+def test_an_executable_for_a_cpu_is_refused():
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).compile()
+    with pytest.raises(UnknownError, match="not in XLA's format|has a field"):
+        _executable.read(compiled.runtime_executable().serialize())
+
+
+def test_samples_hold_no_code():
+    for name in NAMES:
+        assert {step.code for step in _executable.read(sample(name)).steps} == {_executable.ELF}
