@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from ato_jax import autodiff, device, meshes, tuning
 
 PLAIN_JAX = ("xla", "reference")
-INTERPRETABLE = ("triton", "mosaic_gpu")
+INTERPRETABLE = ("triton", "triton.wide", "mosaic_gpu")
 PHASES = ("forward", "backward")
 
 

@@ -26,7 +26,7 @@ from ato_jax.ops.common import (
 
 OP = dispatch.Op(
     "attention",
-    ("triton", "cudnn", "xla", "reference"),
+    ("triton", "cudnn", "triton.wide", "xla", "reference"),
     package="ato_jax.ops.attention",
     planned=("mosaic_gpu",),
 )
