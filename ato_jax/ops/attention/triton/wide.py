@@ -1,4 +1,4 @@
-"""Softmax attention of wide heads and short sequences: all keys in one tile, columns block by block.
+"""Softmax attention of wide heads over few keys: all keys in one tile, columns block by block.
 
 wide_forward.py and wide_backward.py hold the kernels and their mathematics.
 """
@@ -9,7 +9,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from ato_jax.device import Device
+from ato_jax.device import Device, of_call
 from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.attention.triton.wide_backward import backward
 from ato_jax.ops.attention.triton.wide_forward import Tiles, forward
@@ -21,6 +21,9 @@ NARROWEST_HEAD = 257
 WIDEST_HEAD = 8192
 # Scores of so many keys and a block of queries fill the registers.
 LONGEST = 256
+# The weights of more float32 keys, in their pieces, do not fit the 99 KiB of consumer cards.
+MOST_FLOAT32_KEYS_OF_SMALL_CARDS = 64
+LARGE_SHARED_MEMORY = 160 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,26 +66,40 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
         return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
     if phase == "backward" and spec.bias is not None:
         return "has no kernel for a bias's gradient"
+    here = of_call(())
+    small = here.platform == "gpu" and here.shared_memory < LARGE_SHARED_MEMORY
+    if small and spec.dtype == "float32" and spec.S > MOST_FLOAT32_KEYS_OF_SMALL_CARDS:
+        return (
+            f"float32 needs {LARGE_SHARED_MEMORY // 1024} KiB of shared memory per block for S "
+            f"beyond {MOST_FLOAT32_KEYS_OF_SMALL_CARDS}, got {spec.S} and "
+            f"{here.shared_memory // 1024}"
+        )
     return None
 
 
 # (queries, columns of q and k, columns of v, warps, stages)
 Choice = tuple[int, int, int, int, int]
 
-# Columns that make 16 KiB of 64 rows of bfloat16: long enough runs in memory, and several blocks
-# of them under way in the shared memory.
-FORWARD: Choice = (64, 64, 64, 4, 4)
-BACKWARD: Choice = (64, 64, 64, 4, 3)
-FORWARD_FLOAT32: Choice = (64, 32, 64, 4, 3)
-BACKWARD_FLOAT32: Choice = (64, 32, 32, 4, 2)
-# A slice of fewer columns is shorter than what its launch takes.
+# By the most keys that they are for: forward and backward. A block of columns is what fills the
+# shared memory in several stages beside the tile of weights; what compiles without spills for sm_90
+# and fits it.
+HALF: dict[int, tuple[Choice, Choice]] = {
+    64: ((64, 64, 64, 4, 4), (64, 64, 64, 4, 3)),
+    128: ((64, 64, 64, 4, 3), (128, 64, 64, 8, 2)),
+    256: ((64, 64, 32, 8, 2), (64, 32, 32, 8, 2)),
+}
+FLOAT32: dict[int, tuple[Choice, Choice]] = {
+    64: ((64, 32, 64, 4, 3), (64, 32, 32, 4, 2)),
+    128: ((64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
+    256: ((64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
+}
+# A slice of fewer columns takes less time than the launch of the kernel that merges it.
 SHORTEST_SLICE = 256
 
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
-    exact = spec.dtype == "float32"
-    forward = FORWARD_FLOAT32 if exact else FORWARD
-    backward = BACKWARD_FLOAT32 if exact else BACKWARD
+    table = FLOAT32 if spec.dtype == "float32" else HALF
+    forward, backward = next(choices for keys, choices in table.items() if keys >= spec.S)
     return Config(
         *forward,
         slices_of(spec, forward, device),

@@ -7,7 +7,9 @@ With the scores of all keys at hand, neither out nor lse is read:
     delta_i = sum_j p_ij dp_ij - dlse_i
     ds_ij   = p_ij (dp_ij - delta_i)          times 1 - tanh^2 with a softcap
 
-    dv_j = sum_i p_ij do_i        dq_i = scale * sum_j ds_ij k_j        dk_j = scale * sum_i ds_ij q_i
+    dv_j    = sum_i p_ij do_i
+    dq_i    = scale * sum_j ds_ij k_j
+    dk_j    = scale * sum_i ds_ij q_i
 
 Where one tile has all queries of a head, and no other head reads its keys, that is one kernel: it
 goes over the columns of q and k for the scores, over those of v and do for dp and dv, and over
@@ -59,7 +61,7 @@ from ato_jax.ops.attention.triton.wide_forward import (
     Pair,
     Rows,
     Tiles,
-    batch_and_slice,
+    block_and_slice,
     load_parts,
     not_zero,
     options_for,
@@ -205,8 +207,8 @@ def _weights_kernel(
     found = found_weights(tile, load_parts(scores_ref, tile), fast_exp2)
     dlse = _load_dlse(spec, dlse_ref, queries)
     ds, dsink = score_gradient(tile, found, load_parts(dp_ref, tile), dlse, load_gain(gain_ref))
-    plgpu.store(p_ref.at[tile.index()], found.dropped, mask=tile.mask)
-    plgpu.store(ds_ref.at[tile.index()], ds, mask=tile.mask)
+    plgpu.store(p_ref.at[tile.place()], found.dropped, mask=tile.mask)
+    plgpu.store(ds_ref.at[tile.place()], ds, mask=tile.mask)
     if dsink_ref is not None:
         store_tile(ROWS_LAYOUT, dsink_ref, None, start, dsink[:, 0], spec.T)
 
@@ -234,13 +236,13 @@ def _query_sums_kernel(
 ) -> None:
     """w . x for the columns of one block: the sums over keys."""
     n, h, b = (pl.program_id(axis) for axis in range(3))
-    block, n = batch_and_slice(n, cut.slices)
+    block, n = block_and_slice(n, cut.slices)
     start = block * block_q
     tile = tile_of(spec, lengths, b, h, start, block_q)
     queries, keys = own_rows(tile, start)
     x = Matrix(spec.layout, x_ref, None, keys, cut)
     out = Matrix(spec.layout, out_ref, None, queries._replace(length=spec.T), cut)
-    w = _load_weights(spec, w_ref, None, start, block_q, 0, keys.count)  # [block_q, block_k]
+    w = _load_weights(spec, w_ref, None, start, block_q, 0, keys.size)  # [block_q, block_k]
 
     def step(start: Any, nothing: Any) -> Any:
         found = dot(spec, w, x.load(start))  # [block_q, block]
@@ -265,7 +267,7 @@ def _key_sums_kernel(
 ) -> None:
     """w^T . x for some columns: the sums over the queries of all heads of a group."""
     n, g, b = (pl.program_id(axis) for axis in range(3))
-    block, n = batch_and_slice(n, cut.slices)
+    block, n = block_and_slice(n, cut.slices)
     j0 = block * block_k
     share, blocks = spec.H // spec.G, pl.cdiv(spec.T, block_q)
     tile = tile_of(spec, lengths, b, g, 0, block_q)
@@ -441,18 +443,25 @@ def _by_several_kernels(
     return dq, dk, dv, dsink
 
 
+# Of p, which is held beside ds while dv's, dq's and dk's blocks are made.
+LARGEST_TILE_BYTES = 32 * 1024
+
+
+def _fits(spec: AttentionSpec) -> bool:
+    item = jnp.dtype(spec.dtype).itemsize
+    return padded(spec.T) * padded(spec.S) * item <= LARGEST_TILE_BYTES
+
+
 def backward(spec: AttentionSpec, config: Any, residuals: Residuals, cotangents: Outputs) -> Inputs:
     inputs = residuals.inputs
     tiles = config.backward_tiles
     gain = gradient_gain(spec, inputs, cotangents)
-    one_tile = spec.H == spec.G and spec.T <= tiles.block_q
+    one_tile = spec.H == spec.G and spec.T <= tiles.block_q and _fits(spec)
     options = options_for(spec, inputs, fitted(tiles.block_q, spec.T))
     parts: Any = (None, None)
     if tiles.slices > 1 or not one_tile:
-        parts = (
-            parts_of_products(spec, tiles, options, inputs.q, inputs.k, spec.D),
-            parts_of_products(spec, tiles, options, cotangents.out, inputs.v, spec.V),
-        )
+        factors = (inputs.q, inputs.k), (cotangents.out, inputs.v)
+        parts = parts_of_products(spec, tiles, options, *factors)
     gradients = _by_one_kernel if one_tile else _by_several_kernels
     dq, dk, dv, dsink = gradients(
         spec, tiles, config.fast_exp2, options, inputs, cotangents, gain, parts

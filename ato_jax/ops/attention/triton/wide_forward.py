@@ -33,7 +33,6 @@ from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
     LN_2,
     LOG2_E,
-    ROWS_LAYOUT,
     dot,
     exp2,
     fitted,
@@ -66,10 +65,10 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of a sequence: `count` from `start` on, of which those below `length` exist."""
+    """Some rows of a sequence: `size` from `start` on, of which those below `length` exist."""
 
     start: Any
-    count: int
+    size: int
     length: Any
 
 
@@ -88,7 +87,8 @@ class Cut(NamedTuple):
         """`step(start, carry)` over the blocks of the n-th slice, by the column they start at."""
         blocks = pl.cdiv(self.width, self.block)
         own = pl.cdiv(blocks, self.slices)
-        first, end = np.int32(0), np.int32(blocks)
+        first: Any = np.int32(0)
+        end: Any = np.int32(blocks)
         if self.slices > 1:
             first = jnp.minimum(n * own, blocks)
             end = jnp.minimum(first + own, blocks)
@@ -109,21 +109,21 @@ class Matrix(NamedTuple):
 
     def _place(self, start: Any) -> tuple[Any, jax.Array | None]:
         rows, (width, block, _) = self.rows, self.cut
-        index: tuple[Any, ...] = (pl.ds(rows.start, rows.count),)
+        index: tuple[Any, ...] = (pl.ds(rows.start, rows.size),)
         if self.head is not None:
             index = (*index, self.head) if self.layout == "bthd" else (self.head, *index)
         mask = None
-        if not isinstance(rows.length, int) or rows.length % rows.count:
-            mask = (span(rows.start, rows.count) < rows.length)[:, None]
+        if not isinstance(rows.length, int) or rows.length % rows.size:
+            mask = (span(rows.start, rows.size) < rows.length)[:, None]
         if width % block:
             exists = (span(start, block) < width)[None, :]
             mask = exists if mask is None else mask & exists
         if mask is not None:
-            mask = jnp.broadcast_to(mask, (rows.count, block))
+            mask = jnp.broadcast_to(mask, (rows.size, block))
         return self.ref.at[(*index, pl.ds(start, block))], mask
 
     def load(self, start: Any) -> jax.Array:
-        """[count, block]"""
+        """[size, block]"""
         place, mask = self._place(start)
         return plgpu.load(place) if mask is None else plgpu.load(place, mask=mask, other=0)
 
@@ -138,7 +138,7 @@ def products(spec: AttentionSpec, a: Matrix, b: Matrix, n: Any) -> jax.Array:
     def step(start: Any, total: jax.Array) -> jax.Array:
         return total + dot(spec, a.load(start), b.load(start), trans_b=True)
 
-    return a.cut.each(n, step, jnp.zeros((a.rows.count, b.rows.count), jnp.float32))
+    return a.cut.each(n, step, jnp.zeros((a.rows.size, b.rows.size), jnp.float32))
 
 
 class Pair(NamedTuple):
@@ -155,7 +155,7 @@ class Pair(NamedTuple):
         spec = self.pairs.spec
         return (self.query.indices < spec.T) & (self.key.indices < spec.S)
 
-    def index(self) -> tuple[jax.Array, jax.Array]:
+    def place(self) -> tuple[jax.Array, jax.Array]:
         return self.query.indices, self.key.indices
 
 
@@ -163,7 +163,7 @@ def load_parts(ref: Any, tile: Pair) -> jax.Array:
     """[parts, T, S] summed over its parts: [block_q, block_k]."""
 
     def add(n: Any, total: jax.Array) -> jax.Array:
-        return total + plgpu.load(ref.at[(n, *tile.index())], mask=tile.mask, other=0)
+        return total + plgpu.load(ref.at[(n, *tile.place())], mask=tile.mask, other=0)
 
     shape = jnp.broadcast_shapes(tile.query.indices.shape, tile.key.indices.shape)
     return lax.fori_loop(np.int32(0), np.int32(ref.shape[0]), add, jnp.zeros(shape, jnp.float32))
@@ -221,6 +221,12 @@ def own_rows(tile: Pair, start: Any) -> tuple[Rows, Rows]:
     return queries, Rows(0, tile.key.indices.shape[1], limits.kv_length)
 
 
+def block_and_slice(n: Any, slices: int) -> tuple[Any, Any]:
+    """The block of queries of a program and its slice: those of one block run side by side."""
+    block = quotient(n, slices)
+    return block, n - block * slices
+
+
 def _kernel(
     q_ref: Any,
     k_ref: Any,
@@ -238,7 +244,7 @@ def _kernel(
 ) -> None:
     layout, slices = spec.layout, value_columns.slices
     n, h, b = (pl.program_id(axis) for axis in range(3))
-    block, n = batch_and_slice(n, slices)
+    block, n = block_and_slice(n, slices)
     start = block * block_q
     tile = tile_of(spec, options, b, h, start, block_q)
     queries, keys = own_rows(tile, start)
@@ -266,31 +272,24 @@ def _kernel(
     value_columns.each(n, step, np.int32(0))
 
 
-def batch_and_slice(n: Any, slices: int) -> tuple[Any, Any]:
-    """The block of queries of a program and its slice: those of one block run side by side."""
-    block = quotient(n, slices)
-    return block, n - block * slices
-
-
 def _parts_kernel(
-    a_ref: Any,
-    b_ref: Any,
+    factors: tuple[tuple[Any, Any], ...],
     lengths: Options,
-    parts_ref: Any,
-    *,
+    *parts: Any,
     spec: AttentionSpec,
     block_q: int,
-    columns: Cut,
+    cuts: tuple[Cut, ...],
 ) -> None:
     n, h, b = (pl.program_id(axis) for axis in range(3))
-    block, n = batch_and_slice(n, columns.slices)
+    block, n = block_and_slice(n, cuts[0].slices)
     start = block * block_q
     tile = tile_of(spec, lengths, b, h, start, block_q)
-    rows, others = own_rows(tile, start)
-    one = Matrix(spec.layout, a_ref, None, rows, columns)
-    other = Matrix(spec.layout, b_ref, None, others, columns)
-    found = products(spec, one, other, n)
-    plgpu.store(parts_ref.at[(n, *tile.index())], found, mask=tile.mask)
+    queries, keys = own_rows(tile, start)
+    for (of_queries, of_keys), cut, ref in zip(factors, cuts, parts, strict=True):
+        one = Matrix(spec.layout, of_queries, None, queries, cut)
+        other = Matrix(spec.layout, of_keys, None, keys, cut)
+        found = products(spec, one, other, n)
+        plgpu.store(ref.at[(n, *tile.place())], found, mask=tile.mask)
 
 
 def parts_spec(slices: int, spec: AttentionSpec, block_q: int) -> pl.BlockSpec:
@@ -300,33 +299,40 @@ def parts_spec(slices: int, spec: AttentionSpec, block_q: int) -> pl.BlockSpec:
 
 
 def parts_of_products(
-    spec: AttentionSpec, tiles: Tiles, options: Options, a: jax.Array, b: jax.Array, width: int
-) -> jax.Array:
-    """a . b^T of every head's queries and keys, in the parts of each slice of their columns.
+    spec: AttentionSpec, tiles: Tiles, options: Options, *factors: tuple[jax.Array, jax.Array]
+) -> list[jax.Array]:
+    """For each (a, b): a . b^T of every head's queries and keys, by the slices of their columns.
 
-    [B, H, slices, T, S] float32.
+    Each [B, H, slices, T, S] float32.
     """
     layout, slices = spec.layout, tiles.slices
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
     lengths = Options(limits=options.limits)
+    widths = [of_queries.shape[-1] for of_queries, _ in factors]
+    shape = jax.ShapeDtypeStruct((spec.B, spec.H, slices, spec.T, spec.S), jnp.float32)
     return pallas_call(
         functools.partial(
             _parts_kernel,
             spec=spec,
             block_q=block_q,
-            columns=Cut.of(width, tiles.block_d, slices),
+            cuts=tuple(Cut.of(width, tiles.block_d, slices) for width in widths),
         ),
         grid=(pl.cdiv(spec.T, block_q) * slices, spec.H, spec.B),
         in_specs=[
-            sequence_spec(layout, spec.T, width, block_q),
-            sequence_spec(layout, spec.S, width, block_k, share=spec.H // spec.G),
+            tuple(
+                (
+                    sequence_spec(layout, spec.T, width, block_q),
+                    sequence_spec(layout, spec.S, width, block_k, share=spec.H // spec.G),
+                )
+                for width in widths
+            ),
             jax.tree.map(whole_spec, lengths),
         ],
-        out_specs=parts_spec(slices, spec, block_q),
-        out_shape=jax.ShapeDtypeStruct((spec.B, spec.H, slices, spec.T, spec.S), jnp.float32),
+        out_specs=[parts_spec(slices, spec, block_q)] * len(factors),
+        out_shape=[shape] * len(factors),
         compiler_params=tiles.compiler_params,
         name="attention_wide_parts",
-    )(a, b, lengths)
+    )(factors, lengths)
 
 
 def options_for(spec: AttentionSpec, inputs: Inputs, block_q: int) -> Options:
@@ -342,7 +348,7 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     options = options_for(spec, inputs, block_q)
     parts = None
     if slices > 1:
-        parts = parts_of_products(spec, tiles, options, inputs.q, inputs.k, spec.D)
+        (parts,) = parts_of_products(spec, tiles, options, (inputs.q, inputs.k))
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
     out, lse = pallas_call(
         functools.partial(
