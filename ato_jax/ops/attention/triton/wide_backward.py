@@ -275,6 +275,7 @@ def _key_sums_kernel(
 
     def step(start: Any, nothing: Any) -> Any:
         def add(m: Any, total: jax.Array) -> jax.Array:
+            m = jnp.int32(m)
             r = quotient(m, blocks)
             i0 = (m - r * blocks) * block_q
             head = None if share == 1 else r

@@ -92,7 +92,11 @@ class Cut(NamedTuple):
         if self.slices > 1:
             first = jnp.minimum(n * own, blocks)
             end = jnp.minimum(first + own, blocks)
-        return lax.fori_loop(first, end, lambda n, carry: step(n * self.block, carry), carry)
+
+        def block(n: Any, carry: Any) -> Any:
+            return step(jnp.int32(n) * self.block, carry)
+
+        return lax.fori_loop(first, end, block, carry)
 
 
 class Matrix(NamedTuple):
@@ -163,7 +167,7 @@ def load_parts(ref: Any, tile: Pair) -> jax.Array:
     """[parts, T, S] summed over its parts: [block_q, block_k]."""
 
     def add(n: Any, total: jax.Array) -> jax.Array:
-        return total + plgpu.load(ref.at[(n, *tile.place())], mask=tile.mask, other=0)
+        return total + plgpu.load(ref.at[(jnp.int32(n), *tile.place())], mask=tile.mask, other=0)
 
     shape = jnp.broadcast_shapes(tile.query.indices.shape, tile.key.indices.shape)
     return lax.fori_loop(np.int32(0), np.int32(ref.shape[0]), add, jnp.zeros(shape, jnp.float32))
