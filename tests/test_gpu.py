@@ -208,11 +208,22 @@ PRECISIONS = [(dtype, None) for dtype in DTYPES] + [("float32", "tf32")]
 @of_wide_heads
 @pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
 @pytest.mark.parametrize("D", [512, 2048, 8192])
-@pytest.mark.parametrize("B", [1, 34])
-def test_wide_heads(dtype: str, precision: str | None, D: int, B: int) -> None:
-    """The columns of one sequence are shared among programs, those of many are not."""
-    qkv = arrays(dtype, B=B, T=64, H=4, G=4, D=D)
-    check("attention", *qkv, precision=precision, implementation="triton.wide", return_lse=True)
+@pytest.mark.parametrize("times", [1, 32])
+def test_wide_heads(dtype: str, precision: str | None, D: int, times: int) -> None:
+    """The columns of two sequences are shared among programs, those of 64 are not."""
+    options: dict[str, Any] = {"precision": precision, "return_lse": True}
+    qkv = arrays(dtype, T=64, G=4, D=D)
+    wanted = numerics.oracle("attention", *qkv, **options)
+    repeated, cotangents = jax.tree.map(
+        lambda array: jnp.tile(array, (times, *(1,) * (array.ndim - 1))),
+        (qkv, wanted.cotangents),
+    )
+    found = numerics.run(
+        "attention", "triton.wide", *repeated, cotangents=cotangents, **options
+    )
+    numerics.compare({name: array[-2:] for name, array in found.items()}, wanted)
+    for array in found.values():
+        assert bool(jnp.all(array.reshape(times, -1) == array[:2].reshape(-1)))
 
 
 @of_wide_heads
