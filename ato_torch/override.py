@@ -24,12 +24,15 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ato_torch.functional import attention
 
 F = torch.nn.functional
-PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+# Stand for plain ones where torch.compile traces a call that it did not look into.
+TRACING = (FakeTensor, FunctionalTensor)
+PLAIN = (torch.Tensor, torch.nn.Parameter, *TRACING)
 TRACED = "inside of what was compiled"
 WEIGHTS = (
     "nn.MultiheadAttention was asked for the weights of its attention, which no fast kernel has: "
@@ -144,7 +147,8 @@ def scaled_dot_product_attention(
                 raise
             reason = str(error)
         else:
-            _took(TRACED if torch.compiler.is_compiling() else _kind(query, key, attn_mask))
+            traced = torch.compiler.is_compiling() or isinstance(query, TRACING)
+            _took(TRACED if traced else _kind(query, key, attn_mask))
             return out
     _left(reason)
     if isinstance(arguments[3], CausalBias):  # which knows PyTorch's function by its name

@@ -10,6 +10,7 @@ torch = pytest.importorskip(
 )
 F = torch.nn.functional
 
+from functorch.compile import aot_function, nop  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as taken_before  # noqa: E402
 
@@ -250,6 +251,15 @@ def test_an_encoder_compiled():
     assert calls.taken.keys() == {override.TRACED}
     compiled(x)
     assert F.scaled_dot_product_attention is taken_before
+
+
+def test_traced_past_dynamo():
+    """Some versions of it leave the whole call to the tracers behind it."""
+    tensors = [tensor.detach() for tensor in draw()]
+    with ato_torch.sdpa_override() as calls:
+        found = aot_function(causal, nop)(*tensors)
+    torch.testing.assert_close(found, taken_before(*tensors, is_causal=True))
+    assert calls.taken.keys() == {override.TRACED} and not calls.left
 
 
 def test_compiled_what_is_left():

@@ -274,8 +274,8 @@ def attention(
       precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
       implementation: None (the fastest that supports the request here), "triton", "cudnn",
         "xla" or "reference"; "triton.wide" is those of Triton's kernels that take heads beyond
-        512, over up to 256 queries and keys. cuDNN, which None may mean, does not promise the same gradients to
-        the last bit from run to run; the others give them.
+        512, over up to 256 queries and keys. cuDNN, which None may mean, does not promise the same
+        gradients to the last bit from run to run; the others give them.
 
     Returns:
       out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log
