@@ -85,25 +85,35 @@ class _Call:
     interpret: bool
 
 
+def family(name: str) -> str:
+    """The backend that users know: "triton" of "triton.wide", its kernels for some sizes."""
+    return name.partition(".")[0]
+
+
 def reason_against(call: _Call, name: str, phase: str) -> str | None:
     """Why this backend cannot run this phase here; None if it can."""
     if name in call.op.planned:
         return "has no kernels for this op yet"
-    interpreted = call.interpret and name in INTERPRETABLE
+    interpretable = family(name) in INTERPRETABLE
+    interpreted = call.interpret and interpretable
     if name not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
-        hint = " (ato_jax.interpret() interprets kernels)" if name in INTERPRETABLE else ""
+        hint = " (ato_jax.interpret() interprets kernels)" if interpretable else ""
         return f"needs a GPU, and this call runs on {call.device.platform}{hint}"
     return call.op.backend(name).unsupported(call.spec, phase)
 
 
 def choose(call: _Call, phase: str) -> Choice:
-    """The backend for a phase: the one named, or the first that supports it."""
-    names: Sequence[str]
-    if call.implementation is not None:
-        names = (call.implementation,)
-    elif call.device.platform == "gpu":
+    """The backend for a phase: the first of the family named, or of all, that supports it."""
+    names: Sequence[str] = call.op.backends
+    if call.device.platform == "gpu":
         names = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
-    else:
+    if call.implementation in names:
+        names = tuple(
+            name for name in names if call.implementation in (name, family(name))
+        )
+    elif call.implementation is not None:
+        names = (call.implementation,)
+    elif call.device.platform != "gpu":
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
         names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
     reasons = {}

@@ -15,7 +15,8 @@ one of them alone changed, or tests were added,
     python -m tests.receipt renew
 
 puts the tests of that part, and the new ones, under "left". Which ops' kernels a test runs its
-parameter `op` says, or the marker `kernels`; any other test counts for all. The bridge's are those
+parameter `op` says, or the marker `kernels`; any other test counts for all but those for wide
+heads, which only marked tests run. The bridge's are those
 of `tests/test_torch_*.py`. Where no card could be had,
 
     python -m tests.receipt pending "the reason"
@@ -44,7 +45,7 @@ import jax
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
-OPS = ("attention", "linear_attention", "decode_attention")
+OPS = ("attention", "linear_attention", "decode_attention", "wide_attention")
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
@@ -55,8 +56,13 @@ SHARED_SOURCES = (
     "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
-# A kernel of its own, which builds on attention's, and which attention knows nothing of.
-DECODING = "ato_jax/ops/attention/triton/paged.py"
+# Kernels of their own, which build on attention's, and which attention knows nothing of.
+BESIDE_ATTENTION = {"decode_attention": "paged.py", "wide_attention": "wide*.py"}
+ATTENTION_KERNELS = "ato_jax/ops/attention/triton"
+# The entries of attention's tables that are about these alone.
+WIDE = "triton.wide"
+# No test runs these unless it says so: the others' heads are narrower.
+MARKED_ALONE = {"wide_attention"}
 OUTCOMES = ("failed", "error", "passed", "skipped")
 FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
@@ -65,10 +71,15 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 def source_files(part: str) -> list[Path]:
     if part == BRIDGE:
         return sorted(ROOT.glob("ato_torch/*.py"))
-    folder = "attention" if part == "decode_attention" else part
+    folder = "attention" if part in BESIDE_ATTENTION else part
     patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in SOURCES_OF_AN_OP)]
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    return sorted(found - ({ROOT / DECODING} if part == "attention" else set()))
+    others = [name for op, name in BESIDE_ATTENTION.items() if op != part]
+    return sorted(found - {path for name in others for path in beside_attention(name)})
+
+
+def beside_attention(name: str) -> set[Path]:
+    return set((ROOT / ATTENTION_KERNELS).glob(name))
 
 
 def stripped(source: str) -> str:
@@ -91,8 +102,22 @@ def stripped(source: str) -> str:
 
 def tables_of(op: str, text: str) -> dict[str, Any]:
     """What a device's table says of the op; of decoding, which builds on it, attention's, too."""
+    tables = tomllib.loads(text)
+    if op == "wide_attention":
+        return {"attention": _of_wide_heads(tables.get("attention", {}), True)}
     wanted = {"decode_attention": ("decode_attention", "attention")}.get(op, (op,))
-    return {name: table for name, table in tomllib.loads(text).items() if name in wanted}
+    found = {name: table for name, table in tables.items() if name in wanted}
+    if "attention" in found:
+        found["attention"] = _of_wide_heads(found["attention"], False)
+    return found
+
+
+def _of_wide_heads(table: dict[str, Any], wanted: bool) -> dict[str, Any]:
+    """The entries of attention's table that are about the kernels for wide heads, or the others."""
+    found = {kind: entries for kind, entries in table.items() if (kind == WIDE) == wanted}
+    if "first" in table:
+        found["first"] = [one for one in table["first"] if (one["backend"] == WIDE) == wanted]
+    return found
 
 
 def source_hash(part: str) -> str:
@@ -119,7 +144,7 @@ def _ops_of(test: Any) -> set[str]:
     marker = test.get_closest_marker("kernels")
     if parameters.get("op") in OPS:
         return {parameters["op"]}
-    named = set(marker.args if marker else OPS)
+    named = set(marker.args) if marker else set(OPS) - MARKED_ALONE
     assert named <= set(OPS), f"{test.nodeid}: {named}"
     return named
 

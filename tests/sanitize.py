@@ -124,6 +124,27 @@ def options_of_attention() -> Iterator[Call]:
         yield gradient(ato_jax.attention, "bfloat16", GATED, **options)
 
 
+def wide_heads() -> Iterator[Call]:
+    """Of several tiles and groups, and of one tile, its columns shared and not."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        yield gradient(ato_jax.attention, dtype, (67, 131, 577, 519), causal=True)
+    for B, dtype in ((1, "float32"), (1, "bfloat16"), (300, "bfloat16")):
+        arrays = tuple(draw(B, rows, 1, width, dtype=dtype) for rows, width in WIDE_ROWS)
+        yield _gradients_of_wide, arrays
+
+
+# Of q, k and v.
+WIDE_ROWS = ((13, 1500), (37, 1500), (37, 600))
+
+
+def _gradients_of_wide(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def loss(*arrays: jax.Array) -> jax.Array:
+        out, lse = ato_jax.attention(*arrays, implementation="triton", return_lse=True)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+
 def paged_cache() -> Iterator[Call]:
     """The last page short, and numbers of pages that there are not, used and unused."""
     table = jnp.array([[2, 0, 1, 1 << 30], [4, 5, -9, 6]], jnp.int32)
@@ -165,11 +186,13 @@ GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "causal segments and lengths": functools.partial(segments_and_lengths, True),
     "features and steps": features_and_steps,
     "paged cache": paged_cache,
+    "wide heads": wide_heads,
 }
 # Whose kernels a group runs, where these are not linear attention's.
 KERNELS = {
     **dict.fromkeys(("attention", "causal attention", "options of attention"), "attention"),
     "paged cache": "decode_attention",
+    "wide heads": "wide_attention",
 }
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ato_jax
+from ato_jax import dispatch
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 
@@ -96,6 +97,14 @@ def _attention() -> Iterator[Row]:
     yield Row("scale", {}, _always(scale=0.1))
     yield Row("dropout", {}, _always(dropout_rate=0.1, dropout_key=jax.random.key(0)))
     yield Row("return_lse", {}, _always(return_lse=True))
+    wide = {"D": 1024, "V": 1024}
+    yield Row("wide heads, H = 4 G", wide | {"H": 8})
+    yield Row("wide heads, S = 300", wide | {"S": 300})
+    yield Row(
+        "wide heads, bias [1, 1, T, S]",
+        wide,
+        lambda sizes: {"bias": jnp.ones((1, 1, sizes["T"], sizes["S"]))},
+    )
 
 
 def _linear_attention() -> Iterator[Row]:
@@ -158,14 +167,28 @@ def arguments(row: Row, seed: int = 0) -> tuple[list[jax.Array], dict[str, Any]]
     return arrays, options
 
 
+def families(op: dispatch.Op) -> list[str]:
+    return list(dict.fromkeys(map(dispatch.family, op.backends)))
+
+
+def _reason(op: dispatch.Op, spec: Any, family: str, phase: str) -> str | None:
+    """None where one of the family supports it, else the reasons of all."""
+    names = [name for name in op.backends if dispatch.family(name) == family]
+    found = [op.backend(name).unsupported(spec, phase) for name in names]
+    if None in found:
+        return None
+    first, *others = zip(names, found, strict=True)
+    return "; ".join([str(first[1]), *(f"{name}: {reason}" for name, reason in others)])
+
+
 def reasons(op: str, row: Row) -> dict[str, dict[str, str | None]]:
-    """For each backend and phase, why not; None where it is supported."""
+    """For each backend that users know and phase, why not; None where it is supported."""
     api = APIS[op]
     arrays, options = arguments(row)
     spec = api.prepare(*arrays, **options).spec
     found: dict[str, dict[str, str | None]] = {
-        name: {phase: api.OP.backend(name).unsupported(spec, phase) for phase in PHASES}
-        for name in api.OP.backends
+        name: {phase: _reason(api.OP, spec, name, phase) for phase in PHASES}
+        for name in families(api.OP)
     }
     for name in api.OP.planned:
         found[name] = dict.fromkeys(PHASES, "has no kernels for this op yet")
@@ -181,7 +204,7 @@ def golden() -> str:
     """The whole table, and below it each backend's reasons."""
     lines = ["What each backend supports, from its `unsupported`; made by python -m tests.support."]
     for op, rows in ROWS.items():
-        names = [*APIS[op].OP.backends, *APIS[op].OP.planned]
+        names = [*families(APIS[op].OP), *APIS[op].OP.planned]
         table = {row.feature: reasons(op, row) for row in rows}
         wide = max(map(len, table))
         lines += ["", f"{op:<{wide}}" + "".join(f"  {name:<10}" for name in names)]
@@ -189,7 +212,7 @@ def golden() -> str:
             cells = "".join(f"  {cell(found[name]):<10}" for name in names)
             lines.append(f"{feature:<{wide}}{cells}".rstrip())
         lines.append("")
-        for name in APIS[op].OP.backends:
+        for name in families(APIS[op].OP):
             for feature, found in table.items():
                 for reason in dict.fromkeys(filter(None, found[name].values())):
                     lines.append(f"{op}, {name}, {feature}: {reason}")
@@ -203,7 +226,7 @@ def readme() -> str:
     """The compact table: a row a feature, those together that all backends answer alike."""
     parts = []
     for op, rows in ROWS.items():
-        names = [name for name in APIS[op].OP.backends if name != "reference"]
+        names = [name for name in families(APIS[op].OP) if name != "reference"]
         parts += [f"| `{op}` | " + " | ".join(f"`{name}`" for name in names) + " |"]
         parts += ["|---|" + "---|" * len(names)]
         together: dict[tuple[str, ...], list[str]] = {}

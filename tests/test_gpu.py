@@ -35,6 +35,7 @@ of_attention = pytest.mark.kernels("attention")
 of_linear_attention = pytest.mark.kernels("linear_attention")
 of_decoding = pytest.mark.kernels("decode_attention")
 of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
+of_wide_heads = pytest.mark.kernels("wide_attention")
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
@@ -200,6 +201,69 @@ def test_cross(op: str, T: int, S: int) -> None:
 @pytest.mark.parametrize(("T", "S"), [(100, 1025), (1025, 100), (1, 700)])
 def test_causal_cross_attention(T: int, S: int) -> None:
     check("attention", *arrays("float16", T=T, S=S), causal=True, return_lse=True)
+
+
+# float32, float32 by TF32, and what takes half of the bytes.
+PRECISIONS = [(dtype, None) for dtype in DTYPES] + [("float32", "tf32")]
+
+
+@of_wide_heads
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
+@pytest.mark.parametrize("D", [512, 2048, 8192])
+@pytest.mark.parametrize("times", [1, 32])
+def test_wide_heads(dtype: str, precision: str | None, D: int, times: int) -> None:
+    """The columns of two sequences are shared among programs, those of 64 are not."""
+    options: dict[str, Any] = {"precision": precision, "return_lse": True}
+    qkv = arrays(dtype, T=64, G=4, D=D)
+    wanted = numerics.oracle("attention", *qkv, **options)
+    repeated, cotangents = jax.tree.map(
+        lambda array: jnp.tile(array, (times, *(1,) * (array.ndim - 1))),
+        (qkv, wanted.cotangents),
+    )
+    found = numerics.run(
+        "attention", "triton.wide", *repeated, cotangents=cotangents, **options
+    )
+    numerics.compare({name: array[-2:] for name, array in found.items()}, wanted)
+    for array in found.values():
+        assert bool(jnp.all(array.reshape(times, -1) == array[:2].reshape(-1)))
+
+
+@of_wide_heads
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "S", "D", "V"),
+    [(16, 16, 1000, 1536), (1, 200, 576, 512), (100, 128, 1536, 40), (200, 256, 1024, 1000)],
+)
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_odd_wide_heads(dtype: str, T: int, S: int, D: int, V: int, layout: str) -> None:
+    qkv = arrays(dtype, T=T, S=S, D=D, V=V, H=6, G=3, layout=layout)
+    check("attention", *qkv, causal=True, layout=layout, return_lse=True)
+
+
+@of_wide_heads
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("G", [4, 1])
+def test_options_of_wide_heads(dtype: str, G: int) -> None:
+    options = {
+        "window": (40, 3),
+        "query_offset": jnp.array([5, 30]),
+        "q_lengths": jnp.array([48, 30]),
+        "kv_lengths": jnp.array([0, 64]),
+        "segment_ids": jnp.asarray(np.arange(64)[None].repeat(2, 0) // 24),
+        "mask": jnp.asarray(np.random.default_rng(2).random((1, 4, 64, 64)) < 0.9),
+        "softcap": 5.0,
+        "sinks": jnp.array([0.5, -1.0, 3.0, 0.0]),
+        "dropout_rate": 0.2,
+        "dropout_key": jax.random.key(0),
+    }
+    check("attention", *arrays(dtype, T=64, D=1024, G=G), **options, return_lse=True)
+
+
+@of_wide_heads
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_small_and_large_inputs_of_wide_heads(dtype: str, scale: float) -> None:
+    check("attention", *arrays(dtype, T=64, D=2048, scale=scale), causal=True)
 
 
 OPS_AND_SIZES = [("attention", 64), ("linear_attention", 64), ("linear_attention", 128)]

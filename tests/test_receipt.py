@@ -1,6 +1,7 @@
 """The receipt of the last run on a card belongs to the kernels as they stand."""
 
 import json
+import tomllib
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -32,21 +33,28 @@ def test_the_hash_covers_every_kernel() -> None:
     }
     assert with_kernels and with_kernels <= covered
     folders = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
-    assert set(receipt.OPS) == folders - {"__pycache__"} | {"decode_attention"}
-    decoding, attention = (
-        set(map(str, receipt.source_files(f"{op}attention"))) for op in ("decode_", "")
-    )
-    assert decoding - attention == {str(receipt.ROOT / receipt.DECODING)} and attention < decoding
+    assert set(receipt.OPS) == folders - {"__pycache__"} | set(receipt.BESIDE_ATTENTION)
+    attention = set(receipt.source_files("attention"))
+    for op, name in receipt.BESIDE_ATTENTION.items():
+        beside = set(receipt.source_files(op)) - attention
+        assert beside == receipt.beside_attention(name) != set()
+        assert attention < set(receipt.source_files(op))
     for op in ("attention", "linear_attention"):
         others = [path for path in receipt.source_files(op) if "ops" in path.parts]
         assert others and all(path.parts[path.parts.index("ops") + 1] == op for path in others)
 
 
 def test_each_op_has_its_own_tables() -> None:
-    text = (
-        "[[attention.first]]\na = 1\n[[decode_attention.first]]\na = 2\n[linear_attention]\na = 3\n"
+    plain = (
+        '[[attention.first]]\nbackend = "x"\n[[decode_attention.first]]\na = 2\n'
+        "[linear_attention]\na = 3\n"
     )
+    wide = '[[attention.first]]\nbackend = "triton.wide"\n[["attention"."triton.wide"]]\na = 4\n'
+    text = plain + wide
     assert set(receipt.tables_of("attention", text)) == {"attention"}
+    for op in ("attention", "decode_attention"):
+        assert receipt.tables_of(op, text) == receipt.tables_of(op, plain)
+    assert receipt.tables_of("wide_attention", text) == tomllib.loads(wide)
     assert set(receipt.tables_of("decode_attention", text)) == {"attention", "decode_attention"}
     assert receipt.tables_of("linear_attention", text) == {"linear_attention": {"a": 3}}
 
@@ -59,7 +67,8 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
-HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d", "bridge": "b"}
+HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}
+HASHES |= {"wide_attention": "w", "bridge": "b"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:

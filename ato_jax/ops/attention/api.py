@@ -28,7 +28,7 @@ from ato_jax.ops.common import (
 PAGED = "triton.paged"
 OP = dispatch.Op(
     "attention",
-    ("triton", "cudnn", "xla", "reference"),
+    ("triton", "cudnn", "triton.wide", "xla", "reference"),
     package="ato_jax.ops.attention",
     planned=("mosaic_gpu",),
     special=(("triton", PAGED),),
@@ -276,8 +276,9 @@ def attention(
       layout: "bthd", or "bhtd" for [B, H, T, D] (and lse [B, H, T]; bias and mask as ever).
       precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
       implementation: None (the fastest that supports the request here), "triton", "cudnn",
-        "xla" or "reference". cuDNN, which None may mean, does not promise the same gradients to
-        the last bit from run to run; the others give them.
+        "xla" or "reference"; "triton.wide" is those of Triton's kernels that take heads beyond
+        512, over up to 256 queries and keys. cuDNN, which None may mean, does not promise the same
+        gradients to the last bit from run to run; the others give them.
 
     Returns:
       out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log

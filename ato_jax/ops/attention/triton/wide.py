@@ -1,0 +1,116 @@
+"""Softmax attention of wide heads over few keys: all keys in one tile, columns block by block.
+
+wide_forward.py and wide_backward.py hold the kernels and their mathematics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental import pallas as pl
+
+from ato_jax.device import Device, of_call
+from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.triton.wide_backward import backward
+from ato_jax.ops.attention.triton.wide_forward import Tiles, forward
+
+__all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
+
+# Below, the kernels that hold whole rows have them in one tile.
+NARROWEST_HEAD = 257
+WIDEST_HEAD = 8192
+# Scores of so many keys and a block of queries fill the registers.
+LONGEST = 256
+# The weights of more float32 keys, in their pieces, do not fit the 99 KiB of consumer cards.
+MOST_FLOAT32_KEYS_OF_SMALL_CARDS = 64
+LARGE_SHARED_MEMORY = 160 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields of `Tiles`, for the forward kernels and for the backward ones."""
+
+    block_q: int
+    block_d: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    slices: int
+    backward_block_q: int
+    backward_block_d: int
+    backward_block_v: int
+    backward_num_warps: int
+    backward_num_stages: int
+    backward_slices: int
+    fast_exp2: bool = False
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(*(getattr(self, name) for name in Tiles._fields))
+
+    @property
+    def backward_tiles(self) -> Tiles:
+        return Tiles(*(getattr(self, f"backward_{name}") for name in Tiles._fields))
+
+
+def unsupported(spec: AttentionSpec, phase: str) -> str | None:
+    if max(spec.D, spec.V) < NARROWEST_HEAD:
+        return f"D or V must be at least {NARROWEST_HEAD}, got {spec.D} and {spec.V}"
+    for name, width in (("D", spec.D), ("V", spec.V)):
+        if width > WIDEST_HEAD:
+            return f"{name} must be at most {WIDEST_HEAD}, got {width}"
+    for name, length in (("T", spec.T), ("S", spec.S)):
+        if length > LONGEST:
+            return f"{name} must be at most {LONGEST}, got {length}"
+    if spec.dtype not in ("float32", "float16", "bfloat16"):
+        return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
+    if phase == "backward" and spec.bias is not None:
+        return "has no kernel for a bias's gradient"
+    here = of_call(())
+    small = here.platform == "gpu" and here.shared_memory < LARGE_SHARED_MEMORY
+    if small and spec.dtype == "float32" and spec.S > MOST_FLOAT32_KEYS_OF_SMALL_CARDS:
+        return (
+            f"float32 needs {LARGE_SHARED_MEMORY // 1024} KiB of shared memory per block for S "
+            f"beyond {MOST_FLOAT32_KEYS_OF_SMALL_CARDS}, got {spec.S} and "
+            f"{here.shared_memory // 1024}"
+        )
+    return None
+
+
+# (queries, columns of q and k, columns of v, warps, stages)
+Choice = tuple[int, int, int, int, int]
+
+# By the most keys that they are for: forward and backward. A block of columns is what fills the
+# shared memory in several stages beside the tile of weights; what compiles without spills for sm_90
+# and fits it.
+HALF: dict[int, tuple[Choice, Choice]] = {
+    64: ((64, 64, 64, 4, 4), (64, 64, 64, 4, 3)),
+    128: ((64, 64, 64, 4, 3), (128, 64, 64, 8, 2)),
+    256: ((64, 64, 32, 8, 2), (64, 32, 32, 8, 2)),
+}
+FLOAT32: dict[int, tuple[Choice, Choice]] = {
+    64: ((64, 32, 64, 4, 3), (64, 32, 32, 4, 2)),
+    128: ((64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
+    256: ((64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
+}
+# A slice of fewer columns takes less time than the launch of the kernel that merges it.
+SHORTEST_SLICE = 256
+
+
+def default_config(spec: AttentionSpec, device: Device) -> Config:
+    table = FLOAT32 if spec.dtype == "float32" else HALF
+    forward, backward = next(choices for keys, choices in table.items() if keys >= spec.S)
+    return Config(
+        *forward,
+        slices_of(spec, forward, device),
+        *backward,
+        slices_of(spec, backward, device),
+        fast_exp2=device.capability is not None,
+    )
+
+
+def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
+    """How many programs share the columns of a block of queries, so that they fill the card."""
+    programs = pl.cdiv(spec.T, choice[0]) * spec.H * spec.B
+    most = max(spec.D, spec.V) // SHORTEST_SLICE
+    return max(1, min(device.multiprocessors // programs, most))

@@ -1,0 +1,385 @@
+"""Wide heads, forward: few enough keys that a query's scores are one row in the registers.
+
+A program owns some queries of one head. It goes over the columns of q and k, block by block,
+
+    products = sum over blocks of columns  q[:, block] . k[:, block]^T
+
+has with it the whole scores of its queries, and so their weights at once, without the running
+maximum of `forward.py`; and then goes over the columns of v, each block of which is finished as it
+is met:
+
+    out[:, block] = p . v[:, block] / total
+
+So a tile holds some columns of all keys in place of some keys with all of their columns, and every
+input is read once per block of queries, whatever the width. Where the programs are too few to fill
+the card, `slices` of them share the columns: one kernel leaves the products that its slices of q
+and k add up to, and each program of the next sums these and has a slice of v.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax.launch import pallas_call
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.triton.common import (
+    LN_2,
+    LOG2_E,
+    dot,
+    exp2,
+    fitted,
+    padded,
+    quotient,
+    raw_scores,
+    sequence_spec,
+    span,
+    store_tile,
+    whole_spec,
+)
+from ato_jax.ops.attention.triton.forward import FLOOR
+from ato_jax.ops.attention.triton.pairs import Options, Pairs, Side, options_of
+
+
+class Tiles(NamedTuple):
+    """How a kernel goes over a problem: queries in a tile, columns in a block of q and k and of v,
+    warps, pipeline stages, and how many programs share the columns."""
+
+    block_q: int
+    block_d: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    slices: int
+
+    @property
+    def compiler_params(self) -> plgpu.CompilerParams:
+        return plgpu.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+class Rows(NamedTuple):
+    """Some rows of a sequence: `size` from `start` on, of which those below `length` exist."""
+
+    start: Any
+    size: int
+    length: Any
+
+
+class Cut(NamedTuple):
+    """Columns of a row of `width`, in blocks of `block`, shared among so many `slices`."""
+
+    width: int
+    block: int
+    slices: int
+
+    @classmethod
+    def of(cls, width: int, block: int, slices: int) -> Cut:
+        return cls(width, fitted(block, width), slices)
+
+    def each(self, n: Any, step: Any, carry: Any) -> Any:
+        """`step(start, carry)` over the blocks of the n-th slice, by the column they start at."""
+        blocks = pl.cdiv(self.width, self.block)
+        own = pl.cdiv(blocks, self.slices)
+        first: Any = np.int32(0)
+        end: Any = np.int32(blocks)
+        if self.slices > 1:
+            first = jnp.minimum(n * own, blocks)
+            end = jnp.minimum(first + own, blocks)
+
+        def block(n: Any, carry: Any) -> Any:
+            return step(jnp.int32(n) * self.block, carry)
+
+        return lax.fori_loop(first, end, block, carry)
+
+
+class Matrix(NamedTuple):
+    """Rows of one head of an array, read and written by blocks of columns.
+
+    `head` is None where the ref holds a single one. Rows and columns past the end read 0.
+    """
+
+    layout: str
+    ref: Any
+    head: Any
+    rows: Rows
+    cut: Cut
+
+    def _place(self, start: Any) -> tuple[Any, jax.Array | None]:
+        rows, (width, block, _) = self.rows, self.cut
+        index: tuple[Any, ...] = (pl.ds(rows.start, rows.size),)
+        if self.head is not None:
+            index = (*index, self.head) if self.layout == "bthd" else (self.head, *index)
+        mask = None
+        if not isinstance(rows.length, int) or rows.length % rows.size:
+            mask = (span(rows.start, rows.size) < rows.length)[:, None]
+        if width % block:
+            exists = (span(start, block) < width)[None, :]
+            mask = exists if mask is None else mask & exists
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, (rows.size, block))
+        return self.ref.at[(*index, pl.ds(start, block))], mask
+
+    def load(self, start: Any) -> jax.Array:
+        """[size, block]"""
+        place, mask = self._place(start)
+        return plgpu.load(place) if mask is None else plgpu.load(place, mask=mask, other=0)
+
+    def store(self, start: Any, value: jax.Array) -> None:
+        place, mask = self._place(start)
+        plgpu.store(place, value.astype(self.ref.dtype), mask=mask)
+
+
+def products(spec: AttentionSpec, a: Matrix, b: Matrix, n: Any) -> jax.Array:
+    """a . b^T over the columns of the n-th slice: [rows of a, rows of b]."""
+
+    def step(start: Any, total: jax.Array) -> jax.Array:
+        return total + dot(spec, a.load(start), b.load(start), trans_b=True)
+
+    return a.cut.each(n, step, jnp.zeros((a.rows.size, b.rows.size), jnp.float32))
+
+
+class Pair(NamedTuple):
+    """Which tile of pairs a program has: some queries of one head, all keys."""
+
+    pairs: Pairs
+    h: Any
+    query: Side  # [block_q, 1]
+    key: Side  # [1, block_k]
+
+    @property
+    def mask(self) -> jax.Array:
+        """Those that the array of all pairs, [T, S], has."""
+        spec = self.pairs.spec
+        return (self.query.indices < spec.T) & (self.key.indices < spec.S)
+
+    def place(self) -> tuple[jax.Array, jax.Array]:
+        return self.query.indices, self.key.indices
+
+
+def load_parts(ref: Any, tile: Pair) -> jax.Array:
+    """[parts, T, S] summed over its parts: [block_q, block_k]."""
+
+    def add(n: Any, total: jax.Array) -> jax.Array:
+        return total + plgpu.load(ref.at[(jnp.int32(n), *tile.place())], mask=tile.mask, other=0)
+
+    shape = jnp.broadcast_shapes(tile.query.indices.shape, tile.key.indices.shape)
+    return lax.fori_loop(np.int32(0), np.int32(ref.shape[0]), add, jnp.zeros(shape, jnp.float32))
+
+
+class Weights(NamedTuple):
+    """exp2(score - m) and their sum, the sink's included; `slope` is the softcap's."""
+
+    m: jax.Array  # [block_q, 1]
+    total: jax.Array  # [block_q, 1]
+    p: jax.Array  # [block_q, block_k]
+    slope: jax.Array | None
+    sink: Any  # the sink's weight, [block_q, 1]; 0 where there is none
+
+
+def weigh(tile: Pair, product: jax.Array, fast_exp2: bool) -> Weights:
+    pairs, h = tile.pairs, tile.h
+    raw = raw_scores(pairs.spec, product)
+    slope = None if pairs.spec.softcap is None else 1 - raw * raw
+    raw, factor = pairs.biased(h, raw, tile.query, tile.key)
+    seen = pairs.visible(h, True, tile.query, tile.key)
+    if pairs.spec.q_lengths:
+        exists = tile.query.indices < pairs.limits.q_length
+        seen = exists if seen is None else seen & exists
+    if seen is not None:
+        raw = jnp.where(seen, raw, -jnp.inf)
+    # Finite, so that a row that sees nothing subtracts no infinities.
+    m = jnp.maximum(jnp.max(raw, axis=1, keepdims=True) * factor, FLOOR)
+    sink: Any = 0.0
+    if pairs.refs.sinks is not None:
+        logit = pairs.refs.sinks[h] * LOG2_E
+        m = jnp.maximum(m, logit)
+        sink = exp2(logit - m, fast_exp2)
+    p = exp2(raw * factor - m, fast_exp2)
+    return Weights(m, jnp.sum(p, axis=1, keepdims=True) + sink, p, slope, sink)
+
+
+def not_zero(total: jax.Array) -> jax.Array:
+    return jnp.where(total == 0, 1.0, total)
+
+
+def tile_of(
+    spec: AttentionSpec, options: Options, b: Any, h: Any, start: Any, block_q: int
+) -> Pair:
+    pairs = Pairs.of(spec, options, b, "queries")
+    query = pairs.queries(span(start, block_q)[:, None])
+    key = pairs.keys(span(0, padded(spec.S))[None, :])
+    return Pair(pairs, h, query, key)
+
+
+def own_rows(tile: Pair, start: Any) -> tuple[Rows, Rows]:
+    """The rows of the tile's queries and keys."""
+    limits = tile.pairs.limits
+    queries = Rows(start, tile.query.indices.shape[0], limits.q_length)
+    return queries, Rows(0, tile.key.indices.shape[1], limits.kv_length)
+
+
+def block_and_slice(n: Any, slices: int) -> tuple[Any, Any]:
+    """The block of queries of a program and its slice: those of one block run side by side."""
+    block = quotient(n, slices)
+    return block, n - block * slices
+
+
+def _kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    parts_ref: Any | None,
+    options: Options,
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    spec: AttentionSpec,
+    block_q: int,
+    columns: Cut,
+    value_columns: Cut,
+    fast_exp2: bool,
+) -> None:
+    layout, slices = spec.layout, value_columns.slices
+    n, h, b = (pl.program_id(axis) for axis in range(3))
+    block, n = block_and_slice(n, slices)
+    start = block * block_q
+    tile = tile_of(spec, options, b, h, start, block_q)
+    queries, keys = own_rows(tile, start)
+    if parts_ref is None:
+        q = Matrix(layout, q_ref, None, queries, columns)
+        k = Matrix(layout, k_ref, None, keys, columns)
+        product = products(spec, q, k, n)
+    else:
+        product = load_parts(parts_ref, tile)
+    m, total, p, _, _ = weigh(tile, product, fast_exp2)
+    lse = jnp.where(total == 0, -jnp.inf, m * LN_2 + jnp.log(not_zero(total)))
+    store_tile(layout, lse_ref, None, start, lse[:, 0], spec.T)
+    divisor = not_zero(total) * (1 - spec.dropout_rate)
+    kept = tile.pairs.kept(h, tile.query, tile.key)
+    if kept is not None:
+        p = jnp.where(kept, p, 0.0)
+    p = p.astype(spec.dtype)
+    v = Matrix(layout, v_ref, None, keys, value_columns)
+    out = Matrix(layout, out_ref, None, queries._replace(length=spec.T), value_columns)
+
+    def step(start: Any, nothing: Any) -> Any:
+        out.store(start, dot(spec, p, v.load(start)) / divisor)  # [block_q, block]
+        return nothing
+
+    value_columns.each(n, step, np.int32(0))
+
+
+def _parts_kernel(
+    factors: tuple[tuple[Any, Any], ...],
+    lengths: Options,
+    *parts: Any,
+    spec: AttentionSpec,
+    block_q: int,
+    cuts: tuple[Cut, ...],
+) -> None:
+    n, h, b = (pl.program_id(axis) for axis in range(3))
+    block, n = block_and_slice(n, cuts[0].slices)
+    start = block * block_q
+    tile = tile_of(spec, lengths, b, h, start, block_q)
+    queries, keys = own_rows(tile, start)
+    for (of_queries, of_keys), cut, ref in zip(factors, cuts, parts, strict=True):
+        one = Matrix(spec.layout, of_queries, None, queries, cut)
+        other = Matrix(spec.layout, of_keys, None, keys, cut)
+        found = products(spec, one, other, n)
+        plgpu.store(ref.at[(n, *tile.place())], found, mask=tile.mask)
+
+
+def parts_spec(slices: int, spec: AttentionSpec, block_q: int) -> pl.BlockSpec:
+    """The parts of one head's products, [slices, T, S]."""
+    rows, keys = max(spec.T, block_q), padded(spec.S)
+    return pl.BlockSpec((None, None, slices, rows, keys), lambda n, h, b: (b, h, 0, 0, 0))
+
+
+def parts_of_products(
+    spec: AttentionSpec, tiles: Tiles, options: Options, *factors: tuple[jax.Array, jax.Array]
+) -> list[jax.Array]:
+    """For each (a, b): a . b^T of every head's queries and keys, by the slices of their columns.
+
+    Each [B, H, slices, T, S] float32.
+    """
+    layout, slices = spec.layout, tiles.slices
+    block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
+    lengths = Options(limits=options.limits)
+    widths = [of_queries.shape[-1] for of_queries, _ in factors]
+    shape = jax.ShapeDtypeStruct((spec.B, spec.H, slices, spec.T, spec.S), jnp.float32)
+    return pallas_call(
+        functools.partial(
+            _parts_kernel,
+            spec=spec,
+            block_q=block_q,
+            cuts=tuple(Cut.of(width, tiles.block_d, slices) for width in widths),
+        ),
+        grid=(pl.cdiv(spec.T, block_q) * slices, spec.H, spec.B),
+        in_specs=[
+            tuple(
+                (
+                    sequence_spec(layout, spec.T, width, block_q),
+                    sequence_spec(layout, spec.S, width, block_k, share=spec.H // spec.G),
+                )
+                for width in widths
+            ),
+            jax.tree.map(whole_spec, lengths),
+        ],
+        out_specs=[parts_spec(slices, spec, block_q)] * len(factors),
+        out_shape=[shape] * len(factors),
+        compiler_params=tiles.compiler_params,
+        name="attention_wide_parts",
+    )(factors, lengths)
+
+
+def options_for(spec: AttentionSpec, inputs: Inputs, block_q: int) -> Options:
+    """No ranges of blocks: all keys are one block, which every query sees."""
+    options = options_of(spec, inputs, "queries", block_q, padded(spec.S))
+    return options._replace(ranges=None)
+
+
+def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
+    layout, tiles, slices = spec.layout, config.tiles, config.slices
+    block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
+    share = spec.H // spec.G
+    options = options_for(spec, inputs, block_q)
+    parts = None
+    if slices > 1:
+        (parts,) = parts_of_products(spec, tiles, options, (inputs.q, inputs.k))
+    rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
+    out, lse = pallas_call(
+        functools.partial(
+            _kernel,
+            spec=spec,
+            block_q=block_q,
+            columns=Cut.of(spec.D, tiles.block_d, 1),
+            value_columns=Cut.of(spec.V, tiles.block_v, slices),
+            fast_exp2=config.fast_exp2,
+        ),
+        grid=(pl.cdiv(spec.T, block_q) * slices, spec.H, spec.B),
+        in_specs=[
+            sequence_spec(layout, spec.T, spec.D, block_q),
+            sequence_spec(layout, spec.S, spec.D, block_k, share=share),
+            sequence_spec(layout, spec.S, spec.V, block_k, share=share),
+            None if parts is None else parts_spec(slices, spec, block_q),
+            jax.tree.map(whole_spec, options),
+        ],
+        out_specs=[
+            sequence_spec(layout, spec.T, spec.V, block_q),
+            sequence_spec(layout, spec.T, None, block_q),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype),
+            jax.ShapeDtypeStruct((spec.B, *rows), jnp.float32),
+        ],
+        compiler_params=tiles.compiler_params,
+        name="attention_wide_forward",
+    )(inputs.q, inputs.k, inputs.v, parts, options)
+    return Outputs(out, lse)
