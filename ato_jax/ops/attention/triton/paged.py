@@ -20,16 +20,23 @@ Of a cache in 8 bits, with factors a_j of the keys' rows and b_j of the values',
 
 so that the rows are multiplied as they are, and p_j b_j / b loses nothing in 16 bits that p_j would
 not lose. Where the values are the first columns of the keys, they are loaded once.
+
+Such a cache is loaded in words of two columns, which the tensor cores' loads bring to where 16 bits
+have to be, and each word is split in registers: so its tiles are those of the even columns and
+those of the odd ones, and q's and acc's are, too. They are multiplied in float16, which holds all
+numbers of 8 bits, with each row of q divided by the power of two that brings it into range.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -49,7 +56,6 @@ from ato_jax.ops.attention.triton.common import (
     LN_2,
     LONGEST_ROW,
     SMALLEST_TILE,
-    Columns,
     Sliced,
     column_slices,
     each,
@@ -71,10 +77,8 @@ WIDEST_VALUE = 512
 MOST_ROWS = 64
 ROWS_BYTES = 16 * 1024
 LONGEST_BLOCK = 128
-LONGEST_WIDE_BLOCK = 32
 NUM_WARPS = 4
-# For rows in several slices, of which twice as many then share each load, and for those of 8 bits,
-# which are turned into the spec's dtype in registers.
+# For rows in several slices, of which twice as many then share each load.
 MANY_WARPS = 8
 # A block of keys and values under way for each of these, in the shared memory.
 NUM_STAGES = 3
@@ -113,25 +117,51 @@ def unsupported(spec: AttentionSpec, here: Device, k: Any) -> str | None:
             return f"{name} must be at most {widest}, got {width}"
     if not spec.B * spec.S:
         return "empty arrays"
-    # Pallas counts bytes to tell whether offsets fit 32 bits, and adds elements, with a sign.
-    if k.dtype.itemsize == 1 and 2**31 < k.size <= 2**32:
-        return "pages of 8 bits must hold at most 2 GiB, or more than 4"
     return None
 
 
-def _value_slices(spec: AttentionSpec, shared: bool) -> tuple[Columns, ...]:
-    """The columns of values; where they are `shared` with the keys, cut as those are."""
-    if not shared:
-        return column_slices(spec.V)
+class Part(NamedTuple):
+    """Some of a row's columns: start, start + step, ..., `size` of which `width` exist."""
+
+    start: int
+    size: int
+    width: int
+    step: int = 1
+
+
+# The columns that the tiles of one row hold.
+Parts = tuple[Part, ...]
+
+
+def _parts(width: int, in_words: bool) -> Parts:
+    """A row's tiles; `in_words` the even columns of the words of each slice, then the odd ones."""
+    if not in_words:
+        return tuple(Part(*columns) for columns in column_slices(width))
     return tuple(
-        columns._replace(width=min(columns.width, spec.V - columns.start))
-        for columns in column_slices(spec.D)
-        if columns.start < spec.V
+        Part(2 * start + odd, size, columns_left(width - 2 * start - odd, size), 2)
+        for start, size, _ in column_slices(pl.cdiv(width, 2))
+        for odd in (0, 1)
     )
 
 
-def _size(slices: tuple[Columns, ...]) -> int:
-    return sum(columns.size for columns in slices)
+def columns_left(width: int, size: int) -> int:
+    """How many of `size` columns with a gap between them there are among `width`."""
+    return max(0, min(size, pl.cdiv(width, 2)))
+
+
+def _value_parts(spec: AttentionSpec, shared: bool, in_words: bool) -> Parts:
+    """The columns of values; where they are `shared` with the keys, cut as those are."""
+    if not shared:
+        return _parts(spec.V, in_words)
+    return tuple(
+        part._replace(width=max(0, min(part.width, pl.cdiv(spec.V - part.start, part.step))))
+        for part in _parts(spec.D, in_words)
+        if part.start - part.start % part.step < spec.V
+    )
+
+
+def _size(parts: Parts) -> int:
+    return sum(part.size for part in parts)
 
 
 def default_config(
@@ -144,7 +174,7 @@ def default_config(
     in_pages = inputs is not None and inputs.table is not None
     eight_bits = inputs is not None and inputs.k_scales is not None
     item = jnp.dtype(spec.dtype).itemsize
-    widths = row_size(spec.D), _size(_value_slices(spec, shared))
+    widths = row_size(spec.D), _size(_value_parts(spec, shared, False))
     count = spec.T * spec.H // spec.G
 
     def fitting(size: int, width: int, most: int) -> int:
@@ -155,13 +185,13 @@ def default_config(
     rows = fitting(2 * ROWS_BYTES if wide else ROWS_BYTES, max(widths), MOST_ROWS)
     rows = min(rows, padded(count))
     streamed = widths[0] if shared else sum(widths)
-    # In the registers there is no room for many wide ones.
-    most = LONGEST_WIDE_BLOCK if wide and eight_bits else LONGEST_BLOCK
-    block = fitting(here.shared_memory // NUM_STAGES, streamed, most)
+    block = fitting(here.shared_memory // NUM_STAGES, streamed, LONGEST_BLOCK)
+    if eight_bits and item == 2 and not wide:
+        block *= 2
     return Config(
         rows,
         block,
-        MANY_WARPS if wide or eight_bits else NUM_WARPS,
+        MANY_WARPS if wide else NUM_WARPS,
         NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES,
         _programs(spec, block, pl.cdiv(count, rows) * spec.G, here.multiprocessors),
         fast_exp2=here.capability is not None,
@@ -248,20 +278,20 @@ class _Rows(NamedTuple):
         """Where they are in [slots, G, T * share]."""
         return slot, self.group, self.row
 
-    def nothing(self, slices: tuple[Columns, ...]) -> tuple[jax.Array, jax.Array, Sliced]:
+    def nothing(self, parts: Parts) -> tuple[jax.Array, jax.Array, Sliced]:
         """The maximum and the sums of rows that have seen no key: [rows], [rows], [rows, V]."""
         zeros = jnp.zeros(self.row.shape, jnp.float32)
-        acc = tuple(jnp.zeros((*self.row.shape, columns.size), jnp.float32) for columns in slices)
+        acc = tuple(jnp.zeros((*self.row.shape, part.size), jnp.float32) for part in parts)
         return jnp.full_like(zeros, FLOOR), zeros, acc
 
-    def load(self, ref: Any, index: tuple[Any, ...], slices: tuple[Columns, ...]) -> Sliced:
-        return _load(ref, index, self.exist, slices)
+    def load(self, ref: Any, index: tuple[Any, ...], parts: Parts) -> Sliced:
+        return _load(ref, index, self.exist, parts)
 
     def store(
         self,
         refs: tuple[Any, Any],
         index: tuple[Any, ...],
-        slices: tuple[Columns, ...],
+        parts: Parts,
         sums: tuple[jax.Array, jax.Array, Sliced],
         unit: float,
     ) -> None:
@@ -270,51 +300,116 @@ class _Rows(NamedTuple):
         m, total, acc = sums
         nobody = total == 0
         safe = jnp.where(nobody, 1.0, total)
-        for tile, columns in zip(acc, slices, strict=True):
-            place, mask = _place(out_ref, index, self.exist, columns)
+        for tile, part in zip(acc, parts, strict=True):
+            place, mask = _place(out_ref, index, self.exist, part)
             plgpu.store(place, (tile / safe[:, None]).astype(out_ref.dtype), mask=mask)
         lse = jnp.where(nobody, -jnp.inf, m * unit + jnp.log(safe))
         plgpu.store(lse_ref.at[index], lse, mask=self.exist)
 
 
 def _place(
-    ref: Any, index: tuple[Any, ...], exist: jax.Array, columns: Columns
+    ref: Any, index: tuple[Any, ...], exist: jax.Array, part: Part
 ) -> tuple[Any, jax.Array]:
     """Some columns of rows, and which of their elements exist: `index` has vectors and scalars."""
-    column = span(columns.start, columns.size)[None, :]
-    is_column = span(0, columns.size)[None, :] < columns.width
+    count = span(0, part.size)[None, :]
+    column = part.start + (count if part.step == 1 else count * part.step)
     index = tuple(one[:, None] if jnp.ndim(one) else one for one in index)
-    return ref.at[(*index, column)], exist[:, None] & is_column
+    return ref.at[(*index, column)], exist[:, None] & (count < part.width)
 
 
-def _load(
-    ref: Any, index: tuple[Any, ...], exist: jax.Array, slices: tuple[Columns, ...]
-) -> Sliced:
+def _load(ref: Any, index: tuple[Any, ...], exist: jax.Array, parts: Parts) -> Sliced:
     found = []
-    for columns in slices:
-        place, mask = _place(ref, index, exist, columns)
+    for part in parts:
+        place, mask = _place(ref, index, exist, part)
         zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
         found.append(plgpu.load(place, mask=mask, other=zero))
     return tuple(found)
 
 
+def _words(rows: jax.Array) -> jax.Array:
+    """[..., D] of 8 bits as words of two columns, [..., D / 2]."""
+    if rows.shape[-1] % 2:
+        rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])
+    return lax.bitcast_convert_type(rows.reshape(*rows.shape[:-1], -1, 2), jnp.int16)
+
+
+# One number of each of two words as float16: the even columns', or the odd ones'. In the last byte
+# of a float16, n + 128 makes it 1024 + 128 + n.
+_HALF = {
+    "int8": """{{
+.reg .b32 number;
+shr.b32 number, $1, {odd} * 8;
+lop3.b32 number, number, 0x00ff00ff, 0x64806480, 0x6a;
+.reg .b32 bias; mov.b32 bias, {bias}; sub.f16x2 $0, number, bias;
+}}""",
+    "float8_e4m3fn": """{{
+.reg .b32 sorted;
+.reg .b16 number<2>;
+prmt.b32 sorted, $1, 0, 0x3120;
+mov.b32 {{number0, number1}}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, number{odd};
+}}""",
+}
+
+
+def _halves(words: jax.Array, kept: str, dtype: Any) -> Sequence[jax.Array]:
+    """The even and the odd columns of words of two numbers in the dtype `kept`, as `dtype`."""
+    if dtype == jnp.float16 and not device.interpreting():
+        found = (
+            plgpu.elementwise_inline_asm(
+                _HALF[kept].format(odd=odd, bias="0x64806480"),
+                args=[words],
+                constraints="=r,r",
+                pack=2,
+                result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, dtype)],
+            )
+            for odd in (0, 1)
+        )
+        return [half for [half] in found]
+    if kept == "int8":
+        return tuple(
+            lax.shift_right_arithmetic(one, jnp.int16(8)).astype(jnp.float32).astype(dtype)
+            for one in (lax.shift_left(words, jnp.int16(8)), words)
+        )
+    return tuple(
+        lax.bitcast_convert_type(one.astype(jnp.int8), jnp.dtype(kept)).astype(dtype)
+        for one in (words, lax.shift_right_logical(words, jnp.int16(8)))
+    )
+
+
+def _into_range(rows: Sliced) -> tuple[Sliced, jax.Array]:
+    """Rows in float16, and the powers of two [rows] that they are to be multiplied by."""
+    rows = each(lambda tile: tile.astype(jnp.float32), rows)
+    top = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(tile), axis=1) for tile in rows))
+    # Of a float32 the exponent alone, and its negative.
+    smallest, largest = (np.int32(exponent << 23) for exponent in (1, 253))
+    exponent = lax.bitcast_convert_type(top, jnp.int32) & np.int32(0xFF << 23)
+    exponent = jnp.clip(exponent, smallest, largest)
+    inverse = lax.bitcast_convert_type(np.int32(254 << 23) - exponent, jnp.float32)
+    rows = each(lambda tile: (tile * inverse[:, None]).astype(jnp.float16), rows)
+    return rows, lax.bitcast_convert_type(exponent, jnp.float32)
+
+
 def _kernel(
-    refs: Any, out_ref: Any, lse_ref: Any, *, spec: AttentionSpec, config: Config
+    refs: Any, out_ref: Any, lse_ref: Any, *, spec: AttentionSpec, config: Config, kept: str | None
 ) -> None:
-    """`refs` are those of `CacheInputs`."""
+    """`refs` are those of `CacheInputs`; of a cache in 8 bits words, of numbers in `kept`."""
     block, fast_exp2 = config.block, config.fast_exp2
     program = pl.program_id(1)
     factor = score_factor(spec)
     rows = _Rows.of(spec, config)
     runs = _runs(spec, config, refs.lengths, refs.first)
     begin, end = runs.start(program), runs.start(program + 1)
-    key_slices = column_slices(spec.D)
-    value_slices = _value_slices(spec, refs.v is None)
+    in_words = kept is not None
+    key_parts, value_parts = _parts(spec.D, in_words), _value_parts(spec, refs.v is None, in_words)
 
     def add_sequence(b: Any, nothing: Any) -> Any:
         length = runs.of(b, runs.length)
         position = runs.of(b, runs.position) + rows.query  # [rows]
-        q = rows.load(refs.q, rows.outside(b), key_slices)  # [rows, D]
+        q = rows.load(refs.q, rows.outside(b), key_parts)  # [rows, D]
+        unit = None
+        if in_words and q[0].dtype == jnp.bfloat16:
+            q, unit = _into_range(q)
 
         def find(key: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
             """Where the keys are, and which there are."""
@@ -333,14 +428,17 @@ def _kernel(
             key = span(n * block, block)
             index, exist = find(key)
 
-            def rows_of(ref: Any, slices: tuple[Columns, ...]) -> Sliced:
+            def rows_of(ref: Any, width: int) -> Sliced:
                 place = index if spec.layout == "bthd" else (index[0], index[2], index[1])
-                return each(
-                    lambda tile: tile.astype(refs.q.dtype), _load(ref, place, exist, slices)
-                )
+                if kept is None:
+                    return _load(ref, place, exist, _parts(width, False))
+                words = _load(ref, place, exist, _parts(pl.cdiv(width, 2), False))
+                return tuple(half for tile in words for half in _halves(tile, kept, q[0].dtype))
 
-            k = rows_of(refs.k, key_slices)  # [block, D]
+            k = rows_of(refs.k, spec.D)  # [block, D]
             products = inner(spec, q, k)  # [rows, block]
+            if unit is not None:
+                products = products * unit[:, None]
             scale = None
             if refs.k_scales is not None:
                 scale = plgpu.load(refs.k_scales.at[index], mask=exist, other=0)  # [block]
@@ -355,9 +453,9 @@ def _kernel(
             correction = exp2(m - m_next, fast_exp2)
             total = total * correction + jnp.sum(p, axis=1)
             acc = each(lambda tile: tile * correction[:, None], acc)
-            v = k[: len(value_slices)]
+            v = k[: len(value_parts)]
             if refs.v is not None:
-                v = rows_of(refs.v, value_slices)  # [block, V]
+                v = rows_of(refs.v, spec.V)  # [block, V]
             if refs.v_scales is not None:
                 scale = plgpu.load(refs.v_scales.at[index], mask=exist, other=0)
             if scale is None:
@@ -372,9 +470,9 @@ def _kernel(
         shift = runs.of(b, runs.first) + runs.of(b, runs.blocks) - stop
         start = jnp.maximum(begin, stop - runs.of(b, runs.blocks))
         sums = lax.fori_loop(
-            start + shift, jnp.minimum(end, stop) + shift, step, rows.nothing(value_slices)
+            start + shift, jnp.minimum(end, stop) + shift, step, rows.nothing(value_parts)
         )
-        rows.store((out_ref, lse_ref), rows.part(program + b), value_slices, sums, LN_2)
+        rows.store((out_ref, lse_ref), rows.part(program + b), value_parts, sums, LN_2)
         return nothing
 
     first = _count(runs.ends <= begin)
@@ -393,10 +491,10 @@ def _merge_kernel(
     *,
     spec: AttentionSpec,
     config: Config,
-    slices: tuple[Columns, ...],
 ) -> None:
     b = pl.program_id(1)
     rows = _Rows.of(spec, config)
+    columns = _parts(spec.V, False)
     runs = _runs(spec, config, lengths_ref, first_ref)
     stop = runs.of(b, runs.ends)
     start = stop - runs.of(b, runs.blocks)
@@ -411,19 +509,19 @@ def _merge_kernel(
         lse = plgpu.load(lse_ref.at[index], mask=rows.exist, other=0)
         higher = jnp.maximum(top, lse)
         old, new = jnp.exp(top - higher), jnp.exp(lse - higher)
-        parts = rows.load(out_ref, index, slices)
+        parts = rows.load(out_ref, index, columns)
         acc = tuple(
             tile * old[:, None] + part * new[:, None] for tile, part in zip(acc, parts, strict=True)
         )
         return higher, total * old + new, acc
 
-    top, total, acc = rows.nothing(slices)
+    top, total, acc = rows.nothing(columns)
     if sinks_ref is not None:
         sink = plgpu.load(sinks_ref.at[rows.head], mask=rows.exist, other=0)
         top = jnp.maximum(sink, FLOOR)
         total = jnp.exp(sink - top)  # 0 for a sink of -inf
     sums = lax.fori_loop(first, last, add_part, (top, total, acc))
-    rows.store((merged_ref, merged_lse_ref), rows.outside(b), slices, sums, 1.0)
+    rows.store((merged_ref, merged_lse_ref), rows.outside(b), columns, sums, 1.0)
 
 
 def attend(
@@ -434,7 +532,11 @@ def attend(
     count = T * H // G
     tiles = pl.cdiv(count, config.rows)
     slots = config.programs + B - 1
-    slices = _value_slices(spec, inputs.v is None)
+    kept = None
+    if inputs.k_scales is not None:
+        kept = str(inputs.k.dtype)
+        v = None if inputs.v is None else _words(inputs.v)
+        inputs = inputs._replace(k=_words(inputs.k), v=v)
     rows = (B, T, H) if spec.layout == "bthd" else (B, H, T)
 
     def whole(array: Any, width: int = 0) -> pl.BlockSpec:
@@ -442,11 +544,13 @@ def attend(
         shape = (*array.shape[:-1], max(width, array.shape[-1]))
         return pl.BlockSpec(shape, lambda n, i: (0,) * array.ndim)
 
-    width = row_size(spec.D)
+    # Two more than even columns have room for odd ones.
+    keys = _size(_parts(spec.D, kept is not None)) + 1
+    values = max(_size(_value_parts(spec, inputs.v is None, inwords)) + 1 for inwords in (False, kept is not None))
     specs = jax.tree.map(whole, inputs)._replace(
-        q=whole(inputs.q, width),
-        k=whole(inputs.k, width),
-        v=None if inputs.v is None else whole(inputs.v, _size(slices)),
+        q=whole(inputs.q, keys),
+        k=whole(inputs.k, keys),
+        v=None if inputs.v is None else whole(inputs.v, values),
     )
     parts = (
         jax.ShapeDtypeStruct((slots, G, count, spec.V), jnp.float32),
@@ -456,9 +560,9 @@ def attend(
         jax.ShapeDtypeStruct((*rows, spec.V), spec.dtype),
         jax.ShapeDtypeStruct(rows, jnp.float32),
     )
-    of_parts, of_merged = ([whole(out, _size(slices)), whole(lse)] for out, lse in (parts, merged))
+    of_parts, of_merged = ([whole(out, values), whole(lse)] for out, lse in (parts, merged))
     out, lse = pallas_call(
-        functools.partial(_kernel, spec=spec, config=config),
+        functools.partial(_kernel, spec=spec, config=config, kept=kept),
         # The heads of one sequence's part lie side by side in memory, and run side by side.
         grid=(G * tiles, config.programs),
         in_specs=[specs._replace(sinks=None)],
@@ -470,7 +574,7 @@ def attend(
         name="attention_paged",
     )(inputs._replace(sinks=None))
     out, lse = pallas_call(
-        functools.partial(_merge_kernel, spec=spec, config=config, slices=slices),
+        functools.partial(_merge_kernel, spec=spec, config=config),
         grid=(G * tiles, B),
         in_specs=[*of_parts, specs.lengths, specs.first, specs.sinks],
         out_specs=of_merged,
