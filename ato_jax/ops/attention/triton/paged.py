@@ -76,9 +76,12 @@ WIDEST_VALUE = 512
 # Beyond either, rows are several tiles: they and their sums have to fit the registers.
 MOST_ROWS = 64
 ROWS_BYTES = 16 * 1024
+WIDE_ROWS_BYTES = 48 * 1024
+INDIRECT_ROWS_BYTES = 32 * 1024
 LONGEST_BLOCK = 128
 NUM_WARPS = 4
-# For rows in several slices, of which twice as many then share each load.
+# For rows in several slices, of which twice as many then share each load, and for blocks of 8 bits,
+# which are twice as long.
 MANY_WARPS = 8
 # A block of keys and values under way for each of these, in the shared memory.
 NUM_STAGES = 3
@@ -86,8 +89,18 @@ NUM_STAGES = 3
 NUM_INDIRECT_STAGES = 5
 # Their runs are equal, so that they end together.
 PROGRAMS_PER_MULTIPROCESSOR = 1
-# Shorter caches are left to attention's own kernel, which needs no second one.
-FEWEST_KEYS = 1024
+# The second kernel's programs take so many columns of so many parts at a time, whose loads are under
+# way together.
+MERGED_COLUMNS = 64
+MERGED_PARTS = 8
+# Shorter caches are left to attention's own kernel, which needs no second one. It has a program for
+# each head: where they fill the card, and several load the same keys, this one took 0.38 of its
+# time at 512 keys (B16 H32 G8 T1) and 0.41 at 1024. Otherwise it took 1.02 of it at 512 keys, 1.07
+# at 1024 and 0.95 at 4096 (B8 H16 G16 T1), and 1.10, 1.19 and 1.10 with more rows than the smallest
+# tile (B1 H32 G8 T16).
+FEWEST_KEYS_SHARED = 512
+FEWEST_KEYS = 4096
+FEWEST_KEYS_OF_MANY_ROWS = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +151,10 @@ def _parts(width: int, in_words: bool) -> Parts:
     if not in_words:
         return tuple(Part(*columns) for columns in column_slices(width))
     return tuple(
-        Part(2 * start + odd, size, columns_left(width - 2 * start - odd, size), 2)
+        Part(2 * start + odd, size, min(size, max(0, pl.cdiv(width - odd, 2) - start)), 2)
         for start, size, _ in column_slices(pl.cdiv(width, 2))
         for odd in (0, 1)
     )
-
-
-def columns_left(width: int, size: int) -> int:
-    """How many of `size` columns with a gap between them there are among `width`."""
-    return max(0, min(size, pl.cdiv(width, 2)))
 
 
 def _value_parts(spec: AttentionSpec, shared: bool, in_words: bool) -> Parts:
@@ -182,16 +190,20 @@ def default_config(
         return max(SMALLEST_TILE, min(found, most))
 
     wide = max(widths) > LONGEST_ROW
-    rows = fitting(2 * ROWS_BYTES if wide else ROWS_BYTES, max(widths), MOST_ROWS)
+    rows_bytes = ROWS_BYTES
+    if wide:
+        # A table's entries and what words become take registers, too.
+        rows_bytes = INDIRECT_ROWS_BYTES if in_pages or eight_bits else WIDE_ROWS_BYTES
+    rows = fitting(rows_bytes, max(widths), MOST_ROWS)
     rows = min(rows, padded(count))
     streamed = widths[0] if shared else sum(widths)
     block = fitting(here.shared_memory // NUM_STAGES, streamed, LONGEST_BLOCK)
     if eight_bits and item == 2 and not wide:
-        block *= 2
+        block *= 2  # of half the bytes
     return Config(
         rows,
         block,
-        MANY_WARPS if wide else NUM_WARPS,
+        MANY_WARPS if wide or eight_bits else NUM_WARPS,
         NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES,
         _programs(spec, block, pl.cdiv(count, rows) * spec.G, here.multiprocessors),
         fast_exp2=here.capability is not None,
@@ -199,9 +211,15 @@ def default_config(
 
 
 def _programs(spec: AttentionSpec, block: int, others: int, multiprocessors: int) -> int:
-    """How many share the blocks of all sequences; `others` is how often that is."""
+    """How many share the blocks of all sequences; `others` is how often that is.
+
+    Fewer, where that keeps programs from having two sequences of the same length, and gives none
+    more to do.
+    """
     blocks = spec.B * pl.cdiv(spec.S, block)
-    return max(1, min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // others, blocks))
+    most = max(1, min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // others, blocks))
+    even = most - most % spec.B
+    return even if even and pl.cdiv(blocks, even) == pl.cdiv(blocks, most) else most
 
 
 class _Runs(NamedTuple):
@@ -260,11 +278,11 @@ class _Rows(NamedTuple):
     exist: jax.Array
 
     @classmethod
-    def of(cls, spec: AttentionSpec, config: Config) -> _Rows:
+    def of(cls, spec: AttentionSpec, size: int) -> _Rows:
         share = spec.H // spec.G
-        tiles = pl.cdiv(spec.T * share, config.rows)
+        tiles = pl.cdiv(spec.T * share, size)
         group = quotient(pl.program_id(0), tiles)
-        row = span((pl.program_id(0) - group * tiles) * config.rows, config.rows)
+        row = span((pl.program_id(0) - group * tiles) * size, size)
         query = quotient(row, share)
         head = group * share + row - query * share
         return cls(spec, group, row, query, head, row < spec.T * share)
@@ -293,9 +311,8 @@ class _Rows(NamedTuple):
         index: tuple[Any, ...],
         parts: Parts,
         sums: tuple[jax.Array, jax.Array, Sliced],
-        unit: float,
     ) -> None:
-        """acc / total and lse = unit * m + ln(total); 0 and -inf where total is 0."""
+        """acc / total and lse = ln(2) m + ln(total); 0 and -inf where total is 0."""
         out_ref, lse_ref = refs
         m, total, acc = sums
         nobody = total == 0
@@ -303,7 +320,7 @@ class _Rows(NamedTuple):
         for tile, part in zip(acc, parts, strict=True):
             place, mask = _place(out_ref, index, self.exist, part)
             plgpu.store(place, (tile / safe[:, None]).astype(out_ref.dtype), mask=mask)
-        lse = jnp.where(nobody, -jnp.inf, m * unit + jnp.log(safe))
+        lse = jnp.where(nobody, -jnp.inf, m * LN_2 + jnp.log(safe))
         plgpu.store(lse_ref.at[index], lse, mask=self.exist)
 
 
@@ -337,10 +354,11 @@ def _words(rows: jax.Array) -> jax.Array:
 # of a float16, n + 128 makes it 1024 + 128 + n.
 _HALF = {
     "int8": """{{
-.reg .b32 number;
+.reg .b32 number, bias;
+mov.b32 bias, 0x64806480;
 shr.b32 number, $1, {odd} * 8;
-lop3.b32 number, number, 0x00ff00ff, 0x64806480, 0x6a;
-.reg .b32 bias; mov.b32 bias, {bias}; sub.f16x2 $0, number, bias;
+lop3.b32 number, number, 0x00ff00ff, bias, 0x6a;
+sub.f16x2 $0, number, bias;
 }}""",
     "float8_e4m3fn": """{{
 .reg .b32 sorted;
@@ -357,7 +375,7 @@ def _halves(words: jax.Array, kept: str, dtype: Any) -> Sequence[jax.Array]:
     if dtype == jnp.float16 and not device.interpreting():
         found = (
             plgpu.elementwise_inline_asm(
-                _HALF[kept].format(odd=odd, bias="0x64806480"),
+                _HALF[kept].format(odd=odd),
                 args=[words],
                 constraints="=r,r",
                 pack=2,
@@ -397,7 +415,7 @@ def _kernel(
     block, fast_exp2 = config.block, config.fast_exp2
     program = pl.program_id(1)
     factor = score_factor(spec)
-    rows = _Rows.of(spec, config)
+    rows = _Rows.of(spec, config.rows)
     runs = _runs(spec, config, refs.lengths, refs.first)
     begin, end = runs.start(program), runs.start(program + 1)
     in_words = kept is not None
@@ -472,7 +490,7 @@ def _kernel(
         sums = lax.fori_loop(
             start + shift, jnp.minimum(end, stop) + shift, step, rows.nothing(value_parts)
         )
-        rows.store((out_ref, lse_ref), rows.part(program + b), value_parts, sums, LN_2)
+        rows.store((out_ref, lse_ref), rows.part(program + b), value_parts, sums)
         return nothing
 
     first = _count(runs.ends <= begin)
@@ -492,36 +510,62 @@ def _merge_kernel(
     spec: AttentionSpec,
     config: Config,
 ) -> None:
+    """Some columns of rows of one sequence, `MERGED_PARTS` of its parts at a time."""
     b = pl.program_id(1)
-    rows = _Rows.of(spec, config)
-    columns = _parts(spec.V, False)
+    rows = _Rows.of(spec, SMALLEST_TILE)
+    width = _merged_columns(spec)
+    start = pl.program_id(2) * width
+    column = start + span(0, width)
+    exist = rows.exist[:, None] & (column < spec.V)[None, :]  # [rows, V]
     runs = _runs(spec, config, lengths_ref, first_ref)
     stop = runs.of(b, runs.ends)
-    start = stop - runs.of(b, runs.blocks)
+    begin = stop - runs.of(b, runs.blocks)
     program = jnp.arange(pl.next_power_of_2(config.programs), dtype=jnp.int32)
     real = program < config.programs
-    first = _count(real & (runs.start(program + 1) <= start))
-    last = jnp.where(stop > start, _count(real & (runs.start(program) < stop)), first)
+    first = _count(real & (runs.start(program + 1) <= begin))
+    last = jnp.where(stop > begin, _count(real & (runs.start(program) < stop)), first)
 
-    def add_part(program: Any, carry: Any) -> Any:
+    def add_parts(n: Any, carry: Any) -> Any:
         top, total, acc = carry  # [rows], [rows], [rows, V]
-        index = rows.part(program + b)
-        lse = plgpu.load(lse_ref.at[index], mask=rows.exist, other=0)
-        higher = jnp.maximum(top, lse)
-        old, new = jnp.exp(top - higher), jnp.exp(lse - higher)
-        parts = rows.load(out_ref, index, columns)
-        acc = tuple(
-            tile * old[:, None] + part * new[:, None] for tile, part in zip(acc, parts, strict=True)
-        )
-        return higher, total * old + new, acc
+        program = span(first + n * MERGED_PARTS, MERGED_PARTS)
+        real = program < last
+        slot = (program + b)[:, None]
+        lse = plgpu.load(
+            lse_ref.at[slot, rows.group, rows.row[None, :]],
+            mask=real[:, None] & rows.exist[None, :],
+            other=-jnp.inf,
+        )  # [parts, rows]
+        parts = plgpu.load(
+            out_ref.at[slot[..., None], rows.group, rows.row[None, :, None], column[None, None, :]],
+            mask=real[:, None, None] & exist[None],
+            other=0,
+        )  # [parts, rows, V]
+        higher = jnp.maximum(top, jnp.max(lse, axis=0))
+        old, new = jnp.exp(top - higher), jnp.exp(lse - higher[None, :])
+        acc = acc * old[:, None] + jnp.sum(parts * new[:, :, None], axis=0)
+        return higher, total * old + jnp.sum(new, axis=0), acc
 
-    top, total, acc = rows.nothing(columns)
+    top = jnp.full(rows.row.shape, FLOOR, jnp.float32)
+    total = jnp.zeros_like(top)
     if sinks_ref is not None:
         sink = plgpu.load(sinks_ref.at[rows.head], mask=rows.exist, other=0)
         top = jnp.maximum(sink, FLOOR)
         total = jnp.exp(sink - top)  # 0 for a sink of -inf
-    sums = lax.fori_loop(first, last, add_part, (top, total, acc))
-    rows.store((merged_ref, merged_lse_ref), rows.outside(b), columns, sums, 1.0)
+    count = quotient(last - first + MERGED_PARTS - 1, MERGED_PARTS)
+    acc = jnp.zeros(exist.shape, jnp.float32)
+    top, total, acc = lax.fori_loop(0, count, add_parts, (top, total, acc))
+    nobody = total == 0
+    safe = jnp.where(nobody, 1.0, total)
+    index = rows.outside(b)
+    place = tuple(one[:, None] if jnp.ndim(one) else one for one in index)
+    merged = (acc / safe[:, None]).astype(merged_ref.dtype)
+    plgpu.store(merged_ref.at[(*place, column[None, :])], merged, mask=exist)
+    lse = jnp.where(nobody, -jnp.inf, top + jnp.log(safe))
+    plgpu.store(merged_lse_ref.at[index], lse, mask=rows.exist & (start == 0))
+
+
+def _merged_columns(spec: AttentionSpec) -> int:
+    return min(MERGED_COLUMNS, padded(spec.V))
 
 
 def attend(
@@ -542,11 +586,11 @@ def attend(
     def whole(array: Any, width: int = 0) -> pl.BlockSpec:
         """An array as it is, with room for tiles of `width` columns."""
         shape = (*array.shape[:-1], max(width, array.shape[-1]))
-        return pl.BlockSpec(shape, lambda n, i: (0,) * array.ndim)
+        return pl.BlockSpec(shape, lambda *program: (0,) * array.ndim)
 
-    # Two more than even columns have room for odd ones.
-    keys = _size(_parts(spec.D, kept is not None)) + 1
-    values = max(_size(_value_parts(spec, inputs.v is None, inwords)) + 1 for inwords in (False, kept is not None))
+    keys = _size(_parts(spec.D, kept is not None))
+    values = max(_size(_value_parts(spec, inputs.v is None, kept is not None)), MERGED_COLUMNS)
+    values = pl.cdiv(values, MERGED_COLUMNS) * MERGED_COLUMNS
     specs = jax.tree.map(whole, inputs)._replace(
         q=whole(inputs.q, keys),
         k=whole(inputs.k, keys),
@@ -575,14 +619,21 @@ def attend(
     )(inputs._replace(sinks=None))
     out, lse = pallas_call(
         functools.partial(_merge_kernel, spec=spec, config=config),
-        grid=(G * tiles, B),
+        grid=(G * pl.cdiv(count, SMALLEST_TILE), B, pl.cdiv(spec.V, _merged_columns(spec))),
         in_specs=[*of_parts, specs.lengths, specs.first, specs.sinks],
         out_specs=of_merged,
         out_shape=list(merged),
-        compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=NUM_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         name="attention_paged_merge",
     )(out, lse, inputs.lengths, inputs.first, inputs.sinks)
     return out, lse
+
+
+def _fewest_keys(spec: AttentionSpec, here: Device) -> int:
+    if spec.H > spec.G and spec.B * spec.H > here.multiprocessors:
+        return FEWEST_KEYS_SHARED
+    many = spec.T * spec.H // spec.G > SMALLEST_TILE
+    return FEWEST_KEYS_OF_MANY_ROWS if many else FEWEST_KEYS
 
 
 def takes(spec: AttentionSpec, here: Device) -> bool:
@@ -592,7 +643,7 @@ def takes(spec: AttentionSpec, here: Device) -> bool:
     which differs from this one's by rounding.
     """
     plain = spec.bias is None and spec.mask is None and not spec.segments and not spec.dropout_rate
-    few = spec.T <= MOST_QUERIES and spec.S >= FEWEST_KEYS
+    few = spec.T <= MOST_QUERIES and spec.S >= _fewest_keys(spec, here)
     new = device.interpreting() or (here.capability is not None and here.capability >= (8, 0))
     return plain and few and new and not spec.keep_rest
 
