@@ -163,8 +163,9 @@ def test_eight_bits(cached: str, dtype: str, form: str) -> None:
     options: dict[str, Any] = {"window": (30, 0)}
     if form == "shared":
         q, k_scales, k_exact = q * 100, k_scales / 100, k_exact / 100
-        options |= {"value_dim": V, "k_scale_pages": k_scales}
-        check(q, k_exact, k_exact[..., :V], k, **options)
+        # Of the last word of the values only one column is theirs.
+        options |= {"value_dim": V - 1, "k_scale_pages": k_scales}
+        check(q, k_exact, k_exact[..., : V - 1], k, **options)
         return
     cache = [k, v]
     scales = [k_scales, v_scales]

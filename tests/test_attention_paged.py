@@ -246,7 +246,7 @@ def compiled(
         ("bfloat16", 576, 512, 1, 90, LATENT | {"cached": "float8_e4m3fn"}),
         ("bfloat16", 128, 128, 1, 80, {"cached": "int8"}),
         ("bfloat16", 128, 128, 1, 90, {"cached": "int8"}),
-        ("float16", 128, 128, 1, 90, {"cached": "float8_e4m3fn", "form": "contiguous"}),
+        ("float16", 128, 128, 16, 90, {"cached": "float8_e4m3fn", "form": "contiguous"}),
         ("float32", 128, 128, 1, 90, {"cached": "int8"}),
     ],
 )

@@ -89,8 +89,8 @@ NUM_STAGES = 3
 NUM_INDIRECT_STAGES = 5
 # Their runs are equal, so that they end together.
 PROGRAMS_PER_MULTIPROCESSOR = 1
-# The second kernel's programs take so many columns of so many parts at a time, whose loads are under
-# way together.
+# The second kernel's programs take so many columns of so many parts at a time, whose loads are
+# under way together.
 MERGED_COLUMNS = 64
 MERGED_PARTS = 8
 # Shorter caches are left to attention's own kernel, which needs no second one. It has a program for
@@ -190,15 +190,16 @@ def default_config(
         return max(SMALLEST_TILE, min(found, most))
 
     wide = max(widths) > LONGEST_ROW
+    # A table's entries and what words become take registers, too.
+    most_rows = MOST_ROWS // 2 if eight_bits else MOST_ROWS
     rows_bytes = ROWS_BYTES
     if wide:
-        # A table's entries and what words become take registers, too.
         rows_bytes = INDIRECT_ROWS_BYTES if in_pages or eight_bits else WIDE_ROWS_BYTES
-    rows = fitting(rows_bytes, max(widths), MOST_ROWS)
+    rows = fitting(rows_bytes, max(widths), most_rows)
     rows = min(rows, padded(count))
     streamed = widths[0] if shared else sum(widths)
     block = fitting(here.shared_memory // NUM_STAGES, streamed, LONGEST_BLOCK)
-    if eight_bits and item == 2 and not wide:
+    if eight_bits and item == 2 and not wide and rows == SMALLEST_TILE:
         block *= 2  # of half the bytes
     return Config(
         rows,
