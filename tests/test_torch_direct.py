@@ -4,6 +4,7 @@
 import ctypes
 import importlib
 import statistics
+import struct
 import threading
 import time
 import types
@@ -114,15 +115,20 @@ class Driver:
         text._obj.value = b"a sticky error"
         return 0
 
-    def cuLaunchKernel(self, kernel, *rest):
-        *sizes, stream, nothing, extra = rest
+    def cuLaunchKernelEx(self, config, kernel, nothing, extra):
         if self.errors:
             return self.errors.pop()
+        # As cuda.h has it: seven sizes, the stream, and a list of attributes.
+        *sizes, stream, attributes, attribute_count = struct.unpack(
+            "7I4xQQI", ctypes.string_at(config.value, 52)
+        )
+        assert nothing is None and attributes == attribute_count == 0
+        extra = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
         function, count = list(self.KERNELS.values())[kernel.value - 1]
         bytes_of = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_size_t))[0]
         assert (extra[0], extra[2], extra[4], bytes_of) == (1, 2, None, 8 * count)
         function(*ctypes.cast(extra[1], ctypes.POINTER(ctypes.c_uint64))[:count])
-        self.calls.append((function.__name__, [size.value for size in sizes], stream.value))
+        self.calls.append((function.__name__, sizes, stream))
         return 0
 
     def cuMemcpyDtoDAsync_v2(self, target, source, count, stream):
@@ -188,18 +194,19 @@ def plan(made=None, shape=(1, 2, 3)):
     return _direct.Plan(made, like, like, _direct.Kernels(made))
 
 
-def test_a_plan(driver):
+def test_a_plan(driver, monkeypatch):
     made = plan()
     x, y = torch.randn(2, 1, 2, 3)
-    for _ in range(2):
+    for stream in (5, 5, 0, 7):
         driver.calls.clear()
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
         out, ones = made([x, y])
         assert torch.equal(out, (x + y) * y) and torch.equal(ones, torch.ones(1, 2, 3))
         assert driver.calls == [
-            ("add", [2, 1, 1, 32, 1, 1, 50_000], 5),
-            ("copy", SIZE, 5),
-            ("times", [1, 1, 1, 64, 2, 1, 0], 5),
-            ("fill", 6, 5),
+            ("add", [2, 1, 1, 32, 1, 1, 50_000], stream),
+            ("copy", SIZE, stream),
+            ("times", [1, 1, 1, 64, 2, 1, 0], stream),
+            ("fill", 6, stream),
         ]
     assert len(made.idle) == 1 and made.scratch_bytes == 256
 
@@ -307,10 +314,15 @@ def test_without_a_plan_jax_does_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # There is no GPU: to build a plan fails, in one way or another, and is not tried again.
     assert torch.equal(_direct.execute(program.answer, tensors)[0], wanted[0])
-    (closed,) = program.answer.plans.values()
+    ((key, closed),) = program.answer.plans.items()
     assert isinstance(closed, _direct.ClosedError)
     assert _direct.plan_of(program.answer, tensors) is closed
     assert _direct.ready(program.answer, tensors) is None
+    # A CUDA graph would not hold what JAX launches; what is in the way is told.
+    program.answer.plans[key] = _direct.ClosedError("it is old")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph.*it is old"):
+        _direct.execute(program.answer, tensors)
 
 
 @pytest.fixture
