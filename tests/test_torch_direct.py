@@ -1,6 +1,7 @@
 """The direct road: plans on a driver that is a stand-in, on a CPU; on a GPU the real ones."""
 # ruff: noqa: N802  the driver's functions have CUDA's names
 
+import copy
 import ctypes
 import importlib
 import statistics
@@ -344,6 +345,51 @@ def known(monkeypatch):
     return calls
 
 
+class Zeros:
+    """In the place of a plan: results of the right shapes."""
+
+    def __init__(self, function, tensors):
+        arrays = [jnp.asarray(tensor.detach().numpy()) for tensor in tensors]
+        self.results = [
+            torch.zeros(info.shape, dtype=getattr(torch, str(info.dtype)))
+            for info in jax.eval_shape(function.traced, *arrays)
+        ]
+
+    def turned(self, which):
+        found = copy.copy(self)
+        found.results = exchanged(self.results, which[: len(self.results)])
+        return found
+
+    def __call__(self, tensors):
+        return [result.clone() for result in self.results]
+
+
+@pytest.mark.parametrize("name", ["attention", "lse", "linear", "linear state"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
+    """One call, forward and backward, is enough: those like it find what that one built, the second
+    one, which takes another way there, included."""
+    built = []
+
+    def build(function, tensors):
+        built.append(function)
+        return Zeros(function, tensors)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_bridge, "has_gpu", lambda: True)
+    monkeypatch.setattr(_direct, "_build", build)
+    functional._plans.clear()
+    _programs.find.cache_clear()
+    shape = (1, 2, 5, 4)
+    drawn = [torch.randn(shape) for _ in range(3)]
+    leaves = [x.transpose(1, 2) if turned else x for x in drawn]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    for n in range(4):
+        out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
+        torch.autograd.grad([out, *rest], leaves, [torch.ones_like(x) for x in (out, *rest)])
+        assert len(built) == len(set(map(id, built))) == 2, n
+
+
 def exchanged(tensors, turned):
     return [x.transpose(1, 2) if is_ else x for x, is_ in zip(tensors, turned, strict=True)]
 
@@ -563,16 +609,20 @@ def test_compiled_with_cuda_graphs():
 
 @pytest.mark.gpu
 def test_the_host_time_of_a_call():
-    """At most 20 microseconds for a whole call, of which there may be 50 before the GPU is done."""
+    """At most 20 microseconds for a whole call; where other work slows the host, which it does to
+    PyTorch's own in turn, a quarter more than that."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 4, 128, 64, generator=generator).bfloat16().cuda() for _ in range(3)]
+    peer = torch.nn.functional.scaled_dot_product_attention
 
-    def one_round():
+    def one_round(function):
+        # So few that the launches do not wait for the GPU.
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(50):
-            CALLS["causal"](*tensors)
+            function(*tensors, is_causal=True)
         return (time.perf_counter() - start) / 50
 
-    one_round()
-    assert statistics.median(one_round() for _ in range(20)) <= 20e-6
+    rounds = [[one_round(each) for each in (ato_torch.attention, peer)] for _ in range(21)]
+    ours, its = map(statistics.median, zip(*rounds[1:], strict=True))
+    assert ours <= max(20e-6, 1.25 * its), (ours, its)
