@@ -154,8 +154,14 @@ def _compiled(
 def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
     for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         bits = BITS[one.element_size()]
-        if one.shape != other.shape or not torch.equal(one.view(bits), other.view(bits)):
-            raise ClosedError(f"result {n} of its launches is not what JAX gives")
+        if one.shape != other.shape:
+            raise ClosedError(f"result {n} of its launches is of another shape than JAX's")
+        if not torch.equal(one.view(bits), other.view(bits)):
+            count = int((one.view(bits) != other.view(bits)).sum())
+            raise ClosedError(
+                f"result {n} of its launches is not what JAX gives, in {count} numbers of "
+                f"{one.numel()}"
+            )
 
 
 class Plan:
