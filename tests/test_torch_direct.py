@@ -275,7 +275,7 @@ def test_what_does_not_fit_has_no_plan(driver):
 def test_other_bits_than_jaxs():
     nan = torch.tensor([float("nan"), 1.0])
     _direct._compare([nan, torch.ones(2, dtype=torch.int8)], [nan, torch.ones(2).char()])
-    with pytest.raises(_direct.ClosedError, match="result 1 of its .* not what JAX gives, in 2 numbers of 2"):
+    with pytest.raises(_direct.ClosedError, match="result 1 .* JAX gives, in 2 numbers of 2"):
         _direct._compare([nan, torch.zeros(2)], [nan, -torch.zeros(2)])
     with pytest.raises(_direct.ClosedError, match="result 0"):
         _direct._compare([nan.bfloat16()], [nan.bfloat16()[None]])
