@@ -127,7 +127,7 @@ def choose(call: _Call, phase: str) -> Choice:
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
         names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
     else:
-        names = sorted(names, key=lambda name: not _pays(call, name))
+        names = sorted(names, key=lambda name: not _pays(call, name, phase))
     reasons = {}
     for name in names:
         reasons[name] = reason_against(call, name, phase)
@@ -140,9 +140,11 @@ def choose(call: _Call, phase: str) -> Choice:
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
 
 
-def _pays(call: _Call, name: str) -> bool:
+def _pays(call: _Call, name: str, phase: str) -> bool:
     module = call.op.backend(name)
-    return module.pays(call.spec, call.device) if hasattr(module, "pays") else True
+    if not hasattr(module, "pays") or reason_against(call, name, phase) is not None:
+        return True
+    return module.pays(call.spec, call.device)
 
 
 def _kernel(call: _Call, name: str, phase: str) -> str:

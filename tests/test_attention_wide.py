@@ -202,3 +202,5 @@ def test_only_calls_that_fill_half_of_the_card_are_taken_unasked():
     assert backend(B=66) == "xla" and backend(B=67) == "triton.wide"
     assert backend(B=9, T=65, S=1, H=4) == "triton.wide" and backend(B=9, T=64, H=4) == "xla"
     assert backend(B=1, implementation="triton") == "triton.wide"
+    # What the kernels do not take is not asked whether it would pay.
+    assert backend(B=67, T=300, S=300) == "xla"

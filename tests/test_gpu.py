@@ -97,7 +97,7 @@ def linear_time_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(numerics, f"{op}_reference", oracle)
 
 
-def sanitized(name: str) -> tuple[int, str]:
+def sanitized(name: str, *options: str) -> tuple[int, str]:
     """compute-sanitizer over `python -m tests.sanitize name`: its exit status, -1 where time ran
     out, and what was printed. On some machines the tool itself dies of a segmentation fault, on
     programs that it goes through without a finding on others: then it is started again."""
@@ -113,7 +113,7 @@ def sanitized(name: str) -> tuple[int, str]:
     command = [program, "--tool", "memcheck", "--error-exitcode", "7"]
     # Kernels of ours alone: with XLA's and cuBLAS's watched, too, a run takes many minutes.
     command += ["--kernel-name", "kernel_substring=attention", "--show-backtrace", "no"]
-    command += [sys.executable, "-m", "tests.sanitize", name]
+    command += [*options, sys.executable, "-m", "tests.sanitize", name]
     for _ in range(SANITIZER_ATTEMPTS):
         with tempfile.TemporaryFile("w+") as printed:
             try:

@@ -224,6 +224,7 @@ def test_nothing_in_a_step_of_training_waits(tmp_path):
 
 @pytest.mark.gpu
 def test_the_bridge_reads_and_writes_within_bounds():
-    status, printed = sanitized("from PyTorch")
+    # A kernel's parameters are asked for until the driver says that there is no more.
+    status, printed = sanitized("from PyTorch", "--report-api-errors", "no")
     clean = status == 0 and "ERROR SUMMARY: 0 errors" in printed
     assert clean, f"ended with {status}:\n{printed[-6000:]}"
