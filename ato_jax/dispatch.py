@@ -10,7 +10,13 @@ Every op runs through `run`. A backend is a module with five names:
 
 `outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
 backward; what only a backward reads of the outputs, a forward leaves where the spec is that of
-`spec.for_backward()`, and `outputs.plain()` is without it. Backends that are plain JAX are
+`spec.for_backward()`, and `outputs.plain()` is without it. A backend may have two names more:
+
+    keep(spec, config, inputs) -> outputs       forward, with what its own backward alone can read
+    pays(spec, device) -> bool                  whether it is faster than plain JAX
+
+`keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
+One that does not pay is what `implementation=None` comes to last. Backends that are plain JAX are
 differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom derivative;
 its own derivative goes through XLA, so second order is right there, too, and forward mode is
 refused by JAX with an error that says so.
@@ -76,13 +82,17 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Everything static about one call: the key that JAX caches its program under."""
+    """Everything static about one call: the key that JAX caches its program under.
+
+    `followed`: its outputs go to `_kernels_backward` of the same call, and to nothing else.
+    """
 
     op: Op
     spec: Any
     implementation: str | None
     device: device.Device
     interpret: bool
+    followed: bool = False
 
 
 def family(name: str) -> str:
@@ -116,6 +126,8 @@ def choose(call: _Call, phase: str) -> Choice:
     elif call.device.platform != "gpu":
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
         names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
+    else:
+        names = sorted(names, key=lambda name: not _pays(call, name))
     reasons = {}
     for name in names:
         reasons[name] = reason_against(call, name, phase)
@@ -126,6 +138,11 @@ def choose(call: _Call, phase: str) -> Choice:
             return Choice(name, config, kernel)
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
+
+
+def _pays(call: _Call, name: str) -> bool:
+    module = call.op.backend(name)
+    return module.pays(call.spec, call.device) if hasattr(module, "pays") else True
 
 
 def _kernel(call: _Call, name: str, phase: str) -> str:
@@ -147,8 +164,14 @@ def choose_if_any(call: _Call, phase: str) -> Choice | None:
 
 def _forward(call: _Call, inputs: Any) -> Any:
     choice = choose(call, "forward")
+    module = call.op.backend(choice.kernel)
+    run = module.forward
+    if call.followed and hasattr(module, "keep"):
+        backward = choose_if_any(call, "backward")
+        if backward is not None and backward.backend == choice.kernel:
+            run = module.keep
     with device.interpret(call.interpret):
-        return call.op.backend(choice.kernel).forward(call.spec, choice.config, inputs)
+        return run(call.spec, choice.config, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -158,9 +181,9 @@ def _kernels(call: _Call, inputs: Any) -> Any:
 
 def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
     # Not `_forward`: a second derivative passes here, and has to meet the custom rule again.
-    spec = call.spec.for_backward()
-    outputs = _kernels(dataclasses.replace(call, spec=spec), inputs)
-    returned = outputs if spec == call.spec else outputs.plain()
+    followed = dataclasses.replace(call, spec=call.spec.for_backward(), followed=True)
+    outputs = _kernels(followed, inputs)
+    returned = outputs if call == followed else outputs.plain()
     return returned, call.op.residuals(inputs, outputs)
 
 

@@ -47,10 +47,6 @@ def execute(
     """`function`, jitted, of the tensors: all on one device, where the results are, too."""
     place = tensors[0].device
     on_gpu = place.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "ato_torch cannot be captured into a CUDA graph: JAX launches its work itself"
-        )
     tensors = dense(tensors)
     road = _road(place)
     if on_gpu:

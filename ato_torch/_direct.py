@@ -17,6 +17,7 @@ import copy
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ def execute(
     tensors = _bridge.dense(tensors)
     plan = plan_of(function, tensors)
     if isinstance(plan, ClosedError):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "ato_torch cannot be captured into a CUDA graph where it goes through JAX, which "
+                f"launches its work itself. This call does: {plan}"
+            )
         return _bridge.execute(function.jitted, tensors)
     return plan(tensors)
 
@@ -148,8 +154,14 @@ def _compiled(
 def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
     for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         bits = BITS[one.element_size()]
-        if one.shape != other.shape or not torch.equal(one.view(bits), other.view(bits)):
-            raise ClosedError(f"result {n} of its launches is not what JAX gives")
+        if one.shape != other.shape:
+            raise ClosedError(f"result {n} of its launches is of another shape than JAX's")
+        if not torch.equal(one.view(bits), other.view(bits)):
+            count = int((one.view(bits) != other.view(bits)).sum())
+            raise ClosedError(
+                f"result {n} of its launches is not what JAX gives, in {count} numbers of "
+                f"{one.numel()}"
+            )
 
 
 class Plan:
@@ -211,8 +223,10 @@ class Plan:
             calls = self.idle.pop()
         except IndexError:
             calls = _Calls(self.executable, self.kernels.of_launches)
-        calls.pointers[:] = [addresses[number] + offset for number, offset in self.places]
-        calls.stream.value = torch._C._cuda_getCurrentRawStream(self.index)
+        calls.fill(*[addresses[number] + offset for number, offset in self.places])
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if calls.stream.value != stream:
+            calls.go_to(stream)
         for function, arguments in calls.of_steps:
             error = function(*arguments)
             if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
@@ -284,6 +298,19 @@ def _bases(
     return bases, end
 
 
+class _LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_size_t),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
 class _Calls:
     """The driver's functions for all the steps, with their arguments as C has them: made once, and
     filled in for each call.
@@ -297,8 +324,11 @@ class _Calls:
         kernels: dict[_executable.Launch, ctypes.c_void_p],
     ) -> None:
         steps = executable.steps
-        self.pointers = (ctypes.c_uint64 * sum(len(step.arguments) for step in steps))()
-        self.stream = ctypes.c_void_p()
+        count = sum(len(step.arguments) for step in steps)
+        pointers = (ctypes.c_uint64 * count)()
+        self.fill = functools.partial(struct.Struct(f"{count}Q").pack_into, pointers, 0)
+        self.stream = ctypes.c_size_t()
+        self.configs: list[_LaunchConfig] = []
         self.of_steps: list[tuple[Any, tuple[Any, ...]]] = []
         # C's memory that the arguments point to.
         self.held: list[Any] = []
@@ -310,28 +340,36 @@ class _Calls:
                 size = ctypes.c_size_t(width * len(step.arguments))
                 extra = (ctypes.c_void_p * 5)(
                     LAUNCH_PARAM_BUFFER_POINTER,
-                    ctypes.addressof(self.pointers) + width * start,
+                    ctypes.addressof(pointers) + width * start,
                     LAUNCH_PARAM_BUFFER_SIZE,
                     ctypes.addressof(size),
                     None,
                 )
-                self.held.append(size)
-                sizes = map(ctypes.c_uint, (*step.grid, *step.block, step.shared_bytes))
-                call = _driver().cuLaunchKernel, (kernels[step], *sizes, self.stream, None, extra)
+                config = _LaunchConfig(step.grid, step.block, step.shared_bytes)
+                self.held += size, extra
+                self.configs.append(config)
+                # Four arguments, where the older cuLaunchKernel has eleven for ctypes to pass.
+                places = (ctypes.c_void_p(ctypes.addressof(each)) for each in (config, extra))
+                call = _driver().cuLaunchKernelEx, (next(places), kernels[step], None, *places)
             else:
                 first, *rest = (
-                    ctypes.c_uint64.from_buffer(self.pointers, width * (start + n))
+                    ctypes.c_uint64.from_buffer(pointers, width * (start + n))
                     for n in range(len(step.arguments))
                 )
                 if isinstance(step, _executable.Copy):
-                    count = ctypes.c_size_t(step.target.size)
-                    call = _driver().cuMemcpyDtoDAsync_v2, (first, *rest, count, self.stream)
+                    bytes_of = ctypes.c_size_t(step.target.size)
+                    call = _driver().cuMemcpyDtoDAsync_v2, (first, *rest, bytes_of, self.stream)
                 else:
-                    count = ctypes.c_size_t(step.target.size // 4)
+                    words = ctypes.c_size_t(step.target.size // 4)
                     value = ctypes.c_uint(step.value)
-                    call = _driver().cuMemsetD32Async, (first, value, count, self.stream)
+                    call = _driver().cuMemsetD32Async, (first, value, words, self.stream)
             self.of_steps.append(call)
             start += len(step.arguments)
+
+    def go_to(self, stream: int) -> None:
+        self.stream.value = stream
+        for config in self.configs:
+            config.stream = stream
 
 
 # cuda.h's names for these numbers.

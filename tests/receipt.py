@@ -101,23 +101,23 @@ def stripped(source: str) -> str:
 
 
 def tables_of(op: str, text: str) -> dict[str, Any]:
-    """What a device's table says of the op; of decoding, which builds on it, attention's, too."""
+    """What a device's table says of the op's kernels; of decoding, which builds on it, attention's,
+    too.
+
+    Not which backend comes first where a call names none: no kernel becomes another by that.
+    """
     tables = tomllib.loads(text)
-    if op == "wide_attention":
-        return {"attention": _of_wide_heads(tables.get("attention", {}), True)}
-    wanted = {"decode_attention": ("decode_attention", "attention")}.get(op, (op,))
-    found = {name: table for name, table in tables.items() if name in wanted}
-    if "attention" in found:
-        found["attention"] = _of_wide_heads(found["attention"], False)
-    return found
-
-
-def _of_wide_heads(table: dict[str, Any], wanted: bool) -> dict[str, Any]:
-    """The entries of attention's table that are about the kernels for wide heads, or the others."""
-    found = {kind: entries for kind, entries in table.items() if (kind == WIDE) == wanted}
-    if "first" in table:
-        found["first"] = [one for one in table["first"] if (one["backend"] == WIDE) == wanted]
-    return found
+    of_attention = ("attention",)
+    wanted = {"decode_attention": (op, *of_attention), "wide_attention": of_attention}
+    return {
+        name: {
+            kind: entries
+            for kind, entries in table.items()
+            if kind != "first" and (kind == WIDE) == (op == "wide_attention")
+        }
+        for name, table in tables.items()
+        if name in wanted.get(op, (op,))
+    }
 
 
 def source_hash(part: str) -> str:

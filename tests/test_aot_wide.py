@@ -25,8 +25,10 @@ from tests.test_aot_kernels import DEVICES
 FEW_BYTES = 128
 # The weights of 128 queries and their gradients are held whole.
 LARGE_TILE_BYTES = 64
-# Of two programs that share a multiprocessor of sm_90.
+# Of two programs that share a multiprocessor of sm_90; one alone has more in flight, and was
+# measured to be faster in bfloat16.
 HALF_OF_SHARED = 113 * 1024
+ALONE = {"bfloat16"}
 
 # dtype, precision, B, T, S, G of 4 heads, D
 Case = tuple[str, str | None, int, int, int, int, int]
@@ -65,6 +67,10 @@ def programs(case: Case, target: Device) -> Iterator[tuple[Any, tuple[Any, ...]]
     yield forward, (inputs,)
     backward = functools.partial(wide.backward, spec, config)
     yield backward, (Residuals(inputs, outputs), outputs)
+    if T == S and target == DEVICES[90]:
+        keep = functools.partial(wide.keep, spec, config)
+        yield keep, (inputs,)
+        yield backward, (Residuals(inputs, jax.eval_shape(keep, inputs)), outputs)
 
 
 @aot.requires_triton
@@ -74,7 +80,8 @@ def test_compiles_without_spills(case: Case) -> None:
     names = {kernel.name for kernel in found}
     assert names >= {"attention_wide_forward", "attention_wide_backward"}
     for kernel in found:
-        assert not kernel.spills and kernel.shared_bytes <= HALF_OF_SHARED, kernel
+        most = aot.SHARED_LIMIT[90] if case[0] in ALONE else HALF_OF_SHARED
+        assert not kernel.spills and kernel.shared_bytes <= most, kernel
 
 
 @aot.requires_triton

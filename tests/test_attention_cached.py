@@ -18,7 +18,6 @@ import ato_jax
 from ato_jax import device
 from ato_jax.ops.attention import api, reference
 from ato_jax.ops.attention.triton import paged
-from ato_jax.ops.attention.triton.common import column_slices
 from tests import numerics
 from tests.test_attention_paged import GPUS
 
@@ -33,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for a program and several programs for a sequence, at any length."""
     monkeypatch.setattr(paged, "LONGEST_BLOCK", 16)
     monkeypatch.setattr(paged, "_programs", lambda *sizes: 5)
-    monkeypatch.setattr(paged, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(paged, "_fewest_keys", lambda spec, here: 1)
     monkeypatch.setattr(device, "of_call", lambda arrays: GPUS[90])
 
 
@@ -125,13 +124,16 @@ def test_values_in_the_keys(D: int, V: int, form: str) -> None:
         check(q, k, k[..., :V], pages, None, table, **options)
 
 
-@pytest.mark.parametrize(("D", "V"), [(16, 16), (40, 20), (96, 40), (192, 130), (576, 512)])
+@pytest.mark.parametrize(("D", "V"), [(16, 16), (40, 20), (96, 41), (193, 130), (576, 512)])
 def test_values_are_cut_as_keys_are(D: int, V: int) -> None:
     spec = dataclasses.replace(api.prepare(*qkv()).spec, D=D, V=V)
-    values, keys = paged._value_slices(spec, True), column_slices(D)
-    assert sum(columns.width for columns in values) == V
-    for value, key in zip(values, keys, strict=False):
-        assert (value.start, value.size) == (key.start, key.size)
+    for in_words in (False, True):
+        values, keys = paged._value_parts(spec, True, in_words), paged._parts(D, in_words)
+        for width, parts in ((V, values), (D, keys)):
+            columns = [part.start + part.step * n for part in parts for n in range(part.width)]
+            assert sorted(columns) == list(range(width))
+        for value, key in zip(values, keys, strict=False):
+            assert (value.start, value.size) == (key.start, key.size)
 
 
 def eight_bits(array: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -161,8 +163,9 @@ def test_eight_bits(cached: str, dtype: str, form: str) -> None:
     options: dict[str, Any] = {"window": (30, 0)}
     if form == "shared":
         q, k_scales, k_exact = q * 100, k_scales / 100, k_exact / 100
-        options |= {"value_dim": V, "k_scale_pages": k_scales}
-        check(q, k_exact, k_exact[..., :V], k, **options)
+        # Of the last word of the values only one column is theirs.
+        options |= {"value_dim": V - 1, "k_scale_pages": k_scales}
+        check(q, k_exact, k_exact[..., : V - 1], k, **options)
         return
     cache = [k, v]
     scales = [k_scales, v_scales]
@@ -223,8 +226,13 @@ def test_who_takes_few_queries() -> None:
 def test_short_caches_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = api.prepare(*qkv()).spec
     assert paged.takes(spec, GPUS[90]) and not paged.takes(spec, device.Device("cpu"))
-    monkeypatch.setattr(paged, "FEWEST_KEYS", S + 1)
-    assert not paged.takes(spec, GPUS[90])
+    monkeypatch.undo()
+    for B, T, H, G, fewest in ((16, 1, 32, 8, 512), (8, 1, 16, 16, 4096), (1, 16, 32, 8, 8192)):
+        spec = dataclasses.replace(spec, B=B, T=T, H=H, G=G)
+        takes = [
+            paged.takes(dataclasses.replace(spec, S=S), GPUS[90]) for S in (fewest - 1, fewest)
+        ]
+        assert takes == [False, True]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import tuning
+from ato_jax import dispatch, tuning
 from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.attention import api
-from ato_jax.ops.attention.triton import wide
+from ato_jax.ops.attention.triton import wide, wide_backward
 from tests import numerics
 
 # Several blocks of columns of queries whatever the width, and several tiles of queries from 17 on.
@@ -147,3 +147,58 @@ def test_slices_fill_the_card():
     request = api.prepare(*draw("bfloat16", B=70, T=1, S=1, H=2, G=2, D=512, V=512))
     config = tuning.config("attention", "triton.wide", wide, request.spec, device)
     assert config.slices == config.backward_slices == 1
+
+
+@pytest.mark.parametrize(
+    "sizes, slices, options",
+    [
+        (dict(dtype="bfloat16", T=16, S=13, H=2, G=2), 1, dict(causal=True)),
+        (dict(T=13, S=16, B=2, layout="bhtd"), 1, dict(kv_lengths=jnp.array([9, 16]))),
+        (dict(T=9, S=16), 3, {}),
+        (dict(dtype="float16", T=17, S=13, H=4, G=2), 1, dict(softcap=2.0)),
+    ],
+    ids=str,
+)
+def test_gradients_by_kept_products(monkeypatch, request, sizes, slices, options):
+    """The derivative that JAX takes keeps them, and does not read q and k for them again."""
+    rule = wide.default_config
+    tiles = {**SMALL_TILES, **BACKWARD_TILES, "slices": slices, "backward_slices": slices}
+    monkeypatch.setattr(
+        wide, "default_config", lambda *problem: dataclasses.replace(rule(*problem), **tiles)
+    )
+    tuning.config.cache_clear()
+    request.addfinalizer(tuning.config.cache_clear)
+    kept = []
+    find = wide_backward.kept_products
+
+    def kept_products(outputs):
+        kept.append(find(outputs))
+        return kept[-1]
+
+    monkeypatch.setattr(wide_backward, "kept_products", kept_products)
+    q, k, v = draw(**sizes)
+    options = options | {"layout": sizes.get("layout", "bthd")}
+    wanted = numerics.oracle("attention", q, k, v, **options)
+    with ato_jax.interpret():
+        found = numerics.run(
+            "attention", "triton.wide", q, k, v, cotangents=wanted.cotangents, **options
+        )
+    numerics.compare(found, wanted)
+    (products,) = kept
+    assert products.shape[2:] == (slices, sizes["T"], sizes["S"])
+
+
+def test_only_calls_that_fill_half_of_the_card_are_taken_unasked():
+    device = Device("gpu", "another card", (9, 0), 132, SHARED_MEMORY[9, 0])
+
+    def backend(B, implementation=None, **sizes):
+        spec = api.prepare(*draw("bfloat16", B=1, D=513, **sizes)).spec
+        spec = dataclasses.replace(spec, B=B)
+        call = dispatch._Call(api.OP, spec, implementation, device, False)
+        chosen = {dispatch.choose(call, phase).backend for phase in dispatch.PHASES}
+        (name,) = chosen
+        return name
+
+    assert backend(B=66) == "xla" and backend(B=67) == "triton.wide"
+    assert backend(B=9, T=65, S=1, H=4) == "triton.wide" and backend(B=9, T=64, H=4) == "xla"
+    assert backend(B=1, implementation="triton") == "triton.wide"

@@ -603,14 +603,14 @@ def test_caches_of_every_form(
     ("T", "layout", "options"),
     [
         (1, "bthd", {"causal": True, "return_lse": True, "sinks": jnp.linspace(-1, 1, 8)}),
-        (16, "bhtd", {"window": (700, 5), "query_offset": jnp.array([90, 4000])}),
-        (5, "bthd", {"kv_lengths": np.array([4001, 77]), "q_lengths": np.array([5, 2])}),
+        (16, "bhtd", {"window": (700, 5), "query_offset": jnp.array([90, 8200])}),
+        (5, "bthd", {"kv_lengths": np.array([8201, 77]), "q_lengths": np.array([5, 2])}),
     ],
     ids=["one", "window", "lengths"],
 )
 def test_few_queries(dtype: str, T: int, layout: str, options: dict[str, Any]) -> None:
     """The paged kernel forward, and gradients."""
-    qkv = arrays(dtype, T=T, S=4001, H=8, D=128, layout=layout)
+    qkv = arrays(dtype, T=T, S=8201, H=8, D=128, layout=layout)
     options = options | {"layout": layout}
     explained = ato_jax.explain("attention", *qkv, implementation="triton", **options)
     assert explained.forward.kernel == "triton.paged"

@@ -1,7 +1,6 @@
 """The receipt of the last run on a card belongs to the kernels as they stand."""
 
 import json
-import tomllib
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -45,18 +44,18 @@ def test_the_hash_covers_every_kernel() -> None:
 
 
 def test_each_op_has_its_own_tables() -> None:
-    plain = (
-        '[[attention.first]]\nbackend = "x"\n[[decode_attention.first]]\na = 2\n'
-        "[linear_attention]\na = 3\n"
+    text = (
+        '[[attention.first]]\nbackend = "x"\n[[attention.triton]]\na = 1\n'
+        '[["attention"."triton.wide"]]\na = 4\n'
+        "[[decode_attention.triton]]\na = 2\n[[linear_attention.triton]]\na = 3\n"
     )
-    wide = '[[attention.first]]\nbackend = "triton.wide"\n[["attention"."triton.wide"]]\na = 4\n'
-    text = plain + wide
-    assert set(receipt.tables_of("attention", text)) == {"attention"}
-    for op in ("attention", "decode_attention"):
-        assert receipt.tables_of(op, text) == receipt.tables_of(op, plain)
-    assert receipt.tables_of("wide_attention", text) == tomllib.loads(wide)
-    assert set(receipt.tables_of("decode_attention", text)) == {"attention", "decode_attention"}
-    assert receipt.tables_of("linear_attention", text) == {"linear_attention": {"a": 3}}
+    attention = {"attention": {"triton": [{"a": 1}]}}
+    assert receipt.tables_of("attention", text) == attention
+    decoding = attention | {"decode_attention": {"triton": [{"a": 2}]}}
+    assert receipt.tables_of("decode_attention", text) == decoding
+    assert receipt.tables_of("wide_attention", text) == {"attention": {"triton.wide": [{"a": 4}]}}
+    linear = {"linear_attention": {"triton": [{"a": 3}]}}
+    assert receipt.tables_of("linear_attention", text) == linear
 
 
 def test_comments_and_docstrings_do_not_count_and_code_does() -> None:

@@ -515,12 +515,3 @@ def test_a_gpu_is_not_waited_for():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_is_refused():
-    tensors = [tensor.detach().cuda() for tensor in draw()]
-    causal(*tensors)
-    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            causal(*tensors)

@@ -1,9 +1,11 @@
 """The direct road: plans on a driver that is a stand-in, on a CPU; on a GPU the real ones."""
 # ruff: noqa: N802  the driver's functions have CUDA's names
 
+import copy
 import ctypes
 import importlib
 import statistics
+import struct
 import threading
 import time
 import types
@@ -114,15 +116,20 @@ class Driver:
         text._obj.value = b"a sticky error"
         return 0
 
-    def cuLaunchKernel(self, kernel, *rest):
-        *sizes, stream, nothing, extra = rest
+    def cuLaunchKernelEx(self, config, kernel, nothing, extra):
         if self.errors:
             return self.errors.pop()
+        # As cuda.h has it: seven sizes, the stream, and a list of attributes.
+        *sizes, stream, attributes, attribute_count = struct.unpack(
+            "7I4xQQI", ctypes.string_at(config.value, 52)
+        )
+        assert nothing is None and attributes == attribute_count == 0
+        extra = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
         function, count = list(self.KERNELS.values())[kernel.value - 1]
         bytes_of = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_size_t))[0]
         assert (extra[0], extra[2], extra[4], bytes_of) == (1, 2, None, 8 * count)
         function(*ctypes.cast(extra[1], ctypes.POINTER(ctypes.c_uint64))[:count])
-        self.calls.append((function.__name__, [size.value for size in sizes], stream.value))
+        self.calls.append((function.__name__, sizes, stream))
         return 0
 
     def cuMemcpyDtoDAsync_v2(self, target, source, count, stream):
@@ -188,18 +195,19 @@ def plan(made=None, shape=(1, 2, 3)):
     return _direct.Plan(made, like, like, _direct.Kernels(made))
 
 
-def test_a_plan(driver):
+def test_a_plan(driver, monkeypatch):
     made = plan()
     x, y = torch.randn(2, 1, 2, 3)
-    for _ in range(2):
+    for stream in (5, 5, 0, 7):
         driver.calls.clear()
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
         out, ones = made([x, y])
         assert torch.equal(out, (x + y) * y) and torch.equal(ones, torch.ones(1, 2, 3))
         assert driver.calls == [
-            ("add", [2, 1, 1, 32, 1, 1, 50_000], 5),
-            ("copy", SIZE, 5),
-            ("times", [1, 1, 1, 64, 2, 1, 0], 5),
-            ("fill", 6, 5),
+            ("add", [2, 1, 1, 32, 1, 1, 50_000], stream),
+            ("copy", SIZE, stream),
+            ("times", [1, 1, 1, 64, 2, 1, 0], stream),
+            ("fill", 6, stream),
         ]
     assert len(made.idle) == 1 and made.scratch_bytes == 256
 
@@ -267,7 +275,7 @@ def test_what_does_not_fit_has_no_plan(driver):
 def test_other_bits_than_jaxs():
     nan = torch.tensor([float("nan"), 1.0])
     _direct._compare([nan, torch.ones(2, dtype=torch.int8)], [nan, torch.ones(2).char()])
-    with pytest.raises(_direct.ClosedError, match="result 1 of its launches is not what JAX"):
+    with pytest.raises(_direct.ClosedError, match="result 1 .* JAX gives, in 2 numbers of 2"):
         _direct._compare([nan, torch.zeros(2)], [nan, -torch.zeros(2)])
     with pytest.raises(_direct.ClosedError, match="result 0"):
         _direct._compare([nan.bfloat16()], [nan.bfloat16()[None]])
@@ -307,10 +315,15 @@ def test_without_a_plan_jax_does_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # There is no GPU: to build a plan fails, in one way or another, and is not tried again.
     assert torch.equal(_direct.execute(program.answer, tensors)[0], wanted[0])
-    (closed,) = program.answer.plans.values()
+    ((key, closed),) = program.answer.plans.items()
     assert isinstance(closed, _direct.ClosedError)
     assert _direct.plan_of(program.answer, tensors) is closed
     assert _direct.ready(program.answer, tensors) is None
+    # A CUDA graph would not hold what JAX launches; what is in the way is told.
+    program.answer.plans[key] = _direct.ClosedError("it is old")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph.*it is old"):
+        _direct.execute(program.answer, tensors)
 
 
 @pytest.fixture
@@ -330,6 +343,51 @@ def known(monkeypatch):
 
     monkeypatch.setattr(_direct, "ready", ready)
     return calls
+
+
+class Zeros:
+    """In the place of a plan: results of the right shapes."""
+
+    def __init__(self, function, tensors):
+        arrays = [jnp.asarray(tensor.detach().numpy()) for tensor in tensors]
+        self.results = [
+            torch.zeros(info.shape, dtype=getattr(torch, str(info.dtype)))
+            for info in jax.eval_shape(function.traced, *arrays)
+        ]
+
+    def turned(self, which):
+        found = copy.copy(self)
+        found.results = exchanged(self.results, which[: len(self.results)])
+        return found
+
+    def __call__(self, tensors):
+        return [result.clone() for result in self.results]
+
+
+@pytest.mark.parametrize("name", ["attention", "lse", "linear", "linear state"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
+    """One call, forward and backward, is enough: those like it find what that one built, the second
+    one, which takes another way there, included."""
+    built = []
+
+    def build(function, tensors):
+        built.append(function)
+        return Zeros(function, tensors)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_bridge, "has_gpu", lambda: True)
+    monkeypatch.setattr(_direct, "_build", build)
+    functional._plans.clear()
+    _programs.find.cache_clear()
+    shape = (1, 2, 5, 4)
+    drawn = [torch.randn(shape) for _ in range(3)]
+    leaves = [x.transpose(1, 2) if turned else x for x in drawn]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    for n in range(4):
+        out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
+        torch.autograd.grad([out, *rest], leaves, [torch.ones_like(x) for x in (out, *rest)])
+        assert len(built) == len(set(map(id, built))) == 2, n
 
 
 def exchanged(tensors, turned):
@@ -551,16 +609,20 @@ def test_compiled_with_cuda_graphs():
 
 @pytest.mark.gpu
 def test_the_host_time_of_a_call():
-    """At most 20 microseconds for a whole call, of which there may be 50 before the GPU is done."""
+    """At most 20 microseconds for a whole call; where other work slows the host, which it does to
+    PyTorch's own in turn, a quarter more than that."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 4, 128, 64, generator=generator).bfloat16().cuda() for _ in range(3)]
+    peer = torch.nn.functional.scaled_dot_product_attention
 
-    def one_round():
+    def one_round(function):
+        # So few that the launches do not wait for the GPU.
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(50):
-            CALLS["causal"](*tensors)
+            function(*tensors, is_causal=True)
         return (time.perf_counter() - start) / 50
 
-    one_round()
-    assert statistics.median(one_round() for _ in range(20)) <= 20e-6
+    rounds = [[one_round(each) for each in (ato_torch.attention, peer)] for _ in range(21)]
+    ours, its = map(statistics.median, zip(*rounds[1:], strict=True))
+    assert ours <= max(20e-6, 1.25 * its), (ours, its)

@@ -121,7 +121,8 @@ class Outputs(NamedTuple):
     """Out and lse always; `lse`'s cotangent is zero unless `spec.return_lse`.
 
     `rest` is what rounding took from `out`, from backends that keep it. The gradients are made of
-    do . v_j - do . out, which is small where one key has nearly all of a query's weight.
+    do . v_j - do . out, which is small where one key has nearly all of a query's weight. In
+    its place `triton.wide` leaves for its own backward what that makes them of.
     """
 
     out: jax.Array  # [B, T, H, V], v's dtype

@@ -1,6 +1,7 @@
 """Softmax attention of wide heads over few keys: all keys in one tile, columns block by block.
 
-wide_forward.py and wide_backward.py hold the kernels and their mathematics.
+wide_forward.py and wide_backward.py hold the kernels and their mathematics. `pays` is the rule by
+which `implementation=None` takes them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from jax.experimental import pallas as pl
 from ato_jax.device import Device, of_call
 from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.attention.triton.wide_backward import backward
-from ato_jax.ops.attention.triton.wide_forward import Tiles, forward
+from ato_jax.ops.attention.triton.wide_forward import Tiles, forward, keep
 
-__all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
+__all__ = ["Config", "unsupported", "default_config", "forward", "backward", "keep", "pays"]
 
 # Below, the kernels that hold whole rows have them in one tile.
 NARROWEST_HEAD = 257
@@ -80,26 +81,36 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 # (queries, columns of q and k, columns of v, warps, stages)
 Choice = tuple[int, int, int, int, int]
 
-# By the most keys that they are for: forward and backward. A block of columns is what fills the
-# shared memory in several stages beside the tile of weights; what compiles without spills for sm_90
-# and fits it.
-HALF: dict[int, tuple[Choice, Choice]] = {
-    64: ((64, 64, 64, 4, 4), (64, 64, 64, 4, 3)),
-    128: ((64, 64, 64, 4, 3), (128, 64, 64, 8, 2)),
-    256: ((64, 64, 32, 8, 2), (64, 32, 32, 8, 2)),
-}
-FLOAT32: dict[int, tuple[Choice, Choice]] = {
-    64: ((64, 32, 64, 4, 3), (64, 32, 32, 4, 2)),
-    128: ((64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
-    256: ((64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
-}
+# Forward and backward, by the most keys and the narrowest heads that they are for.
+Table = tuple[tuple[int, int, Choice, Choice], ...]
+
+# With 228 KiB of shared memory, for up to 64 keys the fastest of those tried on an H200 at
+# T = S = 64 that compile without spills; for more keys what fits.
+LARGE_HALF: Table = (
+    (64, 4096, (64, 128, 128, 4, 4), (64, 64, 64, 4, 4)),
+    (64, 0, (64, 128, 128, 4, 3), (64, 64, 64, 4, 3)),
+)
+LARGE_TF32: Table = ((64, 0, (64, 32, 32, 4, 4), (64, 32, 32, 4, 4)),)
+LARGE_FLOAT32: Table = ((64, 0, (64, 32, 64, 4, 3), (64, 32, 32, 4, 4)),)
+# A block of columns is what fills the shared memory in several stages beside the tile of weights;
+# what compiles without spills for sm_90 and fits it. Not measured.
+HALF: Table = (
+    (64, 0, (64, 64, 64, 4, 4), (64, 64, 64, 4, 3)),
+    (128, 0, (64, 64, 64, 4, 3), (128, 64, 64, 8, 2)),
+    (256, 0, (64, 64, 32, 8, 2), (64, 32, 32, 8, 2)),
+)
+FLOAT32: Table = (
+    (64, 0, (64, 32, 64, 4, 3), (64, 32, 32, 4, 2)),
+    (128, 0, (64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
+    (256, 0, (64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
+)
+ENOUGH_FOR_LARGE = 200 * 1024
 # A slice of fewer columns takes less time than the launch of the kernel that merges it.
 SHORTEST_SLICE = 256
 
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
-    table = FLOAT32 if spec.dtype == "float32" else HALF
-    forward, backward = next(choices for keys, choices in table.items() if keys >= spec.S)
+    forward, backward = choices(spec, device)
     return Config(
         *forward,
         slices_of(spec, forward, device),
@@ -109,8 +120,37 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     )
 
 
+def choices(spec: AttentionSpec, device: Device) -> tuple[Choice, Choice]:
+    """Forward and backward."""
+    table, large = HALF, LARGE_HALF
+    if spec.dtype == "float32":
+        table, large = FLOAT32, LARGE_TF32 if spec.precision == "tf32" else LARGE_FLOAT32
+    if device.shared_memory >= ENOUGH_FOR_LARGE:
+        table = large + table
+    return next(
+        (forward, backward)
+        for keys, width, forward, backward in table
+        if keys >= spec.S and width <= max(spec.D, spec.V)
+    )
+
+
+def programs(spec: AttentionSpec, choice: Choice) -> int:
+    """Of a kernel without slices: one for each block of queries."""
+    return pl.cdiv(spec.T, choice[0]) * spec.H * spec.B
+
+
 def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
     """How many programs share the columns of a block of queries, so that they fill the card."""
-    programs = pl.cdiv(spec.T, choice[0]) * spec.H * spec.B
     most = max(spec.D, spec.V) // SHORTEST_SLICE
-    return max(1, min(device.multiprocessors // programs, most))
+    return max(1, min(device.multiprocessors // programs(spec, choice), most))
+
+
+def pays(spec: AttentionSpec, device: Device) -> bool:
+    """Whether blocks of queries fill half of the card: then no slices have to share columns.
+
+    On an H200 a single sequence and head takes 12 to 20 us forward by the two kernels that slices
+    need and as long by XLA's, 10 to 21 us; forward and backward XLA's are the faster in most sizes,
+    22 to 37 us against 31 to 105.
+    """
+    forward, _ = choices(spec, device)
+    return 2 * programs(spec, forward) > device.multiprocessors

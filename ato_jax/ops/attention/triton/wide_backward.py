@@ -1,6 +1,6 @@
 """Wide heads, backward: the weights found again whole, as in `wide_forward.py`. No atomics.
 
-With the scores of all keys at hand, neither out nor lse is read:
+With the scores of all keys at hand, kept or made again, neither out nor lse is read:
 
     p_ij    = exp(s_ij) / sum_j exp(s_ij)     the sink's term in the sum, too
     dp_ij   = do_i . v_j                      with dropout, 0 where it dropped p_ij
@@ -12,9 +12,9 @@ With the scores of all keys at hand, neither out nor lse is read:
     dk_j    = scale * sum_i ds_ij q_i
 
 Where one tile has all queries of a head, and no other head reads its keys, that is one kernel: it
-goes over the columns of q and k for the scores, over those of v and do for dp and dv, and over
-those of q and k again for dq and dk. Where the columns are shared among `slices` of programs,
-another kernel before it leaves the parts of q . k and do . v.
+goes over the columns of q and k for the scores, unless they were kept, over those of v and do for
+dp and dv, and over those of q and k for dq and dk. Where the columns are shared among `slices` of
+programs, another kernel before it leaves the parts of q . k and do . v.
 
 Otherwise sums for dk and dv run over several programs' weights: those leave p and ds in memory,
 and products of these with do, q and k are kernels of their own.
@@ -453,16 +453,26 @@ def _fits(spec: AttentionSpec) -> bool:
     return padded(spec.T) * padded(spec.S) * item <= LARGEST_TILE_BYTES
 
 
+def kept_products(outputs: Outputs) -> jax.Array | None:
+    """What `wide_forward.keep` left; other forwards leave int8 in its place, or nothing."""
+    rest = outputs.rest
+    return rest if rest is not None and rest.dtype == jnp.float32 else None
+
+
 def backward(spec: AttentionSpec, config: Any, residuals: Residuals, cotangents: Outputs) -> Inputs:
     inputs = residuals.inputs
     tiles = config.backward_tiles
     gain = gradient_gain(spec, inputs, cotangents)
     one_tile = spec.H == spec.G and spec.T <= tiles.block_q and _fits(spec)
     options = options_for(spec, inputs, fitted(tiles.block_q, spec.T))
-    parts: Any = (None, None)
+    kept = kept_products(residuals.outputs)
+    parts: Any = (kept, None)
     if tiles.slices > 1 or not one_tile:
-        factors = (inputs.q, inputs.k), (cotangents.out, inputs.v)
-        parts = parts_of_products(spec, tiles, options, *factors)
+        of_values = (cotangents.out, inputs.v)
+        if kept is None:
+            parts = parts_of_products(spec, tiles, options, (inputs.q, inputs.k), of_values)
+        else:
+            parts = (kept, *parts_of_products(spec, tiles, options, of_values))
     gradients = _by_one_kernel if one_tile else _by_several_kernels
     dq, dk, dv, dsink = gradients(
         spec, tiles, config.fast_exp2, options, inputs, cotangents, gain, parts

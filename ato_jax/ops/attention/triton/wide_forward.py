@@ -14,6 +14,10 @@ So a tile holds some columns of all keys in place of some keys with all of their
 input is read once per block of queries, whatever the width. Where the programs are too few to fill
 the card, `slices` of them share the columns: one kernel leaves the products that its slices of q
 and k add up to, and each program of the next sums these and has a slice of v.
+
+`keep` leaves the products of q and k in `Outputs.rest`, [B, H, slices, T, S] float32 of which the
+slices add up: the backward then need not read q and k for them. They are 4 bytes for each pair,
+written and read, in place of rows of q and of k read, and are kept where that is less.
 """
 
 from __future__ import annotations
@@ -239,6 +243,7 @@ def _kernel(
     options: Options,
     out_ref: Any,
     lse_ref: Any,
+    kept_ref: Any | None,
     *,
     spec: AttentionSpec,
     block_q: int,
@@ -258,6 +263,8 @@ def _kernel(
         product = products(spec, q, k, n)
     else:
         product = load_parts(parts_ref, tile)
+    if kept_ref is not None:
+        plgpu.store(kept_ref.at[(0, *tile.place())], product, mask=tile.mask)
     m, total, p, _, _ = weigh(tile, product, fast_exp2)
     lse = jnp.where(total == 0, -jnp.inf, m * LN_2 + jnp.log(not_zero(total)))
     store_tile(layout, lse_ref, None, start, lse[:, 0], spec.T)
@@ -302,6 +309,10 @@ def parts_spec(slices: int, spec: AttentionSpec, block_q: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, slices, rows, keys), lambda n, h, b: (b, h, 0, 0, 0))
 
 
+def parts_shape(slices: int, spec: AttentionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((spec.B, spec.H, slices, spec.T, spec.S), jnp.float32)
+
+
 def parts_of_products(
     spec: AttentionSpec, tiles: Tiles, options: Options, *factors: tuple[jax.Array, jax.Array]
 ) -> list[jax.Array]:
@@ -313,7 +324,6 @@ def parts_of_products(
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
     lengths = Options(limits=options.limits)
     widths = [of_queries.shape[-1] for of_queries, _ in factors]
-    shape = jax.ShapeDtypeStruct((spec.B, spec.H, slices, spec.T, spec.S), jnp.float32)
     return pallas_call(
         functools.partial(
             _parts_kernel,
@@ -333,7 +343,7 @@ def parts_of_products(
             jax.tree.map(whole_spec, lengths),
         ],
         out_specs=[parts_spec(slices, spec, block_q)] * len(factors),
-        out_shape=[shape] * len(factors),
+        out_shape=[parts_shape(slices, spec)] * len(factors),
         compiler_params=tiles.compiler_params,
         name="attention_wide_parts",
     )(factors, lengths)
@@ -345,7 +355,16 @@ def options_for(spec: AttentionSpec, inputs: Inputs, block_q: int) -> Options:
     return options._replace(ranges=None)
 
 
-def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
+def keep(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
+    """`forward` with the products, where the backward gains by them."""
+    bytes_of_products = 4 * spec.T * spec.S
+    bytes_of_rows = (spec.T + spec.S) * spec.D * inputs.q.dtype.itemsize
+    return forward(spec, config, inputs, 2 * bytes_of_products < bytes_of_rows)
+
+
+def forward(
+    spec: AttentionSpec, config: Any, inputs: Inputs, keeps_products: bool = False
+) -> Outputs:
     layout, tiles, slices = spec.layout, config.tiles, config.slices
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
     share = spec.H // spec.G
@@ -353,8 +372,10 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     parts = None
     if slices > 1:
         (parts,) = parts_of_products(spec, tiles, options, (inputs.q, inputs.k))
+    # The parts are what is kept, where there are any.
+    stores = keeps_products and parts is None
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
-    out, lse = pallas_call(
+    out, lse, products = pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
@@ -374,12 +395,14 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
         out_specs=[
             sequence_spec(layout, spec.T, spec.V, block_q),
             sequence_spec(layout, spec.T, None, block_q),
+            parts_spec(1, spec, block_q) if stores else None,
         ],
         out_shape=[
             jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype),
             jax.ShapeDtypeStruct((spec.B, *rows), jnp.float32),
+            parts_shape(1, spec) if stores else None,
         ],
         compiler_params=tiles.compiler_params,
         name="attention_wide_forward",
     )(inputs.q, inputs.k, inputs.v, parts, options)
-    return Outputs(out, lse)
+    return Outputs(out, lse, (products if stores else parts) if keeps_products else None)
