@@ -112,7 +112,7 @@ def compile_function(
 
 
 def shared_bytes(function: Callable[..., Any], *args: Any, capability: int) -> dict[str, int]:
-    """What each kernel's largest launch asks for, by half of the compiler: without ptxas."""
+    """What each kernel's largest launch asks for, by Triton's passes alone: no machine code."""
     found: dict[str, int] = {}
     for kernel in triton_kernels(function, *args, capability=capability):
         figures = _cached_figures(kernel, capability, machine_code=False)
@@ -219,6 +219,23 @@ def _cached_figures(kernel: Kernel, capability: int, machine_code: bool = True) 
     return figures
 
 
+def _allocated(module: Any, options: Any, capability: int) -> int:
+    """The shared memory of a kernel, by the first passes of Triton's third stage: without LLVM."""
+    from triton._C.libtriton import ir as triton_ir
+    from triton._C.libtriton import nvidia, passes
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+    ptx_version = get_ptx_version_from_options(options, capability)
+    manager = triton_ir.pass_manager(module.context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, ptx_version)
+    manager.run(module, "allocate_shared_memory")
+    return module.get_int_attr("ttg.shared")
+
+
 def _figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict[str, int]:
     """Compiles one kernel; the fields of `Compiled` that the compiler finds out.
 
@@ -252,10 +269,11 @@ def _figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict
         ttir_path.write_text(kernel.ttir)
         module = triton_ir.parse_mlir_module(str(ttir_path), context)
         module.context = context
-        for stage in ("ttir", "ttgir", "llir"):
+        for stage in ("ttir", "ttgir"):
             module = stages[stage](module, metadata)
         if not machine_code:
-            return {"shared_bytes": metadata["shared"]}
+            return {"shared_bytes": _allocated(module, options, capability)}
+        module = stages["llir"](module, metadata)
 
         # Triton's last stage runs ptxas too, and throws away what it says.
         ptx_path = Path(folder, "kernel.ptx")

@@ -118,6 +118,13 @@ def test_too_much_shared_memory_is_seen():
         assert kernel.shared_bytes > aot.SHARED_LIMIT[kernel.capability]
 
 
+def test_shared_memory_is_known_before_machine_code():
+    deep = functools.partial(matmul, num_stages=4)
+    for kernel in aot.compile_function(deep, SQUARE, SQUARE):
+        asked = aot.shared_bytes(deep, SQUARE, SQUARE, capability=kernel.capability)
+        assert asked == {"matmul": kernel.shared_bytes}
+
+
 def test_every_launch_is_returned():
     def twice(x, y):
         return matmul(matmul(x, y), y, num_warps=8)
