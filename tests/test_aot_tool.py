@@ -87,6 +87,41 @@ def test_blocked_matmul_compiles_for_both_without_spills():
         assert kernel.fits and kernel.shared_bytes >= 2 * 2 * 64 * 32 * 2
 
 
+def test_the_record_is_believed_but_for_a_few(monkeypatch):
+    figures = [[one.registers, one.shared_bytes, 0, 0] for one in matmul_compiled()]
+    assert figures[0] != figures[1]
+
+    class Always(dict):
+        def get(self, key):
+            return figures[0]
+
+    monkeypatch.setattr(aot, "_recorded", Always)
+    monkeypatch.setattr(aot, "COMPILED_ANYWAY", "no digit")
+    assert [one.registers for one in matmul_compiled()] == [figures[0][0]] * 2
+    monkeypatch.setattr(aot, "COMPILED_ANYWAY", "")
+    with pytest.raises(RuntimeError, match="aot_record.json has .* for 'matmul', found"):
+        matmul_compiled()
+
+
+def test_what_was_compiled_goes_into_the_record(tmp_path, monkeypatch):
+    (tmp_path / "record.json").write_text('{"old": [1]}')
+    monkeypatch.setattr(aot, "RECORD", tmp_path / "record.json")
+    aot._recorded.cache_clear()
+    compiled = matmul_compiled()
+    aot.record()
+    aot._recorded.cache_clear()
+    found = aot._recorded()
+    assert found.pop("old") == [1]
+    assert sorted(found.values()) == sorted(
+        [one.registers, one.shared_bytes, one.spill_stores, one.spill_loads] for one in compiled
+    )
+    aot._recorded.cache_clear()
+
+
+def matmul_compiled():
+    return aot.compile_function(matmul, SQUARE, SQUARE)
+
+
 def test_warps_and_stages_reach_the_compiler():
     wide = functools.partial(matmul, num_warps=8, num_stages=5)
     for narrow, other in zip(
