@@ -386,10 +386,6 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
     ],
 )
 def test_default_tiles_of_wide_values_and_of_small_gpus_fit(D, V, dtype, capability, causal):
-    spec = spec_of(D, dtype, causal, V=V)
-    # Of Ampere, for which no tile was measured, one is compiled whole.
-    if capability == 80 and D < 128:
-        return check_shared_memory(spec, capability)
-    for name, kernel in compiled(spec, capability).items():
+    for name, kernel in compiled(spec_of(D, dtype, causal, V=V), capability).items():
         assert kernel.fits, kernel
         assert kernel.spill_stores <= 2048, (name, kernel)
