@@ -118,9 +118,7 @@ def choose(call: _Call, phase: str) -> Choice:
     if call.device.platform == "gpu":
         names = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
     if call.implementation in names:
-        names = tuple(
-            name for name in names if call.implementation in (name, family(name))
-        )
+        names = tuple(name for name in names if call.implementation in (name, family(name)))
     elif call.implementation is not None:
         names = (call.implementation,)
     elif call.device.platform != "gpu":
