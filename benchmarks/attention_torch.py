@@ -130,11 +130,13 @@ CONTENDERS = {
     )
 }
 CONTENDERS |= {
-    "FlexAttention": Contender(_masked, _flex),
+    "FlexAttention": Contender(_masked, _flex, compiles=True),
     "PyTorch varlen flash": Contender(_masked, _packed, bthd=True),
     "FlashAttention-2's package": _flash_attention("flash_attn"),
     "FlashAttention-3's package": _flash_attention("flash_attn_interface"),
     "xFormers": Contender(lambda case: _unmasked(case) and case.G is None, _xformers, bthd=True),
     "PyTorch": Contender(_short, _plain),
-    "PyTorch, compiled": Contender(lambda case: _short(case) and case.D == 64, _compiled),
+    "PyTorch, compiled": Contender(
+        lambda case: _short(case) and case.D == 64, _compiled, compiles=True
+    ),
 }

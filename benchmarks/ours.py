@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import serialize_executable
 
 import ato_jax
 from benchmarks import cases, timing
@@ -90,6 +91,8 @@ def measure(
     return ready if isinstance(ready, str) else ready.time(seconds)
 
 
+OUT_OF_MEMORY = "out of memory"
+
 # Compares what was compiled, and says why it cannot be timed or what is to be timed.
 Compiled = Callable[[], Prepared | str]
 
@@ -122,25 +125,9 @@ def compiled(
       steps: the function launches programs of its own, one after the other from Python.
     """
     call = called(case, phase, function)
-    groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
+    _, calls = _groups(case)
 
-    def compare(program: Any, scratch: int | None, inputs: _Inputs, read: Any) -> Prepared | str:
-        sets = [[inputs.draw(key) for key in group] for group in _keys(case, groups, calls)]
-        dout, heads = inputs.compared(sets[0][0])
-        results = program([sets[0][0] | {"dout": dout}, *sets[0][1:]])[0]
-        found = cases.errors(
-            case,
-            _on_host(case, heads),
-            _on_host(case, read(results)),
-            ("JAX", mapped),
-            mapped=mapped,
-            normalize=normalize,
-        )
-        launch = functools.partial(_launched, program, sets)
-        reason = cases.too_large(case, found)
-        return reason or Prepared(launch, calls, found, scratch)
-
-    def compile_all() -> tuple[Any, ...]:
+    def compile_all() -> Programs:
         inputs = _inputs(case, mapped)
         # The call first: most refusals are its.
         program, scratch = (lambda group: [call(one) for one in group]), None
@@ -149,11 +136,86 @@ def compiled(
             # XLA need not share memory among the calls of one program: of several it may be more.
             one = in_turn(call).lower([inputs.shapes]).compile() if calls > 1 else program
             scratch = scratch_of(one)
-        reading = _reading(case, _shapes(jax.eval_shape(call, inputs.shapes)))
-        return program, scratch, inputs, reading
+        shapes = _shapes(jax.eval_shape(call, inputs.shapes))
+        reading = _reading(case, shapes)
+        return Programs(case, mapped, normalize, program, scratch, inputs, shapes, reading)
 
-    ready = _or_reason(compile_all)
-    return ready if isinstance(ready, str) else lambda: _or_reason(lambda: compare(*ready))
+    return _or_reason(compile_all)
+
+
+def _groups(case: cases.Case) -> tuple[int, int]:
+    return timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """All that one contender runs in a case and phase, compiled; called, it is compared.
+
+    `program` makes the results of a group of inputs, and `reading` takes what is compared out of
+    those, which have these `shapes`.
+    """
+
+    case: cases.Case
+    mapped: bool
+    normalize: bool
+    program: Any
+    scratch: int | None
+    inputs: _Inputs
+    shapes: _Shapes
+    reading: Any
+
+    def __call__(self) -> Prepared | str:
+        return _or_reason(self._compared)
+
+    def _compared(self) -> Prepared | str:
+        groups, calls = _groups(self.case)
+        keys = _keys(self.case, groups, calls)
+        sets = [[self.inputs.draw(key) for key in group] for group in keys]
+        dout, heads = self.inputs.compared(sets[0][0])
+        results = self.program([sets[0][0] | {"dout": dout}, *sets[0][1:]])[0]
+        found = cases.errors(
+            self.case,
+            _on_host(self.case, heads),
+            _on_host(self.case, self.reading(results)),
+            ("JAX", self.mapped),
+            mapped=self.mapped,
+            normalize=self.normalize,
+        )
+        launch = functools.partial(_launched, self.program, sets)
+        reason = cases.too_large(self.case, found)
+        return reason or Prepared(launch, calls, found, self.scratch)
+
+    def packed(self) -> dict[str, Any]:
+        """As it goes to another process; an error where a program cannot."""
+        return {
+            "input_shapes": self.inputs.shapes,
+            "drawing": _serialized(self.inputs.draw),
+            "comparing": _serialized(self.inputs.compared),
+            "reading": _serialized(self.reading),
+            "program": _serialized(self.program),
+        } | {name: getattr(self, name) for name in _PLAIN}
+
+
+# Of what is packed, that which is no program.
+_PLAIN = ("case", "mapped", "normalize", "scratch", "shapes")
+
+
+def unpacked(told: dict[str, Any]) -> Programs:
+    """What another process packed, with programs that this one can run."""
+    case, shapes = told["case"], told["shapes"]
+    of_inputs = (told[name] for name in ("input_shapes", "drawing", "comparing"))
+    inputs = _loaded_inputs(case, told["mapped"], *of_inputs)
+    reading = _loaded_reading(case, shapes, told["reading"])
+    plain = {name: told[name] for name in _PLAIN}
+    return Programs(program=_loaded(told["program"]), inputs=inputs, reading=reading, **plain)
+
+
+def _serialized(program: Any) -> tuple[Any, ...]:
+    return serialize_executable.serialize(program)
+
+
+def _loaded(told: tuple[Any, ...]) -> Any:
+    return serialize_executable.deserialize_and_load(*told)
 
 
 def _launched(program: Any, sets: list[Any], index: int) -> Any:
@@ -166,15 +228,15 @@ def scratch_of(program: Any) -> int | None:
     return None if told is None else told.temp_size_in_bytes
 
 
-def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, what it makes kept for the latest arguments: threads that ask at one time wait for
-    the one that makes it.
+def once(make: Callable[..., Any], named_by: int | None = None) -> Callable[..., Any]:
+    """The same, what it makes kept for the latest arguments, of which the first `named_by` tell
+    them apart, if not all: threads that ask at one time wait for the one that makes it.
     """
     latest = functools.lru_cache(maxsize=64)(lambda *arguments: (threading.Lock(), []))
 
     @functools.wraps(make)
     def made(*arguments: Any) -> Any:
-        lock, found = latest(*arguments)
+        lock, found = latest(*arguments[:named_by])
         with lock:
             if not found:
                 found.append(make(*arguments))
@@ -210,12 +272,28 @@ def _inputs(case: cases.Case, mapped: bool) -> _Inputs:
     return _Inputs(shapes, drawing, jax.jit(compared).lower(shapes).compile())
 
 
-def _shapes(results: dict[str, Any]) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
+@functools.partial(once, named_by=2)
+def _loaded_inputs(
+    case: cases.Case, mapped: bool, shapes: Any, drawing: Any, comparing: Any
+) -> _Inputs:
+    return _Inputs(shapes, _loaded(drawing), _loaded(comparing))
+
+
+# By name, those of the results.
+_Shapes = tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+
+
+def _shapes(results: dict[str, Any]) -> _Shapes:
     return tuple(results.items())
 
 
+@functools.partial(once, named_by=2)
+def _loaded_reading(case: cases.Case, shapes: _Shapes, reading: Any) -> Any:
+    return _loaded(reading)
+
+
 @once
-def _reading(case: cases.Case, shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> Any:
+def _reading(case: cases.Case, shapes: _Shapes) -> Any:
     """What takes the compared heads out of results of these shapes."""
     return jax.jit(functools.partial(_one_group, case)).lower(dict(shapes)).compile()
 
@@ -250,7 +328,7 @@ def _or_reason(function: Callable[[], Any]) -> Any:
         return str(error).splitlines()[0]
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return "out of memory"
+            return OUT_OF_MEMORY
         return str(error).splitlines()[0]
 
 

@@ -17,6 +17,9 @@ and reads one for each:
                                                           beyond inputs and outputs or null,
                                                           "picked": backend or ""}, or why not
     {"ask": "time", "contender": name, "seconds": s}   -> a Timing of what was prepared
+    {"ask": "warm", "contender": name, "case": {...}, "phase": name}
+                                                       -> {}: what it compiles is in the caches on
+                                                          disk now, and nothing was timed
     {"ask": "forget"}                                  -> {}, and what was prepared is freed
 
 Or {"ended": reason}, where nothing more can run in the process. One that ends, so or otherwise, is
@@ -80,10 +83,10 @@ class Peer:
 
     COMMAND = (sys.executable, "-m", "benchmarks.peers")
 
-    def __init__(self, platform: str) -> None:
+    def __init__(self, platform: str, **variables: str) -> None:
         self._platform = platform
         # As it is now: libraries that are imported later may set variables for themselves.
-        self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | variables
         self._case: cases.Case | None = None
         self._ends = 0
         # By contender, in this process and in those that have ended: its case and phase.
@@ -176,6 +179,16 @@ class Peer:
         reply = self._try(case, "time", contender=contender, seconds=seconds)
         return reply.get("unavailable") or timing.Timing(**reply)
 
+    def warm(self, contender: str, case: cases.Case, phase: str) -> bool:
+        """Has what the contender compiles put into the caches on disk; False where that ended the
+        process.
+        """
+        try:
+            self.ask("warm", contender=contender, case=dataclasses.asdict(case), phase=phase)
+        except PeerError:
+            return False
+        return True
+
     def forget(self) -> None:
         """Lets go of what was prepared."""
         # A process that ends here has let go of it, too.
@@ -215,10 +228,14 @@ class _Prepared:
     picked: str = ""
 
 
-def _prepare(
+# Gives a set of tensors, and what a call makes of one: out and maybe gradients.
+_Draw = Callable[[], dict[str, Any]]
+_Call = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _calls(
     torch: Any, platform: str, contender: linear_torch.Contender, case: cases.Case, phase: str
-) -> _Prepared | str:
-    """Compares the contender's results with float64, and captures short calls in CUDA graphs."""
+) -> tuple[_Draw, _Call]:
     backward = phase != "forward"
     device = torch.device("cuda" if platform == "gpu" else "cpu")
     generator = torch.Generator(device).manual_seed(case.T)
@@ -258,6 +275,16 @@ def _prepare(
         wanted = {f"d{name}": one for name, one in inputs.items() if one.requires_grad}
         gradients = torch.autograd.grad(out, tuple(wanted.values()), tensors["dout"])
         return {"out": out} | dict(zip(wanted, gradients, strict=True))
+
+    return draw, call
+
+
+def _prepare(
+    torch: Any, platform: str, contender: linear_torch.Contender, case: cases.Case, phase: str
+) -> _Prepared | str:
+    """Compares the contender's results with float64, and captures short calls in CUDA graphs."""
+    device = torch.device("cuda" if platform == "gpu" else "cpu")
+    draw, call = _calls(torch, platform, contender, case, phase)
 
     def compared(tensors: dict[str, Any]) -> dict[str, Any]:
         """The same with a dout that is zero but in the rows that are compared."""
@@ -365,14 +392,25 @@ def _sdpa(torch: Any, platform: str, request: dict[str, Any]) -> dict[str, Any]:
     return _time(torch, platform, ready, request["seconds"])
 
 
-def _prepare_contender(
-    torch: Any, platform: str, request: dict[str, Any], prepared: dict[str, _Prepared]
-) -> dict[str, Any]:
+def _requested(request: dict[str, Any]) -> tuple[linear_torch.Contender, cases.Case, str]:
     case = cases.Case(**request["case"])
     contender = CONTENDERS[case.op][request["contender"]]
     if contender.softmax:
         case = dataclasses.replace(case, op="softmax")
-    ready = _prepare(torch, platform, contender, case, request["phase"])
+    return contender, case, request["phase"]
+
+
+def _warm(torch: Any, platform: str, request: dict[str, Any]) -> dict[str, Any]:
+    linear_torch.search_nothing()
+    draw, call = _calls(torch, platform, *_requested(request))
+    call(draw())
+    return {}
+
+
+def _prepare_contender(
+    torch: Any, platform: str, request: dict[str, Any], prepared: dict[str, _Prepared]
+) -> dict[str, Any]:
+    ready = _prepare(torch, platform, *_requested(request))
     if isinstance(ready, str):
         return {"unavailable": ready}
     prepared[request["contender"]] = ready
@@ -430,6 +468,8 @@ def _answer(
         return _sdpa(torch, platform, request)
     if request["ask"] == "prepare":
         return _prepare_contender(torch, platform, request, prepared)
+    if request["ask"] == "warm":
+        return _warm(torch, platform, request)
     if request["ask"] == "time":
         return _time(torch, platform, prepared[request["contender"]], request["seconds"])
     prepared.clear()

@@ -6,6 +6,7 @@ and what it leaves goes to those after it; `--resume` goes on with what there wa
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
 import time
@@ -18,13 +19,17 @@ from absl import flags, logging
 
 import ato_jax
 from ato_jax import tuning
-from benchmarks import byte_limit, demo, machine, ours, peers, results, side_by_side, suites
+from benchmarks import ahead, byte_limit, demo, machine, ours, peers, results, side_by_side, suites
+from benchmarks.ahead import Ahead
 from benchmarks.results import Results, ResultsError
-from benchmarks.side_by_side import DeviceLostError, Meeting
+from benchmarks.side_by_side import DeviceLostError, Meeting, Plan
 from benchmarks.suites import Suite
 
 # The files of figures that are kept, one for each device.
 FOLDER = Path(__file__).parent / "results"
+
+# Contenders that a suite's last line names.
+MOST_TOLD = 12
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("suite", [], "run: names of suites, or `report` for all of the report's")
@@ -67,21 +72,6 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
     return facts
 
 
-def chosen(names: Sequence[str]) -> list[Suite]:
-    """The suites of these names and that of --config; without one, an error names all."""
-    found: list[Suite] = []
-    for name in names:
-        of_name = suites.named(name)
-        if not of_name:
-            raise ResultsError(f"There is no suite {name!r}: {', '.join(suites.NAMES)}")
-        found += of_name
-    if FLAGS.config:
-        found.append(suites.of_config(Path(FLAGS.config)))
-    if not found:
-        raise ResultsError(f"Name a suite, --suite=NAME, or a --config: {', '.join(suites.NAMES)}")
-    return list(dict.fromkeys(found))
-
-
 def hold(wanted: Sequence[Suite]) -> int:
     """Runs the suites and prints what they find; the exit status."""
     start = time.monotonic()
@@ -89,13 +79,16 @@ def hold(wanted: Sequence[Suite]) -> int:
     if platform not in results.PLATFORMS:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
-    if reason := side_by_side.unknown([one for suite in wanted for one in suite.contests]):
+    contests = suites.contests(wanted)
+    if reason := side_by_side.unknown(contests):
         raise ResultsError(reason)
     path = Path(FLAGS.json)
     earlier = results.read(path) if FLAGS.resume else None
     # Tokamax warns of each call for which it has no tuned config.
     logging.set_verbosity(logging.ERROR)
-    with peers.Peer(platform) as peer:
+    named = [suite.name for suite in wanted if suite in suites.named(suite.name)]
+    count = ahead.workers() if platform == "gpu" else 0
+    with peers.Peer(platform) as peer, Ahead(platform, [FLAGS.config, *named], count) as helpers:
         facts = introduced(peer, platform)
         if facts is None:
             return 1
@@ -103,24 +96,27 @@ def hold(wanted: Sequence[Suite]) -> int:
         found = side_by_side.resumed(path, earlier, here) if earlier else here
         # Before anything is measured: a file that cannot be written is known now.
         side_by_side.write(found)
+        plan = Plan(contests, helpers if count else None)
         end = start + (FLAGS.within_s or sum(suite.seconds for suite in wanted))
         try:
             for index, suite in enumerate(wanted):
                 shares = sum(one.seconds for one in wanted[index:])
                 now = time.monotonic()
                 part = max(0.0, end - now) * suite.seconds / shares
-                run_suite(suite, peer, found, now + part)
+                run_suite(suite, peer, found, now + part, plan)
         except DeviceLostError:
             side_by_side.write(found)
+            helpers.__exit__()
             return again(end - time.monotonic(), peer)
     return 0
 
 
-def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float) -> None:
+def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float, plan: Plan) -> None:
     start = time.monotonic()
+    side_by_side.spent.clear()
     print(f"\n# {suite.name}: {suite.title}", flush=True)
     for contest in suite.contests:
-        suite.tell(Meeting(contest, peer, found, end))
+        suite.tell(Meeting(contest, peer, found, end, plan))
     for table in suite.findings(found):
         print("\n" + table.text(), flush=True)
     spent = time.monotonic() - start
@@ -128,7 +124,19 @@ def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float) -> Non
     if told := machine.clocks():
         found.about[f"clocks after {suite.name}"] = told
     side_by_side.write(found)
-    print(f"\n{suite.name} took {spent:.0f} s", flush=True)
+    print(f"\n{suite.name} took {spent:.0f} s{went_to()}", flush=True)
+
+
+def went_to() -> str:
+    """What the seconds of a suite went to, and the contenders that took most of them."""
+    of_what: collections.Counter[str] = collections.Counter()
+    of_whom: collections.Counter[str] = collections.Counter()
+    for (what, whom), seconds in side_by_side.spent.items():
+        of_what[what] += seconds
+        of_whom[whom] += seconds if whom else 0
+    told = [f"{what} {seconds:.0f}" for what, seconds in of_what.most_common()]
+    most = [f"{whom} {seconds:.1f}" for whom, seconds in of_whom.most_common(MOST_TOLD) if seconds]
+    return "".join([f": {', '.join(told)}" * bool(told), f"; {', '.join(most)}" * bool(most)])
 
 
 def again(left: float, peer: peers.Peer) -> int:
@@ -146,7 +154,7 @@ def again(left: float, peer: peers.Peer) -> int:
 
 
 def main(names: Sequence[str]) -> int:
-    wanted = chosen([*FLAGS.suite, *names])
+    wanted = suites.chosen([*FLAGS.suite, *names], FLAGS.config)
     if FLAGS.keep:
         FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")
     return hold(wanted)

@@ -1,7 +1,8 @@
 """An op beside its peers: what all suites share.
 
 For each case, everything that takes it is compiled and compared with float64 first, and then timed
-in turns; the figure is the median of the turns. What was found is written after every group of
+in turns; the figure is the median of the turns. On a GPU other processes compile for many groups
+at a time (`ahead.py`), while nothing is timed. What was found is written after every group of
 rows, those of a case and phase, and `--resume` goes on with what a file lacks.
 
 A contender that fails costs its own row: one of PyTorch's process also where it ends that process
@@ -12,7 +13,9 @@ it; one that leaves the device unusable has this program started again.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,7 +29,8 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from benchmarks import byte_limit, cases, machine, ours, peers, results, summary, timing
+from benchmarks import ahead, byte_limit, cases, machine, ours, peers, results, summary, timing
+from benchmarks.ahead import Ahead
 from benchmarks.cases import Case
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
 
@@ -54,8 +58,8 @@ TURN_SECONDS = 0.03
 SLOW_SECONDS = 0.03
 # For all that compiles at one time.
 LONGEST_COMPILE_SECONDS = 120
-# For each thread, so that none waits for the last of a few.
-JOBS_AHEAD = 3
+# For each thread or process, so that none waits for the last of a few.
+JOBS_AHEAD = 8
 
 # Times one turn, or says why it cannot.
 Turn = Callable[[float], timing.Timing | str]
@@ -100,6 +104,10 @@ class Contest:
         forward_alone = case.op == "step" or decoding or FLAGS.forward_only
         return self.phases[:1] if forward_alone else self.phases
 
+    def groups(self, platform: str) -> list[tuple[Case, str]]:
+        cases = self.wanted_cases(platform)
+        return [(case, phase) for case in cases for phase in self.phases_of(case)]
+
     def wanted_cases(self, platform: str) -> list[Case]:
         """Those that the flags leave, in the dtype that they ask for."""
         found = self.cases[platform]
@@ -129,6 +137,17 @@ class DeviceLostError(RuntimeError):
 
 # What did not finish compiling, and runs on in its thread.
 stuck: list[concurrent.futures.Future[Any]] = []
+# Seconds of the suite that runs, by what they went to and whom.
+spent: collections.Counter[tuple[str, str]] = collections.Counter()
+
+
+@contextlib.contextmanager
+def clock(what: str, whom: str = "") -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        spent[what, whom] += time.monotonic() - start
 
 
 def compiled(contest: Contest, case: Case, phase: str, name: str) -> Callable[[], Ready]:
@@ -141,22 +160,34 @@ def compiled(contest: Contest, case: Case, phase: str, name: str) -> Callable[[]
         ready = contest.in_jax[name].compiled(case, phase)
     except Exception as error:  # a peer's own: its reason, and on to the next
         ready = refusal(error)
+    return functools.partial(compared, ready)
 
-    def compare() -> Ready:
+
+def compared(ready: ours.Compiled | str) -> Ready:
+    try:
+        found = ours.finished(ready)
+    except Exception as error:  # a peer's own: its reason, and on to the next
+        return refusal(error)
+    if isinstance(found, str):
+        return found
+
+    def turn(seconds: float) -> timing.Timing | str:
         try:
-            found = ours.finished(ready)
+            return found.time(seconds)
         except Exception as error:  # as above
             return refusal(error)
-        if isinstance(found, str):
-            return found
 
-        def turn(seconds: float) -> timing.Timing | str:
-            try:
-                return found.time(seconds)
-            except Exception as error:  # as above
-                return refusal(error)
+    return Contestant(found.errors, turn, found.scratch)
 
-        return Contestant(found.errors, turn, found.scratch)
+
+def loaded(contest: Contest, told: Any, *job: Any) -> Callable[[], Ready]:
+    """The same of what another process compiled. Where that does not run here, it is compiled here:
+    it costs nobody the row.
+    """
+
+    def compare() -> Ready:
+        found = compared(lambda: ours.unpacked(told)())
+        return compiled(contest, *job)() if isinstance(found, str) else found
 
     return compare
 
@@ -171,18 +202,13 @@ def prepared_by(peer: peers.Peer, case: Case, phase: str, name: str) -> Ready:
 
 def all_compiled(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """What each job gives, or why it has not finished."""
-    pool = concurrent.futures.ThreadPoolExecutor(workers())
+    pool = concurrent.futures.ThreadPoolExecutor(ahead.workers())
     futures = [pool.submit(job) for job in jobs]
     _, late = concurrent.futures.wait(futures, LONGEST_COMPILE_SECONDS)
     pool.shutdown(wait=not late, cancel_futures=True)
     stuck.extend(future for future in late if not future.cancelled())
     reason = f"compiling took longer than {LONGEST_COMPILE_SECONDS} s"
     return [(lambda: reason) if one in late else one.result() for one in futures]
-
-
-def workers() -> int:
-    """Threads that compile: each compilation takes a little more than one by itself."""
-    return max(1, 3 * byte_limit.threads() // 4)
 
 
 def refusal(error: Exception) -> str:
@@ -221,13 +247,13 @@ def measure(
     left: Callable[[], float],
     known: Collection[str] = (),
     product_limit: float | None = None,
-    ahead: Callable[[str], Callable[[], Ready] | None] = lambda name: None,
+    ready_made: Callable[[str], Callable[[], Ready] | None] = lambda name: None,
     attempt: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
     """Rows of all contenders but the known ones, prepared and then timed in turns.
 
-    `ahead(name)` is one on JAX that is compiled already, and `attempt(name)` is told which of them
-    is about to run for the first time.
+    `ready_made(name)` is one on JAX that is compiled already, and `attempt(name)` is told which of
+    them is about to run for the first time.
     """
     work = case.traffic(phase), case.operations(phase)
     names = [name for name in wanted(contest, case) if name not in known]
@@ -241,7 +267,7 @@ def measure(
             return lambda: NO_TIME_LEFT
         progress(f"{case}, {phase}: {row.contender}")
         if row.contender in contest.in_jax:
-            return ahead(row.contender) or compiled(contest, case, phase, row.contender)
+            return ready_made(row.contender) or compiled(contest, case, phase, row.contender)
         return lambda: prepared_by(peer, case, phase, row.contender)
 
     def searches(row: Row) -> bool:
@@ -249,18 +275,21 @@ def measure(
 
     turns: dict[str, Turn] = {}
     together = [row for row in rows if not searches(row)]
-    comparisons = all_compiled([functools.partial(compare_later, row) for row in together])
+    with clock("compiling"):
+        comparisons = all_compiled([functools.partial(compare_later, row) for row in together])
     alone = [row for row in rows if searches(row)]
     for row in alone:
         job = functools.partial(compare_later, row)
-        comparisons += all_compiled([job]) if row.contender in contest.in_jax else [job()]
+        with clock("compiling", row.contender):
+            comparisons += all_compiled([job]) if row.contender in contest.in_jax else [job()]
     lost = False
     for row, compare in zip(together + alone, comparisons, strict=True):
         if lost or left() <= 0:
             row.unavailable = NO_TIME_LEFT
             continue
         attempt(row.contender)
-        ready = compare()
+        with clock("comparing", row.contender):
+            ready = compare()
         if isinstance(ready, str):
             row.unavailable = ready
             lost = row.contender in contest.in_jax and not device_works()
@@ -274,7 +303,8 @@ def measure(
             slow = row.turns and row.turns[-1] > max(SLOW_SECONDS, 2 * fastest)
             if row.contender not in turns or turn and (slow or left() <= 0):
                 continue
-            timed = turns[row.contender](TURN_SECONDS)
+            with clock("timing", row.contender):
+                timed = turns[row.contender](TURN_SECONDS)
             if isinstance(timed, str):
                 # It has no figure then: its earlier turns are in doubt.
                 row.unavailable = timed
@@ -303,6 +333,23 @@ def progress(what: str) -> None:
 
 
 @dataclasses.dataclass
+class Plan:
+    """The contests of a run, in their order, and what is compiled of those that are to come.
+
+    Without `ahead` threads of this process compile.
+    """
+
+    contests: Sequence[Contest]
+    ahead: Ahead | None = None
+    programs: dict[Job, Callable[[], Ready]] = dataclasses.field(default_factory=dict)
+    # By the number of the contest: the groups for which there is nothing left to compile.
+    done: set[tuple[int, Case, str]] = dataclasses.field(default_factory=set)
+
+    def number(self, contest: Contest) -> int:
+        return next(i for i, one in enumerate(self.contests) if one is contest)
+
+
+@dataclasses.dataclass
 class Meeting:
     """One run of a contest: what was found so far, in this run or before, and until when it goes
     on.
@@ -312,7 +359,7 @@ class Meeting:
     peer: peers.Peer
     results: Results
     end: float
-    _ahead: dict[Job, Callable[[], Ready]] = dataclasses.field(default_factory=dict)
+    plan: Plan
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -322,7 +369,7 @@ class Meeting:
         yield from self.contest.wanted_cases(self.results.platform)
 
     def groups(self) -> list[tuple[Case, str]]:
-        return [(case, phase) for case in self.cases() for phase in self.contest.phases_of(case)]
+        return self.contest.groups(self.results.platform)
 
     def found(self, case: Case, phase: str) -> dict[str, Row]:
         """By contender: the rows of the case and phase that are there."""
@@ -335,7 +382,8 @@ class Meeting:
         found = self.found(case, phase)
         if not found.keys() >= set(names):
             if self.left() > 0:
-                self._compile_ahead(case, phase)
+                with clock("compiling ahead"):
+                    self._compile_ahead(case, phase)
             rate = self.results.matrix.get(case.dtype)
             new = measure(
                 self.contest,
@@ -346,7 +394,7 @@ class Meeting:
                 self.left,
                 found,
                 case.operations(phase) / rate if rate else None,
-                lambda name: self._ahead.pop((case, phase, name), None),
+                lambda name: self.plan.programs.pop((case, phase, name), None),
                 lambda name: self._mark(case, phase, name),
             )
             self.results.rows += new
@@ -358,25 +406,52 @@ class Meeting:
         return [found[name] for name in names]
 
     def _compile_ahead(self, case: Case, phase: str) -> None:
-        """What this group lacks on JAX, with that of the groups after it, all at one time."""
-        groups = self.groups()
-        jobs: list[Job] = []
-        for one in groups[groups.index((case, phase)) :]:
-            known = self.found(*one)
-            lacking = [
-                (*one, name)
-                for name in wanted(self.contest, one[0])
-                if name in self.contest.in_jax
-                and not self.contest.in_jax[name].searches
-                and name not in known
-                and (*one, name) not in self._ahead
-            ]
-            if one == (case, phase) and not lacking or len(jobs) >= JOBS_AHEAD * workers():
+        """What this group lacks, with that of the groups after it and of the contests after this
+        one, all at one time.
+        """
+        plan, first = self.plan, self.plan.number(self.contest)
+        if (first, case, phase) in plan.done:
+            return
+        most = JOBS_AHEAD * (plan.ahead.count if plan.ahead else ahead.workers())
+        # By the row's name: several contests may ask for it.
+        in_jax: dict[Job, int] = {}
+        in_torch: dict[Job, None] = {}
+        for number, one in self._from_here(case, phase):
+            if len(in_jax) >= most:
                 break
-            jobs += lacking
-        progress(f"{case}, {phase}: compiling {len(jobs)} programs")
-        programs = all_compiled([functools.partial(compiled, self.contest, *job) for job in jobs])
-        self._ahead |= dict(zip(jobs, programs, strict=True))
+            plan.done.add((number, *one))
+            contest, known = plan.contests[number], self.found(*one)
+            for name in wanted(contest, one[0]):
+                job = (*one, name)
+                if name in known or job in plan.programs:
+                    continue
+                if name not in contest.in_jax:
+                    if getattr(contest.in_torch[name], "compiles", False):
+                        in_torch[job] = None
+                elif not contest.in_jax[name].searches:
+                    in_jax.setdefault(job, number)
+        progress(f"{case}, {phase}: compiling {len(in_jax) + len(in_torch)} programs")
+        if plan.ahead:
+            numbered = [(number, *job) for job, number in in_jax.items()]
+            answers = plan.ahead.programs(numbered, list(in_torch))
+            for (job, number), told in zip(list(in_jax.items()), answers, strict=True):
+                # Or another process held the memory.
+                if told is not None and told != ours.OUT_OF_MEMORY:
+                    reason = isinstance(told, str)
+                    later = functools.partial(compared, told) if reason else None
+                    plan.programs[job] = later or loaded(plan.contests[number], told, *job)
+                    del in_jax[job]
+        here = [functools.partial(compiled, plan.contests[i], *job) for job, i in in_jax.items()]
+        plan.programs |= dict(zip(in_jax, all_compiled(here), strict=True))
+
+    def _from_here(self, case: Case, phase: str) -> Iterator[tuple[int, tuple[Case, str]]]:
+        """The groups from this one on, with the numbers of their contests."""
+        first = self.plan.number(self.contest)
+        groups = self.groups()
+        yield from ((first, one) for one in groups[groups.index((case, phase)) :])
+        for number in range(first + 1, len(self.plan.contests)):
+            contest = self.plan.contests[number]
+            yield from ((number, one) for one in contest.groups(self.results.platform))
 
     def _mark(self, case: Case, phase: str, name: str) -> None:
         """Says beside the file of figures what runs on JAX now, for the run after one that died."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks import (
     variants,
 )
 from benchmarks.cases import PHASES, Case
-from benchmarks.results import Results
+from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import Contest, Meeting
 from benchmarks.tables import Table
 
@@ -293,3 +293,23 @@ def named(name: str) -> tuple[Suite, ...]:
     if name == SWEEP:
         return (sweep(),)
     return tuple(suite for suite in (SMOKE_SUITE, *REPORT) if suite.name == name)
+
+
+def chosen(names: Sequence[str], config: str) -> list[Suite]:
+    """The suites of these names and that of a config; without one, an error names all."""
+    found: list[Suite] = []
+    for name in names:
+        of_name = named(name)
+        if not of_name:
+            raise ResultsError(f"There is no suite {name!r}: {', '.join(NAMES)}")
+        found += of_name
+    if config:
+        found.append(of_config(Path(config)))
+    if not found:
+        raise ResultsError(f"Name a suite, --suite=NAME, or a --config: {', '.join(NAMES)}")
+    return list(dict.fromkeys(found))
+
+
+def contests(wanted: Iterable[Suite]) -> list[Contest]:
+    """In the order in which they are run."""
+    return [contest for suite in wanted for contest in suite.contests]

@@ -15,6 +15,7 @@ from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
 from benchmarks import (
+    ahead,
     document,
     findings,
     ours,
@@ -322,7 +323,7 @@ def test_what_fails_costs_its_own_row(monkeypatch):
     import threading
 
     monkeypatch.setattr(side_by_side, "LONGEST_COMPILE_SECONDS", 0.5)
-    monkeypatch.setattr(side_by_side, "workers", lambda: 4)
+    monkeypatch.setattr(ahead, "workers", lambda: 4)
     monkeypatch.setattr(side_by_side, "stuck", [])
     end = threading.Event()
     found = measured(

@@ -1,0 +1,185 @@
+"""Compiles what comes next, in processes of its own, while nothing is timed.
+
+Tracing and lowering hold Python's lock: threads of one process compile hardly faster than one
+thread. So a program for JAX is compiled by one of several workers, `python -m benchmarks.ahead`,
+and comes back as XLA serializes it: the driver loads it and times the same machine code. A worker
+reads one JSON object a line and answers each with a pickle:
+
+    {"contest": number, "case": {...}, "phase": name, "contender": name}
+        -> what `ours.unpacked` takes, the reason why the contender does not run, or None
+
+None is also what a job comes to that ends its worker: the driver compiles it itself then.
+
+What PyTorch's process compiles goes through Triton's and Inductor's caches on disk. Others like it
+fill these beforehand: they run each contender once, and where it searches for block sizes, they
+compile all and time none. The search itself is left to the process that is timed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import queue
+import select
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import logging
+
+from benchmarks import byte_limit, ours, peers
+from benchmarks.cases import Case
+
+# What is asked of a worker: the number of a contest, and what the row is named by.
+Job = tuple[int, Case, str, str]
+# A program's bytes, or why there is none.
+Answer = dict[str, Any] | str | None
+
+# For one answer. A worker that takes longer is ended.
+LONGEST_SECONDS = 120
+# Processes that fill PyTorch's caches: each search in them compiles on all cores by itself.
+WARMERS = 6
+
+
+def workers() -> int:
+    """Processes that compile at one time: each takes a little more than one core."""
+    return max(1, 3 * byte_limit.threads() // 4)
+
+
+class _Worker:
+    """One process, started with its first job and again after one that ended it."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._command = (sys.executable, "-m", "benchmarks.ahead", *arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, job: Job) -> Answer:
+        number, case, phase, name = job
+        facts = {"contest": number, "case": dataclasses.asdict(case), "phase": phase}
+        try:
+            process = self._process or self._start()
+            assert process.stdin and process.stdout
+            process.stdin.write((json.dumps(facts | {"contender": name}) + "\n").encode())
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], LONGEST_SECONDS)
+            if ready:
+                return pickle.load(process.stdout)
+        except Exception:  # it ended, in whatever it was about to say
+            self.end()
+            return None
+        self.end()
+        return f"compiling took longer than {LONGEST_SECONDS} s"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(
+            self._command, cwd=peers.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        return self._process
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+class Ahead:
+    """The driver's end: `arguments`, a --config or "" and names of suites, say which contests the
+    jobs count.
+    """
+
+    def __init__(self, platform: str, arguments: Sequence[str], count: int) -> None:
+        self._platform, self.count = platform, count
+        self._workers = [_Worker(arguments) for _ in range(count)]
+        self._warmers: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
+
+    def programs(
+        self, jobs: Sequence[Job], in_torch: Sequence[tuple[Case, str, str]] = ()
+    ) -> list[Answer]:
+        """Of each job, while PyTorch's caches are filled for those contenders."""
+        idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            idle.put(worker)
+
+        def answered(job: Job) -> Answer:
+            worker = idle.get()
+            try:
+                return worker.ask(job)
+            finally:
+                idle.put(worker)
+
+        # Of one contender one after the other: they share much of what is compiled.
+        by_name: dict[str, list[tuple[Case, str, str]]] = {}
+        for one in in_torch:
+            by_name.setdefault(one[2], []).append(one)
+        compiling = concurrent.futures.ThreadPoolExecutor(self.count)
+        warming = concurrent.futures.ThreadPoolExecutor(WARMERS)
+        try:
+            answers = [compiling.submit(answered, job) for job in jobs]
+            concurrent.futures.wait([warming.submit(self._warm, one) for one in by_name.values()])
+            return [one.result() for one in answers]
+        finally:
+            # Where this is interrupted, nothing more is begun.
+            for pool in (compiling, warming):
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _warm(self, jobs: Iterable[tuple[Case, str, str]]) -> None:
+        try:
+            peer = self._warmers.get_nowait()
+        except queue.Empty:
+            peer = peers.Peer(self._platform, **WARMING)
+        for case, phase, name in jobs:
+            # What fails says why where it is timed.
+            if not peer.warm(name, case, phase):
+                break
+        self._warmers.put(peer)
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.end()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._warmers.get_nowait().__exit__()
+
+
+# What flash-linear-attention would keep of a search: here nothing was timed.
+WARMING = {"FLA_CACHE_RESULTS": "0"}
+
+
+def answer(contender: Any, case: Case, phase: str) -> Answer:
+    """Of one contender, as a worker tells it."""
+    try:
+        ready = contender.compiled(case, phase)
+        if isinstance(ready, ours.Programs):
+            return ready.packed()
+        return ready if isinstance(ready, str) else None
+    except Exception:  # whatever it is: the driver finds it again, or does without
+        return None
+
+
+def main(arguments: Sequence[str]) -> None:
+    from benchmarks import suites
+
+    logging.set_verbosity(logging.ERROR)
+    # Nothing that a library prints may come between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    config, *names = arguments
+    contests = suites.contests(suites.chosen(names, config))
+    for line in sys.stdin:
+        job = json.loads(line)
+        contender = contests[job["contest"]].in_jax[job["contender"]]
+        pickle.dump(answer(contender, Case(**job["case"]), job["phase"]), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

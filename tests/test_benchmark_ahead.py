@@ -1,0 +1,108 @@
+"""What the benchmarks compile in other processes: the same programs, and no row is lost by it."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+
+from benchmarks import ahead, linear_torch, ours, side_by_side, suites
+from benchmarks.results import Results
+from tests.test_benchmark_suites import FACTS, InJax, Peer, fails
+
+SMOKE = suites.SMOKE_SUITE
+LINEAR = SMOKE.contests[0].cases["cpu"][0]
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])
+
+
+@pytest.fixture(scope="module")
+def one_worker():
+    with ahead.Ahead("cpu", ["", "smoke"], 1) as helpers:
+        yield helpers
+
+
+def test_another_processs_program_is_loaded_compared_and_timed(one_worker):
+    job = (0, LINEAR, "forward + backward", "ato_jax")
+    (told,) = one_worker.programs([job])
+    found = ours.unpacked(told)
+    here = SMOKE.contests[0].in_jax["ato_jax"].compiled(*job[1:3])
+    key = jax.random.key(1)
+    inputs = here.inputs.draw(key)
+    jax.tree.map(np.testing.assert_array_equal, found.inputs.draw(key), inputs)
+    jax.tree.map(np.testing.assert_array_equal, found.program([inputs]), here.program([inputs]))
+    prepared = found()
+    assert prepared.errors == here().errors and prepared.errors.keys() == {"out", "dq", "dk", "dv"}
+    assert prepared.scratch == here.scratch and prepared.time(0.01).seconds > 0
+
+
+def test_a_job_that_ends_its_worker_costs_no_other(one_worker):
+    """There is no such contest: an error ends the worker, and the next job has a new one."""
+    good = (0, LINEAR, "forward", "ato_jax")
+    lost, told = one_worker.programs([(7, LINEAR, "forward", "ato_jax"), good])
+    assert lost is None and ours.unpacked(told)().errors["out"] < 1e-5
+
+
+def test_a_worker_that_takes_too_long_is_ended(one_worker, monkeypatch):
+    monkeypatch.setattr(ahead, "LONGEST_SECONDS", 0)
+    told = one_worker.programs([(0, LINEAR, "forward", "ato_jax")])
+    assert told == ["compiling took longer than 0 s"]
+    assert one_worker._workers[0]._process is None
+
+
+class Helpers:
+    """Answers as it is told to, and remembers what it was asked."""
+
+    count = 2
+
+    def __init__(self, answers):
+        self._answers, self.asked, self.warmed = answers, [], []
+
+    def programs(self, jobs, in_torch):
+        self.asked.append([(number, str(case), phase, name) for number, case, phase, name in jobs])
+        self.warmed.append([name for *_, name in in_torch])
+        return [self._answers[name] for *_, name in jobs]
+
+
+def test_what_comes_of_other_processes_and_what_does_not(monkeypatch):
+    """All groups of both contests are asked for once; what does not come, or does not run here, is
+    compiled here.
+    """
+    here = []
+    names = ("comes", "does not load", "is lost", "has no memory there", "is refused", "searches")
+    in_jax = {name: InJax(lambda name=name: here.append(name)) for name in names}
+    in_jax["searches"].searches = True
+    compiles = linear_torch.Contender(lambda case: True, None, compiles=True)
+    in_torch = {"SDPA flash": dataclasses.replace(compiles, compiles=False), "fla": compiles}
+    cases = {"cpu": (LINEAR, dataclasses.replace(LINEAR, T=32)), "gpu": ()}
+    contests = [side_by_side.Contest(cases, in_jax, in_torch, ("forward",)) for _ in range(2)]
+    another = {"cpu": (LINEAR, dataclasses.replace(LINEAR, T=16)), "gpu": ()}
+    contests[1] = dataclasses.replace(contests[1], cases=another, in_jax={"comes": in_jax["comes"]})
+    told = ({}, {"wrong": 1}, None, "out of memory", "cannot")
+    helpers = Helpers(dict(zip(names[:-1], told, strict=True)))
+    good = ours.Prepared(lambda _: None, 1, {"out": 1e-4})
+    monkeypatch.setattr(ours, "unpacked", lambda told: fails() if told else lambda: good)
+    found = Results(**FACTS)
+    plan = side_by_side.Plan(contests, helpers)
+    for contest in contests:
+        meeting = side_by_side.Meeting(contest, Peer(), found, time.monotonic() + 60, plan)
+        for group in meeting.groups():
+            meeting.measure(*group)
+    both = [str(case) for case in cases["cpu"]]
+    asked = [(0, case, "forward", name) for case in both for name in names[:-1]]
+    asked.append((1, str(another["cpu"][1]), "forward", "comes"))
+    assert helpers.asked == [asked] and helpers.warmed == [["fla"] * 3]
+    assert sorted(here) == sorted(2 * [*names[1:4], "searches"])
+    rows = {(row.case, row.contender): row for row in found.rows}
+    assert len(rows) == len(found.rows) == 2 * 8 + 3
+    for case in both:
+        assert rows[case, "comes"].errors == {"out": 1e-4}
+        assert all(rows[case, name].errors == {"out": 1e-3} for name in names[1:4])
+        assert rows[case, "is refused"].unavailable == "cannot"
+        assert all(rows[case, name].seconds for name in (*names[:4], "searches"))
