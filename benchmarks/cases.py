@@ -32,6 +32,8 @@ WHOLE = 1024
 SAMPLE = 16
 # Kernels skip what nothing sees in blocks of about so many rows and keys.
 BLOCK = 128
+# The exponential of what is further below 0 is 0 in float64.
+UNDERFLOW = 746.0
 # Logarithms of gates are drawn as the negative half of a normal distribution of this width.
 DECAY = 0.1
 
@@ -222,11 +224,16 @@ def exact(
             w = left @ right.T
         else:
             total_decay = np.cumsum(np.asarray(decay, np.float64), axis=0).reshape(len(k), -1)
+            rising = np.ascontiguousarray(-total_decay.T)
+            near = [_near(rising, row, end) for row, end in zip(rows, last[:, 0], strict=True)]
 
             def between(r: int) -> np.ndarray:
-                return np.exp(np.minimum(total_decay[rows[r]] - total_decay, 0))
+                """From the keys of `near[r]` to the row."""
+                return np.exp(np.minimum(total_decay[rows[r]] - total_decay[near[r]], 0))
 
-            w = np.stack([(right * between(r)) @ left[r] for r in range(len(rows))])
+            w = np.zeros((len(rows), len(k)))
+            for r in range(len(rows)):
+                w[r, near[r]] = (right[near[r]] * between(r)) @ left[r]
         w = np.where(visible, w, 0)
         if normalize:
             total = w.sum(-1, keepdims=True)
@@ -242,13 +249,22 @@ def exact(
             found["dq"] = np.empty_like(q)
             found["dk"] = np.zeros_like(k)
             for r in range(len(rows)):
-                seen = d_weights[r][:, None] * between(r)
-                found["dq"][r] = (seen * right).sum(0)
-                found["dk"] += seen * left[r]
+                seen = d_weights[r, near[r], None] * between(r)
+                found["dq"][r] = (seen * right[near[r]]).sum(0)
+                found["dk"][near[r]] += seen * left[r]
         if not mapped:
             found["dq"] = found["dq"] * slope(q)
             found["dk"] = found["dk"] * slope(k)
     return found
+
+
+def _near(rising: np.ndarray, row: int, end: int) -> slice:
+    """The keys before `end` from which any channel's factor to the row is not 0 in float64.
+
+    `rising` [channels, S] is the negative of the gates' logarithms, summed.
+    """
+    starts = [np.searchsorted(channel, channel[row] - UNDERFLOW) for channel in rising]
+    return slice(int(min(starts)), int(end))
 
 
 def phi(x: np.ndarray) -> np.ndarray:

@@ -78,9 +78,12 @@ class Prepared:
     calls: int
     errors: dict[str, float]
     scratch: int | None = None
+    counts: list[int] = dataclasses.field(default_factory=list)
 
     def time(self, seconds: float) -> timing.Timing:
-        return timing.measure(self.launch, jax.block_until_ready, platform(), seconds, self.calls)
+        return timing.measure(
+            self.launch, jax.block_until_ready, platform(), seconds, self.calls, self.counts
+        )
 
 
 def measure(

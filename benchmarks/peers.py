@@ -226,6 +226,7 @@ class _Prepared:
     errors: dict[str, float]
     scratch: int | None = None
     picked: str = ""
+    counts: list[int] = dataclasses.field(default_factory=list)
 
 
 # Gives a set of tensors, and what a call makes of one: out and maybe gradients.
@@ -379,6 +380,7 @@ def _time(torch: Any, platform: str, ready: _Prepared, seconds: float) -> dict[s
         platform,
         seconds,
         ready.calls,
+        ready.counts,
     )
     return dataclasses.asdict(found)
 

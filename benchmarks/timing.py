@@ -21,6 +21,7 @@ GPU's cache come in several sets that take turns, or the cache would be measured
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -75,9 +76,10 @@ def measure(
     platform: str,
     seconds: float,
     calls: int = 1,
+    counts: list[int] | None = None,
 ) -> Timing:
     """Times one of the `calls` that `launch(i)` enqueues: `interleaved` of one."""
-    return interleaved([launch], wait, platform, seconds, calls)[0]
+    return interleaved([launch], wait, platform, seconds, calls, counts)[0]
 
 
 def interleaved(
@@ -86,6 +88,7 @@ def interleaved(
     platform: str,
     seconds: float,
     calls: int = 1,
+    counts: list[int] | None = None,
 ) -> list[Timing]:
     """Times several launches batch by batch in turns, so that what drifts drifts for all.
 
@@ -96,6 +99,8 @@ def interleaved(
       platform: "cpu" or "gpu".
       seconds: how long to measure each, about; at least three batches in any case.
       calls: how many calls a launch holds.
+      counts: the launches of a batch of each, if an earlier turn left them there; else they are
+        left there for the next. Each has one batch that does not count then, to warm up.
     """
 
     def batch(launch: Callable[[int], Any], count: int) -> tuple[float, float]:
@@ -108,18 +113,15 @@ def interleaved(
         wait(result)
         return (time.perf_counter() - start) / count, host
 
-    counts, rounds = [], []
-    for launch in launches:
-        count, (once, _) = 1, batch(launch, 1)
-        if platform == "gpu":
-            # Twice, since a single launch is mostly wait: what it takes shows in a batch alone.
-            for _ in range(2):
-                if once > LONG_SECONDS:
-                    break
-                count = max(1, round(GPU_BATCH_SECONDS / once))
-                once, _ = batch(launch, count)
-        counts.append(count)
-        rounds.append(round(seconds / (once * count)))
+    counts = [] if counts is None else counts
+    rounds = []
+    for index, launch in enumerate(launches):
+        if index < len(counts):
+            once, _ = batch(launch, counts[index])
+        else:
+            count, once = _sized(functools.partial(batch, launch), platform)
+            counts.append(count)
+        rounds.append(round(seconds / (once * counts[index])))
     # The slowest has its seconds, or its three batches.
     batches = max(FEWEST_BATCHES, min(MOST_BATCHES, *rounds))
     times: list[list[float]] = [[] for _ in launches]
@@ -135,3 +137,18 @@ def interleaved(
         Timing(own, batches * count * calls, statistics.median(of_host))
         for count, own, of_host in zip(counts, times, hosts, strict=True)
     ]
+
+
+def _sized(batch: Callable[[int], tuple[float, float]], platform: str) -> tuple[int, float]:
+    """How many launches fill a batch, and the seconds of one."""
+    count, (once, _) = 1, batch(1)
+    if platform == "gpu":
+        # Twice, since a single launch is mostly wait: what it takes shows in a batch alone.
+        for _ in range(2):
+            if once > LONG_SECONDS:
+                break
+            before, count = count, max(1, round(GPU_BATCH_SECONDS / once))
+            once, _ = batch(count)
+            if count == before:
+                break
+    return count, once

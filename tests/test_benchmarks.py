@@ -207,6 +207,21 @@ def test_exact_is_the_reference(op, causal):
     assert "out is wrong" in cases.wrong(case, one, found | {"out": found["out"] * np.nan})
 
 
+@pytest.mark.parametrize("strength", [0.1, 3.0, 300.0])
+@pytest.mark.parametrize("channels", [(), (4,)])
+def test_exact_is_the_reference_with_gates(channels, strength):
+    """The stronger ones are 0 in float64 after three steps, where `exact` leaves keys out."""
+    generator = np.random.default_rng(0)
+    q, k, v = generator.normal(size=(3, 1, 12, 1, 4)).astype(np.float32)
+    decay = -strength * np.abs(generator.normal(size=(1, 12, 1, *channels))).astype(np.float32)
+    wanted = numerics.oracle("linear_attention", q, k, v, causal=True, decay=decay)
+    case = cases.Case("linear", 1, 1, 12, 4, "float32", True, "channel" if channels else "step")
+    one = [array[0, :, 0] for array in (q, k, v, np.asarray(wanted.cotangents))]
+    found = cases.exact(case, *one, np.arange(12), decay[0, :, 0])
+    for name in ("out", "dq", "dk", "dv"):
+        np.testing.assert_allclose(found[name], wanted.exact[name][0, :, 0], rtol=1e-6, atol=1e-9)
+
+
 def of_one_head(arrays):
     """As `cases.errors` takes the arrays of a key head and its queries."""
     of_queries = ("q", "dout", "out", "dq")
@@ -236,6 +251,29 @@ def test_timing_counts_calls_and_waits_once_a_batch():
     assert len(launched) == len(waited) == 1 + timing.FEWEST_BATCHES
     assert len(found.batches) == timing.FEWEST_BATCHES
     assert 0 < min(found.batches) <= found.seconds <= max(found.batches)
+
+
+def test_a_later_turn_takes_the_size_of_a_batch_from_the_first(monkeypatch):
+    """Of a launch of 1 ms, where the clock is what the launches say: ten make a batch."""
+    now, launched, counts = [0.0], [], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def launch(index):
+        launched.append(index)
+        now[0] += 1e-3
+
+    def measured():
+        launched.clear()
+        return timing.measure(launch, lambda _: None, "gpu", 0.03, 2, counts), len(launched)
+
+    (first, of_first), (second, of_second) = measured(), measured()
+    assert counts == [10] and of_first == 1 + 10 + 10 + 30 and of_second == 10 + 30
+    assert len(first.batches) == len(second.batches) == 3 and first.calls == second.calls == 60
+    assert first.seconds == second.seconds == pytest.approx(5e-4)
+    # Twenty times as long: a launch is a batch, which the second of those to size it confirms.
+    counts.clear()
+    monkeypatch.setattr(timing, "GPU_BATCH_SECONDS", 5e-4)
+    assert [measured()[1], measured()[1]] == [1 + 1 + 30, 1 + 30] and counts == [1]
 
 
 @pytest.mark.parametrize(
