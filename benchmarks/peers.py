@@ -480,6 +480,7 @@ def _answer(
 
 def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
     prepared: dict[str, _Prepared] = {}
+    modules = 0
     linear_torch.hasten_triton()
     for line in lines:
         with warnings.catch_warnings(record=True) as caught:
@@ -501,6 +502,10 @@ def _answers(torch: Any, platform: str, lines: Any) -> Iterator[dict[str, Any]]:
                 # The other process needs the memory now. What holds it may be a cycle.
                 if not prepared:
                     gc.collect()
+                    if len(sys.modules) > modules:
+                        # Libraries' own objects, half a million: not to be looked at every time.
+                        gc.freeze()
+                        modules = len(sys.modules)
                 torch.cuda.empty_cache()
             except RuntimeError as error:
                 yield {"ended": answer.get("unavailable") or _refusal(error, [])}

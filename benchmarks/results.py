@@ -125,7 +125,8 @@ class Results:
 
 def json_text(results: Results) -> str:
     rows = [row.told() for row in results.rows]
-    return json.dumps(dataclasses.asdict(results) | {"rows": rows}, indent=1) + "\n"
+    without = dataclasses.replace(results, rows=[])
+    return json.dumps(dataclasses.asdict(without) | {"rows": rows}, indent=1) + "\n"
 
 
 def csv_text(results: Results) -> str:

@@ -72,6 +72,11 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
     return facts
 
 
+def helping(platform: str) -> int:
+    """Processes that compile ahead: a CPU's cores are few, and its programs small."""
+    return ahead.workers() if platform == "gpu" else 0
+
+
 def hold(wanted: Sequence[Suite]) -> int:
     """Runs the suites and prints what they find; the exit status."""
     start = time.monotonic()
@@ -87,7 +92,7 @@ def hold(wanted: Sequence[Suite]) -> int:
     # Tokamax warns of each call for which it has no tuned config.
     logging.set_verbosity(logging.ERROR)
     named = [suite.name for suite in wanted if suite in suites.named(suite.name)]
-    count = ahead.workers() if platform == "gpu" else 0
+    count = helping(platform)
     with peers.Peer(platform) as peer, Ahead(platform, [FLAGS.config, *named], count) as helpers:
         facts = introduced(peer, platform)
         if facts is None:

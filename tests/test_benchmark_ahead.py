@@ -1,6 +1,7 @@
 """What the benchmarks compile in other processes: the same programs, and no row is lost by it."""
 
 import dataclasses
+import importlib.util
 import time
 
 import jax
@@ -106,3 +107,36 @@ def test_what_comes_of_other_processes_and_what_does_not(monkeypatch):
         assert all(rows[case, name].errors == {"out": 1e-3} for name in names[1:4])
         assert rows[case, "is refused"].unavailable == "cannot"
         assert all(rows[case, name].seconds for name in (*names[:4], "searches"))
+
+
+def test_caches_are_filled_by_contenders_that_run(one_worker):
+    """One that is not installed says so once it is made; what it says costs nothing else."""
+    pytest.importorskip("torch")
+    plain = (LINEAR, "forward + backward", "PyTorch")
+    assert one_worker.programs([], [plain]) == []
+    peer = one_worker._warmers.get_nowait()
+    facts = {"case": dataclasses.asdict(LINEAR), "phase": "forward"}
+    assert peer.ask("warm", contender="PyTorch", **facts) == {}
+    if importlib.util.find_spec("fla") is None:
+        refused = {"unavailable": "fla is not installed"}
+        assert peer.ask("warm", contender="fla chunk, phi out", **facts) == refused
+    one_worker._warmers.put(peer)
+
+
+def test_a_search_that_fills_caches_times_nothing(monkeypatch):
+    """Nor is anything kept of it, in Triton's caches or in Inductor's."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    config = pytest.importorskip("torch._inductor.config")
+    tuner = autotuner.Autotuner
+    monkeypatch.setattr(tuner, "do_bench", vars(tuner)["do_bench"])
+    for name in ("autotune_local_cache", "autotune_remote_cache"):
+        monkeypatch.setattr(config, name, True)
+    linear_torch.search_nothing()
+    launched = []
+    told = object.__new__(tuner).do_bench(lambda: launched.append(1), quantiles=(0.5, 0.2, 0.8))
+    assert told == [1.0, 1.0, 1.0] and launched == [1]
+    assert not config.autotune_local_cache and not config.autotune_remote_cache
+    # These would be kept otherwise: what is compiled is found all the same, by the same key.
+    kept = config._cache_config_ignore_prefix
+    assert {"autotune_local_cache", "autotune_remote_cache"} <= set(kept)
+    assert ahead.WARMING == {"FLA_CACHE_RESULTS": "0"}
