@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import findings, linear, results, run, show, suites
+from benchmarks import findings, linear, results, run, show, side_by_side, suites
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
 from benchmarks.tables import Table
 
@@ -69,9 +69,21 @@ def measured(table: Table) -> list[Table]:
     return [dataclasses.replace(table, rows=rows)] if rows else []
 
 
+def asked_for(found: Results) -> tuple[int, int]:
+    """How many rows the report's suites ask for, and how many of these there was no time for."""
+    wanted = {
+        (str(case), phase, name)
+        for contest in suites.contests(suites.named("report"))
+        for case, phase in contest.groups(found.platform)
+        for name in side_by_side.wanted(contest, case)
+    }
+    reached = {row.key for row in found.rows if row.unavailable != NO_TIME_LEFT}
+    return len(wanted), len(wanted - reached)
+
+
 def section(found: Results, name: str) -> str:
     """Everything of one file."""
-    waiting = sum(row.unavailable == NO_TIME_LEFT for row in found.rows)
+    wanted, waiting = asked_for(found)
     noted = {key: value for key, value in found.about.items() if not key.startswith("clocks")}
     rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in found.matrix.items())
     versions = ", ".join(f"{key} {value}" for key, value in noted.items())
@@ -82,7 +94,7 @@ def section(found: Results, name: str) -> str:
         f"Every row: [{name}.json](../benchmarks/results/{name}.json).",
     ]
     if waiting:
-        parts.append(f"Of {len(found.rows)} rows {waiting} are still to be measured.")
+        parts.append(f"Of {wanted} rows {waiting} are still to be measured.")
     for suite in suites.named("report"):
         for table in suite.findings(found):
             parts += [one.markdown() for one in measured(table)]

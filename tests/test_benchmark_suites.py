@@ -394,6 +394,17 @@ def test_documents_are_made_of_the_files_of_figures():
     assert document.differing() == []
 
 
+def test_rows_that_were_not_reached_are_counted():
+    """Those that the file has as such, and those that it has not."""
+    found = full_results("gpu")
+    wanted, waiting = document.asked_for(found)
+    smoke = {str(case) for contest in suites.SMOKE_SUITE.contests for case in contest.cases["gpu"]}
+    assert wanted == sum(row.case not in smoke for row in found.rows) and waiting == 0
+    found.rows[-2].unavailable = results.NO_TIME_LEFT
+    del found.rows[-1]
+    assert document.asked_for(found) == (wanted, 2)
+
+
 def test_what_is_between_the_marks_is_replaced(tmp_path):
     text = f"before {document.FIRST}\nold\n{document.LAST} after"
     made = document.between(text, "new", tmp_path)
