@@ -382,8 +382,11 @@ class Meeting:
         found = self.found(case, phase)
         if not found.keys() >= set(names):
             if self.left() > 0:
+                start = time.monotonic()
                 with clock("compiling ahead"):
-                    self._compile_ahead(case, phase)
+                    of_others = self._compile_ahead(case, phase)
+                # What others gain is not this contest's time.
+                self.end += of_others * (time.monotonic() - start)
             rate = self.results.matrix.get(case.dtype)
             new = measure(
                 self.contest,
@@ -405,17 +408,17 @@ class Meeting:
                 raise DeviceLostError
         return [found[name] for name in names]
 
-    def _compile_ahead(self, case: Case, phase: str) -> None:
+    def _compile_ahead(self, case: Case, phase: str) -> float:
         """What this group lacks, with that of the groups after it and of the contests after this
-        one, all at one time.
+        one, all at one time; the share of those contests.
         """
         plan, first = self.plan, self.plan.number(self.contest)
         if (first, case, phase) in plan.done:
-            return
+            return 0.0
         most = JOBS_AHEAD * (plan.ahead.count if plan.ahead else ahead.workers())
         # By the row's name: several contests may ask for it.
         in_jax: dict[Job, int] = {}
-        in_torch: dict[Job, None] = {}
+        in_torch: dict[Job, int] = {}
         for number, one in self._from_here(case, phase):
             if len(in_jax) >= most:
                 break
@@ -427,10 +430,11 @@ class Meeting:
                     continue
                 if name not in contest.in_jax:
                     if getattr(contest.in_torch[name], "compiles", False):
-                        in_torch[job] = None
+                        in_torch.setdefault(job, number)
                 elif not contest.in_jax[name].searches:
                     in_jax.setdefault(job, number)
-        progress(f"{case}, {phase}: compiling {len(in_jax) + len(in_torch)} programs")
+        numbers = [*in_jax.values(), *in_torch.values()]
+        progress(f"{case}, {phase}: compiling {len(numbers)} programs")
         if plan.ahead:
             numbered = [(number, *job) for job, number in in_jax.items()]
             answers = plan.ahead.programs(numbered, list(in_torch))
@@ -443,6 +447,7 @@ class Meeting:
                     del in_jax[job]
         here = [functools.partial(compiled, plan.contests[i], *job) for job, i in in_jax.items()]
         plan.programs |= dict(zip(in_jax, all_compiled(here), strict=True))
+        return sum(number != first for number in numbers) / max(1, len(numbers))
 
     def _from_here(self, case: Case, phase: str) -> Iterator[tuple[int, tuple[Case, str]]]:
         """The groups from this one on, with the numbers of their contests."""

@@ -57,17 +57,22 @@ def test_a_worker_that_takes_too_long_is_ended(one_worker, monkeypatch):
     assert one_worker._workers[0]._process is None
 
 
+# Seconds that helpers seem to take.
+PRETENDED = 50.0
+
+
 class Helpers:
     """Answers as it is told to, and remembers what it was asked."""
 
     count = 2
 
     def __init__(self, answers):
-        self._answers, self.asked, self.warmed = answers, [], []
+        self._answers, self.asked, self.warmed, self.late = answers, [], [], 0.0
 
     def programs(self, jobs, in_torch):
         self.asked.append([(number, str(case), phase, name) for number, case, phase, name in jobs])
         self.warmed.append([name for *_, name in in_torch])
+        self.late += PRETENDED
         return [self._answers[name] for *_, name in jobs]
 
 
@@ -90,16 +95,22 @@ def test_what_comes_of_other_processes_and_what_does_not(monkeypatch):
     good = ours.Prepared(lambda _: None, 1, {"out": 1e-4})
     monkeypatch.setattr(ours, "unpacked", lambda told: fails() if told else lambda: good)
     # What is known is not compiled again.
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + helpers.late)
     found = Results(**FACTS, rows=[row_of(cases["cpu"][1], "forward", "comes", 1.0)])
     plan = side_by_side.Plan(contests, helpers)
+    ends = []
     for contest in contests:
-        meeting = side_by_side.Meeting(contest, Peer(), found, time.monotonic() + 60, plan)
+        meeting = side_by_side.Meeting(contest, Peer(), found, end := time.monotonic() + 60, plan)
         for group in meeting.groups():
             meeting.measure(*group)
+        ends.append(meeting.end - end)
     both = [str(case) for case in cases["cpu"]]
     asked = [(0, case, "forward", name) for case in both for name in names[:-1]]
     asked.remove((0, both[1], "forward", "comes"))
     asked.append((1, str(another["cpu"][1]), "forward", "comes"))
+    # Of ten programs and three for PyTorch's process, two are the second contest's.
+    assert ends == [pytest.approx(PRETENDED * 2 / 13, rel=0.05), 0]
     assert helpers.asked == [asked] and helpers.warmed == [["fla"] * 3]
     assert sorted(here) == sorted(2 * [*names[1:4], "searches"])
     rows = {(row.case, row.contender): row for row in found.rows}
