@@ -3,7 +3,8 @@
 JAX compiles the function once, and `_executable` reads what XLA made of it: kernels, a few copies
 perhaps, and which memory each takes. That becomes a `Plan`: PyTorch allocates, and the same machine
 code goes to PyTorch's current stream, in the same order. So there is nothing to wait for, memory is
-PyTorch's, and a CUDA graph holds it all.
+PyTorch's, and a CUDA graph of the caller's holds it all. Several kernels are a graph themselves,
+whose addresses are changed before each launch: the host then pays for one launch.
 
 Before a plan is taken, it runs once beside JAX on the tensors of the first call, and has to give
 the same bits. What has no plan, for a step that is no kernel or for bytes that are not understood,
@@ -120,7 +121,9 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
             compiled, results = _compiled(function.traced, tensors)
             executable = _executable.read(compiled.runtime_executable().serialize())
             plan = Plan(executable, tensors, results, Kernels(executable))
-            _compare(plan(tensors), _bridge.execute(compiled, tensors))
+            wanted = _bridge.execute(compiled, tensors)
+            _compare(plan(tensors), wanted)
+            _compare(plan(tensors, as_graph=False), wanted)
             return plan
     except ClosedError as closed:
         return closed
@@ -190,7 +193,8 @@ class Plan:
         ]
         self.kernels = kernels
         self.nowhere = _nowhere(like[0].device).data_ptr()
-        self.idle: list[_Calls] = []
+        # By streams, so that no graph's launches are in two of them, waiting for each other.
+        self.idle: dict[int, list[_Calls]] = collections.defaultdict(list)
 
     def turned(self, which: Sequence[bool]) -> Plan:
         """The plan that gives those results with their second and third axis exchanged, but not in
@@ -203,10 +207,12 @@ class Plan:
         ]
         return plan
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], as_graph: bool = True
+    ) -> list[torch.Tensor]:
         if torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.index):
-                return self(tensors)
+                return self(tensors, as_graph)
         tensors = [
             _aligned(tensor) if tensor.data_ptr() & MISALIGNED or tensor.is_neg() else tensor
             for tensor in tensors
@@ -219,27 +225,31 @@ class Plan:
             # Free for others at the return: what they do with it comes later on the stream.
             scratch = empty_strided((self.scratch_bytes,), (1,), torch.uint8)
             addresses.append(scratch.data_ptr())
+        idle = self.idle[torch._C._cuda_getCurrentRawStream(self.index)]
         try:
-            calls = self.idle.pop()
+            calls = idle.pop()
         except IndexError:
-            calls = _Calls(self.executable, self.kernels.of_launches)
+            calls = _Calls(
+                self.executable, self.kernels, torch._C._cuda_getCurrentRawStream(self.index)
+            )
         calls.fill(*[addresses[number] + offset for number, offset in self.places])
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        if calls.stream.value != stream:
-            calls.go_to(stream)
-        for function, arguments in calls.of_steps:
+        steps = calls.of_steps
+        if calls.of_graph and as_graph and not is_capturing():
+            steps = calls.of_graph
+        for function, arguments in steps:
             error = function(*arguments)
             if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
                 _check(_driver().cuCtxSetCurrent(self.kernels.context))
                 error = function(*arguments)
             if error:
                 _check(error)
-        self.idle.append(calls)
+        idle.append(calls)
         return results
 
 
 MISALIGNED = _bridge.ALIGNMENT - 1
 empty_strided = _allocator()
+is_capturing = torch.cuda.is_current_stream_capturing
 
 
 @functools.cache
@@ -311,31 +321,48 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+class _KernelNode(ctypes.Structure):
+    """The driver's CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("parameters", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+# One of the driver's functions, and what it is called with.
+_Call = tuple[Any, tuple[Any, ...]]
+
+
 class _Calls:
-    """The driver's functions for all the steps, with their arguments as C has them: made once, and
-    filled in for each call.
+    """The driver's functions for all the steps on one stream, with their arguments as C has them:
+    made once, and filled in for each call. Of two kernels or more there is a graph, too: each is
+    given its arguments, and all are launched as one.
 
     One call at a time may use them; the driver has copied what they hold when it returns.
     """
 
     def __init__(
-        self,
-        executable: _executable.Executable,
-        kernels: dict[_executable.Launch, ctypes.c_void_p],
+        self, executable: _executable.Executable, kernels: Kernels, stream: int
     ) -> None:
         steps = executable.steps
         count = sum(len(step.arguments) for step in steps)
         pointers = (ctypes.c_uint64 * count)()
         self.fill = functools.partial(struct.Struct(f"{count}Q").pack_into, pointers, 0)
-        self.stream = ctypes.c_size_t()
-        self.configs: list[_LaunchConfig] = []
-        self.of_steps: list[tuple[Any, tuple[Any, ...]]] = []
+        self.stream = ctypes.c_size_t(stream)
+        self.of_steps: list[_Call] = []
         # C's memory that the arguments point to.
         self.held: list[Any] = []
         start = 0
-        call: tuple[Any, tuple[Any, ...]]
+        call: _Call
+        width = ctypes.sizeof(ctypes.c_uint64)
         for step in steps:
-            width = ctypes.sizeof(ctypes.c_uint64)
             if isinstance(step, _executable.Launch):
                 size = ctypes.c_size_t(width * len(step.arguments))
                 extra = (ctypes.c_void_p * 5)(
@@ -345,12 +372,12 @@ class _Calls:
                     ctypes.addressof(size),
                     None,
                 )
-                config = _LaunchConfig(step.grid, step.block, step.shared_bytes)
-                self.held += size, extra
-                self.configs.append(config)
+                config = _LaunchConfig(step.grid, step.block, step.shared_bytes, stream)
+                self.held += size, extra, config
                 # Four arguments, where the older cuLaunchKernel has eleven for ctypes to pass.
                 places = (ctypes.c_void_p(ctypes.addressof(each)) for each in (config, extra))
-                call = _driver().cuLaunchKernelEx, (next(places), kernels[step], None, *places)
+                kernel = kernels.of_launches[step]
+                call = _driver().cuLaunchKernelEx, (next(places), kernel, None, *places)
             else:
                 first, *rest = (
                     ctypes.c_uint64.from_buffer(pointers, width * (start + n))
@@ -365,11 +392,45 @@ class _Calls:
                     call = _driver().cuMemsetD32Async, (first, value, words, self.stream)
             self.of_steps.append(call)
             start += len(step.arguments)
+        launches = [step for step in steps if isinstance(step, _executable.Launch)]
+        self.of_graph: list[_Call] = []
+        if len(launches) == len(steps) > 1:
+            self.of_graph = self._graph(launches, kernels, pointers)
 
-    def go_to(self, stream: int) -> None:
-        self.stream.value = stream
-        for config in self.configs:
-            config.stream = stream
+    def _graph(
+        self,
+        launches: Sequence[_executable.Launch],
+        kernels: Kernels,
+        pointers: ctypes.Array[ctypes.c_uint64],
+    ) -> list[_Call]:
+        driver, pointer = _driver(), ctypes.c_void_p
+        context, graph, ready = pointer(), pointer(), pointer()
+        _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
+        if not context:  # a thread in which CUDA was not used yet
+            _check(driver.cuCtxSetCurrent(kernels.context))
+        _check(driver.cuGraphCreate(ctypes.byref(graph), 0))
+        nodes: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+        address = ctypes.addressof(pointers)
+        for launch in launches:
+            count = len(launch.arguments)
+            width = ctypes.sizeof(ctypes.c_uint64)
+            parameters = (pointer * count)(*range(address, address + width * count, width))
+            address += width * count
+            found = _KernelNode(kernels.of_launches[launch], launch.grid, launch.block)
+            found.shared_bytes = launch.shared_bytes
+            found.parameters = ctypes.addressof(parameters)
+            node, facts = pointer(), pointer(ctypes.addressof(found))
+            before = [each for each, _ in nodes[-1:]]
+            behind = (pointer * 1)(*before), ctypes.c_size_t(len(before))
+            _check(driver.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, *behind, facts))
+            nodes.append((node, facts))
+            self.held += parameters, found
+        _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)))
+        change = driver.cuGraphExecKernelNodeSetParams_v2
+        return [
+            *((change, (ready, *node)) for node in nodes),
+            (driver.cuGraphLaunch, (ready, self.stream)),
+        ]
 
 
 # cuda.h's names for these numbers.

@@ -135,7 +135,7 @@ def test_triton_means_these_kernels_too():
     with ato_jax.interpret():
         told = ato_jax.explain(q=q, k=k, v=v, op="attention", implementation="triton")
         assert told.forward.backend == told.backward.backend == "triton.wide"
-    with pytest.raises(ato_jax.UnsupportedError, match="triton: .*; triton.wide: needs a GPU"):
+    with pytest.raises(ato_jax.UnsupportedError, match="triton.wide: .*; triton: needs a GPU"):
         ato_jax.attention(q, k, v, implementation="triton")
 
 
@@ -188,19 +188,21 @@ def test_gradients_by_kept_products(monkeypatch, request, sizes, slices, options
     assert products.shape[2:] == (slices, sizes["T"], sizes["S"])
 
 
-def test_only_calls_that_fill_half_of_the_card_are_taken_unasked():
+def test_only_calls_of_several_blocks_are_taken_unasked():
     device = Device("gpu", "another card", (9, 0), 132, SHARED_MEMORY[9, 0])
 
     def backend(B, implementation=None, **sizes):
-        spec = api.prepare(*draw("bfloat16", B=1, D=513, **sizes)).spec
+        spec = api.prepare(*draw("bfloat16", **{"B": 1, "D": 513, **sizes})).spec
         spec = dataclasses.replace(spec, B=B)
         call = dispatch._Call(api.OP, spec, implementation, device, False)
         chosen = {dispatch.choose(call, phase).backend for phase in dispatch.PHASES}
         (name,) = chosen
         return name
 
-    assert backend(B=66) == "xla" and backend(B=67) == "triton.wide"
-    assert backend(B=9, T=65, S=1, H=4) == "triton.wide" and backend(B=9, T=64, H=4) == "xla"
+    assert backend(B=7) == "xla" and backend(B=8) == "triton.wide"
+    assert backend(B=1, T=65, S=1, H=4) == "triton.wide" and backend(B=1, T=64, H=4) == "xla"
+    # Heads that the kernels of whole rows take, too.
+    assert backend(B=7, D=300) == "triton" and backend(B=8, D=300) == "triton.wide"
     assert backend(B=1, implementation="triton") == "triton.wide"
     # What the kernels do not take is not asked whether it would pay.
     assert backend(B=67, T=300, S=300) == "xla"

@@ -28,7 +28,7 @@ from ato_jax.ops.common import (
 PAGED = "triton.paged"
 OP = dispatch.Op(
     "attention",
-    ("triton", "cudnn", "triton.wide", "xla", "reference"),
+    ("triton.wide", "triton", "cudnn", "xla", "reference"),
     package="ato_jax.ops.attention",
     planned=("mosaic_gpu",),
     special=(("triton", PAGED),),

@@ -77,18 +77,23 @@ WIDEST_VALUE = 512
 MOST_ROWS = 64
 ROWS_BYTES = 16 * 1024
 WIDE_ROWS_BYTES = 48 * 1024
-INDIRECT_ROWS_BYTES = 32 * 1024
+# What words become takes registers, too.
+WIDE_ROWS_BYTES_IN_8_BITS = 32 * 1024
 LONGEST_BLOCK = 128
 NUM_WARPS = 4
-# For rows in several slices, of which twice as many then share each load, and for blocks of 8 bits,
-# which are twice as long.
+# For rows in several slices, of which twice as many then share each load, and for more rows than
+# the smallest tile of a cache in 8 bits.
 MANY_WARPS = 8
 # A block of keys and values under way for each of these, in the shared memory.
 NUM_STAGES = 3
 # There, the compiler loads from the table ahead, too, which takes every second stage.
 NUM_INDIRECT_STAGES = 5
-# Their runs are equal, so that they end together.
+# With so many rows in several slices, which leaves room for as many stages.
+NUM_STAGES_OF_MOST_ROWS = 2
+# Their runs are equal, so that they end together. In 8 bits, what one waits for takes half as long,
+# and another one computes meanwhile.
 PROGRAMS_PER_MULTIPROCESSOR = 1
+PROGRAMS_PER_MULTIPROCESSOR_IN_8_BITS = 2
 # The second kernel's programs take so many columns of so many parts at a time, whose loads are
 # under way together.
 MERGED_COLUMNS = 64
@@ -190,35 +195,34 @@ def default_config(
         return max(SMALLEST_TILE, min(found, most))
 
     wide = max(widths) > LONGEST_ROW
-    # A table's entries and what words become take registers, too.
-    most_rows = MOST_ROWS // 2 if eight_bits else MOST_ROWS
-    rows_bytes = ROWS_BYTES
+    rows_bytes, most_rows = ROWS_BYTES, MOST_ROWS // 2 if eight_bits else MOST_ROWS
     if wide:
-        rows_bytes = INDIRECT_ROWS_BYTES if in_pages or eight_bits else WIDE_ROWS_BYTES
-    rows = fitting(rows_bytes, max(widths), most_rows)
-    rows = min(rows, padded(count))
+        rows_bytes = WIDE_ROWS_BYTES_IN_8_BITS if eight_bits else WIDE_ROWS_BYTES
+    rows = min(fitting(rows_bytes, max(widths), most_rows), padded(count))
     streamed = widths[0] if shared else sum(widths)
     block = fitting(here.shared_memory // NUM_STAGES, streamed, LONGEST_BLOCK)
-    if eight_bits and item == 2 and not wide and rows == SMALLEST_TILE:
-        block *= 2  # of half the bytes
+    num_stages = NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES
+    if wide and shared and count > MOST_ROWS and not in_pages and not eight_bits:
+        rows, num_stages = MOST_ROWS, NUM_STAGES_OF_MOST_ROWS
+    each = PROGRAMS_PER_MULTIPROCESSOR_IN_8_BITS if eight_bits else PROGRAMS_PER_MULTIPROCESSOR
     return Config(
         rows,
         block,
-        MANY_WARPS if wide or eight_bits else NUM_WARPS,
-        NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES,
-        _programs(spec, block, pl.cdiv(count, rows) * spec.G, here.multiprocessors),
+        MANY_WARPS if wide or (eight_bits and rows > SMALLEST_TILE) else NUM_WARPS,
+        num_stages,
+        _programs(spec, block, pl.cdiv(count, rows) * spec.G, each * here.multiprocessors),
         fast_exp2=here.capability is not None,
     )
 
 
-def _programs(spec: AttentionSpec, block: int, others: int, multiprocessors: int) -> int:
+def _programs(spec: AttentionSpec, block: int, others: int, programs: int) -> int:
     """How many share the blocks of all sequences; `others` is how often that is.
 
     Fewer, where that keeps programs from having two sequences of the same length, and gives none
     more to do.
     """
     blocks = spec.B * pl.cdiv(spec.S, block)
-    most = max(1, min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // others, blocks))
+    most = max(1, min(programs // others, blocks))
     even = most - most % spec.B
     return even if even and pl.cdiv(blocks, even) == pl.cdiv(blocks, most) else most
 
