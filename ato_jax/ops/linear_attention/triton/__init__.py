@@ -34,6 +34,7 @@ from ato_jax.ops.linear_attention.triton import (
     bidirectional,
     causal,
     channel,
+    prepared,
     projected,
     split,
     tiles,
@@ -175,6 +176,9 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     float16's wide ones, take up to three times the room: so tiles of 32 or 16 rows. Measured on
     an H200 in bfloat16 (docs/notes/linear_attention.md).
     """
+    if prepared.applies(spec):
+        # Most of its kernels are those of the call without gates.
+        spec = prepared.inner_spec(spec)
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
     half = spec.dtype == "bfloat16"
     roomy = device.shared_memory >= HOPPER_SHARED_MEMORY
@@ -251,7 +255,7 @@ def _one_state(spec: LinearAttentionSpec) -> bool:
 def _kernels(spec: LinearAttentionSpec) -> Any:
     """The module that has the kernels for the spec."""
     if spec.decay == "channel":
-        return channel
+        return prepared if prepared.applies(spec) else channel
     return bidirectional if _one_state(spec) else causal
 
 

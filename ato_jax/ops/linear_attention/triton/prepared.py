@@ -1,0 +1,420 @@
+"""A gate per step and channel, causal, beside a large state: the features are decayed beforehand.
+
+In a run of rows (`stored.py`'s), with c_i the sum of the gates from the middle of the run to row
+i, negative ones of what lies between for the rows before it,
+
+    q^_i = phi(q_i) exp(c_i)                k~_j = phi(k_j) exp(-c_j)
+    exp(sum decay[j+1..i, d]) phi(q_id) phi(k_jd) = q^_id k~_jd
+
+so that all pairs of a run are products of q^ and k~, as without gates. One pass writes both, and
+sums v_j k~_j^T over each run; then `stored.py`'s kernels take q^ and k~ as if they were features.
+A run's queries see a state as decayed to the middle of the run, and what its keys add to the
+state behind it is decayed from there: with `first` and `second` the decays of the run's halves,
+
+    S[p+1] = exp(first + second) S[p] + exp(second) sum_j k~_j v_j^T     they read exp(first) S[p]
+
+These factors go into the scan over the runs (`scan.py`). Backward, dq^ and dk~ come in float32:
+
+    d_phi_q_i = exp(c_i) dq^_i              d_phi_k_j = exp(-c_j) dk~_j
+    d_decay_t = sum_{i>=t} q^_i dq^_i - sum_{j>=t} k~_j dk~_j + sum_v S dS + z dz
+
+with sums over the steps of the run, and S and dS at its end (`channel.py`).
+
+A run in which a channel loses more than `MOST` in either half, by which factors could leave
+float32's range, is steep: here its features are left undecayed, what the kernels make of them is
+nobody's, and `steep.py` puts right what follows, on the device. That leaves the sums over such a
+run as decayed to its edges; and dq^ and dk~ so that all of the above holds with c = 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax.ops.linear_attention import features
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.triton import channel, steep, stored, tiles
+from ato_jax.ops.linear_attention.triton.pairs import state_blocks
+from ato_jax.ops.linear_attention.triton.scan import Edges, scan_states
+from ato_jax.ops.linear_attention.triton.steep import Turns
+from ato_jax.ops.linear_attention.triton.tiles import Columns, Config, Rows
+from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, plan
+
+# Of a half's logarithm to base 2: factors from 2^-70 to 2^70 leave features as much again.
+MOST = 70.0
+LARGEST_F = 128
+# Of gates: 16 bits are enough beside MOST, where the result is rounded to 8.
+GATE_PARTS = 2
+FLOW_PARTS = 3  # of float32, exactly
+NO_STEPS = Steps({}, None, None, None)
+
+
+def applies(spec: LinearAttentionSpec) -> bool:
+    return (
+        spec.decay == "channel"
+        and spec.causal
+        and spec.dtype == "bfloat16"
+        and tiles.state_size(spec) > tiles.SMALL_STATE
+        and tiles.padded(spec.F) <= LARGEST_F
+    )
+
+
+def inner_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    """The call without gates, over decayed features."""
+    return dataclasses.replace(spec, decay=None, feature_map=features.NAMED["identity"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice(Columns):
+    """Columns of which the kernel knows the first only when it runs."""
+
+    first: Any
+
+    @property
+    def exist(self) -> jax.Array | None:
+        return None if self.width % self.count == 0 else self.index < self.width
+
+
+def _slices(spec: LinearAttentionSpec) -> tuple[int, int]:
+    """Into how many tiles the columns of q and k are cut, and their width."""
+    width = tiles.in_slices(spec.F)[0].count
+    return pl.cdiv(spec.F, width), width
+
+
+def _load_gates(ref: Any, rows: Rows, columns: Columns) -> jax.Array:
+    """[C, f], to base 2."""
+    return jnp.maximum(tiles.load_tile(ref, rows, columns), channel.STRONGEST) * tiles.LOG2_E
+
+
+def _sums(chosen: jax.Array, x: jax.Array, parts: int) -> jax.Array:
+    """The sums of the rows of float32 x [C, f] that are chosen [C, C] for each row."""
+    matrix = chosen.astype(jnp.bfloat16)
+    found = jnp.float32(0)
+    for left in reversed(range(parts)):
+        part = channel._cut_off(x) if left else x
+        found += plgpu.dot(matrix, part.astype(jnp.bfloat16))
+        x -= part
+    return found
+
+
+def _decayed(
+    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, columns: Columns, c: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """phi(x) 2^c and phi'(x) 2^c, float32 [C, f]; the former is 0 where no row is."""
+    if spec.feature_map.name == "elu1":
+        # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
+        slopes = tiles.exp2(jnp.minimum(x, 0.0) * tiles.LOG2_E + c)
+        found = slopes * (jnp.maximum(x, 0.0) + 1)
+        mask = tiles.tile_mask(rows.real, columns)
+        return found if mask is None else jnp.where(mask, found, 0.0), slopes
+    plain, slopes = tiles.features_and_slopes(spec, x, rows, columns)
+    factor = tiles.exp2(c)
+    return plain * factor, slopes * factor
+
+
+class Prepared(NamedTuple):
+    q: jax.Array  # [B, T, H, F] in the spec's layout, q^
+    k: jax.Array  # [B, S, G, F], k~
+    kv: jax.Array  # [B, G, P, V, F], the sums over each run, as the middle of it sees them
+    k_sum: jax.Array  # [B, G, P, F]
+    totals: jax.Array  # [B, G, P, parts of a run, F], the sums of the gates to base 2
+
+
+def _prepare(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> Prepared:
+    half = walk.pieces.rows // 2
+    part = steep.part_rows(walk)
+    group = spec.H // spec.G
+    axis = tiles.heads_axis(spec)
+    count, width = _slices(spec)
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        q_out: Any,
+        k_out: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        totals_ref: Any,
+    ) -> None:
+        program = tiles.piece_id()
+        run = program // count
+        columns = Slice(program % count * width, width, spec.F)
+        ones = jnp.ones((half, half), jnp.float32)
+        one = tiles.identity(spec, width)
+        row, column = channel._pairs(half)
+
+        def add_half(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            kv, k_sum = sums  # [V, f], [C, f]
+            queries, keys = walk.rows_at(spec, {}, run * walk.pieces.rows + i * half, half)
+            gates = _load_gates(gates_ref, keys, columns)  # [C, f]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            k = tiles.load_tile(k_ref, keys, columns)  # [C, f]
+            # From the middle of the run.
+            chosen = jnp.where(i == 0, column > row, column <= row)
+            c = _sums(chosen, gates, GATE_PARTS) * jnp.where(i == 0, -1.0, 1.0)
+            k = _decayed(spec, tiles.as_accumulated(k, one), keys, columns, -c)[0]
+            k = tiles.operand(spec, k)
+            kv += tiles.product(spec, v, k, trans_a=True)
+            k_sum += tiles.product(spec, ones, k)
+            tiles.store_tile(k_out, keys, columns, k)
+
+            def write_head(head: Any, _: None) -> None:
+                q = tiles.load_tile(q_ref, queries, columns, head, axis)  # [C, f]
+                q = _decayed(spec, tiles.as_accumulated(q, one), queries, columns, c)[0]
+                tiles.store_tile(q_out, queries, columns, q, head, axis)
+
+            stored.over_tiles(0, group, group, write_head, None)
+            totals = jnp.sum(gates.reshape(-1, part, width), axis=1)  # [parts of a half, f]
+            parts = tiles.tile_rows(i * (half // part), half // part, 0, True)
+            tiles.store_tile(totals_ref, parts, columns, totals)
+            return kv, k_sum
+
+        height = tiles.padded(spec.V)
+        sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((half, width), jnp.float32)
+        kv, k_sum = jax.lax.fori_loop(0, 2, add_half, sums)
+        tiles.store_matrix(kv_ref, spec.V, columns, kv)
+        tiles.store_vector(k_sum_ref, columns, jnp.max(k_sum, axis=0))
+
+    P = walk.pieces.count
+    parts = walk.pieces.rows // part
+    queries = tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group)
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    found = tiles.launch(
+        kernel,
+        "linear_attention_prepare",
+        grid=(P * count, spec.G, spec.B),
+        in_specs=[
+            queries,
+            keys,
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g)),
+            keys,
+        ],
+        out_specs=[
+            queries,
+            keys,
+            *state_blocks(spec, lambda p, g, b: (b, g, p // count)),
+            pl.BlockSpec(
+                (None, None, None, parts, spec.F), lambda p, g, b: (b, g, p // count, 0, 0)
+            ),
+        ],
+        out_shape=[
+            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+            tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
+            jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.V, spec.F), walk.state_dtype),
+            jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
+            jax.ShapeDtypeStruct((spec.B, spec.G, P, parts, spec.F), jnp.float32),
+        ],
+        warps=config.state_warps,
+        stages=config.state_stages,
+    )(inputs.q, inputs.k, inputs.v, inputs.decay)
+    return Prepared(*found)
+
+
+class Decays(NamedTuple):
+    """Of the runs, [B, G, P, F] each: what is left of a state after the whole run, after the
+    first half, and after the second; in steep runs 1 for the halves."""
+
+    whole: jax.Array
+    first: jax.Array
+    second: jax.Array
+
+
+def _classify(walk: Walk, totals: jax.Array) -> tuple[Decays, Turns]:
+    B, G, P, parts, width = totals.shape
+    halves = jnp.sum(totals.reshape(B, G, P, 2, parts // 2, width), axis=4)
+    is_steep = jnp.any(halves < -MOST, axis=(3, 4))
+    first, second = (
+        jnp.where(is_steep[..., None], 1.0, jnp.exp2(halves[:, :, :, i])) for i in (0, 1)
+    )
+    whole = jnp.exp2(jnp.sum(halves, axis=3))
+    return Decays(whole, first, second), steep.turns(totals, is_steep, walk)
+
+
+class Sums(NamedTuple):
+    """What both phases begin with."""
+
+    prepared: Inputs
+    edges: Edges  # the states ahead of each run as its queries read them, and after the last
+    decays: Decays
+    turns: Turns
+
+
+def _sums_of_keys(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> Sums:
+    found = _prepare(spec, config, inputs, walk)
+    decays, turns = _classify(walk, found.totals)
+    sums = steep.states(spec, inputs, walk, turns, (found.kv, found.k_sum))
+    start = None
+    if inputs.initial_state is not None:
+        start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    reads = jnp.pad(decays.first, ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=1)
+    edges = scan_states(sums, start, decays.whole, adds=decays.second, reads=reads)
+    return Sums(Inputs(found.q, found.k, inputs.v), edges, decays, turns)
+
+
+def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    inner = inner_spec(spec)
+    walk = plan(inner, config)
+    prepared, edges, _, turns = _sums_of_keys(spec, config, inputs, walk)
+    out = stored.output(inner, config, prepared, walk, NO_STEPS, [edges])
+    out = steep.output(spec, inputs, walk, turns, edges, out)
+    return Outputs(out, LinearState(jnp.swapaxes(edges.end_kv, 2, 3), edges.k_sum[:, :, -1]))
+
+
+def backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    inputs, do = residuals.inputs, cotangents.out
+    inner = tiles.matched(inner_spec(spec))
+    walk = plan(inner, config, "backward")
+    prepared, edges, decays, turns = _sums_of_keys(spec, config, inputs, walk)
+    found = stored.query_gradient(inner, config, prepared, walk, NO_STEPS, [edges], do)
+    dq, sums, normalizer = steep.query_gradient(spec, inputs, walk, turns, edges, found, do)
+
+    def of_group(array: jax.Array) -> jax.Array:
+        """Over the query heads of each kv head; runs that hold keys alone add nothing."""
+        array = jnp.sum(array.reshape(spec.B, spec.G, -1, *array.shape[2:]), axis=2)
+        before = [(0, 0), (0, 0), (walk.with_queries, 0)]
+        return jnp.pad(array, before + [(0, 0)] * (array.ndim - 3))
+
+    end = None
+    if spec.return_state:
+        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
+    kv, k_sum = (of_group(array) for array in sums)
+    reads = jnp.pad(decays.second, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
+    cotangent = scan_states(
+        (kv, k_sum), end, decays.whole, adds=decays.first, reads=reads, reverse=True
+    )
+    dk, dv, _ = stored.key_gradient(
+        inner, config, prepared, walk, NO_STEPS, [cotangent], normalizer, do
+    )
+    dk, dv = steep.key_gradient(spec, inputs, walk, turns, cotangent, normalizer, (dk, dv), do)
+    passing = _passing(edges, cotangent, decays)
+    dq, dk, d_decay = _finish(spec, config, inputs, walk, turns, dq, dk, passing)
+    d_state = None
+    if inputs.initial_state is not None:
+        d_state = LinearState(jnp.swapaxes(cotangent.end_kv, 2, 3), cotangent.k_sum[:, :, 0])
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
+
+
+def _passing(edges: Edges, cotangent: Edges, decays: Decays) -> jax.Array:
+    """sum_v S dS + z dz at the end of each run, [B, G, P, F]."""
+    # Of both as they were before what reads them decayed them.
+    state = 1 / jnp.pad(decays.first[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=1)
+    behind = 1 / decays.second
+
+    def at_ends(array: jax.Array) -> jax.Array:
+        return array[:, :, 1:].astype(jnp.float32)
+
+    of_kv = (at_ends(edges.kv) * state[:, :, :, None]) * (
+        at_ends(cotangent.kv) * behind[:, :, :, None]
+    )
+    of_sums = (at_ends(edges.k_sum) * state) * (at_ends(cotangent.k_sum) * behind)
+    return jnp.sum(of_kv, axis=3) + of_sums
+
+
+def _finish(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    turns: Turns,
+    dq: jax.Array,
+    dk: jax.Array,
+    passing: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk and the gates' gradient from dq^ and dk~, float32: a program has a run of rows."""
+    block = walk.pieces.rows
+    group = spec.H // spec.G
+    axis = tiles.heads_axis(spec)
+    count, width = _slices(spec)
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        gates_ref: Any,
+        dq_ref: Any,
+        dk_ref: Any,
+        passing_ref: Any,
+        turns_ref: Any,
+        dq_out: Any,
+        dk_out: Any,
+        d_gates_out: Any,
+    ) -> None:
+        program = tiles.piece_id()
+        run = program // count
+        columns = Slice(program % count * width, width, spec.F)
+        queries, keys = walk.rows_at(spec, {}, run * block, block)
+        row, column = channel._pairs(block)
+        is_steep = steep.is_steep(turns_ref)
+        gates = _load_gates(gates_ref, keys, columns)  # [C, f]
+        # From the middle of the run: the rows behind it less those ahead.
+        behind, ahead = row >= block // 2, column < block // 2
+        chosen = jnp.where(behind, (column <= row) & ~ahead, (column > row) & ahead)
+        c = _sums(jnp.where(behind, 1.0, -1.0) * chosen, gates, GATE_PARTS)
+        c = jnp.where(is_steep, 0.0, c)
+
+        def of_side(
+            x: jax.Array, dx: jax.Array, rows: Rows, c: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            """The gradient of x, and of its features times these, [C, f]."""
+            decayed, slopes = _decayed(spec, x.astype(jnp.float32), rows, columns, c)
+            # As the kernels multiplied them.
+            read = jnp.where(is_steep, decayed, tiles.rounded(spec, decayed))
+            return dx * slopes, dx * read
+
+        dx = tiles.load_tile(dk_ref, keys, columns)  # [C, f]
+        dx, flow = of_side(tiles.load_tile(k_ref, keys, columns), dx, keys, -c)
+        tiles.store_tile(dk_out, keys, columns, dx)
+
+        def add_head(head: Any, flow: jax.Array) -> jax.Array:
+            q = tiles.load_tile(q_ref, queries, columns, head, axis)  # [C, f]
+            dx = tiles.load_tile(dq_ref, queries, columns, head, axis)  # [C, f]
+            dx, added = of_side(q, dx, queries, c)
+            tiles.store_tile(dq_out, queries, columns, dx, head, axis)
+            return flow + added
+
+        flow = stored.over_tiles(0, group, group, add_head, -flow)
+        later = _sums(column >= row, flow, FLOW_PARTS)
+        later += tiles.load_vector(passing_ref, columns)[None, :]
+        tiles.store_tile(d_gates_out, keys, columns, later)
+
+    queries = tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group)
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
+    shape = tiles.sequence_shape(spec, spec.S, spec.G, spec.D)
+    return tuple(
+        tiles.launch(
+            kernel,
+            "linear_attention_finish",
+            grid=(walk.pieces.count * count, spec.G, spec.B),
+            in_specs=[
+                queries,
+                keys,
+                keys,
+                queries,
+                keys,
+                pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p // count, 0)),
+                pl.BlockSpec((None, None, None, 2), lambda p, g, b: (b, g, p // count, 0)),
+            ],
+            out_specs=[queries, keys, keys],
+            out_shape=[
+                tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+                shape,
+                shape.update(dtype=jnp.float32),
+            ],
+            warps=2 * config.state_warps,
+            stages=1,
+        )(inputs.q, inputs.k, inputs.decay, dq, dk, passing, turns)
+    )
