@@ -57,6 +57,9 @@ LARGEST_F = 128
 # Of gates: 16 bits are enough beside MOST, where the result is rounded to 8.
 GATE_PARTS = 2
 FLOW_PARTS = 3  # of float32, exactly
+# Tiles of so many columns, which mix in no other way than by being decayed alike.
+PREPARE_COLUMNS, PREPARE_WARPS, PREPARE_STAGES = 64, 4, 2
+FINISH_COLUMNS, FINISH_WARPS = 32, 8
 NO_STEPS = Steps({}, None, None, None)
 
 
@@ -86,9 +89,9 @@ class Slice(Columns):
         return None if self.width % self.count == 0 else self.index < self.width
 
 
-def _slices(spec: LinearAttentionSpec) -> tuple[int, int]:
+def _slices(spec: LinearAttentionSpec, widest: int) -> tuple[int, int]:
     """Into how many tiles the columns of q and k are cut, and their width."""
-    width = tiles.in_slices(spec.F)[0].count
+    width = min(widest, tiles.padded(spec.F))
     return pl.cdiv(spec.F, width), width
 
 
@@ -131,12 +134,12 @@ class Prepared(NamedTuple):
     totals: jax.Array  # [B, G, P, parts of a run, F], the sums of the gates to base 2
 
 
-def _prepare(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> Prepared:
+def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
     half = walk.pieces.rows // 2
     part = steep.part_rows(walk)
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
-    count, width = _slices(spec)
+    count, width = _slices(spec, PREPARE_COLUMNS)
 
     def kernel(
         q_ref: Any,
@@ -162,9 +165,10 @@ def _prepare(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Wa
             gates = _load_gates(gates_ref, keys, columns)  # [C, f]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             k = tiles.load_tile(k_ref, keys, columns)  # [C, f]
-            # From the middle of the run.
-            chosen = jnp.where(i == 0, column > row, column <= row)
-            c = _sums(chosen, gates, GATE_PARTS) * jnp.where(i == 0, -1.0, 1.0)
+            # From the middle of the run: the rows up to each, or less those after it.
+            sign = 2 * i - 1
+            chosen = (column - row) * sign < i
+            c = _sums(chosen, gates, GATE_PARTS) * sign.astype(jnp.float32)
             k = _decayed(spec, tiles.as_accumulated(k, one), keys, columns, -c)[0]
             k = tiles.operand(spec, k)
             kv += tiles.product(spec, v, k, trans_a=True)
@@ -217,8 +221,8 @@ def _prepare(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Wa
             jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
             jax.ShapeDtypeStruct((spec.B, spec.G, P, parts, spec.F), jnp.float32),
         ],
-        warps=config.state_warps,
-        stages=config.state_stages,
+        warps=PREPARE_WARPS,
+        stages=PREPARE_STAGES,
     )(inputs.q, inputs.k, inputs.v, inputs.decay)
     return Prepared(*found)
 
@@ -252,8 +256,8 @@ class Sums(NamedTuple):
     turns: Turns
 
 
-def _sums_of_keys(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> Sums:
-    found = _prepare(spec, config, inputs, walk)
+def _sums_of_keys(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Sums:
+    found = _prepare(spec, inputs, walk)
     decays, turns = _classify(walk, found.totals)
     sums = steep.states(spec, inputs, walk, turns, (found.kv, found.k_sum))
     start = None
@@ -267,7 +271,7 @@ def _sums_of_keys(spec: LinearAttentionSpec, config: Config, inputs: Inputs, wal
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     inner = inner_spec(spec)
     walk = plan(inner, config)
-    prepared, edges, _, turns = _sums_of_keys(spec, config, inputs, walk)
+    prepared, edges, _, turns = _sums_of_keys(spec, inputs, walk)
     out = stored.output(inner, config, prepared, walk, NO_STEPS, [edges])
     out = steep.output(spec, inputs, walk, turns, edges, out)
     return Outputs(out, LinearState(jnp.swapaxes(edges.end_kv, 2, 3), edges.k_sum[:, :, -1]))
@@ -279,7 +283,7 @@ def backward(
     inputs, do = residuals.inputs, cotangents.out
     inner = tiles.matched(inner_spec(spec))
     walk = plan(inner, config, "backward")
-    prepared, edges, decays, turns = _sums_of_keys(spec, config, inputs, walk)
+    prepared, edges, decays, turns = _sums_of_keys(spec, inputs, walk)
     found = stored.query_gradient(inner, config, prepared, walk, NO_STEPS, [edges], do)
     dq, sums, normalizer = steep.query_gradient(spec, inputs, walk, turns, edges, found, do)
 
@@ -302,7 +306,7 @@ def backward(
     )
     dk, dv = steep.key_gradient(spec, inputs, walk, turns, cotangent, normalizer, (dk, dv), do)
     passing = _passing(edges, cotangent, decays)
-    dq, dk, d_decay = _finish(spec, config, inputs, walk, turns, dq, dk, passing)
+    dq, dk, d_decay = _finish(spec, inputs, walk, turns, dq, dk, passing)
     d_state = None
     if inputs.initial_state is not None:
         d_state = LinearState(jnp.swapaxes(cotangent.end_kv, 2, 3), cotangent.k_sum[:, :, 0])
@@ -327,7 +331,6 @@ def _passing(edges: Edges, cotangent: Edges, decays: Decays) -> jax.Array:
 
 def _finish(
     spec: LinearAttentionSpec,
-    config: Config,
     inputs: Inputs,
     walk: Walk,
     turns: Turns,
@@ -339,7 +342,7 @@ def _finish(
     block = walk.pieces.rows
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
-    count, width = _slices(spec)
+    count, width = _slices(spec, FINISH_COLUMNS)
 
     def kernel(
         q_ref: Any,
@@ -361,9 +364,10 @@ def _finish(
         is_steep = steep.is_steep(turns_ref)
         gates = _load_gates(gates_ref, keys, columns)  # [C, f]
         # From the middle of the run: the rows behind it less those ahead.
-        behind, ahead = row >= block // 2, column < block // 2
-        chosen = jnp.where(behind, (column <= row) & ~ahead, (column > row) & ahead)
-        c = _sums(jnp.where(behind, 1.0, -1.0) * chosen, gates, GATE_PARTS)
+        ahead, behind = column < block // 2, row >= block // 2
+        of_ahead = jnp.where(ahead & (column > row), -1.0, 0.0)
+        of_behind = jnp.where(~ahead & (column <= row), 1.0, 0.0)
+        c = _sums(jnp.where(behind, of_behind, of_ahead), gates, GATE_PARTS)
         c = jnp.where(is_steep, 0.0, c)
 
         def of_side(
@@ -414,7 +418,7 @@ def _finish(
                 shape,
                 shape.update(dtype=jnp.float32),
             ],
-            warps=2 * config.state_warps,
+            warps=FINISH_WARPS,
             stages=1,
         )(inputs.q, inputs.k, inputs.decay, dq, dk, passing, turns)
     )

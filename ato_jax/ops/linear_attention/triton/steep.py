@@ -75,11 +75,15 @@ def _over_runs(
     of which there are none where the run is not steep.
     """
     first = first_run + tiles.piece_id() * RUNS
+    last = walk.pieces.count - 1
+    numbers = jnp.minimum(first + jnp.arange(RUNS, dtype=jnp.int32), last)
+    kind = jnp.arange(2, dtype=jnp.int32)[None, :]
+    # All at once, so that where none is steep no load waits for another.
+    some = jnp.max(plgpu.load(turns_ref.at[numbers[:, None], kind])) > 0
 
     def look(number: Any, _: Any) -> None:
-        exists = first + number < walk.pieces.count
-        run = jnp.minimum(first + number, walk.pieces.count - 1)
-        counts = [jnp.where(exists, turns_ref[run, kind], 0) for kind in (0, 1)]
+        run = jnp.minimum(first + number, last)
+        counts = [jnp.where(first + number <= last, turns_ref[run, kind], 0) for kind in (0, 1)]
 
         def walk_chunks(chunk: Chunk, carry: Any) -> Any:
             for mild, count in zip((True, False), counts, strict=True):
@@ -89,7 +93,7 @@ def _over_runs(
 
         body(run, counts[0] + counts[1] > 0, walk_chunks)
 
-    jax.lax.fori_loop(0, RUNS, look, None)
+    jax.lax.fori_loop(0, some.astype(jnp.int32) * RUNS, look, None)
 
 
 def _some(rows: Rows, wanted: jax.Array) -> Rows:
