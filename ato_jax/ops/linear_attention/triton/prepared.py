@@ -16,14 +16,18 @@ state behind it is decayed from there: with `first` and `second` the decays of t
 These factors go into the scan over the runs (`scan.py`). Backward, dq^ and dk~ come in float32:
 
     d_phi_q_i = exp(c_i) dq^_i              d_phi_k_j = exp(-c_j) dk~_j
-    d_decay_t = sum_{i>=t} q^_i dq^_i - sum_{j>=t} k~_j dk~_j + sum_v S dS + z dz
+    d_decay_t = sum_{i>=t} q^_i dq^_i - sum_{j>=t} k~_j dk~_j + E
 
-with sums over the steps of the run, and S and dS at its end (`channel.py`).
+with sums over the steps of the run, and E the product of the state at its end and its cotangent
+(`channel.py`). As states are rounded here, and what the sum over all k~_j dk~_j has of that
+cotangent has to cancel in E, E is not taken from the state there: it is the sum over the keys of
+just that, and the product of the state ahead of the run and the cotangent behind, both as read.
 
 A run in which a channel loses more than `MOST` in either half, by which factors could leave
 float32's range, is steep: here its features are left undecayed, what the kernels make of them is
 nobody's, and `steep.py` puts right what follows, on the device. That leaves the sums over such a
-run as decayed to its edges; and dq^ and dk~ so that all of the above holds with c = 0.
+run as decayed to its edges; dq^ and dk~ so that the above holds with c = 0; and for E the same
+product at the start of the run, from which the sums over the steps before t lead to d_decay_t.
 """
 
 from __future__ import annotations
@@ -301,32 +305,26 @@ def backward(
     cotangent = scan_states(
         (kv, k_sum), end, decays.whole, adds=decays.first, reads=reads, reverse=True
     )
-    dk, dv, _ = stored.key_gradient(
+    dk, dv, added = stored.key_gradient(
         inner, config, prepared, walk, NO_STEPS, [cotangent], normalizer, do
     )
-    dk, dv = steep.key_gradient(spec, inputs, walk, turns, cotangent, normalizer, (dk, dv), do)
-    passing = _passing(edges, cotangent, decays)
-    dq, dk, d_decay = _finish(spec, inputs, walk, turns, dq, dk, passing)
+    crossing = _crossing(edges, cotangent)
+    crossing += jnp.sum(added[0].reshape(*crossing.shape[:3], -1, spec.F), axis=3)
+    dk, dv, crossing = steep.key_gradient(
+        spec, inputs, walk, turns, edges, cotangent, normalizer, (dk, dv, crossing), do
+    )
+    dq, dk, d_decay = _finish(spec, inputs, walk, turns, dq, dk, crossing)
     d_state = None
     if inputs.initial_state is not None:
         d_state = LinearState(jnp.swapaxes(cotangent.end_kv, 2, 3), cotangent.k_sum[:, :, 0])
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
 
 
-def _passing(edges: Edges, cotangent: Edges, decays: Decays) -> jax.Array:
-    """sum_v S dS + z dz at the end of each run, [B, G, P, F]."""
-    # Of both as they were before what reads them decayed them.
-    state = 1 / jnp.pad(decays.first[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=1)
-    behind = 1 / decays.second
-
-    def at_ends(array: jax.Array) -> jax.Array:
-        return array[:, :, 1:].astype(jnp.float32)
-
-    of_kv = (at_ends(edges.kv) * state[:, :, :, None]) * (
-        at_ends(cotangent.kv) * behind[:, :, :, None]
-    )
-    of_sums = (at_ends(edges.k_sum) * state) * (at_ends(cotangent.k_sum) * behind)
-    return jnp.sum(of_kv, axis=3) + of_sums
+def _crossing(edges: Edges, cotangent: Edges) -> jax.Array:
+    """sum_v S dS + z dz of the state ahead of each run, seen through it, [B, G, P, F]."""
+    # As they are read, both are decayed to the middle.
+    kv = edges.kv[:, :, :-1].astype(jnp.float32) * cotangent.kv[:, :, 1:].astype(jnp.float32)
+    return jnp.sum(kv, axis=3) + edges.k_sum[:, :, :-1] * cotangent.k_sum[:, :, 1:]
 
 
 def _finish(
@@ -336,7 +334,7 @@ def _finish(
     turns: Turns,
     dq: jax.Array,
     dk: jax.Array,
-    passing: jax.Array,
+    crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and the gates' gradient from dq^ and dk~, float32: a program has a run of rows."""
     block = walk.pieces.rows
@@ -350,7 +348,7 @@ def _finish(
         gates_ref: Any,
         dq_ref: Any,
         dk_ref: Any,
-        passing_ref: Any,
+        crossing_ref: Any,
         turns_ref: Any,
         dq_out: Any,
         dk_out: Any,
@@ -362,6 +360,7 @@ def _finish(
         queries, keys = walk.rows_at(spec, {}, run * block, block)
         row, column = channel._pairs(block)
         is_steep = steep.is_steep(turns_ref)
+        steep_sign = jnp.where(is_steep, -1.0, 0.0)
         gates = _load_gates(gates_ref, keys, columns)  # [C, f]
         # From the middle of the run: the rows behind it less those ahead.
         ahead, behind = column < block // 2, row >= block // 2
@@ -391,9 +390,11 @@ def _finish(
             return flow + added
 
         flow = stored.over_tiles(0, group, group, add_head, -flow)
-        later = _sums(column >= row, flow, FLOW_PARTS)
-        later += tiles.load_vector(passing_ref, columns)[None, :]
-        tiles.store_tile(d_gates_out, keys, columns, later)
+        # From the end of the run, or less the rows before from its start.
+        chosen = jnp.where(column < row, steep_sign, 1.0 + steep_sign)
+        found = _sums(chosen, flow, FLOW_PARTS)
+        found += tiles.load_vector(crossing_ref, columns)[None, :]
+        tiles.store_tile(d_gates_out, keys, columns, found)
 
     queries = tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group)
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
@@ -420,5 +421,5 @@ def _finish(
             ],
             warps=FINISH_WARPS,
             stages=1,
-        )(inputs.q, inputs.k, inputs.decay, dq, dk, passing, turns)
+        )(inputs.q, inputs.k, inputs.decay, dq, dk, crossing, turns)
     )

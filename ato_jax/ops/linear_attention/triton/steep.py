@@ -415,12 +415,14 @@ def key_gradient(
     inputs: Inputs,
     walk: Walk,
     turns: Turns,
+    edges: Edges,
     cotangent: Edges,
     normalizer: Normalizer | None,
-    written: tuple[jax.Array, jax.Array],
+    written: tuple[jax.Array, jax.Array, jax.Array],
     do: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The gradient of phi(k) in float32, and dv, summed over the query heads of each kv head."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradient of phi(k) in float32, and dv, summed over the query heads of each kv head; and
+    the products of the states and their cotangents at the starts of the runs, [B, G, P, F]."""
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
 
@@ -431,11 +433,13 @@ def key_gradient(
         gates_ref: Any,
         do_ref: Any,
         turns_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
         dkv_ref: Any,
         dk_sum_ref: Any,
         *refs: Any,
     ) -> None:
-        *normalizer_refs, _, _, dk_ref, dv_ref = refs
+        dk_ref, dv_ref, crossing_ref = refs[-len(written) :]
 
         def write_run(run: Any, wanted: jax.Array, walk_chunks: Callable[..., Any]) -> None:
             def chunk(mild: bool, block: int) -> Callable[..., Any]:
@@ -466,8 +470,8 @@ def key_gradient(
                         dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
                         inverse = jnp.full((block,), spec.scale, jnp.float32)
                         if spec.normalize:
-                            e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
-                            inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
+                            e = tiles.load_rows(refs[0], queries, head)  # [C]
+                            inverse = tiles.load_rows(refs[1], queries, head)  # [C]
                             dw += e[None, :]
                             edge = reads.edge.astype(jnp.float32)
                             dz += channel._sum_rows((e * inverse)[:, None] * edge)
@@ -488,7 +492,12 @@ def key_gradient(
 
                 return write
 
-            walk_chunks(chunk, _load_state(spec, dkv_ref, dk_sum_ref, run + 1, wanted))
+            carry = _load_state(spec, dkv_ref, dk_sum_ref, run + 1, wanted)
+            dkv, dz = walk_chunks(chunk, carry)
+            kv, z = _load_state(spec, kv_ref, k_sum_ref, run, wanted)
+            columns = _some(tiles.all_rows(spec.F), wanted)
+            crossing = jnp.sum(kv * dkv, axis=0) + z[0] * dz[0]  # [F]
+            plgpu.store(crossing_ref.at[run, columns.numbers], crossing, mask=columns.exist)
 
         _over_runs(walk, 0, turns_ref, write_run)
 
@@ -499,6 +508,9 @@ def key_gradient(
     values = tiles.sequence_block(spec, spec.S, spec.V, head)
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
     normalizers = list(normalizer or ())
+    states = (edges.kv, edges.k_sum, cotangent.kv, cotangent.k_sum)
+    outs = [keys, values, _whole(written[2], head)]
+    first = 6 + len(states) + len(normalizers)
     return tuple(
         tiles.launch(
             kernel,
@@ -510,16 +522,15 @@ def key_gradient(
                 values,
                 keys,
                 tiles.sequence_block(spec, spec.T, spec.V, head, group),
-                *[_whole(array, head) for array in (turns, cotangent.kv, cotangent.k_sum)],
+                *[_whole(array, head) for array in (turns, *states)],
                 *[per_row] * len(normalizers),
-                keys,
-                values,
+                *outs,
             ],
-            out_specs=[keys, values],
+            out_specs=outs,
             out_shape=_shapes(written),
             warps=WARPS,
             stages=1,
-            aliases={8 + len(normalizers) + number: number for number in (0, 1)},
+            aliases={first + number: number for number in range(len(written))},
         )(
             inputs.q,
             inputs.k,
@@ -527,8 +538,7 @@ def key_gradient(
             inputs.decay,
             do,
             turns,
-            cotangent.kv,
-            cotangent.k_sum,
+            *states,
             *normalizers,
             *written,
         )

@@ -317,7 +317,9 @@ def key_gradient(
     """dk and dv, summed over the query heads of each kv head; and for the decay's gradient.
 
     These are of each step, [B, G, steps]: what counts for decays up to its own, for later ones,
-    and what its key's part in the right state counts for the former.
+    and what its key's part in the right state counts for the former. A matched call has one array
+    instead, [B, G, tiles, F]: over the keys of a tile, the sum of phi(k) times what the sums over
+    later runs' queries add to its gradient.
     """
     block = walk.pieces.block_within(config.dkv_block)
     in_run = walk.pieces.rows // block
@@ -354,6 +356,8 @@ def key_gradient(
             cotangent = load_cotangent(spec, side)
             dvs.append(read_for_values(spec, refs, name, start, phi_k, cotangent))
             parts.append(read_for_features(spec, refs, name, start, v, cotangent))
+        if matched:
+            tiles.store_vector(flow_refs[0], spec.F, jnp.sum(features * parts[0], axis=0))
         for flow_ref, part in zip(flow_refs[1:], parts, strict=False):
             tiles.store_steps(flow_ref, start, jnp.sum(features * part, axis=1))
 
@@ -417,6 +421,12 @@ def key_gradient(
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
     per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
+    flow_specs = [per_step] * flows
+    flow_shapes = [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows
+    if matched:
+        shape = (spec.B, spec.G, walk.pieces.count * in_run, spec.F)
+        flow_specs = [pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p, 0))]
+        flow_shapes = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     # What a query's pairs add up to has a part from each tile of keys that it sees.
     per_part = pl.BlockSpec((None, None, None, walk.steps), lambda p, g, b: (b, g, p % in_run, 0))
     part_shape = jax.ShapeDtypeStruct((spec.B, spec.G, in_run, walk.steps), jnp.float32)
@@ -433,12 +443,12 @@ def key_gradient(
             [state_blocks(spec, at_edge(1 - n)) for n in range(len(sides))],
             [per_row] * len(normalizer or ()),
         ],
-        out_specs=[keys, values, per_part if flows else None, [per_step] * flows],
+        out_specs=[keys, values, per_part if flows else None, flow_specs],
         out_shape=[
             tiles.gradient_shape(spec, spec.S, spec.G, spec.D),
             tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
             part_shape if flows else None,
-            [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
+            flow_shapes,
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,
@@ -452,7 +462,7 @@ def key_gradient(
         list(normalizer or ()),
     )
     if not flows:
-        return dk, dv, []
+        return dk, dv, found
     if not walk.both_ways:
         # Programs leave out the queries before their keys.
         step, first = np.arange(walk.steps) % walk.pieces.rows, np.arange(in_run)[:, None] * block
