@@ -289,7 +289,9 @@ def backward(
     walk = plan(inner, config, "backward")
     prepared, edges, decays, turns = _sums_of_keys(spec, inputs, walk)
     found = stored.query_gradient(inner, config, prepared, walk, NO_STEPS, [edges], do)
-    dq, sums, normalizer = steep.query_gradient(spec, inputs, walk, turns, edges, found, do)
+    dq, q_rest, sums, normalizer = steep.query_gradient(
+        spec, inputs, walk, turns, edges, found, prepared.q, do
+    )
 
     def of_group(array: jax.Array) -> jax.Array:
         """Over the query heads of each kv head; runs that hold keys alone add nothing."""
@@ -306,14 +308,15 @@ def backward(
         (kv, k_sum), end, decays.whole, adds=decays.first, reads=reads, reverse=True
     )
     dk, dv, added = stored.key_gradient(
-        inner, config, prepared, walk, NO_STEPS, [cotangent], normalizer, do
+        inner, config, prepared._replace(q=q_rest), walk, NO_STEPS, [cotangent], normalizer, do
     )
     crossing = _crossing(edges, cotangent)
     crossing += jnp.sum(added[0].reshape(*crossing.shape[:3], -1, spec.F), axis=3)
-    dk, dv, crossing = steep.key_gradient(
-        spec, inputs, walk, turns, edges, cotangent, normalizer, (dk, dv, crossing), do
+    written = (dk, prepared.k, dv, crossing)
+    dk, k_rest, dv, crossing = steep.key_gradient(
+        spec, inputs, walk, turns, edges, cotangent, normalizer, written, do
     )
-    dq, dk, d_decay = _finish(spec, inputs, walk, turns, dq, dk, crossing)
+    dq, dk, d_decay = _finish(spec, inputs, walk, turns, (dq, q_rest), (dk, k_rest), crossing)
     d_state = None
     if inputs.initial_state is not None:
         d_state = LinearState(jnp.swapaxes(cotangent.end_kv, 2, 3), cotangent.k_sum[:, :, 0])
@@ -332,11 +335,12 @@ def _finish(
     inputs: Inputs,
     walk: Walk,
     turns: Turns,
-    dq: jax.Array,
-    dk: jax.Array,
+    of_queries: tuple[jax.Array, jax.Array],
+    of_keys: tuple[jax.Array, jax.Array],
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk and the gates' gradient from dq^ and dk~, float32: a program has a run of rows."""
+    """dq, dk and the gates' gradient from dq^ and dk~, float32, and in steep runs what these
+    lack beside the features. A program has a run of rows."""
     block = walk.pieces.rows
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
@@ -346,8 +350,8 @@ def _finish(
         q_ref: Any,
         k_ref: Any,
         gates_ref: Any,
-        dq_ref: Any,
-        dk_ref: Any,
+        of_queries_refs: Any,
+        of_keys_refs: Any,
         crossing_ref: Any,
         turns_ref: Any,
         dq_out: Any,
@@ -360,7 +364,8 @@ def _finish(
         queries, keys = walk.rows_at(spec, {}, run * block, block)
         row, column = channel._pairs(block)
         is_steep = steep.is_steep(turns_ref)
-        steep_sign = jnp.where(is_steep, -1.0, 0.0)
+        # A number, as XLA's Triton takes a choice between two for a truth value.
+        backwards = is_steep.astype(jnp.float32)
         gates = _load_gates(gates_ref, keys, columns)  # [C, f]
         # From the middle of the run: the rows behind it less those ahead.
         ahead, behind = column < block // 2, row >= block // 2
@@ -370,28 +375,29 @@ def _finish(
         c = jnp.where(is_steep, 0.0, c)
 
         def of_side(
-            x: jax.Array, dx: jax.Array, rows: Rows, c: jax.Array
+            x_ref: Any, refs: tuple[Any, Any], rows: Rows, c: jax.Array, *head: Any
         ) -> tuple[jax.Array, jax.Array]:
             """The gradient of x, and of its features times these, [C, f]."""
+            x, dx = (tiles.load_tile(ref, rows, columns, *head) for ref in (x_ref, refs[0]))
+            exist = is_steep if rows.real is None else rows.real & is_steep
+            exist = jnp.broadcast_to(exist, rows.numbers.shape)
+            rest = tiles.load_tile(refs[1], Rows(rows.numbers, exist, exist), columns, *head)
             decayed, slopes = _decayed(spec, x.astype(jnp.float32), rows, columns, c)
             # As the kernels multiplied them.
             read = jnp.where(is_steep, decayed, tiles.rounded(spec, decayed))
-            return dx * slopes, dx * read
+            return dx * slopes, (dx + rest.astype(jnp.float32)) * read
 
-        dx = tiles.load_tile(dk_ref, keys, columns)  # [C, f]
-        dx, flow = of_side(tiles.load_tile(k_ref, keys, columns), dx, keys, -c)
+        dx, flow = of_side(k_ref, of_keys_refs, keys, -c)
         tiles.store_tile(dk_out, keys, columns, dx)
 
         def add_head(head: Any, flow: jax.Array) -> jax.Array:
-            q = tiles.load_tile(q_ref, queries, columns, head, axis)  # [C, f]
-            dx = tiles.load_tile(dq_ref, queries, columns, head, axis)  # [C, f]
-            dx, added = of_side(q, dx, queries, c)
+            dx, added = of_side(q_ref, of_queries_refs, queries, c, head, axis)
             tiles.store_tile(dq_out, queries, columns, dx, head, axis)
             return flow + added
 
         flow = stored.over_tiles(0, group, group, add_head, -flow)
         # From the end of the run, or less the rows before from its start.
-        chosen = jnp.where(column < row, steep_sign, 1.0 + steep_sign)
+        chosen = jnp.where(column < row, -backwards, 1.0 - backwards)
         found = _sums(chosen, flow, FLOW_PARTS)
         found += tiles.load_vector(crossing_ref, columns)[None, :]
         tiles.store_tile(d_gates_out, keys, columns, found)
@@ -408,8 +414,8 @@ def _finish(
                 queries,
                 keys,
                 keys,
-                queries,
-                keys,
+                (queries, queries),
+                (keys, keys),
                 pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p // count, 0)),
                 pl.BlockSpec((None, None, None, 2), lambda p, g, b: (b, g, p // count, 0)),
             ],
@@ -421,5 +427,5 @@ def _finish(
             ],
             warps=FINISH_WARPS,
             stages=1,
-        )(inputs.q, inputs.k, inputs.decay, dq, dk, crossing, turns)
+        )(inputs.q, inputs.k, inputs.decay, of_queries, of_keys, crossing, turns)
     )

@@ -7,8 +7,9 @@ at once. In chunks of `MILD_ROWS` rows in which no channel loses much all pairs 
 in other runs level by level.
 
 Backward, what is written for q and for k is not their gradients but those of their features, from
-which `prepared.py` makes both that of q and the product with phi(q), which has to match the keys'
-in its roundings. So it is that product, of the factors as they were rounded, divided by phi(q).
+which `prepared.py` makes both that of q and the product with phi(q). That has to match the keys'
+in the roundings of the factors: what these make of it, divided by phi(q) and less the gradient, is
+a small rest, and goes where q^ was.
 """
 
 from __future__ import annotations
@@ -135,11 +136,13 @@ def _features(
     return plain, tiles.features_of(spec, x, rows)
 
 
-def _as_gradient(found: channel.Gradient, side: channel.Side) -> jax.Array:
-    """The features' gradient [C, F], such that its product with them is as the factors were."""
+def _gradient_and_rest(found: channel.Gradient, side: channel.Side) -> tuple[jax.Array, jax.Array]:
+    """The features' gradient [C, F]; and what it lacks for its product with them to be that of
+    the factors as they were rounded."""
     gradient, flow = channel._finish_gradient(found, side)
     large = jnp.abs(side.features) > SMALLEST
-    return jnp.where(large, flow / jnp.where(large, side.features, 1.0), gradient)
+    as_rounded = jnp.where(large, flow / jnp.where(large, side.features, 1.0), gradient)
+    return gradient, as_rounded - gradient
 
 
 def _programs(walk: Walk, first_run: int = 0) -> int:
@@ -301,12 +304,13 @@ def query_gradient(
     turns: Turns,
     edges: Edges,
     written: QueryGradient,
+    rest: jax.Array,
     do: jax.Array,
-) -> tuple[jax.Array, State, Normalizer | None]:
-    """The gradient of phi(q) in float32; dS^T and dz of each run with queries, as its start sees
-    them; and the normalizer."""
+) -> tuple[jax.Array, jax.Array, State, Normalizer | None]:
+    """The gradient of phi(q) in float32, and its rest; dS^T and dz of each run with queries, as
+    its start sees them; and the normalizer."""
     group = spec.H // spec.G
-    before = (written.dq, *written.sides[0], *(written.normalizer or ()))
+    before = (written.dq, rest, *written.sides[0], *(written.normalizer or ()))
 
     def kernel(
         q_ref: Any,
@@ -319,7 +323,7 @@ def query_gradient(
         k_sum_ref: Any,
         *refs: Any,
     ) -> None:
-        dq_ref, dkv_ref, dk_sum_ref, *normalizer_refs = refs[len(before) :]
+        dq_ref, rest_ref, dkv_ref, dk_sum_ref, *normalizer_refs = refs[len(before) :]
 
         def write_run(run: Any, wanted: jax.Array, walk_chunks: Callable[..., Any]) -> None:
             def chunk(mild: bool, block: int) -> Callable[..., Any]:
@@ -357,8 +361,9 @@ def query_gradient(
                     dw = jnp.where(column <= row, dw, 0.0)
                     found = channel._start_gradient(frame, g)
                     found = channel._add_pairs(plain, frame, found, dw, reads, adds)
-                    gradient = _as_gradient(found, reads) * inverse[:, None]
-                    tiles.store_tile(dq_ref, queries, spec.D, gradient)
+                    gradient, rest = _gradient_and_rest(found, reads)
+                    tiles.store_tile(dq_ref, queries, spec.D, gradient * inverse[:, None])
+                    tiles.store_tile(rest_ref, queries, spec.D, rest * inverse[:, None])
                     added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
                     d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
                     # As seen from the start of the run.
@@ -387,8 +392,8 @@ def query_gradient(
 
     keys = tiles.sequence_block(spec, spec.S, spec.D, head)
     queries = tiles.sequence_block(spec, spec.T, spec.D, query_head)
-    outs = [queries, *[_whole(array, query_head) for array in before[1:]]]
-    dq, kv, k_sum, *normalizer = tiles.launch(
+    outs = [queries, queries, *[_whole(array, query_head) for array in before[2:]]]
+    dq, rest, kv, k_sum, *normalizer = tiles.launch(
         kernel,
         "linear_attention_steep_query_gradient",
         grid=(_programs(walk, walk.with_queries), spec.H, spec.B),
@@ -407,7 +412,7 @@ def query_gradient(
         stages=1,
         aliases={8 + number: number for number in range(len(before))},
     )(inputs.q, inputs.k, inputs.v, inputs.decay, do, turns, edges.kv, edges.k_sum, *before)
-    return dq, (kv, k_sum), Normalizer(*normalizer) if normalizer else None
+    return dq, rest, (kv, k_sum), Normalizer(*normalizer) if normalizer else None
 
 
 def key_gradient(
@@ -418,11 +423,12 @@ def key_gradient(
     edges: Edges,
     cotangent: Edges,
     normalizer: Normalizer | None,
-    written: tuple[jax.Array, jax.Array, jax.Array],
+    written: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     do: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradient of phi(k) in float32, and dv, summed over the query heads of each kv head; and
-    the products of the states and their cotangents at the starts of the runs, [B, G, P, F]."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The gradient of phi(k) in float32, its rest, and dv, summed over the query heads of each kv
+    head; and the products of the states and their cotangents at the starts of the runs,
+    [B, G, P, F]."""
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
 
@@ -439,7 +445,7 @@ def key_gradient(
         dk_sum_ref: Any,
         *refs: Any,
     ) -> None:
-        dk_ref, dv_ref, crossing_ref = refs[-len(written) :]
+        dk_ref, rest_ref, dv_ref, crossing_ref = refs[-len(written) :]
 
         def write_run(run: Any, wanted: jax.Array, walk_chunks: Callable[..., Any]) -> None:
             def chunk(mild: bool, block: int) -> Callable[..., Any]:
@@ -487,7 +493,9 @@ def key_gradient(
 
                     dv, found, dkv, dz = jax.lax.fori_loop(0, group, add_head, (dv, found, dkv, dz))
                     tiles.store_tile(dv_ref, keys, spec.V, dv)
-                    tiles.store_tile(dk_ref, keys, spec.D, _as_gradient(found, adds))
+                    gradient, rest = _gradient_and_rest(found, adds)
+                    tiles.store_tile(dk_ref, keys, spec.D, gradient)
+                    tiles.store_tile(rest_ref, keys, spec.D, rest)
                     return dkv, dz
 
                 return write
@@ -509,7 +517,7 @@ def key_gradient(
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
     normalizers = list(normalizer or ())
     states = (edges.kv, edges.k_sum, cotangent.kv, cotangent.k_sum)
-    outs = [keys, values, _whole(written[2], head)]
+    outs = [keys, keys, values, _whole(written[3], head)]
     first = 6 + len(states) + len(normalizers)
     return tuple(
         tiles.launch(
