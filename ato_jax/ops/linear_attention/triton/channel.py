@@ -42,6 +42,8 @@ phi(k) d_phi_k, alike. So with the sums over the steps of the piece, and S and d
 in which pairs later than t cancel: both walks multiply the same roundings of the factors, the
 weights' gradients and states are rounded twice as finely, and the pieces are short. The walk for
 dq leaves phi(q) d_phi_q in float32.
+
+In the code all exponents are to base 2, gates as soon as they are loaded.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ from ato_jax.ops.linear_attention.triton.scan import scan_states
 from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
 from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
-# exp of it is 0 in float32: nothing stronger matters, and -inf would turn sums into NaN.
+# Of the gates as given. exp of it is 0 in float32: nothing stronger matters, and -inf would turn
+# sums into NaN.
 STRONGEST = -128.0
 BFLOAT16_MASK = -(1 << 16)  # of float32's bits
 # Rows of a chunk where the gates are not mild: each level of its pairs holds tiles of its own.
@@ -76,20 +79,16 @@ STEEP_BLOCK = 16
 def mildest(spec: LinearAttentionSpec) -> float:
     """How much of its logarithm a channel may lose in a chunk whose pairs are parted at once.
 
-    exp(32) leaves float32 and bfloat16 room for any features. float32's products are exact only
+    2^46 leaves float32 and bfloat16 room for any features. float32's products are exact only
     as far as the exponents are, which are differences of sums of that size.
     """
-    return 8.0 if spec.dtype == "float32" and spec.precision == "exact" else 32.0
-
-
-def _exp(x: jax.Array) -> jax.Array:
-    return jnp.exp2(x * tiles.LOG2_E)
+    return 11.5 if spec.dtype == "float32" and spec.precision == "exact" else 46.0
 
 
 def _load_gates(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool = False) -> jax.Array:
-    """[C, F], zero where there is no step."""
+    """[C, F] to base 2, zero where there is no step."""
     gates = tiles.load_tile(ref, rows, spec.F)
-    return gates if mild else jnp.maximum(gates, STRONGEST)
+    return (gates if mild else jnp.maximum(gates, STRONGEST)) * tiles.LOG2_E
 
 
 def _cut_off(x: jax.Array) -> jax.Array:
@@ -120,15 +119,15 @@ class Frame(NamedTuple):
     gates: jax.Array  # [C, F]
     since: jax.Array  # [C, F], c
     until: jax.Array  # [C, F], total - c
-    keep: jax.Array  # [1, F], exp(total)
+    keep: jax.Array  # [1, F], 2^total
 
 
 def _frame(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool) -> Frame:
     gates = _load_gates(spec, ref, rows, mild)  # [C, F]
-    keep = _exp(_sum_rows(gates))
+    keep = tiles.exp2(_sum_rows(gates))
     i, j = _pairs(gates.shape[0])
     if mild:
-        # Of 16 bits at most 5 are before the point: what is left does not matter in bfloat16.
+        # Of 16 bits at most 6 are before the point: what is left does not matter in bfloat16.
         c = _sums(j <= i, gates, 2 if spec.dtype == "bfloat16" else 3)
         return Frame(mild, gates, c, -c, keep)
     return Frame(mild, gates, _sums(j <= i, gates), _sums(j > i, gates), keep)
@@ -154,12 +153,12 @@ def _side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array)
     if spec.feature_map.name == "elu1":
         # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
         x = x.astype(jnp.float32)
-        edge_slopes = _exp(jnp.minimum(x, 0.0) + decay)
+        edge_slopes = tiles.exp2(jnp.minimum(x, 0.0) * tiles.LOG2_E + decay)
         edge = edge_slopes * (jnp.maximum(x, 0.0) + 1)
         if rows.exist is not None or tiles.padded(spec.D) != spec.D:
             edge = jnp.where(features != 0, edge, 0.0)
     else:
-        factor = _exp(decay)
+        factor = tiles.exp2(decay)
         edge, edge_slopes = features * factor, slopes * factor
     return Side(features, slopes, tiles.operand(spec, edge, wide=True), edge_slopes)
 
@@ -174,7 +173,7 @@ def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
         middle = (i & -(2 * half)) + half
         between = (jnp.minimum(middle, i + 1) <= j) & (j < jnp.maximum(middle, i + 1)) & (half > 0)
         at_level = (half <= (i ^ j)) & ((i ^ j) < jnp.maximum(2 * half, 1))
-        return add_level(at_level, _exp(_sums(between, frame.gates)), sums)
+        return add_level(at_level, tiles.exp2(_sums(between, frame.gates)), sums)
 
     return jax.lax.fori_loop(0, block.bit_length(), add, sums)
 
@@ -300,7 +299,7 @@ def _prefix_states(spec: LinearAttentionSpec, config: Config, inputs: Inputs, wa
         start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
     else:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    edges = scan_states((kv, k_sum), start, jnp.exp(decay))
+    edges = scan_states((kv, k_sum), start, jnp.exp2(decay))
     return States(edges.kv, edges.k_sum, decay, steepest)
 
 
@@ -521,7 +520,7 @@ def backward(
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
     else:
         end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
-    keeps = jnp.exp(states.decay)
+    keeps = jnp.exp2(states.decay)
     dkv, dk_sum, _ = scan_states((dkv, dk_sum), end, keeps, reverse=True)
     dk, dv, d_decay = _key_gradient(
         spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out
