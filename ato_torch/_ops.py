@@ -294,17 +294,17 @@ is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 def _one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any]) -> Any:
     """The backward of each member of a batch of cotangents."""
-    # The level of the only vmap there is; the size, here 1, is of those that are no batch.
+    mapped = [each is not None and is_batch(each) for each in cotangents]
+    # At level 1, the outermost; the size, here 1 too, matters where there is no batch.
     plain = [
-        torch._remove_batch_dim(each, 1, 1, 0) if each is not None and is_batch(each) else each
-        for each in cotangents
+        torch._remove_batch_dim(each, 1, 1, 0) if is_mapped else each
+        for each, is_mapped in zip(cotangents, mapped, strict=True)
     ]
-    if any(each is not None and is_batch(each) for each in plain):
+    if any(is_mapped and is_batch(each) for each, is_mapped in zip(plain, mapped, strict=True)):
         raise NotImplementedError(
             "ato_torch takes is_grads_batched and vectorize=True on one level: use "
             "torch.func.jacrev or torch.func.vmap"
         )
-    mapped = [each is not None and is_batch(each) for each in cotangents]
     size = next(len(each) for each, is_mapped in zip(plain, mapped, strict=True) if is_mapped)
     found = [
         backward(

@@ -615,6 +615,11 @@ def test_a_batch_of_cotangents(known):
             wanted = torch.autograd.grad((out, *rest), leaves, each, retain_graph=True)
             torch.testing.assert_close([gradient[n] for gradient in found], list(wanted))
     assert known
+    nested = torch._vmap_internals._vmap(
+        lambda rows: torch.autograd.grad(out, leaves, rows, is_grads_batched=True)
+    )
+    with pytest.raises(NotImplementedError, match="on one level: use torch.func.jacrev"):
+        nested(torch.randn(2, 3, *out.shape))
     query, key, value = (leaf.detach()[:1, :, :2, :3].contiguous() for leaf in leaves)
 
     def of_query(query):
