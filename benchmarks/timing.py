@@ -36,6 +36,10 @@ MOST_SETS = 32
 # A set of inputs up to this takes a GPU well under a millisecond in linear attention.
 SHORT_BYTES = 1 << 28
 CALLS_PER_LAUNCH = 8
+# A call on so little takes a GPU about 5 us, and eight of them less than JAX's dispatch of a
+# program, which is 40.
+TINY_BYTES = 1 << 23
+TINY_CALLS_PER_LAUNCH = 32
 FEWEST_BATCHES = 3
 # With the call whose result is compared and those that size a batch.
 FEWEST_CALLS = FEWEST_BATCHES + 4
@@ -66,6 +70,8 @@ def groups_of_inputs(set_bytes: int, platform: str) -> tuple[int, int]:
     """How many groups of sets of inputs take turns, and how many sets, one a call, are in each."""
     if platform == "cpu" or set_bytes > SHORT_BYTES:
         return 1, 1
+    if set_bytes <= TINY_BYTES:
+        return 1, TINY_CALLS_PER_LAUNCH
     sets = min(MOST_SETS, -(-CACHE_BYTES // set_bytes))
     return -(-sets // CALLS_PER_LAUNCH), CALLS_PER_LAUNCH
 

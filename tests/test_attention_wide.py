@@ -206,3 +206,27 @@ def test_only_calls_of_several_blocks_are_taken_unasked():
     assert backend(B=1, implementation="triton") == "triton.wide"
     # What the kernels do not take is not asked whether it would pay.
     assert backend(B=67, T=300, S=300) == "xla"
+
+
+def test_calls_with_a_bias_leave_what_other_kernels_read():
+    """The gradient of a bias is the other kernels', which want more than the rounded output."""
+    call = dispatch._Call(
+        api.OP,
+        api.prepare(*draw("bfloat16", B=8), bias=jnp.zeros((1, 1, 16, 16))).spec,
+        "triton",
+        Device("gpu", "another card", (9, 0), 132, SHARED_MEMORY[9, 0]),
+        False,
+    )
+    assert dispatch.choose(call, "forward").backend == "triton.wide"
+    call = dataclasses.replace(call, spec=call.spec.for_backward())
+    assert {dispatch.choose(call, phase).backend for phase in dispatch.PHASES} == {"triton"}
+    wide_call = dataclasses.replace(call, spec=dataclasses.replace(call.spec, D=600))
+    with pytest.raises(ato_jax.UnsupportedError, match="no kernel for a bias's gradient"):
+        dispatch.choose(wide_call, "forward")
+
+
+def test_no_sequences():
+    q, k, v = draw(B=0, D=600, V=300)
+    with ato_jax.interpret():
+        out, pull = jax.vjp(functools.partial(ato_jax.attention, implementation="triton"), q, k, v)
+        assert out.shape == (0, 16, 1, 300) and pull(out)[0].shape == q.shape

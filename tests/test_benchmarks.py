@@ -282,7 +282,8 @@ def test_a_later_turn_takes_the_size_of_a_batch_from_the_first(monkeypatch):
         (1 << 20, "cpu", (1, 1)),
         (1 << 30, "gpu", (1, 1)),
         (1 << 27, "gpu", (1, 8)),
-        (1 << 10, "gpu", (4, 8)),
+        (1 << 24, "gpu", (1, 8)),
+        (1 << 10, "gpu", (1, 32)),
     ],
 )
 def test_inputs_take_turns_on_a_gpu(set_bytes, platform, groups):

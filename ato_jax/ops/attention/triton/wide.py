@@ -65,7 +65,8 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
             return f"{name} must be at most {LONGEST}, got {length}"
     if spec.dtype not in ("float32", "float16", "bfloat16"):
         return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    if phase == "backward" and spec.bias is not None:
+    # Nor a forward for one: it leaves `rest` for its own backward alone.
+    if spec.bias is not None and (phase == "backward" or spec.keep_rest):
         return "has no kernel for a bias's gradient"
     here = of_call(())
     small = here.platform == "gpu" and here.shared_memory < LARGE_SHARED_MEMORY
@@ -147,7 +148,7 @@ def programs(spec: AttentionSpec, choice: Choice) -> int:
 def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
     """How many programs share the columns of a block of queries, so that they fill the card."""
     most = max(spec.D, spec.V) // SHORTEST_SLICE
-    return max(1, min(device.multiprocessors // programs(spec, choice), most))
+    return max(1, min(device.multiprocessors // max(1, programs(spec, choice)), most))
 
 
 def pays(spec: AttentionSpec, device: Device) -> bool:
