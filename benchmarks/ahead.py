@@ -13,6 +13,9 @@ None is also what a job comes to that ends its worker: the driver compiles it it
 What PyTorch's process compiles goes through Triton's and Inductor's caches on disk. Others like it
 fill these beforehand: they run each contender once, and where it searches for block sizes, they
 compile all and time none. The search itself is left to the process that is timed.
+
+All of them are halted, with what they started, while the driver times: between two jobs, too, some
+keep threads and processes that look for work.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import os
 import pickle
 import queue
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -77,14 +81,23 @@ class _Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._process = subprocess.Popen(
-            self._command, cwd=peers.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            self._command,
+            cwd=peers.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         return self._process
 
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def end(self) -> None:
+        self.signal(signal.SIGKILL)
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
             process.communicate()
 
 
@@ -96,7 +109,12 @@ class Ahead:
     def __init__(self, platform: str, arguments: Sequence[str], count: int) -> None:
         self._platform, self.count = platform, count
         self._workers = [_Worker(arguments) for _ in range(count)]
-        self._warmers: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
+        self._warmers: list[peers.Peer] = []
+        self._idle: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for one in [*self._workers, *self._warmers]:
+            one.signal(number)
 
     def programs(
         self, jobs: Sequence[Job], in_torch: Sequence[tuple[Case, str, str]] = ()
@@ -117,6 +135,7 @@ class Ahead:
         by_name: dict[str, list[tuple[Case, str, str]]] = {}
         for one in in_torch:
             by_name.setdefault(one[2], []).append(one)
+        self._signal(signal.SIGCONT)
         compiling = concurrent.futures.ThreadPoolExecutor(self.count)
         warming = concurrent.futures.ThreadPoolExecutor(WARMERS)
         try:
@@ -127,27 +146,29 @@ class Ahead:
             # Where this is interrupted, nothing more is begun.
             for pool in (compiling, warming):
                 pool.shutdown(wait=False, cancel_futures=True)
+            self._signal(signal.SIGSTOP)
 
     def _warm(self, jobs: Iterable[tuple[Case, str, str]]) -> None:
         try:
-            peer = self._warmers.get_nowait()
+            peer = self._idle.get_nowait()
         except queue.Empty:
-            peer = peers.Peer(self._platform, **WARMING)
+            peer = peers.Peer(self._platform, halts=True, **WARMING)
+            self._warmers.append(peer)
         for case, phase, name in jobs:
             # What fails says why where it is timed.
             if not peer.warm(name, case, phase):
                 break
-        self._warmers.put(peer)
+        self._idle.put(peer)
 
     def __enter__(self) -> Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGCONT)
         for worker in self._workers:
             worker.end()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._warmers.get_nowait().__exit__()
+        for warmer in self._warmers:
+            warmer.__exit__()
 
 
 # What flash-linear-attention would keep of a search: here nothing was timed.

@@ -35,6 +35,7 @@ import gc
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -79,12 +80,14 @@ class Peer:
 
     A contender that ends the process is told so as its reason. The next one finds a new process,
     where what the old one had prepared is prepared again when it is timed.
+
+    `halts`: it can be halted, with all that it starts.
     """
 
     COMMAND = (sys.executable, "-m", "benchmarks.peers")
 
-    def __init__(self, platform: str, **variables: str) -> None:
-        self._platform = platform
+    def __init__(self, platform: str, halts: bool = False, **variables: str) -> None:
+        self._platform, self._halts = platform, halts
         # As it is now: libraries that are imported later may set variables for themselves.
         self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | variables
         self._case: cases.Case | None = None
@@ -102,7 +105,13 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=self._halts,
         )
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _end(self) -> int:
         """Lets the process end, or ends it; its status."""

@@ -135,6 +135,15 @@ def test_pages_that_there_are_not() -> None:
     numerics.check("out", by_kernel(q, k, v, wrong, lengths)[0], wanted, dtype="float32")
 
 
+def test_no_page_is_none_of_the_others() -> None:
+    """Where there is no page, plain JAX takes none of what the first one holds, NaN included."""
+    q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 4, 1, 4)).at[0].set(jnp.nan)
+    for implementation in ("xla", "reference"):
+        table, lengths = jnp.array([[1, 9]]), jnp.array([8])
+        out = ato_jax.decode_attention(q, k, k, table, lengths, implementation=implementation)
+        np.testing.assert_array_equal(out, q)
+
+
 def test_derivatives_are_the_plain_ones() -> None:
     q, k, v, table, lengths = arguments([9, 4], pages=3)
     k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
@@ -277,9 +286,13 @@ def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert backend(cpu, None) == backend(gpu, "xla") == "xla"
     assert backend(gpu, "triton") == "triton"
+    assert backend(gpu, "reference") == "reference"
     with pytest.raises(ato_jax.UnsupportedError, match="triton: needs an NVIDIA GPU"):
         backend(cpu, "triton")
-    with pytest.raises(ValueError, match="implementation must be one of 'xla', 'triton'"):
+    for name in ("cudnn", "mosaic_gpu", "triton.wide"):
+        with pytest.raises(ato_jax.UnsupportedError, match=f"{name}: has no kernels for this op"):
+            backend(gpu, name)
+    with pytest.raises(ValueError, match="implementation must be None or one of 'triton.wide', "):
         backend(cpu, "cuda")
     first = {"when": {"dtype": "bfloat16"}, "shortest": 1, "backend": "triton"}
     for entries, chosen in (([], "xla"), ([first], "triton")):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import signal
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -38,6 +40,9 @@ def test_another_processs_program_is_loaded_compared_and_timed(one_worker):
     inputs = here.inputs.draw(key)
     jax.tree.map(np.testing.assert_array_equal, found.inputs.draw(key), inputs)
     jax.tree.map(np.testing.assert_array_equal, found.program([inputs]), here.program([inputs]))
+    # Whatever it keeps running is halted while something is timed, and goes on with the next job.
+    (pid,) = (worker._process.pid for worker in one_worker._workers)
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     prepared = found()
     assert prepared.errors == here().errors and prepared.errors.keys() == {"out", "dq", "dk", "dv"}
     assert prepared.scratch == here.scratch and prepared.time(0.01).seconds > 0
@@ -127,13 +132,13 @@ def test_caches_are_filled_by_contenders_that_run(one_worker):
     pytest.importorskip("torch")
     plain = (LINEAR, "forward + backward", "PyTorch")
     assert one_worker.programs([], [plain]) == []
-    peer = one_worker._warmers.get_nowait()
+    (peer,) = one_worker._warmers
+    peer.signal(signal.SIGCONT)
     facts = {"case": dataclasses.asdict(LINEAR), "phase": "forward"}
     assert peer.ask("warm", contender="PyTorch", **facts) == {}
     if importlib.util.find_spec("fla") is None:
         refused = {"unavailable": "fla is not installed"}
         assert peer.ask("warm", contender="fla chunk, phi out", **facts) == refused
-    one_worker._warmers.put(peer)
 
 
 def test_a_search_that_fills_caches_times_nothing(monkeypatch):
