@@ -275,8 +275,9 @@ class Plan:
             )
         calls.fill(*[addresses[number] + offset for number, offset in self.places])
         steps = calls.of_steps
-        if calls.of_graph and as_graph and not is_capturing():
-            steps = calls.of_graph
+        # What captures holds the launches themselves, and a graph cannot be made meanwhile.
+        if calls.is_several and as_graph and not is_capturing():
+            steps = calls.of_graph or calls.make_graph()
         for function, arguments in steps:
             error = function(*arguments)
             if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
@@ -383,8 +384,8 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 class _Calls:
     """The driver's functions for all the steps on one stream, with their arguments as C has them:
-    made once, and filled in for each call. Of two kernels or more there is a graph, too: each is
-    given its arguments, and all are launched as one.
+    made once, and filled in for each call. Of two kernels or more a graph can be made, too: each
+    is given its arguments, and all are launched as one.
 
     One call at a time may use them; the driver has copied what they hold when it returns.
     """
@@ -434,17 +435,13 @@ class _Calls:
             self.of_steps.append(call)
             start += len(step.arguments)
         launches = [step for step in steps if isinstance(step, _executable.Launch)]
+        self.is_several = len(launches) == len(steps) > 1
         self.of_graph: list[_Call] = []
-        if len(launches) == len(steps) > 1:
-            self.of_graph = self._graph(launches, kernels, pointers)
+        self._facts = launches, kernels, pointers
 
-    def _graph(
-        self,
-        launches: Sequence[_executable.Launch],
-        kernels: Kernels,
-        pointers: ctypes.Array[ctypes.c_uint64],
-    ) -> list[_Call]:
+    def make_graph(self) -> list[_Call]:
         driver, pointer = _driver(), ctypes.c_void_p
+        launches, kernels, pointers = self._facts
         context, graph, ready = pointer(), pointer(), pointer()
         _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
         if not context:  # a thread in which CUDA was not used yet
@@ -466,17 +463,24 @@ class _Calls:
             _check(driver.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, *behind, facts))
             nodes.append((node, facts))
             self.held += parameters, found
-        _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)))
+        # Nor would another thread's capture allow it otherwise.
+        mode = ctypes.c_int(RELAXED_CAPTURE)
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        error = driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0))
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        _check(error)
         change = driver.cuGraphExecKernelNodeSetParams_v2
-        return [
+        self.of_graph = [
             *((change, (ready, *node)) for node in nodes),
             (driver.cuGraphLaunch, (ready, self.stream)),
         ]
+        return self.of_graph
 
 
 # cuda.h's names for these numbers.
 OUT_OF_MEMORY = 2
 INVALID_CONTEXT = 201
+RELAXED_CAPTURE = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 LAUNCH_PARAM_BUFFER_POINTER = 1
 LAUNCH_PARAM_BUFFER_SIZE = 2

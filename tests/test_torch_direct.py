@@ -90,7 +90,7 @@ class Driver:
         self.calls, self.errors, self.contexts = [], [], []
         self.parameter_size, self.context = 8, 77
         # Of each graph its nodes: a kernel, its sizes, and where its arguments are.
-        self.graphs = []
+        self.graphs, self.mode = [], 0
 
     def cuCtxGetCurrent(self, context):
         context._obj.value = self.context
@@ -152,8 +152,13 @@ class Driver:
         node._obj.value = len(nodes)
         return self.cuGraphExecKernelNodeSetParams_v2(graph, node._obj, facts)
 
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+        return 0
+
     def cuGraphInstantiateWithFlags(self, ready, graph, flags):
-        assert flags.value == 0
+        assert flags.value == 0 and self.mode == _direct.RELAXED_CAPTURE
+        assert not _direct.is_capturing(), "not permitted when stream is capturing"
         ready._obj.value = graph.value
         return 0
 
@@ -269,7 +274,7 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
     made = plan(Executable(whole.allocations, (first, second), (5,)), results=1)
     driver.context = None
     one_by_one = [("add", [2, 1, 1, 32, 1, 1, 50_000], 5), ("times", [1, 1, 1, 64, 2, 1, 0], 5)]
-    for capturing in (False, False, True, False):
+    for capturing in (True, False, False, True, False):
         monkeypatch.setattr(_direct, "is_capturing", lambda capturing=capturing: capturing)
         x, y = torch.randn(2, 1, 2, 3)
         driver.calls.clear()
@@ -277,8 +282,8 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
         assert torch.equal(out, (x + y) * y)
         assert driver.calls == one_by_one + ["as one"] * (not capturing)
         # A thread without a context, when the graph was made; then nothing is set again.
-        assert driver.contexts == [77]
-    assert len(driver.graphs) == 1
+        assert driver.contexts == [77] * bool(driver.graphs)
+    assert len(driver.graphs) == 1 and driver.mode == 0
     assert torch.equal(made([x, y], as_graph=False)[0], out) and driver.calls[-1] == one_by_one[-1]
     driver.errors = [_direct.INVALID_CONTEXT]
     assert torch.equal(made([x, y])[0], out) and driver.contexts == [77, 77]
