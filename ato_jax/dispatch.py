@@ -63,6 +63,16 @@ class Op:
     def backend(self, name: str) -> Any:
         return importlib.import_module(f"{self.package}.{name}")
 
+    def check_name(self, implementation: Any) -> None:
+        """A ValueError unless it is None or the name of a backend, planned ones included."""
+        names = self.backends + self.planned
+        named = isinstance(implementation, str) and implementation in names
+        if implementation is not None and not named:
+            raise ValueError(
+                f"implementation must be None or one of {', '.join(map(repr, names))}, "
+                f"got {implementation!r}"
+            )
+
     @property
     def residuals(self) -> Any:
         """The op's own type of (inputs, outputs): backends read its fields by name."""
@@ -235,13 +245,7 @@ def _run(call: _Call, inputs: Any) -> Any:
 
 
 def _call_of(op: Op, spec: Any, inputs: Any, implementation: str | None) -> _Call:
-    names = op.backends + op.planned
-    named = isinstance(implementation, str) and implementation in names
-    if implementation is not None and not named:
-        raise ValueError(
-            f"implementation must be None or one of {', '.join(map(repr, names))}, "
-            f"got {implementation!r}"
-        )
+    op.check_name(implementation)
     return _Call(op, spec, implementation, device.of_call(inputs), device.interpreting())
 
 

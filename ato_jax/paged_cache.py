@@ -96,7 +96,7 @@ class PagedCache(NamedTuple):
                 ("v_head_dim", v_head_dim),
             )
         )
-        shapes.one_of("dtype", jnp.dtype(dtype).name, shapes.FLOATS)
+        shapes.float_dtype("dtype", dtype)
         return cls(
             k_pages=jnp.zeros((P, page, G, D), dtype),
             v_pages=jnp.zeros((P, page, G, V), dtype),
@@ -146,12 +146,13 @@ class PagedCache(NamedTuple):
             sizes["N"] = sizes["B"]
         shapes.bind(sizes, "k", k.shape, "NTGD")
         shapes.bind(sizes, "v", v.shape, "NTGV")
+        given = {}  # as they came, for the messages
         if counts is not None:
-            counts = shapes.integers("counts", counts)
+            given["counts"] = counts = shapes.integers("counts", counts)
             shapes.bind(sizes, "counts", counts.shape, "N")
             counts = shapes.clipped(counts, -1, sizes["T"] + 1)
         if slots is not None:
-            slots = shapes.integers("slots", slots)
+            given["slots"] = slots = shapes.integers("slots", slots)
             shapes.bind(sizes, "slots", slots.shape, "N")
             slots = shapes.clipped(slots, -2, sizes["B"])
         S = sizes["pages"] * sizes["page"]
@@ -167,7 +168,7 @@ class PagedCache(NamedTuple):
             f"k needs {{needed}} more pages, and of P = {sizes['P']} there are {{available}} left: "
             "free() a sequence, or make a cache of more pages",
         )
-        _require(fine, messages, numbers)
+        _require(fine, messages, numbers | given)
         return cache, fits
 
     def fork(self, slot: Any, length: Any = None) -> tuple[PagedCache, jax.Array]:
@@ -183,20 +184,18 @@ class PagedCache(NamedTuple):
           sequence, or it is shorter.
         """
         sizes = _bind(self)
-        slot = shapes.integers("slot", slot)
-        shapes.bind({}, "slot", slot.shape, "")
-        slot = shapes.clipped(slot, -1, sizes["B"])
+        given = {"slot": _scalar("slot", slot)}  # as they came, for the messages
+        slot = shapes.clipped(given["slot"], -1, sizes["B"])
         if length is not None:
-            length = shapes.integers("length", length)
-            shapes.bind({}, "length", length.shape, "")
-            length = shapes.clipped(length, -1, shapes.INT32.max)
+            given["length"] = _scalar("length", length)
+            length = shapes.clipped(given["length"], -1, shapes.INT32.max)
         cache, new, fine, numbers = _fork(self, slot, length)
         messages = (
             "slot must be an allocated one, got {slot}",
             "length must lie between 0 and the sequence's {held}, got {length}",
             f"fork() needs a free slot, and all B = {sizes['B']} are taken",
         )
-        _require(fine, messages, numbers)
+        _require(fine, messages, numbers | given)
         return cache, new
 
     def free(self, slots: Any) -> PagedCache:
@@ -208,8 +207,7 @@ class PagedCache(NamedTuple):
         """
         sizes = _bind(self)
         slots = shapes.integers("slots", slots).reshape(-1)
-        slots = shapes.clipped(slots, -2, sizes["B"])
-        cache, fine = _free(self, slots)
+        cache, fine = _free(self, shapes.clipped(slots, -2, sizes["B"]))
         _require(fine, ("slots must name allocated ones, got {slots}",), {"slots": slots})
         return cache
 
@@ -265,6 +263,13 @@ def _bind(cache: PagedCache) -> dict[str, int]:
             raise ValueError(f"{name} must be {dtype} in a PagedCache, got {found}")
         shapes.bind(sizes, name, np.shape(array), letters)
     return sizes
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    found = shapes.integers(name, value)
+    if found.ndim:
+        raise ValueError(f"{name} must be a scalar, got shape {found.shape}")
+    return found
 
 
 def _as_cached(name: str, array: Any, pages: jax.Array) -> jax.Array:

@@ -28,15 +28,44 @@ def dtype_name(name: str, array: Any) -> str:
     if hasattr(array, "dtype"):
         return str(array.dtype)
     try:
-        return str(np.asarray(array).dtype)
+        found = str(np.asarray(array).dtype)
     except ValueError:
+        found = "object"
+    if found == "object":  # None, or whatever else NumPy makes no numbers of
+        raise ValueError(f"{name} must be an array, got {array!r}")
+    return found
+
+
+def as_array(name: str, array: Any) -> jax.Array:
+    """`array` as a JAX array; a ValueError where it has a dtype, and no values."""
+    try:
+        return jnp.asarray(array)
+    except TypeError:
         raise ValueError(f"{name} must be an array, got {array!r}") from None
 
 
+def float_dtype(name: str, dtype: Any) -> str:
+    """The name of one of `FLOATS`; a ValueError for whatever is none."""
+    try:
+        # Of None it would be float64's.
+        found = dtype if dtype is None else jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        found = dtype
+    one_of(name, found, FLOATS)
+    return str(found)
+
+
 def bind(
-    sizes: dict[str, int], name: str, shape: tuple[int, ...], letters: Sequence[str]
+    sizes: dict[str, int],
+    name: str,
+    shape: tuple[int, ...],
+    letters: Sequence[str],
+    where: str = "",
 ) -> None:
-    """Binds the axes of `shape` to `letters`, in place; a ValueError where they disagree."""
+    """Binds the axes of `shape` to `letters`, in place; a ValueError where they disagree.
+
+    `where` is the condition under which it has these axes.
+    """
     agrees = len(shape) == len(letters) and all(
         sizes.get(letter, size) == size for letter, size in zip(letters, shape, strict=True)
     )
@@ -44,7 +73,8 @@ def bind(
         known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
         wanted = f"[{', '.join(letters)}]" if letters else "a scalar where q has no batch axis"
         raise ValueError(
-            f"{name} must be {wanted}{' with ' + known if known else ''}, got shape {tuple(shape)}"
+            f"{name} must be {wanted}{where}{' with ' + known if known else ''}, "
+            f"got shape {tuple(shape)}"
         )
     sizes.update(zip(letters, shape, strict=True))
 
@@ -81,10 +111,7 @@ def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
         )
     if dtype is not None and found != dtype:
         raise ValueError(f"{name} must have q's dtype {dtype}, got {found}; convert one of them")
-    try:
-        return jnp.asarray(array)
-    except TypeError:  # it has a dtype, and no values
-        raise ValueError(f"{name} must be an array, got {array!r}") from None
+    return as_array(name, array)
 
 
 def integers(name: str, array: Any) -> jax.Array:
@@ -92,7 +119,10 @@ def integers(name: str, array: Any) -> jax.Array:
 
     Those of the host become int32, and a ValueError where they do not fit. An array of JAX's own
     keeps its dtype, which may be wider: its values are not waited for, `clipped` narrows them.
+    An empty list holds no integers, and nothing else.
     """
+    if isinstance(array, list | tuple) and not array:
+        return jnp.zeros(0, jnp.int32)
     found = dtype_name(name, array)
     if not found.startswith(("int", "uint")):
         raise ValueError(f"{name} must hold integers, got {found}")
@@ -145,7 +175,8 @@ def lengths(
 def static_number(name: str, value: Any) -> float:
     """A Python number that float32 can hold; a traced one is none to build a kernel for."""
     if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"{name} must be a concrete number, got a traced one; multiply q by it")
+        instead = "multiply q by it" if name == "scale" else "make it a static argument of jit"
+        raise ValueError(f"{name} must be a concrete number, got a traced one; {instead}")
     try:
         if not _is_real(value):
             raise TypeError

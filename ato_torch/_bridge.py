@@ -75,10 +75,14 @@ def execute(
 
 
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As they are, where a kernel can read them so; else copies."""
+    """As they are, where a kernel can read them so; else copies. PyTorch's zeros that take no
+    memory have no address."""
     return [
         tensor
-        if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
+        if tensor.is_contiguous()
+        and (pointer := tensor.data_ptr())
+        and not pointer % ALIGNMENT
+        and not tensor.is_neg()
         else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
         for tensor in tensors
     ]

@@ -6,9 +6,9 @@ code goes to PyTorch's current stream, in the same order. So there is nothing to
 PyTorch's, and a CUDA graph of the caller's holds it all. Several kernels are a graph themselves,
 whose addresses are changed before each launch: the host then pays for one launch.
 
-Before a plan is taken, it runs once beside JAX on the tensors of the first call, and has to give
-the same bits. What has no plan, for a step that is no kernel or for bytes that are not understood,
-is `ClosedError`, and goes through `_bridge`.
+Before a plan is taken, it runs once beside JAX on random tensors like those of the first call, and
+has to give the same bits. What has no plan, for a step that is no kernel or for bytes that are not
+understood, is `ClosedError`, and goes through `_bridge`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ SCRATCH_ALIGNMENT = 256
 UNREAD_BYTES = 1 << 20
 # Integers to compare the bits of an element by its size.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# The name in XLA's error where memory does not suffice.
+XLA_NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
@@ -47,6 +49,10 @@ def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
 
 class ClosedError(Exception):
     """Why a function has no plan."""
+
+
+class NoMemoryError(ClosedError):
+    """Why it has none yet."""
 
 
 def execute(
@@ -77,9 +83,19 @@ def plan_of(
     except KeyError:
         pass
     with function.planning:
-        if key not in function.plans:
-            function.plans[key] = _build(function, tensors)
-        return function.plans[key]
+        if key in function.plans:
+            return function.plans[key]
+        # The second, the fourth, the eighth time and so on: to compile takes a second.
+        calls = function.short_of_memory.get(key, 0) + 1
+        if calls & (calls - 1):
+            found: Plan | ClosedError = NoMemoryError("there was no memory to try its launches")
+        else:
+            found = _build(function, tensors)
+        if isinstance(found, NoMemoryError):
+            function.short_of_memory[key] = calls
+        else:
+            function.plans[key] = found
+        return found
 
 
 def ready(
@@ -121,16 +137,37 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
             compiled, results = _compiled(function.traced, tensors)
             executable = _executable.read(compiled.runtime_executable().serialize())
             plan = Plan(executable, tensors, results, Kernels(executable))
-            wanted = _bridge.execute(compiled, tensors)
-            _compare(plan(tensors), wanted)
-            _compare(plan(tensors, as_graph=False), wanted)
+            drawn = _drawn(tensors)
+            wanted = _bridge.execute(compiled, drawn)
+            _compare(plan(drawn), wanted)
+            _compare(plan(drawn, as_graph=False), wanted)
             return plan
     except ClosedError as closed:
-        return closed
+        return ClosedError(*closed.args)  # a new one: that one's traceback keeps the tensors
     except _executable.UnknownError as error:
         return ClosedError(f"what XLA compiled is not understood: {error}")
     except Exception as error:  # other versions of JAX, of the driver
-        return ClosedError(f"{type(error).__name__}: {error}")
+        is_memory = isinstance(error, torch.OutOfMemoryError) or XLA_NO_MEMORY in str(error)
+        kind = NoMemoryError if is_memory else ClosedError
+        return kind(f"{type(error).__name__}: {error}")
+
+
+def _drawn(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Random numbers in the place of the tensors' own, which may all be 0, or the same for q, k
+    and v. Of the same sign where theirs is: a decay above 0 would overflow. Integers stay: they say
+    what is seen."""
+    generator = torch.Generator(tensors[0].device).manual_seed(0)
+    drawn = []
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            numbers = torch.empty_like(tensor).normal_(generator=generator)
+            if (tensor <= 0).all():
+                numbers.abs_().neg_()
+            elif (tensor >= 0).all():
+                numbers.abs_()
+            tensor = numbers
+        drawn.append(tensor)
+    return drawn
 
 
 def _compiled(
@@ -192,7 +229,9 @@ class Plan:
             for each in step.arguments
         ]
         self.kernels = kernels
-        self.nowhere = _nowhere(like[0].device).data_ptr()
+        # The tensor, too: two threads may each get one of their own.
+        self.unread = _nowhere(like[0].device)
+        self.nowhere = self.unread.data_ptr()
         # By streams, so that no graph's launches are in two of them, waiting for each other.
         self.idle: dict[int, list[_Calls]] = collections.defaultdict(list)
 
@@ -214,7 +253,9 @@ class Plan:
             with torch.cuda.device(self.index):
                 return self(tensors, as_graph)
         tensors = [
-            _aligned(tensor) if tensor.data_ptr() & MISALIGNED or tensor.is_neg() else tensor
+            _aligned(tensor)
+            if (pointer := tensor.data_ptr()) & MISALIGNED or not pointer or tensor.is_neg()
+            else tensor
             for tensor in tensors
         ]
         results = [empty_strided(*fact) for fact in self.facts]
@@ -234,8 +275,9 @@ class Plan:
             )
         calls.fill(*[addresses[number] + offset for number, offset in self.places])
         steps = calls.of_steps
-        if calls.of_graph and as_graph and not is_capturing():
-            steps = calls.of_graph
+        # What captures holds the launches themselves, and a graph cannot be made meanwhile.
+        if calls.is_several and as_graph and not is_capturing():
+            steps = calls.of_graph or calls.make_graph()
         for function, arguments in steps:
             error = function(*arguments)
             if error == INVALID_CONTEXT:  # a thread in which CUDA was not used yet
@@ -342,8 +384,8 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 class _Calls:
     """The driver's functions for all the steps on one stream, with their arguments as C has them:
-    made once, and filled in for each call. Of two kernels or more there is a graph, too: each is
-    given its arguments, and all are launched as one.
+    made once, and filled in for each call. Of two kernels or more a graph can be made, too: each
+    is given its arguments, and all are launched as one.
 
     One call at a time may use them; the driver has copied what they hold when it returns.
     """
@@ -393,17 +435,13 @@ class _Calls:
             self.of_steps.append(call)
             start += len(step.arguments)
         launches = [step for step in steps if isinstance(step, _executable.Launch)]
+        self.is_several = len(launches) == len(steps) > 1
         self.of_graph: list[_Call] = []
-        if len(launches) == len(steps) > 1:
-            self.of_graph = self._graph(launches, kernels, pointers)
+        self._facts = launches, kernels, pointers
 
-    def _graph(
-        self,
-        launches: Sequence[_executable.Launch],
-        kernels: Kernels,
-        pointers: ctypes.Array[ctypes.c_uint64],
-    ) -> list[_Call]:
+    def make_graph(self) -> list[_Call]:
         driver, pointer = _driver(), ctypes.c_void_p
+        launches, kernels, pointers = self._facts
         context, graph, ready = pointer(), pointer(), pointer()
         _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
         if not context:  # a thread in which CUDA was not used yet
@@ -425,16 +463,24 @@ class _Calls:
             _check(driver.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, *behind, facts))
             nodes.append((node, facts))
             self.held += parameters, found
-        _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)))
+        # Nor would another thread's capture allow it otherwise.
+        mode = ctypes.c_int(RELAXED_CAPTURE)
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        error = driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0))
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        _check(error)
         change = driver.cuGraphExecKernelNodeSetParams_v2
-        return [
+        self.of_graph = [
             *((change, (ready, *node)) for node in nodes),
             (driver.cuGraphLaunch, (ready, self.stream)),
         ]
+        return self.of_graph
 
 
 # cuda.h's names for these numbers.
+OUT_OF_MEMORY = 2
 INVALID_CONTEXT = 201
+RELAXED_CAPTURE = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 LAUNCH_PARAM_BUFFER_POINTER = 1
 LAUNCH_PARAM_BUFFER_SIZE = 2
@@ -459,7 +505,8 @@ def _check(error: int) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(error, ctypes.byref(text))
         said = text.value.decode() if text.value else f"CUDA error {error}"
-        raise RuntimeError(f"a kernel launched from PyTorch: {said}")
+        kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
+        raise kind(f"a kernel launched from PyTorch: {said}")
 
 
 class Kernels:

@@ -43,7 +43,11 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
     )
     if torch.compiler.is_compiling():
         names, values = tuple(options), options.values()
-        return _forward(_text(op, tuple(tensors), differentiates, names, *values), leaves)
+        transformed = _is_transformed()
+        # There no tensor tells whether torch.func asks for its gradient.
+        training = differentiates or (transformed and torch.is_grad_enabled())
+        text = _text(op, tuple(tensors), training, names, *values)
+        return _transformed(text, *leaves) if transformed else _forward(text, leaves)
     program = program_of(op, tuple(tensors), differentiates, leaves[0].device, options)
     if _is_transformed():
         return _Call.apply(program, *leaves)
@@ -143,6 +147,8 @@ def runs_plainly(tensors: Tensors) -> bool:
     return True
 
 
+# Asked of when it traces: what torch.compile itself makes of an empty stack is not None.
+@torch.compiler.assume_constant_result
 def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -229,6 +235,8 @@ class _Call(torch.autograd.Function):
         given = tuple(cotangent is not None for cotangent in cotangents)
         chosen = [cotangent for cotangent in cotangents if cotangent is not None]
         _refuse_forward_mode(chosen)
+        if any(map(is_batch, chosen)):
+            return _one_by_one(_Call.backward, ctx, cotangents)
         tensors = [*ctx.saved_tensors, *chosen]
         if torch.is_grad_enabled() or not runs_plainly(tensors):
             gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
@@ -261,6 +269,8 @@ class _KnownCall(torch.autograd.Function):
         tensors = list(ctx.saved_tensors)
         chosen = [cotangent for cotangent in cotangents if cotangent is not None]
         _refuse_forward_mode(chosen)
+        if any(map(is_batch, chosen)):
+            return _one_by_one(_KnownCall.backward, ctx, cotangents)
         alone = cotangents[0] is not None and len(chosen) == 1
         plainly = not torch.is_grad_enabled() and runs_plainly([*tensors, *chosen])
         if alone and plainly:
@@ -276,6 +286,40 @@ class _KnownCall(torch.autograd.Function):
         else:
             gradients = _Gradient.apply(known.program, needed, given, *tensors)
         return None, *_placed(needed, _exchanged(gradients, of_gradients))
+
+
+# Of `is_grads_batched` and `jacobian(vectorize=True)`, whose vmap is an older one.
+is_batch = torch._C._functorch.is_legacy_batchedtensor
+
+
+def _one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any]) -> Any:
+    """The backward of each member of a batch of cotangents."""
+    mapped = [each is not None and is_batch(each) for each in cotangents]
+    # At level 1, the outermost; the size, here 1 too, matters where there is no batch.
+    plain = [
+        torch._remove_batch_dim(each, 1, 1, 0) if is_mapped else each
+        for each, is_mapped in zip(cotangents, mapped, strict=True)
+    ]
+    if any(is_mapped and is_batch(each) for each, is_mapped in zip(plain, mapped, strict=True)):
+        raise NotImplementedError(
+            "ato_torch takes is_grads_batched and vectorize=True on one level: use "
+            "torch.func.jacrev or torch.func.vmap"
+        )
+    size = next(len(each) for each, is_mapped in zip(plain, mapped, strict=True) if is_mapped)
+    found = [
+        backward(
+            ctx,
+            *(
+                each[n] if is_mapped else each
+                for each, is_mapped in zip(plain, mapped, strict=True)
+            ),
+        )
+        for n in range(size)
+    ]
+    return tuple(
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, 1)
+        for parts in zip(*found, strict=True)
+    )
 
 
 def _exchanged(tensors: Tensors, turned: Sequence[bool]) -> list[torch.Tensor]:
@@ -308,6 +352,13 @@ class _Gradient(torch.autograd.Function):
         mapped = program.batched_backward(_level(dims))
         gradients = _Gradient.apply(mapped, needed, given, *_in_front(tensors, dims))
         return gradients, (0,) * len(gradients)
+
+
+@torch.compiler.allow_in_graph
+def _transformed(call: str, *tensors: torch.Tensor) -> Tensors:
+    """The outputs where torch.compile meets torch.func, which takes no gradient of a custom op."""
+    program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
+    return _Call.apply(program, *tensors)
 
 
 def _refuse_second_order() -> None:

@@ -138,13 +138,15 @@ def _as_tuple(value: Any) -> Any:
 class Function:
     """A function of arrays, jitted: JAX compiles it once per shapes and dtypes.
 
-    `plans` is `_direct`'s, which one thread at a time adds to.
+    `plans` and `short_of_memory` are `_direct`'s, which one thread at a time adds to.
     """
 
     def __init__(self, traced: Callable[..., list[jax.Array]]) -> None:
         self.traced = traced
         self.jitted = jax.jit(traced)
         self.plans: dict[Any, Any] = {}
+        # Of plans that found no memory, how many calls asked for them.
+        self.short_of_memory: dict[Any, int] = {}
         self.planning = threading.Lock()
 
 

@@ -83,16 +83,18 @@ def attention(
         if plan is not None and plan.program is not None:
             return plan(given)
     if torch.compiler.is_compiling():
-        dropout_p, scale, softcap, window, query_offset = _ops.static(
-            (dropout_p, scale, softcap, window, query_offset)
+        dropout_p, is_causal, scale, softcap, window, query_offset = _ops.static(
+            (dropout_p, is_causal, scale, softcap, window, query_offset)
         )
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_all(query, key, value, smallest=2)
     is_causal = shapes.flag("is_causal", is_causal)
     enable_gqa = shapes.flag("enable_gqa", enable_gqa)
-    dropout_p = shapes.static_number("dropout_p", dropout_p)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    dropout_p = _required("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
+    if dropout_p == 1:
+        dropout_p, value = 0.0, value * 0  # the weights would be divided by 0
     return_lse = shapes.flag("return_lse", return_lse)
     (query, key, value), batch, heads = _broadcast(query, key, value, enable_gqa)
     straight = query is given[0] and key is given[1] and value is given[2]
@@ -207,7 +209,7 @@ def linear_attention(
         if plan is not None and plan.program is not None:
             return plan(given)
     if torch.compiler.is_compiling():
-        scale, eps = _ops.static((scale, eps))
+        causal, scale, eps = _ops.static((causal, scale, eps))
     query, key, value = _autocast(query, key, value)
     _check_all(query, key, value, smallest=3)
     shapes.one_of("layout", layout, LAYOUTS)
@@ -501,7 +503,16 @@ def _is_window(option: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float | None:
-    return None if value is None else shapes.static_number(name, value)
+    return None if value is None else _required(name, value)
+
+
+def _required(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        raise ValueError(
+            f"{name} must be a number, and a tensor that requires a gradient would get none; give "
+            "its item(), or multiply outside of the call"
+        )
+    return shapes.static_number(name, value)
 
 
 def _check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
@@ -613,6 +624,8 @@ def _broadcast(
     with_heads = max(tensor.ndim for tensor in tensors) > 2
     query, key, value = (tensor if tensor.ndim > 2 else tensor[None] for tensor in tensors)
     H, G, value_G = (tensor.shape[-3] for tensor in (query, key, value))
+    # Compared one by one: a size that is PyTorch's symbol has no hash.
+    different = [heads for heads in (H, G, value_G) if heads != 1]
     try:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     except RuntimeError:
@@ -622,15 +635,16 @@ def _broadcast(
         ) from None
     if enable_gqa:
         if G != value_G:
-            raise ValueError(f"key and value must have the same heads, got {G} and {value_G}")
-    elif len({H, G, value_G} - {1}) > 1:
+            key, value = _same_heads(H, key, value)
+            G = value_G = key.shape[-3]
+    elif any(heads != different[0] for heads in different):
         raise ValueError(
             f"key and value have {G} and {value_G} heads where query has {H}: "
             "pass enable_gqa=True if groups of query heads share them"
         )
     else:
-        G = value_G = max(G, value_G)
-        H = max(H, G)
+        G = value_G = value_G if G == 1 else G
+        H = G if H == 1 else H
     B = math.prod(batch)
     spread = [
         tensor
@@ -639,6 +653,24 @@ def _broadcast(
         for tensor, heads in ((query, H), (key, G), (value, G))
     ]
     return spread, tuple(batch), (H,) if with_heads else ()
+
+
+def _same_heads(
+    H: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each with its heads repeated, until key and value have the same number."""
+    sizes = key.shape[-3], value.shape[-3]
+    if not all(sizes) or any(H % heads for heads in sizes):
+        raise ValueError(
+            "query's heads must be a multiple of key's and of value's, "
+            f"got {H}, {sizes[0]} and {sizes[1]}"
+        )
+    G = math.lcm(*sizes)
+    key, value = (
+        tensor if heads == G else tensor.repeat_interleave(G // heads, dim=-3)
+        for tensor, heads in zip((key, value), sizes, strict=True)
+    )
+    return key, value
 
 
 def _four_axes(

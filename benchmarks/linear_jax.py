@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,8 @@ def _flash_bla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _jla(kind: str) -> Callable[..., Any]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *decay: jax.Array) -> jax.Array:
+        # Its kernels first: whoever calls it while another thread imports them finds none.
+        importlib.import_module("jla.ops.mosaic_gpu")
         from jla import ops
 
         # It has no kind without a gate. XLA is not to work out what it makes of a known one: that

@@ -121,7 +121,7 @@ def targets() -> list[Target]:
             ("attention", "float16", 64, "-"),
             ("attention", "bfloat16", 512, "-"),
             ("attention", "bfloat16", 64, "all"),
-            ("linear_attention", "bfloat16", 128, "channel"),
+            *itertools.product(["linear_attention"], ["bfloat16"], (64, 128), ["channel"]),
         ],
     }
     return [

@@ -24,7 +24,7 @@ from tests.test_attention_paged import GPUS
 B, T, S, H, G, D, V = 3, 2, 48, 4, 2, 16, 12
 LENGTHS = np.array([48, 0, 33])
 PAGE = 8
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("triton", "xla", "reference")
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,63 @@ def test_contiguous_without_lengths() -> None:
         with ato_jax.interpret():
             found = ato_jax.decode_attention(*arrays, return_lse=True, implementation=name)
         compare(found, wanted, "float32")
+
+
+def test_lengths_beyond_the_cache() -> None:
+    """Of a device they are not waited for, and count as S: for the queries' positions, too."""
+    q, k, v = (jnp.nan_to_num(array) for array in qkv())
+    (k_pages, v_pages), table = in_pages(k, v)
+    # With a window, a query whose position is too far sees other keys.
+    options: dict[str, Any] = {"window": (9, 0), "return_lse": True}
+    beyond, every = jnp.array([S + 30, S + 1, -5]), np.array([S, S, 0])
+    for cache in ((k, v), (k_pages, v_pages, table)):
+        wanted = ato_jax.decode_attention(q, *cache, lengths=every, **options)
+        for name in IMPLEMENTATIONS:
+            with ato_jax.interpret():
+                found = ato_jax.decode_attention(
+                    q, *cache, lengths=beyond, implementation=name, **options
+                )
+            compare(found, [np.asarray(one) for one in wanted], "float32")
+
+
+@pytest.mark.parametrize(
+    ("form", "length"),
+    [
+        ("contiguous", 33),
+        ("pages", jnp.int32(33)),
+        ("eight bits", [33]),
+        ("eight bits in pages", np.array(33)),
+    ],
+)
+def test_without_a_batch_axis(form: str, length: Any) -> None:
+    q, k, v = (array[2:] for array in qkv())
+    options: dict[str, Any] = {}
+    if "eight" in form:
+        k, v = (jnp.nan_to_num(8 * array).astype(jnp.int8) for array in (k, v))
+        options = {name: SCALES[2:] for name in ("k_scale_pages", "v_scale_pages")}
+    cache, table = [k, v, *options.values()], None
+    if "pages" in form:
+        cache = [array.reshape(-1, PAGE, *array.shape[2:])[::-1] for array in cache]
+        table = np.arange(S // PAGE)[::-1]
+    alone = cache if "pages" in form else [array[0] for array in cache]
+    for name in IMPLEMENTATIONS:
+
+        def decode(q: Any, cache: Any, *arguments: Any, name: str = name) -> Any:
+            with ato_jax.interpret():
+                return ato_jax.decode_attention(
+                    q, *cache[:2], *arguments, **dict(zip(options, cache[2:], strict=True)),
+                    window=(20, 0), return_lse=True, implementation=name,
+                )  # fmt: skip
+
+        wanted = decode(q, cache, None if table is None else table[None], np.array([33]))
+        found = decode(q[0], alone, table, length)
+        assert found[0].shape == (T, H, V) and found[1].shape == (T, H)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other[0])
+    error, _ = ato_jax.checked(functools.partial(decode, q[0], alone))(table, jnp.int32(S + 1))
+    assert f"lengths must lie between 0 and S={S}, got {S + 1}" in str(error.get())
+    with pytest.raises(ValueError, match="lengths must be a scalar where q has no batch axis"):
+        decode(q[0], alone, table, [33, 33])
 
 
 @pytest.mark.parametrize(
@@ -254,6 +311,12 @@ def test_gradients_of_few_queries(dtype: str) -> None:
 
 # -- bad input -----------------------------------------------------------------------------------
 
+class Typed:
+    """What has a dtype and no values."""
+
+    dtype = np.dtype("int8")
+
+
 INT8 = np.zeros((B, S, G, D), np.int8)
 SCALES = np.ones((B, S, G), np.float32)
 
@@ -285,6 +348,7 @@ SCALES = np.ones((B, S, G), np.float32)
             {"k_pages": INT8, "v_pages": INT8, "k_scale_pages": SCALES.astype(np.float16)},
             "k_scale_pages must be float32, got float16",
         ),
+        ({"k_pages": Typed()}, "k_pages must be an array, got <"),
         ({"k_scale_pages": SCALES}, "k_scale_pages goes with k_pages in int8 or .*, got float32"),
         (
             {"k_pages": INT8, "v_pages": None, "value_dim": V, "k_scale_pages": SCALES,

@@ -135,6 +135,15 @@ def test_pages_that_there_are_not() -> None:
     numerics.check("out", by_kernel(q, k, v, wrong, lengths)[0], wanted, dtype="float32")
 
 
+def test_no_page_is_none_of_the_others() -> None:
+    """Where there is no page, plain JAX takes none of what the first one holds, NaN included."""
+    q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 4, 1, 4)).at[0].set(jnp.nan)
+    for implementation in ("xla", "reference"):
+        table, lengths = jnp.array([[1, 9]]), jnp.array([8])
+        out = ato_jax.decode_attention(q, k, k, table, lengths, implementation=implementation)
+        np.testing.assert_array_equal(out, q)
+
+
 def test_derivatives_are_the_plain_ones() -> None:
     q, k, v, table, lengths = arguments([9, 4], pages=3)
     k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
@@ -198,7 +207,7 @@ def compiled(
     dtype: str, D: int, V: int, T: int, capability: int, *, cached: str | None = None,
     form: str = "pages", H: int = 8, G: int = 2
 ) -> list[aot.Compiled]:
-    """`form`: pages, contiguous, or shared: pages in which values are the first columns of keys."""
+    """`form`: pages, contiguous, or shared: values are the first columns of keys."""
     B, page, pages = 16, 16, 512
     here = GPUS[capability]
     spec = AttentionSpec(
@@ -206,19 +215,19 @@ def compiled(
         right=0, offset=None, query_offset=True, kv_lengths=True,
     )  # fmt: skip
     stored = cached or dtype
-    rows = (B, page * pages) if form == "contiguous" else (B * pages, page)
+    contiguous, shared = "contiguous" in form, "shared" in form
+    rows = (B, page * pages) if contiguous else (B * pages, page)
 
     def shape(*sizes: int, dtype: str = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
     scales = shape(*rows, G, dtype="float32") if cached else None
-    shared = form == "shared"
     inputs = CacheInputs(
         shape(B, T, H, D),
         shape(*rows, G, D, dtype=stored),
         None if shared else shape(*rows, G, V, dtype=stored),
         shape(B, dtype="int32"),
-        table=None if form == "contiguous" else shape(B, pages, dtype="int32"),
+        table=None if contiguous else shape(B, pages, dtype="int32"),
         k_scales=scales,
         v_scales=None if shared else scales,
     )
@@ -243,6 +252,8 @@ def compiled(
         ("bfloat16", 576, 512, 1, 80, LATENT),
         ("bfloat16", 576, 512, 1, 90, LATENT),
         ("bfloat16", 576, 512, 1, 90, LATENT | {"H": 16}),
+        ("bfloat16", 576, 512, 1, 90, LATENT | {"form": "shared, contiguous"}),
+        ("float32", 576, 512, 1, 90, LATENT | {"form": "shared, contiguous"}),
         ("bfloat16", 576, 512, 1, 90, LATENT | {"cached": "float8_e4m3fn"}),
         ("bfloat16", 128, 128, 1, 80, {"cached": "int8"}),
         ("bfloat16", 128, 128, 1, 90, {"cached": "int8"}),
@@ -254,10 +265,11 @@ def test_compiles(
     dtype: str, D: int, V: int, T: int, capability: int, options: dict[str, Any]
 ) -> None:
     for kernel in compiled(dtype, D, V, T, capability, **options):
-        # Tiles were measured in bfloat16 on sm_90. Latent heads in pages spill 32 bytes, and take
-        # 0.7 of the time of the rows that fit.
-        measured = capability == 90 and dtype == "bfloat16" and options != LATENT
-        assert kernel.fits and kernel.spill_stores <= (0 if measured else 64), kernel
+        # Tiles were measured in bfloat16 on sm_90. Many latent heads spill 32 bytes in pages and
+        # 156 without, and take 0.7 and 0.8 of the time of the rows that fit.
+        measured = capability == 90 and dtype == "bfloat16"
+        most = 160 if options.get("H") == LATENT["H"] else 0 if measured else 64
+        assert kernel.fits and kernel.spill_stores <= most, kernel
 
 
 @aot.requires_triton
@@ -277,9 +289,13 @@ def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert backend(cpu, None) == backend(gpu, "xla") == "xla"
     assert backend(gpu, "triton") == "triton"
+    assert backend(gpu, "reference") == "reference"
     with pytest.raises(ato_jax.UnsupportedError, match="triton: needs an NVIDIA GPU"):
         backend(cpu, "triton")
-    with pytest.raises(ValueError, match="implementation must be one of 'xla', 'triton'"):
+    for name in ("cudnn", "mosaic_gpu", "triton.wide"):
+        with pytest.raises(ato_jax.UnsupportedError, match=f"{name}: has no kernels for this op"):
+            backend(gpu, name)
+    with pytest.raises(ValueError, match="implementation must be None or one of 'triton.wide', "):
         backend(cpu, "cuda")
     first = {"when": {"dtype": "bfloat16"}, "shortest": 1, "backend": "triton"}
     for entries, chosen in (([], "xla"), ([first], "triton")):

@@ -272,7 +272,14 @@ def test_decode_traces_and_differentiates() -> None:
     ("change", "message"),
     [
         ({"q": normal(2, 17, H, D)}, "q must hold between 1 and 16 queries, got T=17"),
-        ({"q": normal(2, H, D)}, r"q must be \[B, T, H, D\], got shape \(2, 4, 8\)"),
+        ({"q": normal(H, D)}, r"q must be \[B, T, H, D\] or \[T, H, D\], got shape \(4, 8\)"),
+        (
+            {"q": normal(2, H, D)},
+            r"page_table must be \[pages\] where q is \[T, H, D\], got shape \(2, 3\)",
+        ),
+        ({"q": None}, "q must be an array, got None"),
+        ({"k_pages": None}, "k_pages must be an array, got None"),
+        ({"implementation": "flash"}, "implementation must be None or one of .*, got 'flash'"),
         ({"v_pages": normal(PAGES, 2, G, V)}, r"v_pages must be \[P, page, G, V\] with P=9, page"),
         ({"page_table": np.zeros((3, 3), int)}, r"page_table must be \[B, pages\] with B=2"),
         ({"page_table": np.zeros((2, 3))}, "page_table must hold integers"),

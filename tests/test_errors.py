@@ -51,8 +51,11 @@ def refused(*patterns: str) -> Any:
         ({"v": array(B, S, H, V)}, ["v must be", "G=2", "got shape"]),
         (
             {"k": array(B, S, 3, D), "v": array(B, S, 3, V)},
-            ["heads H must be a multiple", "H=4", "G=3"],
+            ["heads H must be a multiple", "H=4", "G=3", r"layout='bthd', q is \[B, T, H, D\]"],
         ),
+        ({"layout": "bhtd", "q": array(B, 5, 1, D)}, ["H=5, G=6", r"q is \[B, H, T, D\]"]),
+        ({"q": None}, ["q must be an array, got None"]),
+        ({"v": object()}, ["v must be an array, got <object"]),
         (
             {"k": array(B, S, 0, D), "v": array(B, S, 0, V)},
             ["axis G must be at least 1", "G=0"],
@@ -428,7 +431,8 @@ def test_traced_numbers(function: Any, name: str, options: dict[str, Any]) -> No
     def call(number: Any) -> Any:
         return function(*qkv(), **options, **{name: number})
 
-    with refused(f"{name} must be a concrete number", "traced"):
+    instead = "multiply q by it" if name == "scale" else "make it a static argument"
+    with refused(f"{name} must be a concrete number", "traced", instead):
         call(0.5)
 
 

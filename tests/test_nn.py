@@ -378,6 +378,14 @@ def test_decoding_linear_prompts_with_holes() -> None:
     assert error(again[0], layer(x, is_causal=True)) < 1e-5
 
 
+@pytest.mark.parametrize("page_size", [None, T])
+def test_decoding_of_no_token(page_size: int | None) -> None:
+    layer, x = make(nn.Attention), inputs()
+    layer.init_cache(x.shape, page_size=page_size)
+    assert layer(x[:, :0], decode=True).shape == (B, 0, E)
+    assert error(layer(x, decode=True), layer(x, is_causal=True)) < 1e-5
+
+
 @pytest.mark.parametrize("cls", LAYERS)
 def test_decoding_without_batch(cls: Any) -> None:
     layer, x = make(cls), inputs(T, E)
@@ -434,11 +442,15 @@ def test_full_cache() -> None:
         (nn.LinearAttention, {"feature_map": "elu"}, "feature_map must be one of 'elu1'"),
         (nn.LinearAttention, {"normalize": 1}, "normalize must be True or False"),
         (nn.LinearAttention, {"implementation": "cudnn"}, "implementation must be one of"),
-        (nn.Attention, {"implementation": "flash"}, "implementation must be one of 'triton'"),
+        (nn.Attention, {"implementation": "flash"}, "implementation must be one of 'triton.wide'"),
         (nn.Attention, {"window": 4}, r"window must be a pair \(left, right\)"),
         (nn.Attention, {"softcap": -1.0}, "softcap must be positive"),
         (nn.Attention, {"precision": "low"}, "precision must be None"),
         (nn.Attention, {"deterministic": "no"}, "deterministic must be True or False"),
+        (nn.Attention, {"dtype": "foo"}, "^dtype must be None or a dtype of floats, got 'foo'"),
+        (nn.LinearAttention, {"dtype": jnp.int32}, "^dtype must be None or a dtype of floats"),
+        (nn.Attention, {"param_dtype": "foo"}, "^param_dtype must be None or a dtype of floats"),
+        (nn.Attention, {"sinks_init": 3}, "^sinks_init must be a function of .*, got 3"),
         (nn.Performer, {"feature_map": "relu"}, "feature_map cannot be given"),
         (nn.Performer, {"num_features": 0}, "num_features must be"),
     ],
@@ -658,6 +670,8 @@ def test_bad_shapes_of_caches(cls: Any, shape: Any) -> None:
 
 def test_bad_cache_dtype() -> None:
     layer = make(nn.Attention)
+    with pytest.raises(ValueError, match="^dtype must be None or a dtype of floats, got 'foo'"):
+        layer.init_cache((B, T, E), "foo")
     layer.init_cache((B, T, E), jnp.bfloat16)
     with pytest.raises(
         ValueError, match="cached_key is .* in bfloat16, but this call .* in float32"

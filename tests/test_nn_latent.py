@@ -243,6 +243,13 @@ def test_decoding_with_a_mask() -> None:
         assert error(found[b], naive(layer, alone, order)[0, -1:]) < 1e-5
 
 
+def test_decoding_of_no_token() -> None:
+    layer, x = make(kv_lora_rank=3), inputs()
+    layer.init_cache(x.shape)
+    assert layer(x[:, :0], decode=True).shape == (B, 0, E)
+    assert int(layer.cache_index[...]) == 0
+
+
 def test_full_cache() -> None:
     """An error where the count is known; NaN inside jit, and never a silently wrong number."""
     layer, x = make(), inputs()
@@ -357,6 +364,8 @@ def test_metadata_is_kept() -> None:
         ({"norm_epsilon": 0}, "norm_epsilon must be positive"),
         ({"causal": 1}, "causal must be True or False"),
         ({"use_bias": "no"}, "use_bias must be True or False"),
+        ({"dtype": "foo"}, "^dtype must be None or a dtype of floats, got 'foo'"),
+        ({"param_dtype": int}, "^param_dtype must be None or a dtype of floats, got <class 'int'>"),
         ({"decode": "no"}, "decode must be True or False"),
         ({"keep_rngs": 1}, "keep_rngs must be True or False"),
         ({"dropout_rate": 1.0}, "dropout_rate must be at least 0 and below 1"),
@@ -398,6 +407,8 @@ def test_an_error_leaves_the_cache(options: dict[str, Any]) -> None:
 
 def test_bad_caches() -> None:
     layer, x = make(), inputs()
+    with pytest.raises(ValueError, match="^dtype must be None or a dtype of floats, got 'foo'"):
+        layer.init_cache(x.shape, "foo")
     layer.init_cache((B + 1, T, E))
     with pytest.raises(ValueError, match=r"cached_latent is .*\(3, 7, 20\).*\(2, 7, 20\)"):
         layer(x, decode=True)

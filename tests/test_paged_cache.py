@@ -19,7 +19,7 @@ P, PAGE, B, PAGES, T = 24, 4, 6, 8, 7
 
 def empty(**sizes: Any) -> PagedCache:
     options = {"num_pages": P, "page_size": PAGE, "num_kv_heads": 1, "head_dim": 2, "v_head_dim": 1}
-    return PagedCache.empty(B, PAGE * PAGES, dtype=jnp.float32, **(options | sizes))
+    return PagedCache.empty(B, PAGE * PAGES, **({"dtype": jnp.float32} | options | sizes))
 
 
 def tokens(*numbers: Any) -> tuple[jax.Array, jax.Array]:
@@ -286,6 +286,17 @@ REFUSED = [
         r"^allocate\(\) needs a free slot, and all B = 6 are taken",
     ),
     (lambda cache: cache.free([0, 3]), r"^slots must name allocated ones, got \[0 3\]"),
+    (lambda cache: cache.fork(99), r"^slot must be an allocated one, got 99"),
+    (
+        lambda cache: cache.append(*tokens([1]), slots=[99]),
+        r"^slots must lie between -1 and B - 1 = 5, got \[99\]",
+    ),
+    (
+        lambda cache: cache.append(*tokens([1]), slots=[0], counts=[99]),
+        r"^counts must lie between 0 and T = 1, got \[99\]",
+    ),
+    (lambda cache: cache.fork(0, -7), r"^length must lie between 0 and .* 9, got -7"),
+    (lambda cache: cache.free([-9, 0]), r"^slots must name allocated ones, got \[-9  0\]"),
     (lambda cache: cache.free(6), r"^slots must name allocated ones, got \[6\]"),
 ]
 
@@ -386,7 +397,9 @@ def test_checked_pages(implementation: str) -> None:
             lambda cache: cache.append(*tokens([1]), slots=[0], counts=[True]),
             "^counts must hold integers, got bool",
         ),
-        (lambda cache: cache.fork([0]), "^slot must be a scalar"),
+        (lambda cache: cache.fork([0]), r"^slot must be a scalar, got shape \(1,\)"),
+        (lambda cache: empty(dtype="foo"), "^dtype must be one of 'bfloat16', .* got 'foo'"),
+        (lambda cache: empty(dtype=None), "^dtype must be one of 'bfloat16', .* got None"),
         (lambda cache: cache.fork(0, 1.0), "^length must hold integers"),
         (lambda cache: cache.free("0"), "^slots must hold integers"),
     ],
@@ -394,6 +407,11 @@ def test_checked_pages(implementation: str) -> None:
 def test_bad_arguments(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(filled())
+
+
+def test_none_to_free() -> None:
+    for nobody in ([], (), np.zeros(0, int)):
+        same(filled().free(nobody), filled())
 
 
 # In the layer
@@ -488,6 +506,8 @@ def test_caches_of_the_layer() -> None:
         model.init_cache(x.shape, num_pages=3)
     with pytest.raises(ValueError, match="^page_size must divide input_shape's length, got 5 and"):
         model.init_cache(x.shape, page_size=5)
+    with pytest.raises(ValueError, match="^dtype must be .* got 'foo'"):
+        model.init_cache(x.shape, "foo", page_size=4)
     model.init_cache(x.shape)
     close(step(model, x), model(x))
 

@@ -110,6 +110,26 @@ def test_a_mask_of_a_wrong_shape(shape):
             ato_torch.attention(**arguments(), attn_mask=mask)
 
 
+def test_a_number_has_no_gradient():
+    number = torch.tensor(0.5)
+    for function, names in zip(
+        FUNCTIONS, [("scale", "softcap", "dropout_p"), ("scale", "eps")], strict=True
+    ):
+        for name in names:
+            options = {"normalize": False} if (function, name) == (FUNCTIONS[1], "scale") else {}
+            function(**arguments(), **options, **{name: number})
+            with pytest.raises(ValueError, match=f"{name} must be a number.*would get none; give"):
+                function(**arguments(), **options, **{name: number.clone().requires_grad_()})
+
+
+def test_zeros_that_take_no_memory():
+    """As PyTorch's derivatives have them: they have no address."""
+    tensors = arguments() | {"value": torch._efficientzerotensor((B, H, S, D))}
+    (dense,) = _bridge.dense([tensors["value"]])
+    assert dense.data_ptr()
+    assert not ato_torch.attention(**tensors).any()
+
+
 def test_all_on_meta():
     tensors = {name: tensor.to("meta") for name, tensor in arguments().items()}
     for function in FUNCTIONS:

@@ -105,6 +105,22 @@ def test_scale_value_size_and_grouped_heads():
     check_attention(tensors, scale=0.3, enable_gqa=True)
 
 
+@pytest.mark.parametrize("heads", [(4, 2, 1), (4, 1, 2), (6, 2, 3)], ids=str)
+def test_other_heads_in_the_value_than_in_the_key(heads):
+    H, G, of_value = heads
+    check_attention(draw((B, H, T, D), (B, G, S, D), (B, of_value, S, 5)), enable_gqa=True)
+
+
+def test_all_weights_dropped():
+    tensors = draw(*SHAPES)
+    out, lse = ato_torch.attention(*tensors, dropout_p=1.0, return_lse=True)
+    wanted = F.scaled_dot_product_attention(*tensors, dropout_p=1.0)
+    assert torch.equal(out, wanted) and not out.any()
+    assert torch.equal(lse, ato_torch.attention(*tensors, return_lse=True)[1])
+    for gradient in torch.autograd.grad(out.sum(), tensors):
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize(
     "shape", [(T, S), (B, 1, 1, S), (H, T, 1)], ids=str
 )
@@ -581,13 +597,17 @@ def test_autocast():
         ({"attn_mask": torch.zeros(S)}, "attn_mask must broadcast"),
         ({"attn_mask": torch.zeros(T, S, dtype=torch.int32)}, "attn_mask must be bool"),
         ({"attn_mask": torch.zeros(T, S), "is_causal": True}, "attn_mask .* is_causal=True"),
-        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1"),
+        ({"dropout_p": 1.5}, "dropout_p must be from 0 to 1, got 1.5"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"dropout_p": "a"}, "dropout_p must be a number, got 'a'"),
         ({"dropout_p": None}, "dropout_p must be a number, got None"),
         ({"dropout_p": float("nan")}, "dropout_p must be finite"),
         ({"is_causal": 1}, "^is_causal must be True or False, got 1"),
         ({"is_causal": None}, "^is_causal must be True or False, got None"),
+        (
+            {"key": torch.zeros(B, 2, S, D), "value": torch.zeros(B, 3, S, D), "enable_gqa": True},
+            "query's heads must be a multiple of key's and of value's, got 4, 2 and 3",
+        ),
         ({"enable_gqa": "no"}, "enable_gqa must be True or False, got 'no'"),
         ({"sinks": torch.zeros(3)}, "sinks must be .H. with H=4"),
         ({"kv_lengths": torch.tensor([3, 10])}, "kv_lengths must lie between 0 and S=9"),

@@ -12,6 +12,8 @@ torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
 )
 
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
+
 import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
 from ato_torch import _bridge, _ops, _programs  # noqa: E402
@@ -332,6 +334,31 @@ def test_vmap_of_two_levels_with_autograd_and_compiled():
     torch.testing.assert_close(compiled(*tensors), causal(*tensors))
 
 
+def test_derivatives_inside_of_what_is_compiled(monkeypatch):
+    """torch.func takes no gradient of a custom op; what only a backward reads is kept, too."""
+    texts = []
+
+    def of_text(text, place, of_text=_programs.of_text):
+        texts.append(text)
+        return of_text(text, place)
+
+    monkeypatch.setattr(_programs, "of_text", of_text)
+    tensors = draw(torch.bfloat16, requires_grad=False)
+    first = torch.func.grad(loss, argnums=(0, 1, 2))
+    compiled = torch.compile(first, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), first(*tensors))
+    assert texts and all(_programs.parse(text).training for text in texts)
+    targets = []
+
+    def backend(module, inputs):
+        targets.extend(node.target for node in module.graph.nodes)
+        return module
+
+    # The op is what there is elsewhere.
+    torch.compile(causal, backend=backend, fullgraph=True)(*tensors)
+    assert torch.ops.ato.forward.default in targets
+
+
 def test_second_order_and_forward_mode_are_refused_everywhere():
     query, key, value = draw(requires_grad=False)
     first = torch.func.grad(loss)
@@ -353,6 +380,24 @@ def test_second_order_and_forward_mode_are_refused_everywhere():
         cotangent = torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
         with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
             torch.autograd.grad(out, tensors, cotangent)
+
+
+def test_sizes_that_are_symbols():
+    """All of them, the number of heads, too; and what is decided by one."""
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    query, key, value = (mode.from_tensor(each) for each in draw(requires_grad=False))
+    with mode:
+        out = causal(query, key, value)
+        assert out.shape == query.shape and isinstance(out.shape[1], torch.SymInt)
+
+    def decided(*tensors):
+        several = tensors[0].shape[2] > 1
+        linear = ato_torch.linear_attention(*tensors, causal=several)
+        return ato_torch.attention(*tensors, is_causal=several), linear
+
+    tensors = draw(requires_grad=False)
+    compiled = torch.compile(decided, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(*tensors), decided(*tensors))
 
 
 def test_fake_tensors_and_modes():

@@ -1,6 +1,7 @@
 """The direct road: plans on a driver that is a stand-in, on a CPU; on a GPU the real ones."""
 # ruff: noqa: N802  the driver's functions have CUDA's names
 
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -10,6 +11,7 @@ import struct
 import threading
 import time
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +90,7 @@ class Driver:
         self.calls, self.errors, self.contexts = [], [], []
         self.parameter_size, self.context = 8, 77
         # Of each graph its nodes: a kernel, its sizes, and where its arguments are.
-        self.graphs = []
+        self.graphs, self.mode = [], 0
 
     def cuCtxGetCurrent(self, context):
         context._obj.value = self.context
@@ -150,8 +152,13 @@ class Driver:
         node._obj.value = len(nodes)
         return self.cuGraphExecKernelNodeSetParams_v2(graph, node._obj, facts)
 
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+        return 0
+
     def cuGraphInstantiateWithFlags(self, ready, graph, flags):
-        assert flags.value == 0
+        assert flags.value == 0 and self.mode == _direct.RELAXED_CAPTURE
+        assert not _direct.is_capturing(), "not permitted when stream is capturing"
         ready._obj.value = graph.value
         return 0
 
@@ -267,7 +274,7 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
     made = plan(Executable(whole.allocations, (first, second), (5,)), results=1)
     driver.context = None
     one_by_one = [("add", [2, 1, 1, 32, 1, 1, 50_000], 5), ("times", [1, 1, 1, 64, 2, 1, 0], 5)]
-    for capturing in (False, False, True, False):
+    for capturing in (True, False, False, True, False):
         monkeypatch.setattr(_direct, "is_capturing", lambda capturing=capturing: capturing)
         x, y = torch.randn(2, 1, 2, 3)
         driver.calls.clear()
@@ -275,8 +282,8 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
         assert torch.equal(out, (x + y) * y)
         assert driver.calls == one_by_one + ["as one"] * (not capturing)
         # A thread without a context, when the graph was made; then nothing is set again.
-        assert driver.contexts == [77]
-    assert len(driver.graphs) == 1
+        assert driver.contexts == [77] * bool(driver.graphs)
+    assert len(driver.graphs) == 1 and driver.mode == 0
     assert torch.equal(made([x, y], as_graph=False)[0], out) and driver.calls[-1] == one_by_one[-1]
     driver.errors = [_direct.INVALID_CONTEXT]
     assert torch.equal(made([x, y])[0], out) and driver.contexts == [77, 77]
@@ -297,6 +304,20 @@ def test_what_nothing_reads_has_a_place_for_all(driver, monkeypatch):
     assert not nowhere[:SIZE].any()
 
 
+def test_a_plan_keeps_the_memory_that_it_writes_to(driver, monkeypatch):
+    """Also where it is its alone, since two threads asked for the first at once."""
+    found = []
+
+    def its_own(place):
+        memory = torch.empty(_direct.UNREAD_BYTES, dtype=torch.uint8)
+        found.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(_direct, "_nowhere", its_own)
+    made = plan().turned([True, False])
+    assert found[0]().data_ptr() == made.nowhere
+
+
 def test_kernels_are_loaded_once(driver):
     plan()
     maximum = ("shared", _direct.MAX_DYNAMIC_SHARED_SIZE_BYTES, 50_000)
@@ -304,13 +325,15 @@ def test_kernels_are_loaded_once(driver):
 
 
 def test_tensors_as_they_lie(driver):
-    """Misaligned and negated ones are copied; turned results come back as views would be."""
+    """Misaligned, negated and unstored ones are copied; turned results come back as views are."""
     x, y = torch.randn(2, 1, 2, 3)
     aside = torch.empty(7)[1:].view(1, 2, 3).copy_(x)
     negated = torch._neg_view(y)
     assert aside.data_ptr() % _bridge.ALIGNMENT
     out, _ = plan()([aside, negated])
     assert torch.equal(out, (x - y) * -y)
+    out, _ = plan()([torch._efficientzerotensor((1, 2, 3)), y])
+    assert torch.equal(out, y * y)
     out, ones = plan().turned([True, False, True])([x, y])
     assert torch.equal(out.transpose(1, 2), (x + y) * y) and out.shape == (1, 3, 2)
     assert ones.shape == (1, 2, 3) and ones.is_contiguous()
@@ -323,6 +346,9 @@ def test_threads_without_a_context_and_errors(driver):
     assert torch.equal(made([x, y])[0], (x + y) * y) and driver.contexts == [77]
     driver.errors = [700]
     with pytest.raises(RuntimeError, match="launched from PyTorch: a sticky error"):
+        made([x, y])
+    driver.errors = [_direct.OUT_OF_MEMORY]
+    with pytest.raises(torch.OutOfMemoryError, match="launched from PyTorch"):
         made([x, y])
 
 
@@ -365,6 +391,77 @@ def test_compiled_for_a_plan():
     assert len(compiled.in_avals[0]) == 2
     with pytest.raises(_executable.UnknownError):
         _executable.read(compiled.runtime_executable().serialize())
+
+
+@pytest.fixture
+def building(driver, monkeypatch):
+    """A function whose plan is built on a CPU: of JAX it is what the stand-in's kernels are."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(_executable, "read", lambda _: executable())
+    return lambda: _programs.Function(lambda x, y: [(x + y) * y, jnp.ones_like(x)])
+
+
+def test_a_plan_is_tried_on_numbers_of_its_own(building, driver, monkeypatch):
+    """Those of a first call may hide what is wrong; and nothing of the trial is kept."""
+    drawn, of_first = [], torch.zeros(1, 2, 3)
+
+    def draw(tensors, draw=_direct._drawn):
+        found = draw(tensors)
+        drawn.extend(map(weakref.ref, found))
+        return found
+
+    monkeypatch.setattr(_direct, "_drawn", draw)
+    before = torch.get_rng_state()
+    assert isinstance(_direct.plan_of(building(), [of_first] * 2), _direct.Plan)
+    wrong = {b"add": (lambda x, y, out: add(x, x, out), 3)}
+    monkeypatch.setattr(driver, "KERNELS", driver.KERNELS | wrong, raising=False)
+    closed = _direct.plan_of(building(), [of_first] * 2)
+    assert isinstance(closed, _direct.ClosedError) and "is not what JAX gives" in str(closed)
+    assert len(drawn) == 4 and not any(each() is not None for each in drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_numbers_drawn():
+    turned = torch.randn(2, 3, 4).bfloat16().transpose(0, 1)
+    given = [turned, turned, -torch.rand(9), torch.rand(9), torch.arange(3), torch.ones(2).bool()]
+    found = _direct._drawn(given)
+    for one, other in zip(found, given, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], turned)
+    assert (found[0] < 0).any() and (found[0] > 0).any()
+    assert (found[2] < 0).all() and (found[3] > 0).all()
+    assert found[4] is given[4] and found[5] is given[5]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        None,
+    ],
+    ids=["PyTorch's", "XLA's", "the driver's"],
+)
+def test_memory_may_suffice_another_time(building, driver, monkeypatch, error):
+    """What is compiled in vain is tried again, but ever less often."""
+    kinds, tries = [], []
+
+    def compiled(*arguments, compiled=_direct._compiled):
+        tries.append(len(kinds) + 1)
+        if len(tries) < 4:
+            if error is None:
+                driver.errors.append(_direct.OUT_OF_MEMORY)
+            else:
+                raise error
+        return compiled(*arguments)
+
+    monkeypatch.setattr(_direct, "_compiled", compiled)
+    function, tensors = building(), [torch.ones(1, 2, 3)] * 2
+    while len(kinds) < 9:
+        kinds.append(type(_direct.plan_of(function, tensors)))
+    assert kinds == [_direct.NoMemoryError] * 7 + [_direct.Plan] * 2
+    assert tries == [1, 2, 4, 8]
 
 
 def test_roads_are_told(monkeypatch, driver):
@@ -506,6 +603,37 @@ def test_a_known_call_is_what_it_was(known, name, turned):
     with pytest.raises(NotImplementedError, match="second order"):
         (again,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
         again.sum().backward()
+
+
+def test_a_batch_of_cotangents(known):
+    """PyTorch's older vmap, of a first call and of known ones: a loop."""
+    functional._plans.clear()
+    leaves = [x[:, :, :9].clone().requires_grad_() for x in inputs(torch.float32, "cpu")]
+    for name in ("attention", "attention", "attention", "linear state"):
+        out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
+        cotangents = [torch.randn(3, *each.shape) for each in (out, *rest)]
+        found = torch.autograd.grad(
+            (out, *rest), leaves, cotangents, retain_graph=True, is_grads_batched=True
+        )
+        for n in range(3):
+            each = [cotangent[n] for cotangent in cotangents]
+            wanted = torch.autograd.grad((out, *rest), leaves, each, retain_graph=True)
+            torch.testing.assert_close([gradient[n] for gradient in found], list(wanted))
+    assert known
+    nested = torch._vmap_internals._vmap(
+        lambda rows: torch.autograd.grad(out, leaves, rows, is_grads_batched=True)
+    )
+    with pytest.raises(NotImplementedError, match="on one level: use torch.func.jacrev"):
+        nested(torch.randn(2, 3, *out.shape))
+    query, key, value = (leaf.detach()[:1, :, :2, :3].contiguous() for leaf in leaves)
+
+    def of_query(query):
+        return CALLS["attention"](query, key, value)
+
+    jacobian = torch.autograd.functional.jacobian
+    for create_graph in (False, True):
+        found = jacobian(of_query, query, vectorize=True, create_graph=create_graph)
+        torch.testing.assert_close(found, jacobian(of_query, query))
 
 
 def test_explain_on_a_cpu():

@@ -18,7 +18,15 @@ from flax import nnx
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, MultiHead, append, as_implementation, as_input_shape, bind_mask
+from ato_jax.nn.common import (
+    Call,
+    MultiHead,
+    append,
+    as_implementation,
+    as_input_shape,
+    bind_mask,
+    refuse_no_dtype,
+)
 from ato_jax.ops.attention import decode
 from ato_jax.ops.attention.api import OP, attention, bounds
 from ato_jax.paged_cache import PagedCache
@@ -74,6 +82,10 @@ class Attention(MultiHead):
         bounds(causal, window)
         if softcap is not None:
             shapes.positive("softcap", softcap)
+        if not callable(sinks_init):
+            raise ValueError(
+                f"sinks_init must be a function of a key, a shape and a dtype, got {sinks_init!r}"
+            )
         super().__init__(
             num_heads,
             in_features,
@@ -150,7 +162,7 @@ class Attention(MultiHead):
         cache, fits = held.append(call.key, call.value)
         variable.set_value(cache)
         if (
-            T <= decode.MOST_QUERIES
+            1 <= T <= decode.MOST_QUERIES
             and call.mask is None
             and call.dropout_key is None
             and self.implementation in (None, *decode.BACKENDS)
@@ -201,6 +213,7 @@ class Attention(MultiHead):
         enough for all sequences to grow to max_length, unless given.
         """
         *batch, max_length, _ = shape = as_input_shape(input_shape, self.in_features)
+        refuse_no_dtype(dtype=dtype)
         if page_size is None:
             if num_pages is not None:
                 raise ValueError(f"num_pages needs a page_size, got {num_pages!r} alone")

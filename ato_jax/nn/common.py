@@ -106,6 +106,7 @@ class MultiHead(nnx.MultiHeadAttention):
         as_decode(options.get("decode"))
         optional_flag("deterministic", options.get("deterministic"))
         precision_of(options.get("precision"), "float32")
+        refuse_no_dtype(dtype=options.get("dtype"), param_dtype=options.get("param_dtype"))
         refuse_rngs_without("params", rngs)
         as_dropout_rate(options.get("dropout_rate", 0.0), options.get("keep_rngs", True), rngs)
         super().__init__(
@@ -315,6 +316,19 @@ def as_implementation(op: dispatch.Op, implementation: str | None) -> str | None
     if implementation is not None:
         shapes.one_of("implementation", implementation, op.backends + op.planned)
     return implementation
+
+
+def refuse_no_dtype(**dtypes: Any) -> None:
+    """A ValueError for one that is neither None nor a dtype of floats, as JAX narrows it."""
+    for name, dtype in dtypes.items():
+        if dtype is None:
+            continue
+        try:
+            floats = jnp.issubdtype(jax.dtypes.canonicalize_dtype(dtype), jnp.floating)
+        except (TypeError, ValueError):
+            floats = False
+        if not floats:
+            raise ValueError(f"{name} must be None or a dtype of floats, got {dtype!r}")
 
 
 def as_input_shape(input_shape: Any, features: int) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ from ato_jax.nn.common import (
     one_batch_axis,
     optional_flag,
     refuse_no_array,
+    refuse_no_dtype,
     refuse_rngs_without,
     rotate,
 )
@@ -128,6 +129,7 @@ class LatentAttention(nnx.Module):
         keep_rngs = shapes.flag("keep_rngs", keep_rngs)
         use_bias = shapes.flag("use_bias", use_bias)
         as_decode(decode)
+        refuse_no_dtype(dtype=dtype, param_dtype=param_dtype)
         self.num_heads = shapes.positive_int("num_heads", num_heads)
         self.in_features = shapes.positive_int("in_features", in_features)
         self.out_features = shapes.positive_int(
@@ -347,7 +349,7 @@ class LatentAttention(nnx.Module):
         joint = joint[:, :, None]  # [B, S, 1, C + R]
         if (
             decode
-            and query.shape[1] <= MOST_QUERIES
+            and 1 <= query.shape[1] <= MOST_QUERIES
             and options["mask"] is None
             and options["dropout_key"] is None
             and self.implementation in (None, *BACKENDS)
@@ -371,6 +373,7 @@ class LatentAttention(nnx.Module):
         inputs and parameters together.
         """
         shape = as_input_shape(input_shape, self.in_features)[:-1]
+        refuse_no_dtype(dtype=dtype)
         width = self.kv_lora_rank + self.qk_rope_head_dim
         self.cached_latent = nnx.Cache(jnp.zeros((*shape, width), dtype))
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))

@@ -57,14 +57,21 @@ def is_batched(q: jax.Array, letters: str) -> bool:
     return q.ndim == 4
 
 
-def check_heads(sizes: dict[str, int]) -> None:
-    """No axis of a head is empty, and the query heads fall into groups of one kv head each."""
+def check_heads(sizes: dict[str, int], layout: str | None = None) -> None:
+    """No axis of a head is empty, and the query heads fall into groups of one kv head each.
+
+    `layout` is the caller's, where there is one that may be wrong.
+    """
     for letter in "HGDV":
         if sizes[letter] < 1:
             raise ValueError(f"axis {letter} must be at least 1, got {letter}=0")
     if sizes["H"] % sizes["G"]:
+        hint = ""
+        if layout is not None:
+            hint = f"; with layout={layout!r}, q is [{', '.join(axes(layout, 'BTHD'))}]"
         raise ValueError(
-            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, G={sizes['G']}"
+            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, "
+            f"G={sizes['G']}{hint}"
         )
 
 
@@ -81,7 +88,7 @@ def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict
     for name, array, letters in (("q", q, "BTHD"), ("k", k, "BSGD"), ("v", v, "BSGV")):
         shapes.bind(sizes, name, array.shape, axes(layout, letters)[first:])
     sizes.setdefault("B", 1)
-    check_heads(sizes)
+    check_heads(sizes, layout)
     return [with_batch(array, 4) for array in (q, k, v)], sizes, batched
 
 

@@ -207,7 +207,7 @@ def bind_mask(mask: Any, sizes: dict[str, int]) -> jax.Array | None:
     found = shapes.dtype_name("mask", mask)
     if found != "bool":
         raise ValueError(f"mask must be boolean, got {found}; an additive one is `bias`")
-    return _four_axes("mask", jnp.asarray(mask), sizes)
+    return _four_axes("mask", shapes.as_array("mask", mask), sizes)
 
 
 def bind_sinks(sinks: Any, sizes: dict[str, int]) -> jax.Array | None:

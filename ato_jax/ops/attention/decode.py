@@ -24,8 +24,9 @@ from ato_jax.dispatch import UnsupportedError
 from ato_jax.ops.attention.api import OP, PAGED, attention, bind_sinks, bounds
 from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import AttentionSpec
-from ato_jax.ops.common import check_heads
+from ato_jax.ops.common import check_heads, is_batched, with_batch
 
+# Those that None may mean; "reference" runs where it is named.
 BACKENDS = ("xla", "triton")
 
 
@@ -56,7 +57,8 @@ def decode_attention(
     `ato_jax.checked` makes an error of it, and of a length beyond the table.
 
     Args:
-      q: [B, T, H, D], T from 1 to 16.
+      q: [B, T, H, D], T from 1 to 16; the batch axis may be missing, here and everywhere but in
+        pages: [pages] is the table of one sequence, and its length a scalar.
       k_pages: [P, page, G, D] with H % G == 0; the query heads of a group share each key. Without
         a table [B, S, G, D]: every sequence's keys in a row.
       v_pages: [P, page, G, V], or [B, S, G, V]. None: the values are the first `value_dim` columns
@@ -69,8 +71,9 @@ def decode_attention(
         multiplied by. For pages in int8 or float8_e4m3fn, and needed there.
       window: (left, right): keys from position - left on, None for no bound.
       softcap, sinks, scale, return_lse: as in `attention`.
-      implementation: "triton", the kernel that reads pages where they lie; "xla", which copies
-        them; or None: the kernel where the device's table has it as the faster, else XLA.
+      implementation: "triton", the kernel that reads pages where they lie; "xla" or "reference",
+        which copy them; or None: the kernel where the device's table has it as the faster, else
+        XLA.
 
     Returns:
       out [B, T, H, V] in q's dtype, or (out, lse) with `return_lse`: lse float32 [B, T, H]. A query
@@ -79,10 +82,14 @@ def decode_attention(
     """
     q = shapes.floating("q", q)
     k_pages = _pages("k_pages", k_pages, str(q.dtype))
+    batched = is_batched(q, "BTHD")
+    where = "" if batched else " where q is [T, H, D]"
     sizes: dict[str, int] = {}
-    shapes.bind(sizes, "q", q.shape, ("B", "T", "H", "D"))
-    rows = ("B", "S", "G") if page_table is None else ("P", "page", "G")
-    shapes.bind(sizes, "k_pages", k_pages.shape, (*rows, "D"))
+    shapes.bind(sizes, "q", q.shape, "BTHD" if batched else "THD")
+    rows: tuple[str, ...] = ("P", "page", "G")
+    if page_table is None:
+        rows = ("B", "S", "G") if batched else ("S", "G")
+    shapes.bind(sizes, "k_pages", k_pages.shape, (*rows, "D"), where)
     if v_pages is None:
         _bind_value_dim(sizes, value_dim)
     else:
@@ -91,7 +98,7 @@ def decode_attention(
                 f"value_dim goes without v_pages: got {value_dim!r} and values of their own"
             )
         v_pages = _pages("v_pages", v_pages, str(k_pages.dtype), "k_pages")
-        shapes.bind(sizes, "v_pages", v_pages.shape, (*rows, "V"))
+        shapes.bind(sizes, "v_pages", v_pages.shape, (*rows, "V"), where)
     k_scales = _bind_scales(sizes, "k_scale_pages", k_scale_pages, k_pages, rows)
     v_scales = _bind_scales(sizes, "v_scale_pages", v_scale_pages, v_pages, rows)
     if not 1 <= sizes["T"] <= MOST_QUERIES:
@@ -100,13 +107,15 @@ def decode_attention(
             "use attention() for more"
         )
     check_heads(sizes)
+    sizes.setdefault("B", 1)
     table = None
     if page_table is not None:
         for axis in ("P", "page"):
             if sizes[axis] < 1:
                 raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
         table = shapes.integers("page_table", page_table)
-        shapes.bind(sizes, "page_table", table.shape, ("B", "pages"))
+        letters = ("B", "pages") if batched else ("pages",)
+        shapes.bind(sizes, "page_table", table.shape, letters, where)
         sizes["S"] = sizes["pages"] * sizes["page"]
         if lengths is None:
             raise ValueError("lengths must be given with a page_table, got None")
@@ -114,9 +123,9 @@ def decode_attention(
         keys = jnp.full(sizes["B"], sizes["S"], jnp.int32)
     else:
         keys = shapes.integers("lengths", lengths)
-        shapes.bind(sizes, "lengths", keys.shape, "B")
+        shapes.bind_batch(sizes, "lengths", keys.shape, batched)
         shapes.within("lengths", lengths, 0, sizes["S"], f"S={sizes['S']}")
-        keys = _narrowed(keys, sizes["S"])
+        keys = _narrowed(keys.reshape(-1), sizes["S"])
     _check_cache(page_table, lengths, sizes)
 
     spec = AttentionSpec(
@@ -139,22 +148,30 @@ def decode_attention(
         return_lse=shapes.flag("return_lse", return_lse),
     )
     if table is not None:
-        table = _narrowed(table, sizes["P"])
+        table = with_batch(_narrowed(table, sizes["P"]), 2)
+
+    def each(array: jax.Array | None, ndim: int) -> jax.Array | None:
+        """A cache in a row, or its scales, with a batch axis; pages have none."""
+        return None if array is None else with_batch(array, ndim)
+
     inputs = CacheInputs(
-        q,
-        k_pages,
-        v_pages,
+        with_batch(q, 4),
+        with_batch(k_pages, 4),
+        each(v_pages, 4),
         keys,
         table=table,
-        k_scales=k_scales,
-        v_scales=v_scales,
+        k_scales=each(k_scales, 3),
+        v_scales=each(v_scales, 3),
         sinks=bind_sinks(sinks, sizes),
     )
     here = device.of_call(inputs)
-    if _backend(spec, here, k_pages, implementation) == "triton":
+    name = _backend(spec, here, k_pages, implementation)
+    if name == "triton":
         out, lse = _by_kernel(spec, here, device.interpreting(), inputs)
     else:
-        out, lse = _plain(spec, inputs)
+        out, lse = _plain(spec, name, inputs)
+    if not batched:
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
@@ -164,7 +181,7 @@ def _pages(name: str, pages: Any, dtype: str, whose: str = "q") -> jax.Array:
     if found in EIGHT_BITS or dtype in EIGHT_BITS:
         if whose != "q" and found != dtype:
             raise ValueError(f"{name} must have {whose}'s dtype {dtype}, got {found}")
-        return jnp.asarray(pages)
+        return shapes.as_array(name, pages)
     if found not in shapes.FLOATS:
         known = f"{', '.join(shapes.FLOATS)} or, with scales, {' or '.join(EIGHT_BITS)}"
         raise ValueError(f"{name} must be {known}, got {found}; convert it first")
@@ -205,14 +222,15 @@ def _bind_scales(
     found = shapes.dtype_name(name, scales)
     if found != "float32":
         raise ValueError(f"{name} must be float32, got {found}")
-    scales = jnp.asarray(scales)
+    scales = shapes.as_array(name, scales)
     shapes.bind(sizes, name, scales.shape, rows)
     return scales
 
 
 def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: str | None) -> str:
-    if implementation is not None:
-        shapes.one_of("implementation", implementation, BACKENDS)
+    OP.check_name(implementation)
+    if implementation not in (None, *BACKENDS, "reference"):
+        raise UnsupportedError(f"decode_attention: {implementation}: has no kernels for this op")
     named = implementation == "triton"
     # Not on a CPU, unless asked for, where naming the kernel would import Pallas's Triton.
     if named or (implementation is None and here.platform == "gpu"):
@@ -222,25 +240,29 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
         order = tuning.order("decode_attention", BACKENDS, spec, here)
         if named or (reason is None and order[0] == "triton"):
             return "triton"
-    return "xla"
+    return "reference" if implementation == "reference" else "xla"
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _plain(spec: AttentionSpec, inputs: CacheInputs) -> tuple[jax.Array, jax.Array]:
-    table, lengths = inputs.table, inputs.lengths
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _plain(spec: AttentionSpec, name: str, inputs: CacheInputs) -> tuple[jax.Array, jax.Array]:
+    """By attention's backend of that name."""
+    table = inputs.table
+    # Before anything follows from them: as in the kernel, longer than S is S.
+    lengths = jnp.clip(inputs.lengths, 0, spec.S)
     mask = None
     if table is not None:
         count, page = inputs.k.shape[:2]
         used = jnp.arange(table.shape[1]) * page < lengths[:, None]
         exists = used & (table >= 0) & (table < count)  # [B, pages]
-        table = jnp.where(exists, table, 0)
+        table = jnp.where(exists, table, count)
         mask = jnp.repeat(exists, page, axis=1)[:, None, None]
 
     def contiguous(pages: jax.Array) -> jax.Array:
         """[P, page, G, ...] -> [B, S, G, ...]"""
         if table is None:
             return pages
-        found = jnp.take(pages, table, axis=0, mode="clip")
+        # 0 where there is no page: a mask does not keep a NaN of another one out.
+        found = jnp.take(pages, table, axis=0, mode="fill", fill_value=0)
         return found.reshape(spec.B, spec.S, *pages.shape[2:])
 
     def rows(pages: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -266,7 +288,7 @@ def _plain(spec: AttentionSpec, inputs: CacheInputs) -> tuple[jax.Array, jax.Arr
         sinks=inputs.sinks,
         scale=spec.scale,
         return_lse=True,
-        implementation="xla",
+        implementation=name,
     )
     return out.astype(spec.dtype), lse
 
@@ -287,7 +309,7 @@ def _by_kernel_jvp(
     spec: AttentionSpec, here: Device, interpret: bool, primals: Any, tangents: Any
 ) -> tuple[Any, Any]:
     """The plain one's derivative: right in forward mode, reverse mode and to any order."""
-    _, tangents = jax.jvp(functools.partial(_plain, spec), primals, tangents)
+    _, tangents = jax.jvp(functools.partial(_plain, spec, "xla"), primals, tangents)
     return _by_kernel(spec, here, interpret, *primals), tangents
 
 
@@ -310,7 +332,7 @@ def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
     span = f"P - 1 = {sizes['P'] - 1} where used"
     if checking.checking():
         table = jnp.asarray(page_table)
-        used = starts < jnp.asarray(lengths)[:, None]
+        used = starts < jnp.asarray(lengths).reshape(-1, 1)  # [B, pages]
         pages = shapes.clipped(table, -1, sizes["P"])
         exists = (pages >= 0) & (pages < sizes["P"])
         checking.check(
@@ -319,5 +341,6 @@ def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
             page_table=table,
         )
     elif not isinstance(page_table, jax.Array) and not isinstance(lengths, jax.Array):
-        used = np.asarray(page_table)[starts < np.asarray(lengths)[:, None]]
-        shapes.within("page_table", used, 0, sizes["P"] - 1, span)
+        host = np.asarray(page_table).reshape(sizes["B"], sizes["pages"])
+        of_use = host[starts < np.asarray(lengths).reshape(-1, 1)]
+        shapes.within("page_table", of_use, 0, sizes["P"] - 1, span)

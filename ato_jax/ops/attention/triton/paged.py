@@ -202,7 +202,7 @@ def default_config(
     streamed = widths[0] if shared else sum(widths)
     block = fitting(here.shared_memory // NUM_STAGES, streamed, LONGEST_BLOCK)
     num_stages = NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES
-    if wide and shared and count > MOST_ROWS and not in_pages and not eight_bits:
+    if wide and shared and item == 2 and count > MOST_ROWS and not in_pages and not eight_bits:
         rows, num_stages = MOST_ROWS, NUM_STAGES_OF_MOST_ROWS
     each = PROGRAMS_PER_MULTIPROCESSOR_IN_8_BITS if eight_bits else PROGRAMS_PER_MULTIPROCESSOR
     return Config(

@@ -26,6 +26,10 @@ between row i and the middle of its block (the diagonal is level 0, where it is 
 Those sums are products with zeros and ones, the gates in three bfloat16 parts: exact, where a
 difference of running sums would lose the small gates that follow a large one.
 
+Forward, a state of few features leaves registers to walk mild pieces with less that passes between
+threads, and no pairs parted in the same kernel (`_mild_output`). The other pieces are `_output`'s
+there as elsewhere, and it writes into the same array.
+
 Backward, as in `causal.py`: a walk for dq, which knows S, and one from the end for dk and dv,
 which knows dS. With dw[i, j] = (do_i . v_j + e_i) / den_i:
 
@@ -42,6 +46,8 @@ phi(k) d_phi_k, alike. So with the sums over the steps of the piece, and S and d
 in which pairs later than t cancel: both walks multiply the same roundings of the factors, the
 weights' gradients and states are rounded twice as finely, and the pieces are short. The walk for
 dq leaves phi(q) d_phi_q in float32.
+
+In the code all exponents are to base 2, gates as soon as they are loaded.
 """
 
 from __future__ import annotations
@@ -54,6 +60,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ato_jax.launch import pallas_call
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -63,33 +70,32 @@ from ato_jax.ops.linear_attention.spec import (
 )
 from ato_jax.ops.linear_attention.triton import tiles
 from ato_jax.ops.linear_attention.triton.scan import scan_states
-from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+from ato_jax.ops.linear_attention.triton.tiles import Columns, Config, Pieces, Rows
 from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
-# exp of it is 0 in float32: nothing stronger matters, and -inf would turn sums into NaN.
+# Of the gates as given. exp of it is 0 in float32: nothing stronger matters, and -inf would turn
+# sums into NaN.
 STRONGEST = -128.0
 BFLOAT16_MASK = -(1 << 16)  # of float32's bits
 # Rows of a chunk where the gates are not mild: each level of its pairs holds tiles of its own.
 STEEP_BLOCK = 16
+# Features up to which a tile fits the registers that has a chunk's sums in each of its rows.
+WIDEST_SUMS = 64
 
 
 def mildest(spec: LinearAttentionSpec) -> float:
     """How much of its logarithm a channel may lose in a chunk whose pairs are parted at once.
 
-    exp(32) leaves float32 and bfloat16 room for any features. float32's products are exact only
+    2^46 leaves float32 and bfloat16 room for any features. float32's products are exact only
     as far as the exponents are, which are differences of sums of that size.
     """
-    return 8.0 if spec.dtype == "float32" and spec.precision == "exact" else 32.0
-
-
-def _exp(x: jax.Array) -> jax.Array:
-    return jnp.exp2(x * tiles.LOG2_E)
+    return 11.5 if spec.dtype == "float32" and spec.precision == "exact" else 46.0
 
 
 def _load_gates(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool = False) -> jax.Array:
-    """[C, F], zero where there is no step."""
+    """[C, F] to base 2, zero where there is no step."""
     gates = tiles.load_tile(ref, rows, spec.F)
-    return gates if mild else jnp.maximum(gates, STRONGEST)
+    return (gates if mild else jnp.maximum(gates, STRONGEST)) * tiles.LOG2_E
 
 
 def _cut_off(x: jax.Array) -> jax.Array:
@@ -98,15 +104,31 @@ def _cut_off(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _sums(chosen: jax.Array, gates: jax.Array, parts: int = 3) -> jax.Array:
-    """The sums of the gates [C, F] that are chosen [C, C] for each row; exact in three parts."""
-    matrix = chosen.astype(jnp.bfloat16)
-    found = jnp.float32(0)
-    for _ in range(parts):
+def _parts(gates: jax.Array, count: int = 3) -> list[jax.Array]:
+    """bfloat16 operands, of which float32 gates are the sum: exactly in three."""
+    found = []
+    for _ in range(count - 1):
         part = _cut_off(gates)
-        found += plgpu.dot(matrix, part.astype(jnp.bfloat16))
+        found.append(part.astype(jnp.bfloat16))
         gates -= part
-    return found
+    return [*found, gates.astype(jnp.bfloat16)]
+
+
+def _mild_parts(spec: LinearAttentionSpec, gates: jax.Array) -> list[jax.Array]:
+    """As many as matter where no exponent is large.
+
+    In bfloat16 two, of 16 bits: of a single one's 8 the error is that of every step where gates
+    are alike, and of a sum over the steps it would be all of the budget.
+    """
+    return _parts(gates, 2 if spec.dtype == "bfloat16" else 3)
+
+
+def _sums(chosen: jax.Array, parts: list[jax.Array], start: Any = 0.0) -> jax.Array:
+    """`start` and the sums of the gates [C, F], in parts, that are chosen [C, C] for each row."""
+    matrix = chosen.astype(jnp.bfloat16)
+    for part in parts:
+        start += plgpu.dot(matrix, part)
+    return start
 
 
 class Frame(NamedTuple):
@@ -120,18 +142,18 @@ class Frame(NamedTuple):
     gates: jax.Array  # [C, F]
     since: jax.Array  # [C, F], c
     until: jax.Array  # [C, F], total - c
-    keep: jax.Array  # [1, F], exp(total)
+    keep: jax.Array  # [1, F], 2^total
 
 
 def _frame(spec: LinearAttentionSpec, ref: Any, rows: Rows, mild: bool) -> Frame:
     gates = _load_gates(spec, ref, rows, mild)  # [C, F]
-    keep = _exp(_sum_rows(gates))
+    keep = tiles.exp2(_sum_rows(gates))
     i, j = _pairs(gates.shape[0])
     if mild:
-        # Of 16 bits at most 5 are before the point: what is left does not matter in bfloat16.
-        c = _sums(j <= i, gates, 2 if spec.dtype == "bfloat16" else 3)
+        c = _sums(j <= i, _mild_parts(spec, gates))
         return Frame(mild, gates, c, -c, keep)
-    return Frame(mild, gates, _sums(j <= i, gates), _sums(j > i, gates), keep)
+    parts = _parts(gates)
+    return Frame(mild, gates, _sums(j <= i, parts), _sums(j > i, parts), keep)
 
 
 def _pairs(block: int) -> tuple[jax.Array, jax.Array]:
@@ -148,20 +170,34 @@ class Side(NamedTuple):
     edge_slopes: jax.Array  # the slopes, likewise
 
 
-def _side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array) -> Side:
-    """From a tile of q or k [C, D], and its rows' decays to an edge of the chunk [C, F]."""
-    features, slopes = tiles.features_and_slopes(spec, x, rows)
+def _unrounded_side(
+    spec: LinearAttentionSpec,
+    x: jax.Array,
+    rows: Rows,
+    decay: jax.Array,
+    columns: Columns | None = None,
+) -> Side:
+    """From a tile of q or k [C, D], and its rows' decays to an edge of the chunk [C, F].
+
+    Its edge is float32, not an operand yet. `columns` are the tile's, if it has not all.
+    """
+    features, slopes = tiles.features_and_slopes(spec, x, rows, columns)
     if spec.feature_map.name == "elu1":
         # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
         x = x.astype(jnp.float32)
-        edge_slopes = _exp(jnp.minimum(x, 0.0) + decay)
+        edge_slopes = tiles.exp2(jnp.minimum(x, 0.0) * tiles.LOG2_E + decay)
         edge = edge_slopes * (jnp.maximum(x, 0.0) + 1)
         if rows.exist is not None or tiles.padded(spec.D) != spec.D:
             edge = jnp.where(features != 0, edge, 0.0)
     else:
-        factor = _exp(decay)
+        factor = tiles.exp2(decay)
         edge, edge_slopes = features * factor, slopes * factor
-    return Side(features, slopes, tiles.operand(spec, edge, wide=True), edge_slopes)
+    return Side(features, slopes, edge, edge_slopes)
+
+
+def _side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array) -> Side:
+    side = _unrounded_side(spec, x, rows, decay)
+    return side._replace(edge=tiles.operand(spec, side.edge, wide=True))
 
 
 def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
@@ -174,7 +210,7 @@ def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
         middle = (i & -(2 * half)) + half
         between = (jnp.minimum(middle, i + 1) <= j) & (j < jnp.maximum(middle, i + 1)) & (half > 0)
         at_level = (half <= (i ^ j)) & ((i ^ j) < jnp.maximum(2 * half, 1))
-        return add_level(at_level, _exp(_sums(between, frame.gates)), sums)
+        return add_level(at_level, tiles.exp2(_sums(between, _parts(frame.gates))), sums)
 
     return jax.lax.fori_loop(0, block.bit_length(), add, sums)
 
@@ -282,8 +318,22 @@ class States(NamedTuple):
 
     kv: jax.Array  # [B, G, P + 1, V, F], the states before each piece, and after the last
     k_sum: jax.Array  # [B, G, P + 1, F]
-    decay: jax.Array  # [B, G, P, F], the sums of the gates
-    steepest: jax.Array  # [B, G, P], the most that a channel loses within a chunk of state_block
+    totals: jax.Array  # [B, G, P, chunks of state_block, F], the sums of the gates
+
+    @property
+    def decay(self) -> jax.Array:
+        """[B, G, P, F], each piece's."""
+        return jnp.sum(self.totals, axis=3)
+
+    @property
+    def steepest(self) -> jax.Array:
+        """[B, G, P], the most that a channel loses within a chunk of a piece."""
+        return -jnp.min(self.totals, axis=(3, 4))
+
+
+def _has_room(spec: LinearAttentionSpec) -> bool:
+    """Whether registers are left beside a state, for sums in each row of a tile."""
+    return tiles.state_size(spec) <= tiles.SMALL_STATE and tiles.padded(spec.F) <= WIDEST_SUMS
 
 
 def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
@@ -295,64 +345,60 @@ def _state_blocks(spec: LinearAttentionSpec, index: Any) -> list[pl.BlockSpec]:
 
 
 def _prefix_states(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> States:
-    kv, k_sum, decay, steepest = _piece_states(spec, config, inputs, walk)
+    kv, k_sum, totals = _piece_states(spec, config, inputs, walk)
     if inputs.initial_state is None:
         start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
     else:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    edges = scan_states((kv, k_sum), start, jnp.exp(decay))
-    return States(edges.kv, edges.k_sum, decay, steepest)
+    edges = scan_states((kv, k_sum), start, jnp.exp2(jnp.sum(totals, axis=3)))
+    return States(edges.kv, edges.k_sum, totals)
 
 
 def _piece_states(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Each piece's sums over its keys, decayed to its end; its gates' sums, and the steepest.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each piece's sums over its keys, decayed to its end, and its chunks' sums of gates.
 
     From the end, so that the decays between a row and the end of the piece are a running sum, of
-    which each row's factor is taken: the sums in the registers are only added to.
+    which each row's factor is taken: the sums in the registers are only added to. That of the
+    gates is in each row of a tile, where registers allow: a product with ones leaves it there.
     """
     block = config.state_block
+    in_rows = _has_room(spec)
     pieces = walk.pieces
     chunks = pieces.rows // block
 
     def kernel(
-        k_ref: Any,
-        v_ref: Any,
-        gates_ref: Any,
-        kv_ref: Any,
-        k_sum_ref: Any,
-        decay_ref: Any,
-        steepest_ref: Any,
+        k_ref: Any, v_ref: Any, gates_ref: Any, kv_ref: Any, k_sum_ref: Any, totals_ref: Any
     ) -> None:
         first = walk.first_key + tiles.piece_id() * pieces.rows
         ones = jnp.ones((tiles.SUM_ROWS, block), jnp.float32)
+        all_ = jnp.ones((block, block), jnp.bfloat16)
         row, column = _pairs(block)
 
         def add_tile(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            kv, k_sum, decay, steepest = sums  # [V, F], [SUM_ROWS, F], [F], [F]
-            start = first + (chunks - 1 - i) * block
-            rows = tiles.tile_rows(start, block, spec.S, walk.aligned)
-            k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
-            v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
-            gates = _load_gates(spec, gates_ref, rows)  # [S_block, F]
-            behind = _sums(column > row, gates, 2 if spec.dtype == "bfloat16" else 3)
-            adds = _side(spec, k, rows, behind + decay[None, :])
+            kv, k_sum, decay = sums  # [V, F], [SUM_ROWS, F], [C or 1, F]
+            chunk = chunks - 1 - i
+            rows = tiles.tile_rows(first + chunk * block, block, spec.S, walk.aligned)
+            k = tiles.load_tile(k_ref, rows, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, rows, spec.V)  # [C, V]
+            gates = _load_gates(spec, gates_ref, rows)  # [C, F]
+            parts = _mild_parts(spec, gates)
+            total = _sums(all_, parts) if in_rows else _sum_rows(gates)  # [C or 1, F]
+            adds = _side(spec, k, rows, _sums(column > row, parts, decay))
             kv += tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
             k_sum += tiles.product(spec, ones, adds.edge, wide=True)
-            total = jnp.sum(gates, axis=0)
-            return kv, k_sum, decay + total, jnp.minimum(steepest, total)
+            first_row = tiles.tile_rows(chunk, len(total), chunk + 1, False)
+            tiles.store_tile(totals_ref, first_row, spec.F, total)
+            return kv, k_sum, decay + total
 
-        nothing = jnp.zeros(tiles.padded(spec.F), jnp.float32)
-        sums = (*_no_sums(spec, tiles.SUM_ROWS), nothing, nothing)
-        kv, k_sum, decay, steepest = jax.lax.fori_loop(0, chunks, add_tile, sums)
+        nothing = jnp.zeros((block if in_rows else 1, tiles.padded(spec.F)), jnp.float32)
+        sums = (*_no_sums(spec, tiles.SUM_ROWS), nothing)
+        kv, k_sum, _ = jax.lax.fori_loop(0, chunks, add_tile, sums)
         tiles.store_matrix(kv_ref, spec.V, spec.F, kv)
         tiles.store_vector(k_sum_ref, spec.F, jnp.max(k_sum, axis=0))
-        tiles.store_vector(decay_ref, spec.F, decay)
-        steepest_ref[...] = -jnp.min(steepest)
 
     P = pieces.count
-    vector = pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p, 0))
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     return tuple(
         tiles.launch(
@@ -366,19 +412,23 @@ def _piece_states(
             ],
             out_specs=[
                 *_state_blocks(spec, lambda p, g, b: (b, g, p)),
-                vector,
-                pl.BlockSpec((None, None, None), lambda p, g, b: (b, g, p)),
+                pl.BlockSpec((None, None, None, chunks, spec.F), lambda p, g, b: (b, g, p, 0, 0)),
             ],
             out_shape=[
                 jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.V, spec.F), jnp.float32),
                 jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
-                jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
-                jax.ShapeDtypeStruct((spec.B, spec.G, P), jnp.float32),
+                jax.ShapeDtypeStruct((spec.B, spec.G, P, chunks, spec.F), jnp.float32),
             ],
             warps=config.state_warps,
             stages=config.state_stages,
         )(inputs.k, inputs.v, inputs.decay)
     )
+
+
+def _is_mild(spec: LinearAttentionSpec, config: Config, steepest_ref: Any, block: int) -> jax.Array:
+    """Whether all pairs of each of a piece's chunks of `block` rows may be parted at once."""
+    # A chunk that is larger than those of the state pass loses at most this many times as much.
+    return steepest_ref[...] <= mildest(spec) / max(1, block // config.state_block)
 
 
 def _walk_chunks(
@@ -389,14 +439,16 @@ def _walk_chunks(
     block: int,
     chunk: Callable[[bool, int], Callable[..., Any]],
     carry: Any,
+    kinds: tuple[bool, ...] = (True, False),
 ) -> Any:
-    """`chunk(mild, rows)(i, carry)` for each chunk i of a piece, its rows `block` if mild."""
-    # A chunk that is larger than those of the state pass loses at most this many times as much.
-    most = mildest(spec) / max(1, block // config.state_block)
+    """`chunk(mild, rows)(i, carry)` for each chunk i of a piece, its rows `block` if mild.
 
-    is_mild = (steepest_ref[...] <= most).astype(jnp.int32)
+    A piece that is not of one of the `kinds`, which are what `mild` may be, is passed over.
+    """
+    is_mild = _is_mild(spec, config, steepest_ref, block).astype(jnp.int32)
     # Two loops, one of which has no turns: XLA's Triton crashed on a branch around them.
-    for mild, turns in ((True, is_mild), (False, 1 - is_mild)):
+    for mild in kinds:
+        turns = is_mild if mild else 1 - is_mild
         rows = block if mild else min(block, STEEP_BLOCK)
         carry = jax.lax.fori_loop(0, turns * (pieces.rows // rows), chunk(mild, rows), carry)
     return carry
@@ -406,14 +458,112 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     walk = plan(spec, config)
     states = _prefix_states(spec, config, inputs, walk)
     state = LinearState(jnp.swapaxes(states.kv[:, :, -1], 2, 3), states.k_sum[:, :, -1])
-    return Outputs(_output(spec, config, inputs, walk, states), state)
+    written = None
+    if _has_room(spec) and config.output_block % config.state_block == 0:
+        written = _mild_output(spec, config, inputs, walk, states)
+    return Outputs(_output(spec, config, inputs, walk, states, written), state)
+
+
+def _mild_output(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk, states: States
+) -> jax.Array:
+    """The outputs of mild pieces; what lies in the others' place is left as it was.
+
+    Beside a small state there are registers to keep z in every row of a tile, fed by a product
+    with ones, where the query's features are; and the sums of the gates are the states' pass's.
+    So but for the denominators nothing passes from thread to thread.
+    """
+    block = config.output_block
+    group = spec.H // spec.G
+    width = tiles.padded(spec.F)
+    chunks = walk.pieces.rows // block
+    totals = states.totals.reshape(*states.totals.shape[:3], chunks, -1, spec.F).sum(axis=4)
+
+    def kernel(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        totals_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        steepest_ref: Any,
+        out_ref: Any,
+    ) -> None:
+        piece = walk.with_queries + tiles.piece_id()
+        row, column = _pairs(block)
+
+        def write(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            kv, z = state  # [V, F], [C, F]
+            queries, keys = walk.rows_at(spec, {}, piece * walk.pieces.rows + i * block, block)
+            q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
+            k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
+            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
+            gates = _load_gates(spec, gates_ref, keys, mild=True)  # [C, F]
+            c = _sums(column <= row, _mild_parts(spec, gates))  # [C, F]
+            total = tiles.load_rows(totals_ref, tiles.all_rows(spec.F), i)  # [F]
+            keep = tiles.exp2(total)[None, :]
+            adds = _side(spec, k, keys, -c).edge
+            reads = tiles.rounded(spec, _unrounded_side(spec, q, queries, c).edge, wide=True)
+            w = tiles.product(spec, reads, adds, wide=True, trans_b=True)  # [C, C]
+            w = jnp.where(column <= row, w, 0.0)
+            out = tiles.product(spec, reads, kv, wide=True, trans_b=True)  # [C, V]
+            if spec.normalize:
+                # As the product takes them: their roundings cancel.
+                w = tiles.rounded(spec, w, wide=True)
+                if block == width:  # one sum of rows, which threads exchange, not two
+                    den = jnp.sum(w + reads * z, axis=1)  # [C]
+                else:
+                    den = jnp.sum(w, axis=1) + jnp.sum(reads * z, axis=1)
+                out += tiles.product(spec, w, v, wide=True)
+                out *= (1 / jnp.maximum(den, spec.eps))[:, None]
+                ones = jnp.ones((block, block), jnp.float32)
+                z = (z + tiles.product(spec, ones, adds, wide=True)) * keep
+            else:
+                out = (out + _finely(spec, w, v, fine="a")) * spec.scale
+            tiles.store_tile(out_ref, queries, spec.V, out)
+            return (kv + tiles.product(spec, v, adds, wide=True, trans_a=True)) * keep, z
+
+        kv, z = _load_state(spec, kv_ref, k_sum_ref)
+        turns = _is_mild(spec, config, steepest_ref, block).astype(jnp.int32) * chunks
+        jax.lax.fori_loop(0, turns, write, (kv, jnp.broadcast_to(z, (block, width))))
+
+    def piece_of(p: Any, h: Any, b: Any) -> tuple[Any, ...]:
+        return b, h // group, walk.with_queries + p
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group))
+    return tiles.launch(
+        kernel,
+        "linear_attention_channel_mild_output",
+        grid=(walk.pieces.count - walk.with_queries, spec.H, spec.B),
+        in_specs=[
+            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            keys,
+            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            keys,
+            pl.BlockSpec((None, None, None, chunks, spec.F), lambda *ids: (*piece_of(*ids), 0, 0)),
+            *_state_blocks(spec, piece_of),
+            pl.BlockSpec((None, None, None), piece_of),
+        ],
+        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+        out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
+        warps=config.output_warps,
+        stages=config.output_stages,
+    )(inputs.q, inputs.k, inputs.v, inputs.decay, totals, states.kv, states.k_sum, states.steepest)
 
 
 def _output(
-    spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk, states: States
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    walk: Walk,
+    states: States,
+    written: jax.Array | None,
 ) -> jax.Array:
+    """The outputs, those of mild pieces as they are `written` already, if they are."""
     block = config.output_block
     group = spec.H // spec.G
+    extra = () if written is None else (written,)
 
     def kernel(
         q_ref: Any,
@@ -423,8 +573,9 @@ def _output(
         kv_ref: Any,
         k_sum_ref: Any,
         steepest_ref: Any,
-        out_ref: Any,
+        *refs: Any,
     ) -> None:
+        out_ref = refs[-1]
         piece = walk.with_queries + tiles.piece_id()
 
         def write_chunk(mild: bool, block: int) -> Callable[..., Any]:
@@ -456,29 +607,41 @@ def _output(
 
             return write
 
-        state = _load_state(spec, kv_ref, k_sum_ref)
-        _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, state)
+        kinds: tuple[bool, ...] = (True, False)
+        wanted: jax.Array | None = None
+        if written is not None:
+            kinds = (False,)
+            wanted = ~_is_mild(spec, config, steepest_ref, block)
+        state = _load_state(spec, kv_ref, k_sum_ref, wanted)
+        _walk_chunks(spec, config, walk.pieces, steepest_ref, block, write_chunk, state, kinds)
 
-    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group))
-    return tiles.launch(
+    def piece_of(h: Any, p: Any, b: Any) -> tuple[Any, ...]:
+        return b, h // group, walk.with_queries + p
+
+    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda h, p, b: (b, h // group))
+    outs = tiles.sequence_block(spec, spec.T, spec.V, lambda h, p, b: (b, h))
+    sequences = (inputs.q, inputs.k, inputs.v, inputs.decay)
+    arrays = (*sequences, states.kv, states.k_sum, states.steepest)
+    return pallas_call(
         kernel,
-        "linear_attention_channel_output",
-        grid=(walk.pieces.count - walk.with_queries, spec.H, spec.B),
+        name="linear_attention_channel_output",
+        grid=(spec.H, walk.pieces.count - walk.with_queries, spec.B),
         in_specs=[
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            tiles.sequence_block(spec, spec.T, spec.D, lambda h, p, b: (b, h)),
             keys,
-            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
+            tiles.sequence_block(spec, spec.S, spec.V, lambda h, p, b: (b, h // group)),
             keys,
-            *_state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
-            pl.BlockSpec(
-                (None, None, None), lambda p, h, b: (b, h // group, walk.with_queries + p)
-            ),
+            *_state_blocks(spec, piece_of),
+            pl.BlockSpec((None, None, None), piece_of),
+            *[outs] * len(extra),
         ],
-        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+        out_specs=outs,
         out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
-        warps=config.output_warps,
-        stages=config.output_stages,
-    )(inputs.q, inputs.k, inputs.v, inputs.decay, states.kv, states.k_sum, states.steepest)
+        input_output_aliases={len(arrays): 0} if extra else {},
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.output_warps, num_stages=config.output_stages
+        ),
+    )(*arrays, *extra)
 
 
 def _no_sums(spec: LinearAttentionSpec, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -488,10 +651,13 @@ def _no_sums(spec: LinearAttentionSpec, rows: int) -> tuple[jax.Array, jax.Array
 
 
 def _load_state(
-    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any
+    spec: LinearAttentionSpec, kv_ref: Any, k_sum_ref: Any, wanted: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [V, F] and k_sum [1, F]."""
-    kv = tiles.load_matrix(kv_ref, spec.V, spec.F)
+    """kv [V, F] and k_sum [1, F]; of kv nothing is read where `wanted` is False."""
+    rows = tiles.all_rows(spec.V)
+    if wanted is not None:
+        rows = Rows(rows.numbers, rows.exist, (rows.numbers < spec.V) & wanted)
+    kv = tiles.load_tile(kv_ref, rows, spec.F)
     return kv, tiles.load_vector(k_sum_ref, spec.F)[None, :]
 
 
@@ -521,7 +687,7 @@ def backward(
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
     else:
         end = jnp.zeros_like(dkv[:, :, 0]), jnp.zeros_like(dk_sum[:, :, 0])
-    keeps = jnp.exp(states.decay)
+    keeps = jnp.exp2(states.decay)
     dkv, dk_sum, _ = scan_states((dkv, dk_sum), end, keeps, reverse=True)
     dk, dv, d_decay = _key_gradient(
         spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out

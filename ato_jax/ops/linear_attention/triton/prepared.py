@@ -58,12 +58,12 @@ from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, plan
 # Of a half's logarithm to base 2: factors from 2^-70 to 2^70 leave features as much again.
 MOST = 70.0
 LARGEST_F = 128
-# Of gates: 16 bits are enough beside MOST, where the result is rounded to 8.
+# Of gates: 16 bits are enough beside MOST, where the result is rounded to 8 (`channel.py`).
 GATE_PARTS = 2
 FLOW_PARTS = 3  # of float32, exactly
 # Tiles of so many columns, which mix in no other way than by being decayed alike.
 PREPARE_COLUMNS, PREPARE_WARPS, PREPARE_STAGES = 64, 4, 2
-FINISH_COLUMNS, FINISH_WARPS = 32, 8
+FINISH_COLUMNS, FINISH_WARPS = 32, 4
 NO_STEPS = Steps({}, None, None, None)
 
 
@@ -105,7 +105,7 @@ def _load_gates(ref: Any, rows: Rows, columns: Columns) -> jax.Array:
 
 
 def _sums(chosen: jax.Array, x: jax.Array, parts: int) -> jax.Array:
-    """The sums of the rows of float32 x [C, f] that are chosen [C, C] for each row."""
+    """As `channel.py` has them, but one part after the other: shared memory for one at a time."""
     matrix = chosen.astype(jnp.bfloat16)
     found = jnp.float32(0)
     for left in reversed(range(parts)):
@@ -115,19 +115,13 @@ def _sums(chosen: jax.Array, x: jax.Array, parts: int) -> jax.Array:
     return found
 
 
-def _decayed(
-    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, columns: Columns, c: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """phi(x) 2^c and phi'(x) 2^c, float32 [C, f]; the former is 0 where no row is."""
-    if spec.feature_map.name == "elu1":
-        # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
-        slopes = tiles.exp2(jnp.minimum(x, 0.0) * tiles.LOG2_E + c)
-        found = slopes * (jnp.maximum(x, 0.0) + 1)
-        mask = tiles.tile_mask(rows.real, columns)
-        return found if mask is None else jnp.where(mask, found, 0.0), slopes
-    plain, slopes = tiles.features_and_slopes(spec, x, rows, columns)
-    factor = tiles.exp2(c)
-    return plain * factor, slopes * factor
+def _from_middle(half: Any, gates: jax.Array) -> jax.Array:
+    """c of the rows of the first half of a run (0) or the second (1), [C, f]."""
+    row, column = channel._pairs(gates.shape[0])
+    # The sums up to each row, or less those after it.
+    sign = 2 * half - 1
+    chosen = (column - row) * sign < half
+    return _sums(chosen, gates, GATE_PARTS) * sign.astype(jnp.float32)
 
 
 class Prepared(NamedTuple):
@@ -161,7 +155,6 @@ def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
         columns = Slice(program % count * width, width, spec.F)
         ones = jnp.ones((half, half), jnp.float32)
         one = tiles.identity(spec, width)
-        row, column = channel._pairs(half)
 
         def add_half(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             kv, k_sum = sums  # [V, f], [C, f]
@@ -169,11 +162,8 @@ def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
             gates = _load_gates(gates_ref, keys, columns)  # [C, f]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             k = tiles.load_tile(k_ref, keys, columns)  # [C, f]
-            # From the middle of the run: the rows up to each, or less those after it.
-            sign = 2 * i - 1
-            chosen = (column - row) * sign < i
-            c = _sums(chosen, gates, GATE_PARTS) * sign.astype(jnp.float32)
-            k = _decayed(spec, tiles.as_accumulated(k, one), keys, columns, -c)[0]
+            c = _from_middle(i, gates)
+            k = channel._unrounded_side(spec, tiles.as_accumulated(k, one), keys, -c, columns).edge
             k = tiles.operand(spec, k)
             kv += tiles.product(spec, v, k, trans_a=True)
             k_sum += tiles.product(spec, ones, k)
@@ -181,7 +171,9 @@ def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
 
             def write_head(head: Any, _: None) -> None:
                 q = tiles.load_tile(q_ref, queries, columns, head, axis)  # [C, f]
-                q = _decayed(spec, tiles.as_accumulated(q, one), queries, columns, c)[0]
+                q = channel._unrounded_side(
+                    spec, tiles.as_accumulated(q, one), queries, c, columns
+                ).edge
                 tiles.store_tile(q_out, queries, columns, q, head, axis)
 
             stored.over_tiles(0, group, group, write_head, None)
@@ -240,7 +232,7 @@ class Decays(NamedTuple):
     second: jax.Array
 
 
-def _classify(walk: Walk, totals: jax.Array) -> tuple[Decays, Turns]:
+def _classify(spec: LinearAttentionSpec, walk: Walk, totals: jax.Array) -> tuple[Decays, Turns]:
     B, G, P, parts, width = totals.shape
     halves = jnp.sum(totals.reshape(B, G, P, 2, parts // 2, width), axis=4)
     is_steep = jnp.any(halves < -MOST, axis=(3, 4))
@@ -248,7 +240,7 @@ def _classify(walk: Walk, totals: jax.Array) -> tuple[Decays, Turns]:
         jnp.where(is_steep[..., None], 1.0, jnp.exp2(halves[:, :, :, i])) for i in (0, 1)
     )
     whole = jnp.exp2(jnp.sum(halves, axis=3))
-    return Decays(whole, first, second), steep.turns(totals, is_steep, walk)
+    return Decays(whole, first, second), steep.turns(spec, walk, totals, is_steep)
 
 
 class Sums(NamedTuple):
@@ -262,7 +254,7 @@ class Sums(NamedTuple):
 
 def _sums_of_keys(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Sums:
     found = _prepare(spec, inputs, walk)
-    decays, turns = _classify(walk, found.totals)
+    decays, turns = _classify(spec, walk, found.totals)
     sums = steep.states(spec, inputs, walk, turns, (found.kv, found.k_sum))
     start = None
     if inputs.initial_state is not None:
@@ -340,8 +332,8 @@ def _finish(
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and the gates' gradient from dq^ and dk~, float32, and in steep runs what these
-    lack beside the features. A program has a run of rows."""
-    block = walk.pieces.rows
+    lack beside the features. A program has a run of rows, of which it takes a half at a time."""
+    half = walk.pieces.rows // 2
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
     count, width = _slices(spec, FINISH_COLUMNS)
@@ -361,18 +353,9 @@ def _finish(
         program = tiles.piece_id()
         run = program // count
         columns = Slice(program % count * width, width, spec.F)
-        queries, keys = walk.rows_at(spec, {}, run * block, block)
-        row, column = channel._pairs(block)
+        row, column = channel._pairs(half)
         is_steep = steep.is_steep(turns_ref)
-        # A number, as XLA's Triton takes a choice between two for a truth value.
-        backwards = is_steep.astype(jnp.float32)
-        gates = _load_gates(gates_ref, keys, columns)  # [C, f]
-        # From the middle of the run: the rows behind it less those ahead.
-        ahead, behind = column < block // 2, row >= block // 2
-        of_ahead = jnp.where(ahead & (column > row), -1.0, 0.0)
-        of_behind = jnp.where(~ahead & (column <= row), 1.0, 0.0)
-        c = _sums(jnp.where(behind, of_behind, of_ahead), gates, GATE_PARTS)
-        c = jnp.where(is_steep, 0.0, c)
+        steeply = is_steep.astype(jnp.int32)
 
         def of_side(
             x_ref: Any, refs: tuple[Any, Any], rows: Rows, c: jax.Array, *head: Any
@@ -382,25 +365,34 @@ def _finish(
             exist = is_steep if rows.real is None else rows.real & is_steep
             exist = jnp.broadcast_to(exist, rows.numbers.shape)
             rest = tiles.load_tile(refs[1], Rows(rows.numbers, exist, exist), columns, *head)
-            decayed, slopes = _decayed(spec, x.astype(jnp.float32), rows, columns, c)
+            side = channel._unrounded_side(spec, x.astype(jnp.float32), rows, c, columns)
             # As the kernels multiplied them.
-            read = jnp.where(is_steep, decayed, tiles.rounded(spec, decayed))
-            return dx * slopes, (dx + rest.astype(jnp.float32)) * read
+            read = jnp.where(is_steep, side.edge, tiles.rounded(spec, side.edge))
+            return dx * side.edge_slopes, (dx + rest.astype(jnp.float32)) * read
 
-        dx, flow = of_side(k_ref, of_keys_refs, keys, -c)
-        tiles.store_tile(dk_out, keys, columns, dx)
+        def write_half(turn: Any, crossing: jax.Array) -> jax.Array:
+            # From the end of the run, or less the rows before from its start.
+            i = jnp.where(is_steep, turn, 1 - turn)
+            queries, keys = walk.rows_at(spec, {}, run * walk.pieces.rows + i * half, half)
+            gates = _load_gates(gates_ref, keys, columns)  # [C, f]
+            c = _from_middle(i, gates)
+            c = jnp.where(is_steep, 0.0, c)
+            dx, flow = of_side(k_ref, of_keys_refs, keys, -c)
+            tiles.store_tile(dk_out, keys, columns, dx)
 
-        def add_head(head: Any, flow: jax.Array) -> jax.Array:
-            dx, added = of_side(q_ref, of_queries_refs, queries, c, head, axis)
-            tiles.store_tile(dq_out, queries, columns, dx, head, axis)
-            return flow + added
+            def add_head(head: Any, flow: jax.Array) -> jax.Array:
+                dx, added = of_side(q_ref, of_queries_refs, queries, c, head, axis)
+                tiles.store_tile(dq_out, queries, columns, dx, head, axis)
+                return flow + added
 
-        flow = stored.over_tiles(0, group, group, add_head, -flow)
-        # From the end of the run, or less the rows before from its start.
-        chosen = jnp.where(column < row, -backwards, 1.0 - backwards)
-        found = _sums(chosen, flow, FLOW_PARTS)
-        found += tiles.load_vector(crossing_ref, columns)[None, :]
-        tiles.store_tile(d_gates_out, keys, columns, found)
+            flow = stored.over_tiles(0, group, group, add_head, -flow)
+            sign = (1 - 2 * steeply).astype(jnp.float32)
+            chosen = (row - column) * (1 - 2 * steeply) < 1 - steeply
+            d_gates = _sums(chosen, flow, FLOW_PARTS) * sign + crossing[None, :]
+            tiles.store_tile(d_gates_out, keys, columns, d_gates)
+            return crossing + jnp.sum(flow, axis=0) * sign
+
+        jax.lax.fori_loop(0, 2, write_half, tiles.load_vector(crossing_ref, columns))
 
     queries = tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group)
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))

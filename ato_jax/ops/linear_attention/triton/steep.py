@@ -32,8 +32,6 @@ from ato_jax.ops.linear_attention.triton.tiles import Rows
 from ato_jax.ops.linear_attention.triton.walk import Walk
 
 MILD_ROWS = 32
-# What a channel may lose in so many rows whose pairs are parted at once, to base 2.
-MILDEST = 46.0
 # Runs that one program looks through.
 RUNS = 8
 WARPS = 8
@@ -50,9 +48,9 @@ def part_rows(walk: Walk) -> int:
     return min(MILD_ROWS, walk.pieces.rows // 2)
 
 
-def turns(totals: jax.Array, steep: jax.Array, walk: Walk) -> Turns:
+def turns(spec: LinearAttentionSpec, walk: Walk, totals: jax.Array, steep: jax.Array) -> Turns:
     """From the gates' sums of each part of a run, [B, G, P, parts, F], and which are steep."""
-    at_once = jnp.all(totals >= -MILDEST, axis=(3, 4))
+    at_once = jnp.all(totals >= -channel.mildest(spec), axis=(3, 4))
     rows = walk.pieces.rows
     chunks = jnp.where(at_once[..., None], jnp.array([rows // part_rows(walk), 0]), 0)
     levels = jnp.where(at_once[..., None], 0, jnp.array([0, rows // channel.STEEP_BLOCK]))
