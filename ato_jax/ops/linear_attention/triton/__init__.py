@@ -6,11 +6,11 @@
 
 where j runs over the keys that query i sees: all of them (`bidirectional.py`), or those up to its
 own position, or those of its segment, or with a decay between them (`causal.py`; with a gate per
-step and channel `channel.py`). The sequence is cut into pieces so that the grid fills the GPU, the
-pieces' float32 sums are added by XLA or a kernel of its own (`scan.py`), and nothing of size
-[T, S] is ever formed. Every sum has one order, so results are the same bits from run to run. What
-a step's row is, and what of a state a gate leaves, XLA works out beforehand, in small arrays
-(`walk.py`).
+step and channel `channel.py`, or `prepared.py`). The sequence is cut into pieces so that the grid
+fills the GPU, the pieces' float32 sums are added by XLA or a kernel of its own (`scan.py`), and
+nothing of size [T, S] is ever formed. Every sum has one order, so results are the same bits from
+run to run. What a step's row is, and what of a state a gate leaves, XLA works out beforehand, in
+small arrays (`walk.py`).
 
 Operands of products are the inputs' dtype, accumulators float32. In float16 whatever is a sum
 over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range.
