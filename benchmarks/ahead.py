@@ -21,10 +21,8 @@ keep threads and processes that look for work.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
-import os
 import pickle
 import queue
 import select
@@ -87,13 +85,12 @@ class _Worker:
         )
         return self._process
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            peers.send(self._process, number)
 
     def end(self) -> None:
-        self.signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         process, self._process = self._process, None
         if process is not None:
             process.communicate()
@@ -110,9 +107,9 @@ class Ahead:
         self._warmers: list[peers.Peer] = []
         self._idle: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send(self, number: signal.Signals) -> None:
         for one in [*self._workers, *self._warmers]:
-            one.signal(number)
+            one.send(number)
 
     def programs(
         self, jobs: Sequence[Job], in_torch: Sequence[tuple[Case, str, str]] = ()
@@ -133,7 +130,7 @@ class Ahead:
         by_name: dict[str, list[tuple[Case, str, str]]] = {}
         for one in in_torch:
             by_name.setdefault(one[2], []).append(one)
-        self._signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
         compiling = concurrent.futures.ThreadPoolExecutor(self.count)
         warming = concurrent.futures.ThreadPoolExecutor(WARMERS)
         try:
@@ -144,7 +141,7 @@ class Ahead:
             # Where this is interrupted, nothing more is begun.
             for pool in (compiling, warming):
                 pool.shutdown(wait=False, cancel_futures=True)
-            self._signal(signal.SIGSTOP)
+            self._send(signal.SIGSTOP)
 
     def _warm(self, jobs: Iterable[tuple[Case, str, str]]) -> None:
         try:
@@ -162,7 +159,7 @@ class Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
         for worker in self._workers:
             worker.end()
         for warmer in self._warmers:
