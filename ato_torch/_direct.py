@@ -266,13 +266,12 @@ class Plan:
             # Free for others at the return: what they do with it comes later on the stream.
             scratch = empty_strided((self.scratch_bytes,), (1,), torch.uint8)
             addresses.append(scratch.data_ptr())
-        idle = self.idle[torch._C._cuda_getCurrentRawStream(self.index)]
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        idle = self.idle[stream]
         try:
             calls = idle.pop()
         except IndexError:
-            calls = _Calls(
-                self.executable, self.kernels, torch._C._cuda_getCurrentRawStream(self.index)
-            )
+            calls = _Calls(self.executable, self.kernels, stream)
         calls.fill(*[addresses[number] + offset for number, offset in self.places])
         steps = calls.of_steps
         # What captures holds the launches themselves, and a graph cannot be made meanwhile.

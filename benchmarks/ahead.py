@@ -1,9 +1,9 @@
 """Compiles what comes next, in processes of its own, while nothing is timed.
 
 Tracing and lowering hold Python's lock: threads of one process compile hardly faster than one
-thread. So a program for JAX is compiled by one of several workers, `python -m benchmarks.ahead`,
-and comes back as XLA serializes it: the driver loads it and times the same machine code. A worker
-reads one JSON object a line and answers each with a pickle:
+thread. So a program for JAX is compiled by one of several workers (`worker.py`) and comes back as
+XLA serializes it: the driver loads it and times the same machine code. A worker reads one JSON
+object a line and answers each with a pickle:
 
     {"contest": number, "case": {...}, "phase": name, "contender": name}
         -> what `ours.unpacked` takes, the reason why the contender does not run, or None
@@ -21,10 +21,8 @@ keep threads and processes that look for work.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
-import os
 import pickle
 import queue
 import select
@@ -34,9 +32,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from absl import logging
-
-from benchmarks import byte_limit, ours, peers
+from benchmarks import byte_limit, peers
 from benchmarks.cases import Case
 
 # What is asked of a worker: the number of a contest, and what the row is named by.
@@ -59,7 +55,7 @@ class _Worker:
     """One process, started with its first job and again after one that ended it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._command = (sys.executable, "-m", "benchmarks.ahead", *arguments)
+        self._command = (sys.executable, "-m", "benchmarks.worker", *arguments)
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, job: Job) -> Answer:
@@ -89,13 +85,12 @@ class _Worker:
         )
         return self._process
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            peers.send(self._process, number)
 
     def end(self) -> None:
-        self.signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         process, self._process = self._process, None
         if process is not None:
             process.communicate()
@@ -112,9 +107,9 @@ class Ahead:
         self._warmers: list[peers.Peer] = []
         self._idle: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send(self, number: signal.Signals) -> None:
         for one in [*self._workers, *self._warmers]:
-            one.signal(number)
+            one.send(number)
 
     def programs(
         self, jobs: Sequence[Job], in_torch: Sequence[tuple[Case, str, str]] = ()
@@ -135,7 +130,7 @@ class Ahead:
         by_name: dict[str, list[tuple[Case, str, str]]] = {}
         for one in in_torch:
             by_name.setdefault(one[2], []).append(one)
-        self._signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
         compiling = concurrent.futures.ThreadPoolExecutor(self.count)
         warming = concurrent.futures.ThreadPoolExecutor(WARMERS)
         try:
@@ -146,7 +141,7 @@ class Ahead:
             # Where this is interrupted, nothing more is begun.
             for pool in (compiling, warming):
                 pool.shutdown(wait=False, cancel_futures=True)
-            self._signal(signal.SIGSTOP)
+            self._send(signal.SIGSTOP)
 
     def _warm(self, jobs: Iterable[tuple[Case, str, str]]) -> None:
         try:
@@ -164,7 +159,7 @@ class Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
         for worker in self._workers:
             worker.end()
         for warmer in self._warmers:
@@ -173,34 +168,3 @@ class Ahead:
 
 # What flash-linear-attention would keep of a search: here nothing was timed.
 WARMING = {"FLA_CACHE_RESULTS": "0"}
-
-
-def answer(contender: Any, case: Case, phase: str) -> Answer:
-    """Of one contender, as a worker tells it."""
-    try:
-        ready = contender.compiled(case, phase)
-        if isinstance(ready, ours.Programs):
-            return ready.packed()
-        return ready if isinstance(ready, str) else None
-    except Exception:  # whatever it is: the driver finds it again, or does without
-        return None
-
-
-def main(arguments: Sequence[str]) -> None:
-    from benchmarks import suites
-
-    logging.set_verbosity(logging.ERROR)
-    # Nothing that a library prints may come between the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    config, *names = arguments
-    contests = suites.contests(suites.chosen(names, config))
-    for line in sys.stdin:
-        job = json.loads(line)
-        contender = contests[job["contest"]].in_jax[job["contender"]]
-        pickle.dump(answer(contender, Case(**job["case"]), job["phase"]), answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

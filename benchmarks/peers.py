@@ -75,6 +75,12 @@ class PeerError(RuntimeError):
     """What was asked ended the peer process; it says how."""
 
 
+def send(process: subprocess.Popen[Any], number: signal.Signals) -> None:
+    """A signal to a process with a session of its own, and to all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
 class Peer:
     """The driver's end: `with Peer("cpu") as peer: peer.ask("about")`.
 
@@ -108,10 +114,8 @@ class Peer:
             start_new_session=self._halts,
         )
 
-    def signal(self, number: signal.Signals) -> None:
-        """To the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+    def send(self, number: signal.Signals) -> None:
+        send(self._process, number)
 
     def _end(self) -> int:
         """Lets the process end, or ends it; its status."""

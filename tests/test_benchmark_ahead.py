@@ -133,7 +133,7 @@ def test_caches_are_filled_by_contenders_that_run(one_worker):
     plain = (LINEAR, "forward + backward", "PyTorch")
     assert one_worker.programs([], [plain]) == []
     (peer,) = one_worker._warmers
-    peer.signal(signal.SIGCONT)
+    peer.send(signal.SIGCONT)
     facts = {"case": dataclasses.asdict(LINEAR), "phase": "forward"}
     assert peer.ask("warm", contender="PyTorch", **facts) == {}
     if importlib.util.find_spec("fla") is None:

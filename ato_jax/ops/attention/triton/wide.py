@@ -86,7 +86,8 @@ Choice = tuple[int, int, int, int, int]
 Table = tuple[tuple[int, int, Choice, Choice], ...]
 
 # With 228 KiB of shared memory, for up to 64 keys the fastest of those tried on an H200 at
-# T = S = 64 that compile without spills; for more keys what fits.
+# T = S = 64 that compile without spills (exact float32's backward spills 64 bytes where it makes
+# the scores again); for more keys what fits.
 LARGE_HALF: Table = (
     (64, 4096, (64, 128, 128, 4, 5), (64, 128, 128, 8, 3)),
     (64, 1024, (64, 128, 128, 4, 3), (64, 128, 128, 8, 3)),
