@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import Case
-from benchmarks.linear_torch import Attend, Contender, sdpa
+from benchmarks.linear_torch import Attend, Contender, by_case, sdpa
 
 # Of plain PyTorch: beyond, its scores are no choice.
 SHORT = 1024
@@ -130,13 +130,13 @@ CONTENDERS = {
     )
 }
 CONTENDERS |= {
-    "FlexAttention": Contender(_masked, _flex, compiles=True),
+    "FlexAttention": Contender(_masked, _flex, shares=by_case),
     "PyTorch varlen flash": Contender(_masked, _packed, bthd=True),
     "FlashAttention-2's package": _flash_attention("flash_attn"),
     "FlashAttention-3's package": _flash_attention("flash_attn_interface"),
     "xFormers": Contender(lambda case: _unmasked(case) and case.G is None, _xformers, bthd=True),
     "PyTorch": Contender(_short, _plain),
     "PyTorch, compiled": Contender(
-        lambda case: _short(case) and case.D == 64, _compiled, compiles=True
+        lambda case: _short(case) and case.D == 64, _compiled, shares=by_case
     ),
 }

@@ -331,7 +331,7 @@ def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
         for contest in contests:
             all_cases = cases_of(results, contest)
             for phase in contest.phases:
-                by_batch = sorted({case.B for case in all_cases})
+                by_batch = sorted({case.B for case in all_cases if found.of(case, phase)})
                 by_size: dict[tuple[int, int, int, bool], dict[int, Case]] = {}
                 for case in all_cases:
                     size = case.H * case.D, case.H, case.T, case.causal
@@ -339,8 +339,7 @@ def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
                 lines = []
                 for (width, H, T, is_causal), batches in by_size.items():
                     ratios = []
-                    for B in by_batch:
-                        case = batches[B]
+                    for case in (batches[B] for B in by_batch):
                         peer = best(found.of(case, phase))
                         own = found.seconds(case, phase, OURS)
                         ratios.append(times(peer.seconds if peer else None, own))

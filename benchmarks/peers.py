@@ -75,10 +75,10 @@ class PeerError(RuntimeError):
     """What was asked ended the peer process; it says how."""
 
 
-def send(process: subprocess.Popen[Any], number: signal.Signals) -> None:
-    """A signal to a process with a session of its own, and to all that it started."""
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Ends a process with a session of its own, and all that it started."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Peer:
@@ -87,13 +87,13 @@ class Peer:
     A contender that ends the process is told so as its reason. The next one finds a new process,
     where what the old one had prepared is prepared again when it is timed.
 
-    `halts`: it can be halted, with all that it starts.
+    `leads` a session of its own: it can be ended with all that it started.
     """
 
     COMMAND = (sys.executable, "-m", "benchmarks.peers")
 
-    def __init__(self, platform: str, halts: bool = False, **variables: str) -> None:
-        self._platform, self._halts = platform, halts
+    def __init__(self, platform: str, leads: bool = False, **variables: str) -> None:
+        self._platform, self._leads = platform, leads
         # As it is now: libraries that are imported later may set variables for themselves.
         self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | variables
         self._case: cases.Case | None = None
@@ -111,11 +111,13 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=self._halts,
+            start_new_session=self._leads,
         )
 
-    def send(self, number: signal.Signals) -> None:
-        send(self._process, number)
+    def end(self) -> None:
+        """Ends the process at once, which leads a session."""
+        kill(self._process)
+        self._end()
 
     def _end(self) -> int:
         """Lets the process end, or ends it; its status."""

@@ -90,6 +90,37 @@ def test_every_suite_has_someone_for_every_case():
     assert in_torch <= known
 
 
+def test_the_report_is_short_and_has_who_matters():
+    """A part of each suite, all of it known to the whole one; in ten minutes on a card."""
+    rows = []
+    for brief in suites.named("report"):
+        of_parts = []
+        for suite in (brief, *suites.named(brief.name)):
+            of_parts.append(
+                {
+                    (str(case), phase, name)
+                    for contest in suite.contests
+                    for case, phase in contest.groups("gpu")
+                    for name in side_by_side.wanted(contest, case)
+                }
+            )
+        assert of_parts[0] <= of_parts[1], brief.name
+        rows += of_parts[0]
+    assert len(set(rows)) < 600
+    by_case = {}
+    for case, _, name in rows:
+        by_case.setdefault(case, set()).add(name)
+    causal = by_case["linear B1 H32 T16384 D128 bfloat16 causal"]
+    assert {"SDPA cuDNN", "fla chunk, phi out", "plain JAX, associative scan"} <= causal
+    full = by_case["linear B8 H8 T65536 D64 bfloat16"]
+    assert {"PyTorch, compiled", "plain JAX", "flash-bidirectional-linear-attention, phi out"} <= full
+    for case, names in by_case.items():
+        if case.startswith(("softmax B4 H32 T8192", "softmax B2 H8 T8192 D256")):
+            assert {"SDPA cuDNN", "SDPA flash", "Tokamax Triton", "ato_jax triton"} <= names
+            assert {"JAX's Pallas kernel, 128x64", "FlashAttention-3 through JAX"} <= names
+    assert "FlexAttention" in by_case["softmax B2 H16 T16384 D128 bfloat16 causal, window 1024"]
+
+
 def test_cases_of_two_ops_are_two_rows():
     assert str(CASE) != str(dataclasses.replace(CASE, op="softmax"))
 
