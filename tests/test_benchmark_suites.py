@@ -187,9 +187,10 @@ def test_exponents_are_those_of_powers():
     contest = side_by_side.Contest({"cpu": tuple(members), "gpu": ()}, {}, {})
     rows = []
     for case in members:
-        forward = 1e-6 * case.T if case.T > 64 else 5e-5
+        forward = 1e-5 * case.T if case.T > 64 else 2e-4
         for phase, seconds in zip(PHASES, (forward, forward + 1e-8 * case.T**2), strict=True):
-            rows.append(row_of(case, phase, "one", seconds, scratch=case.held(phase)))
+            scratch = case.held(phase) if case.T > 64 else 1 << 20
+            rows.append(row_of(case, phase, "one", seconds, scratch=scratch))
     (growth,) = findings.growths(Results(**FACTS, rows=rows), [contest])
     # The first is its launches.
     assert (growth.first, growth.last) == (128, 512)
@@ -197,6 +198,22 @@ def test_exponents_are_those_of_powers():
     assert growth.memory == pytest.approx(1) and growth.family == "linear B1 H2 D16 float32"
     (table,) = findings.complexity([contest])(Results(**FACTS, rows=rows))
     assert table.rows[0][2:] == ["128 to 512", "1.00", "2.00", "1.00"]
+
+
+def test_the_librarys_exponents_are_one_where_they_were_measured():
+    """In time and memory, forward and backward, of the kept figures of a GPU."""
+    for path in document.files():
+        found = results.read(path)
+        own = {
+            one.family: one
+            for one in findings.growths(found, suites.LENGTHS)
+            if one.contender == "ato_jax" and one.family.startswith("linear")
+        }
+        for causal in ("", " causal"):
+            one = own[f"linear B8 H8 D64 bfloat16{causal}"]
+            assert one.last >= 4 * one.first
+            for value in (one.forward, one.backward, one.memory):
+                assert value == pytest.approx(1, abs=0.05), one
 
 
 def test_the_fastest_peer_computes_all_of_the_problem():
