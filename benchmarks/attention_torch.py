@@ -8,6 +8,7 @@ FlashAttention-2 for packed sequences, and the packages of FlashAttention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -114,6 +115,15 @@ def _plain(torch: Any, case: Case) -> Attend:
 def _compiled(torch: Any, case: Case) -> Attend:
     torch._dynamo.reset()
     return torch.compile(_plain(torch, case), dynamic=False)
+
+
+def _ato_torch(torch: Any, case: Case) -> Attend:
+    import ato_torch
+
+    return functools.partial(ato_torch.attention, is_causal=case.causal)
+
+
+ON_HOST = {"ato_torch": Contender(_unmasked, _ato_torch)}
 
 
 def _short(case: Case) -> bool:

@@ -18,6 +18,7 @@ from benchmarks.side_by_side import Contest
 from benchmarks.tables import Table
 
 FORWARD, BOTH = cases.PHASES
+HOST = cases.HOST_PHASES
 OURS = "ato_jax"
 SDPA = ("SDPA default", "SDPA flash", "SDPA cuDNN")
 
@@ -299,6 +300,25 @@ def techniques(contest: Contest) -> Callable[[Results], list[Table]]:
         return [Table("FlagAttention's techniques, on and off", head, lines, texts=2)]
 
     return tables
+
+
+def host(contest: Contest) -> Callable[[Results], list[Table]]:
+    def tables(results: Results) -> list[Table]:
+        found = Found(results)
+        lines = [
+            [str(case), name, *(microseconds(found.seconds(case, one, name)) for one in HOST)]
+            for case in cases_of(results, contest)
+            for name in side_by_side.wanted(contest, case)
+        ]
+        head = ["case", "", "forward, µs", "with a gradient recorded, µs", "forward + backward, µs"]
+        note = "Calls one after the other, none of whose results is waited for."
+        return [Table("What a call from PyTorch takes the host", head, lines, [note], texts=2)]
+
+    return tables
+
+
+def microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e6 * seconds:.3g}"
 
 
 def crossover(contest: Contest) -> Callable[[Results], list[Table]]:

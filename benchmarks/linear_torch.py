@@ -172,6 +172,12 @@ def by_case(case: Case) -> Hashable:
     return case
 
 
+def _ato_torch(torch: Any, case: Case) -> Attend:
+    import ato_torch
+
+    return functools.partial(ato_torch.linear_attention, causal=case.causal)
+
+
 _phi_out = functools.partial(Contender, bthd=True, mapped=True, normalize=False, shares=by_size)
 
 CONTENDERS = {
@@ -213,6 +219,10 @@ CONTENDERS = {
         lambda case: case.decay == "channel", _fla_gated("chunk_gla")
     ),
 }
+
+
+# Whose host time is asked for. It has JAX in this process, where no others' figures are its.
+ON_HOST = {"ato_torch": Contender(_ungated, _ato_torch)}
 
 
 def hasten_triton() -> None:

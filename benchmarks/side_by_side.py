@@ -224,7 +224,7 @@ def device_works() -> bool:
 
 
 def is_ours(name: str) -> bool:
-    return name.startswith("ato_jax")
+    return name.startswith(("ato_jax", "ato_torch"))
 
 
 def wanted(contest: Contest, case: Case) -> list[str]:

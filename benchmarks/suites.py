@@ -26,7 +26,7 @@ from benchmarks import (
     tables,
     variants,
 )
-from benchmarks.cases import PHASES, Case
+from benchmarks.cases import HOST_PHASES, PHASES, Case
 from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import Contest, Meeting
 from benchmarks.tables import Table
@@ -198,6 +198,25 @@ CROSSOVER = Contest(
 )
 
 
+HOST = Contest(
+    {
+        "gpu": tuple(
+            Case(op, B=1, H=4, T=128, D=64, dtype="bfloat16", causal=causal)
+            for op, causal in (("softmax", True), ("linear", False), ("linear", True))
+        ),
+        "cpu": (_tiny(T=32, causal=True), _small(T=32)),
+    },
+    {},
+    some(linear_torch.ON_HOST, ["ato_torch"])
+    | {
+        "SDPA default": dataclasses.replace(
+            attention_torch.CONTENDERS["SDPA default"], takes=lambda case: case.op == "softmax"
+        )
+    },
+    HOST_PHASES,
+)
+
+
 def _sweep() -> tuple[Contest, ...]:
     """Of two files, one for each platform."""
     both = (sweeps.contests(sweeps.FOLDER / f"{name}.yaml") for name in ("original", "tiny"))
@@ -315,6 +334,7 @@ REPORT = (
         findings.crossover(CROSSOVER),
         brief=(CROSSOVER_BRIEF,),
     ),
+    Suite("host", "what a call from PyTorch takes the host", 10, (HOST,), findings.host(HOST)),
 )
 
 
@@ -323,7 +343,8 @@ def of_config(path: Path) -> Suite:
     return Suite(path.stem, f"the sweep of {path}", 60, contests, findings.sweep(contests))
 
 
-SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, SMOKE)
+SMALL_HOST = dataclasses.replace(HOST, cases=dict.fromkeys(("gpu", "cpu"), HOST.cases["cpu"]))
+SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, (*SMOKE, SMALL_HOST))
 SWEEP = "sweep"
 NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")
 

@@ -73,7 +73,7 @@ def test_bytes_of_inputs_and_outputs_by_hand():
 
 def test_every_suite_has_someone_for_every_case():
     names = [suite.name for suite in every_suite()]
-    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 13
+    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 14
     # What a report may take on a card, with what it takes to begin.
     assert sum(suite.seconds for suite in suites.named("report")) < 540
     for suite in every_suite():
@@ -514,8 +514,8 @@ def test_smoke_runs(tmp_path):
     assert "No GPU here" in ran.stdout and "SDPA default (" in ran.stdout
     found = results.read(path)
     assert found.platform == "cpu" and found.matrix["float32"] > 0 and found.suites["smoke"] > 0
-    assert len(found.rows) == 5 and all(row.seconds for row in found.rows), found.rows
-    assert len(table.read_text().splitlines()) == 6
+    assert len(found.rows) == 8 and all(row.seconds for row in found.rows), found.rows
+    assert len(table.read_text().splitlines()) == 9
     text = show.text(found, ["smoke", "linear"])
     assert all(row.contender in text for row in found.rows)
     from benchmarks import plots
