@@ -40,13 +40,11 @@ Job = tuple[int, Case, str, str]
 # A program's bytes, or why there is none.
 Answer = dict[str, Any] | str | None
 
-# For one answer. A worker that takes longer is ended.
-LONGEST_SECONDS = 120
+# For one answer, while all cores are busy. A worker that takes longer is ended.
+LONGEST_SECONDS = 180
 # Processes that fill PyTorch's caches: each search in them compiles on several cores by itself, and
 # each holds a case's tensors.
 WARMERS = 6
-# Programs for JAX leave the cores to them: theirs are the fewer and longer jobs, one after another.
-NICE = 5
 
 
 def workers() -> int:
@@ -58,7 +56,7 @@ class _Worker:
     """One process, started with its first job and again after one that ended it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._command = ("nice", f"-n{NICE}", sys.executable, "-m", "benchmarks.worker", *arguments)
+        self._command = (sys.executable, "-m", "benchmarks.worker", *arguments)
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, job: Job) -> Answer:

@@ -55,7 +55,7 @@ class Suite:
     seconds: float
     contests: tuple[Contest, ...]
     findings: Callable[[Results], list[Table]] = nothing
-    tell: Callable[[Meeting], None] = tell
+    tell: Callable[[Meeting], Any] = tell
     brief: tuple[Contest, ...] = ()
 
 
@@ -334,7 +334,14 @@ REPORT = (
         findings.crossover(CROSSOVER),
         brief=(CROSSOVER_BRIEF,),
     ),
-    Suite("host", "what a call from PyTorch takes the host", 10, (HOST,), findings.host(HOST)),
+    Suite(
+        "host",
+        "what a call from PyTorch takes the host",
+        10,
+        (HOST,),
+        findings.host(HOST),
+        lambda meeting: [meeting.measure(*group) for group in meeting.groups()],
+    ),
 )
 
 
@@ -343,7 +350,9 @@ def of_config(path: Path) -> Suite:
     return Suite(path.stem, f"the sweep of {path}", 60, contests, findings.sweep(contests))
 
 
-SMALL_HOST = dataclasses.replace(HOST, cases=dict.fromkeys(("gpu", "cpu"), HOST.cases["cpu"]))
+SMALL_HOST = dataclasses.replace(
+    HOST, cases=dict.fromkeys(("gpu", "cpu"), HOST.cases["cpu"]), turns=1
+)
 SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, (*SMOKE, SMALL_HOST))
 SWEEP = "sweep"
 NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -454,10 +455,13 @@ def test_rows_that_were_not_reached_are_counted():
     assert document.asked_for(found) == (wanted, 2)
 
 
+MARKS = "<!-- {0} -->\n<!-- /{0} -->"
+
+
 def test_what_is_between_the_marks_is_replaced(tmp_path):
-    text = f"before {document.FIRST}\nold\n{document.LAST} after"
+    text = "before <!-- results -->\nold\n<!-- /results --> after"
     made = document.between(text, "new", tmp_path)
-    assert made == f"before {document.FIRST}\n\nnew\n\n{document.LAST} after"
+    assert made == "before <!-- results -->\n\nnew\n\n<!-- /results --> after"
     assert document.between(made, "new", tmp_path) == made
     with pytest.raises(ResultsError, match="once each"):
         document.between("none", "new", tmp_path)
@@ -465,7 +469,7 @@ def test_what_is_between_the_marks_is_replaced(tmp_path):
 
 def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     readme, told = tmp_path / "README.md", tmp_path / "docs" / "results.md"
-    readme.write_text(f"{document.FIRST}\n{document.LAST}\n")
+    readme.write_text("\n".join(MARKS.format(name) for name in ("results", "host", "speed")))
     for module, name, value in (
         (document, "ROOT", tmp_path),
         (document, "README", readme),
@@ -483,11 +487,48 @@ def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     text = told.read_text()
     assert "### The ladder" in text and "50x" in text and "#### Encoders" in text
     assert readme.read_text().count("\n| linear B8 H8 T65536") == document.README_ROWS // 2
+    assert "`[1, 4, 128, 64]` takes" in readme.read_text()
     told.write_text(text.replace("50x", "51x"))
     assert document.differing() == [told]
 
 
+# What says how fast or how large something was found to be.
+MEASURED = re.compile(
+    r"\d[\d.,]* ?(µs|us|ms|milliseconds|TB/s|GB/s|TFLOP/s|tokens/s|%|x\b|times (as|faster|slower))"
+)
+
+
+def test_all_results_in_the_readme_are_made_of_files():
+    """No figure with a unit of a result stands outside of the marks."""
+    text = document.README.read_text()
+    for name in ("results", "host", "speed"):
+        before, rest = text.split(f"<!-- {name} -->")
+        text = before + rest.split(f"<!-- /{name} -->")[1]
+    assert [found[0] for found in MEASURED.finditer(text)] == []
+    sentences = "takes 15.0 us, 249 µs; 2.2 times as fast; 94% of 4.2 TB/s, in 0.2 to 0.3 ms, 3.4x"
+    assert len(MEASURED.findall(sentences)) == 7
+
+
+def test_what_was_not_measured_is_said_in_words(tmp_path, monkeypatch):
+    full = full_results("gpu")
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    path = tmp_path / "a_card.json"
+    results.write(path, results.json_text(full))
+    times = document.host_text()
+    assert times.startswith("On one a card with JAX 2, causal `attention` of bfloat16")
+    # Of the stand-in's rows each is twice as long as the one before it.
+    assert "takes 12.8 µs, 12.8 with a gradient recorded and 12.8 with its backward" in times
+    assert "takes 25.6 µs, 25.6 with" in times
+    full.rows = [row for row in full.rows if "on the host, recorded" not in row.phase]
+    results.write(path, results.json_text(full))
+    said = document.host_text()
+    assert said.startswith("What a call takes the host is not measured on the a card yet")
+
+
 def test_what_is_quoted_is_there():
+    assert document.speed_text().endswith(
+        "as fast with linear attention as with softmax at 8,192 tokens, 5.4 times at 32,768 tokens."
+    )
     assert len(document.quoted_techniques().rows) == len(document.QUOTED)
     assert len(document.quoted_quality()) == len(document.QUALITY)
 
