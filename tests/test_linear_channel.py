@@ -130,16 +130,21 @@ def test_states_in_and_out(gates):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("decayed", [None, 3, 4])
-def test_scan(decayed, reverse):
-    """Against a loop; `decayed` is the decays' number of axes."""
+@pytest.mark.parametrize("decayed, edges", [(None, False), (3, False), (4, False), (4, True)])
+def test_scan(decayed, edges, reverse):
+    """Against a loop; `decayed` is the decays' number of axes, `edges` are factors there."""
     B, G, P, V, width = 1, 2, 3, 20, 16
     kv, k_sum = draw(B, G, P, V, width), draw(B, G, P, width)
     start = draw(B, G, V, width, seed=1), draw(B, G, width, seed=2)
     decay = None if decayed is None else -jnp.abs(draw(*(B, G, P, width)[:decayed], seed=3))
+    factors = {}
+    if edges:
+        factors = {"adds": draw(B, G, P, width, seed=4), "reads": draw(B, G, P + 1, width, seed=5)}
     with device.interpret():
         keeps = None if decay is None else jnp.exp(decay)
-        found = scan.scan_states((kv, k_sum), start, keeps, reverse=reverse)
+        found = scan.scan_states((kv, k_sum), start, keeps, reverse=reverse, **factors)
+    if edges:
+        kv, k_sum = kv * factors["adds"][:, :, :, None], k_sum * factors["adds"]
     keep = jnp.ones((B, G, P, width))
     if decay is not None:
         keep = keep * jnp.exp(decay.reshape(B, G, P, -1))
@@ -150,12 +155,18 @@ def test_scan(decayed, reverse):
         factor = keep[:, :, p]
         after = kv_before * factor[:, :, None] + kv[:, :, p], k_sum_before * factor + k_sum[:, :, p]
         states.append(after)
+    end = states[-1][0]
     states = states[::-1] if reverse else states
+    if edges:
+        reads = [factors["reads"][:, :, edge] for edge in range(P + 1)]
+        states = [
+            (kv * read[:, :, None], k_sum * read)
+            for read, (kv, k_sum) in zip(reads, states, strict=True)
+        ]
     for part, array in enumerate(found[:2]):
         wanted = jnp.stack([state[part] for state in states], axis=2)
         np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-6)
-    last = found.kv[:, :, 0 if reverse else -1]
-    np.testing.assert_allclose(found.end_kv, last, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.end_kv, end, rtol=1e-5, atol=1e-6)
 
 
 def test_reasons():

@@ -6,11 +6,11 @@
 
 where j runs over the keys that query i sees: all of them (`bidirectional.py`), or those up to its
 own position, or those of its segment, or with a decay between them (`causal.py`; with a gate per
-step and channel `channel.py`). The sequence is cut into pieces so that the grid fills the GPU, the
-pieces' float32 sums are added by XLA or a kernel of its own (`scan.py`), and nothing of size
-[T, S] is ever formed. Every sum has one order, so results are the same bits from run to run. What
-a step's row is, and what of a state a gate leaves, XLA works out beforehand, in small arrays
-(`walk.py`).
+step and channel `channel.py`, or `prepared.py`). The sequence is cut into pieces so that the grid
+fills the GPU, the pieces' float32 sums are added by XLA or a kernel of its own (`scan.py`), and
+nothing of size [T, S] is ever formed. Every sum has one order, so results are the same bits from
+run to run. What a step's row is, and what of a state a gate leaves, XLA works out beforehand, in
+small arrays (`walk.py`).
 
 Operands of products are the inputs' dtype, accumulators float32. In float16 whatever is a sum
 over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range.
@@ -34,6 +34,7 @@ from ato_jax.ops.linear_attention.triton import (
     bidirectional,
     causal,
     channel,
+    prepared,
     projected,
     split,
     tiles,
@@ -175,6 +176,10 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     float16's wide ones, take up to three times the room: so tiles of 32 or 16 rows. Measured on
     an H200 in bfloat16 (docs/notes/linear_attention.md).
     """
+    mapped = prepared.applies(spec)
+    if mapped:
+        # Most of its kernels are those of the call without gates.
+        spec = prepared.inner_spec(spec)
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
     half = spec.dtype == "bfloat16"
     roomy = device.shared_memory >= HOPPER_SHARED_MEMORY
@@ -212,6 +217,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         walk_block = min(walk_block, 32)
     ahead = half and roomy and not long_rows and not gated
     runs = stored and not long_rows
+    # Features that are mapped already go from memory straight to the products.
+    reads = 3 if mapped else 1
     config = Config(
         piece_rows=4096,
         programs=walks * places,
@@ -224,7 +231,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         state_programs=(2 if small else 1) * places,
         output_block=stream_block,
         output_warps=stream_warps,
-        output_stages=1 if stored else (4 if small else 3) if fast else 3 if ahead else 2,
+        output_stages=reads if stored else (4 if small else 3) if fast else 3 if ahead else 2,
         output_programs=2 * places,
         output_rows=256 if small else 0,
         dq_block=64 if delayed else walk_block,
@@ -251,7 +258,7 @@ def _one_state(spec: LinearAttentionSpec) -> bool:
 def _kernels(spec: LinearAttentionSpec) -> Any:
     """The module that has the kernels for the spec."""
     if spec.decay == "channel":
-        return channel
+        return prepared if prepared.applies(spec) else channel
     return bidirectional if _one_state(spec) else causal
 
 

@@ -70,7 +70,7 @@ from ato_jax.ops.linear_attention.spec import (
 )
 from ato_jax.ops.linear_attention.triton import tiles
 from ato_jax.ops.linear_attention.triton.scan import scan_states
-from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+from ato_jax.ops.linear_attention.triton.tiles import Columns, Config, Pieces, Rows
 from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
 # Of the gates as given. exp of it is 0 in float32: nothing stronger matters, and -inf would turn
@@ -170,12 +170,18 @@ class Side(NamedTuple):
     edge_slopes: jax.Array  # the slopes, likewise
 
 
-def _unrounded_side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array) -> Side:
+def _unrounded_side(
+    spec: LinearAttentionSpec,
+    x: jax.Array,
+    rows: Rows,
+    decay: jax.Array,
+    columns: Columns | None = None,
+) -> Side:
     """From a tile of q or k [C, D], and its rows' decays to an edge of the chunk [C, F].
 
-    Its edge is float32, not an operand yet.
+    Its edge is float32, not an operand yet. `columns` are the tile's, if it has not all.
     """
-    features, slopes = tiles.features_and_slopes(spec, x, rows)
+    features, slopes = tiles.features_and_slopes(spec, x, rows, columns)
     if spec.feature_map.name == "elu1":
         # phi(x) = (max(x, 0) + 1) exp(min(x, 0)), of which the second factor is phi'(x).
         x = x.astype(jnp.float32)

@@ -3,6 +3,9 @@
     S[0] = start,  S[p + 1] = keep[p] S[p] + piece[p]          forward: S[p] is ahead of piece p
     S[P] = start,  S[p] = keep[p] S[p + 1] + piece[p]          reversed: S[p + 1] is behind it
 
+and what is stored may be those states times `reads`, and what is added the pieces times `adds`:
+what their readers would multiply them by (`prepared.py`).
+
 A state is kv [V, F] and k_sum [F]; keep[p] is what is left of a state after piece p, a number
 from 0 to 1, or one for each of the F columns. Nothing here mixes rows of kv, so that a program has
 some of them to itself and walks the pieces in order. It loads several pieces ahead of adding them,
@@ -31,9 +34,10 @@ class Edges(NamedTuple):
     end_kv: jax.Array  # [B, G, V, F]
 
 
-PIECES_AHEAD = 8
-# Elements of kv in one program: 8 a thread, and as many for each piece that is loaded ahead.
-PROGRAM_SIZE = 1024
+# Elements of kv in one program, so many of a thread, and pieces that are loaded ahead. Factors of
+# the columns are loaded by every program, so that with these it pays to have fewer.
+PROGRAM_SIZE, PIECES_AHEAD = 1024, 8
+FACTORED_SIZE, FACTORED_AHEAD = 4096, 4
 WARPS = 4
 
 
@@ -42,6 +46,8 @@ def scan_states(
     start: State | None = None,
     keeps: jax.Array | None = None,
     *,
+    adds: jax.Array | None = None,
+    reads: jax.Array | None = None,
     reverse: bool = False,
 ) -> Edges:
     """The states at the edges of the pieces, in the dtypes of the pieces', summed in float32.
@@ -50,10 +56,16 @@ def scan_states(
       pieces: kv [B, G, P, V, F] and k_sum [B, G, P, F].
       start: kv [B, G, V, F] and k_sum [B, G, F]; None: zeros.
       keeps: [B, G or 1, P] or [B, G, P, F]; None: ones.
+      adds: [B, G, P, F]; None: ones.
+      reads: [B, G, P + 1, F]; None: ones.
     """
     B, G, count, V, width = pieces[0].shape
     padded = tiles.padded(width)
-    block = max(1, PROGRAM_SIZE // padded)
+    factored = adds is not None or reads is not None
+    size, at_once = (
+        (FACTORED_SIZE, FACTORED_AHEAD) if factored else (PROGRAM_SIZE, PIECES_AHEAD)
+    )
+    block = max(1, size // padded)
     inputs: dict[str, jax.Array] = {"kv": pieces[0], "k_sum": pieces[1]}
     specs = {
         "kv": pl.BlockSpec((None, None, count, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
@@ -73,6 +85,13 @@ def scan_states(
             (None, None, *keeps.shape[2:]), lambda r, g, b: (b, 0 if shared else g, 0, *rest)
         )
 
+    for name, array in (("adds", adds), ("reads", reads)):
+        if array is not None:
+            inputs[name] = array
+            specs[name] = pl.BlockSpec(
+                (None, None, *array.shape[2:]), lambda r, g, b: (b, g, 0, 0)
+            )
+
     def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any, end_out: Any) -> None:
         first = tiles.piece_id() * block
         rows = first + jnp.arange(block, dtype=jnp.int32)[:, None]
@@ -90,19 +109,26 @@ def scan_states(
             )
 
         def store(edge: Any, state: tuple[jax.Array, jax.Array], exists: Any = True) -> None:
-            kv = state[0].astype(kv_out.dtype)
+            kv, k_sum = state
+            if reads is not None:
+                factor = factors("reads", edge, exists)
+                kv, k_sum = factor * kv, factor * k_sum
+            kv = kv.astype(kv_out.dtype)
             plgpu.store(kv_out.at[edge, rows, columns[None]], kv, mask=within & exists)
-            plgpu.store(k_sum_out.at[edge, columns], state[1], mask=once & exists)
+            plgpu.store(k_sum_out.at[edge, columns], k_sum, mask=once & exists)
+
+        def factors(name: str, number: Any, also: Any = True) -> jax.Array:  # [F]
+            return plgpu.load(refs[name].at[number, columns], mask=real & also, other=0)
 
         def kept_after(number: Any) -> Any:
             if keeps is None:
                 return 1.0
             if keeps.ndim == 3:
                 return refs["keep"][number]
-            return plgpu.load(refs["keep"].at[number, columns], mask=real, other=0)  # [F]
+            return factors("keep", number)
 
         def add_pieces(i: Any, state: State) -> State:
-            steps = [i * PIECES_AHEAD + ahead for ahead in range(PIECES_AHEAD)]
+            steps = [i * at_once + ahead for ahead in range(at_once)]
             numbers = [
                 jnp.maximum(count - 1 - step, 0) if reverse else jnp.minimum(step, count - 1)
                 for step in steps
@@ -112,6 +138,12 @@ def scan_states(
                 for step, number in zip(steps, numbers, strict=True)
             ]
             kept = [kept_after(number) for number in numbers]
+            if adds is not None:
+                added = [factors("adds", number) for number in numbers]
+                loaded = [
+                    (factor * kv, factor * k_sum)
+                    for factor, (kv, k_sum) in zip(added, loaded, strict=True)
+                ]
             for step, number, piece, keep in zip(steps, numbers, loaded, kept, strict=True):
                 if keeps is not None:
                     keep = jnp.where(step < count, keep, 1.0)
@@ -123,7 +155,7 @@ def scan_states(
         if start is not None:
             state = load("start_")
         store(jnp.int32(count if reverse else 0), state)
-        state = jax.lax.fori_loop(0, pl.cdiv(count, PIECES_AHEAD), add_pieces, state)
+        state = jax.lax.fori_loop(0, pl.cdiv(count, at_once), add_pieces, state)
         plgpu.store(end_out.at[rows, columns[None]], state[0], mask=within)
 
     found = tiles.launch(

@@ -45,7 +45,7 @@ from ato_jax.ops.linear_attention.triton.tiles import Config
 from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, gates
 
 
-def _over_tiles(first: Any, last: Any, most: int, body: Any, sums: Any) -> Any:
+def over_tiles(first: Any, last: Any, most: int, body: Any, sums: Any) -> Any:
     """The sums after the tiles from `first` up to `last`, of which there are `most` in a run."""
     return body(0, sums) if most == 1 else jax.lax.fori_loop(first, last, body, sums)
 
@@ -101,7 +101,7 @@ def output(
             den += jnp.sum(tiles.rounded(spec, w, wide=True), axis=1)
             return out + tiles.product(spec, w, v, wide=True), den
 
-        out, den = _over_tiles(0, (start - run + block) // other, count, add_tile, (out, den))
+        out, den = over_tiles(0, (start - run + block) // other, count, add_tile, (out, den))
         out *= spec.scale if den is None else (1 / jnp.maximum(den, spec.eps))[:, None]
         tiles.store_tile(out_ref, queries, spec.V, out)
 
@@ -145,6 +145,7 @@ def query_gradient(
     group = spec.H // spec.G
     programs = (walk.pieces.count - walk.with_queries) * in_run
     arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
+    matched = isinstance(spec, tiles.MatchedSpec)
     # Per step, for the decay's gradient.
     flows = len(sides) if spec.decay is not None else 0
     own = int("own" in arrays)
@@ -196,12 +197,15 @@ def query_gradient(
             phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
             pairs = pairs_of(walk, refs, (start, block), (first, other))
             dw = pairs.weigh(tiles.product(spec, do, v, trans_b=True))  # [C, C]
-            g += tiles.product(spec, dw, phi_k, wide=True)
+            if matched:
+                g += tiles.weighted_sum(spec, dw, phi_k)
+            else:
+                g += tiles.product(spec, dw, phi_k, wide=True)
             return g, None if z_seen is None else z_seen + pairs.sums(spec, phi_k, wide)
 
         g = add_up(part[0] for part in parts)
         z_seen = add_up(part[1] for part in parts) if spec.normalize else None
-        g, z_seen = _over_tiles(0, (start - run + block) // other, count, add_tile, (g, z_seen))
+        g, z_seen = over_tiles(0, (start - run + block) // other, count, add_tile, (g, z_seen))
 
         phi_q, slopes = map_queries(anew=ahead)
         e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
@@ -249,7 +253,7 @@ def query_gradient(
             [per_step] * (flows + own),
         ],
         out_shape=[
-            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
+            tiles.gradient_shape(spec, spec.T, spec.H, spec.D),
             [row_shape] * normalizers,
             [step_shape] * (flows + own),
         ],
@@ -313,7 +317,9 @@ def key_gradient(
     """dk and dv, summed over the query heads of each kv head; and for the decay's gradient.
 
     These are of each step, [B, G, steps]: what counts for decays up to its own, for later ones,
-    and what its key's part in the right state counts for the former.
+    and what its key's part in the right state counts for the former. A matched call has one array
+    instead, [B, G, tiles, F]: over the keys of a tile, the sum of phi(k) times what the sums over
+    later runs' queries add to its gradient.
     """
     block = walk.pieces.block_within(config.dkv_block)
     in_run = walk.pieces.rows // block
@@ -321,6 +327,7 @@ def key_gradient(
     count = walk.pieces.rows // other
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
+    matched = isinstance(spec, tiles.MatchedSpec)
     arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_KEY_GATES)
     flows = 0 if spec.decay is None else 2 + len(sides)
 
@@ -349,6 +356,8 @@ def key_gradient(
             cotangent = load_cotangent(spec, side)
             dvs.append(read_for_values(spec, refs, name, start, phi_k, cotangent))
             parts.append(read_for_features(spec, refs, name, start, v, cotangent))
+        if matched:
+            tiles.store_vector(flow_refs[0], spec.F, jnp.sum(features * parts[0], axis=0))
         for flow_ref, part in zip(flow_refs[1:], parts, strict=False):
             tiles.store_steps(flow_ref, start, jnp.sum(features * part, axis=1))
 
@@ -365,9 +374,13 @@ def key_gradient(
                 if spec.normalize:
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
-                u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                u = tiles.features_of(spec, q, queries)  # [C, F]
+                if not matched:
+                    u *= inverse[:, None]
                 u = tiles.rounded(spec, u, wide=True)
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
+                if matched:
+                    w *= inverse[None, :]
                 dv += weighted(spec, w, do)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]
                 if e is not None:
@@ -376,19 +389,21 @@ def key_gradient(
                     m = later_pairs(w * dw, walk, start - first)
                     of_keys += jnp.sum(m, axis=1)
                     of_queries += jnp.sum(m, axis=0)
+                if matched:
+                    dw *= inverse[None, :]
                 # These are a difference, and where features are all alike nothing averages.
                 d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
                 return dv, d_features, of_keys, of_queries
 
             of_queries = jnp.zeros((other,), jnp.float32) if flows else None
-            *sums, of_queries = _over_tiles(0, group, group, add_head, (*sums, of_queries))
+            *sums, of_queries = over_tiles(0, group, group, add_head, (*sums, of_queries))
             if flows:
                 tiles.store_steps(of_queries_ref, first, of_queries)
             return tuple(sums)
 
         of_keys = jnp.zeros((block,), jnp.float32) if flows else None
         first_sums = add_up(dvs), add_up(parts), of_keys
-        dv, d_features, of_keys = _over_tiles(
+        dv, d_features, of_keys = over_tiles(
             (start - run) // other, count, count, add_tile, first_sums
         )
         if flows:
@@ -406,6 +421,12 @@ def key_gradient(
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
     per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
+    flow_specs = [per_step] * flows
+    flow_shapes = [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows
+    if matched:
+        shape = (spec.B, spec.G, walk.pieces.count * in_run, spec.F)
+        flow_specs = [pl.BlockSpec((None, None, None, spec.F), lambda p, g, b: (b, g, p, 0))]
+        flow_shapes = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     # What a query's pairs add up to has a part from each tile of keys that it sees.
     per_part = pl.BlockSpec((None, None, None, walk.steps), lambda p, g, b: (b, g, p % in_run, 0))
     part_shape = jax.ShapeDtypeStruct((spec.B, spec.G, in_run, walk.steps), jnp.float32)
@@ -422,12 +443,12 @@ def key_gradient(
             [state_blocks(spec, at_edge(1 - n)) for n in range(len(sides))],
             [per_row] * len(normalizer or ()),
         ],
-        out_specs=[keys, values, per_part if flows else None, [per_step] * flows],
+        out_specs=[keys, values, per_part if flows else None, flow_specs],
         out_shape=[
-            tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
+            tiles.gradient_shape(spec, spec.S, spec.G, spec.D),
             tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
             part_shape if flows else None,
-            [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
+            flow_shapes,
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,
@@ -441,7 +462,7 @@ def key_gradient(
         list(normalizer or ()),
     )
     if not flows:
-        return dk, dv, []
+        return dk, dv, found
     if not walk.both_ways:
         # Programs leave out the queries before their keys.
         step, first = np.arange(walk.steps) % walk.pieces.rows, np.arange(in_run)[:, None] * block

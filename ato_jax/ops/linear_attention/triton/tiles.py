@@ -244,7 +244,7 @@ def _columns(width: int | Columns) -> Columns:
     return width if isinstance(width, Columns) else all_columns(width)
 
 
-def _mask(rows: jax.Array | None, columns: Columns) -> jax.Array | None:
+def tile_mask(rows: jax.Array | None, columns: Columns) -> jax.Array | None:
     exist = columns.exist
     if rows is None:
         return None if exist is None else exist[None, :]
@@ -268,7 +268,7 @@ def load_tile(
     cache need not keep it any longer, it is another kind of load.
     """
     columns = _columns(width)
-    mask = _mask(rows.real, columns)
+    mask = tile_mask(rows.real, columns)
     index = [rows.numbers[:, None], columns.index[None, :]]
     if head is not None:
         index.insert(axis, head)
@@ -280,19 +280,33 @@ def load_tile(
     )
 
 
-def store_tile(ref: Any, rows: Rows, width: int | Columns, tile: jax.Array) -> None:
-    """The tile's rows and columns that exist into ref [length, width], padding as zeros."""
+def store_tile(
+    ref: Any,
+    rows: Rows,
+    width: int | Columns,
+    tile: jax.Array,
+    head: Any = None,
+    axis: int = 1,
+) -> None:
+    """The tile's rows and columns that exist into ref [length, width], padding as zeros.
+
+    `head` and `axis` as in `load_tile`.
+    """
     columns = _columns(width)
     if rows.real is not None and rows.real is not rows.exist:
         tile = jnp.where(rows.real[:, None], tile, 0)
     index = rows.numbers
     if rows.exist is not None:
         # Interpreted, a negative index would wrap round; one past the end is dropped.
-        index = jnp.where(index >= 0, index, ref.shape[0])
+        length = ref.shape[0 if head is None or axis else 1]
+        index = jnp.where(index >= 0, index, length)
+    at = [index[:, None], columns.index[None, :]]
+    if head is not None:
+        at.insert(axis, head)
     plgpu.store(
-        ref.at[index[:, None], columns.index[None, :]],
+        ref.at[tuple(at)],
         tile.astype(ref.dtype),
-        mask=_mask(rows.exist, columns),
+        mask=tile_mask(rows.exist, columns),
     )
 
 
@@ -372,7 +386,7 @@ def features_and_slopes(
         slopes = jnp.minimum(features, 1)
     else:
         features, slopes = jax.jvp(spec.feature_map, (x,), (jnp.ones_like(x),))
-    mask = _mask(rows.real, columns or all_columns(spec.D))
+    mask = tile_mask(rows.real, columns or all_columns(spec.D))
     return (features if mask is None else jnp.where(mask, features, 0)), slopes
 
 
@@ -627,8 +641,11 @@ def launch(
     out_shape: Any,
     warps: int,
     stages: int,
+    aliases: dict[int, int] | None = None,
 ) -> Callable[..., Any]:
     """A kernel over a grid (pieces, heads, batch), whose specs' index maps take these three.
+
+    `aliases` says which array's memory, by its number, an output takes over, contents and all.
 
     Programs start in the order heads, pieces, batch: the heads of one row lie side by side in
     memory, and are read and written together.
@@ -648,9 +665,18 @@ def launch(
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
+        input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         name=name,
     )
+
+
+def gradient_shape(
+    spec: LinearAttentionSpec, length: int, heads: int, width: int
+) -> jax.ShapeDtypeStruct:
+    """Of the gradient of q or k."""
+    shape = sequence_shape(spec, length, heads, width)
+    return shape.update(dtype=jnp.float32) if isinstance(spec, MatchedSpec) else shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -658,6 +684,22 @@ class UnroundedSpec(LinearAttentionSpec):
     """A call whose sequences are written in float32: the caller computes on, and rounds once."""
 
 
+@dataclasses.dataclass(frozen=True)
+class MatchedSpec(LinearAttentionSpec):
+    """A call whose caller takes q's gradient times q, less k's times k.
+
+    In that what both say of a pair has to cancel: so both gradients are written in float32, and
+    multiply the same roundings of the factors and the pair's weight, which is hardly rounded.
+    """
+
+
 def unrounded(spec: LinearAttentionSpec) -> UnroundedSpec:
-    fields = dataclasses.fields(LinearAttentionSpec)
-    return UnroundedSpec(**{field.name: getattr(spec, field.name) for field in fields})
+    return UnroundedSpec(**_fields(spec))
+
+
+def matched(spec: LinearAttentionSpec) -> MatchedSpec:
+    return MatchedSpec(**_fields(spec))
+
+
+def _fields(spec: LinearAttentionSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
