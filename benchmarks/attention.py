@@ -96,7 +96,6 @@ CONTEST = side_by_side.Contest(
 STRONGEST = (
     "ato_jax",
     "ato_jax triton",
-    "Tokamax Triton",
     "Tokamax Triton, 128x64",
     "Tokamax Mosaic",
     "jax-linear-attention's flash",

@@ -257,7 +257,7 @@ REPORT = (
     Suite(
         "linear",
         "linear attention beside its peers",
-        120,
+        160,
         (linear.CONTEST,),
         findings.standing(linear.CONTEST, "Linear attention"),
         brief=(LINEAR_BRIEF,),
@@ -265,7 +265,7 @@ REPORT = (
     Suite(
         "attention",
         "softmax attention beside its peers",
-        110,
+        100,
         (attention.CONTEST,),
         findings.standing(attention.CONTEST, "Softmax attention"),
         attention.tell,
@@ -294,19 +294,19 @@ REPORT = (
         findings.ladder(LADDER),
     ),
     Suite(
-        "wide", "wide heads, float32", 15, (WIDE,), findings.wide(WIDE), brief=(WIDE_BRIEF,)
+        "wide", "wide heads, float32", 12, (WIDE,), findings.wide(WIDE), brief=(WIDE_BRIEF,)
     ),
     Suite(
         "tiles",
         "tile sizes, fused maps, the loop in the kernel",
-        10,
+        8,
         (TILES,),
         findings.tiles(TILES),
     ),
     Suite(
         "fla",
         "beside flash-linear-attention",
-        15,
+        12,
         (FLA_BESIDE,),
         findings.fla(FLA_BESIDE),
         brief=(FLA_BRIEF,),
@@ -314,14 +314,14 @@ REPORT = (
     Suite(
         "techniques",
         "FlagAttention's techniques, on and off",
-        10,
+        8,
         (TECHNIQUES,),
         findings.techniques(TECHNIQUES),
     ),
     Suite(
         "complexity",
         "exponents of time and memory",
-        15,
+        18,
         (LONG, SOFTMAX_LENGTHS),
         findings.complexity(LENGTHS),
         brief=(LONG, SOFTMAX_LENGTHS_BRIEF),
@@ -329,7 +329,7 @@ REPORT = (
     Suite(
         "crossover",
         "linear or softmax: which is faster",
-        15,
+        10,
         (CROSSOVER,),
         findings.crossover(CROSSOVER),
         brief=(CROSSOVER_BRIEF,),
@@ -337,7 +337,7 @@ REPORT = (
     Suite(
         "host",
         "what a call from PyTorch takes the host",
-        10,
+        20,
         (HOST,),
         findings.host(HOST),
         lambda meeting: [meeting.measure(*group) for group in meeting.groups()],
@@ -365,7 +365,7 @@ def sweep() -> Suite:
     return Suite(
         SWEEP,
         "the original's sweep",
-        15,
+        10,
         contests,
         findings.sweep(contests),
         brief=tuple(map(corners, contests)),

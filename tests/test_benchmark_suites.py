@@ -118,7 +118,7 @@ def test_the_report_is_short_and_has_who_matters():
     assert {"PyTorch, compiled", "SDPA default"} & full == {"PyTorch, compiled"}
     for case, names in by_case.items():
         if case.startswith(("softmax B4 H32 T8192", "softmax B2 H8 T8192 D256")):
-            assert {"SDPA cuDNN", "SDPA flash", "Tokamax Triton", "ato_jax triton"} <= names
+            assert {"SDPA cuDNN", "SDPA flash", "Tokamax Triton, 128x64", "ato_jax triton"} <= names
             assert {"JAX's Pallas kernel, 128x64", "FlashAttention-3 through JAX"} <= names
     assert "FlexAttention" in by_case["softmax B2 H16 T16384 D128 bfloat16 causal, window 1024"]
 
