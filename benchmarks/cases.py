@@ -26,6 +26,9 @@ import numpy as np
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TOLERANCES = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-3}
 PHASES = ("forward", "forward + backward")
+# What is timed of these is the host: the forward pass alone, the same with what a backward needs
+# recorded, and both passes.
+HOST_PHASES = ("on the host, forward", "on the host, recorded", "on the host, forward + backward")
 # Up to here all rows are compared; beyond, a sample, outside of which the compared call's dout is
 # zero: so dk and dv are sums over the sample and are compared for every key.
 WHOLE = 1024
