@@ -123,6 +123,18 @@ def _ato_torch(torch: Any, case: Case) -> Attend:
     return functools.partial(ato_torch.attention, is_causal=case.causal)
 
 
+def _heads_as_queries(torch: Any, case: Case) -> Attend:
+    """All heads share the keys, of which the values are the first columns: one head of H queries,
+    as who has to do with PyTorch alone would write it.
+    """
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def call(q: Any, k: Any) -> Any:
+        return attend(q.transpose(1, 2), k, k[..., : case.V]).transpose(1, 2)
+
+    return call
+
+
 ON_HOST = {"ato_torch": Contender(_unmasked, _ato_torch)}
 
 
@@ -145,6 +157,7 @@ CONTENDERS |= {
     "FlashAttention-2's package": _flash_attention("flash_attn"),
     "FlashAttention-3's package": _flash_attention("flash_attn_interface"),
     "xFormers": Contender(lambda case: _unmasked(case) and case.G is None, _xformers, bthd=True),
+    "SDPA default, heads as queries": Contender(lambda case: case.V is not None, _heads_as_queries),
     "PyTorch": Contender(_short, _plain),
     "PyTorch, compiled": Contender(
         lambda case: _short(case) and case.D == 64, _compiled, shares=by_case

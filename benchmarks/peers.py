@@ -268,6 +268,8 @@ def _calls(
     def draw() -> dict[str, Any]:
         shapes = {"q": case.query_shape, "k": case.key_shape, "v": case.key_shape}
         shapes["dout"] = case.query_shape
+        if case.V:
+            del shapes["v"]
         tensors = {
             name: normal(arranged(shape), dtype=getattr(torch, case.dtype))
             for name, shape in shapes.items()
@@ -285,6 +287,7 @@ def _calls(
                 tensors[name].requires_grad_(recorded)
         return tensors
 
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
     attend = contender.make(torch, case)
 
     def call(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +330,7 @@ def _prepare(
             found[name] = last.detach().double().cpu().numpy()
         return found
 
-    groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform)
+    groups, calls = timing.groups_of_inputs(case.set_bytes, platform)
     sets = [draw() for _ in range(groups * calls)]
     inputs = compared(sets[0])
     found = cases.errors(
