@@ -136,6 +136,9 @@ def _heads_as_queries(torch: Any, case: Case) -> Attend:
 
 
 ON_HOST = {"ato_torch": Contender(_unmasked, _ato_torch)}
+LATENT = {
+    "SDPA default, heads as queries": Contender(lambda case: case.V is not None, _heads_as_queries)
+}
 
 
 def _short(case: Case) -> bool:
@@ -157,7 +160,6 @@ CONTENDERS |= {
     "FlashAttention-2's package": _flash_attention("flash_attn"),
     "FlashAttention-3's package": _flash_attention("flash_attn_interface"),
     "xFormers": Contender(lambda case: _unmasked(case) and case.G is None, _xformers, bthd=True),
-    "SDPA default, heads as queries": Contender(lambda case: case.V is not None, _heads_as_queries),
     "PyTorch": Contender(_short, _plain),
     "PyTorch, compiled": Contender(
         lambda case: _short(case) and case.D == 64, _compiled, shares=by_case

@@ -155,7 +155,5 @@ CONTEST = side_by_side.Contest(
     _of(attention_torch.CONTENDERS, "SDPA cuDNN", _in_a_row)
     | _of(attention_torch.CONTENDERS, "SDPA flash", _by_flash)
     | _of(attention_torch.CONTENDERS, "FlexAttention", _measured_often)
-    | _of(
-        attention_torch.CONTENDERS, "SDPA default, heads as queries", lambda case: bool(case.V)
-    ),
+    | attention_torch.LATENT,
 )

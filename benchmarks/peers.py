@@ -61,6 +61,7 @@ CONTENDERS = {
     op: module.CONTENDERS | module.ON_HOST
     for op, module in (("linear", linear_torch), ("softmax", attention_torch))
 }
+CONTENDERS["softmax"] |= attention_torch.LATENT
 # A call below this is launched in a CUDA graph: above, launching it costs nothing.
 SHORT_SECONDS = 1e-3
 
