@@ -313,18 +313,17 @@ def exact(
 
 
 def decoded(case: Case, q: Any, k: Any, v: Any) -> np.ndarray:
-    """The output [H / G, T, V] of all heads that share a key head, in float64: a cache is long, and
-    turned into float64 once.
+    """The output [H / G, T, V] of all heads that share a key head, in float64: of a long cache
+    each product is one, for all heads.
     """
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
     first, last = (bound[:, None] for bound in case.seen(case.B - 1))
-    s = np.where(
-        (first <= np.arange(len(k))) & (np.arange(len(k)) < last),
-        q.shape[-1] ** -0.5 * (q @ k.T),
-        -np.inf,
-    )
+    visible = (first <= np.arange(len(k))) & (np.arange(len(k)) < last)  # [T, S]
+    s = (q.reshape(-1, q.shape[-1]) @ k.T).reshape(*q.shape[:2], -1) * q.shape[-1] ** -0.5
+    s = np.where(visible, s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
-    return p @ v / p.sum(-1, keepdims=True)
+    p /= p.sum(-1, keepdims=True)
+    return (p.reshape(-1, len(k)) @ v).reshape(*q.shape[:2], -1)
 
 
 def _near(rising: np.ndarray, row: int, end: int) -> slice:

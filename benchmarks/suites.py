@@ -325,14 +325,14 @@ REPORT = (
     Suite(
         "decode",
         "a few queries against caches",
-        30,
+        45,
         (decode.CONTEST,),
         findings.beside(decode.CONTEST, "Decoding"),
     ),
     Suite(
         "wide",
         "wide heads",
-        25,
+        30,
         (WIDE, WIDE_FULL),
         findings.both(
             findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
