@@ -264,7 +264,9 @@ def _add_pairs(
         rounded = tiles.operand(spec, rows.features * factor, wide=True).astype(jnp.float32)
         # No gate is in the pair of a row with itself. In both sides' sums, it would cancel but for
         # rounding, which may be more than strong gates leave of the other pairs.
-        return pairs + factor * sum_, flow + jnp.where(level > 0, rounded * sum_, 0.0)
+        # A factor, as a choice would spill more.
+        differ = jnp.minimum(level, 1).astype(jnp.float32)
+        return pairs + factor * sum_, flow + differ * rounded * sum_
 
     return Gradient(found.edge, _over_levels(frame, add_level, found.pairs))
 
