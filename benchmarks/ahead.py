@@ -1,4 +1,4 @@
-"""Compiles what comes next, in processes of its own, while nothing is timed.
+"""Compiles all that a run will time, in processes of its own, before anything is timed.
 
 Tracing and lowering hold Python's lock: threads of one process compile hardly faster than one
 thread. So a program for JAX is compiled by one of several workers (`worker.py`) and comes back as
@@ -14,8 +14,9 @@ What PyTorch's process compiles goes through Triton's and Inductor's caches on d
 fill these beforehand: they run each contender once, and where it searches for block sizes, they
 compile all and time none. The search itself is left to the process that is timed.
 
-All of them are halted, with what they started, while the driver times: between two jobs, too, some
-keep threads and processes that look for work.
+One phase of compiling alone, rather than some before every few rows: all cores are busy until its
+end, which is waited for once, and all these processes are gone when the first row is timed. What
+some of them keep between two jobs, threads and processes that look for work, disturbs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import json
 import pickle
 import queue
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -40,9 +40,10 @@ Job = tuple[int, Case, str, str]
 # A program's bytes, or why there is none.
 Answer = dict[str, Any] | str | None
 
-# For one answer. A worker that takes longer is ended.
-LONGEST_SECONDS = 120
-# Processes that fill PyTorch's caches: each search in them compiles on all cores by itself.
+# For one answer, while all cores are busy. A worker that takes longer is ended.
+LONGEST_SECONDS = 180
+# Processes that fill PyTorch's caches: each search in them compiles on several cores by itself, and
+# each holds a case's tensors.
 WARMERS = 6
 
 
@@ -85,36 +86,30 @@ class _Worker:
         )
         return self._process
 
-    def send(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            peers.send(self._process, number)
-
     def end(self) -> None:
-        self.send(signal.SIGKILL)
         process, self._process = self._process, None
         if process is not None:
+            peers.kill(process)
             process.communicate()
 
 
 class Ahead:
     """The driver's end: `arguments`, a --config or "" and names of suites, say which contests the
-    jobs count.
+    jobs count. When it is left, all of its processes are ended, with what they started.
     """
 
     def __init__(self, platform: str, arguments: Sequence[str], count: int) -> None:
-        self._platform, self.count = platform, count
+        self._platform, self._count = platform, count
         self._workers = [_Worker(arguments) for _ in range(count)]
         self._warmers: list[peers.Peer] = []
         self._idle: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
 
-    def _send(self, number: signal.Signals) -> None:
-        for one in [*self._workers, *self._warmers]:
-            one.send(number)
-
     def programs(
-        self, jobs: Sequence[Job], in_torch: Sequence[tuple[Case, str, str]] = ()
+        self, jobs: Sequence[Job], in_torch: Iterable[Sequence[tuple[Case, str, str]]] = ()
     ) -> list[Answer]:
-        """Of each job, while PyTorch's caches are filled for those contenders."""
+        """Of each job, while PyTorch's caches are filled for those contenders: those that stand
+        together one after the other, as they share much of what is compiled.
+        """
         idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
@@ -126,28 +121,23 @@ class Ahead:
             finally:
                 idle.put(worker)
 
-        # Of one contender one after the other: they share much of what is compiled.
-        by_name: dict[str, list[tuple[Case, str, str]]] = {}
-        for one in in_torch:
-            by_name.setdefault(one[2], []).append(one)
-        self._send(signal.SIGCONT)
-        compiling = concurrent.futures.ThreadPoolExecutor(self.count)
+        compiling = concurrent.futures.ThreadPoolExecutor(self._count)
         warming = concurrent.futures.ThreadPoolExecutor(WARMERS)
         try:
+            warm = [warming.submit(self._warm, one) for one in in_torch]
             answers = [compiling.submit(answered, job) for job in jobs]
-            concurrent.futures.wait([warming.submit(self._warm, one) for one in by_name.values()])
+            concurrent.futures.wait(warm)
             return [one.result() for one in answers]
         finally:
             # Where this is interrupted, nothing more is begun.
             for pool in (compiling, warming):
                 pool.shutdown(wait=False, cancel_futures=True)
-            self._send(signal.SIGSTOP)
 
     def _warm(self, jobs: Iterable[tuple[Case, str, str]]) -> None:
         try:
             peer = self._idle.get_nowait()
         except queue.Empty:
-            peer = peers.Peer(self._platform, halts=True, **WARMING)
+            peer = peers.Peer(self._platform, leads=True, **WARMING)
             self._warmers.append(peer)
         for case, phase, name in jobs:
             # What fails says why where it is timed.
@@ -159,11 +149,8 @@ class Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._send(signal.SIGCONT)
-        for worker in self._workers:
-            worker.end()
-        for warmer in self._warmers:
-            warmer.__exit__()
+        for one in [*self._workers, *self._warmers]:
+            one.end()
 
 
 # What flash-linear-attention would keep of a search: here nothing was timed.

@@ -91,6 +91,32 @@ CONTEST = side_by_side.Contest(
     CASES, _beside(attention_jax.CONTENDERS), _beside(attention_torch.CONTENDERS)
 )
 
+# In the report everyone meets in the first case. In the others these: of kernels that come with
+# several tiles the best ones, of two names for one kernel one, and what has windows and documents.
+STRONGEST = (
+    "ato_jax",
+    "ato_jax triton",
+    "Tokamax Triton, 128x64",
+    "Tokamax Mosaic",
+    "jax-linear-attention's flash",
+    "FlashAttention-3 through JAX",
+    "JAX's Pallas kernel, 128x64",
+    "SDPA cuDNN",
+    "SDPA flash",
+    "FlexAttention",
+    "PyTorch varlen flash",
+)
+STRONGEST_OF_LESSER = ("ato_jax", "SDPA cuDNN", "SDPA flash")
+# Of the lesser cases: caches, and one of each size.
+REPORT_CASES = tuple(case for case in CASES["gpu"] if case not in LESSER[3:] or case.causal)
+
+
+def in_report(case: Case, name: str) -> bool:
+    if case == CASES["gpu"][0]:
+        return True
+    windowed = name == "JAX cuDNN" and case.left is not None
+    return windowed or name in (STRONGEST_OF_LESSER if case in LESSER else STRONGEST)
+
 
 def whole(case: Case) -> Case:
     """The same without its window or documents."""

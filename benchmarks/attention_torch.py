@@ -8,13 +8,14 @@ FlashAttention-2 for packed sequences, and the packages of FlashAttention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cases import Case
-from benchmarks.linear_torch import Attend, Contender, sdpa
+from benchmarks.linear_torch import Attend, Contender, by_case, sdpa
 
 # Of plain PyTorch: beyond, its scores are no choice.
 SHORT = 1024
@@ -116,6 +117,30 @@ def _compiled(torch: Any, case: Case) -> Attend:
     return torch.compile(_plain(torch, case), dynamic=False)
 
 
+def _ato_torch(torch: Any, case: Case) -> Attend:
+    import ato_torch
+
+    return functools.partial(ato_torch.attention, is_causal=case.causal)
+
+
+def _heads_as_queries(torch: Any, case: Case) -> Attend:
+    """All heads share the keys, of which the values are the first columns: one head of H queries,
+    as who has to do with PyTorch alone would write it.
+    """
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def call(q: Any, k: Any) -> Any:
+        return attend(q.transpose(1, 2), k, k[..., : case.V]).transpose(1, 2)
+
+    return call
+
+
+ON_HOST = {"ato_torch": Contender(_unmasked, _ato_torch)}
+LATENT = {
+    "SDPA default, heads as queries": Contender(lambda case: case.V is not None, _heads_as_queries)
+}
+
+
 def _short(case: Case) -> bool:
     """Where the scores are as good a choice as any."""
     return _unmasked(case) and case.G is None and case.T <= SHORT and case.key_shape[1] <= SHORT
@@ -130,13 +155,13 @@ CONTENDERS = {
     )
 }
 CONTENDERS |= {
-    "FlexAttention": Contender(_masked, _flex, compiles=True),
+    "FlexAttention": Contender(_masked, _flex, shares=by_case),
     "PyTorch varlen flash": Contender(_masked, _packed, bthd=True),
     "FlashAttention-2's package": _flash_attention("flash_attn"),
     "FlashAttention-3's package": _flash_attention("flash_attn_interface"),
     "xFormers": Contender(lambda case: _unmasked(case) and case.G is None, _xformers, bthd=True),
     "PyTorch": Contender(_short, _plain),
     "PyTorch, compiled": Contender(
-        lambda case: _short(case) and case.D == 64, _compiled, compiles=True
+        lambda case: _short(case) and case.D == 64, _compiled, shares=by_case
     ),
 }

@@ -1,8 +1,9 @@
-"""docs/results.md and the README's table, made of the files of figures in benchmarks/results.
+"""docs/results.md and the README's figures, made of the files of figures in benchmarks/results.
 
-What stands between `<!-- results -->` and `<!-- /results -->` is written by `python -m benchmarks
-report` and compared by a test; techniques that only another kernel would switch, and quality on
-tasks, are taken from where they were measured, docs/notes/attention.md and docs/examples.md.
+What stands between `<!-- results -->` and `<!-- /results -->`, and so for other names, is written
+by `python -m benchmarks report` and compared by a test; techniques that only another kernel would
+switch, and what the examples found, are taken from where they were measured,
+docs/notes/attention.md and docs/examples.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from absl import flags, logging
 
 from benchmarks import findings, linear, results, run, show, side_by_side, suites
+from benchmarks.cases import HOST_PHASES, Case
+from benchmarks.findings import Found
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
 from benchmarks.tables import Table
 
@@ -24,13 +27,15 @@ flags.DEFINE_bool("check", False, "report: write nothing, exit status 1 where do
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 NOTES, EXAMPLES = ROOT / "docs" / "notes" / "attention.md", ROOT / "docs" / "examples.md"
-FIRST, LAST = "<!-- results -->", "<!-- /results -->"
-BLANK = f"# Results\n\n{FIRST}\n{LAST}\n"
+FIGURES = "results"
+BLANK = f"# Results\n\n<!-- {FIGURES} -->\n<!-- /{FIGURES} -->\n"
 
 # Rows of the notes' table of what was tried that only other kernels would show again.
 QUOTED = ("`exp2` with", "q scaled beforehand", "cache hints", "dk, dv and dq in kernels")
 # Headings of docs/examples.md whose tables tell of quality.
 QUALITY = ("A character language model", "Encoders", "Linear attention in a trained softmax model")
+# Of docs/examples.md: training tokens a second by attention and length.
+SPEED = "Its training speed over longer texts"
 # Of the README's table: bidirectional and causal, two cases in two phases each.
 README_ROWS = 8
 
@@ -50,16 +55,22 @@ def quoted_techniques() -> Table:
     return Table("Techniques that another kernel would switch: from the notes", head, rows, texts=4)
 
 
-def quoted_quality() -> list[str]:
-    """Headings and their first table."""
-    parts = re.split(r"^## ", EXAMPLES.read_text(), flags=re.MULTILINE)
-    found = []
+def tables_of(path: Path) -> dict[str, str]:
+    """By heading, the first table under it."""
+    parts = re.split(r"^## ", path.read_text(), flags=re.MULTILINE)
+    found = {}
     for part in parts:
         heading, _, rest = part.partition("\n")
         table = re.search(r"(?:^\|.*\n)+", rest, flags=re.MULTILINE)
-        if heading in QUALITY and table:
-            found.append(f"#### {heading}\n\n{table[0].rstrip()}")
+        if table:
+            found[heading] = table[0].rstrip()
     return found
+
+
+def quoted_quality() -> list[str]:
+    """Headings and their first table."""
+    told = tables_of(EXAMPLES)
+    return [f"#### {heading}\n\n{told[heading]}" for heading in QUALITY if heading in told]
 
 
 def measured(table: Table) -> list[Table]:
@@ -124,21 +135,73 @@ def readme_text() -> str:
     return "\n\n".join(parts)
 
 
-def between(text: str, made: str, path: Path) -> str:
+def host_text() -> str:
+    """What a call from PyTorch takes the host, in words."""
+    parts = []
+    for path in files():
+        found = results.read(path)
+        softmax, linear_full, linear_causal = suites.HOST.cases["gpu"]
+        rows = findings.Found(found)
+
+        def told(case: Case, name: str, rows: Found = rows) -> str | None:
+            """Forward, recorded, and with the backward pass; None where one was not measured."""
+            times = [rows.seconds(case, phase, name) for phase in HOST_PHASES]
+            if None in times:
+                return None
+            forward, recorded, both = map(findings.microseconds, times)
+            return f"{forward} µs, {recorded} with a gradient recorded and {both} with its backward"
+
+        own, peer = told(softmax, "ato_torch"), told(softmax, "SDPA default")
+        each = [told(case, "ato_torch") for case in (linear_full, linear_causal)]
+        shape = f"`{[softmax.B, softmax.H, softmax.T, softmax.D]}`"
+        if own is None or peer is None or None in each:
+            parts.append(
+                f"What a call takes the host is not measured on the {found.device} yet: "
+                "`python -m benchmarks run --suite=host`."
+            )
+            continue
+        parts.append(
+            f"On one {found.device} with JAX {found.jax}, causal `attention` of {softmax.dtype} "
+            f"{shape} takes {own} of the host's time; `scaled_dot_product_attention` in the same "
+            f"run takes {peer}. `linear_attention`, which is several kernels and one launch, takes "
+            f"{each[0]}; causal, {each[1]}."
+        )
+    return "\n\n".join(parts)
+
+
+def speed_text() -> str:
+    """How much faster a language model trains, of the table in docs/examples.md."""
+    table = tables_of(EXAMPLES)[SPEED].splitlines()
+    head, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    rates = {line[0]: [int(cell.replace(",", "")) for cell in line[1:]] for line in lines[1:]}
+    pairs = zip(rates["linear"], rates["softmax"], strict=True)
+    ratios = [f"{linear / softmax:.1f} times" for linear, softmax in pairs]
+    lengths = [f" at {length.removeprefix('T = ')} tokens" for length in head[1:]]
+    ratios[0] += " as fast with linear attention as with softmax"
+    told = map(str.__add__, ratios, lengths)
+    return f"A language model trains {', '.join(told)}."
+
+
+def between(text: str, made: str, path: Path, name: str = FIGURES) -> str:
     """The text with what is made between its marks."""
-    if text.count(FIRST) != 1 or text.count(LAST) != 1:
-        raise ResultsError(f"{path} must have {FIRST} and {LAST} once each")
-    before, rest = text.split(FIRST)
-    _, after = rest.split(LAST)
-    return f"{before}{FIRST}\n\n{made}\n\n{LAST}{after}"
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(first) != 1 or text.count(last) != 1:
+        raise ResultsError(f"{path} must have {first} and {last} once each")
+    before, rest = text.split(first)
+    _, after = rest.split(last)
+    return f"{before}{first}\n\n{made}\n\n{last}{after}"
 
 
 def documents() -> dict[Path, str]:
     """What each document has to be."""
     made = {}
-    for path, blank, text in ((RESULTS, BLANK, results_text), (README, "", readme_text)):
-        now = path.read_text() if path.exists() else blank
-        made[path] = between(now, text(), path)
+    for path, blank, texts in (
+        (RESULTS, BLANK, {FIGURES: results_text}),
+        (README, "", {FIGURES: readme_text, "host": host_text, "speed": speed_text}),
+    ):
+        made[path] = path.read_text() if path.exists() else blank
+        for name, text in texts.items():
+            made[path] = between(made[path], text(), path, name)
     return made
 
 

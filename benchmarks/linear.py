@@ -37,3 +37,11 @@ CASES = {
     ),
 }
 CONTEST = side_by_side.Contest(CASES, linear_jax.CONTENDERS, linear_torch.CONTENDERS)
+
+# Everyone meets in these; they stand for what is not among the strongest elsewhere.
+MAIN = 4
+BESIDE_MAIN = ("PyTorch", "plain JAX, associative scan", "fla fused chunk, phi out, not normalised")
+
+
+def in_report(case: Case, name: str) -> bool:
+    return name not in BESIDE_MAIN or case in CASES["gpu"][:MAIN]

@@ -57,7 +57,11 @@ BACKENDS = {
     "math": "MATH",
 }
 # By the op of the case that is asked for.
-CONTENDERS = {"linear": linear_torch.CONTENDERS, "softmax": attention_torch.CONTENDERS}
+CONTENDERS = {
+    op: module.CONTENDERS | module.ON_HOST
+    for op, module in (("linear", linear_torch), ("softmax", attention_torch))
+}
+CONTENDERS["softmax"] |= attention_torch.LATENT
 # A call below this is launched in a CUDA graph: above, launching it costs nothing.
 SHORT_SECONDS = 1e-3
 
@@ -75,10 +79,10 @@ class PeerError(RuntimeError):
     """What was asked ended the peer process; it says how."""
 
 
-def send(process: subprocess.Popen[Any], number: signal.Signals) -> None:
-    """A signal to a process with a session of its own, and to all that it started."""
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Ends a process with a session of its own, and all that it started."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Peer:
@@ -87,13 +91,13 @@ class Peer:
     A contender that ends the process is told so as its reason. The next one finds a new process,
     where what the old one had prepared is prepared again when it is timed.
 
-    `halts`: it can be halted, with all that it starts.
+    `leads` a session of its own: it can be ended with all that it started.
     """
 
     COMMAND = (sys.executable, "-m", "benchmarks.peers")
 
-    def __init__(self, platform: str, halts: bool = False, **variables: str) -> None:
-        self._platform, self._halts = platform, halts
+    def __init__(self, platform: str, leads: bool = False, **variables: str) -> None:
+        self._platform, self._leads = platform, leads
         # As it is now: libraries that are imported later may set variables for themselves.
         self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | variables
         self._case: cases.Case | None = None
@@ -111,11 +115,13 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=self._halts,
+            start_new_session=self._leads,
         )
 
-    def send(self, number: signal.Signals) -> None:
-        send(self._process, number)
+    def end(self) -> None:
+        """Ends the process at once, which leads a session."""
+        kill(self._process)
+        self._end()
 
     def _end(self) -> int:
         """Lets the process end, or ends it; its status."""
@@ -240,6 +246,7 @@ class _Prepared:
     scratch: int | None = None
     picked: str = ""
     counts: list[int] = dataclasses.field(default_factory=list)
+    of_host: bool = False
 
 
 # Gives a set of tensors, and what a call makes of one: out and maybe gradients.
@@ -250,7 +257,7 @@ _Call = Callable[[dict[str, Any]], dict[str, Any]]
 def _calls(
     torch: Any, platform: str, contender: linear_torch.Contender, case: cases.Case, phase: str
 ) -> tuple[_Draw, _Call]:
-    backward = phase != "forward"
+    backward, recorded = phase.endswith("backward"), not phase.endswith("forward")
     device = torch.device("cuda" if platform == "gpu" else "cpu")
     generator = torch.Generator(device).manual_seed(case.T)
     order = (0, 1, 2, 3) if contender.bthd else (0, 2, 1, 3)
@@ -262,6 +269,8 @@ def _calls(
     def draw() -> dict[str, Any]:
         shapes = {"q": case.query_shape, "k": case.key_shape, "v": case.key_shape}
         shapes["dout"] = case.query_shape
+        if case.V:
+            del shapes["v"]
         tensors = {
             name: normal(arranged(shape), dtype=getattr(torch, case.dtype))
             for name, shape in shapes.items()
@@ -276,9 +285,10 @@ def _calls(
         for name in ("q", "k", "v", "decay"):
             # RetNet's decays are constants.
             if name in tensors and tensors[name].ndim > 1:
-                tensors[name].requires_grad_(backward)
+                tensors[name].requires_grad_(recorded)
         return tensors
 
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
     attend = contender.make(torch, case)
 
     def call(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +331,7 @@ def _prepare(
             found[name] = last.detach().double().cpu().numpy()
         return found
 
-    groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform)
+    groups, calls = timing.groups_of_inputs(case.set_bytes, platform)
     sets = [draw() for _ in range(groups * calls)]
     inputs = compared(sets[0])
     found = cases.errors(
@@ -335,11 +345,15 @@ def _prepare(
     if reason := cases.too_large(case, found):
         return reason
     picked = contender.picked(torch, sets[-1], case) if contender.picked else ""
+    launches: list[Callable[[], Any]]
+    if phase in cases.HOST_PHASES:
+        launches = [_bare(torch, contender, case, phase, sets[-1])]
+        return _Prepared(launches, 1, found, None, picked, of_host=True)
     start = time.perf_counter()
     scratch = _scratch(torch, platform, lambda: call(sets[-1]))
     if calls > 1 and time.perf_counter() - start < SHORT_SECONDS:
         try:
-            launches: list[Callable[[], Any]] = [
+            launches = [
                 _capture(torch, call, sets[first : first + calls])
                 for first in range(0, len(sets), calls)
             ]
@@ -349,6 +363,22 @@ def _prepare(
             print(f"{case}, {phase}: no CUDA graph: {error}", file=sys.stderr)
     single = [functools.partial(call, tensors) for tensors in sets]
     return _Prepared(single, 1, found, scratch, picked)
+
+
+def _bare(
+    torch: Any,
+    contender: linear_torch.Contender,
+    case: cases.Case,
+    phase: str,
+    tensors: dict[str, Any],
+) -> Callable[[], Any]:
+    """A call with next to nothing around it: where the host is timed, a microsecond counts."""
+    attend, dout = contender.make(torch, case), tensors["dout"]
+    inputs = tuple(tensors[name] for name in "qkv")
+    forward = functools.partial(attend, *inputs)
+    if not phase.endswith("backward"):
+        return forward
+    return lambda: torch.autograd.grad(forward(), inputs, dout)
 
 
 def _scratch(torch: Any, platform: str, call: Callable[[], dict[str, Any]]) -> int | None:
@@ -387,9 +417,12 @@ def _wait(torch: Any, platform: str, _: Any) -> None:
 
 
 def _time(torch: Any, platform: str, ready: _Prepared, seconds: float) -> dict[str, Any]:
+    wait = functools.partial(_wait, torch, platform)
+    if ready.of_host:
+        return dataclasses.asdict(timing.on_host(ready.launches[0], wait, seconds))
     found = timing.measure(
         lambda index: ready.launches[index % len(ready.launches)](),
-        functools.partial(_wait, torch, platform),
+        wait,
         platform,
         seconds,
         ready.calls,

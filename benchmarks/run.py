@@ -77,8 +77,10 @@ def helping(platform: str) -> int:
     return ahead.workers() if platform == "gpu" else 0
 
 
-def hold(wanted: Sequence[Suite]) -> int:
-    """Runs the suites and prints what they find; the exit status."""
+def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
+    """Runs the suites, those of these names and of the config; prints what they find; the exit
+    status.
+    """
     start = time.monotonic()
     platform = ours.platform()
     if platform not in results.PLATFORMS:
@@ -91,9 +93,7 @@ def hold(wanted: Sequence[Suite]) -> int:
     earlier = results.read(path) if FLAGS.resume else None
     # Tokamax warns of each call for which it has no tuned config.
     logging.set_verbosity(logging.ERROR)
-    named = [suite.name for suite in wanted if suite in suites.named(suite.name)]
-    count = helping(platform)
-    with peers.Peer(platform) as peer, Ahead(platform, [FLAGS.config, *named], count) as helpers:
+    with peers.Peer(platform) as peer:
         facts = introduced(peer, platform)
         if facts is None:
             return 1
@@ -101,8 +101,13 @@ def hold(wanted: Sequence[Suite]) -> int:
         found = side_by_side.resumed(path, earlier, here) if earlier else here
         # Before anything is measured: a file that cannot be written is known now.
         side_by_side.write(found)
-        plan = Plan(contests, helpers if count else None)
-        end = start + (FLAGS.within_s or sum(suite.seconds for suite in wanted))
+        plan = Plan()
+        if count := helping(platform):
+            with Ahead(platform, [FLAGS.config, *names], count) as helpers:
+                plan.compile_ahead(contests, found, helpers)
+            print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
+        parts = sum(suite.seconds for suite in wanted)
+        end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + parts
         try:
             for index, suite in enumerate(wanted):
                 shares = sum(one.seconds for one in wanted[index:])
@@ -111,7 +116,6 @@ def hold(wanted: Sequence[Suite]) -> int:
                 run_suite(suite, peer, found, now + part, plan)
         except DeviceLostError:
             side_by_side.write(found)
-            helpers.__exit__()
             return again(end - time.monotonic(), peer)
     return 0
 
@@ -159,7 +163,8 @@ def again(left: float, peer: peers.Peer) -> int:
 
 
 def main(names: Sequence[str]) -> int:
-    wanted = suites.chosen([*FLAGS.suite, *names], FLAGS.config)
+    names = [*FLAGS.suite, *names]
+    wanted = suites.chosen(names, FLAGS.config)
     if FLAGS.keep:
         FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")
-    return hold(wanted)
+    return hold(wanted, names)

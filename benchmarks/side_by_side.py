@@ -1,9 +1,9 @@
 """An op beside its peers: what all suites share.
 
 For each case, everything that takes it is compiled and compared with float64 first, and then timed
-in turns; the figure is the median of the turns. On a GPU other processes compile for many groups
-at a time (`ahead.py`), while nothing is timed. What was found is written after every group of
-rows, those of a case and phase, and `--resume` goes on with what a file lacks.
+in turns; the figure is the median of the turns. On a GPU other processes have compiled for all of
+a run before (`ahead.py`). What was found is written after every group of rows, those of a case and
+phase, and `--resume` goes on with what a file lacks.
 
 A contender that fails costs its own row: one of PyTorch's process also where it ends that process
 or gives no answer; one of this process where it raises an error, or does not finish compiling. One
@@ -21,7 +21,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,15 +51,11 @@ flags.DEFINE_enum("dtype", "", ["", *cases.ITEMSIZES], "run: all cases in this d
 flags.DEFINE_bool("forward_only", False, "run: without the backward pass")
 
 TURNS = 3
-# Queries of a step of decoding.
-MOST_DECODED = 16
 TURN_SECONDS = 0.03
 # What takes longer than this, and than twice the fastest, is timed in one turn: it is far behind.
 SLOW_SECONDS = 0.03
 # For all that compiles at one time.
 LONGEST_COMPILE_SECONDS = 120
-# For each thread or process, so that none waits for the last of a few.
-JOBS_AHEAD = 8
 
 # Times one turn, or says why it cannot.
 Turn = Callable[[float], timing.Timing | str]
@@ -89,7 +85,8 @@ class Contest:
     """Who meets whom over what.
 
     `cases` are by platform, the most telling first: what the time does not suffice for is at the
-    end. Where cases are many, `turns` may be fewer.
+    end. Where cases are many, `turns` may be fewer, or `meets(case, name)` leave out some of those
+    that take the case.
     """
 
     cases: Mapping[str, tuple[Case, ...]]
@@ -97,11 +94,10 @@ class Contest:
     in_torch: Mapping[str, InTorch]
     phases: tuple[str, ...] = cases.PHASES
     turns: int = TURNS
+    meets: Callable[[Case, str], bool] = lambda case, name: True
 
     def phases_of(self, case: Case) -> tuple[str, ...]:
-        # Nobody differentiates a step of decoding.
-        decoding = case.op == "softmax" and case.T <= MOST_DECODED < case.key_shape[1]
-        forward_alone = case.op == "step" or decoding or FLAGS.forward_only
+        forward_alone = case.op == "step" or case.decoding or FLAGS.forward_only
         return self.phases[:1] if forward_alone else self.phases
 
     def groups(self, platform: str) -> list[tuple[Case, str]]:
@@ -224,13 +220,13 @@ def device_works() -> bool:
 
 
 def is_ours(name: str) -> bool:
-    return name.startswith("ato_jax")
+    return name.startswith(("ato_jax", "ato_torch"))
 
 
 def wanted(contest: Contest, case: Case) -> list[str]:
     """The names of those that take the case, this library first."""
     both = [*contest.in_jax.items(), *contest.in_torch.items()]
-    found = [name for name, one in both if one.takes(case)]
+    found = [name for name, one in both if one.takes(case) and contest.meets(case, name)]
     return [name for name in found if is_ours(name) or chosen(name)]
 
 
@@ -334,19 +330,45 @@ def progress(what: str) -> None:
 
 @dataclasses.dataclass
 class Plan:
-    """The contests of a run, in their order, and what is compiled of those that are to come.
-
-    Without `ahead` threads of this process compile.
+    """What is compiled of a run. What is not is compiled by threads of this process, for each
+    group of rows when it comes to it.
     """
 
-    contests: Sequence[Contest]
-    ahead: Ahead | None = None
     programs: dict[Job, Callable[[], Ready]] = dataclasses.field(default_factory=dict)
-    # By the number of the contest: the groups for which there is nothing left to compile.
-    done: set[tuple[int, Case, str]] = dataclasses.field(default_factory=set)
 
-    def number(self, contest: Contest) -> int:
-        return next(i for i, one in enumerate(self.contests) if one is contest)
+    def compile_ahead(self, contests: Sequence[Contest], found: Results, helpers: Ahead) -> None:
+        """All that the contests lack, by other processes."""
+        # By the row's name: several contests may ask for it.
+        known = {row.key for row in found.rows}
+        in_jax: dict[Job, int] = {}
+        in_torch: dict[Job, Hashable] = {}
+        for number, contest in enumerate(contests):
+            for case, phase in contest.groups(found.platform):
+                for name in wanted(contest, case):
+                    job = case, phase, name
+                    if (str(case), phase, name) in known:
+                        continue
+                    if name not in contest.in_jax:
+                        shared = getattr(contest.in_torch[name], "shares", None)
+                        if shared:
+                            in_torch.setdefault(job, (name, shared(case)))
+                    elif not contest.in_jax[name].searches:
+                        in_jax.setdefault(job, number)
+        together: dict[Hashable, list[Job]] = {}
+        for job, kind in in_torch.items():
+            together.setdefault(kind, []).append(job)
+        # Backward passes take the longest: at the end nothing waits for one of them.
+        ordered = sorted(in_jax, key=lambda job: job[1] == cases.PHASES[0])
+        numbered = [(in_jax[job], *job) for job in ordered]
+        progress(f"compiling {len(ordered)} programs for JAX, {len(in_torch)} for PyTorch")
+        with clock("compiling ahead"):
+            answers = helpers.programs(numbered, together.values())
+        for job, told in zip(ordered, answers, strict=True):
+            # Or another process held the memory.
+            if told is not None and told != ours.OUT_OF_MEMORY:
+                reason = isinstance(told, str)
+                later = functools.partial(compared, told) if reason else None
+                self.programs[job] = later or loaded(contests[in_jax[job]], told, *job)
 
 
 @dataclasses.dataclass
@@ -381,13 +403,8 @@ class Meeting:
         names = wanted(self.contest, case)
         found = self.found(case, phase)
         if not found.keys() >= set(names):
-            if self.left() > 0:
-                start = time.monotonic()
-                with clock("compiling ahead"):
-                    of_others = self._compile_ahead(case, phase)
-                # What others gain is not this contest's time.
-                self.end += of_others * (time.monotonic() - start)
-            rate = self.results.matrix.get(case.dtype)
+            # That of float32 is one in full precision.
+            rate = None if case.tf32 else self.results.matrix.get(case.dtype)
             new = measure(
                 self.contest,
                 self.peer,
@@ -407,56 +424,6 @@ class Meeting:
             if any(row.unavailable for row in new) and not device_works():
                 raise DeviceLostError
         return [found[name] for name in names]
-
-    def _compile_ahead(self, case: Case, phase: str) -> float:
-        """What this group lacks, with that of the groups after it and of the contests after this
-        one, all at one time; the share of those contests.
-        """
-        plan, first = self.plan, self.plan.number(self.contest)
-        if (first, case, phase) in plan.done:
-            return 0.0
-        most = JOBS_AHEAD * (plan.ahead.count if plan.ahead else ahead.workers())
-        # By the row's name: several contests may ask for it.
-        in_jax: dict[Job, int] = {}
-        in_torch: dict[Job, int] = {}
-        for number, one in self._from_here(case, phase):
-            if len(in_jax) >= most:
-                break
-            plan.done.add((number, *one))
-            contest, known = plan.contests[number], self.found(*one)
-            for name in wanted(contest, one[0]):
-                job = (*one, name)
-                if name in known or job in plan.programs:
-                    continue
-                if name not in contest.in_jax:
-                    if getattr(contest.in_torch[name], "compiles", False):
-                        in_torch.setdefault(job, number)
-                elif not contest.in_jax[name].searches:
-                    in_jax.setdefault(job, number)
-        numbers = [*in_jax.values(), *in_torch.values()]
-        progress(f"{case}, {phase}: compiling {len(numbers)} programs")
-        if plan.ahead:
-            numbered = [(number, *job) for job, number in in_jax.items()]
-            answers = plan.ahead.programs(numbered, list(in_torch))
-            for (job, number), told in zip(list(in_jax.items()), answers, strict=True):
-                # Or another process held the memory.
-                if told is not None and told != ours.OUT_OF_MEMORY:
-                    reason = isinstance(told, str)
-                    later = functools.partial(compared, told) if reason else None
-                    plan.programs[job] = later or loaded(plan.contests[number], told, *job)
-                    del in_jax[job]
-        here = [functools.partial(compiled, plan.contests[i], *job) for job, i in in_jax.items()]
-        plan.programs |= dict(zip(in_jax, all_compiled(here), strict=True))
-        return sum(number != first for number in numbers) / max(1, len(numbers))
-
-    def _from_here(self, case: Case, phase: str) -> Iterator[tuple[int, tuple[Case, str]]]:
-        """The groups from this one on, with the numbers of their contests."""
-        first = self.plan.number(self.contest)
-        groups = self.groups()
-        yield from ((first, one) for one in groups[groups.index((case, phase)) :])
-        for number in range(first + 1, len(self.plan.contests)):
-            contest = self.plan.contests[number]
-            yield from ((number, one) for one in contest.groups(self.results.platform))
 
     def _mark(self, case: Case, phase: str, name: str) -> None:
         """Says beside the file of figures what runs on JAX now, for the run after one that died."""

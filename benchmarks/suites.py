@@ -1,7 +1,9 @@
 """The suites: which cases, who meets there, how long that may take, and what is said of it.
 
-Those of the report stand in the order in which they are run, the most wanted first. On a GPU sizes
-are real ones; on a CPU they are small, so that everything has run before a card sees it.
+Those of the report stand in the order in which they are run, the most wanted first. The report has
+to be done in ten minutes, so of some suites it measures a part, `brief`; by its name a suite is
+whole. On a GPU sizes are real ones; on a CPU they are small, so that everything has run before a
+card sees it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from benchmarks import (
     attention,
     attention_jax,
     attention_torch,
+    decode,
     findings,
     linear,
     linear_jax,
@@ -24,7 +27,7 @@ from benchmarks import (
     tables,
     variants,
 )
-from benchmarks.cases import PHASES, Case
+from benchmarks.cases import HOST_PHASES, PHASES, Case
 from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import Contest, Meeting
 from benchmarks.tables import Table
@@ -45,7 +48,7 @@ def nothing(results: Results) -> list[Table]:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suite:
     """`seconds` is its part of a report's time on a GPU. `tell` measures and prints a contest, and
-    `findings` are the tables of the whole.
+    `findings` are the tables of the whole. `brief` are the contests of the report, if not all.
     """
 
     name: str
@@ -53,7 +56,14 @@ class Suite:
     seconds: float
     contests: tuple[Contest, ...]
     findings: Callable[[Results], list[Table]] = nothing
-    tell: Callable[[Meeting], None] = tell
+    tell: Callable[[Meeting], Any] = tell
+    brief: tuple[Contest, ...] = ()
+
+
+def only(contest: Contest, wanted: Callable[[Case], bool]) -> Contest:
+    """With these of its cases on a GPU."""
+    cases = tuple(case for case in contest.cases["gpu"] if wanted(case))
+    return dataclasses.replace(contest, cases={**contest.cases, "gpu": cases})
 
 
 def some(contenders: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -63,6 +73,10 @@ def some(contenders: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def _any(case: Case) -> bool:
     return True
+
+
+def _exact_float32(case: Case) -> bool:
+    return case.dtype == "float32" and not case.tf32
 
 
 FORWARD = PHASES[:1]
@@ -132,6 +146,30 @@ WIDE = Contest(
     some(attention_torch.CONTENDERS, ["SDPA default"]),
     FORWARD,
 )
+# Sequences enough to fill a card: the byte limit is what there is to reach.
+WIDE_FULL = Contest(
+    {
+        "gpu": tuple(
+            Case("softmax", B=64, H=4, T=64, D=D, dtype=dtype, tf32=tf32)
+            for D, dtype, tf32 in (
+                (8192, "bfloat16", False),
+                (2048, "bfloat16", False),
+                (512, "bfloat16", False),
+                (8192, "float32", True),
+                (8192, "float32", False),
+            )
+        ),
+        "cpu": tuple(_tiny(T=16, D=512, tf32=tf32) for tf32 in (False, True)),
+    },
+    OURS_SOFTMAX
+    | {
+        "plain JAX": dataclasses.replace(
+            attention_jax.CONTENDERS["plain JAX"], takes=lambda case: not _exact_float32(case)
+        ),
+        variants.EXACT: dataclasses.replace(variants.IN_WIDE[variants.EXACT], takes=_exact_float32),
+    },
+    some(attention_torch.CONTENDERS, ["SDPA default"]),
+)
 LADDER = Contest(
     {
         "gpu": (
@@ -189,6 +227,25 @@ CROSSOVER = Contest(
 )
 
 
+HOST = Contest(
+    {
+        "gpu": tuple(
+            Case(op, B=1, H=4, T=128, D=64, dtype="bfloat16", causal=causal)
+            for op, causal in (("softmax", True), ("linear", False), ("linear", True))
+        ),
+        "cpu": (_tiny(T=32, causal=True), _small(T=32)),
+    },
+    {},
+    some(linear_torch.ON_HOST, ["ato_torch"])
+    | {
+        "SDPA default": dataclasses.replace(
+            attention_torch.CONTENDERS["SDPA default"], takes=lambda case: case.op == "softmax"
+        )
+    },
+    HOST_PHASES,
+)
+
+
 def _sweep() -> tuple[Contest, ...]:
     """Of two files, one for each platform."""
     both = (sweeps.contests(sweeps.FOLDER / f"{name}.yaml") for name in ("original", "tiny"))
@@ -196,6 +253,32 @@ def _sweep() -> tuple[Contest, ...]:
         dataclasses.replace(large, cases={"gpu": large.cases["gpu"], "cpu": small.cases["cpu"]})
         for large, small in zip(*both, strict=True)
     )
+
+
+# What the report measures of those that are too many for it.
+LINEAR_BRIEF = dataclasses.replace(linear.CONTEST, meets=linear.in_report)
+ATTENTION_BRIEF = dataclasses.replace(
+    only(attention.CONTEST, attention.REPORT_CASES.__contains__), meets=attention.in_report
+)
+# The default is one of those beside it; at long sequences these take seconds.
+BIDIRECTIONAL_BRIEF = dataclasses.replace(
+    BIDIRECTIONAL, meets=lambda case, name: name != SDPA[0] or case.T < 16384
+)
+WIDE_BRIEF = only(WIDE, lambda case: case.T != 32)
+FLA_BRIEF = only(FLA_BESIDE, lambda case: case.T in (4096, 16384, 65536))
+SOFTMAX_LENGTHS_BRIEF = dataclasses.replace(
+    only(SOFTMAX_LENGTHS, lambda case: case.T > 4096),
+    meets=lambda case, name: name != "ato_jax triton",
+)
+CROSSOVER_BRIEF = only(CROSSOVER, lambda case: case.T in (512, 2048, 8192))
+
+
+def corners(contest: Contest) -> Contest:
+    """Of a sweep: the least and the most of batch and tokens, in all models."""
+    batches, lengths = ([getattr(case, of) for case in contest.cases["gpu"]] for of in "BT")
+    edges = {(B, T) for B in (min(batches), max(batches)) for T in (min(lengths), max(lengths))}
+    found = only(contest, lambda case: (case.B, case.T) in edges)
+    return dataclasses.replace(found, meets=lambda case, name: "package" not in name)
 
 
 LENGTHS = (BIDIRECTIONAL, CAUSAL, FLA_BESIDE, LONG, SOFTMAX_LENGTHS)
@@ -206,21 +289,24 @@ REPORT = (
         160,
         (linear.CONTEST,),
         findings.standing(linear.CONTEST, "Linear attention"),
+        brief=(LINEAR_BRIEF,),
     ),
     Suite(
         "attention",
         "softmax attention beside its peers",
-        165,
+        100,
         (attention.CONTEST,),
         findings.standing(attention.CONTEST, "Softmax attention"),
         attention.tell,
+        brief=(ATTENTION_BRIEF,),
     ),
     Suite(
         "bidirectional",
         "bidirectional linear attention against SDPA, 4K to 64K",
-        25,
+        20,
         (BIDIRECTIONAL,),
         findings.bidirectional(BIDIRECTIONAL),
+        brief=(BIDIRECTIONAL_BRIEF,),
     ),
     Suite(
         "causal",
@@ -232,39 +318,72 @@ REPORT = (
     Suite(
         "ladder",
         "naive, tiled, flash: time and memory",
-        15,
+        10,
         (LADDER,),
         findings.ladder(LADDER),
     ),
-    Suite("wide", "wide heads, float32", 25, (WIDE,), findings.wide(WIDE)),
+    Suite(
+        "decode",
+        "a few queries against caches",
+        45,
+        (decode.CONTEST,),
+        findings.beside(decode.CONTEST, "Decoding"),
+    ),
+    Suite(
+        "wide",
+        "wide heads",
+        30,
+        (WIDE, WIDE_FULL),
+        findings.both(
+            findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
+        ),
+        brief=(WIDE_BRIEF, WIDE_FULL),
+    ),
     Suite(
         "tiles",
         "tile sizes, fused maps, the loop in the kernel",
-        15,
+        8,
         (TILES,),
         findings.tiles(TILES),
     ),
-    Suite("fla", "beside flash-linear-attention", 15, (FLA_BESIDE,), findings.fla(FLA_BESIDE)),
+    Suite(
+        "fla",
+        "beside flash-linear-attention",
+        12,
+        (FLA_BESIDE,),
+        findings.fla(FLA_BESIDE),
+        brief=(FLA_BRIEF,),
+    ),
     Suite(
         "techniques",
         "FlagAttention's techniques, on and off",
-        15,
+        8,
         (TECHNIQUES,),
         findings.techniques(TECHNIQUES),
     ),
     Suite(
         "complexity",
         "exponents of time and memory",
-        25,
+        18,
         (LONG, SOFTMAX_LENGTHS),
         findings.complexity(LENGTHS),
+        brief=(LONG, SOFTMAX_LENGTHS_BRIEF),
     ),
     Suite(
         "crossover",
         "linear or softmax: which is faster",
-        20,
+        10,
         (CROSSOVER,),
         findings.crossover(CROSSOVER),
+        brief=(CROSSOVER_BRIEF,),
+    ),
+    Suite(
+        "host",
+        "what a call from PyTorch takes the host",
+        20,
+        (HOST,),
+        findings.host(HOST),
+        lambda meeting: [meeting.measure(*group) for group in meeting.groups()],
     ),
 )
 
@@ -274,7 +393,10 @@ def of_config(path: Path) -> Suite:
     return Suite(path.stem, f"the sweep of {path}", 60, contests, findings.sweep(contests))
 
 
-SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, SMOKE)
+SMALL_HOST = dataclasses.replace(
+    HOST, cases=dict.fromkeys(("gpu", "cpu"), HOST.cases["cpu"]), turns=1
+)
+SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, (*SMOKE, SMALL_HOST))
 SWEEP = "sweep"
 NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")
 
@@ -283,13 +405,29 @@ NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")
 def sweep() -> Suite:
     """Made when it is asked for: the file is YAML, and a reader of that may not be installed."""
     contests = _sweep()
-    return Suite(SWEEP, "the original's sweep", 40, contests, findings.sweep(contests))
+    return Suite(
+        SWEEP,
+        "the original's sweep",
+        10,
+        contests,
+        findings.sweep(contests),
+        brief=tuple(map(corners, contests)),
+    )
+
+
+@functools.cache
+def report() -> tuple[Suite, ...]:
+    """Of every suite what the report measures of it."""
+    return tuple(
+        dataclasses.replace(suite, contests=suite.brief or suite.contests)
+        for suite in (*REPORT, sweep())
+    )
 
 
 def named(name: str) -> tuple[Suite, ...]:
     """The suites that a name stands for; () if none."""
     if name == "report":
-        return (*REPORT, sweep())
+        return report()
     if name == SWEEP:
         return (sweep(),)
     return tuple(suite for suite in (SMOKE_SUITE, *REPORT) if suite.name == name)

@@ -44,6 +44,8 @@ FEWEST_BATCHES = 3
 # With the call whose result is compared and those that size a batch.
 FEWEST_CALLS = FEWEST_BATCHES + 4
 MOST_BATCHES = 200
+# Of a batch in which the host is timed: with the launches that the card takes on, it never waits.
+HOST_CALLS = 20
 # The wait is nothing beside such a launch: a batch is one, and is not sized again.
 LONG_SECONDS = 0.1
 
@@ -74,6 +76,27 @@ def groups_of_inputs(set_bytes: int, platform: str) -> tuple[int, int]:
         return 1, TINY_CALLS_PER_LAUNCH
     sets = min(MOST_SETS, -(-CACHE_BYTES // set_bytes))
     return -(-sets // CALLS_PER_LAUNCH), CALLS_PER_LAUNCH
+
+
+def on_host(
+    call: Callable[[], Any], wait: Callable[[Any], None], seconds: float
+) -> Timing:
+    """Times the host alone: calls one after the other, none of whose results is waited for but
+    before and after a batch. On a CPU, which computes them itself, that is all of a call.
+    """
+
+    def batch() -> float:
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            result = call()
+        spent = time.perf_counter() - start
+        wait(result)
+        return spent / HOST_CALLS
+
+    batch()
+    count = round(seconds / (batch() * HOST_CALLS))
+    times = [batch() for _ in range(max(FEWEST_BATCHES, min(MOST_BATCHES, count)))]
+    return Timing(times, len(times) * HOST_CALLS, statistics.median(times))
 
 
 def measure(

@@ -2,9 +2,8 @@
 
 import dataclasses
 import importlib.util
-import signal
+import os
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -40,9 +39,6 @@ def test_another_processs_program_is_loaded_compared_and_timed(one_worker):
     inputs = here.inputs.draw(key)
     jax.tree.map(np.testing.assert_array_equal, found.inputs.draw(key), inputs)
     jax.tree.map(np.testing.assert_array_equal, found.program([inputs]), here.program([inputs]))
-    # Whatever it keeps running is halted while something is timed, and goes on with the next job.
-    (pid,) = (worker._process.pid for worker in one_worker._workers)
-    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     prepared = found()
     assert prepared.errors == here().errors and prepared.errors.keys() == {"out", "dq", "dk", "dv"}
     assert prepared.scratch == here.scratch and prepared.time(0.01).seconds > 0
@@ -62,22 +58,28 @@ def test_a_worker_that_takes_too_long_is_ended(one_worker, monkeypatch):
     assert one_worker._workers[0]._process is None
 
 
-# Seconds that helpers seem to take.
-PRETENDED = 50.0
+def test_nothing_runs_on_when_something_is_timed():
+    """Neither a process that compiled nor one that filled caches, nor what they started."""
+    with ahead.Ahead("cpu", ["", "smoke"], 1) as helpers:
+        plain = (LINEAR, "forward", "PyTorch")
+        helpers.programs([(0, LINEAR, "forward", "ato_jax")], [[plain]])
+        every = [*helpers._workers, *helpers._warmers]
+        groups = [one._process.pid for one in every]
+        assert len(groups) == 2 and all(os.getpgid(group) == group for group in groups)
+    for group in groups:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
 
 
 class Helpers:
     """Answers as it is told to, and remembers what it was asked."""
 
-    count = 2
-
     def __init__(self, answers):
-        self._answers, self.asked, self.warmed, self.late = answers, [], [], 0.0
+        self._answers, self.asked, self.warmed = answers, [], []
 
     def programs(self, jobs, in_torch):
         self.asked.append([(number, str(case), phase, name) for number, case, phase, name in jobs])
-        self.warmed.append([name for *_, name in in_torch])
-        self.late += PRETENDED
+        self.warmed.append([[(str(case), name) for case, _, name in one] for one in in_torch])
         return [self._answers[name] for *_, name in jobs]
 
 
@@ -89,8 +91,12 @@ def test_what_comes_of_other_processes_and_what_does_not(monkeypatch):
     names = ("comes", "does not load", "is lost", "has no memory there", "is refused", "searches")
     in_jax = {name: InJax(lambda name=name: here.append(name)) for name in names}
     in_jax["searches"].searches = True
-    compiles = linear_torch.Contender(lambda case: True, None, compiles=True)
-    in_torch = {"SDPA flash": dataclasses.replace(compiles, compiles=False), "fla": compiles}
+    shares = linear_torch.Contender(lambda case: True, None, shares=linear_torch.by_size)
+    in_torch = {
+        "SDPA flash": dataclasses.replace(shares, shares=None),
+        "fla": shares,
+        "compiled": dataclasses.replace(shares, shares=linear_torch.by_case),
+    }
     cases = {"cpu": (LINEAR, dataclasses.replace(LINEAR, T=32)), "gpu": ()}
     contests = [side_by_side.Contest(cases, in_jax, in_torch, ("forward",)) for _ in range(2)]
     another = {"cpu": (LINEAR, dataclasses.replace(LINEAR, T=16)), "gpu": ()}
@@ -100,26 +106,25 @@ def test_what_comes_of_other_processes_and_what_does_not(monkeypatch):
     good = ours.Prepared(lambda _: None, 1, {"out": 1e-4})
     monkeypatch.setattr(ours, "unpacked", lambda told: fails() if told else lambda: good)
     # What is known is not compiled again.
-    now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + helpers.late)
     found = Results(**FACTS, rows=[row_of(cases["cpu"][1], "forward", "comes", 1.0)])
-    plan = side_by_side.Plan(contests, helpers)
-    ends = []
+    plan = side_by_side.Plan()
+    plan.compile_ahead(contests, found, helpers)
     for contest in contests:
-        meeting = side_by_side.Meeting(contest, Peer(), found, end := time.monotonic() + 60, plan)
+        meeting = side_by_side.Meeting(contest, Peer(), found, time.monotonic() + 60, plan)
         for group in meeting.groups():
             meeting.measure(*group)
-        ends.append(meeting.end - end)
     both = [str(case) for case in cases["cpu"]]
     asked = [(0, case, "forward", name) for case in both for name in names[:-1]]
     asked.remove((0, both[1], "forward", "comes"))
     asked.append((1, str(another["cpu"][1]), "forward", "comes"))
-    # Of ten programs and three for PyTorch's process, two are the second contest's.
-    assert ends == [pytest.approx(PRETENDED * 2 / 13, rel=0.05), 0]
-    assert helpers.asked == [asked] and helpers.warmed == [["fla"] * 3]
+    assert helpers.asked == [asked]
+    # What shares is in one list, in the order in which it is timed.
+    every = [*both, str(another["cpu"][1])]
+    alone = [[(case, "compiled")] for case in every]
+    assert sorted(helpers.warmed[0]) == sorted([[(case, "fla") for case in every], *alone])
     assert sorted(here) == sorted(2 * [*names[1:4], "searches"])
     rows = {(row.case, row.contender): row for row in found.rows}
-    assert len(rows) == len(found.rows) == 2 * 8 + 3
+    assert len(rows) == len(found.rows) == 2 * 9 + 4
     assert rows[both[0], "comes"].errors == {"out": 1e-4}
     for case in both:
         assert all(rows[case, name].errors == {"out": 1e-3} for name in names[1:4])
@@ -131,9 +136,8 @@ def test_caches_are_filled_by_contenders_that_run(one_worker):
     """One that is not installed says so once it is made; what it says costs nothing else."""
     pytest.importorskip("torch")
     plain = (LINEAR, "forward + backward", "PyTorch")
-    assert one_worker.programs([], [plain]) == []
+    assert one_worker.programs([], [[plain]]) == []
     (peer,) = one_worker._warmers
-    peer.send(signal.SIGCONT)
     facts = {"case": dataclasses.asdict(LINEAR), "phase": "forward"}
     assert peer.ask("warm", contender="PyTorch", **facts) == {}
     if importlib.util.find_spec("fla") is None:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,14 @@ def test_statistics_are_numpys(count):
     for percent in (25, 50, 75, 90, 95, 99):
         wanted = np.percentile(samples, percent)
         np.testing.assert_allclose(getattr(found, f"p{percent}"), wanted, rtol=1e-12)
+
+
+def test_the_hosts_time_is_that_of_calls_and_not_of_waiting():
+    calls = []
+    found = timing.on_host(lambda: calls.append(1), lambda _: time.sleep(0.01), 0.0)
+    assert len(found.batches) == timing.FEWEST_BATCHES and 0 < max(found.batches) < 1e-3
+    assert len(calls) == (2 + timing.FEWEST_BATCHES) * timing.HOST_CALLS
+    assert found.calls == timing.FEWEST_BATCHES * timing.HOST_CALLS and found.host == found.seconds
 
 
 def test_a_rows_figures_by_hand():

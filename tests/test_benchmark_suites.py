@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,13 +68,21 @@ def test_bytes_of_inputs_and_outputs_by_hand():
     assert [CASE.held(phase) for phase in PHASES] == [4 * 8192, 8 * 8192]
     grouped = Case("softmax", B=1, H=4, G=2, T=8, S=32, D=16, dtype="bfloat16")
     assert grouped.held("forward") == 2 * (2 * 8 * 4 * 16 + 2 * 32 * 2 * 16)
+    # Two heads of one sequence: 16 columns and a scale in float32; values in the keys; in all.
+    eight = dataclasses.replace(grouped, T=1, cache="int8")
+    assert eight.traffic("forward") == 2 * 2 * 4 * 16 + 2 * 32 * 2 * (16 + 4)
+    latent = dataclasses.replace(grouped, T=1, V=12)
+    assert latent.traffic("forward") == 2 * 4 * (16 + 12) + 2 * 32 * 2 * 16
+    ragged = dataclasses.replace(grouped, B=3, T=1, ragged=True)
+    assert ragged.pairs == ragged.lengths.sum() < 3 * 32
+    assert ragged.traffic("forward") == 2 * (2 * 3 * 4 * 16 + 2 * ragged.lengths.sum() * 2 * 16)
     gated = dataclasses.replace(CASE, causal=True, decay="step")
     assert gated.held("forward + backward") == 8 * 8192 + 2 * 4 * 64 * 2
 
 
 def test_every_suite_has_someone_for_every_case():
     names = [suite.name for suite in every_suite()]
-    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 13
+    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 15
     # What a report may take on a card, with what it takes to begin.
     assert sum(suite.seconds for suite in suites.named("report")) < 540
     for suite in every_suite():
@@ -88,6 +97,43 @@ def test_every_suite_has_someone_for_every_case():
     }
     known = {name for names in peers.CONTENDERS.values() for name in names}
     assert in_torch <= known
+
+
+def test_the_report_is_short_and_has_who_matters():
+    """A part of each suite, all of it known to the whole one; in ten minutes on a card."""
+    rows = []
+    for brief in suites.named("report"):
+        of_parts = []
+        for suite in (brief, *suites.named(brief.name)):
+            of_parts.append(
+                {
+                    (str(case), phase, name)
+                    for contest in suite.contests
+                    for case, phase in contest.groups("gpu")
+                    for name in side_by_side.wanted(contest, case)
+                }
+            )
+        assert of_parts[0] <= of_parts[1], brief.name
+        rows += of_parts[0]
+    assert len(set(rows)) < 640
+    by_case = {}
+    for case, _, name in rows:
+        by_case.setdefault(case, set()).add(name)
+    causal = by_case["linear B1 H32 T16384 D128 bfloat16 causal"]
+    assert {"SDPA cuDNN", "fla chunk, phi out", "plain JAX, associative scan"} <= causal
+    full = by_case["linear B8 H8 T65536 D64 bfloat16"]
+    assert {"plain JAX", "flash-bidirectional-linear-attention, phi out"} <= full
+    assert {"PyTorch, compiled", "SDPA default"} & full == {"PyTorch, compiled"}
+    for case, names in by_case.items():
+        if case.startswith(("softmax B4 H32 T8192", "softmax B2 H8 T8192 D256")):
+            assert {"SDPA cuDNN", "SDPA flash", "Tokamax Triton, 128x64", "ato_jax triton"} <= names
+            assert {"JAX's Pallas kernel, 128x64", "FlashAttention-3 through JAX"} <= names
+    cache = "softmax B16 H32 G8 T1 S65536 D128 bfloat16"
+    for names in (by_case[cache], by_case[cache.replace("65536", "8192")]):
+        assert {"SDPA cuDNN", "SDPA flash", "plain JAX", "JAX's Pallas decode kernel"} <= names
+    forms = (", ragged", ", pages of 16", ", pages of 64", ", int8 cache")
+    assert all("ato_jax" in by_case[f"{cache}{form}"] for form in forms)
+    assert "FlexAttention" in by_case["softmax B2 H16 T16384 D128 bfloat16 causal, window 1024"]
 
 
 def test_cases_of_two_ops_are_two_rows():
@@ -155,9 +201,10 @@ def test_exponents_are_those_of_powers():
     contest = side_by_side.Contest({"cpu": tuple(members), "gpu": ()}, {}, {})
     rows = []
     for case in members:
-        forward = 1e-6 * case.T if case.T > 64 else 5e-5
+        forward = 1e-5 * case.T if case.T > 64 else 2e-4
         for phase, seconds in zip(PHASES, (forward, forward + 1e-8 * case.T**2), strict=True):
-            rows.append(row_of(case, phase, "one", seconds, scratch=case.held(phase)))
+            scratch = case.held(phase) if case.T > 64 else 1 << 20
+            rows.append(row_of(case, phase, "one", seconds, scratch=scratch))
     (growth,) = findings.growths(Results(**FACTS, rows=rows), [contest])
     # The first is its launches.
     assert (growth.first, growth.last) == (128, 512)
@@ -165,6 +212,22 @@ def test_exponents_are_those_of_powers():
     assert growth.memory == pytest.approx(1) and growth.family == "linear B1 H2 D16 float32"
     (table,) = findings.complexity([contest])(Results(**FACTS, rows=rows))
     assert table.rows[0][2:] == ["128 to 512", "1.00", "2.00", "1.00"]
+
+
+def test_the_librarys_exponents_are_one_where_they_were_measured():
+    """In time and memory, forward and backward, of the kept figures of a GPU."""
+    for path in document.files():
+        found = results.read(path)
+        own = {
+            one.family: one
+            for one in findings.growths(found, suites.LENGTHS)
+            if one.contender == "ato_jax" and one.family.startswith("linear")
+        }
+        for causal in ("", " causal"):
+            one = own[f"linear B8 H8 D64 bfloat16{causal}"]
+            assert one.last >= 4 * one.first
+            for value in (one.forward, one.backward, one.memory):
+                assert value == pytest.approx(1, abs=0.05), one
 
 
 def test_the_fastest_peer_computes_all_of_the_problem():
@@ -405,10 +468,13 @@ def test_rows_that_were_not_reached_are_counted():
     assert document.asked_for(found) == (wanted, 2)
 
 
+MARKS = "<!-- {0} -->\n<!-- /{0} -->"
+
+
 def test_what_is_between_the_marks_is_replaced(tmp_path):
-    text = f"before {document.FIRST}\nold\n{document.LAST} after"
+    text = "before <!-- results -->\nold\n<!-- /results --> after"
     made = document.between(text, "new", tmp_path)
-    assert made == f"before {document.FIRST}\n\nnew\n\n{document.LAST} after"
+    assert made == "before <!-- results -->\n\nnew\n\n<!-- /results --> after"
     assert document.between(made, "new", tmp_path) == made
     with pytest.raises(ResultsError, match="once each"):
         document.between("none", "new", tmp_path)
@@ -416,7 +482,7 @@ def test_what_is_between_the_marks_is_replaced(tmp_path):
 
 def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     readme, told = tmp_path / "README.md", tmp_path / "docs" / "results.md"
-    readme.write_text(f"{document.FIRST}\n{document.LAST}\n")
+    readme.write_text("\n".join(MARKS.format(name) for name in ("results", "host", "speed")))
     for module, name, value in (
         (document, "ROOT", tmp_path),
         (document, "README", readme),
@@ -434,11 +500,48 @@ def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     text = told.read_text()
     assert "### The ladder" in text and "50x" in text and "#### Encoders" in text
     assert readme.read_text().count("\n| linear B8 H8 T65536") == document.README_ROWS // 2
+    assert "`[1, 4, 128, 64]` takes" in readme.read_text()
     told.write_text(text.replace("50x", "51x"))
     assert document.differing() == [told]
 
 
+# What says how fast or how large something was found to be.
+MEASURED = re.compile(
+    r"\d[\d.,]* ?(µs|us|ms|milliseconds|TB/s|GB/s|TFLOP/s|tokens/s|%|x\b|times (as|faster|slower))"
+)
+
+
+def test_all_results_in_the_readme_are_made_of_files():
+    """No figure with a unit of a result stands outside of the marks."""
+    text = document.README.read_text()
+    for name in ("results", "host", "speed"):
+        before, rest = text.split(f"<!-- {name} -->")
+        text = before + rest.split(f"<!-- /{name} -->")[1]
+    assert [found[0] for found in MEASURED.finditer(text)] == []
+    sentences = "takes 15.0 us, 249 µs; 2.2 times as fast; 94% of 4.2 TB/s, in 0.2 to 0.3 ms, 3.4x"
+    assert len(MEASURED.findall(sentences)) == 7
+
+
+def test_what_was_not_measured_is_said_in_words(tmp_path, monkeypatch):
+    full = full_results("gpu")
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    path = tmp_path / "a_card.json"
+    results.write(path, results.json_text(full))
+    times = document.host_text()
+    assert times.startswith("On one a card with JAX 2, causal `attention` of bfloat16")
+    # Of the stand-in's rows each is twice as long as the one before it.
+    assert "takes 12.8 µs, 12.8 with a gradient recorded and 12.8 with its backward" in times
+    assert "takes 25.6 µs, 25.6 with" in times
+    full.rows = [row for row in full.rows if "on the host, recorded" not in row.phase]
+    results.write(path, results.json_text(full))
+    said = document.host_text()
+    assert said.startswith("What a call takes the host is not measured on the a card yet")
+
+
 def test_what_is_quoted_is_there():
+    assert document.speed_text().endswith(
+        "as fast with linear attention as with softmax at 8,192 tokens, 5.4 times at 32,768 tokens."
+    )
     assert len(document.quoted_techniques().rows) == len(document.QUOTED)
     assert len(document.quoted_quality()) == len(document.QUALITY)
 
@@ -465,8 +568,8 @@ def test_smoke_runs(tmp_path):
     assert "No GPU here" in ran.stdout and "SDPA default (" in ran.stdout
     found = results.read(path)
     assert found.platform == "cpu" and found.matrix["float32"] > 0 and found.suites["smoke"] > 0
-    assert len(found.rows) == 5 and all(row.seconds for row in found.rows), found.rows
-    assert len(table.read_text().splitlines()) == 6
+    assert len(found.rows) == 8 and all(row.seconds for row in found.rows), found.rows
+    assert len(table.read_text().splitlines()) == 9
     text = show.text(found, ["smoke", "linear"])
     assert all(row.contender in text for row in found.rows)
     from benchmarks import plots

@@ -452,7 +452,7 @@ def test_pytorchs_own_process_is_started_again(monkeypatch):
     fatal = (
         "import os; from benchmarks import linear_torch, peers;"
         "make = lambda torch, case: os._exit(3);"
-        "linear_torch.CONTENDERS['fatal'] = linear_torch.Contender(None, make); peers.main()"
+        "peers.CONTENDERS['linear']['fatal'] = linear_torch.Contender(None, make); peers.main()"
     )
     monkeypatch.setattr(peers.Peer, "COMMAND", (sys.executable, "-c", fatal))
     with peers.Peer("cpu") as peer:

@@ -176,7 +176,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     float16's wide ones, take up to three times the room: so tiles of 32 or 16 rows. Measured on
     an H200 in bfloat16 (docs/notes/linear_attention.md).
     """
-    if prepared.applies(spec):
+    mapped = prepared.applies(spec)
+    if mapped:
         # Most of its kernels are those of the call without gates.
         spec = prepared.inner_spec(spec)
     small = tiles.state_size(spec) <= tiles.SMALL_STATE
@@ -216,6 +217,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         walk_block = min(walk_block, 32)
     ahead = half and roomy and not long_rows and not gated
     runs = stored and not long_rows
+    # Features that are mapped already go from memory straight to the products.
+    reads = 3 if mapped else 1
     config = Config(
         piece_rows=4096,
         programs=walks * places,
@@ -228,7 +231,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         state_programs=(2 if small else 1) * places,
         output_block=stream_block,
         output_warps=stream_warps,
-        output_stages=1 if stored else (4 if small else 3) if fast else 3 if ahead else 2,
+        output_stages=reads if stored else (4 if small else 3) if fast else 3 if ahead else 2,
         output_programs=2 * places,
         output_rows=256 if small else 0,
         dq_block=64 if delayed else walk_block,

@@ -6,8 +6,8 @@ i, negative ones of what lies between for the rows before it,
     q^_i = phi(q_i) exp(c_i)                k~_j = phi(k_j) exp(-c_j)
     exp(sum decay[j+1..i, d]) phi(q_id) phi(k_jd) = q^_id k~_jd
 
-so that all pairs of a run are products of q^ and k~, as without gates. One pass writes both, and
-sums v_j k~_j^T over each run; then `stored.py`'s kernels take q^ and k~ as if they were features.
+so that all pairs of a run are products of q^ and k~, as without gates. One pass writes both; then
+the kernels without gates take q^ and k~ as if they were features.
 A run's queries see a state as decayed to the middle of the run, and what its keys add to the
 state behind it is decayed from there: with `first` and `second` the decays of the run's halves,
 
@@ -33,12 +33,12 @@ product at the start of the run, from which the sums over the steps before t lea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import (
@@ -49,8 +49,8 @@ from ato_jax.ops.linear_attention.spec import (
     Residuals,
 )
 from ato_jax.ops.linear_attention.triton import channel, steep, stored, tiles
-from ato_jax.ops.linear_attention.triton.pairs import state_blocks
 from ato_jax.ops.linear_attention.triton.scan import Edges, scan_states
+from ato_jax.ops.linear_attention.triton.states import piece_states
 from ato_jax.ops.linear_attention.triton.steep import Turns
 from ato_jax.ops.linear_attention.triton.tiles import Columns, Config, Rows
 from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, plan
@@ -58,9 +58,6 @@ from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, plan
 # Of a half's logarithm to base 2: factors from 2^-70 to 2^70 leave features as much again.
 MOST = 70.0
 LARGEST_F = 128
-# Of gates: 16 bits are enough beside MOST, where the result is rounded to 8 (`channel.py`).
-GATE_PARTS = 2
-FLOW_PARTS = 3  # of float32, exactly
 # Tiles of so many columns, which mix in no other way than by being decayed alike.
 PREPARE_COLUMNS, PREPARE_WARPS, PREPARE_STAGES = 64, 4, 2
 FINISH_COLUMNS, FINISH_WARPS = 32, 4
@@ -104,31 +101,15 @@ def _load_gates(ref: Any, rows: Rows, columns: Columns) -> jax.Array:
     return jnp.maximum(tiles.load_tile(ref, rows, columns), channel.STRONGEST) * tiles.LOG2_E
 
 
-def _sums(chosen: jax.Array, x: jax.Array, parts: int) -> jax.Array:
-    """As `channel.py` has them, but one part after the other: shared memory for one at a time."""
-    matrix = chosen.astype(jnp.bfloat16)
-    found = jnp.float32(0)
-    for left in reversed(range(parts)):
-        part = channel._cut_off(x) if left else x
-        found += plgpu.dot(matrix, part.astype(jnp.bfloat16))
-        x -= part
-    return found
-
-
 def _from_middle(half: Any, gates: jax.Array) -> jax.Array:
     """c of the rows of the first half of a run (0) or the second (1), [C, f]."""
-    row, column = channel._pairs(gates.shape[0])
-    # The sums up to each row, or less those after it.
-    sign = 2 * half - 1
-    chosen = (column - row) * sign < half
-    return _sums(chosen, gates, GATE_PARTS) * sign.astype(jnp.float32)
+    whole = jnp.where(half == 0, jnp.sum(gates, axis=0), 0.0)
+    return jax.lax.cumsum(gates, axis=0) - whole[None, :]
 
 
 class Prepared(NamedTuple):
     q: jax.Array  # [B, T, H, F] in the spec's layout, q^
     k: jax.Array  # [B, S, G, F], k~
-    kv: jax.Array  # [B, G, P, V, F], the sums over each run, as the middle of it sees them
-    k_sum: jax.Array  # [B, G, P, F]
     totals: jax.Array  # [B, G, P, parts of a run, F], the sums of the gates to base 2
 
 
@@ -140,53 +121,30 @@ def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
     count, width = _slices(spec, PREPARE_COLUMNS)
 
     def kernel(
-        q_ref: Any,
-        k_ref: Any,
-        v_ref: Any,
-        gates_ref: Any,
-        q_out: Any,
-        k_out: Any,
-        kv_ref: Any,
-        k_sum_ref: Any,
-        totals_ref: Any,
+        q_ref: Any, k_ref: Any, gates_ref: Any, q_out: Any, k_out: Any, totals_ref: Any
     ) -> None:
         program = tiles.piece_id()
         run = program // count
         columns = Slice(program % count * width, width, spec.F)
-        ones = jnp.ones((half, half), jnp.float32)
-        one = tiles.identity(spec, width)
 
-        def add_half(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            kv, k_sum = sums  # [V, f], [C, f]
+        def write_half(i: Any, _: None) -> None:
             queries, keys = walk.rows_at(spec, {}, run * walk.pieces.rows + i * half, half)
             gates = _load_gates(gates_ref, keys, columns)  # [C, f]
-            v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-            k = tiles.load_tile(k_ref, keys, columns)  # [C, f]
             c = _from_middle(i, gates)
-            k = channel._unrounded_side(spec, tiles.as_accumulated(k, one), keys, -c, columns).edge
-            k = tiles.operand(spec, k)
-            kv += tiles.product(spec, v, k, trans_a=True)
-            k_sum += tiles.product(spec, ones, k)
-            tiles.store_tile(k_out, keys, columns, k)
+            k = tiles.load_tile(k_ref, keys, columns)  # [C, f]
+            tiles.store_tile(k_out, keys, columns, _edge(spec, k, keys, -c, columns))
 
             def write_head(head: Any, _: None) -> None:
                 q = tiles.load_tile(q_ref, queries, columns, head, axis)  # [C, f]
-                q = channel._unrounded_side(
-                    spec, tiles.as_accumulated(q, one), queries, c, columns
-                ).edge
+                q = _edge(spec, q, queries, c, columns)
                 tiles.store_tile(q_out, queries, columns, q, head, axis)
 
             stored.over_tiles(0, group, group, write_head, None)
             totals = jnp.sum(gates.reshape(-1, part, width), axis=1)  # [parts of a half, f]
             parts = tiles.tile_rows(i * (half // part), half // part, 0, True)
             tiles.store_tile(totals_ref, parts, columns, totals)
-            return kv, k_sum
 
-        height = tiles.padded(spec.V)
-        sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((half, width), jnp.float32)
-        kv, k_sum = jax.lax.fori_loop(0, 2, add_half, sums)
-        tiles.store_matrix(kv_ref, spec.V, columns, kv)
-        tiles.store_vector(k_sum_ref, columns, jnp.max(k_sum, axis=0))
+        jax.lax.fori_loop(0, 2, write_half, None)
 
     P = walk.pieces.count
     parts = walk.pieces.rows // part
@@ -196,16 +154,10 @@ def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
         kernel,
         "linear_attention_prepare",
         grid=(P * count, spec.G, spec.B),
-        in_specs=[
-            queries,
-            keys,
-            tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g)),
-            keys,
-        ],
+        in_specs=[queries, keys, keys],
         out_specs=[
             queries,
             keys,
-            *state_blocks(spec, lambda p, g, b: (b, g, p // count)),
             pl.BlockSpec(
                 (None, None, None, parts, spec.F), lambda p, g, b: (b, g, p // count, 0, 0)
             ),
@@ -213,14 +165,18 @@ def _prepare(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Prepared:
         out_shape=[
             tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
             tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
-            jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.V, spec.F), walk.state_dtype),
-            jax.ShapeDtypeStruct((spec.B, spec.G, P, spec.F), jnp.float32),
             jax.ShapeDtypeStruct((spec.B, spec.G, P, parts, spec.F), jnp.float32),
         ],
         warps=PREPARE_WARPS,
         stages=PREPARE_STAGES,
-    )(inputs.q, inputs.k, inputs.v, inputs.decay)
+    )(inputs.q, inputs.k, inputs.decay)
     return Prepared(*found)
+
+
+def _edge(
+    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array, columns: Columns
+) -> jax.Array:
+    return channel._unrounded_side(spec, x.astype(jnp.float32), rows, decay, columns).edge
 
 
 class Decays(NamedTuple):
@@ -252,10 +208,15 @@ class Sums(NamedTuple):
     turns: Turns
 
 
-def _sums_of_keys(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Sums:
+def _sums_of_keys(spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk) -> Sums:
     found = _prepare(spec, inputs, walk)
     decays, turns = _classify(spec, walk, found.totals)
-    sums = steep.states(spec, inputs, walk, turns, (found.kv, found.k_sum))
+    inner = inner_spec(spec)
+    keys_at = functools.partial(walk.keys_at, inner)
+    sums = piece_states(
+        inner, config, found.k, inputs.v, walk.pieces, keys_at, {}, dtype=walk.state_dtype
+    )
+    sums = steep.states(spec, inputs, walk, turns, sums)
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
@@ -267,7 +228,7 @@ def _sums_of_keys(spec: LinearAttentionSpec, inputs: Inputs, walk: Walk) -> Sums
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     inner = inner_spec(spec)
     walk = plan(inner, config)
-    prepared, edges, _, turns = _sums_of_keys(spec, inputs, walk)
+    prepared, edges, _, turns = _sums_of_keys(spec, config, inputs, walk)
     out = stored.output(inner, config, prepared, walk, NO_STEPS, [edges])
     out = steep.output(spec, inputs, walk, turns, edges, out)
     return Outputs(out, LinearState(jnp.swapaxes(edges.end_kv, 2, 3), edges.k_sum[:, :, -1]))
@@ -279,7 +240,7 @@ def backward(
     inputs, do = residuals.inputs, cotangents.out
     inner = tiles.matched(inner_spec(spec))
     walk = plan(inner, config, "backward")
-    prepared, edges, decays, turns = _sums_of_keys(spec, inputs, walk)
+    prepared, edges, decays, turns = _sums_of_keys(spec, config, inputs, walk)
     found = stored.query_gradient(inner, config, prepared, walk, NO_STEPS, [edges], do)
     dq, q_rest, sums, normalizer = steep.query_gradient(
         spec, inputs, walk, turns, edges, found, prepared.q, do
@@ -353,9 +314,7 @@ def _finish(
         program = tiles.piece_id()
         run = program // count
         columns = Slice(program % count * width, width, spec.F)
-        row, column = channel._pairs(half)
         is_steep = steep.is_steep(turns_ref)
-        steeply = is_steep.astype(jnp.int32)
 
         def of_side(
             x_ref: Any, refs: tuple[Any, Any], rows: Rows, c: jax.Array, *head: Any
@@ -386,11 +345,10 @@ def _finish(
                 return flow + added
 
             flow = stored.over_tiles(0, group, group, add_head, -flow)
-            sign = (1 - 2 * steeply).astype(jnp.float32)
-            chosen = (row - column) * (1 - 2 * steeply) < 1 - steeply
-            d_gates = _sums(chosen, flow, FLOW_PARTS) * sign + crossing[None, :]
+            before, whole = jax.lax.cumsum(flow, axis=0) - flow, jnp.sum(flow, axis=0)
+            d_gates = jnp.where(is_steep, 0.0, whole)[None, :] - before + crossing[None, :]
             tiles.store_tile(d_gates_out, keys, columns, d_gates)
-            return crossing + jnp.sum(flow, axis=0) * sign
+            return crossing + jnp.where(is_steep, -whole, whole)
 
         jax.lax.fori_loop(0, 2, write_half, tiles.load_vector(crossing_ref, columns))
 

@@ -34,9 +34,10 @@ class Edges(NamedTuple):
     end_kv: jax.Array  # [B, G, V, F]
 
 
-PIECES_AHEAD = 8
-# Elements of kv in one program: 8 a thread, and as many for each piece that is loaded ahead.
-PROGRAM_SIZE = 1024
+# Elements of kv in one program, so many of a thread, and pieces that are loaded ahead. Factors of
+# the columns are loaded by every program, so that with these it pays to have fewer.
+PROGRAM_SIZE, PIECES_AHEAD = 1024, 8
+FACTORED_SIZE, FACTORED_AHEAD = 4096, 4
 WARPS = 4
 
 
@@ -60,7 +61,11 @@ def scan_states(
     """
     B, G, count, V, width = pieces[0].shape
     padded = tiles.padded(width)
-    block = max(1, PROGRAM_SIZE // padded)
+    factored = adds is not None or reads is not None
+    size, at_once = (
+        (FACTORED_SIZE, FACTORED_AHEAD) if factored else (PROGRAM_SIZE, PIECES_AHEAD)
+    )
+    block = max(1, size // padded)
     inputs: dict[str, jax.Array] = {"kv": pieces[0], "k_sum": pieces[1]}
     specs = {
         "kv": pl.BlockSpec((None, None, count, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
@@ -123,7 +128,7 @@ def scan_states(
             return factors("keep", number)
 
         def add_pieces(i: Any, state: State) -> State:
-            steps = [i * PIECES_AHEAD + ahead for ahead in range(PIECES_AHEAD)]
+            steps = [i * at_once + ahead for ahead in range(at_once)]
             numbers = [
                 jnp.maximum(count - 1 - step, 0) if reverse else jnp.minimum(step, count - 1)
                 for step in steps
@@ -150,7 +155,7 @@ def scan_states(
         if start is not None:
             state = load("start_")
         store(jnp.int32(count if reverse else 0), state)
-        state = jax.lax.fori_loop(0, pl.cdiv(count, PIECES_AHEAD), add_pieces, state)
+        state = jax.lax.fori_loop(0, pl.cdiv(count, at_once), add_pieces, state)
         plgpu.store(end_out.at[rows, columns[None]], state[0], mask=within)
 
     found = tiles.launch(

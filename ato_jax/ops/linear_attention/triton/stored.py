@@ -76,7 +76,7 @@ def output(
         start, run = tile * block, tile // in_run * walk.pieces.rows
         queries = walk.queries_at(spec, refs, start, block)
         q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
-        phi_q = tiles.operand(spec, tiles.features_of(spec, q, queries), wide=True)  # [C, F]
+        phi_q = tiles.feature_operand(spec, q, queries, wide=True)  # [C, F]
         out, den = read_for_output(
             spec, refs, "reads", start, phi_q, load_state(spec, side_refs[0])
         )
@@ -92,7 +92,7 @@ def output(
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             wide = tiles.wide_features(spec)
-            phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
+            phi_k = tiles.feature_operand(spec, k, keys, wide=wide)
             w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
             w = pairs_of(walk, refs, (start, block), (first, other)).weigh(w)
             if den is None:
@@ -350,7 +350,7 @@ def key_gradient(
         k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
         v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
         features = tiles.features_of(spec, k, keys)  # [C, F]
-        phi_k = tiles.operand(spec, features, wide=True)
+        phi_k = tiles.feature_operand(spec, k, keys, wide=True)
         dvs, parts = [], []
         for name, side in zip(("adds", "adds_right"), side_refs, strict=False):
             cotangent = load_cotangent(spec, side)
@@ -374,10 +374,11 @@ def key_gradient(
                 if spec.normalize:
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
-                u = tiles.features_of(spec, q, queries)  # [C, F]
-                if not matched:
-                    u *= inverse[:, None]
-                u = tiles.rounded(spec, u, wide=True)
+                if matched:
+                    u = tiles.feature_operand(spec, q, queries, wide=True)  # [C, F]
+                else:
+                    u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                    u = tiles.rounded(spec, u, wide=True)
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
                 if matched:
                     w *= inverse[None, :]

@@ -443,6 +443,15 @@ def rounded(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> j
     )[0]
 
 
+def feature_operand(
+    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, *, wide: bool = False
+) -> jax.Array:
+    """phi(x) as `operand` has it; what needs no mapping as it was loaded, not through registers."""
+    if spec.feature_map.name == "identity" and x.dtype == jnp.bfloat16:
+        return x
+    return operand(spec, features_of(spec, x, rows), wide=wide)
+
+
 def product(
     spec: LinearAttentionSpec,
     a: jax.Array,
