@@ -123,7 +123,22 @@ def _ato_torch(torch: Any, case: Case) -> Attend:
     return functools.partial(ato_torch.attention, is_causal=case.causal)
 
 
+def _heads_as_queries(torch: Any, case: Case) -> Attend:
+    """All heads share the keys, of which the values are the first columns: one head of H queries,
+    as who has to do with PyTorch alone would write it.
+    """
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def call(q: Any, k: Any) -> Any:
+        return attend(q.transpose(1, 2), k, k[..., : case.V]).transpose(1, 2)
+
+    return call
+
+
 ON_HOST = {"ato_torch": Contender(_unmasked, _ato_torch)}
+LATENT = {
+    "SDPA default, heads as queries": Contender(lambda case: case.V is not None, _heads_as_queries)
+}
 
 
 def _short(case: Case) -> bool:

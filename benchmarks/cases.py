@@ -4,10 +4,11 @@
     traffic        = 4u forward (q, k, v in, out), 7u backward (q, k, v, dout in, dq, dk, dv out)
     products       = softmax: 4 * H * D * pairs forward, 2.5 times as many backward, where the
                      scores are computed again
+                     (of queries beside a cache 2 * H * (D + V) * pairs)
                      linear: 4 * B * T * H * D * D forward, k^T v into the state and q times the
                      state, twice as many backward; whether causal or not, as step by step
-    pairs          = B * T * S, half of it if causal; those that are visible under a window or
-                     between documents
+    pairs          = B * T * S, half of it if causal; those that are visible under a window, between
+                     documents or in a sequence as long as it is
 
 A result passes when its relative RMS error against float64, on the same rounded inputs, is at
 most `TOLERANCES`: far above rounding, far below a mistake. The budgets that the library holds
@@ -39,6 +40,10 @@ BLOCK = 128
 UNDERFLOW = 746.0
 # Logarithms of gates are drawn as the negative half of a normal distribution of this width.
 DECAY = 0.1
+# Float32 whose factors are rounded to TF32 is told from a mistake by this.
+TF32_TOLERANCE = 1e-2
+# Queries of a step of decoding.
+MOST_DECODED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,12 @@ class Case:
     `decay` is None, "head" ([H]), "step" ([B, T, H]) or "channel" ([B, T, H, D]), in float32.
     Softmax attention alone has the rest: G key heads and S keys, if not H and T; `left`, how many
     keys before its own a query sees, in a causal window; and `documents`, the mean length of
-    what is packed into a sequence, of which each token sees its own document.
+    what is packed into a sequence, of which each token sees its own document. `tf32` rounds the
+    factors of float32.
+
+    Where a few queries meet a cache, it may be in pages of `page` keys, in random order; `ragged`,
+    sequences of 1 to S keys; of 8 bits, `cache` "int8", with a float32 scale for each key and head;
+    or the values may be the first V columns of the keys.
     """
 
     op: str
@@ -64,6 +74,20 @@ class Case:
     S: int | None = None
     left: int | None = None
     documents: int | None = None
+    tf32: bool = False
+    page: int | None = None
+    ragged: bool = False
+    cache: str | None = None
+    V: int | None = None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a few queries meet a cache: nobody differentiates that."""
+        return self.op == "softmax" and self.T <= MOST_DECODED < self.key_shape[1]
+
+    @property
+    def tolerance(self) -> float:
+        return TF32_TOLERANCE if self.tf32 else TOLERANCES[self.dtype]
 
     @property
     def query_shape(self) -> tuple[int, int, int, int]:
@@ -82,8 +106,28 @@ class Case:
 
     @property
     def key_unit(self) -> int:
-        """The bytes of k, or of v."""
-        return math.prod(self.key_shape) * ITEMSIZES[self.dtype]
+        """The bytes of k, or of v; of those keys that there are."""
+        B, S, G, D = self.key_shape
+        row = D + 4 if self.cache else D * ITEMSIZES[self.dtype]
+        return (int(self.lengths.sum()) if self.ragged else B * S) * G * row
+
+    @property
+    def cached(self) -> int:
+        """The bytes of k and v together."""
+        return self.key_unit if self.V else 2 * self.key_unit
+
+    @property
+    def set_bytes(self) -> int:
+        """Of the inputs of a forward pass and its output, about."""
+        return 2 * self.unit + self.cached
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] int32: the keys of each sequence."""
+        B, S = self.key_shape[:2]
+        if not self.ragged:
+            return np.full(B, S, np.int32)
+        return np.random.default_rng(S).integers(self.T, S + 1, B, np.int32)
 
     @property
     def gates(self) -> tuple[int, ...]:
@@ -98,14 +142,17 @@ class Case:
             return 2 * 4 * self.B * self.H * self.D * self.D + 4 * self.unit
         gates = 4 * math.prod(self.gates) if self.decay else 0
         if phase == "forward":
-            return 2 * self.unit + 2 * self.key_unit + gates
+            # The output is narrower than q where the values are.
+            out = self.unit * (self.V or self.D) // self.D
+            return self.unit + out + self.cached + gates
         return 5 * self.unit + 6 * self.key_unit + 3 * gates
 
     @property
     def pairs(self) -> float:
         """Of a query and a key, that count: the visible ones, and of a causal square half."""
         S = self.key_shape[1]
-        if self.left is None and self.documents is None and (self.T == S or not self.causal):
+        plain = self.left is None and self.documents is None and not self.ragged
+        if plain and (self.T == S or not self.causal):
             return self.B * self.T * S / (2 if self.causal else 1)
         return sum(float(np.sum(last - first)) for first, last in map(self.seen, range(self.B)))
 
@@ -124,7 +171,7 @@ class Case:
     def operations(self, phase: str) -> float:
         """Multiplications and additions of the products, the fewest that there have to be."""
         if self.op == "softmax":
-            forward, both = 4 * self.H * self.D * self.pairs, 3.5
+            forward, both = 2 * self.H * (self.D + (self.V or self.D)) * self.pairs, 3.5
         else:
             forward, both = 4 * self.B * self.T * self.H * self.D * self.D, 3
         return forward if phase == "forward" else both * forward
@@ -142,7 +189,7 @@ class Case:
 
     def seen(self, entry: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys of each query of a batch entry: the first, and the one after the last; [T]."""
-        S = self.key_shape[1]
+        S = int(self.lengths[entry])
         position = np.arange(self.T) + S - self.T
         first, last = np.zeros_like(position), np.full_like(position, S)
         if self.causal:
@@ -161,7 +208,7 @@ class Case:
             return self.traffic(phase) // 2
         gates = 4 * math.prod(self.gates) if self.decay else 0
         if phase == "forward":
-            return 2 * self.unit + 2 * self.key_unit + gates
+            return dataclasses.replace(self, ragged=False).traffic(phase)
         return 4 * self.unit + 4 * self.key_unit + 2 * gates
 
     def memory(self, phase: str, quadratic: bool = False) -> int:
@@ -180,11 +227,15 @@ class Case:
         if self.op != "step":
             sizes += f" T{self.T}{f' S{self.S}' if self.S else ''}"
         return (
-            f"{self.op} {sizes} D{self.D} {self.dtype}"
+            f"{self.op} {sizes} D{self.D}{f' V{self.V}' if self.V else ''} {self.dtype}"
+            f"{' TF32' if self.tf32 else ''}"
             f"{' causal' if self.causal else ''}"
             f"{f', decay per {self.decay}' if self.decay else ''}"
             f"{f', window {self.left + 1}' if self.left is not None else ''}"
             f"{f', documents of {self.documents}' if self.documents else ''}"
+            f"{f', {self.cache} cache' if self.cache else ''}"
+            f"{', ragged' if self.ragged else ''}"
+            f"{f', pages of {self.page}' if self.page else ''}"
         )
 
 
@@ -261,6 +312,20 @@ def exact(
     return found
 
 
+def decoded(case: Case, q: Any, k: Any, v: Any) -> np.ndarray:
+    """The output [H / G, T, V] of all heads that share a key head, in float64: of a long cache
+    each product is one, for all heads.
+    """
+    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    first, last = (bound[:, None] for bound in case.seen(case.B - 1))
+    visible = (first <= np.arange(len(k))) & (np.arange(len(k)) < last)  # [T, S]
+    s = (q.reshape(-1, q.shape[-1]) @ k.T).reshape(*q.shape[:2], -1) * q.shape[-1] ** -0.5
+    s = np.where(visible, s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return (p.reshape(-1, len(k)) @ v).reshape(*q.shape[:2], -1)
+
+
 def _near(rising: np.ndarray, row: int, end: int) -> slice:
     """The keys before `end` from which any channel's factor to the row is not 0 in float64.
 
@@ -302,13 +367,18 @@ def errors(
     """The relative RMS errors of the results of one key head and its queries: out, and maybe dq,
     dk, dv.
 
-    k, v, dk and dv are [S, D]; q, dout, out and dq [H / G, T, D]. dout counts as zero outside of
-    `compared_rows`. `drawn` names the inputs: those of one name are the same, and what is exact is
-    worked out once. `variant` is what `exact` takes beside the arrays.
+    k, v, dk and dv are [S, D]; q, dout, out and dq [H / G, T, D]; v may be the first columns of k,
+    and nowhere else. dout counts as zero outside of `compared_rows`. `drawn` names the inputs:
+    those of one name are the same, and what is exact is worked out once. `variant` is what `exact`
+    takes beside the arrays.
     """
     rows = compared_rows(case)
-    name = (case, drawn, *sorted(variant.items()))
+    decodes = case.decoding and "dq" not in found
+    name = (case, drawn, decodes, *sorted(variant.items()))
     of_heads = _exact_results.get(name) if drawn is not None else None
+    if of_heads is None and decodes:
+        v = inputs["k"][:, : case.V] if case.V else inputs["v"]
+        of_heads = [{"out": out} for out in decoded(case, inputs["q"], inputs["k"], v)]
     if of_heads is None:
         of_heads = [
             exact(case, q, inputs["k"], inputs["v"], dout, rows, inputs.get("decay"), **variant)
@@ -335,7 +405,7 @@ def too_large(case: Case, found: dict[str, float]) -> str | None:
     """What is wrong with results of these errors; None if nothing."""
     for name, error in found.items():
         # A comparison that NaN does not pass.
-        if not error <= TOLERANCES[case.dtype]:
+        if not error <= case.tolerance:
             return f"{name} is wrong: relative error {error:.1e}"
     return None
 

@@ -122,6 +122,39 @@ def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
     return tables
 
 
+def beside(contest: Contest, title: str) -> Callable[[Results], list[Table]]:
+    """The library and every peer, case by case: times, shares of the copy bandwidth by the bytes
+    that are needed, and the fastest peer's ratio.
+    """
+    names = [name for name in (*contest.in_jax, *contest.in_torch) if name != OURS]
+
+    def tables(results: Results) -> list[Table]:
+        found, lines = Found(results), []
+        for case in cases_of(results, contest):
+            for phase in contest.phases_of(case):
+                row = found.row(case, phase, OURS)
+                if row is None or row.seconds is None:
+                    continue
+                peer = best(found.of(case, phase))
+                lines.append(
+                    [
+                        *(str(case), phase, demo.milliseconds(row.seconds), f"{row.reached:.0%}"),
+                        *(found.ms(case, phase, name) for name in names),
+                        times(peer.seconds if peer else None, row.seconds),
+                    ]
+                )
+        head = ["case", "phase", "ato_jax, ms", "of a copy", *(f"{name}, ms" for name in names)]
+        head.append("fastest peer / ato_jax")
+        return [Table(title, head, lines, texts=2)] if lines else []
+
+    return tables
+
+
+def both(*parts: Callable[[Results], list[Table]]) -> Callable[[Results], list[Table]]:
+    """One after the other."""
+    return lambda results: [table for part in parts for table in part(results)]
+
+
 def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
     def tables(results: Results) -> list[Table]:
         found = Found(results)

@@ -49,7 +49,9 @@ def backends(case: cases.Case) -> tuple[str, str]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
-    """q, k, v and dout, with a decay its logarithms, few far below 0, with documents their ids."""
+    """q, k, v and dout, with a decay its logarithms, few far below 0, with documents their ids; and
+    what more there is to a cache: scales, the table of its pages, lengths.
+    """
     shapes = (case.query_shape, case.key_shape, case.key_shape, case.query_shape)
     keys = jax.random.split(key, 5)
     found = {
@@ -64,7 +66,25 @@ def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
         )
     if case.documents:
         found["ids"] = jnp.asarray(case.document_ids)
+    if case.V:
+        del found["v"]
+    if case.cache:
+        for name, one in zip("kv", jax.random.split(keys[4]), strict=True):
+            found[name] = jax.random.randint(keys["qkv".index(name)], case.key_shape, -127, 128)
+            found[name] = found[name].astype(case.cache)
+            # Of the size of 1 when they are multiplied.
+            scales = jax.random.uniform(one, case.key_shape[:3], minval=0.5, maxval=1.5)
+            found[f"{name}_scales"] = scales / 64
+    if case.page:
+        pages = jax.random.permutation(keys[4], case.B * case.key_shape[1] // case.page)
+        found["table"] = pages.reshape(case.B, -1).astype(jnp.int32)
+    if case.page or case.ragged:
+        found["lengths"] = jnp.asarray(case.lengths)
     return found
+
+
+# Of a set of inputs, what a function takes by name.
+CACHE = ("k_scales", "v_scales", "table", "lengths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +142,7 @@ def compiled(
     Args:
       case, phase: what to run.
       function: `function(q, k, v)` or, with a decay or documents, `function(q, k, v, decay)` or
-        `function(q, k, v, ids)`.
+        `function(q, k, v, ids)`; of a cache what else there is by name, as `CACHE` has it.
       mapped: the function takes features, phi(q) and phi(k), in place of q and k.
       normalize: whether it divides by the sum of the weights.
       steps: the function launches programs of its own, one after the other from Python.
@@ -147,7 +167,7 @@ def compiled(
 
 
 def _groups(case: cases.Case) -> tuple[int, int]:
-    return timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform())
+    return timing.groups_of_inputs(case.set_bytes, platform())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,8 +364,9 @@ def called(
     def call(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
         arrays = [inputs[name] for name in ("q", "k", "v", "decay") if name in inputs]
         ids = [inputs["ids"]] if "ids" in inputs else []
+        cache = {name: inputs[name] for name in CACHE if name in inputs}
         if phase == "forward":
-            return {"out": attend(*arrays, *ids)}
+            return {"out": attend(*arrays, *ids, **cache)}
         out, pull = jax.vjp(lambda *arrays: attend(*arrays, *ids), *arrays)
         gradients = pull(inputs["dout"])
         return dict(zip(("out", "dq", "dk", "dv", "ddecay"), (out, *gradients), strict=False))
@@ -369,10 +390,23 @@ def _one_group(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, jax.
             # [H / G, T, D]
             found[name] = array[-1, :, -heads:].astype(jnp.float32).swapaxes(0, 1)
         elif name in ("k", "v", "dk", "dv"):
-            found[name] = array[-1, :, -1].astype(jnp.float32)  # [S, D]
+            found[name] = _last_rows(case, arrays, array).astype(jnp.float32)  # [S, D]
+            if f"{name}_scales" in arrays:
+                found[name] *= _last_rows(case, arrays, arrays[f"{name}_scales"])[:, None]
         elif name == "decay":
             found[name] = array[-1] if array.ndim == 1 else array[-1, :, -1]
     return found
+
+
+def _last_rows(
+    case: cases.Case, arrays: dict[str, jax.Array], array: jax.Array
+) -> jax.Array:
+    """Of the last key head of the last batch entry, in their order: [S, ...]."""
+    if case.page is None:
+        return array[-1, :, -1]
+    # [P, page, ...] of one head
+    pages = array[:, :, -1].reshape(-1, case.page, *array.shape[3:])
+    return pages[arrays["table"][-1]].reshape(-1, *array.shape[3:])
 
 
 def _on_host(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -396,6 +430,8 @@ def options(case: cases.Case, *more: jax.Array) -> dict[str, Any]:
         found["window"] = (case.left, None)
     if case.documents:
         found["segment_ids"] = more[0]
+    if case.tf32:
+        found["precision"] = "tf32"
     return found
 
 

@@ -61,6 +61,7 @@ CONTENDERS = {
     op: module.CONTENDERS | module.ON_HOST
     for op, module in (("linear", linear_torch), ("softmax", attention_torch))
 }
+CONTENDERS["softmax"] |= attention_torch.LATENT
 # A call below this is launched in a CUDA graph: above, launching it costs nothing.
 SHORT_SECONDS = 1e-3
 
@@ -268,6 +269,8 @@ def _calls(
     def draw() -> dict[str, Any]:
         shapes = {"q": case.query_shape, "k": case.key_shape, "v": case.key_shape}
         shapes["dout"] = case.query_shape
+        if case.V:
+            del shapes["v"]
         tensors = {
             name: normal(arranged(shape), dtype=getattr(torch, case.dtype))
             for name, shape in shapes.items()
@@ -285,6 +288,7 @@ def _calls(
                 tensors[name].requires_grad_(recorded)
         return tensors
 
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
     attend = contender.make(torch, case)
 
     def call(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +331,7 @@ def _prepare(
             found[name] = last.detach().double().cpu().numpy()
         return found
 
-    groups, calls = timing.groups_of_inputs(2 * (case.unit + case.key_unit), platform)
+    groups, calls = timing.groups_of_inputs(case.set_bytes, platform)
     sets = [draw() for _ in range(groups * calls)]
     inputs = compared(sets[0])
     found = cases.errors(

@@ -51,8 +51,6 @@ flags.DEFINE_enum("dtype", "", ["", *cases.ITEMSIZES], "run: all cases in this d
 flags.DEFINE_bool("forward_only", False, "run: without the backward pass")
 
 TURNS = 3
-# Queries of a step of decoding.
-MOST_DECODED = 16
 TURN_SECONDS = 0.03
 # What takes longer than this, and than twice the fastest, is timed in one turn: it is far behind.
 SLOW_SECONDS = 0.03
@@ -99,9 +97,7 @@ class Contest:
     meets: Callable[[Case, str], bool] = lambda case, name: True
 
     def phases_of(self, case: Case) -> tuple[str, ...]:
-        # Nobody differentiates a step of decoding.
-        decoding = case.op == "softmax" and case.T <= MOST_DECODED < case.key_shape[1]
-        forward_alone = case.op == "step" or decoding or FLAGS.forward_only
+        forward_alone = case.op == "step" or case.decoding or FLAGS.forward_only
         return self.phases[:1] if forward_alone else self.phases
 
     def groups(self, platform: str) -> list[tuple[Case, str]]:
@@ -407,7 +403,8 @@ class Meeting:
         names = wanted(self.contest, case)
         found = self.found(case, phase)
         if not found.keys() >= set(names):
-            rate = self.results.matrix.get(case.dtype)
+            # That of float32 is one in full precision.
+            rate = None if case.tf32 else self.results.matrix.get(case.dtype)
             new = measure(
                 self.contest,
                 self.peer,

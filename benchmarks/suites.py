@@ -18,6 +18,7 @@ from benchmarks import (
     attention,
     attention_jax,
     attention_torch,
+    decode,
     findings,
     linear,
     linear_jax,
@@ -72,6 +73,10 @@ def some(contenders: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def _any(case: Case) -> bool:
     return True
+
+
+def _exact_float32(case: Case) -> bool:
+    return case.dtype == "float32" and not case.tf32
 
 
 FORWARD = PHASES[:1]
@@ -140,6 +145,30 @@ WIDE = Contest(
     OURS_SOFTMAX | variants.IN_WIDE,
     some(attention_torch.CONTENDERS, ["SDPA default"]),
     FORWARD,
+)
+# Sequences enough to fill a card: the byte limit is what there is to reach.
+WIDE_FULL = Contest(
+    {
+        "gpu": tuple(
+            Case("softmax", B=64, H=4, T=64, D=D, dtype=dtype, tf32=tf32)
+            for D, dtype, tf32 in (
+                (8192, "bfloat16", False),
+                (2048, "bfloat16", False),
+                (512, "bfloat16", False),
+                (8192, "float32", True),
+                (8192, "float32", False),
+            )
+        ),
+        "cpu": tuple(_tiny(T=16, D=512, tf32=tf32) for tf32 in (False, True)),
+    },
+    OURS_SOFTMAX
+    | {
+        "plain JAX": dataclasses.replace(
+            attention_jax.CONTENDERS["plain JAX"], takes=lambda case: not _exact_float32(case)
+        ),
+        variants.EXACT: dataclasses.replace(variants.IN_WIDE[variants.EXACT], takes=_exact_float32),
+    },
+    some(attention_torch.CONTENDERS, ["SDPA default"]),
 )
 LADDER = Contest(
     {
@@ -294,7 +323,21 @@ REPORT = (
         findings.ladder(LADDER),
     ),
     Suite(
-        "wide", "wide heads, float32", 12, (WIDE,), findings.wide(WIDE), brief=(WIDE_BRIEF,)
+        "decode",
+        "a few queries against caches",
+        45,
+        (decode.CONTEST,),
+        findings.beside(decode.CONTEST, "Decoding"),
+    ),
+    Suite(
+        "wide",
+        "wide heads",
+        30,
+        (WIDE, WIDE_FULL),
+        findings.both(
+            findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
+        ),
+        brief=(WIDE_BRIEF, WIDE_FULL),
     ),
     Suite(
         "tiles",

@@ -15,9 +15,9 @@ one of them alone changed, or tests were added,
     python -m tests.receipt renew
 
 puts the tests of that part, and the new ones, under "left". Which ops' kernels a test runs its
-parameter `op` says, or the marker `kernels`; any other test counts for all but those for wide
-heads, which only marked tests run. The bridge's are those
-of `tests/test_torch_*.py`. Where no card could be had,
+parameter `op` says, or the marker `kernels`; a parameter that names gates of channels says that
+it runs theirs; any other test counts for all but these and those for wide heads, which no test
+runs unasked. The bridge's are those of `tests/test_torch_*.py`. Where no card could be had,
 
     python -m tests.receipt pending "the reason"
 
@@ -45,7 +45,7 @@ import jax
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
-OPS = ("attention", "linear_attention", "decode_attention", "wide_attention")
+OPS = ("attention", "linear_attention", "decode_attention", "wide_attention", "channel_gates")
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
@@ -56,13 +56,17 @@ SHARED_SOURCES = (
     "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
-# Kernels of their own, which build on attention's, and which attention knows nothing of.
-BESIDE_ATTENTION = {"decode_attention": "paged.py", "wide_attention": "wide*.py"}
-ATTENTION_KERNELS = "ato_jax/ops/attention/triton"
+# Kernels of their own, which build on an op's, and of whose code that op's own run nothing.
+BESIDE = {
+    "decode_attention": ("attention", "paged.py"),
+    "wide_attention": ("attention", "wide*.py"),
+    "channel_gates": ("linear_attention", "channel.py", "prepared.py", "steep.py"),
+}
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
-# No test runs these unless it says so: the others' heads are narrower.
-MARKED_ALONE = {"wide_attention"}
+# No test runs these unless it says so: the others' heads are narrower, their gates whole.
+MARKED_ALONE = {"wide_attention", "channel_gates"}
+OF_CHANNELS = {"channel", "gates of channels"}
 OUTCOMES = ("failed", "error", "passed", "skipped")
 FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
@@ -71,15 +75,16 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 def source_files(part: str) -> list[Path]:
     if part == BRIDGE:
         return sorted(ROOT.glob("ato_torch/*.py"))
-    folder = "attention" if part in BESIDE_ATTENTION else part
+    folder = BESIDE[part][0] if part in BESIDE else part
     patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in SOURCES_OF_AN_OP)]
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    others = [name for op, name in BESIDE_ATTENTION.items() if op != part]
-    return sorted(found - {path for name in others for path in beside_attention(name)})
+    return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 
 
-def beside_attention(name: str) -> set[Path]:
-    return set((ROOT / ATTENTION_KERNELS).glob(name))
+def beside(part: str) -> set[Path]:
+    op, *names = BESIDE[part]
+    folder = ROOT / "ato_jax" / "ops" / op / "triton"
+    return {path for name in names for path in folder.glob(name)}
 
 
 def stripped(source: str) -> str:
@@ -108,7 +113,11 @@ def tables_of(op: str, text: str) -> dict[str, Any]:
     """
     tables = tomllib.loads(text)
     of_attention = ("attention",)
-    wanted = {"decode_attention": (op, *of_attention), "wide_attention": of_attention}
+    wanted = {
+        "decode_attention": (op, *of_attention),
+        "wide_attention": of_attention,
+        "channel_gates": ("linear_attention",),
+    }
     return {
         name: {
             kind: entries
@@ -144,6 +153,8 @@ def _ops_of(test: Any) -> set[str]:
     marker = test.get_closest_marker("kernels")
     if parameters.get("op") in OPS:
         return {parameters["op"]}
+    if any(isinstance(value, str) and value in OF_CHANNELS for value in parameters.values()):
+        return {"channel_gates"}
     named = set(marker.args) if marker else set(OPS) - MARKED_ALONE
     assert named <= set(OPS), f"{test.nodeid}: {named}"
     return named

@@ -17,7 +17,9 @@ from benchmarks import (
     attention_torch,
     byte_limit,
     cases,
+    decode,
     ours,
+    peers,
     results,
     side_by_side,
     timing,
@@ -111,7 +113,7 @@ def test_exact_is_the_reference(case):
     assert max(cases.errors(case, inputs, found).values()) < 1e-6
 
 
-@pytest.mark.parametrize("case", [CASE, *MASKED], ids=str)
+@pytest.mark.parametrize("case", [CASE, *MASKED, dataclasses.replace(CASE, tf32=True)], ids=str)
 def test_plain_jax_computes_what_the_library_does(case):
     for name in ("ato_jax", "plain JAX"):
         contender = attention_jax.CONTENDERS[name]
@@ -122,6 +124,28 @@ def test_plain_jax_computes_what_the_library_does(case):
             continue
         assert max(found.errors.values()) < 1e-5 and set(found.errors) == set(attention.ERRORS)
         assert isinstance(found.time(0.0), timing.Timing)
+
+
+@pytest.mark.parametrize("case", decode.CASES["cpu"], ids=str)
+def test_caches_in_every_form(case):
+    names = side_by_side.wanted(decode.CONTEST, case)
+    assert names[0] == "ato_jax"
+    # The library's own tests have it in every form.
+    own = case.V or case.ragged and case.page
+    for name in names[0 if own else 1 :]:
+        if name in decode.CONTEST.in_jax and not decode.CONTEST.in_jax[name].package:
+            found = ours.finished(decode.CONTEST.in_jax[name].compiled(case, "forward"))
+            assert found.errors["out"] < 1e-5, name
+    if case.page:
+
+        def without_table(q, k, v, table, lengths):
+            return decode.CONTEST.in_jax["plain JAX"].make(case)(q, k, v, lengths=lengths)
+
+        assert "out is wrong" in ours.prepare(case, "forward", without_table)
+    if case.V:
+        torch = pytest.importorskip("torch")
+        for contender in attention_torch.LATENT.values():
+            assert peers._prepare(torch, "cpu", contender, case, "forward").errors["out"] < 1e-5
 
 
 def test_long_sequences_are_compared_in_all_gradients():

@@ -82,6 +82,11 @@ def refused(*patterns: str) -> Any:
             {"q_segment_ids": jnp.zeros((B, T), int), "kv_segment_ids": jnp.zeros((B, T), int)},
             ["kv_segment_ids must be", "S=6", "got shape"],
         ),
+        # One array for both sides, where these differ.
+        (
+            dict.fromkeys(("q_segment_ids", "kv_segment_ids"), jnp.zeros((B, T), int)),
+            ["kv_segment_ids must be", "S=6", "got shape"],
+        ),
         (
             {"q_segment_ids": jnp.zeros((B, T)), "kv_segment_ids": jnp.zeros((B, S))},
             ["q_segment_ids must hold integers", "float32"],

@@ -32,12 +32,10 @@ def test_the_hash_covers_every_kernel() -> None:
     }
     assert with_kernels and with_kernels <= covered
     folders = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
-    assert set(receipt.OPS) == folders - {"__pycache__"} | set(receipt.BESIDE_ATTENTION)
-    attention = set(receipt.source_files("attention"))
-    for op, name in receipt.BESIDE_ATTENTION.items():
-        beside = set(receipt.source_files(op)) - attention
-        assert beside == receipt.beside_attention(name) != set()
-        assert attention < set(receipt.source_files(op))
+    assert set(receipt.OPS) == folders - {"__pycache__"} | set(receipt.BESIDE)
+    for part, (op, *_) in receipt.BESIDE.items():
+        whole, own = set(receipt.source_files(part)), set(receipt.source_files(op))
+        assert own < whole and whole - own == receipt.beside(part)
     for op in ("attention", "linear_attention"):
         others = [path for path in receipt.source_files(op) if "ops" in path.parts]
         assert others and all(path.parts[path.parts.index("ops") + 1] == op for path in others)
@@ -67,7 +65,7 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
 
 
 HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}
-HASHES |= {"wide_attention": "w", "bridge": "b"}
+HASHES |= {"wide_attention": "w", "channel_gates": "c", "bridge": "b"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:
@@ -121,6 +119,7 @@ def test_what_a_change_of_one_part_leaves() -> None:
     [
         ("test_gpu", {"op": "attention"}, [], {"attention"}),
         ("test_gpu", {"T": 3}, ["linear_attention"], {"linear_attention"}),
+        ("test_gpu", {"name": "channel"}, ["linear_attention"], {"channel_gates"}),
         ("test_gpu", {}, [], {"attention", "linear_attention", "decode_attention"}),
         ("test_torch_sdpa", {}, ["attention"], {"attention", "bridge"}),
     ],

@@ -143,7 +143,7 @@ def bind_segments(
     if q_segment_ids is None:
         return None, None
     q_ids = bound("q_segment_ids", q_segment_ids, "BT")
-    if q_segment_ids is kv_segment_ids:
+    if q_segment_ids is kv_segment_ids and sizes["T"] == sizes["S"]:
         q_ids = _narrow_ids(q_ids)[0]
         return q_ids, q_ids
     q_ids, kv_ids = _narrow_ids(q_ids, bound("kv_segment_ids", kv_segment_ids, "BS"))

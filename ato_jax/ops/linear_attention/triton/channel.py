@@ -201,7 +201,7 @@ def _side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array)
 
 
 def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
-    """`add_level(at_level [C, C], factor [C, F], sums)` for each level of a chunk's pairs."""
+    """`add_level(level, at_level [C, C], factor [C, F], sums)` for each level of the pairs."""
     block = frame.gates.shape[0]
     i, j = _pairs(block)
 
@@ -210,7 +210,7 @@ def _over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
         middle = (i & -(2 * half)) + half
         between = (jnp.minimum(middle, i + 1) <= j) & (j < jnp.maximum(middle, i + 1)) & (half > 0)
         at_level = (half <= (i ^ j)) & ((i ^ j) < jnp.maximum(2 * half, 1))
-        return add_level(at_level, tiles.exp2(_sums(between, _parts(frame.gates))), sums)
+        return add_level(level, at_level, tiles.exp2(_sums(between, _parts(frame.gates))), sums)
 
     return jax.lax.fori_loop(0, block.bit_length(), add, sums)
 
@@ -220,7 +220,7 @@ def _weights(spec: LinearAttentionSpec, frame: Frame, rows: Side, columns: Side)
     if frame.mild:
         return tiles.product(spec, rows.edge, columns.edge, wide=True, trans_b=True)
 
-    def add_level(at_level: jax.Array, factor: jax.Array, w: jax.Array) -> jax.Array:
+    def add_level(_: Any, at_level: jax.Array, factor: jax.Array, w: jax.Array) -> jax.Array:
         found = tiles.product(
             spec, rows.features * factor, columns.features * factor, wide=True, trans_b=True
         )
@@ -233,7 +233,8 @@ class Gradient(NamedTuple):
     """Sums to which the gradient of one side's features is added, [C, F] each.
 
     With the side's decays to the edge, `edge` is that gradient but for `pairs`; and the product of
-    that gradient with the features but for `flow`. Where the frame is mild there is `edge` alone.
+    that gradient with the features but for `flow`, in which no row is paired with itself. Where the
+    frame is mild there is `edge` alone.
     """
 
     edge: jax.Array
@@ -256,12 +257,16 @@ def _add_pairs(
     if frame.mild:
         return Gradient(found.edge + _finely(spec, dw, columns.edge, fine="a"), ())
 
-    def add_level(at_level: jax.Array, factor: jax.Array, sums: Any) -> Any:
+    def add_level(level: Any, at_level: jax.Array, factor: jax.Array, sums: Any) -> Any:
         pairs, flow = sums
         read = tiles.operand(spec, columns.features * factor, wide=True)
         sum_ = _finely(spec, jnp.where(at_level, dw, 0.0), read, fine="a")
         rounded = tiles.operand(spec, rows.features * factor, wide=True).astype(jnp.float32)
-        return pairs + factor * sum_, flow + rounded * sum_
+        # No gate is in the pair of a row with itself. In both sides' sums, it would cancel but for
+        # rounding, which may be more than strong gates leave of the other pairs.
+        # A factor, as a choice would spill more.
+        differ = jnp.minimum(level, 1).astype(jnp.float32)
+        return pairs + factor * sum_, flow + differ * rounded * sum_
 
     return Gradient(found.edge, _over_levels(frame, add_level, found.pairs))
 

@@ -293,7 +293,7 @@ def _finish(
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and the gates' gradient from dq^ and dk~, float32, and in steep runs what these
-    lack beside the features. A program has a run of rows, of which it takes a half at a time."""
+    lack of the features' gradients. A program has a run of rows, and takes a half at a time."""
     half = walk.pieces.rows // 2
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
@@ -319,7 +319,7 @@ def _finish(
         def of_side(
             x_ref: Any, refs: tuple[Any, Any], rows: Rows, c: jax.Array, *head: Any
         ) -> tuple[jax.Array, jax.Array]:
-            """The gradient of x, and of its features times these, [C, f]."""
+            """The gradient of x, and the flow: that of its features times these, [C, f]."""
             x, dx = (tiles.load_tile(ref, rows, columns, *head) for ref in (x_ref, refs[0]))
             exist = is_steep if rows.real is None else rows.real & is_steep
             exist = jnp.broadcast_to(exist, rows.numbers.shape)
@@ -327,7 +327,7 @@ def _finish(
             side = channel._unrounded_side(spec, x.astype(jnp.float32), rows, c, columns)
             # As the kernels multiplied them.
             read = jnp.where(is_steep, side.edge, tiles.rounded(spec, side.edge))
-            return dx * side.edge_slopes, (dx + rest.astype(jnp.float32)) * read
+            return (dx + rest.astype(jnp.float32)) * side.edge_slopes, dx * read
 
         def write_half(turn: Any, crossing: jax.Array) -> jax.Array:
             # From the end of the run, or less the rows before from its start.

@@ -6,10 +6,10 @@ those that are not steep: where all are mild, as is usual, there are few program
 at once. In chunks of `MILD_ROWS` rows in which no channel loses much all pairs are parted at once,
 in other runs level by level.
 
-Backward, what is written for q and for k is not their gradients but those of their features, from
-which `prepared.py` makes both that of q and the product with phi(q). That has to match the keys'
-in the roundings of the factors: what these make of it, divided by phi(q) and less the gradient, is
-a small rest, and goes where q^ was.
+Backward, what is written for q and for k is not their gradients but two parts of those of their
+features, from which `prepared.py` makes both that of q and the flow of the gates' gradient. The
+flow has to match the keys' in the roundings of the factors, and has no pairs of a row with itself:
+divided by phi(q), it is the first part, in float32. The rest goes where q^ was.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ def _features(
     return plain, tiles.features_of(spec, x, rows)
 
 
-def _gradient_and_rest(found: channel.Gradient, side: channel.Side) -> tuple[jax.Array, jax.Array]:
-    """The features' gradient [C, F]; and what it lacks for its product with them to be that of
-    the factors as they were rounded."""
+def _flow_and_rest(found: channel.Gradient, side: channel.Side) -> tuple[jax.Array, jax.Array]:
+    """What times the features [C, F] is the flow of the gates' gradient; and what that lacks to be
+    the features' gradient."""
     gradient, flow = channel._finish_gradient(found, side)
     large = jnp.abs(side.features) > SMALLEST
-    as_rounded = jnp.where(large, flow / jnp.where(large, side.features, 1.0), gradient)
-    return gradient, as_rounded - gradient
+    flow = jnp.where(large, flow / jnp.where(large, side.features, 1.0), gradient)
+    return flow, gradient - flow
 
 
 def _programs(walk: Walk, first_run: int = 0) -> int:
@@ -305,8 +305,8 @@ def query_gradient(
     rest: jax.Array,
     do: jax.Array,
 ) -> tuple[jax.Array, jax.Array, State, Normalizer | None]:
-    """The gradient of phi(q) in float32, and its rest; dS^T and dz of each run with queries, as
-    its start sees them; and the normalizer."""
+    """The flow beside phi(q) in float32, and the rest of its gradient; dS^T and dz of each run with
+    queries, as its start sees them; and the normalizer."""
     group = spec.H // spec.G
     before = (written.dq, rest, *written.sides[0], *(written.normalizer or ()))
 
@@ -359,8 +359,8 @@ def query_gradient(
                     dw = jnp.where(column <= row, dw, 0.0)
                     found = channel._start_gradient(frame, g)
                     found = channel._add_pairs(plain, frame, found, dw, reads, adds)
-                    gradient, rest = _gradient_and_rest(found, reads)
-                    tiles.store_tile(dq_ref, queries, spec.D, gradient * inverse[:, None])
+                    flow, rest = _flow_and_rest(found, reads)
+                    tiles.store_tile(dq_ref, queries, spec.D, flow * inverse[:, None])
                     tiles.store_tile(rest_ref, queries, spec.D, rest * inverse[:, None])
                     added = tiles.product(spec, v, adds.edge, wide=True, trans_a=True)
                     d_num = do.astype(jnp.float32) * inverse[:, None]  # [C, V]
@@ -424,9 +424,9 @@ def key_gradient(
     written: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     do: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The gradient of phi(k) in float32, its rest, and dv, summed over the query heads of each kv
-    head; and the products of the states and their cotangents at the starts of the runs,
-    [B, G, P, F]."""
+    """The flow beside phi(k) in float32, the rest of its gradient, and dv, summed over the query
+    heads of each kv head; and the products of the states and their cotangents at the starts of
+    the runs, [B, G, P, F]."""
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
 
@@ -491,8 +491,8 @@ def key_gradient(
 
                     dv, found, dkv, dz = jax.lax.fori_loop(0, group, add_head, (dv, found, dkv, dz))
                     tiles.store_tile(dv_ref, keys, spec.V, dv)
-                    gradient, rest = _gradient_and_rest(found, adds)
-                    tiles.store_tile(dk_ref, keys, spec.D, gradient)
+                    flow, rest = _flow_and_rest(found, adds)
+                    tiles.store_tile(dk_ref, keys, spec.D, flow)
                     tiles.store_tile(rest_ref, keys, spec.D, rest)
                     return dkv, dz
 
