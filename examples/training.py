@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 import optax
 import orbax.checkpoint
@@ -254,5 +255,7 @@ def load(model: nnx.Module, folder: Path) -> None:
     state = nnx.state(model, LEARNED)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder.absolute(), nnx.to_pure_dict(state))
+    # Committed to no device, as what was built is not: else every program is compiled once more.
+    restored = jax.tree.map(jnp.asarray, jax.device_get(restored))
     nnx.replace_by_pure_dict(state, restored)
     nnx.update(model, state)

@@ -301,7 +301,7 @@ def test_memory_of_32768_keys(options: dict[str, Any]) -> None:
 
 
 def test_peak_memory_of_a_run() -> None:
-    """The process's peak, above what it held before the call: quadratic would be 2 GB."""
+    """The process's peak, above what it held before the call: the reference takes 2 GB."""
     script = """
         import resource, jax, jax.numpy as jnp
         from ato_jax.ops.attention.api import attention
@@ -312,7 +312,7 @@ def test_peak_memory_of_a_run() -> None:
             return jax.grad(loss, (0, 1, 2))(q, k, v)
 
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        q, k, v = (jax.random.normal(jax.random.key(i), (1, 8192, 2, 64)) for i in range(3))
+        q, k, v = (jax.random.normal(jax.random.key(i), (1, 8192, 1, 64)) for i in range(3))
         small = [x[:, :256] for x in (q, k, v)]
         jax.block_until_ready(jax.jit(gradient)(*small))
         before = peak()
@@ -328,7 +328,7 @@ def test_peak_memory_of_a_run() -> None:
         text=True,
         check=True,
     )
-    assert float(result.stdout) < 400
+    assert float(result.stdout) < 200
 
 
 def test_supports_everything() -> None:

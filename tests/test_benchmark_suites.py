@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -549,23 +548,16 @@ def test_what_is_quoted_is_there():
 # The whole command.
 
 
-def test_smoke_runs(tmp_path):
-    """In a process of its own: measured, written, shown and drawn."""
+def test_smoke_runs(tmp_path, capsys):
+    """Measured, written, shown and drawn; in a process of its own: `test_demo_runs`."""
     pytest.importorskip("torch")
     path, table = tmp_path / "smoke.json", tmp_path / "smoke.csv"
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks", "run", "--suite=smoke"),
-            *(f"--json={path}", f"--csv={table}", "--forward_only"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "No GPU here" in ran.stdout and "SDPA default (" in ran.stdout
+    files = (f"--json={path}", f"--csv={table}")
+    with flagsaver.flagsaver():
+        rest = entry.parsed(["benchmarks", "run", "--suite=smoke", *files, "--forward_only"])
+        assert entry.main(rest) == 0
+    printed = capsys.readouterr().out
+    assert "No GPU here" in printed and "SDPA default (" in printed
     found = results.read(path)
     assert found.platform == "cpu" and found.matrix["float32"] > 0 and found.suites["smoke"] > 0
     assert len(found.rows) == 8 and all(row.seconds for row in found.rows), found.rows

@@ -15,6 +15,7 @@ from flax import nnx
 import ato_jax.nn
 from examples import encoder, swap_attention
 
+SMALLER = dataclasses.replace(encoder.SMALL, batch_size=16, heads=2, evaluations=2)
 PNG = b"\x89PNG\r\n"
 
 
@@ -46,8 +47,8 @@ def test_digits_are_held_out() -> None:
 
 
 def test_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller = {"batch_size": 16, "digits_steps": 80, "speed_lengths": (16, 32)}
-    monkeypatch.setattr(encoder, "SMALL", dataclasses.replace(encoder.SMALL, **smaller))
+    smaller = dataclasses.replace(SMALLER, digits_steps=70, speed_lengths=(16, 32))
+    monkeypatch.setattr(encoder, "SMALL", smaller)
     figures = encoder.main(["--small", "--length", "32", "--output", str(tmp_path)])
     chances = {"digits": 1 / 10, "marked": 1 / encoder.SYMBOLS}
     for task, chance in chances.items():
@@ -70,7 +71,9 @@ def test_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_swap_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another feature map: `test_swap_keeps_parameters`.
     layers = {name: swap_attention.LAYERS[name] for name in ("softmax", "linear", "performer")}
+    layers["performer"] = (ato_jax.nn.Performer, {"num_features": 64})
     monkeypatch.setattr(swap_attention, "LAYERS", layers)
+    monkeypatch.setattr(swap_attention, "SMALL", SMALLER)
     figures = swap_attention.main(["--small", "--output", str(tmp_path)])
     assert figures.keys() == swap_attention.LAYERS.keys()
     for name, row in figures.items():

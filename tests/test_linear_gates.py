@@ -33,11 +33,8 @@ def runs(B, length, seed=0):
     return (np.cumsum(draw.uniform(size=(B, length)) < 0.08, axis=1) + draw.integers(3)) % 4
 
 
-# Both ways: with keys in smaller blocks, with states and with everything at once.
-def test_decay_of_steps():
-    check(90, 90, 2, 1, 16, 32, "bfloat16", causal=True, decay=decays(1, 90, 1))
-
-
+# Carried: of more keys than queries, and in bfloat16 with everything at once. Both ways: with keys
+# in smaller blocks, with states and with everything at once.
 def test_decay_with_a_state_stored_for_every_run():
     config = STORED | {"dkv_block": 32}
     check(90, 90, 4, 2, 16, 32, "float16", causal=True, decay=decays(1, 90, 2), config=config)
