@@ -140,6 +140,11 @@ def _by_plain(case: Case) -> bool:
     return not case.page and case not in IN_A_ROW[2:] and scores <= attention_jax.SCORES_BYTES
 
 
+def in_report(case: Case, name: str) -> bool:
+    """Plain JAX compiles for seconds, alone: XLA searches."""
+    return name != "plain JAX" or _measured_often(case)
+
+
 def _of(contenders: Any, name: str, takes: Any) -> dict[str, Any]:
     return {name: dataclasses.replace(contenders[name], takes=takes)}
 

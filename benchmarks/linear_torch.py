@@ -251,7 +251,7 @@ def hasten_triton() -> None:
 
     autotuner.Autotuner.prune_configs = compile_all
     autotuner.Autotuner.do_bench = property(
-        lambda self: functools.partial(triton.testing.do_bench, warmup=5, rep=20)
+        lambda self: functools.partial(triton.testing.do_bench, warmup=2, rep=8)
     )
 
 

@@ -1,7 +1,8 @@
 """Runs suites: each puts the library beside its peers in some cases, all into one file of figures.
 
-A row that another suite has measured is not measured again. Each suite has its part of the time,
-and what it leaves goes to those after it; `--resume` goes on with what there was no time for.
+A row that another suite has measured is not measured again. The suites are run one after the other,
+the most wanted first, until the time is up: what there was none for is at the end, and `--resume`
+goes on with that.
 """
 
 from __future__ import annotations
@@ -126,14 +127,11 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
             if platform == "gpu":
                 wait_for_quiet(peer, here.bandwidth)
-        parts = sum(suite.seconds for suite in wanted)
-        end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + parts
+        all_of_them = sum(suite.seconds for suite in wanted)
+        end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + all_of_them
         try:
-            for index, suite in enumerate(wanted):
-                shares = sum(one.seconds for one in wanted[index:])
-                now = time.monotonic()
-                part = max(0.0, end - now) * suite.seconds / shares
-                run_suite(suite, peer, found, now + part, plan)
+            for suite in wanted:
+                run_suite(suite, peer, found, end, plan)
         except DeviceLostError:
             side_by_side.write(found)
             return again(end - time.monotonic(), peer)

@@ -183,7 +183,12 @@ def loaded(contest: Contest, told: Any, *job: Any) -> Callable[[], Ready]:
 
     def compare() -> Ready:
         found = compared(lambda: ours.unpacked(told)())
-        return compiled(contest, *job)() if isinstance(found, str) else found
+        if not isinstance(found, str):
+            return found
+        case, phase, name = job
+        print(f"{case}, {phase}: {name} is compiled again: {found}", flush=True)
+        with clock(f"of this compiling {name} again"):
+            return compiled(contest, case, phase, name)()
 
     return compare
 

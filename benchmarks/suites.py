@@ -47,8 +47,9 @@ def nothing(results: Results) -> list[Table]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Suite:
-    """`seconds` is its part of a report's time on a GPU. `tell` measures and prints a contest, and
-    `findings` are the tables of the whole. `brief` are the contests of the report, if not all.
+    """`seconds` is what it takes of a report's time on a GPU, about. `tell` measures and prints a
+    contest, and `findings` are the tables of the whole. `brief` are the contests of the report, if
+    not all.
     """
 
     name: str
@@ -170,6 +171,11 @@ WIDE_FULL = Contest(
     },
     some(attention_torch.CONTENDERS, ["SDPA default"]),
 )
+WIDE_SEARCHED = tuple(
+    case
+    for case in (*WIDE_FULL.cases["gpu"], *WIDE_FULL.cases["cpu"])
+    if case.D != 2048 and (case.B == 1 or not _exact_float32(case))
+)
 LADDER = Contest(
     {
         "gpu": (
@@ -264,7 +270,16 @@ ATTENTION_BRIEF = dataclasses.replace(
 BIDIRECTIONAL_BRIEF = dataclasses.replace(
     BIDIRECTIONAL, meets=lambda case, name: name != SDPA[0] or case.T < 16384
 )
-WIDE_BRIEF = only(WIDE, lambda case: case.T != 32)
+DECODE_BRIEF = dataclasses.replace(decode.CONTEST, meets=decode.in_report)
+# Plain JAX compiles for seconds, alone: XLA searches.
+WIDE_BRIEF = dataclasses.replace(
+    only(WIDE, lambda case: case.T != 32),
+    meets=lambda case, name: name != variants.EXACT or case.T == 64 or case in WIDE.cases["cpu"],
+)
+WIDE_FULL_BRIEF = dataclasses.replace(
+    WIDE_FULL,
+    meets=lambda case, name: not name.startswith("plain JAX") or case in WIDE_SEARCHED,
+)
 FLA_BRIEF = only(FLA_BESIDE, lambda case: case.T in (4096, 16384, 65536))
 SOFTMAX_LENGTHS_BRIEF = dataclasses.replace(
     only(SOFTMAX_LENGTHS, lambda case: case.T > 4096),
@@ -301,6 +316,24 @@ REPORT = (
         brief=(ATTENTION_BRIEF,),
     ),
     Suite(
+        "decode",
+        "a few queries against caches",
+        45,
+        (decode.CONTEST,),
+        findings.beside(decode.CONTEST, "Decoding"),
+        brief=(DECODE_BRIEF,),
+    ),
+    Suite(
+        "wide",
+        "wide heads",
+        30,
+        (WIDE, WIDE_FULL),
+        findings.both(
+            findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
+        ),
+        brief=(WIDE_BRIEF, WIDE_FULL_BRIEF),
+    ),
+    Suite(
         "bidirectional",
         "bidirectional linear attention against SDPA, 4K to 64K",
         20,
@@ -321,23 +354,6 @@ REPORT = (
         10,
         (LADDER,),
         findings.ladder(LADDER),
-    ),
-    Suite(
-        "decode",
-        "a few queries against caches",
-        45,
-        (decode.CONTEST,),
-        findings.beside(decode.CONTEST, "Decoding"),
-    ),
-    Suite(
-        "wide",
-        "wide heads",
-        30,
-        (WIDE, WIDE_FULL),
-        findings.both(
-            findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
-        ),
-        brief=(WIDE_BRIEF, WIDE_FULL),
     ),
     Suite(
         "tiles",

@@ -267,6 +267,26 @@ def test_a_run_that_dies_leaves_its_rows_and_is_resumed(peer, tmp_path, capsys):
     assert f"8 rows are from {path}" in capsys.readouterr().out
 
 
+def test_no_row_is_left_out_while_there_is_time(peer, tmp_path):
+    """A suite may take far more than it was thought to; then the last one is what there is no time
+    for.
+    """
+    path = tmp_path / "figures.json"
+    first, last = (
+        suites.Suite(name, "of a test", seconds, (contest_of(name),), tell=measure_all)
+        for name, seconds in (("first", 0.01), ("last", 1e6))
+    )
+    prepare, slow = peer.prepare, lambda *job: time.sleep(0.25) or prepare(*job)
+    for within, lost in ((60, set()), (0.9, {"last"})):
+        peer.prepare = slow if lost else prepare
+        with flagsaver.flagsaver(json=str(path), within_s=within):
+            assert run.hold([first, last]) == 0
+        rows = results.read(path).rows
+        assert [row.contender for row in rows] == ["first"] * 4 + ["last"] * 4
+        late = {row.contender for row in rows if row.unavailable == results.NO_TIME_LEFT}
+        assert late == lost
+
+
 def test_what_there_was_no_time_for_is_measured_on_resuming(peer, tmp_path, monkeypatch):
     late = refused(results.NO_TIME_LEFT, case=str(CASE), contender="one")
     earlier = refused("no kernel", case=str(CASE), contender="refuses")

@@ -118,8 +118,13 @@ def test_the_report_is_short_and_has_who_matters():
     by_case = {}
     for case, _, name in rows:
         by_case.setdefault(case, set()).add(name)
-    causal = by_case["linear B1 H32 T16384 D128 bfloat16 causal"]
-    assert {"SDPA cuDNN", "fla chunk, phi out", "plain JAX, associative scan"} <= causal
+    for size in ("B8 H8 T65536 D64", "B1 H32 T16384 D128"):
+        causal = by_case[f"linear {size} bfloat16 causal"]
+        assert {"SDPA cuDNN", "fla chunk, phi out"} <= causal
+        assert "jax-linear-attention, phi out, not normalised" in causal
+    assert "plain JAX, associative scan" in by_case["linear B8 H8 T65536 D64 bfloat16 causal"]
+    order = [suite.name for suite in suites.named("report")]
+    assert order[:4] == ["linear", "attention", "decode", "wide"]
     full = by_case["linear B8 H8 T65536 D64 bfloat16"]
     assert {"plain JAX", "flash-bidirectional-linear-attention, phi out"} <= full
     assert {"PyTorch, compiled", "SDPA default"} & full == {"PyTorch, compiled"}
