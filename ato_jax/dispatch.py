@@ -16,10 +16,11 @@ backward; what only a backward reads of the outputs, a forward leaves where the 
     pays(spec, device) -> bool                  whether it is faster than plain JAX
 
 `keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
-One that does not pay is what `implementation=None` comes to last. Backends that are plain JAX are
-differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom derivative;
-its own derivative goes through XLA, so second order is right there, too, and forward mode is
-refused by JAX with an error that says so.
+One that does not pay is what `implementation=None` comes to last, with all of its family: the
+others' kernels are for other sizes. Backends that are plain JAX are differentiated by JAX itself:
+in forward mode and to any order. Kernels carry a custom derivative; its own derivative goes through
+XLA, so second order is right there, too, and forward mode is refused by JAX with an error that says
+so.
 """
 
 from __future__ import annotations
@@ -149,10 +150,13 @@ def choose(call: _Call, phase: str) -> Choice:
 
 
 def _pays(call: _Call, name: str, phase: str) -> bool:
-    module = call.op.backend(name)
-    if not hasattr(module, "pays") or reason_against(call, name, phase) is not None:
-        return True
-    return module.pays(call.spec, call.device)
+    """False where kernels of its family that are made for such a size say that they do not."""
+    return all(
+        module.pays(call.spec, call.device)
+        for other in call.op.backends
+        if family(other) == family(name) and hasattr(module := call.op.backend(other), "pays")
+        if reason_against(call, other, phase) is None
+    )
 
 
 def _kernel(call: _Call, name: str, phase: str) -> str:

@@ -48,6 +48,8 @@ MOST_BATCHES = 200
 HOST_CALLS = 20
 # The wait is nothing beside such a launch: a batch is one, and is not sized again.
 LONG_SECONDS = 0.1
+FIRST_LAUNCHES = 4
+MOST_SIZINGS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,15 +171,22 @@ def interleaved(
 
 
 def _sized(batch: Callable[[int], tuple[float, float]], platform: str) -> tuple[int, float]:
-    """How many launches fill a batch, and the seconds of one."""
-    count, (once, _) = 1, batch(1)
-    if platform == "gpu":
-        # Twice, since a single launch is mostly wait: what it takes shows in a batch alone.
-        for _ in range(2):
-            if once > LONG_SECONDS:
-                break
-            before, count = count, max(1, round(GPU_BATCH_SECONDS / once))
-            once, _ = batch(count)
-            if count == before:
-                break
+    """How many launches fill a batch, and the seconds of one.
+
+    A program's first launches can take many times as long as all later ones (XLA makes a CUDA graph
+    of it meanwhile): the fastest of several counts, and a batch only grows. Too short a one would
+    be mostly wait.
+    """
+    once, _ = batch(1)
+    if platform != "gpu" or once > LONG_SECONDS:
+        return 1, once
+    once = min(once, *(batch(1)[0] for _ in range(FIRST_LAUNCHES)))
+    count = 1
+    # More than once, since a single launch is mostly wait: what it takes shows in a batch alone.
+    for _ in range(MOST_SIZINGS):
+        fills = round(GPU_BATCH_SECONDS / once)
+        if fills <= count:
+            break
+        count = fills
+        once, _ = batch(count)
     return count, once

@@ -253,6 +253,22 @@ def test_timing_counts_calls_and_waits_once_a_batch():
     assert 0 < min(found.batches) <= found.seconds <= max(found.batches)
 
 
+def test_slow_first_launches_do_not_make_batches_short(monkeypatch):
+    now, launched = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def launch(index):
+        launched.append(index)
+        now[0] += 0.02 if len(launched) < 3 else 1e-4
+
+    def wait(_):
+        now[0] += 2e-5
+
+    found = timing.measure(launch, wait, "gpu", 0.03)
+    # The wait is lost in batches of a hundred, as it would not be in batches of one.
+    assert abs(found.seconds / 1e-4 - 1) < 0.01 and found.calls >= 90 * len(found.batches)
+
+
 def test_a_later_turn_takes_the_size_of_a_batch_from_the_first(monkeypatch):
     """Of a launch of 1 ms, where the clock is what the launches say: ten make a batch."""
     now, launched, counts = [0.0], [], []
@@ -267,13 +283,13 @@ def test_a_later_turn_takes_the_size_of_a_batch_from_the_first(monkeypatch):
         return timing.measure(launch, lambda _: None, "gpu", 0.03, 2, counts), len(launched)
 
     (first, of_first), (second, of_second) = measured(), measured()
-    assert counts == [10] and of_first == 1 + 10 + 10 + 30 and of_second == 10 + 30
+    assert counts == [10] and of_first == 5 + 10 + 30 and of_second == 10 + 30
     assert len(first.batches) == len(second.batches) == 3 and first.calls == second.calls == 60
     assert first.seconds == second.seconds == pytest.approx(5e-4)
-    # Twenty times as long: a launch is a batch, which the second of those to size it confirms.
+    # Twenty times as long: a launch is a batch.
     counts.clear()
     monkeypatch.setattr(timing, "GPU_BATCH_SECONDS", 5e-4)
-    assert [measured()[1], measured()[1]] == [1 + 1 + 30, 1 + 30] and counts == [1]
+    assert [measured()[1], measured()[1]] == [5 + 30, 1 + 30] and counts == [1]
 
 
 @pytest.mark.parametrize(
