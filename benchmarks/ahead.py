@@ -29,6 +29,7 @@ import queue
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -121,12 +122,16 @@ class Ahead:
             finally:
                 idle.put(worker)
 
+        start = time.monotonic()
         compiling = concurrent.futures.ThreadPoolExecutor(self._count)
         warming = concurrent.futures.ThreadPoolExecutor(WARMERS)
         try:
             warm = [warming.submit(self._warm, one) for one in in_torch]
             answers = [compiling.submit(answered, job) for job in jobs]
-            concurrent.futures.wait(warm)
+            # What was waited for last says what a shorter phase has to leave out.
+            for what, waited in (("PyTorch's caches", warm), ("programs for JAX", answers)):
+                concurrent.futures.wait(waited)
+                print(f"{what} were there after {time.monotonic() - start:.0f} s", flush=True)
             return [one.result() for one in answers]
         finally:
             # Where this is interrupted, nothing more is begun.
