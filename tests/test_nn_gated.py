@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from ato_jax.nn import GatedLinearAttention
+from tests import layers
 
 B, T, E, H, G = 2, 7, 12, 4, 2
 GATES = ("scalar", "vector")
@@ -20,9 +21,10 @@ HOLES = np.array([[0, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0]], bool)
 def make(seed: int = 0, **options: Any) -> GatedLinearAttention:
     """A layer with every bias at random, and short memories."""
     sizes = {"num_heads": H, "in_features": E, "qkv_features": 16, "num_kv_heads": G}
-    drawn = nnx.initializers.normal(1.0)
-    sizes |= {"temperature": 2.0, "bias_init": drawn, "gate_bias_init": drawn}
-    return GatedLinearAttention(**(sizes | options), rngs=nnx.Rngs(seed))
+    kernel, bias = layers.normal(), layers.normal(1.0)
+    sizes |= {"temperature": 2.0, "kernel_init": kernel, "gate_kernel_init": kernel}
+    sizes |= {"bias_init": bias, "gate_bias_init": bias}
+    return layers.on_device(GatedLinearAttention(**(sizes | options), rngs=nnx.Rngs(seed)))
 
 
 def inputs(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -75,7 +77,7 @@ def naive(layer: GatedLinearAttention, x: Any) -> np.ndarray:
     "options",
     [
         {},
-        {"num_kv_heads": None, "use_output_gate": False, "norm_scale_init": jax.random.normal},
+        {"num_kv_heads": None, "use_output_gate": False, "norm_scale_init": layers.normal(1.0)},
         {"num_kv_heads": 1, "out_features": 5},
     ],
     ids=["grouped", "no output gate", "one key head"],

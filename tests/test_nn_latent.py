@@ -12,6 +12,7 @@ from flax import nnx
 
 import ato_jax
 from ato_jax.nn import LatentAttention
+from tests import layers
 
 B, T, E, H = 2, 7, 12, 3
 C, N, R, V = 16, 6, 4, 5
@@ -26,9 +27,9 @@ HOLES = np.array([[0, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0]], bool)
 
 
 def make(seed: int = 0, **options: Any) -> LatentAttention:
-    return LatentAttention(
-        **({"num_heads": H, "in_features": E} | SIZES | options), rngs=nnx.Rngs(seed)
-    )
+    drawn = layers.normal()
+    sizes = {"num_heads": H, "in_features": E, "kernel_init": drawn, "down_kernel_init": drawn}
+    return layers.on_device(LatentAttention(**(sizes | SIZES | options), rngs=nnx.Rngs(seed)))
 
 
 def inputs(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -91,8 +92,8 @@ def naive(layer: LatentAttention, x: Any, visible: Any, positions: Any = None) -
 CAUSAL = np.tri(T, dtype=bool)
 OPTIONS = [
     {},
-    {"q_lora_rank": 5, "use_bias": True, "bias_init": nnx.initializers.normal(1.0)},
-    {"kv_lora_rank": 3, "num_heads": 1, "out_features": 4, "norm_scale_init": jax.random.normal},
+    {"q_lora_rank": 5, "use_bias": True, "bias_init": layers.normal(1.0)},
+    {"kv_lora_rank": 3, "num_heads": 1, "out_features": 4, "norm_scale_init": layers.normal(1.0)},
 ]
 
 
