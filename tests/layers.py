@@ -1,10 +1,12 @@
-"""Layers for tests, made without compiling: XLA takes longer than all else for a layer that small.
+"""Layers for tests, made without compiling and called in one program each.
 
-An initialiser of JAX is a program for every shape of a parameter, and so is each step around it.
+Outside of jit every step is a program for XLA to compile, for each shape anew, the drawing of each
+parameter included. At the sizes of tests that takes longer than all else.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,5 +35,11 @@ def normal(scale: float | None = None) -> Callable[..., Any]:
 
 def on_device(layer: Any) -> Any:
     """The layer with arrays of JAX, whatever its initialisers returned."""
-    nnx.update(layer, jax.tree.map(jnp.asarray, nnx.state(layer, nnx.Param)))
+    nnx.update(layer, jax.tree.map(jax.device_put, nnx.state(layer, nnx.Param)))
     return layer
+
+
+@functools.partial(nnx.jit, static_argnames=("decode", "deterministic", "is_causal"))
+def jitted(layer: Any, *inputs: Any, **options: Any) -> Any:
+    """The call in one program, which layers alike share."""
+    return layer(*inputs, **options)
