@@ -305,7 +305,6 @@ def test_stacked_layers() -> None:
     """Made by vmap, run by scan, as a loop over the layers; their caches, too."""
     depth, x = 2, inputs()
 
-    @nnx.jit
     @nnx.split_rngs(splits=depth)
     @nnx.vmap
     def build(rngs: nnx.Rngs) -> LatentAttention:

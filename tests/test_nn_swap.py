@@ -17,14 +17,13 @@ from flax.core import freeze
 
 import ato_jax
 from ato_jax import nn
-from tests.layers import jitted
 
 B, T, S, H, G, D, E = 2, 6, 9, 4, 2, 8, 16
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}  # where Flax rounds scores and weights to bfloat16
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
-    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype)))
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def qkv(*batch: int, heads: int = H, dtype: str = "float32") -> tuple[jax.Array, ...]:
@@ -58,11 +57,11 @@ def test_softmax_is_flaxs(flax: Any, dtype: str, batch: tuple[int, ...]) -> None
     assert found.dtype == q.dtype
     close(
         found,
-        jax.jit(flax)(q, k, v, bias=jnp.broadcast_to(bias, (*batch, H, T, S)), mask=mask),
+        flax(q, k, v, bias=jnp.broadcast_to(bias, (*batch, H, T, S)), mask=mask),
         BOUNDS[dtype],
     )
     found = nn.softmax_attention_fn()(q, k, v, mask=mask.astype(jnp.float32))
-    close(found, jax.jit(flax)(q, k, v, mask=mask), BOUNDS[dtype])
+    close(found, flax(q, k, v, mask=mask), BOUNDS[dtype])
 
 
 def test_softmax_of_a_bias_for_each_batch_entry() -> None:
@@ -109,10 +108,7 @@ def test_broadcast_dropout_is_flaxs(flax: Any) -> None:
 
     ours = nn.softmax_attention_fn()
     close(ours(q, k, v, **drop), flax(q, k, v, **drop))
-    gradients = [
-        jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)(attend, q, k, v)
-        for attend in (ours, flax)
-    ]
+    gradients = [jax.grad(loss, (1, 2, 3))(attend, q, k, v) for attend in (ours, flax)]
     for found, wanted in zip(*gradients, strict=True):
         close(found, wanted, 1e-4)
     drop["deterministic"] = True
@@ -178,8 +174,8 @@ def test_decodes_in_flaxs_layer(make: Any) -> None:
     layer = nnx.MultiHeadAttention(H, E, attention_fn=fn, decode=True, rngs=nnx.Rngs(0))
     x = normal(B, T, E)
     layer.init_cache(x.shape)
-    steps = [jitted(layer, x[:, t : t + 1]) for t in range(T)]
-    close(jnp.concatenate(steps, 1), jitted(layer, x, decode=False))
+    steps = [layer(x[:, t : t + 1]) for t in range(T)]
+    close(jnp.concatenate(steps, 1), layer(x, decode=False))
 
 
 def test_window_is_refused_where_flaxs_layer_decodes() -> None:
@@ -418,7 +414,7 @@ def test_replaced_everywhere(options: dict[str, Any]) -> None:
     """The same numbers from the same variables, not from equal ones."""
     model = Model(nnx.Rngs(0), **options)
     x = normal(B, T, E)
-    wanted, before = jitted(model, x), variables(model)
+    wanted, before = model(x), variables(model)
     paths = nn.replace_attention(model, nn.Attention)
     # The layer that the model holds twice counts once, by either of its names.
     assert len(paths) == len(PATHS)
@@ -428,7 +424,7 @@ def test_replaced_everywhere(options: dict[str, Any]) -> None:
     after = variables(model)
     assert before.keys() == after.keys()
     assert all(before[path] is after[path] for path in before)
-    close(jitted(model, x), wanted)
+    close(model(x), wanted)
     layer = model.first.attention
     assert layer.dtype == options.get("dtype") and layer.decode is False
     with pytest.raises(ValueError, match=r"no nnx\.MultiHeadAttention"):
@@ -514,13 +510,11 @@ def test_stacked_layers(cls: Any) -> None:
     """Layers with a leading axis, run by nnx.scan, are the same as one after the other."""
     depth = 3
 
-    @nnx.jit
     @nnx.split_rngs(splits=depth)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> Block:
         return Block(rngs)
 
-    @nnx.jit
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     def run(block: Block, x: jax.Array) -> jax.Array:
         return block(x)
@@ -536,8 +530,7 @@ def test_stacked_layers(cls: Any) -> None:
         close(found, flax)
     graph, state = nnx.split(stack)
     for layer in range(depth):
-        one = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], state))
-        x = jitted(one, x)
+        x = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], state))(x)
     close(found, x)
     if cls is nn.Performer:
         features = stack.attention.random_features[...]
@@ -573,7 +566,7 @@ def test_abstract_model() -> None:
     nn.replace_attention(model, nn.LinearAttention)
     state = nnx.state(Model(nnx.Rngs(0)))
     nnx.update(model, state)
-    assert np.isfinite(jitted(model, normal(B, T, E))).all()
+    assert np.isfinite(model(normal(B, T, E))).all()
 
 
 class Own(nnx.MultiHeadAttention):
@@ -727,8 +720,8 @@ def test_linen_parameters_and_numbers(options: dict[str, Any]) -> None:
     flax, ours = linen_layers(nn.Attention, **options)
     x, y = normal(B, T, E), normal(B, S, 7, seed=1)
     mask = normal(B, 1, T, S, seed=2) > -1
-    params = jax.jit(flax.init)(jax.random.key(0), x, y)["params"]
-    own = jax.jit(ours.init)(jax.random.key(0), x, y)
+    params = flax.init(jax.random.key(0), x, y)["params"]
+    own = ours.init(jax.random.key(0), x, y)
     assert own.keys() == {"params"}
     assert jax.tree.map(lambda a: (a.shape, a.dtype), own["params"]) == jax.tree.map(
         lambda a: (a.shape, a.dtype), params
@@ -736,7 +729,7 @@ def test_linen_parameters_and_numbers(options: dict[str, Any]) -> None:
     bound = BOUNDS["bfloat16"] if options.get("dtype") == jnp.bfloat16 else 1e-5
     apply = jax.jit(ours.apply)
     found = apply({"params": params}, x, y, mask=mask)
-    close(found, jax.jit(flax.apply)({"params": params}, x, y, mask=mask), bound)
+    close(found, flax.apply({"params": params}, x, y, mask=mask), bound)
     close(ours.apply({"params": freeze(params)}, x, inputs_k=y, mask=mask), found, bound)
 
 
@@ -760,15 +753,14 @@ def test_linen_model() -> None:
         )
     )
     x = normal(B, T, E)
-    variables = jax.jit(flax.init)(jax.random.key(0), x)
-    close(jax.jit(ours.apply)(variables, x), jax.jit(flax.apply)(variables, x))
+    variables = flax.init(jax.random.key(0), x)
+    close(ours.apply(variables, x), flax.apply(variables, x))
 
     def loss(variables: Any, model: Any) -> jax.Array:
         return (model.apply(variables, x) ** 2).mean()
 
     plain = linen.unbox(variables)
-    gradient_of = jax.jit(jax.grad(loss), static_argnums=1)
-    found, wanted = (gradient_of(plain, model) for model in (ours, flax))
+    found, wanted = (jax.grad(loss)(plain, model) for model in (ours, flax))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(close, found, wanted)
 
@@ -903,7 +895,7 @@ def test_checkpoint_of_nnx(tmp_path: Path, options: dict[str, Any]) -> None:
     state = saved_and_restored(nnx.state(flax), nnx.state(abstract), tmp_path)
     x = normal(B, T, E)
     ours = nnx.merge(nnx.graphdef(abstract), state)
-    close(ours(x), jitted(flax, x))
+    close(ours(x), flax(x))
     linear = nn.LinearAttention(H, E, rngs=nnx.Rngs(1), **options)
     nnx.update(linear, state)
     close(linear(x), nn.convert_attention(flax, nn.LinearAttention)(x))
