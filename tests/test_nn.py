@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import ato_jax
 from ato_jax import nn
 from ato_jax.nn import common
 from ato_jax.ops.linear_attention import features
+from tests import layers
 
 B, T, E, H, G = 2, 6, 12, 4, 2
 SIZES = {"num_heads": H, "in_features": E, "qkv_features": 16}
@@ -26,7 +28,8 @@ def make(cls: Any, seed: int = 0, **options: Any) -> Any:
 
 
 def inputs(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape or (B, T, E)), dtype)
+    drawn = np.random.default_rng(seed).normal(size=shape or (B, T, E))
+    return jax.device_put(drawn.astype(jnp.dtype(dtype)))
 
 
 def error(actual: Any, wanted: Any) -> float:
@@ -95,7 +98,7 @@ def test_attention_is_flaxs(options: dict[str, Any]) -> None:
     saved = nnx.state(flax := make(nnx.MultiHeadAttention, decode=False, **options))
     nnx.update(layer := make(nn.Attention, seed=1, **options), saved)
     x = inputs()
-    wanted, found = flax(x), layer(x)
+    wanted, found = layers.jitted(flax, x), layer(x)
     assert found.dtype == wanted.dtype
     # Flax rounds the scores to bfloat16, too.
     assert error(found, wanted) < (2e-2 if jnp.bfloat16 in options.values() else 2e-6)
@@ -109,10 +112,12 @@ def test_attention_is_flaxs_in_every_call() -> None:
     mask = np.random.default_rng(3).random((2, 3, 1, T, 4)) < 0.5
     mask[..., 0] = True
     for arguments, options in (((q, k), {}), ((q, k, v), {"mask": jnp.asarray(mask, "float32")})):
-        assert error(layer(*arguments, **options), flax(*arguments, **options)) < 2e-6
+        assert (
+            error(layer(*arguments, **options), layers.jitted(flax, *arguments, **options)) < 2e-6
+        )
     flax, layer = (make(cls, decode=False) for cls in (nnx.MultiHeadAttention, nn.Attention))
     x = inputs()
-    assert error(layer(x, is_causal=True), flax(x, is_causal=True)) < 2e-6
+    assert error(layer(x, is_causal=True), layers.jitted(flax, x, is_causal=True)) < 2e-6
     assert error(layer(x[0]), layer(x)[0]) < 2e-6
 
 
@@ -158,6 +163,7 @@ def test_dropout() -> None:
 # Linear attention and its masks
 
 
+@nnx.jit
 def explicit(layer: Any, x: jax.Array, visible: Any) -> jax.Array:
     """Linear attention by its definition, `visible` broadcastable to [B, T, S]."""
     feature_map, _ = layer._features()
@@ -239,6 +245,7 @@ def test_hidden_keys_are_nothing(feature_map: str, dtype: str) -> None:
     key = inputs(1, 4, 2, 3, dtype=dtype).at[:, 1].set(jnp.nan)
     keys = np.array([[True, False, True, True]])
 
+    @jax.jit
     def mapped(key: jax.Array) -> jax.Array:
         hidden, _, extended = common.hide_keys(key, key, keys, phi)
         extended = features.NAMED.get(feature_map, extended)
@@ -259,9 +266,8 @@ def test_hidden_queries_have_no_gradient(cls: Any, causal: bool) -> None:
     layer, x = make(cls, causal=causal), inputs()
     mask = nnx.make_attention_mask(HOLES, HOLES)
     poisoned = jnp.where(HOLES[..., None], x, jnp.nan)
-    gradient, wanted = (
-        jax.grad(lambda x: jnp.sum(layer(x, mask=mask) ** 2))(each) for each in (poisoned, x)
-    )
+    gradient_of = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, mask=mask) ** 2)))
+    gradient, wanted = gradient_of(poisoned), gradient_of(x)
     np.testing.assert_array_equal(gradient[~HOLES], 0)
     assert error(gradient, wanted) < 1e-6
 
@@ -332,9 +338,9 @@ def test_decoding(cls: Any, options: dict[str, Any], dtype: str, prompt: int) ->
     """A prompt and then a token at a time, or all one at a time, equal the whole causal pass."""
     layer = make(cls, causal=True, dtype=jnp.dtype(dtype), **options)
     x = inputs(dtype=dtype)
-    wanted = layer(x)
+    wanted = layers.jitted(layer, x)
     layer.init_cache(x.shape, dtype)
-    step = nnx.jit(lambda layer, token: layer(token, decode=True))
+    step = functools.partial(layers.jitted, decode=True)
     found = [step(layer, x[:, :prompt])] if prompt else []
     found += [step(layer, x[:, i : i + 1]) for i in range(prompt, T)]
     assert int(layer.cache_index[...]) == T
@@ -356,7 +362,8 @@ def test_decoding_is_flaxs() -> None:
     mask = jnp.asarray(HOLES[:, None, None]).at[:, :, :, :2].set(True)
     for i in range(T):
         token = x[:, i : i + 1]
-        found, wanted = (each(token, decode=True, mask=mask) for each in (layer, flax))
+        wanted = layers.jitted(flax, token, decode=True, mask=mask)
+        found = layer(token, decode=True, mask=mask)
         assert error(found, wanted) < 2e-6
     found, wanted = (nnx.to_pure_dict(nnx.state(each, nnx.Cache)) for each in (layer, flax))
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from ato_jax.nn import GatedLinearAttention
+from tests import layers
 
 B, T, E, H, G = 2, 7, 12, 4, 2
 GATES = ("scalar", "vector")
@@ -20,13 +22,15 @@ HOLES = np.array([[0, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0]], bool)
 def make(seed: int = 0, **options: Any) -> GatedLinearAttention:
     """A layer with every bias at random, and short memories."""
     sizes = {"num_heads": H, "in_features": E, "qkv_features": 16, "num_kv_heads": G}
-    drawn = nnx.initializers.normal(1.0)
-    sizes |= {"temperature": 2.0, "bias_init": drawn, "gate_bias_init": drawn}
-    return GatedLinearAttention(**(sizes | options), rngs=nnx.Rngs(seed))
+    kernel, bias = layers.normal(), layers.normal(1.0)
+    sizes |= {"temperature": 2.0, "kernel_init": kernel, "gate_kernel_init": kernel}
+    sizes |= {"bias_init": bias, "gate_bias_init": bias}
+    return layers.on_device(GatedLinearAttention(**(sizes | options), rngs=nnx.Rngs(seed)))
 
 
 def inputs(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape or (B, T, E)), dtype)
+    drawn = np.random.default_rng(seed).normal(size=shape or (B, T, E))
+    return jax.device_put(drawn.astype(jnp.dtype(dtype)))
 
 
 def error(actual: Any, wanted: Any) -> float:
@@ -75,7 +79,7 @@ def naive(layer: GatedLinearAttention, x: Any) -> np.ndarray:
     "options",
     [
         {},
-        {"num_kv_heads": None, "use_output_gate": False, "norm_scale_init": jax.random.normal},
+        {"num_kv_heads": None, "use_output_gate": False, "norm_scale_init": layers.normal(1.0)},
         {"num_kv_heads": 1, "out_features": 5},
     ],
     ids=["grouped", "no output gate", "one key head"],
@@ -133,13 +137,12 @@ def test_hidden_steps_give_zero(gate: str) -> None:
     poisoned = jnp.where(HOLES[..., None], x, jnp.nan)
     out = layer(poisoned, mask=mask)
     assert not np.any(np.asarray(out)[~HOLES])
-    gradient, wanted = (
-        jax.grad(lambda x: jnp.sum(layer(x, mask=mask) ** 2))(each) for each in (poisoned, x)
-    )
+    gradient_of = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, mask=mask) ** 2)))
+    gradient, wanted = gradient_of(poisoned), gradient_of(x)
     np.testing.assert_array_equal(gradient[~HOLES], 0)
     assert error(gradient, wanted) < 1e-6
     # A gate's parameters see no more of a hidden step than the rest.
-    state = nnx.grad(lambda layer: jnp.sum(layer(poisoned, mask=mask)))(layer)
+    state = nnx.jit(nnx.grad(lambda layer: jnp.sum(layer(poisoned, mask=mask))))(layer)
     for name, part in nnx.to_pure_dict(state).items():
         if "gate" in name:
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(part)), name
@@ -149,11 +152,12 @@ def test_batch_axes() -> None:
     """Any number of them, or an nnx.vmap over one, also over states."""
     layer, x = make(), inputs(2, 3, T, E)
     mapped = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))
-    assert error(mapped(layer, x), layer(x)) < 1e-6
-    assert error(layer(x[0, 0]), layer(x)[0, 0]) < 1e-6
+    out = layers.jitted(layer, x)
+    assert error(nnx.jit(mapped)(layer, x), out) < 1e-6
+    assert error(layers.jitted(layer, x[0, 0]), out[0, 0]) < 1e-6
     layer.init_cache(x.shape)
     assert layer.cached_kv.shape == (2, 3, G, 4, 4)
-    assert error(layer(x, decode=True), layer(x)) < 2e-5
+    assert error(layers.jitted(layer, x, decode=True), out) < 2e-5
 
 
 def test_bidirectional() -> None:
@@ -197,10 +201,10 @@ def test_gradients(gate: str, options: dict[str, Any]) -> None:
 def test_decoding(options: dict[str, Any], dtype: str, prompt: int) -> None:
     """A prompt and then a token at a time, or all one at a time, equal the whole pass."""
     layer, x = make(dtype=jnp.dtype(dtype), decode=True, **options), inputs(dtype=dtype)
-    wanted = layer(x, decode=False)
+    wanted = layers.jitted(layer, x, decode=False)
     layer.init_cache(x.shape)
     sizes = [array.shape for array in jax.tree.leaves(nnx.state(layer, nnx.Cache))]
-    step = nnx.jit(lambda layer, token: layer(token))
+    step = layers.jitted
     found = [step(layer, x[:, :prompt])] if prompt else []
     found += [step(layer, x[:, i : i + 1]) for i in range(prompt, T)]
     limit = 2e-5 if dtype == "float32" else 1e-2
@@ -270,29 +274,29 @@ def test_stacked_layers(gate: str) -> None:
         layer.init_cache(x.shape)
         return layer
 
-    def run(layers: GatedLinearAttention, x: jax.Array, decode: bool) -> jax.Array:
+    @functools.partial(nnx.jit, static_argnums=2)
+    def run(stack: GatedLinearAttention, x: jax.Array, decode: bool) -> jax.Array:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         def each(layer: GatedLinearAttention, x: jax.Array) -> jax.Array:
             return x + nnx.remat(lambda layer, x: layer(x, decode=decode))(layer, x)
 
-        return each(layers, x)
+        return each(stack, x)
 
-    layers = build(nnx.Rngs(0))
-    graph, state = nnx.split(layers)
+    stack = build(nnx.Rngs(0))
+    graph, state = nnx.split(stack)
     wanted = x
     for index in range(depth):
-        wanted = wanted + nnx.merge(graph, jax.tree.map(lambda leaf, i=index: leaf[i], state))(
-            wanted
-        )
-    assert error(run(layers, x, False), wanted) < 1e-6
-    found = [run(layers, x[:, :5], True), *(run(layers, x[:, i : i + 1], True) for i in (5, 6))]
+        one = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], state))
+        wanted = wanted + layers.jitted(one, wanted)
+    assert error(run(stack, x, False), wanted) < 1e-6
+    found = [run(stack, x[:, :5], True), *(run(stack, x[:, i : i + 1], True) for i in (5, 6))]
     assert error(jnp.concatenate(found, 1), wanted) < 2e-5
 
 
 def test_metadata_is_kept() -> None:
     """Each kernel is partitioned as its initialiser says, and a sharded model runs."""
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    lecun = nnx.initializers.lecun_normal()
+    lecun = layers.normal()
     heads = nnx.with_partitioning(lecun, (None, "heads", None))
     x = inputs()
     with jax.set_mesh(mesh):

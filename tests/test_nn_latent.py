@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 
 import ato_jax
 from ato_jax.nn import LatentAttention
+from tests import layers
 
 B, T, E, H = 2, 7, 12, 3
 C, N, R, V = 16, 6, 4, 5
@@ -26,13 +28,14 @@ HOLES = np.array([[0, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0]], bool)
 
 
 def make(seed: int = 0, **options: Any) -> LatentAttention:
-    return LatentAttention(
-        **({"num_heads": H, "in_features": E} | SIZES | options), rngs=nnx.Rngs(seed)
-    )
+    drawn = layers.normal()
+    sizes = {"num_heads": H, "in_features": E, "kernel_init": drawn, "down_kernel_init": drawn}
+    return layers.on_device(LatentAttention(**(sizes | SIZES | options), rngs=nnx.Rngs(seed)))
 
 
 def inputs(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape or (B, T, E)), dtype)
+    drawn = np.random.default_rng(seed).normal(size=shape or (B, T, E))
+    return jax.device_put(drawn.astype(jnp.dtype(dtype)))
 
 
 def error(actual: Any, wanted: Any) -> float:
@@ -91,8 +94,8 @@ def naive(layer: LatentAttention, x: Any, visible: Any, positions: Any = None) -
 CAUSAL = np.tri(T, dtype=bool)
 OPTIONS = [
     {},
-    {"q_lora_rank": 5, "use_bias": True, "bias_init": nnx.initializers.normal(1.0)},
-    {"kv_lora_rank": 3, "num_heads": 1, "out_features": 4, "norm_scale_init": jax.random.normal},
+    {"q_lora_rank": 5, "use_bias": True, "bias_init": layers.normal(1.0)},
+    {"kv_lora_rank": 3, "num_heads": 1, "out_features": 4, "norm_scale_init": layers.normal(1.0)},
 ]
 
 
@@ -136,7 +139,7 @@ def test_dropout(kv_lora_rank: int) -> None:
     # The mean over many calls is the output without: before the last projection it is linear in
     # the weights.
     many = jnp.concatenate([x] * 200)
-    mean = layer(many, deterministic=False).reshape(200, B, T, E).mean(0)
+    mean = layers.jitted(layer, many, deterministic=False).reshape(200, B, T, E).mean(0)
     assert error(mean, still(x)) < 0.15
     assert error(layer(x, deterministic=False), still(x)) > 0.3
 
@@ -171,14 +174,15 @@ def test_batch_axes() -> None:
     """Any number of them, or an nnx.vmap over one."""
     layer, x = make(), inputs(2, 3, T, E)
     mapped = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))
-    assert error(mapped(layer, x), layer(x)) < 1e-6
+    out = layers.jitted(layer, x)
+    assert error(nnx.jit(mapped)(layer, x), out) < 1e-6
     mask = np.random.default_rng(0).random((2, 3, 1, T, T)) < 0.7
-    found = layer(x, mask=mask)
-    assert error(found[1], layer(x[1], mask=mask[1])) < 1e-6
-    assert error(layer(x[0, 0]), layer(x)[0, 0]) < 1e-6
+    found = layers.jitted(layer, x, mask=mask)
+    assert error(found[1], layers.jitted(layer, x[1], mask=mask[1])) < 1e-6
+    assert error(layers.jitted(layer, x[0, 0]), out[0, 0]) < 1e-6
     layer.init_cache(x.shape)
     assert layer.cached_latent.shape == (2, 3, T, C + R)
-    assert error(layer(x, decode=True), layer(x)) < 2e-5
+    assert error(layers.jitted(layer, x, decode=True), out) < 2e-5
 
 
 @pytest.mark.parametrize("kv_lora_rank", [3, 16])
@@ -214,14 +218,14 @@ def test_orders_of_products() -> None:
 def test_decoding(options: dict[str, Any], dtype: str, prompt: int) -> None:
     """A prompt and then a token at a time, or all one at a time, equal the whole pass."""
     layer, x = make(dtype=jnp.dtype(dtype), decode=True, **options), inputs(dtype=dtype)
-    wanted = layer(x, decode=False)
+    wanted = layers.jitted(layer, x, decode=False)
     layer.init_cache((B, T + 1, E), dtype)
     cache = nnx.to_pure_dict(nnx.state(layer, nnx.Cache))
     assert {name: array.shape for name, array in cache.items()} == {
         "cached_latent": (B, T + 1, layer.kv_lora_rank + R),
         "cache_index": (),
     }
-    step = nnx.jit(lambda layer, token: layer(token))
+    step = layers.jitted
     found = [step(layer, x[:, :prompt])] if prompt else []
     found += [step(layer, x[:, i : i + 1]) for i in range(prompt, T)]
     assert error(jnp.concatenate(found, 1), wanted) < (2e-5 if dtype == "float32" else 2e-2)
@@ -234,9 +238,9 @@ def test_decoding_with_a_mask() -> None:
     positions = np.maximum(np.cumsum(HOLES, 1) - 1, 0)
     layer.init_cache((B, T + 1, E))
     seen = jnp.asarray(np.pad(HOLES, ((0, 0), (0, 1)), constant_values=True))[:, None, None]
-    layer(x, decode=True, mask=seen, input_positions=jnp.asarray(positions))
+    layers.jitted(layer, x, decode=True, mask=seen, input_positions=positions)
     token, after = inputs(B, 1, E, seed=1), jnp.asarray(HOLES.sum(1)[:, None])
-    found = layer(token, decode=True, mask=seen, input_positions=after)
+    found = layers.jitted(layer, token, decode=True, mask=seen, input_positions=after)
     for b in range(B):
         alone = np.concatenate([x[b][HOLES[b]], token[b]])[None]
         order = np.tri(alone.shape[1], dtype=bool)
@@ -266,15 +270,15 @@ def test_full_cache() -> None:
 def test_dtypes() -> None:
     """Parameters of one dtype, arithmetic and cache in another."""
     x = inputs()
-    wanted = make(param_dtype=jnp.bfloat16, dtype=jnp.float32)(x)
+    wanted = layers.jitted(make(param_dtype=jnp.bfloat16, dtype=jnp.float32), x)
     layer = make(param_dtype=jnp.bfloat16, dtype=jnp.float16)
     found = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))}
     assert found == {jnp.dtype("bfloat16")}
-    out = layer(x)
+    out = layers.jitted(layer, x)
     assert out.dtype == jnp.float16
     assert error(out, wanted) < 1e-2
     layer.init_cache(x.shape, jnp.float16)
-    assert layer(x, decode=True).dtype == jnp.float16
+    assert layers.jitted(layer, x, decode=True).dtype == jnp.float16
 
 
 def test_split_and_merge() -> None:
@@ -290,11 +294,11 @@ def test_split_and_merge() -> None:
 
     first, cache = step(cache, x[:, :1])
     second, cache = step(cache, x[:, 1:2])
-    assert error(jnp.concatenate([first, second], 1), layer(x[:, :2])) < 2e-5
+    assert error(jnp.concatenate([first, second], 1), layers.jitted(layer, x[:, :2])) < 2e-5
     assert nnx.view(layer, decode=True).decode and not layer.decode
     other = make(seed=1)
     nnx.update(other, parameters)
-    np.testing.assert_array_equal(other(x), layer(x))
+    np.testing.assert_array_equal(layers.jitted(other, x), layers.jitted(layer, x))
 
 
 def test_stacked_layers() -> None:
@@ -308,28 +312,29 @@ def test_stacked_layers() -> None:
         layer.init_cache(x.shape)
         return layer
 
-    def run(layers: LatentAttention, x: jax.Array, decode: bool) -> jax.Array:
+    @functools.partial(nnx.jit, static_argnums=2)
+    def run(stack: LatentAttention, x: jax.Array, decode: bool) -> jax.Array:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         def each(layer: LatentAttention, x: jax.Array) -> jax.Array:
             return x + nnx.remat(lambda layer, x: layer(x, decode=decode))(layer, x)
 
-        return each(layers, x)
+        return each(stack, x)
 
-    layers = build(nnx.Rngs(0))
-    graph, state = nnx.split(layers)
+    stack = build(nnx.Rngs(0))
+    graph, state = nnx.split(stack)
     wanted = x
     for index in range(depth):
         one = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], state))
-        wanted = wanted + one(wanted)
-    assert error(run(layers, x, False), wanted) < 1e-6
-    found = [run(layers, x[:, :5], True), *(run(layers, x[:, i : i + 1], True) for i in (5, 6))]
+        wanted = wanted + layers.jitted(one, wanted)
+    assert error(run(stack, x, False), wanted) < 1e-6
+    found = [run(stack, x[:, :5], True), *(run(stack, x[:, i : i + 1], True) for i in (5, 6))]
     assert error(jnp.concatenate(found, 1), wanted) < 2e-5
 
 
 def test_metadata_is_kept() -> None:
     """Each kernel is partitioned as its initialiser says, and a sharded model runs."""
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    lecun = nnx.initializers.lecun_normal()
+    lecun = layers.normal()
     x = inputs()
     with jax.set_mesh(mesh):
         layer = make(

@@ -430,6 +430,7 @@ def one_batch_axis(array: jax.Array, trailing: int) -> jax.Array:
     return array.reshape(math.prod(array.shape[:-trailing]), *array.shape[-trailing:])
 
 
+@functools.partial(jax.jit, static_argnames="theta", inline=True)  # one program, not a dozen
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """RoPE: turns the pairs (x[d], x[d + D/2]) of x [B, T, H, D] by position * theta^(-2d/D).
 
