@@ -12,7 +12,12 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator  # noqa: E402, F401
+from matplotlib.ticker import (  # noqa: E402
+    FuncFormatter,
+    LogLocator,  # noqa: F401
+    NullFormatter,  # noqa: F401
+    NullLocator,
+)
 
 # Colours that differ in lightness, too; the first contender, the library's own, is drawn thickest.
 STYLES: tuple[dict[str, Any], ...] = (

@@ -21,7 +21,15 @@ from benchmarks import (
     variants,
 )
 from benchmarks.findings import FORWARD, OURS, Found
-from benchmarks.picture import LIMIT, STYLES, FuncFormatter, NullFormatter, NullLocator, plt
+from benchmarks.picture import (
+    LIMIT,
+    STYLES,
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    plt,
+)
 from benchmarks.results import Results, Row
 
 # Lengths of one line, and what they are of.
@@ -201,9 +209,9 @@ def accuracy(results: Results) -> Any:
         colours = itertools.cycle(style["color"] for style in MORE_STYLES)
         markers = itertools.cycle("os^DP")
         wanted = side_by_side.wanted(both[op][0], case)
-        for row in Found(results).of(case, FORWARD):
-            if row.contender not in wanted:
-                continue
+        rows = [row for row in Found(results).of(case, FORWARD) if row.contender in wanted]
+        # The library's own first, so that it looks the same in all panels.
+        for row in sorted(rows, key=lambda row: row.contender != OURS):
             colour, marker = next(colours), next(markers)
             panel.scatter(
                 row.seconds,
@@ -214,8 +222,14 @@ def accuracy(results: Results) -> Any:
                 label=row.contender,
             )
         panel.set(title=f"{op}\n{case}", xscale="log", yscale="log", xlabel="time of one call")
+        low, high = panel.get_ylim()
+        panel.set_ylim(low / 1.5, high * 1.5)
+        # Either axis may hold no power of ten.
+        for axis, subs in ((panel.xaxis, (1, 3)), (panel.yaxis, (1, 2, 3, 5))):
+            axis.set_major_locator(LogLocator(subs=subs))
+            axis.set_minor_formatter(NullFormatter())
         panel.xaxis.set_major_formatter(FuncFormatter(picture.duration))
-        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda error, _: f"{error:.0e}"))
         panel.grid(color="#e4e4e4", linewidth=0.8)
         panel.set_axisbelow(True)
         if panel.collections:
