@@ -29,10 +29,6 @@ from benchmarks.suites import Suite
 # The files of figures that are kept, one for each device.
 FOLDER = Path(__file__).parent / "results"
 
-# How near so many copies in a row have to come to the bandwidth that was measured before.
-QUIET, QUIET_COPIES, QUIET_SECONDS = 0.98, 8, 0.05
-LONGEST_WAIT = 30
-
 # Contenders that a suite's last line names.
 MOST_TOLD = 12
 
@@ -82,20 +78,6 @@ def helping(platform: str) -> int:
     return ahead.workers() if platform == "gpu" else 0
 
 
-def wait_for_quiet(peer: peers.Peer, bandwidth: float) -> None:
-    """Returns when copies run at this bandwidth again: processes that have just ended, with all
-    that they held on the card, may have left it at work.
-    """
-    start, quiet = time.monotonic(), 0
-    while quiet < QUIET_COPIES:
-        if time.monotonic() - start > LONGEST_WAIT:
-            print(f"*** the card is not quiet after {LONGEST_WAIT} s: times are noisy", flush=True)
-            return
-        found = peer.ask("copy", seconds=QUIET_SECONDS)["bandwidth"]
-        quiet = quiet + 1 if found >= QUIET * bandwidth else 0
-    print(f"the card was quiet after {time.monotonic() - start:.1f} s", flush=True)
-
-
 def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
     """Runs the suites, those of these names and of the config; prints what they find; the exit
     status.
@@ -125,8 +107,6 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             with Ahead(platform, [FLAGS.config, *names], count) as helpers:
                 plan.compile_ahead(contests, found, helpers)
             print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
-            if platform == "gpu":
-                wait_for_quiet(peer, here.bandwidth)
         all_of_them = sum(suite.seconds for suite in wanted)
         end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + all_of_them
         try:

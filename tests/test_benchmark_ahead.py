@@ -4,14 +4,13 @@ import dataclasses
 import importlib.util
 import os
 import time
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from absl import flags
 
-from benchmarks import ahead, linear_torch, ours, run, side_by_side, suites
+from benchmarks import ahead, linear_torch, ours, side_by_side, suites
 from benchmarks.results import Results
 from tests.test_benchmark_suites import FACTS, InJax, Peer, fails, row_of
 
@@ -82,17 +81,6 @@ class Helpers:
         self.asked.append([(number, str(case), phase, name) for number, case, phase, name in jobs])
         self.warmed.append([[(str(case), name) for case, _, name in one] for one in in_torch])
         return [self._answers[name] for *_, name in jobs]
-
-
-def test_nothing_is_timed_before_the_card_is_quiet(monkeypatch, capsys):
-    rates = [0.5, 1.0, 0.9] + [0.99] * run.QUIET_COPIES
-    asked = iter(rates)
-    peer = SimpleNamespace(ask=lambda *_, **__: {"bandwidth": next(asked)})
-    run.wait_for_quiet(peer, 1.0)
-    assert next(asked, None) is None and "quiet after" in capsys.readouterr().out
-    monkeypatch.setattr(run, "LONGEST_WAIT", 0.01)
-    run.wait_for_quiet(SimpleNamespace(ask=lambda *_, **__: {"bandwidth": 0.5}), 1.0)
-    assert "not quiet" in capsys.readouterr().out
 
 
 def test_what_comes_of_other_processes_and_what_does_not(monkeypatch):
