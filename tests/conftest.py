@@ -27,8 +27,8 @@ os.environ["XLA_FLAGS"] = " ".join([*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")]
 # quick and default draw the same examples every time, so that no build fails by luck, and leave a
 # failing one as it is: it prints short already, and every step of shrinking would compile anew.
 for name, examples, settled in (
-    ("quick", 3, True),
-    ("default", 4, True),
+    ("quick", 2, True),
+    ("default", 3, True),
     ("thorough", 300, False),
 ):
     hypothesis.settings.register_profile(

@@ -367,7 +367,7 @@ def test_demo_runs(tmp_path):
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks", "demo", "--max_tokens=256"),
-            *("--budget_seconds=20", f"--output={output}"),
+            *("--budget_seconds=6", f"--output={output}"),
         ],
         cwd=ROOT,
         capture_output=True,
