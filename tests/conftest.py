@@ -1,6 +1,6 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=47 only every 47th test runs.
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=101 only every 101st test runs.
 """
 
 from __future__ import annotations
