@@ -26,7 +26,7 @@ from absl import app, flags, logging
 # PyTorch's process needs its part of the GPU's memory. JAX reads this when it starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 # NumPy's threads wait for each other by turning in circles. Its products are small here: where one
-# thread has no core, they take a hundred times as long, and what turns disturbs what is timed next.
+# thread has no core, they can take many times as long, in the way of what is timed next.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from benchmarks import compare, demo, document, profiling, run, show, side_by_side, tune  # noqa: E402

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -88,6 +88,15 @@ def best(rows: Iterable[Row], part: bool = False) -> Row | None:
     return min(peers, key=lambda row: row.seconds or math.inf, default=None)
 
 
+def timed(found: Found, contest: Contest) -> Iterator[tuple[Case, str, Row]]:
+    """Where the library has a time: the case, the phase and its row."""
+    for case in cases_of(found.results, contest):
+        for phase in contest.phases_of(case):
+            row = found.row(case, phase, OURS)
+            if row is not None and row.seconds is not None:
+                yield case, phase, row
+
+
 def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
     """The library beside the fastest peer on the same problem, case by case.
 
@@ -97,21 +106,17 @@ def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
 
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
-        for case in cases_of(results, contest):
-            for phase in contest.phases_of(case):
-                row = found.row(case, phase, OURS)
-                if row is None or row.seconds is None:
-                    continue
-                line = [
-                    *(str(case), phase, demo.milliseconds(row.seconds)),
-                    *(f"{row.reached:.0%}", f"{(row.rate or 0) / 1e12:.3g}"),
-                ]
-                for of_part in (False, True)[: 1 + part]:
-                    peer = best(found.of(case, phase), of_part)
-                    seconds = peer.seconds if peer else None
-                    line += [peer.contender if peer else "", demo.milliseconds(seconds)]
-                    line.append(times(seconds, row.seconds))
-                lines.append(line)
+        for case, phase, row in timed(found, contest):
+            line = [
+                *(str(case), phase, demo.milliseconds(row.seconds)),
+                *(f"{row.reached:.0%}", f"{(row.rate or 0) / 1e12:.3g}"),
+            ]
+            for of_part in (False, True)[: 1 + part]:
+                peer = best(found.of(case, phase), of_part)
+                seconds = peer.seconds if peer else None
+                line += [peer.contender if peer else "", demo.milliseconds(seconds)]
+                line.append(times(seconds, row.seconds))
+            lines.append(line)
         head = ["case", "phase", "ato_jax, ms", "of a copy", "TFLOP/s"]
         head += ["fastest peer on all of it", "ms", "peer / ato_jax"]
         if part:
@@ -130,19 +135,15 @@ def beside(contest: Contest, title: str) -> Callable[[Results], list[Table]]:
 
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
-        for case in cases_of(results, contest):
-            for phase in contest.phases_of(case):
-                row = found.row(case, phase, OURS)
-                if row is None or row.seconds is None:
-                    continue
-                peer = best(found.of(case, phase))
-                lines.append(
-                    [
-                        *(str(case), phase, demo.milliseconds(row.seconds), f"{row.reached:.0%}"),
-                        *(found.ms(case, phase, name) for name in names),
-                        times(peer.seconds if peer else None, row.seconds),
-                    ]
-                )
+        for case, phase, row in timed(found, contest):
+            peer = best(found.of(case, phase))
+            lines.append(
+                [
+                    *(str(case), phase, demo.milliseconds(row.seconds), f"{row.reached:.0%}"),
+                    *(found.ms(case, phase, name) for name in names),
+                    times(peer.seconds if peer else None, row.seconds),
+                ]
+            )
         head = ["case", "phase", "ato_jax, ms", "of a copy", *(f"{name}, ms" for name in names)]
         head.append("fastest peer / ato_jax")
         return [Table(title, head, lines, texts=2)] if lines else []
