@@ -10,10 +10,11 @@ Every op runs through `run`. A backend is a module with five names:
 
 `outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
 backward; what only a backward reads of the outputs, a forward leaves where the spec is that of
-`spec.for_backward()`, and `outputs.plain()` is without it. A backend may have two names more:
+`spec.for_backward()`, and `outputs.plain()` is without it. A backend may have three names more:
 
     keep(spec, config, inputs) -> outputs       forward, with what its own backward alone can read
     pays(spec, device) -> bool                  whether it is faster than plain JAX
+    refuses(device, interpreted) -> str | None  why not on a GPU of this kind
 
 `keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
 One that does not pay is what `implementation=None` comes to last, with all of its family: the
@@ -120,7 +121,10 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
     if name not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
         hint = " (ato_jax.interpret() interprets kernels)" if interpretable else ""
         return f"needs a GPU, and this call runs on {call.device.platform}{hint}"
-    return call.op.backend(name).unsupported(call.spec, phase)
+    module = call.op.backend(name)
+    if hasattr(module, "refuses") and (reason := module.refuses(call.device, interpreted)):
+        return reason
+    return module.unsupported(call.spec, phase)
 
 
 def choose(call: _Call, phase: str) -> Choice:

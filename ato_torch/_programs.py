@@ -14,6 +14,7 @@ the ops of one line, which have JAX's derivative.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import threading
@@ -37,6 +38,8 @@ from ato_jax.ops.linear_attention.step import linear_attention_step
 
 # Programs and texts that are kept: more than a model has, and yet a bound.
 KEPT = 1024
+# Backends whose kernels JAX's runtime alone can launch.
+THROUGH_JAX_ALONE = ("mosaic_gpu",)
 
 # The arrays that a feature map computes with, which have no gradient.
 PARAMETERS = tuple(f"feature_map.{n}" for n in range(64))
@@ -343,10 +346,18 @@ class _Kernels:
     def outputs(self, leaves: Arrays) -> Any:
         raise NotImplementedError
 
+    def op(self, request: Any) -> dispatch.Op:
+        """Where the caller names no backend, without those that the direct road cannot launch: a
+        CUDA graph could not hold the call."""
+        names = [name for name in self.api.OP.backends if name not in THROUGH_JAX_ALONE]
+        if request.implementation is not None:
+            return self.api.OP
+        return dataclasses.replace(self.api.OP, backends=tuple(names))
+
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         request = self.api.prepare(**arguments(call, arrays))
         spec = request.spec.for_backward() if call.training else request.spec
-        outputs = dispatch.run(self.api.OP, spec, request.inputs, request.implementation)
+        outputs = dispatch.run(self.op(request), spec, request.inputs, request.implementation)
         leaves = self.leaves(spec, outputs)
         if request.T < spec.T:
             # An empty T is one row to the op.
@@ -383,7 +394,7 @@ class _Kernels:
                 for leaves in (outputs, cotangents)
             )
         gradients = dispatch.backward(
-            self.api.OP,
+            self.op(request),
             spec,
             request.inputs,
             self.outputs(outputs),

@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=101 only every 101st test runs.
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=101 only every 101st test runs, and
+those that are marked `newest`: what only the newest JAX can do.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+# The interpreter of Mosaic GPU kernels keeps a thread of XLA's for each warpgroup, which wait for
+# one another; XLA has as many as there are cores, or as this says.
+os.environ.setdefault("NPROC", "32")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A trace leaves many objects and little garbage: looking through them took a twentieth of all.
     gc.set_threshold(50_000, 20, 50)
@@ -75,8 +81,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sample = int(os.environ.get("ATO_SAMPLE", "1"))
-    config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % sample])
-    items[:] = items[::sample]
+    drawn = [
+        n % sample == 0 or item.get_closest_marker("newest") is not None
+        for n, item in enumerate(items)
+    ]
+    config.hook.pytest_deselected(
+        items=[item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn]
+    )
+    items[:] = [item for item, is_drawn in zip(items, drawn, strict=True) if is_drawn]
     if has_gpu():
         return
     reason = f"needs an NVIDIA GPU; JAX finds {', '.join(map(str, jax.devices()))} alone"

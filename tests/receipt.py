@@ -15,9 +15,10 @@ one of them alone changed, or tests were added,
     python -m tests.receipt renew
 
 puts the tests of that part, and the new ones, under "left". Which ops' kernels a test runs its
-parameter `op` says, or the marker `kernels`; a parameter that names gates of channels says that
-it runs theirs; any other test counts for all but these and those for wide heads, which no test
-runs unasked. The bridge's are those of `tests/test_torch_*.py`. Where no card could be had,
+parameter `op` says, or the marker `kernels`; a parameter that names gates of channels, or Mosaic
+GPU, says that it runs theirs; any other test counts for all but these and those for wide heads,
+which no test runs unasked. The bridge's are those of `tests/test_torch_*.py`. Where no card could
+be had,
 
     python -m tests.receipt pending "the reason"
 
@@ -45,7 +46,14 @@ import jax
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
 
-OPS = ("attention", "linear_attention", "decode_attention", "wide_attention", "channel_gates")
+OPS = (
+    "attention",
+    "linear_attention",
+    "decode_attention",
+    "wide_attention",
+    "channel_gates",
+    "mosaic_gpu",
+)
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
 # What decides which machine code runs: the kernels, what they share, and their block sizes.
@@ -56,6 +64,8 @@ SHARED_SOURCES = (
     "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
+# Kernels in a folder of their own, with what they share with the op's others.
+APART = {"mosaic_gpu": ("linear_attention", "spec.py", "features.py", "mosaic_gpu/*.py")}
 # Kernels of their own, which build on an op's, and of whose code that op's own run nothing.
 BESIDE = {
     "decode_attention": ("attention", "paged.py"),
@@ -64,9 +74,15 @@ BESIDE = {
 }
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
-# No test runs these unless it says so: the others' heads are narrower, their gates whole.
-MARKED_ALONE = {"wide_attention", "channel_gates"}
-OF_CHANNELS = {"channel", "gates of channels"}
+# No test runs these unless it says so: the others' heads are narrower, their gates whole, and their
+# calls name Triton.
+MARKED_ALONE = {"wide_attention", "channel_gates", "mosaic_gpu"}
+# What a parameter says of whose kernels a test runs.
+NAMED = {
+    "channel": "channel_gates",
+    "gates of channels": "channel_gates",
+    "mosaic_gpu": "mosaic_gpu",
+}
 OUTCOMES = ("failed", "error", "passed", "skipped")
 FAILURES = ("failed", "error")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
@@ -75,8 +91,12 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 def source_files(part: str) -> list[Path]:
     if part == BRIDGE:
         return sorted(ROOT.glob("ato_torch/*.py"))
-    folder = BESIDE[part][0] if part in BESIDE else part
-    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in SOURCES_OF_AN_OP)]
+    folder, names = part, SOURCES_OF_AN_OP
+    if part in BESIDE:
+        folder = BESIDE[part][0]
+    elif part in APART:
+        folder, *names = APART[part]
+    patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in names)]
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 
@@ -153,8 +173,9 @@ def _ops_of(test: Any) -> set[str]:
     marker = test.get_closest_marker("kernels")
     if parameters.get("op") in OPS:
         return {parameters["op"]}
-    if any(isinstance(value, str) and value in OF_CHANNELS for value in parameters.values()):
-        return {"channel_gates"}
+    for value in parameters.values():
+        if isinstance(value, str) and value in NAMED:
+            return {NAMED[value]}
     named = set(marker.args) if marker else set(OPS) - MARKED_ALONE
     assert named <= set(OPS), f"{test.nodeid}: {named}"
     return named

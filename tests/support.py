@@ -143,6 +143,23 @@ def _linear_attention() -> Iterator[Row]:
         yield Row(
             f"return_state{', causal' * causal}", {}, _always(return_state=True, causal=causal)
         )
+    # What Hopper's own kernels are for.
+    wide, name = {"D": 128, "V": 128, "T": 64}, "causal, D = V = 128"
+    yield Row(name, wide, _always(causal=True))
+    yield Row(f"{name}, H = 4 G", wide | {"H": 8}, _always(causal=True))
+    yield Row(
+        f"{name}, states",
+        wide,
+        lambda sizes: {"causal": True, "initial_state": state(sizes), "return_state": True},
+    )
+    yield Row(
+        f"{name}, decay [B, S, G]",
+        wide,
+        lambda sizes: {
+            "causal": True,
+            "decay": jnp.full([sizes[axis] for axis in "BSG"], -0.1),
+        },
+    )
 
 
 ROWS = {

@@ -1,6 +1,7 @@
 """The receipt of the last run on a card belongs to the kernels as they stand."""
 
 import json
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +29,12 @@ def test_the_hash_covers_every_kernel() -> None:
     with_kernels = {
         str(path.relative_to(receipt.ROOT))
         for path in (receipt.ROOT / "ato_jax").rglob("*.py")
-        if "pallas_call" in path.read_text()
+        if re.search(r"pallas_call|plgpu\.kernel", path.read_text())
     }
     assert with_kernels and with_kernels <= covered
     folders = {path.name for path in (receipt.ROOT / "ato_jax" / "ops").iterdir() if path.is_dir()}
-    assert set(receipt.OPS) == folders - {"__pycache__"} | set(receipt.BESIDE)
+    parts = {*receipt.BESIDE, *receipt.APART}
+    assert set(receipt.OPS) == folders - {"__pycache__"} | parts
     for part, (op, *_) in receipt.BESIDE.items():
         whole, own = set(receipt.source_files(part)), set(receipt.source_files(op))
         assert own < whole and whole - own == receipt.beside(part)
@@ -65,7 +67,7 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
 
 
 HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}
-HASHES |= {"wide_attention": "w", "channel_gates": "c", "bridge": "b"}
+HASHES |= {"wide_attention": "w", "channel_gates": "c", "mosaic_gpu": "m", "bridge": "b"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:

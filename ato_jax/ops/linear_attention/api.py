@@ -27,9 +27,8 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Linea
 
 OP = dispatch.Op(
     "linear_attention",
-    ("triton", "xla", "reference"),
+    ("mosaic_gpu", "triton", "xla", "reference"),
     package="ato_jax.ops.linear_attention",
-    planned=("mosaic_gpu",),
 )
 
 

@@ -1,0 +1,257 @@
+"""What the kernels here are made of: how work is dealt, tiles in shared memory, products, features.
+
+A block stays on its multiprocessor and takes items, a piece of the sequence of one head each, chunk
+by chunk of C rows. Its warpgroups have roles of their own: one loads by the copy engine (TMA) into
+slots of a ring, which runs on ahead behind barriers; one maps features; two multiply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import device, meshes
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+C = 64  # rows of a chunk
+F = V = 128
+HALF = V // 2
+LOG2_E = math.log2(math.e)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+# Warpgroups; 0 and 1 multiply, with half of a state each.
+MEMORY, FEATURES = 2, 3
+WARPGROUPS = 4
+MEMORY_REGISTERS = 24
+
+TILE = plgpu.Layout.WGMMA
+OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
+# JAX 0.10's load takes an index.
+_INDEX: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+
+
+class Item(NamedTuple):
+    """A piece of one head, with how many chunks it has, and its block has had before it."""
+
+    number: Any
+    batch: Any
+    head: Any
+    piece: Any
+    first_row: Any
+    chunks: Any
+    before: Any
+
+    def rows(self, chunk: Any) -> Any:
+        return pl.ds(self.first_row + chunk * C, C)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """`pieces` of `rows` each of B sequences of `length` rows and so many heads, for `blocks`.
+
+    Heads lie side by side in memory: blocks that run at once have the same piece of several.
+    """
+
+    B: int
+    heads: int
+    length: int
+    rows: int
+    pieces: int
+    most_blocks: int
+
+    @property
+    def items(self) -> int:
+        return self.pieces * self.B * self.heads
+
+    @property
+    def blocks(self) -> int:
+        return min(self.most_blocks, self.items)
+
+    def each(self, do: Callable[[Item], None]) -> Any:
+        """`do` for each item of this block; how many chunks it had in all."""
+        block = lax.axis_index("block")
+        heads = self.B * self.heads
+        chunks = pl.cdiv(self.length, C)
+
+        def one(number: Any, before: Any) -> Any:
+            item = block + number * self.blocks
+            piece, head = lax.div(item, heads), lax.rem(item, heads)
+            here = jnp.minimum(self.rows // C, chunks - piece * (self.rows // C))
+            batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
+            do(Item(number, batch, head, piece, piece * self.rows, here, before))
+            return before + here
+
+        own = lax.div(self.items - block + (self.blocks - 1), self.blocks)
+        return lax.fori_loop(0, own, one, jnp.int32(0))
+
+
+def part(
+    spec: LinearAttentionSpec, ref: Any, item: Item, chunk: Any, head: Any, half: Any = None
+) -> Any:
+    """A chunk's rows of a sequence in global memory; or of them 64 columns."""
+    rows, columns = item.rows(chunk), () if half is None else (pl.ds(half * HALF, HALF),)
+    if spec.layout == "bthd":
+        return ref.at[(item.batch, rows, head, *columns)]
+    return ref.at[(item.batch, head, rows, *columns)]
+
+
+def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
+    lengths = (spec.T, heads) if spec.layout == "bthd" else (heads, spec.T)
+    return (spec.B, *lengths, V)
+
+
+def shared(*shape: int, dtype: Any = BF16) -> Any:
+    """Room for tiles in shared memory, laid out as the copy engine and the products take them."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def load(ref: Any, layout: Any = TILE) -> jax.Array:
+    return plgpu.load(ref, *_INDEX, layout=layout)
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), F32), TILE)
+
+
+def ones(rows: int, columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.ones((rows, columns), BF16), TILE)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    # Without the barrier each element would be converted there and back by itself, which is slow.
+    return lax.optimization_barrier(x.astype(BF16))
+
+
+def slot_of(step: Any, slots: int) -> Any:
+    return lax.rem(step, slots)
+
+
+def wait_until_free(barriers: Any, step: Any, slots: int) -> None:
+    """Before a slot is loaded again."""
+
+    @pl.when(step >= slots)
+    def _() -> None:
+        plgpu.barrier_wait(barriers.at[slot_of(step, slots)])
+
+
+def await_the_last(barriers: Any, steps: Any, slots: int) -> None:
+    """Every completion of a barrier has to be awaited."""
+
+    def one(step: Any, _: None) -> None:
+        plgpu.barrier_wait(barriers.at[slot_of(step, slots)])
+
+    lax.fori_loop(jnp.maximum(steps - slots, 0), steps, one, None)
+
+
+Sum = tuple[jax.Array, Sequence[tuple[Any, Any]]]
+
+
+def multiply(*sums: Sum) -> tuple[jax.Array, ...]:
+    """For each of `sums`, (start, [(a, b), ...]): start + a @ b + ..., all in flight at once."""
+    if device.interpreting():
+        return _multiply_interpreted(*sums)
+
+    def issue(accumulators: Any) -> None:
+        for accumulator, (_, products) in zip(accumulators, sums, strict=True):
+            for a, b in products:
+                plgpu.wgmma(accumulator, a, b)
+
+    found = pl.run_state(issue)(tuple(plgpu.ACC.init(start) for start, _ in sums))
+    # What is read from an accumulator must not be moved ahead of the wait for it.
+    return lax.optimization_barrier(tuple(found))
+
+
+def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
+    """Pallas's interpreter knows no factors in registers, and no sums that begin with values."""
+    found = []
+    for start, products in sums:
+        for a, b in products:
+            if isinstance(a, jax.Array):
+                start = start + jnp.dot(a, b[...], preferred_element_type=F32)
+                plgpu.commit_smem()
+                continue
+
+            def one(accumulator: Any, a: Any = a, b: Any = b) -> jax.Array:
+                plgpu.wgmma(accumulator, a, b)
+                return accumulator[...]
+
+            rows, columns = start.shape
+            start = start + pl.run_scoped(one, plgpu.ACC((rows, columns), F32))
+        found.append(start)
+    return tuple(found)
+
+
+def _elu1(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x + 1, jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E))
+
+
+# phi, and its derivative from phi(x).
+MAPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "elu1": (_elu1, lambda phi: jnp.minimum(phi, 1.0)),
+}
+
+
+def map_in_place(spec: LinearAttentionSpec, ref: Any) -> jax.Array:
+    """Features of a tile in shared memory, where they replace it; as rounded."""
+    phi, _ = MAPS[spec.feature_map.name]
+    features = rounded(phi(load(ref).astype(F32)))
+    ref[...] = features
+    return features
+
+
+# What says how to interpret, from JAX 0.12 on.
+interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
+
+
+def launch(
+    body: Callable[..., None],
+    name: str,
+    deal: Deal,
+    out_type: Any,
+    scratch: dict[str, Any],
+    arrays: Sequence[jax.Array],
+    reduction_bytes: int = 0,
+) -> Any:
+    """The kernel's outputs. All of a block's warpgroups leave together: none while another still
+    multiplies."""
+
+    def guarded(*refs: Any, left: Any, **scratch: Any) -> None:
+        body(*refs, **scratch)
+        plgpu.barrier_arrive(left)
+        plgpu.barrier_wait(left)
+
+    arrays = meshes.varying_with(tuple(arrays), tuple(arrays))
+    interpreted = {"interpret": interpreter()} if device.interpreting() else {}
+    kernel = plgpu.kernel(
+        guarded,
+        out_type=meshes.varying_with(out_type, arrays),
+        scratch_types={**scratch, "left": plgpu.Barrier(num_arrivals=WARPGROUPS)},
+        grid=(deal.blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=reduction_bytes,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        kernel_name=f"linear_attention_{name}_mosaic",
+        **interpreted,
+    )
+    with jax.enable_x64(False):  # positions are counted in 32 bits
+        return kernel(*arrays)
+
+
+group = functools.partial(lax.axis_index, "group")

@@ -1,0 +1,217 @@
+"""Causal linear attention by Mosaic GPU: interpreted beside the float64 reference, lowered for a
+Hopper card, and on one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import test_linear_channel as channel
+
+import ato_jax
+from ato_jax import dispatch
+from ato_jax.ops.linear_attention import api, mosaic_gpu
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.spec import Inputs, LinearState
+from tests import aot, numerics
+
+OP = "linear_attention"
+
+
+def newest(test: Any) -> Any:
+    lacking = pytest.mark.skipif(frame.interpreter is None, reason="JAX interprets from 0.12 on")
+    return pytest.mark.newest(lacking(test))
+
+
+def draw(
+    B: int, T: int, H: int, G: int, layout: str = "bthd", scale: float = 1.0
+) -> list[jax.Array]:
+    shapes = ((B, T, heads, 128) for heads in (H, G, G))
+    found = [
+        channel.draw(*shape, dtype="bfloat16", scale=scale, seed=seed)
+        for seed, shape in enumerate(shapes)
+    ]
+    return found if layout == "bthd" else [jnp.swapaxes(array, 1, 2) for array in found]
+
+
+def options_of(B: int, G: int, layout: str, given: bool) -> dict[str, Any]:
+    """With a state given and asked for, or without."""
+    if not given:
+        return {"layout": layout}
+    k_sum = jnp.abs(channel.draw(B, G, 128, seed=8)) + 1
+    state = LinearState(channel.draw(B, G, 128, 128, seed=7), k_sum)
+    return {"layout": layout, "initial_state": state, "return_state": True}
+
+
+def against_the_reference(
+    qkv: list[jax.Array], backward: str, device: Any = None, config: Any = None, **options: Any
+) -> None:
+    wanted = numerics.oracle(OP, *qkv, causal=True, **options)
+    spec = wanted.request.spec
+    assert mosaic_gpu.unsupported(spec, "forward") is None
+    configs = {"forward_config": config}
+    if backward == "mosaic_gpu":
+        assert mosaic_gpu.unsupported(spec, "backward") is None
+        configs["backward_config"] = config
+    found = numerics.run_backends("mosaic_gpu", backward, wanted, device=device, **configs)
+    numerics.compare(found, wanted)
+
+
+# Two pieces of two chunks, the last of them in part, on fewer blocks than there are pieces.
+SMALL = {"piece_rows": 128, "blocks": 3}
+
+
+@newest
+@pytest.mark.parametrize(
+    "T, H, G, layout, given",
+    [
+        (200, 2, 1, "bhtd", False),
+        (192, 2, 2, "bthd", True),
+    ],
+)
+def test_pieces_groups_and_states(T: int, H: int, G: int, layout: str, given: bool) -> None:
+    options = options_of(2, G, layout, given)
+    with ato_jax.interpret():
+        against_the_reference(draw(2, T, H, G, layout), "triton", channel.GPU, SMALL, **options)
+
+
+@newest
+def test_a_batch_of_calls_is_a_larger_batch() -> None:
+    """Also of calls that share an array, unnormalised, in one piece."""
+    q, k, v = draw(2, 70, 2, 1)
+
+    def call(q: jax.Array, k: jax.Array) -> jax.Array:
+        return ato_jax.linear_attention(
+            q, k, v[0], causal=True, normalize=False, implementation="mosaic_gpu"
+        )
+
+    with ato_jax.interpret():
+        found = jax.jit(jax.vmap(call, in_axes=(0, None)))(q, k[1])
+    wanted = jax.vmap(
+        lambda q: ato_jax.linear_attention(q, k[1], v[0], causal=True, normalize=False)
+    )(q)
+    assert jnp.linalg.norm((found - wanted).astype(jnp.float32)) <= 5e-3 * jnp.linalg.norm(
+        wanted.astype(jnp.float32)
+    )
+
+
+def kernels_of(function: Any, *arrays: Any) -> int:
+    """How many Mosaic GPU kernels it lowers to, for a Hopper card."""
+    device = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("@mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    "B, T, H, G, layout, options, count",
+    [
+        (1, 16384, 32, 32, "bthd", {}, 2),
+        (16, 1000, 16, 4, "bhtd", {}, 1),
+        (1, 1024, 8, 8, "bthd", {"normalize": False, "return_state": True}, 2),
+    ],
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers(
+    B: int, T: int, H: int, G: int, layout: str, options: dict[str, Any], count: int, x64: bool
+) -> None:
+    """Layouts, barriers and products are checked on the way; the output alone is one piece."""
+    with jax.enable_x64(x64):
+        arrays = [
+            jax.ShapeDtypeStruct(
+                (B, T, heads, 128) if layout == "bthd" else (B, heads, T, 128), jnp.bfloat16
+            )
+            for heads in (H, G, G)
+        ]
+        spec = api.prepare(*map(jnp.zeros_like, arrays), causal=True, layout=layout, **options).spec
+        config = mosaic_gpu.default_config(spec, channel.GPU)
+
+        def forward(*qkv: Any) -> Any:
+            return mosaic_gpu.forward(spec, config, Inputs(*qkv))
+
+        assert kernels_of(forward, *arrays) == count
+
+
+def test_pieces_fill_the_card() -> None:
+    """As many as make one round of blocks; one where there are heads enough."""
+    spec = api.prepare(*draw(1, 64, 1, 1), causal=True).spec
+    config = mosaic_gpu.default_config(spec, channel.GPU)
+
+    def pieces(B: int, T: int, H: int) -> int:
+        sizes = dataclasses.replace(spec, B=B, T=T, S=T, H=H, G=H)
+        return -(-T // mosaic_gpu.piece_rows(sizes, config, H))
+
+    assert pieces(1, 16384, 32) == 4
+    assert pieces(1, 65536, 16) == 8
+    assert pieces(8, 4096, 16) == 1
+    assert pieces(1, 64, 1) == 1
+
+
+def test_who_is_asked_for_what() -> None:
+    """Hopper alone; other calls are Triton's, and the reason names what is in the way."""
+    ampere = dataclasses.replace(channel.GPU, name="NVIDIA A100", capability=(8, 0))
+    q, k, v = draw(1, 64, 2, 1)
+
+    def backend(device: Any, **options: Any) -> str:
+        request = api.prepare(q, k, v, **options)
+        call = dispatch._Call(api.OP, request.spec, None, device, False)
+        return dispatch.choose(call, "forward").backend
+
+    assert backend(channel.GPU, causal=True) == "mosaic_gpu"
+    assert backend(channel.GPU) == backend(ampere, causal=True) == "triton"
+    assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
+    lengths = jnp.array([3])
+    for options, name in (
+        ({"causal": False}, "causal"),
+        ({"kv_lengths": lengths}, "lengths"),
+        ({"decay": -jnp.ones(1)}, "decay"),
+        ({"feature_map": "silu"}, "silu"),
+    ):
+        spec = api.prepare(q, k, v, **{"causal": True, **options}).spec
+        assert name in str(mosaic_gpu.unsupported(spec, "forward"))
+        assert backend(channel.GPU, **{"causal": True, **options}) == "triton"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic_gpu"])
+@pytest.mark.parametrize(
+    "B, T, H, G, layout, scale, given",
+    [
+        (1, 65_536, 2, 2, "bthd", 1.0, False),
+        (2, 5000, 6, 2, "bhtd", 30.0, False),
+        (1, 4096, 33, 11, "bthd", 0.01, True),
+    ],
+)
+def test_on_a_card(
+    B: int, T: int, H: int, G: int, layout: str, scale: float, given: bool, implementation: str
+) -> None:
+    options = options_of(B, G, layout, given)
+    against_the_reference(draw(B, T, H, G, layout, scale), "triton", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic_gpu"])
+def test_transforms_on_a_card(implementation: str) -> None:
+    """The same bits again, under `vmap`, and on a mesh; and PyTorch's road is another's."""
+    arrays = draw(4, 3000, 4, 2)
+
+    def call(*qkv: jax.Array) -> jax.Array:
+        return ato_jax.linear_attention(*qkv, causal=True)
+
+    explained = ato_jax.explain(OP, *arrays, causal=True)
+    assert explained.implementation == implementation
+    wanted = jax.jit(call)(*arrays)
+    assert (call(*arrays) == wanted).all()
+    singly = jax.jit(jax.vmap(call))(*(array[:, None] for array in arrays))
+    assert (singly[:, 0] == wanted).all()
+    in_pairs = (array.reshape(2, 2, 1, *array.shape[1:]) for array in arrays)
+    twice = jax.jit(jax.vmap(jax.vmap(call)))(*in_pairs)
+    assert (twice.reshape(wanted.shape) == wanted).all()
+    mesh = jax.make_mesh((1,), ("heads",))
+    axes = jax.sharding.PartitionSpec(None, None, "heads")
+    sharded = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=axes, out_specs=axes))
+    assert (sharded(*arrays) == wanted).all()
