@@ -61,21 +61,22 @@ def against_the_reference(
 
 
 # Two pieces of two chunks, the last of them in part, on fewer blocks than there are pieces.
-SMALL = {"piece_rows": 128, "blocks": 3}
+SMALL = {"pieces": 2, "blocks": 3}
 
 
 @newest
 @pytest.mark.parametrize(
-    "T, H, G, layout, given",
+    "T, layout, given, normalize",
     [
-        (200, 2, 1, "bhtd", False),
-        (192, 2, 2, "bthd", True),
+        (200, "bhtd", False, True),
+        (192, "bthd", True, True),
+        (192, "bthd", True, False),
     ],
 )
-def test_pieces_groups_and_states(T: int, H: int, G: int, layout: str, given: bool) -> None:
-    options = options_of(2, G, layout, given)
+def test_pieces_and_states(T: int, layout: str, given: bool, normalize: bool) -> None:
+    options = options_of(2, 2, layout, given) | {"normalize": normalize}
     with ato_jax.interpret():
-        against_the_reference(draw(2, T, H, G, layout), "triton", channel.GPU, SMALL, **options)
+        against_the_reference(draw(2, T, 2, 2, layout), "mosaic_gpu", channel.GPU, SMALL, **options)
 
 
 @newest
@@ -143,7 +144,7 @@ def test_pieces_fill_the_card() -> None:
 
     def pieces(B: int, T: int, H: int) -> int:
         sizes = dataclasses.replace(spec, B=B, T=T, S=T, H=H, G=H)
-        return -(-T // mosaic_gpu.piece_rows(sizes, config, H))
+        return mosaic_gpu.pieces_of(sizes, config)
 
     assert pieces(1, 16384, 32) == 4
     assert pieces(1, 65536, 16) == 8

@@ -6,7 +6,9 @@
 
 over the keys j <= i. The sequence is cut into as many pieces as fill the card, few: XLA adds up
 their sums (`sums.py`), and each piece is walked with its running state in registers (`output.py`).
-`frame.py` says what a kernel is made of.
+Backwards the queries' gradient is such a walk, too (`query_gradient.py`), and that of keys and
+values one from the end (`query_sums.py`, `key_gradient.py`). `frame.py` says what a kernel is made
+of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32. All else is Triton's.
@@ -15,7 +17,9 @@ float32. All else is Triton's.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +28,17 @@ from jax.experimental import pallas as pl
 
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
     LinearState,
     Outputs,
+    Residuals,
 )
 
 HOPPER = (9, 0)
@@ -42,10 +50,10 @@ MOST_PIECES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Blocks of each kernel; rows of a piece, 0: as many as fill the blocks."""
+    """Blocks of each kernel; pieces of a sequence, 0: as many as fill the blocks."""
 
     blocks: int
-    piece_rows: int = 0
+    pieces: int = 0
 
 
 def refuses(device: Device, interpreted: bool) -> str | None:
@@ -69,13 +77,15 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs bfloat16, got {spec.dtype}"
     if (spec.D, spec.F, spec.V) != (frame.F, frame.F, frame.V):
         return f"needs D = V = {frame.V}, got D={spec.D}, V={spec.V}"
-    if spec.feature_map.name not in frame.MAPS:
-        return f"feature map {spec.feature_map.name!r} is none of {', '.join(frame.MAPS)}"
+    if spec.feature_map.name != "elu1":
+        return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if spec.return_state and spec.T % frame.C:
         # Rows beyond the end are read as zeros, of which the features need not be zero.
         return f"return_state needs T to be a multiple of {frame.C}, got {spec.T}"
-    if phase == "backward":
-        return "has no backward yet"
+    if phase == "backward" and spec.H != spec.G:
+        return f"needs H = G for the gradients, got {spec.H} and {spec.G}"
+    if phase == "backward" and spec.scale <= 0:
+        return f"needs a positive scale for the gradients, got {spec.scale}"
     return None
 
 
@@ -83,53 +93,77 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     return Config(blocks=device.multiprocessors)
 
 
-def piece_rows(spec: LinearAttentionSpec, config: Config, heads: int) -> int:
+def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     """So many that the last round of blocks is nearly full, and little is read twice."""
-    if config.piece_rows:
-        return config.piece_rows
-    chunks = pl.cdiv(spec.T, frame.C)
+    chunks, heads = pl.cdiv(spec.T, frame.C), spec.B * spec.H
 
     def cost(pieces: int) -> float:
         each = pl.cdiv(chunks, pieces)
-        rounds = pl.cdiv(spec.B * heads * pieces, config.blocks)
+        rounds = pl.cdiv(heads * pieces, config.blocks)
         if pieces == 1:
             return rounds * (each + ITEM)
-        rounds_before = pl.cdiv(spec.B * heads * (pieces - 1), config.blocks)
+        rounds_before = pl.cdiv(heads * (pieces - 1), config.blocks)
         return CUT + (rounds + CUT_CHUNK * rounds_before) * (each + ITEM)
 
-    pieces = min(range(1, min(chunks, MOST_PIECES) + 1), key=cost)
-    return int(pl.cdiv(chunks, pieces)) * frame.C
+    wanted = config.pieces or min(range(1, min(chunks, MOST_PIECES) + 1), key=cost)
+    return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
+
+
+def _deal(spec: LinearAttentionSpec, config: Config, pieces: int) -> frame.Deal:
+    """All rows of all query heads. Of so many pieces there is one number of rows."""
+    rows = pl.cdiv(pl.cdiv(spec.T, frame.C), pieces) * frame.C
+    return frame.Deal(spec.B, spec.H, spec.T, rows, pieces, config.blocks)
+
+
+def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under `vmap` the arrays are a larger batch, since grids are made for the card."""
+
+    @functools.wraps(function)
+    def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
+        @custom_vmap
+        def run(*arrays: Any) -> Any:
+            return function(spec, config, *arrays)
+
+        @run.def_vmap
+        def _(size: int, batched: Any, *arrays: Any) -> Any:
+            def fold(array: jax.Array, is_batched: bool) -> jax.Array:
+                if not is_batched:
+                    array = jnp.broadcast_to(array, (size, *array.shape))
+                return array.reshape(-1, *array.shape[2:])
+
+            larger = dataclasses.replace(spec, B=size * spec.B)
+            found = call(larger, config, *jax.tree.map(fold, arrays, tuple(batched)))
+            parted = jax.tree.map(lambda array: array.reshape(size, -1, *array.shape[1:]), found)
+            return parted, jax.tree.map(lambda _: True, found)
+
+        return run(*arrays)
+
+    return call
+
+
+class Kept(NamedTuple):
+    """`Outputs`, and the sums ahead of each piece, as `output` reads them."""
+
+    out: jax.Array
+    state: LinearState
+    s: jax.Array
+    z: jax.Array
+
+    def plain(self) -> Outputs:
+        return Outputs(self.out, self.state)
+
+
+@_as_larger_batch
+def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+    deal = _deal(spec, config, pieces_of(spec, config))
+    kv, k_sum = _states(spec, deal, inputs)
+    s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
+    out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z)
+    return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    """Under `vmap` a larger batch: the grid of the kernels is made for the card."""
-
-    @custom_vmap
-    def attend(inputs: Inputs) -> Outputs:
-        return _forward(spec, config, inputs)
-
-    @attend.def_vmap
-    def _(size: int, batched: Any, inputs: Inputs) -> Any:
-        def fold(array: jax.Array, is_batched: bool) -> jax.Array:
-            if not is_batched:
-                array = jnp.broadcast_to(array, (size, *array.shape))
-            return array.reshape(-1, *array.shape[2:])
-
-        larger = dataclasses.replace(spec, B=size * spec.B)
-        outputs = forward(larger, config, jax.tree.map(fold, inputs, batched[0]))
-        unfold = lambda array: array.reshape(size, spec.B, *array.shape[1:])  # noqa: E731
-        return jax.tree.map(unfold, outputs), jax.tree.map(lambda _: True, outputs)
-
-    return attend(inputs)
-
-
-def _forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    rows = piece_rows(spec, config, spec.H)
-    deal = frame.Deal(spec.B, spec.H, spec.T, rows, pl.cdiv(spec.T, rows), config.blocks)
-    kv, k_sum = _states(spec, deal, inputs)
-    s = kv[:, :, : deal.pieces].astype(jnp.bfloat16)
-    out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, k_sum)
-    return Outputs(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]))
+    return keep(spec, config, inputs).plain()
 
 
 def _states(
@@ -140,26 +174,72 @@ def _states(
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    found = None
     if pieces:
         length = min(pieces * of_queries.rows, spec.T)
         deal = dataclasses.replace(of_queries, heads=spec.G, length=length, pieces=pieces)
-        kv, k_sum = sums(spec, deal, inputs.k, inputs.v)
-        if start is None:
-            return _at_edges(kv), _at_edges(k_sum)
-        return _at_edges(kv, start[0]), _at_edges(k_sum, start[1])
-    if start is None:
-        shape = (spec.B, spec.G, frame.V, frame.F)
-        start = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape[:2], frame.F), jnp.float32)
-    return start[0][:, :, None], start[1][:, :, None]
+        found = sums(spec, deal, inputs.k, inputs.v)
+    return _at_edges(spec, found, start)
 
 
-def _at_edges(pieces: jax.Array, start: jax.Array | None = None) -> jax.Array:
-    """[B, G, P, ...] -> the sums of all pieces before each edge [B, G, P + 1, ...]."""
-    if start is not None:
-        pieces = jnp.concatenate([start[:, :, None], pieces], axis=2)
-    count = pieces.shape[2]
-    edges = count + (start is None)
-    before = jnp.tri(edges, count, -1 if start is None else 0, dtype=jnp.float32)
-    flat = pieces.reshape(*pieces.shape[:3], -1)
-    found = jnp.einsum("er,bgrn->bgen", before, flat, precision=jax.lax.Precision.HIGHEST)
-    return found.reshape(*pieces.shape[:2], edges, *pieces.shape[3:])
+State = tuple[jax.Array, jax.Array]
+
+
+def _at_edges(
+    spec: LinearAttentionSpec, pieces: State | None, start: State | None, reverse: bool = False
+) -> State:
+    """kv [B, G, P, V, F] and k_sum [B, G, P, F] -> the sums of all pieces ahead of each edge, or
+    behind it [B, G, P + 1, ..]; from `start` [B, G, ..] on."""
+    if pieces is None and start is None:
+        shape = (spec.B, spec.G, 1, frame.V, frame.F)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros((*shape[:3], frame.F), jnp.float32)
+    if pieces is None:
+        assert start is not None
+        return start[0][:, :, None], start[1][:, :, None]
+
+    def add_up(pieces: jax.Array, start: jax.Array | None) -> jax.Array:
+        count = pieces.shape[2]
+        # Which pieces are ahead of which edge.
+        adds = jnp.tri(count + 1, count, -1, dtype=jnp.float32)
+        flat = pieces.reshape(*pieces.shape[:3], -1)
+        highest = jax.lax.Precision.HIGHEST
+        found = jnp.einsum("er,bgrn->bgen", 1 - adds if reverse else adds, flat, precision=highest)
+        found = found.reshape(*pieces.shape[:2], count + 1, *pieces.shape[3:])
+        return found if start is None else found + start[:, :, None]
+
+    starts = (None, None) if start is None else start
+    kv, k_sum = map(add_up, pieces, starts)
+    return kv, k_sum
+
+
+@_as_larger_batch
+def backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    inputs, g = residuals.inputs, cotangents.out
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if isinstance(residuals.outputs, Kept):
+        s, z = residuals.outputs.s, residuals.outputs.z
+        # Of a call that was batched in the backward alone there are as many as before.
+        deal = _deal(spec, config, s.shape[2])
+    else:
+        deal = _deal(spec, config, pieces_of(spec, config))
+        kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs)
+        s = kv.astype(jnp.bfloat16)
+    dq, inverse, e = query_gradient(spec, deal, q, k, v, g, s, z)
+
+    # No key reads the sums of the first piece, but the state before it.
+    first = 0 if spec.initial_state else 1
+    found = end = None
+    if deal.pieces > first:
+        later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
+        found = query_sums(spec, later, q, g, inverse, e)
+    if spec.return_state:
+        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
+    r, u = _at_edges(spec, found, end, reverse=True)
+    d_state = None
+    if spec.initial_state:
+        d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
+        r, u = r[:, :, 1:], u[:, :, 1:]
+    dk, dv = key_gradient(spec, deal, q, k, v, g, inverse, e, r.astype(jnp.bfloat16), u)
+    return Inputs(dq, dk, dv, initial_state=d_state)

@@ -54,10 +54,13 @@ class Item(NamedTuple):
     def rows(self, chunk: Any) -> Any:
         return pl.ds(self.first_row + chunk * C, C)
 
+    def rows_from_the_end(self, chunk: Any) -> Any:
+        return self.rows(self.chunks - 1 - chunk)
+
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """`pieces` of `rows` each of B sequences of `length` rows and so many heads, for `blocks`.
+    """`pieces` of `rows` each, from `first` on, of B sequences of `length` rows and so many heads.
 
     Heads lie side by side in memory: blocks that run at once have the same piece of several.
     """
@@ -68,6 +71,7 @@ class Deal:
     rows: int
     pieces: int
     most_blocks: int
+    first: int = 0
 
     @property
     def items(self) -> int:
@@ -81,25 +85,29 @@ class Deal:
         """`do` for each item of this block; how many chunks it had in all."""
         block = lax.axis_index("block")
         heads = self.B * self.heads
-        chunks = pl.cdiv(self.length, C)
 
         def one(number: Any, before: Any) -> Any:
             item = block + number * self.blocks
             piece, head = lax.div(item, heads), lax.rem(item, heads)
-            here = jnp.minimum(self.rows // C, chunks - piece * (self.rows // C))
+            first_row = self.first + piece * self.rows
+            here = jnp.minimum(self.rows, self.length - first_row)
+            chunks = lax.div(here + (C - 1), C)
             batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
-            do(Item(number, batch, head, piece, piece * self.rows, here, before))
-            return before + here
+            do(Item(number, batch, head, piece, first_row, chunks, before))
+            return before + chunks
 
+        if self.items == self.blocks:
+            # Where there is no loop the compiler has more registers for what is in it.
+            return one(0, 0)
         own = lax.div(self.items - block + (self.blocks - 1), self.blocks)
         return lax.fori_loop(0, own, one, jnp.int32(0))
 
 
 def part(
-    spec: LinearAttentionSpec, ref: Any, item: Item, chunk: Any, head: Any, half: Any = None
+    spec: LinearAttentionSpec, ref: Any, item: Item, rows: Any, head: Any, half: Any = None
 ) -> Any:
-    """A chunk's rows of a sequence in global memory; or of them 64 columns."""
-    rows, columns = item.rows(chunk), () if half is None else (pl.ds(half * HALF, HALF),)
+    """Rows of a sequence in global memory; or of them 64 columns."""
+    columns = () if half is None else (pl.ds(half * HALF, HALF),)
     if spec.layout == "bthd":
         return ref.at[(item.batch, rows, head, *columns)]
     return ref.at[(item.batch, head, rows, *columns)]
@@ -158,19 +166,25 @@ def await_the_last(barriers: Any, steps: Any, slots: int) -> None:
 Sum = tuple[jax.Array, Sequence[tuple[Any, Any]]]
 
 
-def multiply(*sums: Sum) -> tuple[jax.Array, ...]:
-    """For each of `sums`, (start, [(a, b), ...]): start + a @ b + ..., all in flight at once."""
+def multiply(
+    *sums: Sum, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[jax.Array, ...]:
+    """For each of `sums`, (start, [(a, b), ...]): start + a @ b + ..., all in flight at once, and
+    while `meanwhile` is done."""
     if device.interpreting():
-        return _multiply_interpreted(*sums)
+        found = _multiply_interpreted(*sums)
+        meanwhile()
+        return found
 
     def issue(accumulators: Any) -> None:
         for accumulator, (_, products) in zip(accumulators, sums, strict=True):
             for a, b in products:
                 plgpu.wgmma(accumulator, a, b)
+        meanwhile()
 
-    found = pl.run_state(issue)(tuple(plgpu.ACC.init(start) for start, _ in sums))
+    accumulators = pl.run_state(issue)(tuple(plgpu.ACC.init(start) for start, _ in sums))
     # What is read from an accumulator must not be moved ahead of the wait for it.
-    return lax.optimization_barrier(tuple(found))
+    return lax.optimization_barrier(tuple(accumulators))
 
 
 def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
@@ -193,22 +207,30 @@ def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
     return tuple(found)
 
 
-def _elu1(x: jax.Array) -> jax.Array:
-    return jnp.maximum(x + 1, jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E))
+def features_of(x: jax.Array) -> jax.Array:
+    """elu(x) + 1, rounded; its derivative is the smaller of it and 1."""
+    x = x.astype(F32)
+    return rounded(jnp.maximum(x + 1, jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)))
 
 
-# phi, and its derivative from phi(x).
-MAPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "elu1": (_elu1, lambda phi: jnp.minimum(phi, 1.0)),
-}
-
-
-def map_in_place(spec: LinearAttentionSpec, ref: Any) -> jax.Array:
-    """Features of a tile in shared memory, where they replace it; as rounded."""
-    phi, _ = MAPS[spec.feature_map.name]
-    features = rounded(phi(load(ref).astype(F32)))
+def map_in_place(ref: Any) -> jax.Array:
+    """Features of a tile in shared memory, where they replace it."""
+    features = features_of(load(ref))
     ref[...] = features
     return features
+
+
+def in_columns(rows: jax.Array, width: int) -> jax.Array:
+    """A number of each row, in all of its columns."""
+    return lax.broadcast_in_dim(rows, (rows.shape[0], width), [0])
+
+
+def in_rows(columns: jax.Array, height: int) -> jax.Array:
+    return lax.broadcast_in_dim(columns, (height, columns.shape[0]), [1])
+
+
+def position(axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (C, C), dimension=axis, layout=TILE)
 
 
 # What says how to interpret, from JAX 0.12 on.
@@ -250,7 +272,7 @@ def launch(
         kernel_name=f"linear_attention_{name}_mosaic",
         **interpreted,
     )
-    with jax.enable_x64(False):  # positions are counted in 32 bits
+    with jax.enable_x64(False):  # rows are counted in 32 bits
         return kernel(*arrays)
 
 

@@ -16,7 +16,6 @@ is cheaper than to hand it over.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    TILE,
     C,
     F,
     Item,
@@ -128,11 +126,11 @@ def output(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 frame.wait_until_free(free, step, STAGES)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
-                    rows = part(spec, ref, item, chunk, head)
+                    rows = part(spec, ref, item, item.rows(chunk), head)
                     plgpu.copy_gmem_to_smem(rows, own.at[slot], loaded.at[slot])
                 frame.wait_until_free(v_free, step, V_STAGES)
                 for half in range(2):
-                    rows = part(spec, v_ref, item, chunk, kv_head, half)
+                    rows = part(spec, v_ref, item, item.rows(chunk), kv_head, half)
                     plgpu.copy_gmem_to_smem(rows, v_s.at[v_slot, half], v_loaded.at[v_slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -146,10 +144,10 @@ def output(
             def map_chunk(chunk: Any, totals: jax.Array) -> jax.Array:
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                phi_q = frame.map_in_place(spec, q_s.at[slot])
+                phi_q = frame.map_in_place(q_s.at[slot])
                 if spec.normalize:
                     den_s.at[slot][...] = jnp.sum(phi_q.astype(F32) * totals, axis=1)
-                frame.map_in_place(spec, k_s.at[slot])
+                frame.map_in_place(k_s.at[slot])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if spec.normalize:
@@ -157,11 +155,10 @@ def output(
                 plgpu.barrier_arrive(free.at[slot])
                 return totals
 
-            lax.fori_loop(0, item.chunks, map_chunk, lax.broadcast_in_dim(z, (C, F), [1]))
+            lax.fori_loop(0, item.chunks, map_chunk, frame.in_rows(z, C))
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
-            position = functools.partial(plgpu.broadcasted_iota, jnp.int32, (C, C), layout=TILE)
             plgpu.barrier_wait(s_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
 
@@ -174,13 +171,12 @@ def output(
                 plgpu.barrier_wait(mapped.at[slot])
 
                 (w,) = multiply((frame.zeros(C, C), [(q_s.at[slot], k_s.at[slot].T)]))
-                w = jnp.where(position(dimension=0) >= position(dimension=1), w, 0.0)
+                w = jnp.where(frame.position(0) >= frame.position(1), w, 0.0)
                 w = frame.rounded(w)
                 factor: Any = spec.scale
                 if spec.normalize:
                     den = jnp.sum(w.astype(F32), axis=1) + load(den_s.at[slot], OF_ROWS)
-                    factor = 1.0 / jnp.maximum(den, spec.eps)
-                    factor = lax.broadcast_in_dim(factor, (C, HALF), [0])
+                    factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 values = v_s.at[v_slot, half]
                 out, S = multiply(
@@ -193,7 +189,8 @@ def output(
                 out_s.at[half, out_slot][...] = (out * factor).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    out_s.at[half, out_slot], part(spec, out_ref, item, chunk, item.head, half)
+                    out_s.at[half, out_slot],
+                    part(spec, out_ref, item, item.rows(chunk), item.head, half),
                 )
                 return S
 

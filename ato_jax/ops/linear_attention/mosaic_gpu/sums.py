@@ -72,10 +72,10 @@ def sums(
                 step = item.before + chunk
                 slot = slot_of(step, STAGES)
                 frame.wait_until_free(free, step, STAGES)
-                rows = part(spec, k_ref, item, chunk, item.head)
+                rows = part(spec, k_ref, item, item.rows(chunk), item.head)
                 plgpu.copy_gmem_to_smem(rows, k_s.at[slot], loaded.at[slot])
                 for half in range(2):
-                    rows = part(spec, v_ref, item, chunk, item.head, half)
+                    rows = part(spec, v_ref, item, item.rows(chunk), item.head, half)
                     plgpu.copy_gmem_to_smem(rows, v_s.at[slot, half], v_loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -84,7 +84,7 @@ def sums(
             def map_chunk(chunk: Any, totals: jax.Array) -> jax.Array:
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                frame.map_in_place(spec, k_s.at[slot])
+                frame.map_in_place(k_s.at[slot])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 (totals,) = multiply((totals, [(frame.ones(C, C), k_s.at[slot])]))
