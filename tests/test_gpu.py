@@ -36,6 +36,7 @@ of_linear_attention = pytest.mark.kernels("linear_attention")
 of_decoding = pytest.mark.kernels("decode_attention")
 of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 of_wide_heads = pytest.mark.kernels("wide_attention")
+of_mosaic_gpu = pytest.mark.kernels("mosaic_gpu")
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
@@ -69,7 +70,7 @@ def arrays(
 
 
 def check(
-    op: str, *qkv: jax.Array, implementation: str = "triton", **options: Any
+    op: str, *qkv: jax.Array, implementation: str | None = "triton", **options: Any
 ) -> dict[str, Any]:
     """A backend against the float64 reference, forward and backward; the results."""
     wanted = numerics.oracle(op, *qkv, **options)
@@ -289,6 +290,72 @@ def test_tf32_when_asked_for(op: str) -> None:
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_linear_attention_over_a_long_sequence(dtype: str, causal: bool, D: int) -> None:
     check("linear_attention", *arrays(dtype, B=1, T=LONG, H=2, G=1, D=D), causal=causal)
+
+
+def needs_hopper() -> None:
+    if device.describe(jax.devices()[0]).capability != (9, 0):
+        pytest.skip("Mosaic GPU's kernels are for Hopper")
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "layout", "scale"),
+    [
+        (1, LONG, 2, 2, "bthd", 1.0),
+        (2, 5000, 6, 6, "bhtd", 30.0),
+        (1, 4096, 33, 33, "bthd", 0.01),
+        (1, 3000, 8, 2, "bthd", 1.0),
+        (3, 33, 50, 50, "bthd", 1.0),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu(B: int, T: int, H: int, G: int, layout: str, scale: float) -> None:
+    """What is chosen where no backend is named; of groups the gradients are Triton's."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=128, layout=layout, scale=scale)
+    options = {"causal": True, "layout": layout, "implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.forward.backend == "mosaic_gpu"
+    assert explained.backward.backend == ("mosaic_gpu" if H == G else "triton")
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_states_of_mosaic_gpu(normalize: bool) -> None:
+    needs_hopper()
+    qkv = arrays("bfloat16", B=2, T=4096, H=4, G=4, D=128)
+    options = linear_options("states", 2, 4096, 128, G=4) | {"causal": True}
+    options |= {"normalize": normalize, "implementation": "mosaic_gpu"}
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+def test_transforms_of_mosaic_gpu() -> None:
+    """The same bits again, under `vmap`, and on a mesh."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=4, T=3000, H=4, G=4, D=128)
+
+    def both(*qkv: jax.Array) -> Any:
+        attend = functools.partial(
+            ato_jax.linear_attention, causal=True, implementation="mosaic_gpu"
+        )
+        out, pull = jax.vjp(attend, *qkv)
+        return out, *pull(out)
+
+    def alike(found: Any) -> None:
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one.reshape(other.shape), other)
+
+    wanted = jax.jit(both)(*qkv)
+    alike(both(*qkv))
+    alike(jax.jit(jax.vmap(both))(*(array[:, None] for array in qkv)))
+    in_pairs = (array.reshape(2, 2, 1, *array.shape[1:]) for array in qkv)
+    alike(jax.jit(jax.vmap(jax.vmap(both)))(*in_pairs))
+    axes = jax.sharding.PartitionSpec(None, None, "heads")
+    mesh = jax.make_mesh((1,), ("heads",))
+    alike(jax.jit(jax.shard_map(both, mesh=mesh, in_specs=axes, out_specs=axes))(*qkv))
 
 
 def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, Any]:
