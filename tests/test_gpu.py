@@ -305,7 +305,7 @@ def needs_hopper() -> None:
         (2, 5000, 6, 6, "bhtd", 30.0),
         (1, 4096, 33, 33, "bthd", 0.01),
         (1, 3000, 8, 2, "bthd", 1.0),
-        (3, 33, 50, 50, "bthd", 1.0),
+        (3, 70, 50, 50, "bthd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -328,6 +328,18 @@ def test_states_of_mosaic_gpu(normalize: bool) -> None:
     qkv = arrays("bfloat16", B=2, T=4096, H=4, G=4, D=128)
     options = linear_options("states", 2, 4096, 128, G=4) | {"causal": True}
     options |= {"normalize": normalize, "implementation": "mosaic_gpu"}
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize("name", ["head", "step"])
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_gates_of_mosaic_gpu(name: str) -> None:
+    """Forward; their gradients are Triton's."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=2, T=5000, H=4, G=2, D=128)
+    options = linear_options(name, 2, 5000, 128) | {"implementation": None}
+    assert ato_jax.explain("linear_attention", *qkv, **options).forward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
 
 

@@ -15,7 +15,7 @@ import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.spec import Inputs, LinearState
+from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
 
 OP = "linear_attention"
@@ -69,7 +69,6 @@ SMALL = {"pieces": 2, "blocks": 3}
     "T, layout, given, normalize",
     [
         (200, "bhtd", False, True),
-        (192, "bthd", True, True),
         (192, "bthd", True, False),
     ],
 )
@@ -77,6 +76,27 @@ def test_pieces_and_states(T: int, layout: str, given: bool, normalize: bool) ->
     options = options_of(2, 2, layout, given) | {"normalize": normalize}
     with ato_jax.interpret():
         against_the_reference(draw(2, T, 2, 2, layout), "mosaic_gpu", channel.GPU, SMALL, **options)
+
+
+@newest
+@pytest.mark.parametrize("kind, gates", [("step", "mixed"), ("head", -0.01)])
+def test_gates(kind: str, gates: str | float) -> None:
+    """Beside a state, in groups; their gradients are Triton's, tested elsewhere."""
+    T = 192
+    options = options_of(2, 1, "bthd", True)
+    decay = channel.draw_gates(gates, 2, T, 1)
+    decay = jnp.full(1, gates) if kind == "head" else decay
+    q, k, v = draw(2, T, 2, 1)
+    wanted = numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
+    spec = wanted.request.spec
+    config = dataclasses.replace(mosaic_gpu.default_config(spec, channel.GPU), **SMALL)
+    with ato_jax.interpret():
+        found = jax.jit(mosaic_gpu.forward, static_argnums=(0, 1))(
+            spec, config, wanted.request.inputs
+        )
+    users = numerics.users_outputs(OP, wanted.request, found)
+    for name, array in users.items():
+        numerics.check(name, array, wanted.exact[name], dtype="bfloat16")
 
 
 @newest
@@ -114,13 +134,15 @@ def kernels_of(function: Any, *arrays: Any) -> int:
         (1, 16384, 32, 32, "bthd", {}, 2),
         (16, 1000, 16, 4, "bhtd", {}, 1),
         (1, 1024, 8, 8, "bthd", {"normalize": False, "return_state": True}, 2),
+        (1, 1000, 8, 2, "bthd", {"decay": True}, 2),
     ],
 )
 @pytest.mark.parametrize("x64", [False, True])
 def test_lowers(
     B: int, T: int, H: int, G: int, layout: str, options: dict[str, Any], count: int, x64: bool
 ) -> None:
-    """Layouts, barriers and products are checked on the way; the output alone is one piece."""
+    """Layouts, barriers and products are checked on the way. One piece needs no sums of keys."""
+    options = dict(options)
     with jax.enable_x64(x64):
         arrays = [
             jax.ShapeDtypeStruct(
@@ -128,13 +150,20 @@ def test_lowers(
             )
             for heads in (H, G, G)
         ]
+        gates = [jnp.zeros((B, T, G), jnp.float32)] if options.pop("decay", False) else []
+        options = options | ({"decay": gates[0]} if gates else {})
         spec = api.prepare(*map(jnp.zeros_like, arrays), causal=True, layout=layout, **options).spec
         config = mosaic_gpu.default_config(spec, channel.GPU)
 
-        def forward(*qkv: Any) -> Any:
-            return mosaic_gpu.forward(spec, config, Inputs(*qkv))
+        def both(*arrays: Any) -> Any:
+            inputs = Inputs(*arrays)
+            kept = mosaic_gpu.keep(spec, config, inputs)
+            if mosaic_gpu.unsupported(spec, "backward"):
+                return kept
+            return mosaic_gpu.backward(spec, config, Residuals(inputs, kept), kept.plain())
 
-        assert kernels_of(forward, *arrays) == count
+        arrays += gates
+        assert kernels_of(both, *arrays) == count + 3 * (H == G)
 
 
 def test_pieces_fill_the_card() -> None:
@@ -169,7 +198,7 @@ def test_who_is_asked_for_what() -> None:
     for options, name in (
         ({"causal": False}, "causal"),
         ({"kv_lengths": lengths}, "lengths"),
-        ({"decay": -jnp.ones(1)}, "decay"),
+        ({"decay": -jnp.ones((1, 64, 1, 128))}, "decay"),
         ({"feature_map": "silu"}, "silu"),
     ):
         spec = api.prepare(q, k, v, **{"causal": True, **options}).spec

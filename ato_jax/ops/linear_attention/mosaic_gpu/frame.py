@@ -32,12 +32,16 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 # Warpgroups; 0 and 1 multiply, with half of a state each.
 MEMORY, FEATURES = 2, 3
 WARPGROUPS = 4
-MEMORY_REGISTERS = 24
+# Registers of a thread: those that a launch gives to each, and what is enough to load.
+AT_LAUNCH, MEMORY_REGISTERS = 128, 24
+# The fewest columns that a product has: of vectors that are multiplied, all the same.
+ALIKE = 8
 
 TILE = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
-# JAX 0.10's load takes an index.
+# Before JAX 0.12 `load` takes an index; before 0.11 tiles are transposed in registers alone.
 _INDEX: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+_IN_REGISTERS = jax.__version_info__ < (0, 11)
 
 
 class Item(NamedTuple):
@@ -129,6 +133,22 @@ def load(ref: Any, layout: Any = TILE) -> jax.Array:
     return plgpu.load(ref, *_INDEX, layout=layout)
 
 
+def load_transposed(ref: Any) -> jax.Array:
+    if _IN_REGISTERS:
+        return plgpu.layout_cast(load(ref.T, plgpu.Layout.WGMMA_TRANSPOSED), TILE)
+    return load(ref.T)
+
+
+def store_transposed(ref: Any, x: jax.Array) -> None:
+    x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED) if _IN_REGISTERS else x
+    ref.T[...] = x
+
+
+def set_registers(count: int) -> None:
+    """To ask for more where it is fewer is an illegal instruction, as is the reverse."""
+    plgpu.set_max_registers(count, action="increase" if count > AT_LAUNCH else "decrease")
+
+
 def zeros(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), F32), TILE)
 
@@ -208,16 +228,22 @@ def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
 
 
 def features_of(x: jax.Array) -> jax.Array:
-    """elu(x) + 1, rounded; its derivative is the smaller of it and 1."""
-    x = x.astype(F32)
-    return rounded(jnp.maximum(x + 1, jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)))
+    """elu(x) + 1 in bfloat16; its derivative is the smaller of it and 1.
+
+    Two to an instruction but for exp, and the same as in float32, rounded at the end.
+    """
+    raised = jnp.exp2(jnp.minimum(x, 0).astype(F32) * LOG2_E)
+    return jnp.maximum(x + 1, raised.astype(BF16))
 
 
-def map_in_place(ref: Any) -> jax.Array:
+def map_in_place(ref: Any) -> None:
     """Features of a tile in shared memory, where they replace it."""
-    features = features_of(load(ref))
-    ref[...] = features
-    return features
+    ref[...] = features_of(load(ref))
+
+
+def of_key(G: jax.Array, last: Any) -> tuple[jax.Array, Any]:
+    """What a gate leaves at a chunk's end of its keys, [C], and of the state."""
+    return jnp.exp2(last - G), jnp.exp2(last)
 
 
 def in_columns(rows: jax.Array, width: int) -> jax.Array:
@@ -244,7 +270,6 @@ def launch(
     out_type: Any,
     scratch: dict[str, Any],
     arrays: Sequence[jax.Array],
-    reduction_bytes: int = 0,
 ) -> Any:
     """The kernel's outputs. All of a block's warpgroups leave together: none while another still
     multiplies."""
@@ -266,7 +291,7 @@ def launch(
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=reduction_bytes,
+            reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         kernel_name=f"linear_attention_{name}_mosaic",

@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
     BF16,
     F32,
     LOG2_E,
@@ -47,7 +48,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     slot_of,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import (
-    COLUMNS,
     in_parts,
     map_queries,
     of_parts,
@@ -177,7 +177,7 @@ def key_gradient(
                 u_s[...] = of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
-                minus_e = minus_e_s.at[pl.ds(0, COLUMNS)]
+                minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
                 sums = multiply(
                     (total, [(g_s.at[slot].T, q_s.at[slot])]),
                     (parts, [(q_s.at[slot].T, minus_e.T)]),
@@ -252,25 +252,25 @@ def key_gradient(
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
-            plgpu.set_max_registers(frame.MEMORY_REGISTERS, action="decrease")
+            frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(k_free, steps, K_STAGES)
 
         @pl.when(frame.group() == STATE)
         def _state() -> None:
-            plgpu.set_max_registers(STATE_REGISTERS, action="increase")
+            frame.set_registers(STATE_REGISTERS)
             deal.each(sum_piece)
             plgpu.barrier_wait(r_free)
 
         @pl.when(frame.group() == DV)
         def _dv() -> None:
-            plgpu.set_max_registers(DV_REGISTERS, action="increase")
+            frame.set_registers(DV_REGISTERS)
             walk(values_chunk, 0, dv_ref)
 
         @pl.when(frame.group() == DK)
         def _dk() -> None:
-            plgpu.set_max_registers(DK_REGISTERS, action="increase")
+            frame.set_registers(DK_REGISTERS)
             walk(keys_chunk, 1, dk_ref)
 
     out_type = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)

@@ -17,8 +17,9 @@ inverse is the scale, and e is 0.
     features  maps q and k in place
     values    each a half of F: S_half^T [64, V] float32 in registers, w, G_half, z_i's half
 
-Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up the
-two row sums. A block has one piece: with a loop over more the registers do not suffice.
+Where keys are alike the two terms of dq nearly cancel: what rounding w leaves off is multiplied,
+too. Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up
+the two row sums. A block has one piece: with a loop over more the registers do not suffice.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
     BF16,
     F32,
     FEATURES,
@@ -55,8 +57,6 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 3
 VALUES_REGISTERS, FEATURES_REGISTERS = 216, 56
-# The least number of columns that a product has: z's, which are alike.
-ALIKE = 8
 
 
 def query_gradient(
@@ -207,10 +207,12 @@ def query_gradient(
                 (w,) = multiply(
                     (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
                 )
-                w = frame.rounded(jnp.where(sees(), w, 0.0))
+                w = jnp.where(sees(), w, 0.0)
+                factor = frame.rounded(w)
+                left = frame.rounded(w - factor.astype(F32))
                 gradient = (
                     frame.zeros(C, HALF),
-                    [(g_s.at[slot], s_s.at[half].T), (w, features)],
+                    [(g_s.at[slot], s_s.at[half].T), (factor, features), (left, features)],
                 )
                 of_state = S, [(features.T, v_s.at[slot])]
                 z_i: Any = None
@@ -229,7 +231,7 @@ def query_gradient(
 
                 plgpu.barrier_wait(q_mapped.at[q_slot])
                 phi_q = load(q_s.at[q_slot, half]).astype(F32)
-                factor: Any = spec.scale
+                scale: Any = spec.scale
                 own_parts: Any = ()
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z_i, axis=1)
@@ -250,8 +252,8 @@ def query_gradient(
                     inverse = 1.0 / jnp.maximum(den, spec.eps)
                     e = jnp.where(den > spec.eps, total * inverse, 0.0)
                     G -= frame.in_columns(e, HALF) * z_i
-                    factor = frame.in_columns(inverse, HALF)
-                dq = G * factor * jnp.minimum(phi_q, 1.0)
+                    scale = frame.in_columns(inverse, HALF)
+                dq = G * scale * jnp.minimum(phi_q, 1.0)
                 # Of the stores of two chunks ago: one of dq, and one of a row.
                 plgpu.wait_smem_to_gmem(1 + spec.normalize, wait_read_only=True)
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
@@ -275,7 +277,7 @@ def query_gradient(
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
-            plgpu.set_max_registers(frame.MEMORY_REGISTERS, action="decrease")
+            frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(k_free, steps, K_STAGES)
@@ -283,12 +285,12 @@ def query_gradient(
 
         @pl.when(frame.group() == FEATURES)
         def _features() -> None:
-            plgpu.set_max_registers(FEATURES_REGISTERS, action="decrease")
+            frame.set_registers(FEATURES_REGISTERS)
             deal.each(map_piece)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
-            plgpu.set_max_registers(VALUES_REGISTERS, action="increase")
+            frame.set_registers(VALUES_REGISTERS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
     BF16,
     F32,
     FEATURES,
@@ -44,7 +45,6 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
 VALUES_REGISTERS, FEATURES_REGISTERS = 176, 136
-COLUMNS = 8  # of u
 
 
 def map_queries(q_ref: Any, inverse_ref: Any) -> None:
@@ -66,11 +66,11 @@ def spread(e_ref: Any, minus_e_ref: Any) -> None:
 
 def in_parts(u: jax.Array) -> jax.Array:
     """u [F] as [F, 8]: as if 4 columns were of either part."""
-    return frame.in_columns(u / 2, COLUMNS)
+    return frame.in_columns(u / 2, ALIKE)
 
 
 def of_parts(parts: jax.Array) -> jax.Array:
-    return jnp.sum(parts, axis=1) / (COLUMNS // 2)
+    return jnp.sum(parts, axis=1) / (ALIKE // 2)
 
 
 def query_sums(
@@ -141,12 +141,12 @@ def query_sums(
                 spread(e_s.at[slot], minus_e_s)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                minus_e = minus_e_s.at[pl.ds(0, COLUMNS)]
+                minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
                 (parts,) = multiply((parts, [(q_s.at[slot].T, minus_e.T)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return parts
 
-            parts = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(F, COLUMNS))
+            parts = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(F, ALIKE))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             u_s[...] = of_parts(parts)
             plgpu.commit_smem()
@@ -174,19 +174,19 @@ def query_sums(
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
-            plgpu.set_max_registers(frame.MEMORY_REGISTERS, action="decrease")
+            frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)
             frame.await_the_last(free, steps, STAGES)
 
         @pl.when(frame.group() == FEATURES)
         def _features() -> None:
-            plgpu.set_max_registers(FEATURES_REGISTERS, action="increase")
+            frame.set_registers(FEATURES_REGISTERS)
             deal.each(map_piece)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
-            plgpu.set_max_registers(VALUES_REGISTERS, action="increase")
+            frame.set_registers(VALUES_REGISTERS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
