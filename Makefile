@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Both ends of `make test` share two cores: one after the other, but for what `installed` starts.
+# Both ends of `make test` share two cores: one after the other, but for what `ready` starts.
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -94,12 +94,17 @@ $(CUDA)/$(STAMP): pyproject.toml Makefile
 .PHONY: venv
 venv: $(OLDEST)/$(STAMP)
 
-# Each install keeps one core busy.
-.PHONY: installed
-installed:
+# The bytecode of all that the tests import, once: workers, which start together, would each make it.
+IMPORTED := .imported
+%/$(IMPORTED): %/$(STAMP)
+	$*/bin/python -m pytest --collect-only --quiet --quiet > $@ || { cat $@; exit 1; }
+
+# Each install keeps one core busy, and so do the linters and the imports.
+.PHONY: ready
+ready:
 	@$(MAKE) --no-print-directory --jobs 2 SIDE_BY_SIDE=1 \
 		$(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
-		$(OLDEST)/$(STAMP) $(if $(NEWEST_PYTHON),$(NEWEST)/$(STAMP))
+		lint $(OLDEST)/$(IMPORTED) $(if $(NEWEST_PYTHON),$(NEWEST)/$(IMPORTED))
 
 .PHONY: lint
 lint: $(OLDEST)/$(STAMP)
@@ -126,7 +131,7 @@ endif
 
 # Without a newer Python the newest JAX is left out, and said to be; REQUIRE_NEWEST=1 fails instead.
 .PHONY: test
-test: installed lint test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
+test: ready test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
 ifndef NEWEST_PYTHON
 	@echo '*** No Python 3.13 or 3.12 found: the tests on the newest JAX were SKIPPED.' >&2
 endif

@@ -13,8 +13,9 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def gradient(function: Callable[[Any], Any], inputs: Any, cotangents: Any) -> Any:
-    """The cotangent of `inputs` under `function`; None for those that hold no floats."""
+def vjp(function: Callable[[Any], Any], inputs: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """What `function` gives, and what makes the cotangent of `inputs` of that of its result: None
+    for those that hold no floats."""
     leaves, structure = jax.tree.flatten(inputs)
     where = [index for index, leaf in enumerate(leaves) if _is_float(leaf)]
 
@@ -24,8 +25,17 @@ def gradient(function: Callable[[Any], Any], inputs: Any, cotangents: Any) -> An
             merged[index] = leaf
         return function(jax.tree.unflatten(structure, merged))
 
-    _, pull = jax.vjp(of_floats, [leaves[index] for index in where])
-    result: list[Any] = [None] * len(leaves)
-    for index, leaf in zip(where, pull(cotangents)[0], strict=True):
-        result[index] = leaf
-    return jax.tree.unflatten(structure, result)
+    outputs, pull_floats = jax.vjp(of_floats, [leaves[index] for index in where])
+
+    def pull(cotangents: Any) -> Any:
+        result: list[Any] = [None] * len(leaves)
+        for index, leaf in zip(where, pull_floats(cotangents)[0], strict=True):
+            result[index] = leaf
+        return jax.tree.unflatten(structure, result)
+
+    return outputs, pull
+
+
+def gradient(function: Callable[[Any], Any], inputs: Any, cotangents: Any) -> Any:
+    """The cotangent of `inputs` under `function`; None for those that hold no floats."""
+    return vjp(function, inputs)[1](cotangents)

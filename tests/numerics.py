@@ -319,14 +319,11 @@ class Oracle:
 def _attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]:
     """With weights p, ds = p * (dp + dlse) - p * delta: the lse's cotangent splits the terms."""
     forward = functools.partial(attention_reference.forward, spec, None)
-    outputs = forward(inputs)
+    outputs, pull = autodiff.vjp(forward, inputs)
     delta = jnp.sum(outputs.out * cotangents.out, axis=-1)
     without = cotangents._replace(lse=cotangents.lse + delta)
     through_normaliser = attention_spec.Outputs(jnp.zeros_like(outputs.out), -delta)
-    return (
-        autodiff.gradient(forward, inputs, without),
-        autodiff.gradient(forward, inputs, through_normaliser),
-    )
+    return pull(without), pull(through_normaliser)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -339,7 +336,7 @@ def _linear_attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[An
     extended = inputs._replace(v=jnp.concatenate([inputs.v, ones], -1), initial_state=state)
     sums = dataclasses.replace(spec, normalize=False, scale=1.0, V=spec.V + 1)
     forward = functools.partial(linear_attention_reference.forward, sums, None)
-    outputs = forward(extended)
+    outputs, pull = autodiff.vjp(forward, extended)
     numerator, denominator = outputs.out[..., :-1], outputs.out[..., -1:]
     divisor = jnp.maximum(denominator, spec.eps)
     d_numerator = cotangents.out / divisor
@@ -355,7 +352,7 @@ def _linear_attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[An
 
     def term(d_numerator: Any, d_denominator: Any, d_state: Any) -> Any:
         d_out = jnp.concatenate([d_numerator, d_denominator], -1)
-        found = autodiff.gradient(forward, extended, linear_attention_spec.Outputs(d_out, d_state))
+        found = pull(linear_attention_spec.Outputs(d_out, d_state))
         found = found._replace(v=found.v[..., :-1])
         if found.initial_state is not None:
             found = found._replace(
@@ -372,7 +369,8 @@ def _linear_attention_terms(spec: Any, inputs: Any, cotangents: Any) -> tuple[An
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _outputs_and_gradients(op: str, spec: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]:
     forward = functools.partial(REFERENCES[op].forward, spec, None)
-    return forward(inputs), autodiff.gradient(forward, inputs, cotangents)
+    outputs, pull = autodiff.vjp(forward, inputs)
+    return outputs, pull(cotangents)
 
 
 def _reference(
@@ -399,27 +397,28 @@ def draw_cotangents(op: str, request: Any, seed: int = 0) -> Any:
     """
     generator = np.random.default_rng(seed)
     spec = request.spec
-    shapes = jax.eval_shape(functools.partial(REFERENCES[op].forward, spec, None), request.inputs)
-
     lengths = (
         np.full(spec.B, spec.T) if request.inputs.q_lengths is None else request.inputs.q_lengths
     )
     padding = np.arange(spec.T) >= np.asarray(lengths)[:, None]  # [B, T]
 
-    def draw(shape: Any, returned: bool = True, timed: bool = False) -> Any:
-        values = generator.normal(size=shape.shape) * returned
-        if timed and returned:
+    def draw(letters: str, dtype: Any, returned: bool = True) -> Any:
+        letters = axes(spec.layout, letters) if "T" in letters else letters
+        values = generator.normal(size=[getattr(spec, letter) for letter in letters]) * returned
+        if "T" in letters and returned:
             # NaN in padding reaches nothing, in the outputs' cotangents either.
             beyond = np.expand_dims(padding, tuple(range(2, values.ndim)))
             beyond = beyond if spec.layout == "bthd" else np.swapaxes(beyond, 1, 2)
             values = np.where(beyond, np.nan, values)
-        return jnp.asarray(values.astype(shape.dtype))
+        return jnp.asarray(values.astype(dtype))
 
-    out = draw(shapes.out, timed=True)
+    out = draw("BTHV", request.inputs.v.dtype)
     if op == "attention":
-        return type(shapes)(out, draw(shapes.lse, spec.return_lse, True))
-    state = jax.tree.map(lambda shape: draw(shape, spec.return_state), shapes.state)
-    return type(shapes)(out, state)
+        return attention_spec.Outputs(out, draw("BTH", np.float32, spec.return_lse))
+    state = linear_attention_spec.LinearState(
+        *(draw(letters, np.float32, spec.return_state) for letters in ("BGFV", "BGF"))
+    )
+    return linear_attention_spec.Outputs(out, state)
 
 
 def oracle(op: str, q: Any, k: Any, v: Any, *, cotangents: Any = None, **options: Any) -> Oracle:

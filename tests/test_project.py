@@ -129,8 +129,10 @@ def test_both_ends_of_the_version_range_are_tested():
     [minimum] = re.findall(r"^OLDEST_JAX := jax==(.*)$", MAKEFILE, flags=re.MULTILINE)
     assert PYPROJECT["project"]["dependencies"] == [f"jax>={minimum}"]
     [test_target] = re.findall(r"^test: (.*)$", MAKEFILE, flags=re.MULTILINE)
-    for prerequisite in ("lint", "test-oldest", "test-newest"):
+    for prerequisite in ("ready", "test-oldest", "test-newest"):
         assert prerequisite in test_target
+    [recipe] = re.findall(r"^ready:\n((?:\t.*\n)+)", MAKEFILE, flags=re.MULTILINE)
+    assert "lint" in recipe.split()
 
 
 def test_no_machine_paths_or_registry_hosts():
