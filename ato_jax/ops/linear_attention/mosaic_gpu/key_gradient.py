@@ -47,12 +47,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     shared,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import (
-    in_parts,
-    map_queries,
-    of_parts,
-    spread,
-)
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries, spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
@@ -157,7 +152,7 @@ def key_gradient(
             plgpu.copy_gmem_to_smem(r_ref.at[of_piece], r_s, start)
             plgpu.copy_gmem_to_smem(u_ref.at[of_piece], u_start_s, start)
             plgpu.barrier_wait(start)
-            sums = load(r_s).astype(F32), in_parts(load(u_start_s, OF_ROWS))
+            sums = load(r_s).astype(F32), frame.in_parts(load(u_start_s, OF_ROWS))
             plgpu.commit_smem()  # what was read, ahead of the next piece's
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
@@ -174,7 +169,7 @@ def key_gradient(
                     plgpu.barrier_wait(r_free)
 
                 r_s[...] = total.astype(BF16)
-                u_s[...] = of_parts(parts)
+                u_s[...] = frame.of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
                 minus_e = minus_e_s.at[pl.ds(0, ALIKE)]

@@ -64,15 +64,6 @@ def spread(e_ref: Any, minus_e_ref: Any) -> None:
     minus_e_ref[...] = frame.rounded(jnp.where(frame.position(0) % 2 == 0, e, left))
 
 
-def in_parts(u: jax.Array) -> jax.Array:
-    """u [F] as [F, 8]: as if 4 columns were of either part."""
-    return frame.in_columns(u / 2, ALIKE)
-
-
-def of_parts(parts: jax.Array) -> jax.Array:
-    return jnp.sum(parts, axis=1) / (ALIKE // 2)
-
-
 def query_sums(
     spec: LinearAttentionSpec,
     deal: frame.Deal,
@@ -148,7 +139,7 @@ def query_sums(
 
             parts = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(F, ALIKE))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            u_s[...] = of_parts(parts)
+            u_s[...] = frame.of_parts(parts)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(u_s, u_ref.at[item.batch, item.head, item.piece])
 
