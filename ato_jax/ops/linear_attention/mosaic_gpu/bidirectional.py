@@ -2,7 +2,8 @@
 each array is read once in each of two passes, forward and backward.
 
 Forward XLA adds up the sums of a few pieces (`whole_sums.py`), and queries stream past them
-(`whole_output.py`).
+(`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
+(`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_output import whole_output
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient import whole_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import whole_sums
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
 
 # What an item takes before its first chunk, in the time of a chunk.
 ITEM = 2.0
@@ -50,3 +59,36 @@ def forward(spec: LinearAttentionSpec, blocks: int, pieces: int, inputs: Inputs)
     deal = _deal(spec.B, spec.H, spec.T, blocks, pieces)
     out = whole_output(spec, deal, inputs.q, s.astype(frame.BF16), _in_parts(state.k_sum))
     return Outputs(out, state)
+
+
+def backward(
+    spec: LinearAttentionSpec,
+    blocks: int,
+    pieces: int,
+    residuals: Residuals,
+    cotangents: Outputs,
+) -> Inputs:
+    inputs, (kv, k_sum) = residuals.inputs, residuals.outputs.state
+    # S, z and with them phi' come in a unit of their own, in which the sums are given back. Where
+    # rows are all alike, so are the roundings of phi', and would add up: in units of 1 / sum z
+    # they have none where features are alike.
+    unit = jnp.full(k_sum.shape[:2], spec.scale, jnp.float32)
+    if spec.normalize:
+        usual = jnp.sum(jnp.abs(k_sum), axis=2)
+        unit = 1 / jnp.where(usual > 0, usual, 1.0)
+    z = k_sum * unit[..., None]
+    least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, frame.C))
+    s = (kv * unit[..., None, None]).astype(frame.BF16)
+    deal = _deal(spec.B, spec.H, spec.T, blocks, pieces)
+    dq, r, u = whole_query_gradient(
+        spec, deal, inputs.q, cotangents.out, s, z, _in_parts(z), least
+    )
+    # Over the pieces and over the query heads of each kv head.
+    r = jnp.sum(r.reshape(spec.B, spec.G, -1, frame.F, frame.V), axis=2) * unit[..., None, None]
+    u = jnp.sum(u.reshape(spec.B, spec.G, -1, frame.F), axis=2) * unit[..., None]
+    if spec.return_state:
+        r, u = r + cotangents.state.kv, u + cotangents.state.k_sum
+    deal = _deal(spec.B, spec.G, spec.S, blocks, pieces)
+    dk, dv = whole_key_gradient(spec, deal, inputs.k, inputs.v, r.astype(frame.BF16), u)
+    d_state = LinearState(r, u) if spec.initial_state else None
+    return Inputs(dq, dk, dv, initial_state=d_state)
