@@ -52,7 +52,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS, SUMS = 2, 3  # dq's warpgroups, 0 and 1, and that of the sums
 STAGES = 4  # a multiple of the workers
-WORKER_REGISTERS, SUMS_REGISTERS, MEMORY_REGISTERS = 160, 160, 32
+WORKER_REGISTERS, SUMS_REGISTERS = 160, 168
+HALVES = slice(0, HALF), slice(HALF, F)
 COLUMNS = 32  # of R that are stored at once
 
 
@@ -146,6 +147,10 @@ def whole_query_gradient(
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 phi_q = frame.features_of(load(q_s.at[slot]))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                # The slopes, where dq will be: there are no registers to keep them in.
+                for half, columns in enumerate(HALVES):
+                    dq_s.at[frame.group(), half][...] = jnp.minimum(phi_q, 1)[:, columns]
                 product = frame.zeros(C, F), [(g_s.at[slot], s_s.T)]
                 if spec.normalize:
                     G, den = multiply(
@@ -155,8 +160,8 @@ def whole_query_gradient(
                     total = jnp.sum(phi_q.astype(F32) * G, axis=1)
                     inverse = 1.0 / jnp.maximum(den, least)
                     e = jnp.where(den > least, total * inverse, 0.0)
-                    factor = frame.in_columns(inverse, F)
-                    q_s.at[slot][...] = (phi_q.astype(F32) * factor).astype(BF16)
+                    scaled = phi_q.astype(F32) * frame.in_columns(inverse, F)
+                    q_s.at[slot][...] = scaled.astype(BF16)
                     frame.store_transposed(minus_e_s.at[slot], spread(-e))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(mapped.at[slot])
@@ -165,17 +170,14 @@ def whole_query_gradient(
                     q_s.at[slot][...] = phi_q
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(mapped.at[slot])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                slope = jnp.minimum(phi_q, 1)
-                for half in range(2):  # there are no registers for all of z
-                    columns = slice(half * HALF, (half + 1) * HALF)
+                for half, columns in enumerate(HALVES):
                     dq = G[:, columns]
                     if spec.normalize:
-                        z = frame.in_rows(load(z_s.at[pl.ds(half * HALF, HALF)], OF_COLUMNS), C)
+                        z = frame.in_rows(load(z_s.at[pl.ds(columns.start, HALF)], OF_COLUMNS), C)
                         dq -= frame.in_columns(e, HALF) * z
                         dq *= frame.in_columns(inverse, HALF)
-                    dq *= slope[:, columns].astype(F32)
-                    dq_s.at[frame.group(), half][...] = dq.astype(BF16)
+                    own_dq = dq_s.at[frame.group(), half]
+                    own_dq[...] = (dq * load(own_dq).astype(F32)).astype(BF16)
                 plgpu.commit_smem()  # also what was read of z
                 for half in range(2):
                     plgpu.copy_smem_to_gmem(
@@ -188,20 +190,20 @@ def whole_query_gradient(
 
         def sum_piece(item: Item) -> None:
             def sum_chunk(chunk: Any, sums: Any) -> Any:
-                R, parts = sums
+                total, parts = sums
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(mapped.at[slot])
                 features = q_s.at[slot].T
-                product = R, [(features, g_s.at[slot])]
+                product = total, [(features, g_s.at[slot])]
                 if spec.normalize:
-                    R, parts = multiply(product, (parts, [(features, minus_e_s.at[slot].T)]))
+                    total, parts = multiply(product, (parts, [(features, minus_e_s.at[slot].T)]))
                 else:
-                    (R,) = multiply(product)
+                    (total,) = multiply(product)
                 plgpu.barrier_arrive(free.at[slot])
-                return R, parts
+                return total, parts
 
             start = frame.zeros(F, V), frame.zeros(F, ALIKE)
-            R, parts = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            total, parts = lax.fori_loop(0, item.chunks, sum_chunk, start)
             of_piece = item.batch, item.head, item.piece
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             u_s[...] = frame.of_parts(parts)
@@ -209,14 +211,14 @@ def whole_query_gradient(
             plgpu.copy_smem_to_gmem(u_s, u_ref.at[of_piece])
             for column in range(0, V, COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                r_s[...] = R[:, column : column + COLUMNS]
+                r_s[...] = total[:, column : column + COLUMNS]
                 plgpu.commit_smem()
                 columns = pl.ds(column, COLUMNS)
                 plgpu.copy_smem_to_gmem(r_s, r_ref.at[(*of_piece, slice(None), columns)])
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(MEMORY_REGISTERS)
+            frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(s_free)
             frame.await_the_last(free, steps, STAGES)

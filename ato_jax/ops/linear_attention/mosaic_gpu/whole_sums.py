@@ -1,7 +1,7 @@
 """The sums of each piece of keys, S = sum_j phi(k_j) v_j^T [F, V] and z = sum_j phi(k_j) [F].
 
     memory    loads chunks of k and v
-    sums      each a half of F: phi(k)^T [64, C] in registers, S_half and z in every column of [64, 8]
+    sums      each a half of F: phi(k)^T [64, C] in registers, S_half, z in all columns of [64, 8]
 
 As k is mapped by who multiplies it, nothing waits but for loads. Rows beyond the end are read as
 zeros, of which the features are 1: z leaves them out.
