@@ -102,7 +102,7 @@ def test_gates(kind: str, gates: str | float) -> None:
 @newest
 def test_a_batch_of_calls_is_a_larger_batch() -> None:
     """Also of calls that share an array, unnormalised, in one piece."""
-    q, k, v = draw(2, 70, 2, 1)
+    q, k, v = draw(2, 72, 2, 1)
 
     def call(q: jax.Array, k: jax.Array) -> jax.Array:
         return ato_jax.linear_attention(
@@ -182,17 +182,18 @@ def test_pieces_fill_the_card() -> None:
 
 
 def test_who_is_asked_for_what() -> None:
-    """Hopper alone; other calls are Triton's, and the reason names what is in the way."""
+    """Hopper alone, and long enough; other calls are Triton's, and the reason says why."""
     ampere = dataclasses.replace(channel.GPU, name="NVIDIA A100", capability=(8, 0))
     q, k, v = draw(1, 64, 2, 1)
 
-    def backend(device: Any, **options: Any) -> str:
-        request = api.prepare(q, k, v, **options)
-        call = dispatch._Call(api.OP, request.spec, None, device, False)
+    def backend(device: Any, B: int = 1024, **options: Any) -> str:
+        spec = dataclasses.replace(api.prepare(q, k, v, **options).spec, B=B)
+        call = dispatch._Call(api.OP, spec, None, device, False)
         return dispatch.choose(call, "forward").backend
 
     assert backend(channel.GPU, causal=True) == "mosaic_gpu"
     assert backend(channel.GPU) == backend(ampere, causal=True) == "triton"
+    assert backend(channel.GPU, 511, causal=True) == "triton"
     assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
     lengths = jnp.array([3])
     for options, name in (
