@@ -49,9 +49,7 @@ def _in_parts(z: jax.Array) -> jax.Array:
 
 
 def forward(spec: LinearAttentionSpec, blocks: int, pieces: int, inputs: Inputs) -> Outputs:
-    kv, k_sum = whole_sums(
-        spec, _deal(spec.B, spec.G, spec.S, blocks, pieces), inputs.k, inputs.v
-    )
+    kv, k_sum = whole_sums(spec, _deal(spec.B, spec.G, spec.S, blocks, pieces), inputs.k, inputs.v)
     state = LinearState(jnp.sum(kv, axis=2), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
@@ -80,9 +78,7 @@ def backward(
     least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, frame.C))
     s = (kv * unit[..., None, None]).astype(frame.BF16)
     deal = _deal(spec.B, spec.H, spec.T, blocks, pieces)
-    dq, r, u = whole_query_gradient(
-        spec, deal, inputs.q, cotangents.out, s, z, _in_parts(z), least
-    )
+    dq, r, u = whole_query_gradient(spec, deal, inputs.q, cotangents.out, s, z, _in_parts(z), least)
     # Over the pieces and over the query heads of each kv head.
     r = jnp.sum(r.reshape(spec.B, spec.G, -1, frame.F, frame.V), axis=2) * unit[..., None, None]
     u = jnp.sum(u.reshape(spec.B, spec.G, -1, frame.F), axis=2) * unit[..., None]

@@ -241,13 +241,8 @@ def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
     return tuple(found)
 
 
-def in_parts(u: jax.Array) -> jax.Array:
-    """A sum [F] as [F, 8], half of whose columns are of numbers rounded, half of what that left
-    off: as if 4 columns were of either part."""
-    return in_columns(u / 2, ALIKE)
-
-
 def of_parts(parts: jax.Array) -> jax.Array:
+    """Of a sum's 8 columns, half of what is rounded, half of what that left off."""
     return jnp.sum(parts, axis=1) / (ALIKE // 2)
 
 

@@ -153,9 +153,7 @@ def whole_query_gradient(
                     dq_s.at[frame.group(), half][...] = jnp.minimum(phi_q, 1)[:, columns]
                 product = frame.zeros(C, F), [(g_s.at[slot], s_s.T)]
                 if spec.normalize:
-                    G, den = multiply(
-                        product, (frame.zeros(C, ALIKE), [(phi_q, z_rows_s.T)])
-                    )
+                    G, den = multiply(product, (frame.zeros(C, ALIKE), [(phi_q, z_rows_s.T)]))
                     den, least = frame.of_parts(den), load(least_s, OF_ROWS)
                     total = jnp.sum(phi_q.astype(F32) * G, axis=1)
                     inverse = 1.0 / jnp.maximum(den, least)
