@@ -34,6 +34,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     BF16,
     F32,
     HALF,
+    LOG2_E,
     MEMORY,
     OF_COLUMNS,
     OF_ROWS,
@@ -158,8 +159,7 @@ def whole_query_gradient(
                     total = jnp.sum(phi_q.astype(F32) * G, axis=1)
                     inverse = 1.0 / jnp.maximum(den, least)
                     e = jnp.where(den > least, total * inverse, 0.0)
-                    scaled = phi_q.astype(F32) * frame.in_columns(inverse, F)
-                    q_s.at[slot][...] = scaled.astype(BF16)
+                    scale_features(q_s.at[slot], inverse)
                     frame.store_transposed(minus_e_s.at[slot], spread(-e))
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(mapped.at[slot])
@@ -240,6 +240,15 @@ def whole_query_gradient(
     )
     arrays = q, g, s, z, z_rows, least
     return frame.launch(body, "whole_query_gradient", deal, out_type, scratch, arrays)
+
+
+def scale_features(q_ref: Any, inverse: jax.Array) -> None:
+    """phi(q_i) inverse_i in q's place, rounded once."""
+    x = load(q_ref).astype(F32)
+    # max(x + 1, exp(min(x, 0))) inverse, of which the last factor is no instruction of its own.
+    exponent = jnp.minimum(x, 0.0) * LOG2_E + frame.in_columns(jnp.log(inverse) * LOG2_E, F)
+    factor = frame.in_columns(inverse, F)
+    q_ref[...] = jnp.maximum(x * factor + factor, jnp.exp2(exponent)).astype(BF16)
 
 
 def spread(e: jax.Array) -> jax.Array:
