@@ -153,6 +153,8 @@ def whole_query_gradient(
                 for half, columns in enumerate(HALVES):
                     dq_s.at[frame.group(), half][...] = jnp.minimum(phi_q, 1)[:, columns]
                 product = frame.zeros(C, F), [(g_s.at[slot], s_s.T)]
+                inverse: Any = None
+                e: Any = None
                 if spec.normalize:
                     G, den = multiply(product, (frame.zeros(C, ALIKE), [(phi_q, z_rows_s.T)]))
                     den, least = frame.of_parts(den), load(least_s, OF_ROWS)
