@@ -63,6 +63,14 @@ class Item(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Config:
+    """Blocks of each kernel; pieces of a sequence, 0: as many as fill the blocks."""
+
+    blocks: int
+    pieces: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Deal:
     """`pieces` of `rows` each, from `first` on, of B sequences of `length` rows and so many heads.
 
