@@ -54,6 +54,12 @@ def refuses(device: Device, interpreted: bool) -> str | None:
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    if spec.dtype != "bfloat16":
+        return f"needs bfloat16, got {spec.dtype}"
+    if (spec.D, spec.F, spec.V) != (frame.F, frame.F, frame.V):
+        return f"needs D = V = {frame.V}, got D={spec.D}, V={spec.V}"
+    if spec.feature_map.name != "elu1":
+        return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if spec.segments or spec.q_lengths or spec.kv_lengths:
         return f"does not support {'segments' if spec.segments else 'lengths'}"
     got = f"got {spec.T} and {spec.S}"
@@ -61,12 +67,6 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs T and S of at least {frame.C}, multiples of {ROWS_OF_A_TILE}, {got}"
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
-    if spec.dtype != "bfloat16":
-        return f"needs bfloat16, got {spec.dtype}"
-    if (spec.D, spec.F, spec.V) != (frame.F, frame.F, frame.V):
-        return f"needs D = V = {frame.V}, got D={spec.D}, V={spec.V}"
-    if spec.feature_map.name != "elu1":
-        return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if not spec.causal:
         return "does not support a decay without causal=True" if spec.decay else None
     if spec.return_state and spec.T % frame.C:
@@ -88,6 +88,7 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 def pays(spec: LinearAttentionSpec, device: Device) -> bool:
     if spec.causal:
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS
+    # Queries and keys go by in kernels of their own.
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= 2 * ENOUGH_ROWS
 
 
