@@ -74,7 +74,7 @@ def test_every_query_sees_every_key() -> None:
     options = options_of(2, 1, "bhtd", True) | {"eps": 5e3}
     kv, k_sum = options["initial_state"]
     options["initial_state"] = LinearState(kv, k_sum.at[1].multiply(-100))
-    wanted = numerics.oracle(OP, *draw(2, 136, 2, 1, "bhtd", S=72), **options)
+    wanted = numerics.oracle(OP, *draw(2, 72, 2, 1, "bhtd", S=136), **options)
     against_the_reference("mosaic_gpu", "triton", wanted)
     against_the_reference("triton", "mosaic_gpu", wanted)
 
