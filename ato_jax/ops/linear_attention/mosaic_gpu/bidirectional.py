@@ -79,9 +79,7 @@ def backward(
     z = k_sum * unit[..., None]
     least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, frame.C))
     s = (kv * unit[..., None, None]).astype(frame.BF16)
-    dq, r, u = whole_query_gradient(
-        spec, of_queries, inputs.q, cotangents.out, s, z, _in_parts(z), least
-    )
+    dq, r, u = whole_query_gradient(spec, of_queries, inputs.q, cotangents.out, s, z, least)
     # Over the pieces and over the query heads of each kv head.
     r = jnp.sum(r.reshape(spec.B, spec.G, -1, frame.F, frame.V), axis=2) * unit[..., None, None]
     u = jnp.sum(u.reshape(spec.B, spec.G, -1, frame.F), axis=2) * unit[..., None]

@@ -229,6 +229,20 @@ def multiply(
     return lax.optimization_barrier(tuple(accumulators))
 
 
+def multiply_while(
+    a: Any, b: Any, shape: tuple[int, int], do: Callable[[], Any]
+) -> tuple[jax.Array, Any]:
+    """a @ b, and what `do` gives while that is in flight."""
+
+    def both(accumulator: Any) -> Any:
+        plgpu.wgmma(accumulator, a, b)
+        found = do()
+        return accumulator[...], found
+
+    product, found = pl.run_scoped(both, plgpu.ACC(shape, F32))
+    return lax.optimization_barrier(product), found
+
+
 def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
     """Pallas's interpreter knows no factors in registers, and no sums that begin with values."""
     found = []
@@ -302,9 +316,11 @@ def launch(
     out_type: Any,
     scratch: dict[str, Any],
     arrays: Sequence[jax.Array],
+    *,
+    own_barriers: bool = False,
 ) -> Any:
     """The kernel's outputs. All of a block's warpgroups leave together: none while another still
-    multiplies."""
+    multiplies. `own_barriers`: Pallas puts none of a warpgroup's around loads and stores."""
 
     def guarded(*refs: Any, left: Any, **scratch: Any) -> None:
         body(*refs, **scratch)
@@ -325,6 +341,7 @@ def launch(
             approx_math=True,
             reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=own_barriers,
         ),
         kernel_name=f"linear_attention_{name}_mosaic",
         **interpreted,

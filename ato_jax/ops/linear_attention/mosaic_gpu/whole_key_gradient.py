@@ -36,7 +36,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # The warpgroups before the one that loads. Slots of k and v are a multiple of them.
 WORKERS = 3
-STAGES, STATES = 3, 2
+STAGES, STATES = 3, 1
 WORKER_REGISTERS = 160
 
 
@@ -54,7 +54,7 @@ def whole_key_gradient(
         v_s=shared(STAGES, C, V),
         r_s=shared(STATES, F, V),
         u_s=plgpu.SMEM((STATES, F), F32),
-        out_s=shared(WORKERS, C, V),
+        out_s=shared(WORKERS, 2, C, V),
         loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
@@ -105,14 +105,14 @@ def whole_key_gradient(
 
         def write_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
-            own_out = out_s.at[frame.group()]
             plgpu.barrier_wait(r_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
                 slot = slot_of(item.before + chunk, STAGES)
 
-                def write(found: jax.Array, ref: Any) -> None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                def write(number: int, found: jax.Array, ref: Any) -> None:
+                    own_out = out_s.at[frame.group(), number]
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other's may go on
                     own_out[...] = found.astype(BF16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
@@ -128,9 +128,9 @@ def whole_key_gradient(
                 plgpu.barrier_wait(v_loaded.at[slot])
                 (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
                 plgpu.barrier_arrive(v_free.at[slot])
-                write(dk * jnp.minimum(phi_k, 1).astype(F32), dk_ref)
+                write(0, dk * jnp.minimum(phi_k, 1).astype(F32), dk_ref)
                 (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.at[state])]))
-                write(dv, dv_ref)
+                write(1, dv, dv_ref)
 
             frame.in_turn(item, WORKERS, write_chunk)
             plgpu.barrier_arrive(r_free.at[state])

@@ -11,11 +11,15 @@ With g the cotangent of out, S [F, V] and z [F] of all keys, and phi'_i = phi(q_
 Unnormalised, inverse is 1 and e is 0: S comes scaled.
 
     memory    loads S and z of a head, and chunks of q and g, as slots come free
-    dq        two, each all of a chunk: G, e, dq; phi' replaces q
-    sums      R and u in registers
+    dq        two, each half of F: features once, and all that is made of them; phi' replaces q
+    sums      R in registers
 
-e belongs to the G and phi(q) as rounded. It is multiplied as in `query_sums.py`: half of 8 columns
-are of e rounded, half of what that left off.
+The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
+once, and e belongs to the G and den that dq is made of.
+
+No barriers but those written here: a warp stores where it alone has loaded, or where
+`wait_smem_to_gmem` has let the warpgroup through, and whoever waits on a barrier sees what its
+arrivals had stored.
 """
 
 from __future__ import annotations
@@ -34,11 +38,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     BF16,
     F32,
     HALF,
-    LOG2_E,
     MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    TILE,
     C,
     F,
     Item,
@@ -51,10 +53,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
 )
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-WORKERS, SUMS = 2, 3  # dq's warpgroups, 0 and 1, and that of the sums
-STAGES = 4  # a multiple of the workers
-WORKER_REGISTERS, SUMS_REGISTERS = 160, 168
-HALVES = slice(0, HALF), slice(HALF, F)
+SUMS = 3  # the warpgroup of the sums; dq's are 0 and 1
+STAGES = 4
+DQ_REGISTERS, SUMS_REGISTERS = 160, 168
 COLUMNS = 32  # of R that are stored at once
 
 
@@ -65,28 +66,29 @@ def whole_query_gradient(
     g: jax.Array,
     s: jax.Array,
     z: jax.Array,
-    z_rows: jax.Array,
     least: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] and z_rows
-    [B, G, 8, F] in bfloat16, z [B, G, F] and least [B, G, C], all the same, in float32."""
+    """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in bfloat16, z
+    [B, G, F] and least [B, G, C], all the same, in float32."""
     group_size = spec.H // spec.G
     scratch = dict(
-        q_s=shared(STAGES, C, F),
+        q_s=shared(STAGES, 2, C, HALF),
         g_s=shared(STAGES, C, V),
-        s_s=shared(F, V),
-        z_s=plgpu.SMEM((F,), F32),
-        z_rows_s=shared(ALIKE, F),
+        s_s=shared(2, HALF, V),
+        z_s=plgpu.SMEM((2, HALF), F32),
         least_s=plgpu.SMEM((C,), F32),
-        minus_e_s=shared(STAGES, ALIKE, C),
-        dq_s=shared(WORKERS, 2, C, HALF),
-        r_s=shared(F, COLUMNS, dtype=F32),
-        u_s=plgpu.SMEM((F,), F32),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        ones_s=shared(ALIKE, C),
+        parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # of chunks by turns, of each half, e and den
+        dq_s=shared(2, 2, C, HALF),
+        r_s=shared(2, HALF, COLUMNS, dtype=F32),
+        u_s=plgpu.SMEM((2, HALF), F32),
+        loaded=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        s_loaded=plgpu.Barrier(num_arrivals=4),
-        s_free=plgpu.Barrier(num_arrivals=WORKERS),
+        exchanged=plgpu.Barrier(num_arrivals=2),
+        ones_loaded=plgpu.Barrier(num_arrivals=1),
+        s_loaded=plgpu.Barrier(num_arrivals=5),
+        s_free=plgpu.Barrier(num_arrivals=2),
     )
 
     def body(
@@ -94,8 +96,8 @@ def whole_query_gradient(
         g_ref: Any,
         s_ref: Any,
         z_ref: Any,
-        z_rows_ref: Any,
         least_ref: Any,
+        ones_ref: Any,
         dq_ref: Any,
         r_ref: Any,
         u_ref: Any,
@@ -104,15 +106,17 @@ def whole_query_gradient(
         g_s: Any,
         s_s: Any,
         z_s: Any,
-        z_rows_s: Any,
         least_s: Any,
-        minus_e_s: Any,
+        ones_s: Any,
+        parts_s: Any,
         dq_s: Any,
         r_s: Any,
         u_s: Any,
         loaded: Any,
         mapped: Any,
         free: Any,
+        exchanged: Any,
+        ones_loaded: Any,
         s_loaded: Any,
         s_free: Any,
     ) -> None:
@@ -123,102 +127,121 @@ def whole_query_gradient(
             def _() -> None:
                 plgpu.barrier_wait(s_free)
 
-            for ref, own in (
-                (s_ref, s_s),
-                (z_ref, z_s),
-                (z_rows_ref, z_rows_s),
-                (least_ref, least_s),
-            ):
-                plgpu.copy_gmem_to_smem(ref.at[of_head], own, s_loaded)
+            for half in range(2):
+                rows = pl.ds(half * HALF, HALF)
+                for ref, own in ((s_ref, s_s), (z_ref, z_s)):
+                    plgpu.copy_gmem_to_smem(ref.at[(*of_head, rows)], own.at[half], s_loaded)
+            plgpu.copy_gmem_to_smem(least_ref.at[of_head], least_s, s_loaded)
 
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
                 slot = slot_of(step, STAGES)
                 frame.wait_until_free(free, step, STAGES)
-                for ref, own in ((q_ref, q_s), (g_ref, g_s)):
-                    source = part(spec, ref, item, rows, item.head)
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                for half in range(2):
+                    source = part(spec, q_ref, item, rows, item.head, half)
+                    plgpu.copy_gmem_to_smem(source, q_s.at[slot, half], loaded.at[slot])
+                source = part(spec, g_ref, item, rows, item.head)
+                plgpu.copy_gmem_to_smem(source, g_s.at[slot], loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def write_piece(item: Item) -> None:
+            half = frame.group()
             plgpu.barrier_wait(s_loaded)
 
-            def write_chunk(chunk: Any) -> None:
-                slot = slot_of(item.before + chunk, STAGES)
-                plgpu.barrier_wait(loaded.at[slot])
-                phi_q = frame.features_of(load(q_s.at[slot]))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                # The slopes, where dq will be: there are no registers to keep them in.
-                for half, columns in enumerate(HALVES):
-                    dq_s.at[frame.group(), half][...] = jnp.minimum(phi_q, 1)[:, columns]
-                product = frame.zeros(C, F), [(g_s.at[slot], s_s.T)]
-                inverse: Any = None
-                e: Any = None
-                if spec.normalize:
-                    G, den = multiply(product, (frame.zeros(C, ALIKE), [(phi_q, z_rows_s.T)]))
-                    den, least = frame.of_parts(den), load(least_s, OF_ROWS)
-                    total = jnp.sum(phi_q.astype(F32) * G, axis=1)
-                    inverse = 1.0 / jnp.maximum(den, least)
-                    e = jnp.where(den > least, total * inverse, 0.0)
-                    scale_features(q_s.at[slot], inverse)
-                    frame.store_transposed(minus_e_s.at[slot], spread(-e))
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(mapped.at[slot])
-                else:
-                    (G,) = multiply(product)
-                    q_s.at[slot][...] = phi_q
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(mapped.at[slot])
-                for half, columns in enumerate(HALVES):
-                    dq = G[:, columns]
-                    if spec.normalize:
-                        z = frame.in_rows(load(z_s.at[pl.ds(columns.start, HALF)], OF_COLUMNS), C)
-                        dq -= frame.in_columns(e, HALF) * z
-                        dq *= frame.in_columns(inverse, HALF)
-                    own_dq = dq_s.at[frame.group(), half]
-                    own_dq[...] = (dq * load(own_dq).astype(F32)).astype(BF16)
-                plgpu.commit_smem()  # also what was read of z
-                for half in range(2):
-                    plgpu.copy_smem_to_gmem(
-                        dq_s.at[frame.group(), half],
-                        part(spec, dq_ref, item, item.rows(chunk), item.head, half),
-                    )
+            def z() -> jax.Array:
+                """Read where it is needed: there are no registers to keep it in."""
+                return frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
-            frame.in_turn(item, WORKERS, write_chunk)
+            def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
+                step = item.before + chunk
+                slot, parity = slot_of(step, STAGES), slot_of(step, 2)
+                own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
+                plgpu.barrier_wait(loaded.at[slot])
+                G, phi_q = frame.multiply_while(
+                    g_s.at[slot],
+                    s_s.at[half].T,
+                    (C, HALF),
+                    lambda: frame.unrounded_features_of(load(own_q)),
+                )
+                mapped_q = phi_q
+                if spec.normalize:
+                    own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
+                    for number, own in enumerate(own_parts):
+                        parts_s.at[parity, half, number][...] = own
+                    plgpu.barrier_arrive(exchanged)
+                    plgpu.barrier_wait(exchanged)
+                    of_e, den = (
+                        own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
+                        for number, own in enumerate(own_parts)
+                    )
+                    least = load(least_s, OF_ROWS)
+                    inverse = 1.0 / jnp.maximum(den, least)
+                    e = frame.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
+                    inverse = frame.in_columns(inverse, HALF)
+                    mapped_q = phi_q * inverse
+                    total -= e * mapped_q
+                    G = (G - e * z()) * inverse
+                own_q[...] = mapped_q.astype(BF16)
+                # Of the store of two chunks ago.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                own_dq[...] = (G * jnp.minimum(phi_q, 1.0)).astype(BF16)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(mapped.at[slot])
+                plgpu.copy_smem_to_gmem(
+                    own_dq, part(spec, dq_ref, item, item.rows(chunk), item.head, half)
+                )
+                return total
+
+            total = lax.fori_loop(0, item.chunks, write_chunk, frame.zeros(C, HALF))
             plgpu.barrier_arrive(s_free)
+            # The sum over the rows, as a product: of what is rounded, and what that leaves off.
+            rounded = frame.rounded(total)
+            sums = frame.zeros(HALF, ALIKE)
+            for one in (rounded, (total - rounded.astype(F32)).astype(BF16)):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dq_s.at[0, half][...] = one
+                plgpu.commit_smem()
+                (sums,) = multiply((sums, [(dq_s.at[0, half].T, ones_s.T)]))
+            u_s.at[half][...] = jnp.max(sums, axis=1)  # of columns that are alike
+            plgpu.commit_smem()
+            rows = pl.ds(half * HALF, HALF)
+            plgpu.copy_smem_to_gmem(
+                u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows]
+            )
 
         def sum_piece(item: Item) -> None:
-            def sum_chunk(chunk: Any, sums: Any) -> Any:
-                total, parts = sums
+            def sum_chunk(chunk: Any, halves: Any) -> Any:
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(mapped.at[slot])
-                features = q_s.at[slot].T
-                product = total, [(features, g_s.at[slot])]
-                if spec.normalize:
-                    total, parts = multiply(product, (parts, [(features, minus_e_s.at[slot].T)]))
-                else:
-                    (total,) = multiply(product)
+                halves = multiply(
+                    *(
+                        (total, [(q_s.at[slot, half].T, g_s.at[slot])])
+                        for half, total in enumerate(halves)
+                    )
+                )
                 plgpu.barrier_arrive(free.at[slot])
-                return total, parts
+                return halves
 
-            start = frame.zeros(F, V), frame.zeros(F, ALIKE)
-            total, parts = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            start = frame.zeros(HALF, V), frame.zeros(HALF, V)
+            halves = lax.fori_loop(0, item.chunks, sum_chunk, start)
             of_piece = item.batch, item.head, item.piece
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            u_s[...] = frame.of_parts(parts)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(u_s, u_ref.at[of_piece])
             for column in range(0, V, COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                r_s[...] = total[:, column : column + COLUMNS]
+                columns = slice(column, column + COLUMNS)
+                for half, total in enumerate(halves):
+                    r_s.at[half][...] = total[:, columns]
                 plgpu.commit_smem()
-                columns = pl.ds(column, COLUMNS)
-                plgpu.copy_smem_to_gmem(r_s, r_ref.at[(*of_piece, slice(None), columns)])
+                for half in range(2):
+                    rows = pl.ds(half * HALF, HALF)
+                    plgpu.copy_smem_to_gmem(
+                        r_s.at[half], r_ref.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
+                    )
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
+            plgpu.copy_gmem_to_smem(ones_ref, ones_s, ones_loaded)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(s_free)
             frame.await_the_last(free, steps, STAGES)
@@ -229,9 +252,10 @@ def whole_query_gradient(
             deal.each(sum_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() < WORKERS)
+        @pl.when(frame.group() < MEMORY)
         def _dq() -> None:
-            frame.set_registers(WORKER_REGISTERS)
+            frame.set_registers(DQ_REGISTERS)
+            plgpu.barrier_wait(ones_loaded)
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 
@@ -240,22 +264,7 @@ def whole_query_gradient(
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F, V), F32),
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F), F32),
     )
-    arrays = q, g, s, z, z_rows, least
-    return frame.launch(body, "whole_query_gradient", deal, out_type, scratch, arrays)
-
-
-def scale_features(q_ref: Any, inverse: jax.Array) -> None:
-    """phi(q_i) inverse_i in q's place, rounded once."""
-    x = load(q_ref).astype(F32)
-    # max(x + 1, exp(min(x, 0))) inverse, of which the last factor is no instruction of its own.
-    exponent = jnp.minimum(x, 0.0) * LOG2_E + frame.in_columns(jnp.log(inverse) * LOG2_E, F)
-    factor = frame.in_columns(inverse, F)
-    q_ref[...] = jnp.maximum(x * factor + factor, jnp.exp2(exponent)).astype(BF16)
-
-
-def spread(e: jax.Array) -> jax.Array:
-    """e [C] in 8 columns: rounded, and what that left off."""
-    e = frame.in_columns(e, ALIKE)
-    left = e - frame.rounded(e).astype(F32)
-    column = plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=1, layout=TILE)
-    return frame.rounded(jnp.where(column % 2 == 0, e, left))
+    arrays = q, g, s, z, least, jnp.ones((ALIKE, C), BF16)
+    return frame.launch(
+        body, "whole_query_gradient", deal, out_type, scratch, arrays, own_barriers=True
+    )
