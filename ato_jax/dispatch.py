@@ -136,7 +136,7 @@ def choose(call: _Call, phase: str) -> Choice:
         names = tuple(name for name in names if call.implementation in (name, family(name)))
     elif call.implementation is not None:
         names = (call.implementation,)
-    elif call.device.platform != "gpu":
+    elif call.device.platform != "gpu" or call.interpret:
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
         names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
     else:

@@ -111,10 +111,18 @@ def test_a_batch_of_calls_is_a_larger_batch() -> None:
     )
 
 
-def kernels_of(function: Any, *arrays: Any) -> int:
-    """How many Mosaic GPU kernels it lowers to, for a Hopper card."""
+def mesh_of(*axes: str) -> jax.sharding.AbstractMesh:
+    """Two Hopper cards along each axis."""
     device = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.sharding.AbstractMesh(
+        (2,) * len(axes), axes, abstract_device=device, axis_types=types
+    )
+
+
+def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
+    """How many Mosaic GPU kernels it lowers to, for a Hopper card."""
+    mesh = mesh_of() if mesh is None else mesh
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("@mosaic_gpu")
@@ -155,6 +163,33 @@ def test_lowers(
 
         arrays += gates
         assert kernels_of(both, *arrays) == count
+
+
+def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients on a mesh; a decay for each head in a batch of calls, and of none."""
+    monkeypatch.setattr(dispatch.device, "of_call", lambda arrays: channel.GPU)
+
+    def gradients(*qkv: jax.Array) -> Any:
+        def total(*qkv: jax.Array) -> jax.Array:
+            return ato_jax.linear_attention(*qkv, causal=True).astype(jnp.float32).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2))(*qkv)
+
+    arrays = [jax.ShapeDtypeStruct((4, 2048, 64, 128), jnp.bfloat16)] * 3
+    axes = jax.sharding.PartitionSpec("data", None, "heads")
+    mesh = mesh_of("data", "heads")
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.shard_map(gradients, mesh=mesh, in_specs=axes, out_specs=axes)
+    assert kernels_of(sharded, *arrays, mesh=mesh) == 5
+
+    def decayed(q: jax.Array, decay: jax.Array) -> jax.Array:
+        return ato_jax.linear_attention(q, q, q, causal=True, decay=decay)
+
+    decay = jax.ShapeDtypeStruct((64,), jnp.float32)
+    batch = jax.ShapeDtypeStruct((3, *arrays[0].shape), jnp.bfloat16)
+    assert kernels_of(jax.vmap(decayed, (0, None)), batch, decay) == 1
+    none = jax.ShapeDtypeStruct((0, *arrays[0].shape), jnp.bfloat16)
+    assert jax.eval_shape(jax.vmap(decayed, (0, None)), none, decay).shape == none.shape
 
 
 def test_pieces_fill_the_card() -> None:

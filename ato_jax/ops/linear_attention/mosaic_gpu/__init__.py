@@ -55,7 +55,8 @@ LEAST_DECAY = -128.0  # exp of it is 0 in float32
 # What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
 # it takes for a chunk of theirs, and what an item takes before its first chunk.
 CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
-MOST_PIECES, FEW_PIECES = 256, 16
+# Of a piece, so that its state is small beside its rows; and pieces that are added up one by one.
+LEAST_CHUNKS, FEW_PIECES = 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,8 @@ def refuses(device: Device, interpreted: bool) -> str | None:
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if not spec.causal:
         return "needs causal=True"
-    for name in ("segments", "q_lengths", "kv_lengths"):
-        if getattr(spec, name):
-            return f"does not support {name}"
+    if spec.segments or spec.q_lengths or spec.kv_lengths:
+        return f"does not support {'segments' if spec.segments else 'lengths'}"
     if spec.T != spec.S or spec.T < frame.C or spec.T % ROWS_OF_A_TILE:
         return (
             f"needs T = S of at least {frame.C}, a multiple of {ROWS_OF_A_TILE}, "
@@ -131,7 +131,7 @@ def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
         rounds_before = pl.cdiv(heads * (pieces - 1), config.blocks)
         return CUT + (rounds + CUT_CHUNK * rounds_before) * (each + ITEM)
 
-    wanted = config.pieces or min(range(1, min(chunks, MOST_PIECES) + 1), key=cost)
+    wanted = config.pieces or min(range(1, max(2, chunks // LEAST_CHUNKS + 1)), key=cost)
     return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
 
 
@@ -156,6 +156,18 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
         @run.def_vmap
         def _(size: int, batched: Any, *arrays: Any) -> Any:
+            if not size:
+                one = jax.tree.map(
+                    lambda array, is_batched: jax.ShapeDtypeStruct(
+                        array.shape[is_batched:], array.dtype
+                    ),
+                    arrays,
+                    tuple(batched),
+                )
+                shapes = jax.eval_shape(functools.partial(function, spec, config), *one)
+                found = jax.tree.map(lambda of: jnp.zeros((0, *of.shape), of.dtype), shapes)
+                return found, jax.tree.map(lambda _: True, found)
+
             def fold(array: jax.Array, is_batched: bool) -> jax.Array:
                 if not is_batched:
                     array = jnp.broadcast_to(array, (size, *array.shape))
@@ -183,10 +195,16 @@ class Kept(NamedTuple):
         return Outputs(self.out, self.state)
 
 
-@_as_larger_batch
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    deal = _deal(spec, config)
-    gates = None if inputs.decay is None else _gates(spec, inputs.decay)
+    if inputs.decay is not None:
+        inputs = inputs._replace(decay=_gates(spec, inputs.decay))
+    return _keep(spec, config, inputs)
+
+
+@_as_larger_batch
+def _keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+    """`inputs.decay` are the gates."""
+    deal, gates = _deal(spec, config), inputs.decay
     kv, k_sum = _states(spec, deal, inputs, gates)
     s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
     out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z, gates)

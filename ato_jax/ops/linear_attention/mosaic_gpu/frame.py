@@ -298,7 +298,8 @@ def launch(
         **interpreted,
     )
     with jax.enable_x64(False):  # rows are counted in 32 bits
-        return kernel(*arrays)
+        # Which `plgpu.kernel` forgets.
+        return meshes.varying_with(kernel(*arrays), arrays)
 
 
 group = functools.partial(lax.axis_index, "group")

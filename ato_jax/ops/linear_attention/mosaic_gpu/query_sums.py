@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, LOG2_E, C, F
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -20,13 +20,10 @@ PARTS = ALIKE // 2  # columns of either part
 
 
 def map_queries(q_ref: Any, inverse_ref: Any) -> None:
-    """phi(q_i) inverse_i in q's place."""
-    inverse = frame.load(inverse_ref, frame.OF_ROWS)
-    x = frame.load(q_ref).astype(F32)
-    # max(x + 1, exp(min(x, 0))) inverse, of which the last factor is no instruction of its own.
-    exponent = jnp.minimum(x, 0.0) * LOG2_E + frame.in_columns(jnp.log(inverse) * LOG2_E, F)
-    factor = frame.in_columns(inverse, F)
-    q_ref[...] = jnp.maximum(x * factor + factor, jnp.exp2(exponent)).astype(BF16)
+    """phi(q_i) inverse_i in q's place: of phi(q_i) as rounded, as inverse_i is."""
+    features = frame.features_of(frame.load(q_ref)).astype(F32)
+    inverse = frame.in_columns(frame.load(inverse_ref, frame.OF_ROWS), F)
+    q_ref[...] = (features * inverse).astype(BF16)
 
 
 def spread(e_ref: Any, minus_e_ref: Any) -> None:
