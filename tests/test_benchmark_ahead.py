@@ -151,13 +151,13 @@ def test_a_search_that_fills_caches_times_nothing(monkeypatch):
     config = pytest.importorskip("torch._inductor.config")
     tuner = autotuner.Autotuner
     monkeypatch.setattr(tuner, "do_bench", vars(tuner)["do_bench"])
-    for name in ("autotune_local_cache", "autotune_remote_cache"):
-        monkeypatch.setattr(config, name, True)
-    linear_torch.search_nothing()
+    # Not by monkeypatch: what it restores, PyTorch takes to be deleted.
+    with config.patch(autotune_local_cache=True, autotune_remote_cache=True):
+        linear_torch.search_nothing()
+        assert not config.autotune_local_cache and not config.autotune_remote_cache
     launched = []
     told = object.__new__(tuner).do_bench(lambda: launched.append(1), quantiles=(0.5, 0.2, 0.8))
     assert told == [1.0, 1.0, 1.0] and launched == [1]
-    assert not config.autotune_local_cache and not config.autotune_remote_cache
     # These would be kept otherwise: what is compiled is found all the same, by the same key.
     kept = config._cache_config_ignore_prefix
     assert {"autotune_local_cache", "autotune_remote_cache"} <= set(kept)
