@@ -349,10 +349,10 @@ class _Kernels:
     def op(self, request: Any) -> dispatch.Op:
         """Where the caller names no backend, without those that the direct road cannot launch: a
         CUDA graph could not hold the call."""
-        names = [name for name in self.api.OP.backends if name not in THROUGH_JAX_ALONE]
         if request.implementation is not None:
             return self.api.OP
-        return dataclasses.replace(self.api.OP, backends=tuple(names))
+        names = tuple(name for name in self.api.OP.backends if name not in THROUGH_JAX_ALONE)
+        return dataclasses.replace(self.api.OP, backends=names)
 
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         request = self.api.prepare(**arguments(call, arrays))

@@ -302,10 +302,10 @@ def needs_hopper() -> None:
     ("B", "T", "H", "G", "layout", "scale"),
     [
         (1, LONG, 2, 2, "bthd", 1.0),
-        (2, 5000, 6, 6, "bhtd", 30.0),
-        (1, 4096, 33, 33, "bthd", 0.01),
-        (1, 3000, 8, 2, "bthd", 1.0),
-        (3, 70, 50, 50, "bthd", 1.0),
+        (2, 7000, 6, 6, "bhtd", 30.0),
+        (1, 16384, 6, 6, "bthd", 0.01),
+        (1, 9000, 8, 2, "bthd", 1.0),
+        (30, 72, 50, 50, "bthd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -337,15 +337,15 @@ def test_states_of_mosaic_gpu(normalize: bool) -> None:
 def test_gates_of_mosaic_gpu(name: str) -> None:
     """Forward; their gradients are Triton's."""
     needs_hopper()
-    qkv = arrays("bfloat16", B=2, T=5000, H=4, G=2, D=128)
-    options = linear_options(name, 2, 5000, 128) | {"implementation": None}
+    qkv = arrays("bfloat16", B=2, T=9000, H=4, G=2, D=128)
+    options = linear_options(name, 2, 9000, 128) | {"implementation": None}
     assert ato_jax.explain("linear_attention", *qkv, **options).forward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
 
 
 @of_mosaic_gpu
 def test_transforms_of_mosaic_gpu() -> None:
-    """The same bits again, under `vmap`, and on a mesh."""
+    """The same bits again, and on a mesh; under `vmap` pieces may be others."""
     needs_hopper()
     qkv = arrays("bfloat16", B=4, T=3000, H=4, G=4, D=128)
 
@@ -356,15 +356,16 @@ def test_transforms_of_mosaic_gpu() -> None:
         out, pull = jax.vjp(attend, *qkv)
         return out, *pull(out)
 
-    def alike(found: Any) -> None:
+    def alike(found: Any, most: float = 0.0) -> None:
         for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(one.reshape(other.shape), other)
+            one, other = (np.asarray(x, np.float32).reshape(qkv[0].shape) for x in (one, other))
+            assert np.linalg.norm(one - other) <= most * np.linalg.norm(other)
 
     wanted = jax.jit(both)(*qkv)
     alike(both(*qkv))
-    alike(jax.jit(jax.vmap(both))(*(array[:, None] for array in qkv)))
+    alike(jax.jit(jax.vmap(both))(*(array[:, None] for array in qkv)), 5e-3)
     in_pairs = (array.reshape(2, 2, 1, *array.shape[1:]) for array in qkv)
-    alike(jax.jit(jax.vmap(jax.vmap(both)))(*in_pairs))
+    alike(jax.jit(jax.vmap(jax.vmap(both)))(*in_pairs), 5e-3)
     axes = jax.sharding.PartitionSpec(None, None, "heads")
     mesh = jax.make_mesh((1,), ("heads",))
     alike(jax.jit(jax.shard_map(both, mesh=mesh, in_specs=axes, out_specs=axes))(*qkv))

@@ -40,6 +40,13 @@ def call_of(op, options, training=False, names=("q", "k", "v")):
     return _programs.Call(op, tuple(names), tuple(options.items()), training, False)
 
 
+def test_without_a_name_kernels_are_those_that_go_this_road():
+    ours = _programs.OPS["linear_attention"]
+    for name, is_among in ((None, False), ("mosaic_gpu", True)):
+        backends = ours.op(types.SimpleNamespace(implementation=name)).backends
+        assert ("mosaic_gpu" in backends) == is_among and "triton" in backends
+
+
 def inputs(dtype=torch.bfloat16, where="meta"):
     generator = torch.Generator().manual_seed(0)
     return [

@@ -34,9 +34,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     BF16,
     F32,
     LOG2_E,
-    MEMORY,
     OF_COLUMNS,
-    OF_ROWS,
     C,
     F,
     Item,
@@ -47,18 +45,22 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     shared,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import (
-    in_parts,
-    map_queries,
-    of_parts,
-    spread,
-)
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import PARTS, map_queries, spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
 DV_REGISTERS, DK_REGISTERS, STATE_REGISTERS = 144, 144, 200
+
+
+def in_parts(u: jax.Array) -> jax.Array:
+    """u [F] as a sum over columns [F, 8] would leave it."""
+    return frame.in_columns(u * (PARTS / ALIKE), ALIKE)
+
+
+def of_parts(columns: jax.Array) -> jax.Array:
+    return jnp.sum(columns, axis=1) / PARTS
 
 
 def key_gradient(
@@ -157,7 +159,7 @@ def key_gradient(
             plgpu.copy_gmem_to_smem(r_ref.at[of_piece], r_s, start)
             plgpu.copy_gmem_to_smem(u_ref.at[of_piece], u_start_s, start)
             plgpu.barrier_wait(start)
-            sums = load(r_s).astype(F32), in_parts(load(u_start_s, OF_ROWS))
+            sums = load(r_s).astype(F32), in_parts(load(u_start_s, frame.OF_ROWS))
             plgpu.commit_smem()  # what was read, ahead of the next piece's
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
@@ -250,7 +252,7 @@ def key_gradient(
             plgpu.barrier_arrive(k_free.at[k_slot])
             return dk
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)

@@ -17,9 +17,8 @@ inverse is the scale, and e is 0.
     features  maps q and k in place
     values    each a half of F: S_half^T [64, V] float32 in registers, w, G_half, z_i's half
 
-Where keys are alike the two terms of dq nearly cancel: what rounding w leaves off is multiplied,
-too. Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up
-the two row sums. A block has one piece: with a loop over more the registers do not suffice.
+Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up the
+two row sums. A block has one piece: with a loop over more the registers do not suffice.
 """
 
 from __future__ import annotations
@@ -207,12 +206,10 @@ def query_gradient(
                 (w,) = multiply(
                     (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
                 )
-                w = jnp.where(sees(), w, 0.0)
-                factor = frame.rounded(w)
-                left = frame.rounded(w - factor.astype(F32))
+                w = frame.rounded(jnp.where(sees(), w, 0.0))
                 gradient = (
                     frame.zeros(C, HALF),
-                    [(g_s.at[slot], s_s.at[half].T), (factor, features), (left, features)],
+                    [(g_s.at[slot], s_s.at[half].T), (w, features)],
                 )
                 of_state = S, [(features.T, v_s.at[slot])]
                 z_i: Any = None

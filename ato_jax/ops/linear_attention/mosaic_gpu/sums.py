@@ -1,14 +1,16 @@
-"""The sums of each piece of keys, S = sum_j v_j phi(k_j)^T [V, F] and z = sum_j phi(k_j) [F].
+"""The sums of each piece: of keys S = sum_j v_j phi(k_j)^T [V, F] and z = sum_j phi(k_j) [F].
 
     memory    loads chunks of k and v
     features  maps k in place, and adds up z in every column of a tile [F, 8]
     values    each a half of V of S, in registers
 
-With a decay, as in `output.py`, they are what is left of them behind the piece.
+With a decay, as in `output.py`, they are what is left of them behind the piece. The sums of queries
+are like them (`query_sums.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,25 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    ALIKE,
-    BF16,
-    F32,
-    FEATURES,
-    HALF,
-    MEMORY,
-    OF_COLUMNS,
-    OF_ROWS,
-    C,
-    F,
-    Item,
-    V,
-    load,
-    multiply,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, HALF, C, F, Item, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
@@ -51,126 +35,167 @@ def sums(
     gates: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32."""
-    gated = gates is not None
+
+    rows = pl.ds(0, ALIKE)
+
+    def map_rows(k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> Any:
+        if gates_ref is None:
+            adds, keeps = frame.ones(C, ALIKE), None
+        else:
+            own = frame.load(gates_ref, frame.OF_ROWS)
+            adds, keeps = frame.of_key(own, gates_ref[C - 1])
+            adds = frame.in_columns(adds, ALIKE).astype(BF16)
+        frame.store_transposed(adds_ref.at[rows], adds)
+        frame.map_in_place(k_ref)
+        return keeps
+
+    def turn(v_ref: Any, gates_ref: Any = None) -> tuple[Any, Any]:
+        if gates_ref is None:
+            return v_ref.T, None
+        own = frame.load(gates_ref, frame.OF_COLUMNS)
+        adds, keeps = frame.of_key(own, gates_ref[C - 1])
+        turned = frame.load_transposed(v_ref).astype(F32) * frame.in_rows(adds, HALF)
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        return frame.rounded(turned), keeps
+
+    vectors = [] if gates is None else [gates]
+    kv, k_sum = piece_sums(spec, deal, "sums", k, v, vectors, map_rows, turn)
+    return kv, k_sum / ALIKE
+
+
+def piece_sums(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    name: str,
+    x: jax.Array,
+    y: jax.Array,
+    vectors: Sequence[jax.Array],
+    map_rows: Callable[..., Any],
+    turn: Callable[..., tuple[Any, Any]],
+) -> tuple[jax.Array, jax.Array]:
+    """sum y_j phi_j^T [B, heads, P, V, F], and sum_j a_jc phi_j over all 8 columns c, float32.
+
+    Args:
+      vectors: [B, heads, T up to a whole chunk] in float32, parts of which the functions are given.
+      map_rows: (x, a^T, *vectors) in shared memory: makes phi of x in its place, and a; it
+        gives what is left of the sums of earlier chunks, None for all.
+      turn: (half of y [C, 64], *vectors) to y^T [64, C], and what is left, likewise.
+    """
     scratch = dict(
-        k_s=shared(STAGES, C, F),
-        v_s=shared(STAGES, 2, C, HALF),
-        s_s=shared(2, HALF, F, dtype=F32),
-        z_s=plgpu.SMEM((F,), F32),
-        gates_s=plgpu.SMEM((STAGES, C), F32),
-        adds_s=shared(ALIKE, C),
-        loaded=plgpu.Barrier(num_arrivals=1 + gated, num_barriers=STAGES),
-        v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        x_s=frame.shared(STAGES, C, F),
+        y_s=frame.shared(STAGES, 2, C, HALF),
+        vectors_s=plgpu.SMEM((STAGES, max(1, len(vectors)), C), F32),
+        a_s=frame.shared(C, C),  # of which 8 rows are read
+        total_s=frame.shared(2, HALF, F, dtype=F32),
+        columns_s=plgpu.SMEM((F,), F32),
+        loaded=plgpu.Barrier(num_arrivals=1 + len(vectors), num_barriers=STAGES),
+        y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
     )
 
     def body(
+        x_ref: Any,
+        y_ref: Any,
         *refs: Any,
-        k_s: Any,
-        v_s: Any,
-        s_s: Any,
-        z_s: Any,
-        gates_s: Any,
-        adds_s: Any,
+        x_s: Any,
+        y_s: Any,
+        vectors_s: Any,
+        a_s: Any,
+        total_s: Any,
+        columns_s: Any,
         loaded: Any,
-        v_loaded: Any,
+        y_loaded: Any,
         mapped: Any,
         free: Any,
     ) -> None:
-        k_ref, v_ref, *gates_ref, s_ref, z_ref = refs
+        *vector_refs, total_ref, columns_ref = refs
+
+        def vectors_of(slot: Any) -> list[Any]:
+            return [vectors_s.at[slot, number] for number in range(len(vectors))]
 
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
-                slot = slot_of(step, STAGES)
+                slot = frame.slot_of(step, STAGES)
                 frame.wait_until_free(free, step, STAGES)
-                source = part(spec, k_ref, item, rows, item.head)
-                plgpu.copy_gmem_to_smem(source, k_s.at[slot], loaded.at[slot])
-                for ref in gates_ref:
+                source = frame.part(spec, x_ref, item, rows, item.head)
+                plgpu.copy_gmem_to_smem(source, x_s.at[slot], loaded.at[slot])
+                for ref, own in zip(vector_refs, vectors_of(slot), strict=True):
                     source = ref.at[item.batch, item.head, rows]
-                    plgpu.copy_gmem_to_smem(source, gates_s.at[slot], loaded.at[slot])
+                    plgpu.copy_gmem_to_smem(source, own, loaded.at[slot])
                 for half in range(2):
-                    source = part(spec, v_ref, item, rows, item.head, half)
-                    plgpu.copy_gmem_to_smem(source, v_s.at[slot, half], v_loaded.at[slot])
+                    source = frame.part(spec, y_ref, item, rows, item.head, half)
+                    plgpu.copy_gmem_to_smem(source, y_s.at[slot, half], y_loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def map_piece(item: Item) -> None:
-            def map_chunk(chunk: Any, totals: jax.Array) -> jax.Array:
-                slot = slot_of(item.before + chunk, STAGES)
+            a = a_s.at[pl.ds(0, ALIKE)]
+
+            def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
+                slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                if gated:
-                    own = load(gates_s.at[slot], OF_ROWS)
-                    adds, keeps = frame.of_key(own, gates_s[slot, C - 1])
-                    frame.store_transposed(adds_s, frame.in_columns(adds, ALIKE).astype(BF16))
-                    totals = totals * keeps
-                frame.map_in_place(k_s.at[slot])
+                keeps = map_rows(x_s.at[slot], a_s, *vectors_of(slot))
+                columns = columns if keeps is None else columns * keeps
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                (totals,) = multiply((totals, [(k_s.at[slot].T, adds_s.T)]))
+                (columns,) = frame.multiply((columns, [(x_s.at[slot].T, a.T)]))
                 plgpu.barrier_arrive(free.at[slot])
-                return totals
+                return columns
 
-            totals = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(F, ALIKE))
+            columns = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(F, ALIKE))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            z_s[...] = jnp.sum(totals, axis=1) / ALIKE
+            columns_s[...] = jnp.sum(columns, axis=1)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(z_s, z_ref.at[item.batch, item.head, item.piece])
+            plgpu.copy_smem_to_gmem(
+                columns_s, columns_ref.at[item.batch, item.head, item.piece]
+            )
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
 
-            def multiply_chunk(chunk: Any, S: jax.Array) -> jax.Array:
-                slot = slot_of(item.before + chunk, STAGES)
-                values = v_s.at[slot, half]
-                added: Any = values.T
-                plgpu.barrier_wait(v_loaded.at[slot])
-                if gated:
-                    plgpu.barrier_wait(loaded.at[slot])
-                    own = load(gates_s.at[slot], OF_COLUMNS)
-                    adds, keeps = frame.of_key(own, gates_s[slot, C - 1])
-                    added = frame.load_transposed(values).astype(F32)
-                    added = frame.rounded(added * frame.in_rows(adds, HALF))
-                    S = S * keeps
-                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+            def multiply_chunk(chunk: Any, total: jax.Array) -> jax.Array:
+                slot = frame.slot_of(item.before + chunk, STAGES)
+                plgpu.barrier_wait(y_loaded.at[slot])
+                plgpu.barrier_wait(loaded.at[slot])
+                turned, keeps = turn(y_s.at[slot, half], *vectors_of(slot))
+                total = total if keeps is None else total * keeps
                 plgpu.barrier_wait(mapped.at[slot])
-                (S,) = multiply((S, [(added, k_s.at[slot])]))
+                (total,) = frame.multiply((total, [(turned, x_s.at[slot])]))
                 plgpu.barrier_arrive(free.at[slot])
-                return S
+                return total
 
-            S = lax.fori_loop(0, item.chunks, multiply_chunk, frame.zeros(HALF, F))
+            total = lax.fori_loop(0, item.chunks, multiply_chunk, frame.zeros(HALF, F))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            s_s.at[half][...] = S
+            total_s.at[half][...] = total
             plgpu.commit_smem()
             rows = pl.ds(half * HALF, HALF)
             plgpu.copy_smem_to_gmem(
-                s_s.at[half], s_ref.at[item.batch, item.head, item.piece, rows]
+                total_s.at[half], total_ref.at[item.batch, item.head, item.piece, rows]
             )
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)
             frame.await_the_last(free, steps, STAGES)
 
-        @pl.when(frame.group() == FEATURES)
+        @pl.when(frame.group() == frame.FEATURES)
         def _features() -> None:
             frame.set_registers(FEATURES_REGISTERS)
-            if not gated:
-                frame.store_transposed(adds_s, frame.ones(C, ALIKE))
             deal.each(map_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(frame.group() < frame.MEMORY)
         def _values() -> None:
             frame.set_registers(VALUES_REGISTERS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
+    of_pieces = deal.B, deal.heads, deal.pieces
     out_type = (
-        jax.ShapeDtypeStruct((spec.B, spec.G, deal.pieces, V, F), F32),
-        jax.ShapeDtypeStruct((spec.B, spec.G, deal.pieces, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, V, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, F), F32),
     )
-    arrays = (k, v) if gates is None else (k, v, gates)
-    return frame.launch(body, "sums", deal, out_type, scratch, arrays)
+    return frame.launch(body, name, deal, out_type, scratch, (x, y, *vectors))
