@@ -79,6 +79,8 @@ CASES = {
     "lengths of both": dict(
         SQUARE, kv_lengths=[33, 16], q_lengths=[5, 33], causal=True, poisoned=True
     ),
+    # Of one length for both, the first query's position is static; of two, each sequence's own.
+    "shared lengths": dict(SQUARE, kv_lengths=[18, 1], causal=True, poisoned=True, window=(9, 3)),
     "segments": dict(SQUARE, parts=3, segment_ids=IDS, causal=True, return_lse=True),
     "segments of both": dict(q_segment_ids=Q_IDS, kv_segment_ids=KV_IDS),
     "query_offset": dict(query_offset=np.array([-20, 30]), causal=True, return_lse=True),

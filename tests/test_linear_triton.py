@@ -216,22 +216,21 @@ def test_each_phase_of_projected_features_has_its_own_rule():
     assert config.dq_block < config.output_block
 
 
-def test_gradient_of_the_projection():
+def test_gradients_of_the_projection_and_of_what_it_maps():
     favor = ato_jax.favor(jax.random.key(0), 32, 16)
-    q, k, v = (draw(1, 40, 2, 16, seed=seed) for seed in range(3))
+    cotangent, *qkv = (draw(1, 40, 2, 16, seed=seed) for seed in range(4))
 
-    def loss(favor, implementation):
+    def loss(favor, qkv, implementation):
         with ato_jax.interpret():
-            out = ato_jax.linear_attention(
-                q, k, v, feature_map=favor, implementation=implementation
-            )
-        return jnp.sum(out * v)
+            out = ato_jax.linear_attention(*qkv, feature_map=favor, implementation=implementation)
+        return jnp.sum(out * cotangent)
 
     found, wanted = (
-        jax.grad(loss)(favor, implementation).projection
+        jax.tree.leaves(jax.grad(loss, (0, 1))(favor, qkv, implementation))
         for implementation in ("triton", "reference")
     )
-    assert jnp.linalg.norm(found - wanted) <= 1e-5 * jnp.linalg.norm(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert jnp.linalg.norm(one - other) <= 1e-5 * jnp.linalg.norm(other)
 
 
 # Causal: of projected features, below. In float32: unnormalised, below.
@@ -247,7 +246,13 @@ def test_the_widest_blocks_unnormalised_in_the_other_layout():
 
 def test_projected_features_in_blocks():
     favor = ato_jax.favor(jax.random.key(0), 200, 24)
-    check(33, 33, 2, 2, 24, 80, "bfloat16", feature_map=favor, causal=True)
+    state = LinearState(draw(1, 2, 200, 80, seed=7), jnp.abs(draw(1, 2, 200, seed=8)) + 1)
+    options = {"causal": True, "initial_state": state, "return_state": True}
+    check(33, 33, 2, 2, 24, 80, "bfloat16", feature_map=favor, **options)
+
+
+def test_causal_unnormalised_in_tf32():
+    check(50, 50, 2, 2, 32, 32, precision="tf32", feature_map="identity", causal=True)
 
 
 @pytest.mark.parametrize("scale", [0.01, 30.0])

@@ -220,9 +220,10 @@ def test_functions_of_the_same_code_are_compiled_each():
     def model(feature_map):
         return ato_torch.linear_attention(query, key, value, feature_map=feature_map)
 
+    numbers = (1.0, 2.0, jax.numpy.float32(3.0), jax.numpy.float32(4.0))
     for maps in (
-        [closing_over(a) for a in (1.0, 2.0)],
-        [with_default(jax.numpy.float32(a)) for a in (3.0, 4.0)],
+        [closing_over(a) for a in numbers],
+        [with_default(a) for a in (1.0, 2.0)],
         [ato_jax.favor(jax.random.key(seed), 8, D) for seed in range(2)] + ["relu"],
     ):
         torch._dynamo.reset()
@@ -246,9 +247,13 @@ def test_options_that_change_are_compiled_each():
         ({"query_offset": 2, "is_causal": True}, {"window": (1, None), "softcap": 1.0}),
         ({"query_offset": 2, "is_causal": True}, {"window": [3, 0], "softcap": 1.0}),
         ({"query_offset": 2, "is_causal": True}, {"window": [3, 0], "softcap": 2.0}),
+        ({"query_offset": 2, "is_causal": True}, {"window": [3, 0]}),
     ):
         model.own = own
         torch.testing.assert_close(compiled(query, options), model(query, options))
+    model.own = own | {"implementation": "cudnn"}
+    with pytest.raises(ato_jax.UnsupportedError, match="cudnn"):
+        compiled(query, options)
 
 
 def test_equal_feature_maps_share_a_handle_and_no_other_process_has_it():

@@ -68,7 +68,13 @@ def tokens_and_padding():
 
 @pytest.mark.parametrize(
     ("make", "padded"),
-    [(example.llama, True), (example.mistral, False), (example.bert, False), (example.bert, True)],
+    [
+        (example.llama, False),
+        (example.llama, True),
+        (example.mistral, True),
+        (example.bert, False),
+        (example.bert, True),
+    ],
 )
 @pytest.mark.usefixtures("no_mask")
 def test_logits_and_gradients_are_sdpas(make, padded):
