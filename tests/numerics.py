@@ -377,9 +377,11 @@ def _reference(
     op: str, request: Any, arrays: Mapping[str, Any], cotangents: Any, dtype: Any
 ) -> dict[str, np.ndarray]:
     """Outputs and gradients by name, computed in `dtype`."""
+    # Calls alike but for the dtype they are made in are one program.
+    spec = dataclasses.replace(request.spec, dtype=np.dtype(dtype).name, precision="exact")
     with jax.enable_x64(dtype == np.float64):
         inputs, cotangents = (_upcast(tree, dtype) for tree in (request.inputs, cotangents))
-        outputs, gradients = _outputs_and_gradients(op, request.spec, inputs, cotangents)
+        outputs, gradients = _outputs_and_gradients(op, spec, inputs, cotangents)
         found = users_outputs(op, request, outputs) | users_gradients(arrays, gradients)
         return {name: np.asarray(array) for name, array in found.items()}
 
