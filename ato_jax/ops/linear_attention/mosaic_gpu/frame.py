@@ -236,6 +236,11 @@ def features_of(x: jax.Array) -> jax.Array:
     return jnp.maximum(x + 1, raised.astype(BF16))
 
 
+def unrounded_features_of(x: jax.Array) -> jax.Array:
+    x = x.astype(F32)
+    return jnp.maximum(x + 1, jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E))
+
+
 def map_in_place(ref: Any) -> None:
     """Features of a tile in shared memory, where they replace it."""
     ref[...] = features_of(load(ref))

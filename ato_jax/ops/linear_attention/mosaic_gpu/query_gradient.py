@@ -10,11 +10,12 @@ z + sum_{j<=i} phi(k_j) over the chunk's own keys:
     dq_i    = (G_i - e_i z_i) inverse_i phi'(q_i)
 
 and inverse and e are left in float32 for the walk from the end. `out` is not read: two row sums
-give both e and den where G and z_i are there, and that e belongs to the G as rounded. Unnormalised,
-inverse is the scale, and e is 0.
+give both e and den where G and z_i are there, and that e belongs to the G as rounded. phi(q) is not
+rounded here: what it and inverse make together should be rounded once. Unnormalised, inverse is the
+scale, and e is 0.
 
     memory    loads S, z of a piece and its chunks, as slots come free
-    features  maps q and k in place
+    features  maps k in place
     values    each a half of F: S_half^T [64, V] float32 in registers, w, G_half, z_i's half
 
 Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up the
@@ -85,7 +86,6 @@ def query_gradient(
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        q_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=Q_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
         free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
@@ -119,7 +119,6 @@ def query_gradient(
         loaded: Any,
         q_loaded: Any,
         k_loaded: Any,
-        q_mapped: Any,
         k_mapped: Any,
         free: Any,
         q_free: Any,
@@ -163,16 +162,12 @@ def query_gradient(
 
         def map_piece(item: Item) -> None:
             def map_chunk(chunk: Any, _: None) -> None:
-                for own, stages, own_loaded, own_mapped in (
-                    (k_s, K_STAGES, k_loaded, k_mapped),
-                    (q_s, Q_STAGES, q_loaded, q_mapped),
-                ):
-                    slot = slot_of(chunk, stages)
-                    plgpu.barrier_wait(own_loaded.at[slot])
-                    for half in range(2):
-                        frame.map_in_place(own.at[slot, half])
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(own_mapped.at[slot])
+                slot = slot_of(chunk, K_STAGES)
+                plgpu.barrier_wait(k_loaded.at[slot])
+                for half in range(2):
+                    frame.map_in_place(k_s.at[slot, half])
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(k_mapped.at[slot])
 
             lax.fori_loop(0, item.chunks, map_chunk, None)
 
@@ -226,8 +221,8 @@ def query_gradient(
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
 
-                plgpu.barrier_wait(q_mapped.at[q_slot])
-                phi_q = load(q_s.at[q_slot, half]).astype(F32)
+                plgpu.barrier_wait(q_loaded.at[q_slot])
+                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
                 scale: Any = spec.scale
                 own_parts: Any = ()
                 if spec.normalize:

@@ -20,8 +20,8 @@ PARTS = ALIKE // 2  # columns of either part
 
 
 def map_queries(q_ref: Any, inverse_ref: Any) -> None:
-    """phi(q_i) inverse_i in q's place: of phi(q_i) as rounded, as inverse_i is."""
-    features = frame.features_of(frame.load(q_ref)).astype(F32)
+    """phi(q_i) inverse_i in q's place, rounded once: inverse is of phi(q_i) in float32, too."""
+    features = frame.unrounded_features_of(frame.load(q_ref))
     inverse = frame.in_columns(frame.load(inverse_ref, frame.OF_ROWS), F)
     q_ref[...] = (features * inverse).astype(BF16)
 
