@@ -59,8 +59,8 @@ TRITON_CALL = "__gpu$xla.gpu.triton"
 # Triton's dialect has no Python module in jaxlib, and MLIR's bindings look for one at every
 # operation that is made: an empty one is found at the first.
 DIALECT = "jaxlib.mlir.dialects.tt"
-if importlib.util.find_spec(DIALECT) is None:
-    sys.modules.setdefault(DIALECT, types.ModuleType(DIALECT))
+if DIALECT not in sys.modules and importlib.util.find_spec(DIALECT) is None:
+    sys.modules[DIALECT] = types.ModuleType(DIALECT)
 
 CACHE = Path(__file__).parent.parent / ".aot_cache"
 RECORD = Path(__file__).parent / "aot_record.json"
