@@ -144,14 +144,20 @@ def _linear_attention() -> Iterator[Row]:
             f"return_state{', causal' * causal}", {}, _always(return_state=True, causal=causal)
         )
     # What Hopper's own kernels are for.
-    wide, name = {"D": 128, "V": 128, "T": 64}, "causal, D = V = 128"
-    yield Row(name, wide, _always(causal=True))
-    yield Row(f"{name}, H = 4 G", wide | {"H": 8}, _always(causal=True))
-    yield Row(
-        f"{name}, states",
-        wide,
-        lambda sizes: {"causal": True, "initial_state": state(sizes), "return_state": True},
-    )
+    wide = {"D": 128, "V": 128, "T": 64}
+    yield Row("T = 64, S = 72, D = V = 128", wide | {"S": 72})
+    for causal, name in ((False, "T = S = 64, D = V = 128"), (True, "causal, D = V = 128")):
+        yield Row(name, wide, _always(causal=causal))
+        yield Row(f"{name}, H = 4 G", wide | {"H": 8}, _always(causal=causal))
+        yield Row(
+            f"{name}, states",
+            wide,
+            lambda sizes, causal=causal: {
+                "causal": causal,
+                "initial_state": state(sizes),
+                "return_state": True,
+            },
+        )
     yield Row(
         f"{name}, decay [B, S, G]",
         wide,

@@ -321,12 +321,36 @@ def test_mosaic_gpu(B: int, T: int, H: int, G: int, layout: str, scale: float) -
 
 
 @of_mosaic_gpu
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("B", "T", "S", "H", "G", "layout", "scale"),
+    [
+        (1, LONG, LONG, 2, 2, "bthd", 1.0),
+        (2, 7000, 9000, 8, 2, "bhtd", 30.0),
+        (1, 16384, 16384, 4, 4, "bthd", 0.01),
+        (30, 72, 200, 50, 25, "bthd", 1.0),
+    ],
+)
 @pytest.mark.usefixtures("linear_time_oracle")
-def test_states_of_mosaic_gpu(normalize: bool) -> None:
+def test_mosaic_gpu_both_ways(
+    B: int, T: int, S: int, H: int, G: int, layout: str, scale: float
+) -> None:
     needs_hopper()
-    qkv = arrays("bfloat16", B=2, T=4096, H=4, G=4, D=128)
-    options = linear_options("states", 2, 4096, 128, G=4) | {"causal": True}
+    qkv = arrays("bfloat16", B=B, T=T, S=S, H=H, G=G, D=128, layout=layout, scale=scale)
+    options = {"layout": layout, "implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_states_of_mosaic_gpu(causal: bool, normalize: bool) -> None:
+    needs_hopper()
+    T = 4096 if causal else 4000
+    qkv = arrays("bfloat16", B=2, T=T, H=4, G=4, D=128)
+    options = linear_options("states", 2, T, 128, G=4) | {"causal": causal}
     options |= {"normalize": normalize, "implementation": "mosaic_gpu"}
     check("linear_attention", *qkv, **options)
 
@@ -344,14 +368,15 @@ def test_gates_of_mosaic_gpu(name: str) -> None:
 
 
 @of_mosaic_gpu
-def test_transforms_of_mosaic_gpu() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_transforms_of_mosaic_gpu(causal: bool) -> None:
     """The same bits again, and on a mesh; under `vmap` pieces may be others."""
     needs_hopper()
     qkv = arrays("bfloat16", B=4, T=3000, H=4, G=4, D=128)
 
     def both(*qkv: jax.Array) -> Any:
         attend = functools.partial(
-            ato_jax.linear_attention, causal=True, implementation="mosaic_gpu"
+            ato_jax.linear_attention, causal=causal, implementation="mosaic_gpu"
         )
         out, pull = jax.vjp(attend, *qkv)
         return out, *pull(out)

@@ -1,9 +1,10 @@
-"""Causal linear attention by Mosaic GPU: interpreted beside the float64 reference, lowered for a
+"""Linear attention by Mosaic GPU: interpreted beside the float64 reference, lowered for a
 Hopper card, and on one."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,12 +28,11 @@ def newest(test: Any) -> Any:
 
 
 def draw(
-    B: int, T: int, H: int, G: int, layout: str = "bthd", scale: float = 1.0
+    B: int, T: int, H: int, G: int, layout: str = "bthd", S: int | None = None
 ) -> list[jax.Array]:
-    shapes = ((B, T, heads, 128) for heads in (H, G, G))
+    shapes = ((B, length, heads, 128) for length, heads in ((T, H), (S or T, G), (S or T, G)))
     found = [
-        channel.draw(*shape, dtype="bfloat16", scale=scale, seed=seed)
-        for seed, shape in enumerate(shapes)
+        channel.draw(*shape, dtype="bfloat16", seed=seed) for seed, shape in enumerate(shapes)
     ]
     return found if layout == "bthd" else [jnp.swapaxes(array, 1, 2) for array in found]
 
@@ -46,30 +46,37 @@ def options_of(B: int, G: int, layout: str, given: bool) -> dict[str, Any]:
     return {"layout": layout, "initial_state": state, "return_state": True}
 
 
-def against_the_reference(
-    qkv: list[jax.Array], backward: str, device: Any = None, config: Any = None, **options: Any
-) -> None:
-    wanted = numerics.oracle(OP, *qkv, causal=True, **options)
-    spec = wanted.request.spec
-    assert mosaic_gpu.unsupported(spec, "forward") is None
-    configs = {"forward_config": config}
-    if backward == "mosaic_gpu":
-        assert mosaic_gpu.unsupported(spec, "backward") is None
-        configs["backward_config"] = config
-    found = numerics.run_backends("mosaic_gpu", backward, wanted, device=device, **configs)
-    numerics.compare(found, wanted)
-
-
-# Two pieces of two chunks, the last of them in part, on fewer blocks than there are pieces.
+# Two pieces, on fewer blocks than there are pieces of all heads.
 SMALL = {"pieces": 2, "blocks": 3}
+
+
+def against_the_reference(forward: str, backward: str, wanted: numerics.Oracle) -> None:
+    """One backend's forward, and one's backward."""
+    names = {"forward_config": forward, "backward_config": backward}
+    configs = {field: SMALL for field, name in names.items() if name == "mosaic_gpu"}
+    with ato_jax.interpret():
+        found = numerics.run_backends(forward, backward, wanted, device=channel.GPU, **configs)
+    numerics.compare(found, wanted)
 
 
 @newest
 def test_pieces_and_a_state() -> None:
+    """Of two chunks, the last of them in part."""
     options = options_of(2, 2, "bhtd", True) | {"return_state": False}
-    with ato_jax.interpret():
-        arrays = draw(2, 200, 2, 2, "bhtd")
-        against_the_reference(arrays, "mosaic_gpu", channel.GPU, SMALL, **options)
+    wanted = numerics.oracle(OP, *draw(2, 200, 2, 2, "bhtd"), causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+def test_every_query_sees_every_key() -> None:
+    """In groups, beside a state; with a denominator below eps, too. Each backend's backward goes
+    with the other's forward."""
+    options = options_of(2, 1, "bhtd", True) | {"eps": 5e3}
+    kv, k_sum = options["initial_state"]
+    options["initial_state"] = LinearState(kv, k_sum.at[1].multiply(-100))
+    wanted = numerics.oracle(OP, *draw(2, 72, 2, 1, "bhtd", S=136), **options)
+    against_the_reference("mosaic_gpu", "triton", wanted)
+    against_the_reference("triton", "mosaic_gpu", wanted)
 
 
 @newest
@@ -92,20 +99,20 @@ def test_gates() -> None:
 
 
 @newest
-def test_a_batch_of_calls_is_a_larger_batch() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_batch_of_calls_is_a_larger_batch(causal: bool) -> None:
     """Also of calls that share an array, unnormalised, in one piece."""
     q, k, v = draw(2, 72, 2, 1)
 
-    def call(q: jax.Array, k: jax.Array) -> jax.Array:
+    def call(q: jax.Array, k: jax.Array, implementation: str | None) -> jax.Array:
         return ato_jax.linear_attention(
-            q, k, v[0], causal=True, normalize=False, implementation="mosaic_gpu"
+            q, k, v[0], causal=causal, normalize=False, implementation=implementation
         )
 
+    batch = jax.jit(jax.vmap(call, in_axes=(0, None, None)), static_argnums=2)
     with ato_jax.interpret():
-        found = jax.jit(jax.vmap(call, in_axes=(0, None)))(q, k[1])
-    wanted = jax.vmap(
-        lambda q: ato_jax.linear_attention(q, k[1], v[0], causal=True, normalize=False)
-    )(q)
+        found = batch(q, k[1], "mosaic_gpu")
+    wanted = batch(q, k[1], None)
     assert jnp.linalg.norm((found - wanted).astype(jnp.float32)) <= 5e-3 * jnp.linalg.norm(
         wanted.astype(jnp.float32)
     )
@@ -131,27 +138,31 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
 @pytest.mark.parametrize(
     "B, T, H, G, layout, options, count",
     [
-        (1, 16384, 32, 32, "bthd", {}, 5),
-        (16, 1000, 16, 16, "bhtd", {}, 3),
-        (1, 1024, 8, 8, "bthd", {"normalize": False, "return_state": True}, 5),
-        (1, 1000, 8, 2, "bthd", {"decay": True}, 2),
+        (1, 16384, 32, 32, "bthd", {"causal": True}, 5),
+        (16, 1000, 16, 16, "bhtd", {"causal": True}, 3),
+        (1, 1024, 8, 8, "bthd", {"causal": True, "normalize": False, "return_state": True}, 5),
+        (1, 1000, 8, 2, "bthd", {"causal": True, "decay": True}, 2),
+        (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
+        (2, 1000, 8, 2, "bhtd", {"S": 712, "normalize": False, "return_state": True}, 4),
     ],
 )
 def test_lowers(
     B: int, T: int, H: int, G: int, layout: str, options: dict[str, Any], count: int
 ) -> None:
-    """Layouts, barriers and products are checked on the way. One piece needs no sums."""
+    """Layouts, barriers and products are checked on the way. Causal, one piece needs no sums."""
     options = dict(options)
+    S = options.pop("S", T)
     with jax.enable_x64(layout == "bhtd"):
         arrays = [
             jax.ShapeDtypeStruct(
-                (B, T, heads, 128) if layout == "bthd" else (B, heads, T, 128), jnp.bfloat16
+                (B, length, heads, 128) if layout == "bthd" else (B, heads, length, 128),
+                jnp.bfloat16,
             )
-            for heads in (H, G, G)
+            for length, heads in ((T, H), (S, G), (S, G))
         ]
         gates = [jnp.zeros((B, T, G), jnp.float32)] if options.pop("decay", False) else []
         options = options | ({"decay": gates[0]} if gates else {})
-        spec = api.prepare(*map(jnp.zeros_like, arrays), causal=True, layout=layout, **options).spec
+        spec = api.prepare(*map(jnp.zeros_like, arrays), layout=layout, **options).spec
         config = mosaic_gpu.default_config(spec, channel.GPU)
 
         def both(*arrays: Any) -> Any:
@@ -166,21 +177,26 @@ def test_lowers(
 
 
 def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients on a mesh; a decay for each head in a batch of calls, and of none."""
+    """Gradients on a mesh, of a batch of calls, too; a decay for each head in a batch of calls, and
+    of none."""
     monkeypatch.setattr(dispatch.device, "of_call", lambda arrays: channel.GPU)
 
-    def gradients(*qkv: jax.Array) -> Any:
+    def gradients(*qkv: jax.Array, causal: bool) -> Any:
         def total(*qkv: jax.Array) -> jax.Array:
-            return ato_jax.linear_attention(*qkv, causal=True).astype(jnp.float32).sum()
+            return ato_jax.linear_attention(*qkv, causal=causal).astype(jnp.float32).sum()
 
         return jax.grad(total, argnums=(0, 1, 2))(*qkv)
 
     arrays = [jax.ShapeDtypeStruct((4, 2048, 64, 128), jnp.bfloat16)] * 3
     axes = jax.sharding.PartitionSpec("data", None, "heads")
     mesh = mesh_of("data", "heads")
-    with jax.sharding.use_abstract_mesh(mesh):
-        sharded = jax.shard_map(gradients, mesh=mesh, in_specs=axes, out_specs=axes)
-    assert kernels_of(sharded, *arrays, mesh=mesh) == 5
+    for function, count in (
+        (functools.partial(gradients, causal=True), 5),
+        (jax.vmap(functools.partial(gradients, causal=False)), 4),
+    ):
+        with jax.sharding.use_abstract_mesh(mesh):
+            sharded = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes)
+        assert kernels_of(sharded, *arrays, mesh=mesh) == count
 
     def decayed(q: jax.Array, decay: jax.Array) -> jax.Array:
         return ato_jax.linear_attention(q, q, q, causal=True, decay=decay)
@@ -194,17 +210,19 @@ def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pieces_fill_the_card() -> None:
     """As many as make one round of blocks; one where there are heads enough."""
-    spec = api.prepare(*draw(1, 64, 1, 1), causal=True).spec
+    spec = api.prepare(*draw(1, 64, 1, 1)).spec
     config = mosaic_gpu.default_config(spec, channel.GPU)
 
-    def pieces(B: int, T: int, H: int) -> int:
+    def pieces(B: int, T: int, H: int) -> tuple[int, int]:
+        """Where causal, and where not."""
         sizes = dataclasses.replace(spec, B=B, T=T, S=T, H=H, G=H)
-        return mosaic_gpu.pieces_of(sizes, config)
+        both_ways = mosaic_gpu.bidirectional.deal(sizes, config, H, T)
+        return mosaic_gpu.causal.pieces_of(sizes, config), both_ways.pieces
 
-    assert pieces(1, 16384, 32) == 4
-    assert pieces(1, 65536, 16) == 8
-    assert pieces(8, 4096, 16) == 1
-    assert pieces(1, 64, 1) == 1
+    assert pieces(1, 16384, 32) == (4, 4)
+    assert pieces(1, 65536, 16) == (8, 8)
+    assert pieces(8, 4096, 16) == (1, 1)
+    assert pieces(1, 64, 1) == (1, 1)
 
 
 def test_who_is_asked_for_what() -> None:
@@ -217,13 +235,13 @@ def test_who_is_asked_for_what() -> None:
         call = dispatch._Call(api.OP, spec, None, device, False)
         return dispatch.choose(call, "forward").backend
 
-    assert backend(channel.GPU, causal=True) == "mosaic_gpu"
-    assert backend(channel.GPU) == backend(ampere, causal=True) == "triton"
-    assert backend(channel.GPU, 511, causal=True) == "triton"
+    assert backend(channel.GPU, causal=True) == backend(channel.GPU, 1366) == "mosaic_gpu"
+    assert backend(ampere) == backend(ampere, causal=True) == "triton"
+    assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 511) == "triton"
     assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
     lengths = jnp.array([3])
     for options, name in (
-        ({"causal": False}, "causal"),
+        ({"causal": False, "decay": -jnp.ones(1)}, "causal"),
         ({"kv_lengths": lengths}, "lengths"),
         ({"decay": -jnp.ones((1, 64, 1, 128))}, "decay"),
         ({"feature_map": "silu"}, "silu"),

@@ -63,6 +63,14 @@ class Item(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Config:
+    """Blocks of each kernel; pieces of a sequence, 0: as many as fill the blocks."""
+
+    blocks: int
+    pieces: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Deal:
     """`pieces` of `rows` each, from `first` on, of B sequences of `length` rows and so many heads.
 
@@ -85,6 +93,13 @@ class Deal:
     def blocks(self) -> int:
         return min(self.most_blocks, self.items)
 
+    @property
+    def own(self) -> Any:
+        """How many items this block takes."""
+        if self.items == self.blocks:
+            return 1
+        return lax.div(self.items - lax.axis_index("block") + (self.blocks - 1), self.blocks)
+
     def each(self, do: Callable[[Item], None]) -> Any:
         """`do` for each item of this block; how many chunks it had in all."""
         block = lax.axis_index("block")
@@ -103,8 +118,7 @@ class Deal:
         if self.items == self.blocks:
             # Where there is no loop the compiler has more registers for what is in it.
             return one(0, 0)
-        own = lax.div(self.items - block + (self.blocks - 1), self.blocks)
-        return lax.fori_loop(0, own, one, jnp.int32(0))
+        return lax.fori_loop(0, self.own, one, jnp.int32(0))
 
 
 def part(
@@ -160,6 +174,14 @@ def ones(rows: int, columns: int) -> jax.Array:
 def rounded(x: jax.Array) -> jax.Array:
     # Without the barrier each element would be converted there and back by itself, which is slow.
     return lax.optimization_barrier(x.astype(BF16))
+
+
+def in_turn(item: Item, workers: int, do: Callable[[Any], None]) -> None:
+    """`do` for each chunk of an item that is this one's of so many warpgroups, which take turns
+    across items. Where slots are a multiple of them each slot is one warpgroup's."""
+    first = lax.rem(group() + workers - lax.rem(item.before, workers), workers)
+    own = lax.div(item.chunks - first + (workers - 1), workers)
+    lax.fori_loop(0, own, lambda turn, _: do(first + turn * workers), None)
 
 
 def slot_of(step: Any, slots: int) -> Any:
@@ -225,6 +247,11 @@ def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
             start = start + pl.run_scoped(one, plgpu.ACC((rows, columns), F32))
         found.append(start)
     return tuple(found)
+
+
+def of_parts(parts: jax.Array) -> jax.Array:
+    """Of a sum's 8 columns, half of what is rounded, half of what that left off."""
+    return jnp.sum(parts, axis=1) / (ALIKE // 2)
 
 
 def features_of(x: jax.Array) -> jax.Array:

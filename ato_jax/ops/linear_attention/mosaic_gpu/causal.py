@@ -1,0 +1,199 @@
+"""Each query sees the keys up to its own, on Hopper.
+
+The sequence is cut into as many pieces as fill the card, few: XLA adds up their sums (`sums.py`),
+and each piece is walked with its running state in registers (`output.py`). Backwards the queries'
+gradient is such a walk, too (`query_gradient.py`), and that of keys and values one from the end
+(`query_sums.py`, `key_gradient.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.output import output
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+
+State = tuple[jax.Array, jax.Array]
+
+LEAST_DECAY = -128.0  # exp of it is 0 in float32
+# What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
+# it takes for a chunk of theirs, and what an item takes before its first chunk.
+CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
+# Of a piece, so that its state is small beside its rows; and pieces that are added up one by one.
+LEAST_CHUNKS, FEW_PIECES = 8, 16
+
+
+def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
+    """So many that the last round of blocks is nearly full, and little is read twice."""
+    chunks, heads = pl.cdiv(spec.T, frame.C), spec.B * spec.H
+
+    def cost(pieces: int) -> float:
+        each = pl.cdiv(chunks, pieces)
+        rounds = pl.cdiv(heads * pieces, config.blocks)
+        if pieces == 1:
+            return rounds * (each + ITEM)
+        rounds_before = pl.cdiv(heads * (pieces - 1), config.blocks)
+        return CUT + (rounds + CUT_CHUNK * rounds_before) * (each + ITEM)
+
+    wanted = config.pieces or min(range(1, max(2, chunks // LEAST_CHUNKS + 1)), key=cost)
+    return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
+
+
+def _deal(spec: LinearAttentionSpec, config: Config) -> frame.Deal:
+    """All rows of all query heads."""
+    pieces = pieces_of(spec, config)
+    rows = pl.cdiv(pl.cdiv(spec.T, frame.C), pieces) * frame.C
+    return frame.Deal(spec.B, spec.H, spec.T, rows, pieces, config.blocks)
+
+
+class Kept(NamedTuple):
+    """`Outputs`, and the sums ahead of each piece, as `output` reads them."""
+
+    out: jax.Array
+    state: LinearState
+    s: jax.Array
+    z: jax.Array
+
+    def plain(self) -> Outputs:
+        return Outputs(self.out, self.state)
+
+
+def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+    """`inputs.decay` are the gates."""
+    deal, gates = _deal(spec, config), inputs.decay
+    kv, k_sum = _states(spec, deal, inputs, gates)
+    s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
+    out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z, gates)
+    return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
+
+
+def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
+    """[B, G, T up to a whole chunk]: the decays' logarithms to base 2, summed up from each chunk's
+    first row."""
+    chunks = pl.cdiv(spec.T, frame.C)
+    decay = jnp.maximum(decay, LEAST_DECAY) * frame.LOG2_E
+    if spec.decay == "head":
+        up = decay[:, None] * jnp.arange(1, frame.C + 1, dtype=jnp.float32)  # [G, C]
+        shape = (spec.B, spec.G, chunks, frame.C)
+        return jnp.broadcast_to(up[:, None], shape).reshape(spec.B, spec.G, -1)
+    if spec.layout == "bthd":
+        decay = jnp.swapaxes(decay, 1, 2)
+    decay = jnp.pad(decay, ((0, 0), (0, 0), (0, chunks * frame.C - spec.T)))
+    # [j, i]: 1 where j <= i
+    triangle = jnp.tri(frame.C, dtype=jnp.float32).T
+    of_chunks = decay.reshape(spec.B, spec.G, chunks, frame.C)
+    up = jnp.einsum("bgcj,ji->bgci", of_chunks, triangle, precision=jax.lax.Precision.HIGHEST)
+    return up.reshape(decay.shape)
+
+
+def _states(
+    spec: LinearAttentionSpec, of_queries: frame.Deal, inputs: Inputs, gates: jax.Array | None
+) -> State:
+    """The states ahead of each piece; behind the last one, too, if it is to be returned."""
+    pieces = of_queries.pieces - (not spec.return_state)
+    start = found = keeps = None
+    if inputs.initial_state is not None:
+        start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    if pieces:
+        length = min(pieces * of_queries.rows, spec.T)
+        deal = dataclasses.replace(of_queries, heads=spec.G, length=length, pieces=pieces)
+        found = sums(spec, deal, inputs.k, inputs.v, gates)
+        if gates is not None:
+            of_chunks = gates[:, :, frame.C - 1 :: frame.C]
+            chunks = deal.rows // frame.C
+            missing = max(0, pieces * chunks - of_chunks.shape[2])
+            of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
+            of_chunks = of_chunks[:, :, : pieces * chunks]
+            keeps = jnp.exp2(jnp.sum(of_chunks.reshape(*gates.shape[:2], pieces, -1), axis=3))
+    return _at_edges(spec, found, start, keeps)
+
+
+def _at_edges(
+    spec: LinearAttentionSpec,
+    pieces: State | None,
+    start: State | None,
+    keeps: jax.Array | None = None,
+    reverse: bool = False,
+) -> State:
+    """kv [B, G, P, V, F] and k_sum [B, G, P, F] -> the sums of all pieces ahead of each edge, or
+    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. `keeps` [B, G, P]: what a piece leaves
+    of what is ahead of it."""
+    if pieces is None and start is None:
+        shape = (spec.B, spec.G, 1, frame.V, frame.F)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros((*shape[:3], frame.F), jnp.float32)
+    if pieces is None:
+        assert start is not None
+        return start[0][:, :, None], start[1][:, :, None]
+    count = pieces[0].shape[2]
+    # What edge e has of piece r; and of the start.
+    ahead = jnp.tri(count + 1, count, -1, dtype=jnp.float32)
+    weights = (1 - ahead if reverse else ahead)[None, None]
+    of_start: Any = 1.0
+    if keeps is not None:
+        passed = jnp.where(jnp.tri(count, dtype=bool, k=-1), keeps[..., None], 1.0)
+        passed = jnp.cumprod(passed, axis=2)  # from piece r on, up to the edge behind e
+        weights = jnp.pad(passed, ((0, 0), (0, 0), (1, 0), (0, 0))) * ahead
+        of_start = jnp.pad(jnp.cumprod(keeps, axis=2), ((0, 0), (0, 0), (1, 0)), constant_values=1)
+        of_start = of_start[..., None]
+
+    def add_up(pieces: jax.Array, start: jax.Array | None) -> jax.Array:
+        flat = pieces.reshape(*pieces.shape[:3], -1)
+        if count <= FEW_PIECES:  # a product of matrices would be mostly empty
+            found = jnp.sum(weights[..., None] * flat[:, :, None], axis=3)
+        else:
+            every = jnp.broadcast_to(weights, (*flat.shape[:2], *weights.shape[2:]))
+            found = jnp.einsum("bger,bgrn->bgen", every, flat, precision=jax.lax.Precision.HIGHEST)
+        if start is not None:
+            found += of_start * start.reshape(*start.shape[:2], 1, -1)
+        return found.reshape(*pieces.shape[:2], count + 1, *pieces.shape[3:])
+
+    starts = (None, None) if start is None else start
+    kv, k_sum = map(add_up, pieces, starts)
+    return kv, k_sum
+
+
+def backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    inputs, g = residuals.inputs, cotangents.out
+    q, k, v = inputs.q, inputs.k, inputs.v
+    deal = _deal(spec, config)
+    if isinstance(residuals.outputs, Kept):
+        s, z = residuals.outputs.s, residuals.outputs.z
+    else:
+        kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, None)
+        s = kv.astype(jnp.bfloat16)
+    dq, inverse, e = query_gradient(spec, deal, q, k, v, g, s, z)
+
+    # No key reads the sums of the first piece, but the state before it.
+    first = 0 if spec.initial_state else 1
+    found = end = None
+    if deal.pieces > first:
+        later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
+        found = query_sums(spec, later, q, g, inverse, e)
+    if spec.return_state:
+        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
+    r, u = _at_edges(spec, found, end, reverse=True)
+    d_state = None
+    if spec.initial_state:
+        d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
+        r, u = r[:, :, 1:], u[:, :, 1:]
+    dk, dv = key_gradient(spec, deal, q, k, v, g, inverse, e, r.astype(jnp.bfloat16), u)
+    return Inputs(dq, dk, dv, initial_state=d_state)

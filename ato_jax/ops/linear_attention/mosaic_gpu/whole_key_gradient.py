@@ -1,0 +1,153 @@
+"""The gradients of keys and values that every query sees, of R [F, V] (bfloat16) and u [F]:
+
+    dv_j = R^T phi(k_j)
+    dk_j = (R v_j + u) phi'(k_j)
+
+    memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
+    gradients    three, each all of a chunk: phi(k) in registers, dk, then dv
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    BF16,
+    F32,
+    OF_COLUMNS,
+    C,
+    F,
+    Item,
+    V,
+    load,
+    multiply,
+    part,
+    shared,
+    slot_of,
+)
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# The warpgroups before the one that loads. Slots of k and v are a multiple of them.
+WORKERS = 3
+STAGES, STATES = 3, 2
+WORKER_REGISTERS = 160
+
+
+def whole_key_gradient(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    k: jax.Array,
+    v: jax.Array,
+    r: jax.Array,
+    u: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
+    scratch = dict(
+        k_s=shared(STAGES, C, F),
+        v_s=shared(STAGES, C, V),
+        r_s=shared(STATES, F, V),
+        u_s=plgpu.SMEM((STATES, F), F32),
+        out_s=shared(WORKERS, C, V),
+        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        v_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        v_free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        r_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
+        r_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STATES),
+    )
+
+    def body(
+        k_ref: Any,
+        v_ref: Any,
+        r_ref: Any,
+        u_ref: Any,
+        dk_ref: Any,
+        dv_ref: Any,
+        *,
+        k_s: Any,
+        v_s: Any,
+        r_s: Any,
+        u_s: Any,
+        out_s: Any,
+        loaded: Any,
+        v_loaded: Any,
+        free: Any,
+        v_free: Any,
+        r_loaded: Any,
+        r_free: Any,
+    ) -> None:
+        def load_piece(item: Item) -> None:
+            state = slot_of(item.number, STATES)
+            frame.wait_until_free(r_free, item.number, STATES)
+            for ref, own in ((r_ref, r_s), (u_ref, u_s)):
+                source = ref.at[item.batch, item.head]
+                plgpu.copy_gmem_to_smem(source, own.at[state], r_loaded.at[state])
+
+            def load_chunk(chunk: Any, _: None) -> None:
+                step = item.before + chunk
+                slot = slot_of(step, STAGES)
+                for ref, own, own_loaded, own_free in (
+                    (k_ref, k_s, loaded, free),
+                    (v_ref, v_s, v_loaded, v_free),
+                ):
+                    frame.wait_until_free(own_free, step, STAGES)
+                    source = part(spec, ref, item, item.rows(chunk), item.head)
+                    plgpu.copy_gmem_to_smem(source, own.at[slot], own_loaded.at[slot])
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+
+        def write_piece(item: Item) -> None:
+            state = slot_of(item.number, STATES)
+            own_out = out_s.at[frame.group()]
+            plgpu.barrier_wait(r_loaded.at[state])
+
+            def write_chunk(chunk: Any) -> None:
+                slot = slot_of(item.before + chunk, STAGES)
+
+                def write(found: jax.Array, ref: Any) -> None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    own_out[...] = found.astype(BF16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        own_out, part(spec, ref, item, item.rows(chunk), item.head)
+                    )
+
+                plgpu.barrier_wait(loaded.at[slot])
+                x = load(k_s.at[slot])
+                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                plgpu.barrier_arrive(free.at[slot])
+                phi_k = frame.features_of(x)
+                of_sum = frame.in_rows(load(u_s.at[state], OF_COLUMNS), C)
+                plgpu.barrier_wait(v_loaded.at[slot])
+                (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
+                plgpu.barrier_arrive(v_free.at[slot])
+                write(dk * jnp.minimum(phi_k, 1).astype(F32), dk_ref)
+                (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.at[state])]))
+                write(dv, dv_ref)
+
+            frame.in_turn(item, WORKERS, write_chunk)
+            plgpu.barrier_arrive(r_free.at[state])
+
+        @pl.when(frame.group() == WORKERS)
+        def _memory() -> None:
+            frame.set_registers(frame.MEMORY_REGISTERS)
+            steps = deal.each(load_piece)
+            frame.await_the_last(free, steps, STAGES)
+            frame.await_the_last(v_free, steps, STAGES)
+            frame.await_the_last(r_free, deal.own, STATES)
+
+        @pl.when(frame.group() < WORKERS)
+        def _gradients() -> None:
+            frame.set_registers(WORKER_REGISTERS)
+            deal.each(write_piece)
+            plgpu.wait_smem_to_gmem(0)
+
+    out_type = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
+    return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, (k, v, r, u))
