@@ -30,7 +30,9 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,12 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 DEVICE_KIND = {80: "NVIDIA A100", 90: "NVIDIA H100"}
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
+
+# Triton's dialect has no Python module in jaxlib, and MLIR's bindings look for one at every
+# operation that is made: an empty one is found at the first.
+DIALECT = "jaxlib.mlir.dialects.tt"
+if DIALECT not in sys.modules and importlib.util.find_spec(DIALECT) is None:
+    sys.modules[DIALECT] = types.ModuleType(DIALECT)
 
 CACHE = Path(__file__).parent.parent / ".aot_cache"
 RECORD = Path(__file__).parent / "aot_record.json"

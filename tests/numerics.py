@@ -252,6 +252,11 @@ def _upcast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(convert, tree)
 
 
+def _in_dtype(spec: Any, dtype: Any) -> Any:
+    """For the reference, to which calls alike but for their dtype are one: so compiled once."""
+    return dataclasses.replace(spec, dtype=np.dtype(dtype).name, precision="exact")
+
+
 @dataclasses.dataclass
 class Oracle:
     """What the reference says of one call, by name (see `users_outputs`, `users_gradients`).
@@ -278,7 +283,7 @@ class Oracle:
     @functools.cached_property
     def terms(self) -> dict[str, np.ndarray]:
         """The norm of each gradient's two terms, where there is a normaliser."""
-        spec = self.request.spec
+        spec = _in_dtype(self.request.spec, np.float64)
         with jax.enable_x64(True):
             inputs, cotangents = (
                 _upcast(tree, np.float64) for tree in (self.request.inputs, self.outputs_cotangents)
@@ -377,9 +382,10 @@ def _reference(
     op: str, request: Any, arrays: Mapping[str, Any], cotangents: Any, dtype: Any
 ) -> dict[str, np.ndarray]:
     """Outputs and gradients by name, computed in `dtype`."""
+    spec = _in_dtype(request.spec, dtype)
     with jax.enable_x64(dtype == np.float64):
         inputs, cotangents = (_upcast(tree, dtype) for tree in (request.inputs, cotangents))
-        outputs, gradients = _outputs_and_gradients(op, request.spec, inputs, cotangents)
+        outputs, gradients = _outputs_and_gradients(op, spec, inputs, cotangents)
         found = users_outputs(op, request, outputs) | users_gradients(arrays, gradients)
         return {name: np.asarray(array) for name, array in found.items()}
 

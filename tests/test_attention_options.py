@@ -79,46 +79,44 @@ CASES = {
     "lengths of both": dict(
         SQUARE, kv_lengths=[33, 16], q_lengths=[5, 33], causal=True, poisoned=True
     ),
+    # Of one length for both, the first query's position is static; of two, each sequence's own.
     "shared lengths": dict(SQUARE, kv_lengths=[18, 1], causal=True, poisoned=True, window=(9, 3)),
-    "segments": dict(SQUARE, segment_ids=IDS, causal=True, return_lse=True),
+    "segments": dict(SQUARE, parts=3, segment_ids=IDS, causal=True, return_lse=True),
     "segments of both": dict(q_segment_ids=Q_IDS, kv_segment_ids=KV_IDS),
     "query_offset": dict(query_offset=np.array([-20, 30]), causal=True, return_lse=True),
     "far query_offset": dict(query_offset=np.array([-(2**29), 2**29]), window=(5, 2**28)),
     "mask BHTS": dict(mask="BHTS", H=6, G=2),
-    "mask TS": dict(mask="TS", return_lse=True, layout="bhtd"),
     "bias BHTS": dict(bias="BHTS", causal=True, H=3, G=1),
     "bias TS": dict(bias="TS", H=4, G=2, softcap=1.5, return_lse=True),
-    "bias HTS": dict(bias="HTS", window=(8, 8), layout="bhtd"),
-    "bias BS": dict(bias="BS", H=3, G=1),
-    "bias HS": dict(bias="HS", q_lengths=[0, 17], return_lse=True, poisoned=True),
+    "bias BS": dict(dtype="float16", bias="BS", H=3, G=1),
+    "bias HS": dict(parts=3, bias="HS", q_lengths=[0, 17], return_lse=True, poisoned=True),
     "bias HT": dict(bias="HT", return_lse=True),
     "bias H": dict(bias="H", sinks=True, return_lse=True),
-    "sinks": dict(sinks=True, causal=True, query_offset=-10, return_lse=True),
     "sinks and lengths": dict(sinks=True, q_lengths=[0, 20], kv_lengths=[0, 40], return_lse=True),
     "dropout": dict(dropout_rate=0.4, dropout_key=KEY, H=4, G=2, return_lse=True),
     "rows in two slices": dict(D=80, V=96, T=20, S=20, causal=True, return_lse=True),
     "rows in many slices": dict(D=300, V=512, T=257, S=20, bias="TS", kv_lengths=[3, 20]),
-    "all": dict(
-        B=2,
-        H=4,
-        G=2,
-        q_segment_ids=Q_IDS,
-        kv_segment_ids=KV_IDS,
-        q_lengths=[30, 17],
-        kv_lengths=[41, 30],
-        query_offset=np.array([5, 13]),
-        window=(17, None),
-        causal=True,
-        bias="HTS",
-        mask="BTS",
-        sinks=True,
-        softcap=3.0,
-        dropout_rate=0.2,
-        dropout_key=KEY,
-        return_lse=True,
-        poisoned=True,
-    ),
 }
+EVERY = dict(
+    B=2,
+    H=4,
+    G=2,
+    q_segment_ids=Q_IDS,
+    kv_segment_ids=KV_IDS,
+    q_lengths=[30, 17],
+    kv_lengths=[41, 30],
+    query_offset=np.array([5, 13]),
+    window=(17, None),
+    causal=True,
+    bias="HTS",
+    mask="BTS",
+    sinks=True,
+    softcap=3.0,
+    dropout_rate=0.2,
+    dropout_key=KEY,
+    return_lse=True,
+    poisoned=True,
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,19 +124,11 @@ def test_options(name):
     check(**CASES[name])
 
 
-# All in float16: shared among programs, below.
-@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "all"), ("float16", "bias BS")])
-def test_options_in_16_bits(dtype, name):
-    check(dtype, **CASES[name])
-
-
-@pytest.mark.parametrize("name", ["segments", "bias HS"])
-def test_keys_and_queries_shared_among_programs(name):
-    check(parts=3, **CASES[name])
-
-
-def test_shared_among_programs_in_float16():
-    check("float16", parts=2, layout="bhtd", **CASES["all"])
+@pytest.mark.parametrize(
+    "options", [dict(dtype="bfloat16"), dict(dtype="float16", parts=2, layout="bhtd")], ids=str
+)
+def test_all_options_in_16_bits(options):
+    check(**EVERY, **options)
 
 
 def test_dropout_drops_the_same_weights_on_every_backend():
@@ -148,9 +138,7 @@ def test_dropout_drops_the_same_weights_on_every_backend():
     kept = {}
     with ato_jax.interpret():
         for name in ("reference", "xla", "triton"):
-            out = ato_jax.attention(
-                q, k, v, dropout_rate=0.3, dropout_key=KEY, implementation=name
-            )
+            out = ato_jax.attention(q, k, v, dropout_rate=0.3, dropout_key=KEY, implementation=name)
             kept[name] = np.asarray(out != 0)
     assert 0.65 < kept["reference"].mean() < 0.75
     for name in ("xla", "triton"):

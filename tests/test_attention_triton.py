@@ -44,29 +44,17 @@ def check(q, k, v, cotangents=None, **options):
 
 
 @pytest.mark.parametrize(
-    "dtype, causal",
-    [("float32", False), ("float32", True), ("float16", True), ("bfloat16", False)],
-)
-def test_numerics_by_dtype(dtype, causal):
-    check(*draw(dtype), causal=causal)
-
-
-@pytest.mark.parametrize(
     "sizes, options",
     [
         (dict(T=37, S=70, H=4, G=2, D=20, V=9, B=2), dict(causal=True, return_lse=True)),
         (dict(T=70, S=37, H=4, G=1, layout="bhtd"), dict(causal=True, return_lse=True)),
-        (dict(T=33, S=40, layout="bhtd", B=2), dict()),
         (dict(T=40, S=50), dict(causal=True, query_offset=0, softcap=1.5)),
         (dict(T=40, S=50), dict(causal=True, query_offset=-20, return_lse=True)),
-        (dict(T=40, S=50), dict(causal=True, query_offset=60)),
         (dict(T=60, S=60, H=2, G=1), dict(causal=True, window=(9, None))),
         (dict(T=60, S=70), dict(window=(5, 20), query_offset=3)),
-        (dict(T=60, S=40), dict(window=(None, 0))),
-        (dict(T=1, S=1, D=1, V=1), dict()),
         (dict(T=1, S=40, D=3), dict(causal=True)),
-        (dict(T=20, S=1), dict()),
-        (dict(), dict(scale=-0.5, causal=True)),
+        (dict(T=20, S=1, D=1, V=1), dict()),
+        (dict(), dict(scale=-0.5)),
         (dict(), dict(scale=0.0)),
         (dict(), dict(precision="tf32")),
     ],
@@ -78,10 +66,13 @@ def test_numerics_by_feature(sizes, options):
 
 
 # float32 at scale 30 is left to a card: the scores, in the thousands, round differently in the
-# two backward kernels as a CPU multiplies them.
+# two backward kernels as a CPU multiplies them. One program for each dtype.
 @pytest.mark.parametrize(
     "dtype, scale",
     [
+        ("float32", 1.0),
+        ("float16", 1.0),
+        ("bfloat16", 1.0),
         ("float32", 0.01),
         ("float16", 0.01),
         ("bfloat16", 0.01),
@@ -89,7 +80,7 @@ def test_numerics_by_feature(sizes, options):
         ("bfloat16", 30.0),
     ],
 )
-def test_numerics_by_scale(dtype, scale):
+def test_numerics_by_dtype_and_scale(dtype, scale):
     check(*draw(dtype, scale=scale), causal=True)
 
 
@@ -105,7 +96,6 @@ def test_float16_gradients_of_tiny_and_huge_cotangents(size):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(),
         dict(causal=True, return_lse=True),
         dict(q_lengths=[70, 33], kv_lengths=[41, 90], sinks=[0.5, -1.0], return_lse=True),
         dict(dropout_rate=0.3, window=(20, 7)),

@@ -16,6 +16,7 @@ from absl.testing import flagsaver
 from benchmarks import __main__ as entry
 from benchmarks import (
     ahead,
+    byte_limit,
     document,
     findings,
     ours,
@@ -553,9 +554,12 @@ def test_what_is_quoted_is_there():
 # The whole command.
 
 
-def test_smoke_runs(tmp_path, capsys):
+def test_smoke_runs(tmp_path, capsys, monkeypatch):
     """Measured, written, shown and drawn; in a process of its own: `test_demo_runs`."""
     pytest.importorskip("torch")
+    monkeypatch.setattr(byte_limit, "CPU_COPY_BYTES", 1 << 22)
+    monkeypatch.setattr(byte_limit, "CPU_MATRIX", 128)
+    monkeypatch.setattr(side_by_side, "TURN_SECONDS", 0.0)
     path, table = tmp_path / "smoke.json", tmp_path / "smoke.csv"
     files = (f"--json={path}", f"--csv={table}")
     with flagsaver.flagsaver():

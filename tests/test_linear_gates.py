@@ -34,12 +34,8 @@ def runs(B, length, seed=0):
 
 
 # Carried: of more keys than queries, and in bfloat16 with everything at once. Both ways: with keys
-# in smaller blocks, with states and with everything at once.
-def test_decay_with_a_state_stored_for_every_run():
-    config = STORED | {"dkv_block": 32}
-    check(90, 90, 4, 2, 16, 32, "float16", causal=True, decay=decays(1, 90, 2), config=config)
-
-
+# in smaller blocks, with segments and states, and with everything at once. In float16 carried
+# alone: what is stored there has no decay, by default.
 def test_stored_decay_unnormalised_with_states_and_segments():
     check(
         90,
@@ -65,7 +61,8 @@ def test_stored_decay_unnormalised_with_states_and_segments():
 
 # The others of these with fewer and more keys are carried and stored without a decay.
 def test_stored_decay_of_fewer_keys_than_queries():
-    check(90, 20, 2, 1, 16, 16, causal=True, decay=decays(1, 20, 1), config=STORED)
+    config = STORED | {"dkv_block": 32}
+    check(90, 20, 2, 1, 16, 16, causal=True, decay=decays(1, 20, 1), config=config)
 
 
 def test_stored_decay_with_segments_of_queries_and_keys():
@@ -96,47 +93,26 @@ def test_decay_of_heads_and_segments_in_float16():
     check(90, 90, 4, 2, 16, 16, "float16", causal=True, **options)
 
 
-def test_decay_unnormalised_with_states_both_ways():
-    options = {"initial_state": state(2, 2, 16, 20), "return_state": True}
-    check(
-        90,
-        90,
-        4,
-        2,
-        16,
-        20,
-        B=2,
-        feature_map="silu",
-        decay=decays(2, 2, 90),
-        layout="bhtd",
-        **options,
-    )
-
-
 def test_decay_of_more_keys_than_queries():
     check(20, 90, 2, 1, 16, 16, causal=True, decay=decays(1, 90, 1))
 
 
-@pytest.mark.parametrize("T, S, causal, decay", [(43, 43, False, True), (30, 56, True, False)])
-def test_segments_of_queries_and_keys(T, S, causal, decay):
-    # Weak ones: a run that is long past weighs next to nothing.
-    options = {"decay": 0.05 * decays(2, S, 1)} if decay else {}
+def differing_segments(T, S):
     q_ids, kv_ids = runs(2, T, seed=1), runs(2, S, seed=2)
     q_ids[:, 5:9] = 7  # which no key has
-    check(
-        T,
-        S,
-        2,
-        1,
-        16,
-        16,
-        B=2,
-        causal=causal,
-        q_segment_ids=q_ids,
-        kv_segment_ids=kv_ids,
-        q_lengths=np.array([T, T - 6]),
-        **options,
-    )
+    lengths = np.array([T, T - 6])
+    return {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "q_lengths": lengths}
+
+
+def test_segments_of_queries_and_keys():
+    check(30, 56, 2, 1, 16, 16, B=2, causal=True, **differing_segments(30, 56))
+
+
+def test_segments_of_queries_and_keys_with_decay_and_states_unnormalised_both_ways():
+    options = {"initial_state": state(2, 2, 16, 20), "return_state": True, "layout": "bhtd"}
+    # Weak ones: a run that is long past weighs next to nothing.
+    options |= {"decay": 0.05 * decays(2, 2, 43), "feature_map": "silu"}
+    check(43, 43, 4, 2, 16, 20, B=2, **differing_segments(43, 43), **options)
 
 
 def test_segments_of_queries_that_see_all_of_a_run():
@@ -147,9 +123,9 @@ def test_segments_of_queries_that_see_all_of_a_run():
 
 @pytest.mark.parametrize(
     "T, S, lengths, causal",
+    # Causal where T = S: with a decay, below.
     [
         (60, 60, {"kv_lengths": [53, 0, 60]}, False),
-        (60, 60, {"q_lengths": [53, 1, 60], "kv_lengths": [12, 60, 0]}, True),
         (20, 60, {"q_lengths": [7, 20, 0]}, False),
         (60, 20, {"kv_lengths": [7, 20, 0]}, False),
         (60, 20, {"kv_lengths": [7, 20, 0]}, True),
@@ -191,14 +167,14 @@ def test_decay_with_alignment_by_lengths():
         1,
         16,
         16,
-        B=2,
+        B=4,
         causal=True,
         poisoned=True,
         # Weak ones, so that the state reaches the last queries.
-        decay=0.05 * decays(2, 60, 1),
-        q_lengths=np.array([53, 12]),
-        kv_lengths=np.array([12, 53]),
-        initial_state=state(2, 1, 16, 16),
+        decay=0.05 * decays(4, 60, 1),
+        q_lengths=np.array([53, 12, 1, 60]),
+        kv_lengths=np.array([12, 53, 60, 0]),
+        initial_state=state(4, 1, 16, 16),
         return_state=True,
     )
 

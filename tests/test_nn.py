@@ -234,29 +234,31 @@ def test_linear_attention_reads_masks(mask: Any, visible: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("feature_map", [*features.NAMED, "favor", "custom"])
-def test_hidden_keys_are_nothing(feature_map: str, dtype: str) -> None:
+def test_hidden_keys_are_nothing(dtype: str) -> None:
     """phi of a hidden key is 0 to the last bit, and so is the gradient."""
-    phi: Any = feature_map
-    if feature_map == "favor":
-        phi = features.favor(jax.random.key(0), 5, 3)
-    elif feature_map == "custom":
-        phi = jnp.exp
-    key = inputs(1, 4, 2, 3, dtype=dtype).at[:, 1].set(jnp.nan)
+    maps: dict[str, Any] = {name: name for name in features.NAMED}
+    maps |= {"favor": features.favor(jax.random.key(0), 5, 3), "custom": jnp.exp}
+    drawn = inputs(1, 4, 2, 3, dtype=dtype).at[:, 1].set(jnp.nan)
     keys = np.array([[True, False, True, True]])
 
-    @jax.jit
-    def mapped(key: jax.Array) -> jax.Array:
-        hidden, _, extended = common.hide_keys(key, key, keys, phi)
-        extended = features.NAMED.get(feature_map, extended)
-        return extended(hidden)
+    def mapped(name: str, key: jax.Array) -> jax.Array:
+        hidden, _, extended = common.hide_keys(key, key, keys[:, : key.shape[1]], maps[name])
+        return features.NAMED.get(name, extended)(hidden)
 
-    out, pull = jax.vjp(mapped, key)
-    assert np.all(np.asarray(out[:, 1], np.float32) == 0)
-    assert np.all(np.asarray(out[:, 0], np.float32) == np.asarray(mapped(key[:, :1])[:, 0]))
-    [gradient] = pull(jnp.ones_like(out))
-    assert np.all(np.asarray(gradient[:, 1], np.float32) == 0)
-    assert np.all(np.isfinite(np.asarray(gradient, np.float32)))
+    @jax.jit
+    def every(key: jax.Array) -> dict[str, Any]:
+        found = {}
+        for name in maps:
+            out, pull = jax.vjp(functools.partial(mapped, name), key)
+            found[name] = out, mapped(name, key[:, :1]), *pull(jnp.ones_like(out))
+        return found
+
+    for name, found in every(drawn).items():
+        out, alone, gradient = (np.asarray(array, np.float32) for array in found)
+        assert np.all(out[:, 1] == 0), name
+        np.testing.assert_array_equal(out[:, 0], alone[:, 0], name)
+        assert np.all(gradient[:, 1] == 0), name
+        assert np.all(np.isfinite(gradient)), name
 
 
 @pytest.mark.parametrize("cls", [nn.LinearAttention, nn.Performer])
@@ -322,16 +324,23 @@ def test_gradients(cls: Any) -> None:
 # Decoding
 
 
-@pytest.mark.parametrize("prompt", [0, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+GROUPED = {"num_kv_heads": G, "rope_theta": 1e4}
+WINDOW = {"window": (2, None), "sinks": True}
+
+
 @pytest.mark.parametrize(
-    ("cls", "options"),
+    ("cls", "options", "dtype", "prompt"),
     [
-        (nn.Attention, {"num_kv_heads": G, "rope_theta": 1e4}),
-        (nn.Attention, {"window": (2, None), "sinks": True}),
-        (nn.LinearAttention, {"num_kv_heads": G, "rope_theta": 1e4}),
-        (nn.LinearAttention, {"feature_map": "silu"}),
-        (nn.Performer, {}),
+        (nn.Attention, GROUPED, "float32", 4),
+        (nn.Attention, GROUPED, "bfloat16", 0),
+        (nn.Attention, WINDOW, "float32", 0),
+        (nn.Attention, WINDOW, "bfloat16", 4),
+        (nn.LinearAttention, GROUPED, "float32", 4),
+        (nn.LinearAttention, GROUPED, "bfloat16", 0),
+        (nn.LinearAttention, {"feature_map": "silu"}, "float32", 0),
+        (nn.LinearAttention, {"feature_map": "silu"}, "bfloat16", 4),
+        (nn.Performer, {}, "float32", 4),
+        (nn.Performer, {}, "bfloat16", 0),
     ],
 )
 def test_decoding(cls: Any, options: dict[str, Any], dtype: str, prompt: int) -> None:

@@ -19,6 +19,7 @@ import ato_jax
 from ato_jax import nn
 
 B, T, S, H, G, D, E = 2, 6, 9, 4, 2, 8, 16
+STATIC = ("deterministic", "dropout_rate")  # of Flax's functions, inside jit
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}  # where Flax rounds scores and weights to bfloat16
 
 
@@ -51,6 +52,7 @@ def padding(*batch: int) -> jax.Array:
 def test_softmax_is_flaxs(flax: Any, dtype: str, batch: tuple[int, ...]) -> None:
     """Masks of any broadcastable shape, a bias, and any number of batch axes."""
     q, k, v = qkv(*batch, dtype=dtype)
+    flax = jax.jit(flax)
     bias = normal(H, 1, S, seed=5, dtype=dtype)
     mask = normal(*batch, 1, T, S, seed=6) > -1
     found = nn.softmax_attention_fn()(q, k, v, bias=bias, mask=mask)
@@ -106,7 +108,7 @@ def test_broadcast_dropout_is_flaxs(flax: Any) -> None:
     def loss(attend: Any, *qkv: jax.Array) -> jax.Array:
         return (attend(*qkv, **drop) ** 2).sum()
 
-    ours = nn.softmax_attention_fn()
+    ours, flax = nn.softmax_attention_fn(), jax.jit(flax, static_argnames=STATIC)
     close(ours(q, k, v, **drop), flax(q, k, v, **drop))
     gradients = [jax.grad(loss, (1, 2, 3))(attend, q, k, v) for attend in (ours, flax)]
     for found, wanted in zip(*gradients, strict=True):
@@ -720,8 +722,8 @@ def test_linen_parameters_and_numbers(options: dict[str, Any]) -> None:
     flax, ours = linen_layers(nn.Attention, **options)
     x, y = normal(B, T, E), normal(B, S, 7, seed=1)
     mask = normal(B, 1, T, S, seed=2) > -1
-    params = flax.init(jax.random.key(0), x, y)["params"]
-    own = ours.init(jax.random.key(0), x, y)
+    params = jax.jit(flax.init)(jax.random.key(0), x, y)["params"]
+    own = jax.eval_shape(ours.init, jax.random.key(0), x, y)
     assert own.keys() == {"params"}
     assert jax.tree.map(lambda a: (a.shape, a.dtype), own["params"]) == jax.tree.map(
         lambda a: (a.shape, a.dtype), params
@@ -729,7 +731,7 @@ def test_linen_parameters_and_numbers(options: dict[str, Any]) -> None:
     bound = BOUNDS["bfloat16"] if options.get("dtype") == jnp.bfloat16 else 1e-5
     apply = jax.jit(ours.apply)
     found = apply({"params": params}, x, y, mask=mask)
-    close(found, flax.apply({"params": params}, x, y, mask=mask), bound)
+    close(found, jax.jit(flax.apply)({"params": params}, x, y, mask=mask), bound)
     close(ours.apply({"params": freeze(params)}, x, inputs_k=y, mask=mask), found, bound)
 
 
@@ -753,14 +755,15 @@ def test_linen_model() -> None:
         )
     )
     x = normal(B, T, E)
-    variables = flax.init(jax.random.key(0), x)
-    close(ours.apply(variables, x), flax.apply(variables, x))
+    variables = jax.jit(flax.init)(jax.random.key(0), x)
+    close(ours.apply(variables, x), jax.jit(flax.apply)(variables, x))
 
     def loss(variables: Any, model: Any) -> jax.Array:
         return (model.apply(variables, x) ** 2).mean()
 
     plain = linen.unbox(variables)
-    found, wanted = (jax.grad(loss)(plain, model) for model in (ours, flax))
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    found, wanted = (gradient(plain, model) for model in (ours, flax))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(close, found, wanted)
 

@@ -105,7 +105,7 @@ def test_compiled_with_symbols_for_sizes_and_numbers():
         fullgraph=True,
         dynamic=True,
     )
-    for rows, scale in ((3, 0.1), (6, 0.25), (1, 0.5), (0, 0.5)):
+    for rows, scale in ((3, 0.1), (6, 0.25), (0, 0.25)):
         found = compiled(query[:, :, :rows], key, value, scale)
         wanted = ato_torch.attention(query[:, :, :rows], key, value, is_causal=True, scale=scale)
         torch.testing.assert_close(found, wanted)
@@ -151,8 +151,9 @@ def test_compiled_by_inductor():
         torch.testing.assert_close(found, causal(*tensors) * 2)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["causal", "linear", "lengths", "favor"])
+@pytest.mark.parametrize(
+    ("name", "strict"), [("linear", False), ("lengths", True), ("favor", False), ("favor", True)]
+)
 def test_exported_saved_and_loaded(name, strict):
     if name == "favor" and strict and not _ops.TELLS_FUNCTIONS_APART:
         pytest.skip("torch.compile takes feature maps from 2.13 on")
@@ -222,8 +223,8 @@ def test_functions_of_the_same_code_are_compiled_each():
     numbers = (1.0, 2.0, jax.numpy.float32(3.0), jax.numpy.float32(4.0))
     for maps in (
         [closing_over(a) for a in numbers],
-        [with_default(a) for a in numbers],
-        [ato_jax.favor(jax.random.key(seed), 8, D) for seed in range(2)] + ["relu", "exp"],
+        [with_default(a) for a in (1.0, 2.0)],
+        [ato_jax.favor(jax.random.key(seed), 8, D) for seed in range(2)] + ["relu"],
     ):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -241,16 +242,18 @@ def test_options_that_change_are_compiled_each():
     model = Model()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for options, own in (
-        ({"is_causal": False}, {"window": (1, None)}),
-        ({"is_causal": True}, {"window": (1, None)}),
-        ({"is_causal": True}, {"window": [3, 0]}),
-        ({"is_causal": True}, {"window": None, "softcap": 1.0}),
-        ({"is_causal": True}, {"window": None, "softcap": 2.0}),
-        ({"query_offset": 1, "is_causal": True}, {}),
-        ({"query_offset": 2, "is_causal": True}, {"implementation": "reference"}),
+        ({"query_offset": 1, "is_causal": False}, {"window": (1, None), "softcap": 1.0}),
+        ({"query_offset": 1, "is_causal": True}, {"window": (1, None), "softcap": 1.0}),
+        ({"query_offset": 2, "is_causal": True}, {"window": (1, None), "softcap": 1.0}),
+        ({"query_offset": 2, "is_causal": True}, {"window": [3, 0], "softcap": 1.0}),
+        ({"query_offset": 2, "is_causal": True}, {"window": [3, 0], "softcap": 2.0}),
+        ({"query_offset": 2, "is_causal": True}, {"window": [3, 0]}),
     ):
         model.own = own
         torch.testing.assert_close(compiled(query, options), model(query, options))
+    model.own = own | {"implementation": "cudnn"}
+    with pytest.raises(ato_jax.UnsupportedError, match="cudnn"):
+        compiled(query, options)
 
 
 def test_equal_feature_maps_share_a_handle_and_no_other_process_has_it():
@@ -271,8 +274,7 @@ STATE = {"state.kv": torch.rand(B, H, D, D), "state.k_sum": torch.rand(B, H, D)}
 @pytest.mark.parametrize(
     ("op", "options", "dtype"),
     [
-        ("attention", {"causal": True, "layout": "bhtd"}, torch.float32),
-        ("attention", {"layout": "bthd"}, torch.bfloat16),
+        ("attention", {"causal": True, "layout": "bthd"}, torch.bfloat16),
         ("linear_attention", {"feature_map": "elu1", "layout": "bhtd"}, torch.float32),
         ("linear_attention_step", {"feature_map": "relu"}, torch.float32),
         ("combine", {"layout": "bhtd"}, torch.float32),

@@ -66,8 +66,16 @@ def tokens_and_padding():
     return tokens, (torch.arange(T) < torch.tensor([[T], [7]])).long()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("make", [example.llama, example.mistral, example.bert])
+@pytest.mark.parametrize(
+    ("make", "padded"),
+    [
+        (example.llama, False),
+        (example.llama, True),
+        (example.mistral, True),
+        (example.bert, False),
+        (example.bert, True),
+    ],
+)
 @pytest.mark.usefixtures("no_mask")
 def test_logits_and_gradients_are_sdpas(make, padded):
     tokens, padding = tokens_and_padding()
@@ -95,9 +103,8 @@ def check_bfloat16(model, tokens):
     assert errors[example.NAME] < 1.2 * errors["sdpa"] + 3e-3
 
 
-@pytest.mark.parametrize("make", [example.llama, example.bert])
-def test_bfloat16(make):
-    check_bfloat16(make(), tokens_and_padding()[0])
+def test_bfloat16():
+    check_bfloat16(example.llama(), tokens_and_padding()[0])
 
 
 def test_steps_of_training_lower_the_loss():
@@ -137,9 +144,15 @@ def test_checkpoints_keep_the_rules(reentrant):
     torch.testing.assert_close(list(found), list(wanted))
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("make", [example.llama, example.mistral])
+@pytest.mark.parametrize(
+    ("make", "padded", "cache"),
+    [
+        (example.llama, False, "static"),
+        (example.llama, True, "dynamic"),
+        (example.mistral, False, "dynamic"),
+        (example.mistral, True, "static"),
+    ],
+)
 @pytest.mark.usefixtures("no_mask")
 def test_generated_text_is_sdpas(make, padded, cache, monkeypatch):
     """And while it grows, the programs that it takes do not."""
@@ -174,10 +187,9 @@ def test_text_generated_by_an_encoder_and_a_decoder():
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("make", [example.llama, example.mistral])
 @pytest.mark.usefixtures("no_mask")
-def test_packed_sequences_do_not_see_each_other(make):
-    model = make()
+def test_packed_sequences_do_not_see_each_other():
+    model = example.mistral()
     model.set_attn_implementation(example.NAME)
     tokens, _ = tokens_and_padding()
     cut = 5
@@ -302,6 +314,7 @@ def test_masks_of_the_callers_own():
 
 def test_compiled_without_a_break():
     model = example.mistral()
+    del model.model.layers[1:]
     model.set_attn_implementation(example.NAME)
     tokens, padding = tokens_and_padding()
     call = {"attention_mask": padding, "use_cache": False}
