@@ -303,7 +303,6 @@ def needs_hopper() -> None:
     [
         (1, LONG, 2, 2, "bthd", 1.0),
         (2, 7000, 6, 6, "bhtd", 30.0),
-        (1, 32768, 2, 2, "bthd", 0.01),
         (1, 9000, 8, 2, "bthd", 1.0),
         (30, 72, 50, 50, "bthd", 1.0),
     ],
@@ -340,6 +339,15 @@ def test_mosaic_gpu_both_ways(
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float) -> None:
+    needs_hopper()
+    qkv = arrays("bfloat16", T=600, H=2, G=2, D=128, scale=scale)
+    check("linear_attention", *qkv, causal=causal, implementation="mosaic_gpu")
 
 
 @of_mosaic_gpu
