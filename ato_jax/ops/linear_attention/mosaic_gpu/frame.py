@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -315,7 +316,7 @@ def launch(
     deal: Deal,
     out_type: Any,
     scratch: dict[str, Any],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | np.ndarray],
     *,
     own_barriers: bool = False,
 ) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -293,7 +294,7 @@ def query_gradient(
         deal,
         (jax.ShapeDtypeStruct(q.shape, BF16), rows, rows),
         scratch,
-        (q, k, v, g, s, z, jnp.ones((ALIKE, C), BF16)),
+        (q, k, v, g, s, z, np.ones((ALIKE, C), BF16)),
     )
     if not spec.normalize:
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -264,7 +265,7 @@ def whole_query_gradient(
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F, V), F32),
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F), F32),
     )
-    arrays = q, g, s, z, least, jnp.ones((ALIKE, C), BF16)
+    arrays = q, g, s, z, least, np.ones((ALIKE, C), BF16)
     return frame.launch(
         body, "whole_query_gradient", deal, out_type, scratch, arrays, own_barriers=True
     )

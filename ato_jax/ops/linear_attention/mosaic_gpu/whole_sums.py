@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -126,9 +127,8 @@ def whole_sums(
             plgpu.wait_smem_to_gmem(0)
 
     # 1 for each row of a chunk; of the last one, which may end before it is whole.
-    last = jnp.arange(C) < deal.length - (pl.cdiv(deal.length, C) - 1) * C
-    counted = jnp.stack([jnp.ones(C, BF16), last.astype(BF16)])
-    counted = jnp.broadcast_to(counted[:, None], (2, ALIKE, C))
+    counted = np.ones((2, ALIKE, C), BF16)
+    counted[1, :, deal.length - (pl.cdiv(deal.length, C) - 1) * C :] = 0
     out_type = (
         jax.ShapeDtypeStruct((spec.B, spec.G, deal.pieces, F, V), F32),
         jax.ShapeDtypeStruct((spec.B, spec.G, deal.pieces, F), F32),
