@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -132,7 +133,11 @@ def _tokamax_triton(tiles: Tiles, case: Case) -> Attend:
 
 def _by_ranges(kernel: Callable[..., jax.Array], case: Case) -> Attend:
     """Of Tokamax's kernels: windows and documents as ranges of keys, which they can skip."""
+    from tokamax._src.ops import op
     from tokamax._src.ops.attention import base
+
+    # What it notes for its tuner in a program's metadata keeps XLA from loading the program again.
+    op._tokamax_metadata = lambda _: contextlib.nullcontext()
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> jax.Array:
         if case.left is None and case.documents is None:

@@ -203,9 +203,15 @@ class Peer:
         process.
         """
         try:
-            self.ask("warm", contender=contender, case=dataclasses.asdict(case), phase=phase)
-        except PeerError:
+            answer = self.ask(
+                "warm", contender=contender, case=dataclasses.asdict(case), phase=phase
+            )
+        except PeerError as error:
+            print(f"{case}, {phase}: {contender} is not compiled ahead: {error}", flush=True)
             return False
+        reason = answer.get("unavailable", "")
+        if reason and "is not installed" not in reason:
+            print(f"{case}, {phase}: {contender} is not compiled ahead: {reason}", flush=True)
         return True
 
     def forget(self) -> None:

@@ -1,9 +1,9 @@
 """The suites: which cases, who meets there, how long that may take, and what is said of it.
 
-Those of the report stand in the order in which they are run, the most wanted first. The report has
-to be done in ten minutes, so of some suites it measures a part, `brief`; by its name a suite is
-whole. On a GPU sizes are real ones; on a CPU they are small, so that everything has run before a
-card sees it.
+Those of the report stand in the order in which they are run, the most wanted first and those with
+most peers last. The report has to be done in ten minutes, so of some suites it measures a part,
+`brief`; by its name a suite is whole. On a GPU sizes are real ones; on a CPU they are small, so
+that everything has run before a card sees it.
 """
 
 from __future__ import annotations
@@ -307,33 +307,6 @@ REPORT = (
         brief=(LINEAR_BRIEF,),
     ),
     Suite(
-        "attention",
-        "softmax attention beside its peers",
-        100,
-        (attention.CONTEST,),
-        findings.standing(attention.CONTEST, "Softmax attention"),
-        attention.tell,
-        brief=(ATTENTION_BRIEF,),
-    ),
-    Suite(
-        "decode",
-        "a few queries against caches",
-        45,
-        (decode.CONTEST,),
-        findings.beside(decode.CONTEST, "Decoding"),
-        brief=(DECODE_BRIEF,),
-    ),
-    Suite(
-        "wide",
-        "wide heads",
-        30,
-        (WIDE, WIDE_FULL),
-        findings.both(
-            findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
-        ),
-        brief=(WIDE_BRIEF, WIDE_FULL_BRIEF),
-    ),
-    Suite(
         "bidirectional",
         "bidirectional linear attention against SDPA, 4K to 64K",
         20,
@@ -402,6 +375,36 @@ REPORT = (
         lambda meeting: [meeting.measure(*group) for group in meeting.groups()],
     ),
 )
+# Peers by the dozen, which take the longest: of these the last rows go where time runs out.
+LONGEST = (
+    Suite(
+        "decode",
+        "a few queries against caches",
+        45,
+        (decode.CONTEST,),
+        findings.beside(decode.CONTEST, "Decoding"),
+        brief=(DECODE_BRIEF,),
+    ),
+    Suite(
+        "wide",
+        "wide heads",
+        30,
+        (WIDE, WIDE_FULL),
+        findings.both(
+            findings.wide(WIDE), findings.beside(WIDE_FULL, "Wide heads, 64 sequences, four heads")
+        ),
+        brief=(WIDE_BRIEF, WIDE_FULL_BRIEF),
+    ),
+    Suite(
+        "attention",
+        "softmax attention beside its peers",
+        100,
+        (attention.CONTEST,),
+        findings.standing(attention.CONTEST, "Softmax attention"),
+        attention.tell,
+        brief=(ATTENTION_BRIEF,),
+    ),
+)
 
 
 def of_config(path: Path) -> Suite:
@@ -414,7 +417,13 @@ SMALL_HOST = dataclasses.replace(
 )
 SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, (*SMOKE, SMALL_HOST))
 SWEEP = "sweep"
-NAMES = (SMOKE_SUITE.name, *(suite.name for suite in REPORT), SWEEP, "report")
+NAMES = (
+    SMOKE_SUITE.name,
+    *(suite.name for suite in REPORT),
+    SWEEP,
+    *(suite.name for suite in LONGEST),
+    "report",
+)
 
 
 @functools.cache
@@ -436,7 +445,7 @@ def report() -> tuple[Suite, ...]:
     """Of every suite what the report measures of it."""
     return tuple(
         dataclasses.replace(suite, contests=suite.brief or suite.contests)
-        for suite in (*REPORT, sweep())
+        for suite in (*REPORT, sweep(), *LONGEST)
     )
 
 
@@ -446,7 +455,7 @@ def named(name: str) -> tuple[Suite, ...]:
         return report()
     if name == SWEEP:
         return (sweep(),)
-    return tuple(suite for suite in (SMOKE_SUITE, *REPORT) if suite.name == name)
+    return tuple(suite for suite in (SMOKE_SUITE, *REPORT, *LONGEST) if suite.name == name)
 
 
 def chosen(names: Sequence[str], config: str) -> list[Suite]:

@@ -125,7 +125,7 @@ def test_the_report_is_short_and_has_who_matters():
         assert "jax-linear-attention, phi out, not normalised" in causal
     assert "plain JAX, associative scan" in by_case["linear B8 H8 T65536 D64 bfloat16 causal"]
     order = [suite.name for suite in suites.named("report")]
-    assert order[:4] == ["linear", "attention", "decode", "wide"]
+    assert order[0] == "linear" and order[-3:] == ["decode", "wide", "attention"]
     full = by_case["linear B8 H8 T65536 D64 bfloat16"]
     assert {"plain JAX", "flash-bidirectional-linear-attention, phi out"} <= full
     assert {"PyTorch, compiled", "SDPA default"} & full == {"PyTorch, compiled"}
