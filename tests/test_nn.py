@@ -256,7 +256,9 @@ def test_hidden_keys_are_nothing(dtype: str) -> None:
     for name, found in every(drawn).items():
         out, alone, gradient = (np.asarray(array, np.float32) for array in found)
         assert np.all(out[:, 1] == 0), name
-        np.testing.assert_array_equal(out[:, 0], alone[:, 0], name)
+        # FAVOR+ projects, and how a product adds up may depend on how many rows it has.
+        rounding = 1e-6 if name == "favor" else 0.0
+        np.testing.assert_allclose(out[:, 0], alone[:, 0], rtol=rounding, atol=0, err_msg=name)
         assert np.all(gradient[:, 1] == 0), name
         assert np.all(np.isfinite(gradient)), name
 
