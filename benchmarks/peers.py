@@ -202,17 +202,16 @@ class Peer:
         """Has what the contender compiles put into the caches on disk; False where that ended the
         process.
         """
+        ended = False
         try:
-            answer = self.ask(
+            reason = self.ask(
                 "warm", contender=contender, case=dataclasses.asdict(case), phase=phase
-            )
+            ).get("unavailable", "")
         except PeerError as error:
-            print(f"{case}, {phase}: {contender} is not compiled ahead: {error}", flush=True)
-            return False
-        reason = answer.get("unavailable", "")
+            reason, ended = str(error), True
         if reason and "is not installed" not in reason:
             print(f"{case}, {phase}: {contender} is not compiled ahead: {reason}", flush=True)
-        return True
+        return not ended
 
     def forget(self) -> None:
         """Lets go of what was prepared."""

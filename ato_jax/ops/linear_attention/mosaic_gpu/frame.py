@@ -2,7 +2,7 @@
 
 A block stays on its multiprocessor and takes items, a piece of the sequence of one head each, chunk
 by chunk of C rows. Its warpgroups have roles of their own: one loads by the copy engine (TMA) into
-slots of a ring, which runs on ahead behind barriers; one maps features; two multiply.
+slots of a ring, which runs on ahead behind barriers; others map features, multiply and store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HALF = V // 2
 LOG2_E = math.log2(math.e)
 BF16, F32 = jnp.bfloat16, jnp.float32
 
-# Warpgroups; 0 and 1 multiply, with half of a state each.
+# Warpgroups; where 0 and 1 alone multiply, with half of a state each.
 MEMORY, FEATURES = 2, 3
 WARPGROUPS = 4
 # Registers of a thread: those that a launch gives to each, and what is enough to load.
