@@ -1,0 +1,141 @@
+"""The gradient of the causal decays, from what the kernels leave of each row.
+
+With M[i, j] what the pair of query i and key j adds to the loss's derivative by its own exponent,
+the gradient of step t's logarithm is F(t), the sum of M over the pairs with j < t <= i:
+
+    F(t) = X + sum_{i >= t} R_i + sum_{j < t} A_j + I(t)
+
+with sums within the chunk. R_i is what query i reads of the state ahead (`query_gradient.py`), A_j
+what key j adds to the cotangent of the state behind, and I(t) is of the chunk's own pairs
+(`key_gradient.py`): sums of just those pairs. X is what passes the whole chunk,
+
+    X(c) = exp2(G_C) (<S, R> + z . u)       X(c + 1) = X(c) + sum_c A - sum_{c + 1} R
+
+for S and z ahead of the chunk, R and u behind it. Both kernels leave these of every eighth chunk,
+and X is summed up between: what the sums miss of the next one that is known is spread over the
+chunks between. Summed up over a whole piece the roundings of R and A would be all that is left of
+the gradient of a decay for each head, which is a sum over all steps. What next to nothing passes
+is nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Of a piece's chunks each whose number this divides is known. A state costs as much as a chunk's q
+# and k.
+SPACING = 8
+# Where less is left of a state than this, what passes is less than rounding.
+LEAST_LEFT = 2.0**-12
+
+
+class OfQueries(NamedTuple):
+    reads: jax.Array  # R_i in two parts, [2, B, H, T up to a whole chunk]
+    kv: jax.Array  # S ahead of the chunks that are known, [B, H, places, F, V] bfloat16
+    k_sum: jax.Array | None  # z there, [B, H, places, F] float32
+
+    @classmethod
+    def of(cls, reads: jax.Array, kv: jax.Array, k_sum: jax.Array | None = None) -> OfQueries:
+        return cls(reads, kv, k_sum)
+
+
+class OfKeys(NamedTuple):
+    adds: jax.Array  # A_j, [B, H, T up to a whole chunk]
+    inside: jax.Array  # I(t), alike
+    kv: jax.Array  # R behind the chunks that are known, [B, H, places, V, F] bfloat16
+    k_sum: jax.Array  # u there, [B, H, places, F] float32
+
+
+def is_kept(chunk: Any) -> Any:
+    return lax.rem(chunk, SPACING) == 0
+
+
+def _in_piece(deal: frame.Deal) -> int:
+    return int(pl.cdiv(deal.rows // frame.C, SPACING))
+
+
+def places(deal: frame.Deal) -> int:
+    """For the chunks that are known; the last piece may leave some of its own."""
+    return deal.pieces * _in_piece(deal)
+
+
+def place(deal: frame.Deal, item: frame.Item, chunk: Any) -> Any:
+    return item.piece * _in_piece(deal) + lax.div(chunk, SPACING)
+
+
+def decay_flows(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    gates: jax.Array,
+    queries: OfQueries,
+    keys: OfKeys,
+) -> jax.Array:
+    """F at each step, [B, H, T]."""
+    count = gates.shape[2] // frame.C
+
+    def cut(rows: jax.Array) -> jax.Array:
+        return rows.reshape(*rows.shape[:-1], count, frame.C)
+
+    reads, adds = cut(queries.reads[0] + queries.reads[1]), cut(keys.adds)
+    # [i, t]: 1 where i >= t, and where i < t.
+    from_t = np.tri(frame.C, dtype=np.float32)
+    within = _product(reads, from_t) + _product(adds, 1 - from_t) + cut(keys.inside)
+    left = jnp.exp2(gates[:, :, frame.C - 1 :: frame.C])
+    sums = jnp.sum(reads, axis=3), jnp.sum(adds, axis=3)
+    passing = _passing(spec, deal, left, sums, queries, keys)
+    found = within + passing[..., None]
+    return found.reshape(*found.shape[:2], -1)[:, :, : spec.T]
+
+
+def _product(rows: jax.Array, weights: np.ndarray) -> jax.Array:
+    return jnp.einsum("...i,it->...t", rows, weights, precision=jax.lax.Precision.HIGHEST)
+
+
+def _passing(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    left: jax.Array,
+    sums: tuple[jax.Array, jax.Array],
+    queries: OfQueries,
+    keys: OfKeys,
+) -> jax.Array:
+    """X of each chunk, of what is left of a state behind it, and sums of R and A [B, H, chunks]."""
+    reads, adds = sums
+    count, in_piece = left.shape[2], deal.rows // frame.C
+    chunks = [
+        piece * in_piece + chunk
+        for piece in range(deal.pieces)
+        for chunk in range(0, in_piece, SPACING)
+    ]
+    known = [chunk for chunk in chunks if chunk < count]  # the last piece's may be fewer
+    kv = queries.kv[:, :, : len(known)].astype(jnp.float32)
+    of_kv = keys.kv[:, :, : len(known)].astype(jnp.float32)
+    exact = jnp.sum(kv * jnp.swapaxes(of_kv, 3, 4), axis=(3, 4))
+    if queries.k_sum is not None:
+        both = queries.k_sum[:, :, : len(known)] * keys.k_sum[:, :, : len(known)]
+        exact += jnp.sum(both, axis=3)
+    exact *= left[:, :, np.array(known)]
+    if not spec.return_state and known[-1] < count - 1:
+        known.append(count - 1)
+        exact = jnp.pad(exact, ((0, 0), (0, 0), (0, 1)))  # nothing passes the last chunk
+    steps = jnp.pad(adds[..., :-1], ((0, 0), (0, 0), (1, 0))) - reads
+    summed = jnp.cumsum(steps, axis=2)
+    at = np.array(known)
+    missed = exact - summed[:, :, at]
+    # Between those that are known, and behind the last.
+    chunk = np.arange(count)
+    low = np.searchsorted(at, chunk, side="right") - 1
+    high = np.minimum(low + 1, len(at) - 1)
+    share = (chunk - at[low]) / np.maximum(at[high] - at[low], 1)
+    share = np.minimum(share, 1).astype(np.float32)
+    found = summed + missed[:, :, low] * (1 - share) + missed[:, :, high] * share
+    return jnp.where(left < LEAST_LEFT, 0.0, found)
