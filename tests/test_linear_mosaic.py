@@ -15,7 +15,7 @@ import test_linear_channel as channel
 import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
 
@@ -122,9 +122,12 @@ def test_gradients_of_gates(
 
 @newest
 def test_gradient_of_a_decay_per_head() -> None:
-    """Which is a sum over all steps; behind Triton's forward, which keeps no states."""
-    decay = jnp.array([-0.001, -0.1, -128.5], jnp.float32)
-    wanted = numerics.oracle(OP, *draw(1, 200, 3, 3), causal=True, decay=decay)
+    """Which is a sum over all steps; behind Triton's forward, which keeps no states. In pieces so
+    long that sums begin anew within them."""
+    T, chunks = 584, 5
+    assert chunks * frame.C * SMALL["pieces"] > T > 2 * flows.SPACING["head"] * frame.C
+    decay = jnp.array([-0.01, -128.5], jnp.float32)
+    wanted = numerics.oracle(OP, *draw(1, T, 2, 2), causal=True, decay=decay)
     against_the_reference("triton", "mosaic_gpu", wanted)
 
 

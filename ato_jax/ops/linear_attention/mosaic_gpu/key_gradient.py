@@ -257,9 +257,9 @@ def key_gradient(
             """R and u behind the chunk, if it is one of those."""
             number = item.chunks - 1 - chunk
 
-            @pl.when(flows.is_kept(number))
+            @pl.when(flows.is_kept(spec, number))
             def _() -> None:
-                at = item.batch, item.head, flows.place(deal, item, number)
+                at = item.batch, item.head, flows.place(spec, deal, item, number)
                 for own, ref in zip((r_s, u_s), flow_refs[2:], strict=True):
                     plgpu.copy_smem_to_gmem(own, ref.at[at])
 
@@ -418,7 +418,7 @@ def key_gradient(
         dk, dv = frame.launch(body, "key_gradient", deal, out_type, scratch, arrays)
         return dk, dv, None
     rows = jax.ShapeDtypeStruct(gates.shape, F32)
-    of_edges = spec.B, spec.H, flows.places(deal)
+    of_edges = spec.B, spec.H, flows.places(spec, deal)
     out_type = (
         *out_type,
         rows,

@@ -93,7 +93,7 @@ def query_gradient(
         v_s=shared(STAGES, C, V),
         q_s=shared(Q_STAGES, 2, C, HALF),
         k_s=shared(K_STAGES, 2, C, HALF),
-        s_s=shared(2, HALF, V),
+        s_s=shared(2, *((V, HALF) if gated else (HALF, V))),
         # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
         dq_s=shared(2, 2 * C, HALF),
         ones_s=shared(ALIKE, C),
@@ -215,14 +215,15 @@ def query_gradient(
             def keep_state(item: Item, chunk: Any) -> None:
                 """The state ahead of the chunk, if it is one of those."""
 
-                @pl.when(flows.is_kept(chunk))
+                @pl.when(flows.is_kept(spec, chunk))
                 def _() -> None:
-                    at = item.batch, item.head, flows.place(deal, item, chunk)
+                    at = item.batch, item.head, flows.place(spec, deal, item, chunk)
                     _, kv_ref, *z_refs = flow_refs
-                    rows = pl.ds(half * HALF, HALF)
-                    plgpu.copy_smem_to_gmem(s_s.at[half], kv_ref.at[(*at, rows)])
+                    columns = pl.ds(half * HALF, HALF)
+                    kv = kv_ref.at[(*at, slice(None), columns)]
+                    plgpu.copy_smem_to_gmem(s_s.at[half], kv)
                     for ref in z_refs:
-                        plgpu.copy_smem_to_gmem(z_s.at[half], ref.at[(*at, rows)])
+                        plgpu.copy_smem_to_gmem(z_s.at[half], ref.at[(*at, columns)])
 
             def read_decayed(w: jax.Array, slot: Any, q_slot: Any) -> Any:
                 """What is read of S, [C, HALF]; phi(q) times that, and times z [C]; w, and all
@@ -238,7 +239,7 @@ def query_gradient(
                     return [frame.rounded(x) for x in both]
 
                 read, (w, *decays) = frame.multiply_while(
-                    g_s.at[slot], s_s.at[half].T, (C, HALF), weigh
+                    g_s.at[slot], s_s.at[half], (C, HALF), weigh
                 )
                 plgpu.barrier_wait(q_loaded.at[q_slot])
                 phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
@@ -257,7 +258,10 @@ def query_gradient(
                 features = k_s.at[k_slot, half]
 
                 def publish() -> None:
-                    s_s.at[half][...] = S.astype(BF16)
+                    if gated:
+                        frame.store_transposed(s_s.at[half], S.astype(BF16))
+                    else:
+                        s_s.at[half][...] = S.astype(BF16)
                     plgpu.commit_smem()
 
                 plgpu.barrier_wait(loaded.at[slot])
@@ -312,7 +316,7 @@ def query_gradient(
                 own_parts: Any = ()
                 if gated:
 
-                    @pl.when(flows.is_kept(chunk))
+                    @pl.when(flows.is_kept(spec, chunk))
                     def _() -> None:  # S and z, ahead of what replaces them
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -392,11 +396,11 @@ def query_gradient(
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
     if gated:
         arrays = *arrays, gates
-        of_edges = spec.B, spec.H, flows.places(deal)
+        of_edges = spec.B, spec.H, flows.places(spec, deal)
         out_type = (
             *out_type,
             jax.ShapeDtypeStruct((2, *rows.shape), F32),
-            jax.ShapeDtypeStruct((*of_edges, F, V), BF16),
+            jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
         )
         if sums_keys:
             out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, F), F32)
