@@ -92,31 +92,29 @@ def decay_flows(
     def cut(rows: jax.Array) -> jax.Array:
         return rows.reshape(*rows.shape[:-1], count, frame.C)
 
-    reads, adds = cut(queries.reads[0] + queries.reads[1]), cut(keys.adds)
-    # [i, t]: 1 where i >= t, and where i < t.
-    from_t = np.tri(frame.C, dtype=np.float32)
-    within = _product(reads, from_t) + _product(adds, 1 - from_t) + cut(keys.inside)
+    both = jnp.concatenate([cut(queries.reads[0] + queries.reads[1]), cut(keys.adds)], axis=3)
+    # [i, t]: 1 where i >= t, and where i < t; and what sums up all of either.
+    from_t, of_all = np.tri(frame.C), np.kron(np.eye(2), np.ones((frame.C, 1)))
+    weights = np.hstack([np.vstack([from_t, 1 - from_t]), of_all])
+    sums = jnp.einsum(
+        "...i,it->...t", both, weights.astype(np.float32), precision=jax.lax.Precision.HIGHEST
+    )
     left = jnp.exp2(gates[:, :, frame.C - 1 :: frame.C])
-    sums = jnp.sum(reads, axis=3), jnp.sum(adds, axis=3)
-    passing = _passing(spec, deal, left, sums, queries, keys)
-    found = within + passing[..., None]
+    passing = _passing(spec, deal, left, sums[..., frame.C], sums[..., frame.C + 1], queries, keys)
+    found = sums[..., : frame.C] + cut(keys.inside) + passing[..., None]
     return found.reshape(*found.shape[:2], -1)[:, :, : spec.T]
-
-
-def _product(rows: jax.Array, weights: np.ndarray) -> jax.Array:
-    return jnp.einsum("...i,it->...t", rows, weights, precision=jax.lax.Precision.HIGHEST)
 
 
 def _passing(
     spec: LinearAttentionSpec,
     deal: frame.Deal,
     left: jax.Array,
-    sums: tuple[jax.Array, jax.Array],
+    reads: jax.Array,
+    adds: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
 ) -> jax.Array:
     """X of each chunk, of what is left of a state behind it, and sums of R and A [B, H, chunks]."""
-    reads, adds = sums
     count, in_piece = left.shape[2], deal.rows // frame.C
     chunks = [
         piece * in_piece + chunk
