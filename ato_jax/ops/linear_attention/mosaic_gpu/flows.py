@@ -43,11 +43,7 @@ LEAST_LEFT = 2.0**-9
 class OfQueries(NamedTuple):
     reads: jax.Array  # R_i in two parts, [2, B, H, T up to a whole chunk]
     kv: jax.Array  # S ahead of the chunks that are known, [B, H, places, V, F] bfloat16
-    k_sum: jax.Array | None  # z there, [B, H, places, F] float32
-
-    @classmethod
-    def of(cls, reads: jax.Array, kv: jax.Array, k_sum: jax.Array | None = None) -> OfQueries:
-        return cls(reads, kv, k_sum)
+    k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
 
 
 class OfKeys(NamedTuple):

@@ -408,4 +408,4 @@ def query_gradient(
     dq, inverse, e, *flow = found
     if not spec.normalize:
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
-    return dq, inverse, e, flows.OfQueries.of(*flow) if gated else None
+    return dq, inverse, e, flows.OfQueries(*flow) if gated else None
