@@ -15,7 +15,7 @@ import test_linear_channel as channel
 import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
 
@@ -81,7 +81,7 @@ def test_every_query_sees_every_key() -> None:
 
 @newest
 def test_gates() -> None:
-    """Beside a state, in groups; their gradients are Triton's, tested elsewhere."""
+    """Beside a state, in groups, whose gradients are Triton's, tested elsewhere."""
     T = 192
     options = options_of(2, 1, "bthd", True)
     decay = channel.draw_gates("mixed", 2, T, 1)
@@ -96,6 +96,39 @@ def test_gates() -> None:
     users = numerics.users_outputs(OP, wanted.request, found)
     for name, array in users.items():
         numerics.check(name, array, wanted.exact[name], dtype="bfloat16")
+
+
+# Gates that leave nothing of a state behind a chunk, or nearly all; and a denominator below eps.
+@newest
+@pytest.mark.parametrize(
+    "gates, T, layout, options, given",
+    [
+        ("mixed", 192, "bthd", {"eps": 300.0}, True),
+        (-20.0, 200, "bhtd", {}, False),
+        (-0.001, 192, "bthd", {"normalize": False}, True),
+    ],
+)
+def test_gradients_of_gates(
+    gates: str | float, T: int, layout: str, options: dict[str, Any], given: bool
+) -> None:
+    decay = channel.draw_gates(gates, 2, T, 2)
+    options = options_of(2, 2, layout, given) | options
+    if layout == "bhtd":
+        decay = jnp.swapaxes(decay, 1, 2)
+    q, k, v = draw(2, T, 2, 2, layout)
+    wanted = numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+def test_gradient_of_a_decay_per_head() -> None:
+    """Which is a sum over all steps; behind Triton's forward, which keeps no states. In pieces so
+    long that sums begin anew within them."""
+    T, chunks = 584, 5
+    assert chunks * frame.C * SMALL["pieces"] > T > 2 * flows.SPACING["head"] * frame.C
+    decay = jnp.array([-0.01, -128.5], jnp.float32)
+    wanted = numerics.oracle(OP, *draw(1, T, 2, 2), causal=True, decay=decay)
+    against_the_reference("triton", "mosaic_gpu", wanted)
 
 
 @newest
@@ -142,6 +175,8 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
         (16, 1000, 16, 16, "bhtd", {"causal": True}, 3),
         (1, 1024, 8, 8, "bthd", {"causal": True, "normalize": False, "return_state": True}, 5),
         (1, 1000, 8, 2, "bthd", {"causal": True, "decay": True}, 2),
+        (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "return_state": True}, 5),
+        (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "normalize": False}, 5),
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
         (2, 1000, 8, 2, "bhtd", {"S": 712, "normalize": False, "return_state": True}, 4),
     ],
@@ -204,6 +239,11 @@ def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     decay = jax.ShapeDtypeStruct((64,), jnp.float32)
     batch = jax.ShapeDtypeStruct((3, *arrays[0].shape), jnp.bfloat16)
     assert kernels_of(jax.vmap(decayed, (0, None)), batch, decay) == 1
+
+    def of_decay(q: jax.Array, decay: jax.Array) -> jax.Array:
+        return jax.grad(lambda decay: decayed(q, decay).astype(jnp.float32).sum())(decay)
+
+    assert kernels_of(jax.vmap(of_decay, (0, None)), batch, decay) == 3
     none = jax.ShapeDtypeStruct((0, *arrays[0].shape), jnp.bfloat16)
     assert jax.eval_shape(jax.vmap(decayed, (0, None)), none, decay).shape == none.shape
 

@@ -4,8 +4,8 @@
     z = sum_j phi(k_j)                  [F]
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
-over all keys j (`bidirectional.py`), or those j <= i, forward also with a decay for each head, or
-head and step (`causal.py`). `frame.py` says what a kernel is made of.
+over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head, or head
+and step (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32. All else is Triton's.
@@ -73,8 +73,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.return_state and spec.T % frame.C:
         # Rows beyond the end are read as zeros, of which the features need not be zero.
         return f"return_state needs T to be a multiple of {frame.C} where causal, got {spec.T}"
-    if spec.decay == "channel" or phase == "backward" and spec.decay:
-        return f"does not support a decay per {spec.decay}, {phase}"
+    if spec.decay == "channel":
+        return f"does not support a decay per {spec.decay}"
     if phase == "backward" and spec.H != spec.G:
         return f"needs H = G for the gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
@@ -152,9 +152,21 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     return keep(spec, config, inputs).plain()
 
 
-@_as_larger_batch
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    decay = residuals.inputs.decay
+    if decay is None:
+        return _backward(spec, config, residuals, cotangents)
+    inputs = residuals.inputs._replace(decay=causal.gates_of(spec, decay))
+    found = _backward(spec, config, residuals._replace(inputs=inputs), cotangents)
+    return found._replace(decay=causal.decay_gradient(spec, decay, found.decay))
+
+
+@_as_larger_batch
+def _backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    """`inputs.decay` are the gates, and of them the gradient that of each step, [B, G, T]."""
     kernels = causal if spec.causal else bidirectional
     return kernels.backward(spec, config, residuals, cotangents)

@@ -3,7 +3,8 @@
 The sequence is cut into as many pieces as fill the card, few: XLA adds up their sums (`sums.py`),
 and each piece is walked with its running state in registers (`output.py`). Backwards the queries'
 gradient is such a walk, too (`query_gradient.py`), and that of keys and values one from the end
-(`query_sums.py`, `key_gradient.py`).
+(`query_sums.py`, `key_gradient.py`). The gradient of decays is made of what both leave
+(`flows.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
@@ -103,6 +104,15 @@ def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
     return up.reshape(decay.shape)
 
 
+def decay_gradient(spec: LinearAttentionSpec, decay: jax.Array, steps: jax.Array) -> jax.Array:
+    """The gradient of the decays as they are given, of that of each step [B, G, T]."""
+    if spec.decay == "head":
+        steps = jnp.sum(steps, axis=(0, 2))
+    elif spec.layout == "bthd":
+        steps = jnp.swapaxes(steps, 1, 2)
+    return jnp.where(decay < LEAST_DECAY, 0.0, steps)
+
+
 def _states(
     spec: LinearAttentionSpec, of_queries: frame.Deal, inputs: Inputs, gates: jax.Array | None
 ) -> State:
@@ -116,13 +126,26 @@ def _states(
         deal = dataclasses.replace(of_queries, heads=spec.G, length=length, pieces=pieces)
         found = sums(spec, deal, inputs.k, inputs.v, gates)
         if gates is not None:
-            of_chunks = gates[:, :, frame.C - 1 :: frame.C]
-            chunks = deal.rows // frame.C
-            missing = max(0, pieces * chunks - of_chunks.shape[2])
-            of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
-            of_chunks = of_chunks[:, :, : pieces * chunks]
-            keeps = jnp.exp2(jnp.sum(of_chunks.reshape(*gates.shape[:2], pieces, -1), axis=3))
+            keeps = jnp.exp2(jnp.sum(_of_pieces(deal, gates), axis=3))
     return _at_edges(spec, found, start, keeps)
+
+
+def _of_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """The sums of whole chunks, [B, G, P, chunks]."""
+    of_chunks = gates[:, :, frame.C - 1 :: frame.C]
+    chunks = deal.pieces * (deal.rows // frame.C)
+    missing = max(0, chunks - of_chunks.shape[2])
+    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))[:, :, :chunks]
+    return of_chunks.reshape(*gates.shape[:2], deal.pieces, -1)
+
+
+def _since_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """Gates as summed up from each piece's first row."""
+    of_chunks = _of_pieces(deal, gates)
+    before = jnp.cumsum(of_chunks, axis=3) - of_chunks
+    count = gates.shape[2] // frame.C
+    before = before.reshape(*gates.shape[:2], -1)[:, :, :count, None]
+    return (gates.reshape(*before.shape[:3], frame.C) + before).reshape(gates.shape)
 
 
 def _at_edges(
@@ -147,11 +170,14 @@ def _at_edges(
     weights = (1 - ahead if reverse else ahead)[None, None]
     of_start: Any = 1.0
     if keeps is not None:
+        keeps = jnp.flip(keeps, 2) if reverse else keeps
         passed = jnp.where(jnp.tri(count, dtype=bool, k=-1), keeps[..., None], 1.0)
         passed = jnp.cumprod(passed, axis=2)  # from piece r on, up to the edge behind e
         weights = jnp.pad(passed, ((0, 0), (0, 0), (1, 0), (0, 0))) * ahead
         of_start = jnp.pad(jnp.cumprod(keeps, axis=2), ((0, 0), (0, 0), (1, 0)), constant_values=1)
         of_start = of_start[..., None]
+        if reverse:
+            weights, of_start = jnp.flip(weights, (2, 3)), jnp.flip(of_start, 2)
 
     def add_up(pieces: jax.Array, start: jax.Array | None) -> jax.Array:
         flat = pieces.reshape(*pieces.shape[:3], -1)
@@ -172,28 +198,37 @@ def _at_edges(
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    """`inputs.decay` are the gates; of the decays the gradient is each step's, [B, G, T]."""
     inputs, g = residuals.inputs, cotangents.out
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     deal = _deal(spec, config)
     if isinstance(residuals.outputs, Kept):
         s, z = residuals.outputs.s, residuals.outputs.z
     else:
-        kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, None)
+        kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, gates)
         s = kv.astype(jnp.bfloat16)
-    dq, inverse, e = query_gradient(spec, deal, q, k, v, g, s, z)
+    dq, inverse, e, of_queries = query_gradient(spec, deal, q, k, v, g, s, z, gates)
 
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
-    found = end = None
+    found = end = keeps = None
     if deal.pieces > first:
         later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
-        found = query_sums(spec, later, q, g, inverse, e)
+        since = None
+        if gates is not None:
+            since = _since_pieces(deal, gates)
+            keeps = jnp.exp2(jnp.sum(_of_pieces(deal, gates), axis=3))[:, :, first:]
+        found = query_sums(spec, later, q, g, inverse, e, since)
     if spec.return_state:
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
-    r, u = _at_edges(spec, found, end, reverse=True)
+    r, u = _at_edges(spec, found, end, keeps, reverse=True)
     d_state = None
     if spec.initial_state:
         d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
         r, u = r[:, :, 1:], u[:, :, 1:]
-    dk, dv = key_gradient(spec, deal, q, k, v, g, inverse, e, r.astype(jnp.bfloat16), u)
-    return Inputs(dq, dk, dv, initial_state=d_state)
+    r = r.astype(jnp.bfloat16)
+    dk, dv, of_keys = key_gradient(spec, deal, q, k, v, g, inverse, e, r, u, gates)
+    d_decay = None
+    if gates is not None and of_queries is not None and of_keys is not None:
+        d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys)
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)

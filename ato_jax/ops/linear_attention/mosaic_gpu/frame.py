@@ -293,6 +293,18 @@ def of_key(G: jax.Array, last: Any) -> tuple[jax.Array, Any]:
     return jnp.exp2(last - G), jnp.exp2(last)
 
 
+def decayed_rows(ref: Any, exponents: jax.Array) -> jax.Array:
+    """The transpose of a tile whose rows are times exp2(exponents), in registers."""
+    turned = load_transposed(ref).astype(F32)
+    return rounded(turned * in_rows(jnp.exp2(exponents), turned.shape[0]))
+
+
+def decayed_keys(ref: Any, gates_ref: Any) -> tuple[jax.Array, Any]:
+    """The transpose of keys' rows as a chunk's end has them, and what is left of the state."""
+    last = gates_ref[C - 1]
+    return decayed_rows(ref, last - load(gates_ref, OF_COLUMNS)), jnp.exp2(last)
+
+
 def in_columns(rows: jax.Array, width: int) -> jax.Array:
     """A number of each row, in all of its columns."""
     return lax.broadcast_in_dim(rows, (rows.shape[0], width), [0])

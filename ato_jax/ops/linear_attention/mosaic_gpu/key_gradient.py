@@ -15,6 +15,21 @@ With phi'_i, R and u as in `query_sums.py`, those of later chunks:
 
 R is whole in one warpgroup: in halves beside dv and dk each would need the other's, every chunk. b
 is a difference: what rounding it leaves off is multiplied, too.
+
+With a decay, of whose logarithms to base 2 G_i is the sum from the chunk's first row to row i, and
+R and u those of later chunks as this one's last row C sees them:
+
+    a[j, i] and b[j, i] carry exp2(G_i - G_j); R phi(k_j) and R^T v_j + u are times exp2(G_C - G_j)
+    R = exp2(G_C) R + (exp2(G_i) g_i)^T phi'_i,  u alike    after each chunk
+
+and for the gradient of the decays (`flows.py`)
+
+    A_j  = phi(k_j) . (R^T v_j + u) exp2(G_C - G_j)
+    I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(G_i - G_j)
+
+dk leaves A, and b in shared memory, where dv puts its product with a in its place: I is a product
+of that with ones where j < t, and a sum over i. So there is no pair of a row with itself
+in it, which a strong decay would leave alone, and nothing that cancels.
 """
 
 from __future__ import annotations
@@ -28,13 +43,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     ALIKE,
     BF16,
     F32,
+    HALF,
     LOG2_E,
     OF_COLUMNS,
+    OF_ROWS,
     C,
     F,
     Item,
@@ -74,9 +91,11 @@ def key_gradient(
     e: jax.Array,
     r: jax.Array,
     u: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    gates: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
     """dk and dv, of r [B, H, P, V, F] in bfloat16 and u [B, H, P, F] in float32, the sums behind
-    each piece."""
+    each piece; gates as in `output`."""
+    gated = gates is not None
     scratch = dict(
         q_s=shared(STAGES, C, F),
         g_s=shared(STAGES, C, V),
@@ -89,7 +108,7 @@ def key_gradient(
         e_s=plgpu.SMEM((STAGES, C), F32),
         u_s=plgpu.SMEM((F,), F32),
         u_start_s=plgpu.SMEM((F,), F32),
-        loaded=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=4 + gated, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
@@ -98,6 +117,14 @@ def key_gradient(
         r_ready=plgpu.Barrier(num_arrivals=1),
         r_free=plgpu.Barrier(num_arrivals=2),
     )
+    if gated:
+        scratch |= dict(
+            gates_s=plgpu.SMEM((STAGES, C), F32),
+            flows_s=plgpu.SMEM((2, C), F32),
+            pairs_s=shared(2, C, C),
+            pairs_ready=plgpu.Barrier(num_arrivals=1),
+            pairs_free=plgpu.Barrier(num_arrivals=1),
+        )
 
     def body(
         q_ref: Any,
@@ -108,9 +135,7 @@ def key_gradient(
         e_ref: Any,
         r_ref: Any,
         u_ref: Any,
-        dk_ref: Any,
-        dv_ref: Any,
-        *,
+        *refs: Any,
         q_s: Any,
         g_s: Any,
         k_s: Any,
@@ -130,7 +155,14 @@ def key_gradient(
         start: Any,
         r_ready: Any,
         r_free: Any,
+        gates_s: Any = None,
+        flows_s: Any = None,
+        pairs_s: Any = None,
+        pairs_ready: Any = None,
+        pairs_free: Any = None,
     ) -> None:
+        gates_refs, (dk_ref, dv_ref, *flow_refs) = refs[:gated], refs[gated:]
+
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows_from_the_end(chunk)
@@ -143,6 +175,9 @@ def key_gradient(
                     (part(spec, g_ref, item, rows, item.head), g_s),
                 ):
                     plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                for ref in gates_refs:
+                    source = ref.at[item.batch, item.head, rows]
+                    plgpu.copy_gmem_to_smem(source, gates_s.at[slot], loaded.at[slot])
                 frame.wait_until_free(k_free, step, K_STAGES)
                 for ref, own in ((k_ref, k_s), (v_ref, v_s)):
                     source = part(spec, ref, item, rows, item.head)
@@ -155,19 +190,25 @@ def key_gradient(
             def _() -> None:
                 plgpu.barrier_wait(r_free)
 
+            if gated:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             of_piece = item.batch, item.head, item.piece
             plgpu.copy_gmem_to_smem(r_ref.at[of_piece], r_s, start)
             plgpu.copy_gmem_to_smem(u_ref.at[of_piece], u_start_s, start)
             plgpu.barrier_wait(start)
-            sums = load(r_s).astype(F32), in_parts(load(u_start_s, frame.OF_ROWS))
+            if gated:
+                start_rows = tuple(load(rows).astype(F32) for rows in halves_of_r())
+            else:
+                start_rows = (load(r_s).astype(F32),)
+            sums = *start_rows, in_parts(load(u_start_s, frame.OF_ROWS))
             plgpu.commit_smem()  # what was read, ahead of the next piece's
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
-                total, parts = sums
+                *total, parts = sums
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 map_queries(q_s.at[slot], inverse_s.at[slot])
-                spread(e_s.at[slot], minus_e_s)
+                spread(e_s.at[slot], minus_e_s, gates_s.at[slot] if gated else None)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
 
@@ -175,19 +216,61 @@ def key_gradient(
                 def _() -> None:
                     plgpu.barrier_wait(r_free)
 
-                r_s[...] = total.astype(BF16)
+                if gated:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for rows, half in zip(halves_of_r(), total, strict=True):
+                        rows[...] = half.astype(BF16)
+                else:
+                    r_s[...] = total[0].astype(BF16)
                 u_s[...] = of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
                 minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
-                sums = multiply(
-                    (total, [(g_s.at[slot].T, q_s.at[slot])]),
-                    (parts, [(q_s.at[slot].T, minus_e.T)]),
-                )
+                if gated:
+                    keep_sums(item, chunk)
+                    own = load(gates_s.at[slot], OF_COLUMNS)
+                    added = [
+                        frame.decayed_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], own)
+                        for half in range(2)
+                    ]
+                    keeps = jnp.exp2(gates_s[slot, C - 1])
+                    sums = multiply(
+                        (total[0] * keeps, [(added[0], q_s.at[slot])]),
+                        (total[1] * keeps, [(added[1], q_s.at[slot])]),
+                        (parts * keeps, [(q_s.at[slot].T, minus_e.T)]),
+                    )
+                    plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+                else:
+                    sums = multiply(
+                        (total[0], [(g_s.at[slot].T, q_s.at[slot])]),
+                        (parts, [(q_s.at[slot].T, minus_e.T)]),
+                    )
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
             lax.fori_loop(0, item.chunks, sum_chunk, sums)
+
+        def halves_of_r() -> list[Any]:
+            return [r_s.at[pl.ds(half * HALF, HALF)] for half in range(2)]
+
+        def keep_sums(item: Item, chunk: Any) -> None:
+            """R and u behind the chunk, if it is one of those."""
+            number = item.chunks - 1 - chunk
+
+            @pl.when(flows.is_kept(spec, number))
+            def _() -> None:
+                at = item.batch, item.head, flows.place(spec, deal, item, number)
+                for own, ref in zip((r_s, u_s), flow_refs[2:], strict=True):
+                    plgpu.copy_smem_to_gmem(own, ref.at[at])
+
+        def pairs_decays(slot: Any) -> jax.Array:
+            """[j, i]; infinite where query i does not see key j, perhaps."""
+            to, since = (load(gates_s.at[slot], of) for of in (OF_COLUMNS, OF_ROWS))
+            return jnp.exp2(frame.in_rows(to, C) - frame.in_columns(since, C))
+
+        def left_of(slot: Any) -> jax.Array:
+            """What is left of each key at the chunk's end, [C]."""
+            return jnp.exp2(gates_s[slot, C - 1] - load(gates_s.at[slot], OF_ROWS))
 
         def seen(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             """x [j, i] where query i sees key j, and it rounded."""
@@ -196,27 +279,33 @@ def key_gradient(
             x = lax.optimization_barrier(x)
             return x, frame.rounded(x)
 
-        def walk(one: Callable[..., jax.Array], number: int, ref: Any) -> None:
-            """For dv or dk: `one` makes a chunk's, which is stored."""
+        def walk(one: Callable[..., Any], number: int, ref: Any) -> None:
+            """For dv or dk: `one` makes a chunk's, which is stored; and a flow [C] with a decay."""
 
             def walk_piece(item: Item) -> None:
                 def walk_chunk(chunk: Any, _: None) -> None:
                     step = item.before + chunk
-                    found = one(slot_of(step, STAGES), slot_of(step, K_STAGES))
+                    found, *flow = one(slot_of(step, STAGES), slot_of(step, K_STAGES), step)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     out_s.at[number][...] = found.astype(BF16)
+                    for own in flow:
+                        flows_s.at[number][...] = own
                     plgpu.commit_smem()
                     rows = item.rows_from_the_end(chunk)
                     plgpu.copy_smem_to_gmem(
                         out_s.at[number], part(spec, ref, item, rows, item.head)
                     )
+                    for flow_ref in flow_refs[number : number + 1]:
+                        plgpu.copy_smem_to_gmem(
+                            flows_s.at[number], flow_ref.at[item.batch, item.head, rows]
+                        )
 
                 lax.fori_loop(0, item.chunks, walk_chunk, None)
 
             deal.each(walk_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        def values_chunk(slot: Any, k_slot: Any) -> jax.Array:
+        def values_chunk(slot: Any, k_slot: Any, step: Any) -> Any:
             plgpu.barrier_wait(k_loaded.at[k_slot])
             x = load(k_s.at[k_slot])
             plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -225,24 +314,68 @@ def key_gradient(
 
             plgpu.barrier_wait(mapped.at[slot])
             (a,) = multiply((frame.zeros(C, C), [(phi_k, q_s.at[slot].T)]))
+            flow: Any = ()
+            if gated:
+                flow = (of_pairs(a),)
+                a = a * pairs_decays(slot)
+                left = frame.in_columns(left_of(slot), F)
+                phi_k = frame.rounded(phi_k.astype(F32) * left)
+                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
             _, a = seen(a)
             plgpu.barrier_wait(r_ready)
             (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.T), (a, g_s.at[slot])]))
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
-            return dv
+            return dv, *flow
 
-        def keys_chunk(slot: Any, k_slot: Any) -> jax.Array:
+        def store_pairs(*parts: jax.Array) -> None:
+            """What is rounded, [j, i], and what that leaves off."""
+            for number, own in enumerate(parts):
+                pairs_s.at[number][...] = own
+            plgpu.commit_smem()
+
+        def of_pairs(a: jax.Array) -> jax.Array:
+            """I, of a without decays."""
+            plgpu.barrier_wait(pairs_ready)
+            rounded, left = (load(pairs_s.at[part]).astype(F32) for part in range(2))
+            m = a * (rounded + left)
+            rounded = frame.rounded(m)
+            store_pairs(rounded, frame.rounded(m - rounded.astype(F32)))
+            t, other = frame.position(0), frame.position(1)
+            before = jnp.where(other < t, 1.0, 0.0).astype(BF16)  # [t, j]
+            products = [(before, pairs_s.at[part]) for part in range(2)]
+            (across,) = multiply((frame.zeros(C, C), products))  # [t, i]
+            plgpu.barrier_arrive(pairs_free)
+            return jnp.sum(jnp.where(other >= t, across, 0.0), axis=1)
+
+        def keys_chunk(slot: Any, k_slot: Any, step: Any) -> Any:
             plgpu.barrier_wait(mapped.at[slot])
             minus_e = frame.in_rows(-load(e_s.at[slot], OF_COLUMNS), C)
             plgpu.barrier_wait(k_loaded.at[k_slot])
             (b,) = multiply((minus_e, [(v_s.at[k_slot], g_s.at[slot].T)]))
+            if gated:
+                b = b * pairs_decays(slot)
             b, factor = seen(b)
             left = frame.rounded(b - factor.astype(F32))
+            if gated:
+
+                @pl.when(step > 0)
+                def _() -> None:
+                    plgpu.barrier_wait(pairs_free)
+
+                store_pairs(factor, left)
+                plgpu.barrier_arrive(pairs_ready)
             plgpu.barrier_wait(r_ready)
             of_others = frame.in_rows(load(u_s, OF_COLUMNS), C)
-            plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
             products = [(v_s.at[k_slot], r_s), (factor, q_s.at[slot]), (left, q_s.at[slot])]
+            flow: Any = ()
+            if gated:
+                (of_others,) = multiply((of_others, products[:1]))
+                of_others = of_others * frame.in_columns(left_of(slot), F)
+                phi_k = frame.unrounded_features_of(load(k_s.at[k_slot]))
+                flow = (jnp.sum(phi_k * of_others, axis=1),)
+                del products[:1]
+            plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
             (dk,) = multiply((of_others, products))
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
@@ -250,7 +383,7 @@ def key_gradient(
             dk = dk * jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)
             plgpu.commit_smem()
             plgpu.barrier_arrive(k_free.at[k_slot])
-            return dk
+            return dk, *flow
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
@@ -264,17 +397,37 @@ def key_gradient(
             frame.set_registers(STATE_REGISTERS)
             deal.each(sum_piece)
             plgpu.barrier_wait(r_free)
+            if gated:
+                plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() == DV)
         def _dv() -> None:
             frame.set_registers(DV_REGISTERS)
-            walk(values_chunk, 0, dv_ref)
+            walk(values_chunk, DV, dv_ref)
 
         @pl.when(frame.group() == DK)
         def _dk() -> None:
             frame.set_registers(DK_REGISTERS)
-            walk(keys_chunk, 1, dk_ref)
+            walk(keys_chunk, DK, dk_ref)
+            if gated:
+                plgpu.barrier_wait(pairs_free)
 
-    out_type = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
-    arrays = q, k, v, g, inverse, e, r, u
-    return frame.launch(body, "key_gradient", deal, out_type, scratch, arrays)
+    out_type: Any = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
+    arrays: Any = q, k, v, g, inverse, e, r, u
+    if gates is None:
+        dk, dv = frame.launch(body, "key_gradient", deal, out_type, scratch, arrays)
+        return dk, dv, None
+    rows = jax.ShapeDtypeStruct(gates.shape, F32)
+    of_edges = spec.B, spec.H, flows.places(spec, deal)
+    out_type = (
+        *out_type,
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
+        jax.ShapeDtypeStruct((*of_edges, F), F32),
+    )
+    arrays = *arrays, gates
+    dk, dv, inside, adds, *edges = frame.launch(
+        body, "key_gradient", deal, out_type, scratch, arrays
+    )
+    return dk, dv, flows.OfKeys(adds, inside, *edges)

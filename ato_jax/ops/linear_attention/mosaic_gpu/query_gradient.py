@@ -20,6 +20,17 @@ scale, and e is 0.
 
 Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up the
 two row sums. A block has one piece: with a loop over more the registers do not suffice.
+
+With a decay, of whose logarithms to base 2 G_i is the sum from the chunk's first row to row i (the
+gradient of phi(q_i) being called D_i here):
+
+    w[i, j] carries exp2(G_i - G_j), as each phi(k_j) in z_i does; g_i S and z are times exp2(G_i)
+    S = exp2(G_C) S + (exp2(G_C - G_j) phi(k_j))^T v_j, z alike    for the chunk's last row C
+    R_i = exp2(G_i) phi(q_i) . (g_i S - e_i z) inverse_i
+
+R_i is what the query reads of the state, for the gradient of the decays (`flows.py`). Each half
+leaves its own part of it, and S and z ahead of some chunks as they are multiplied. What is read of
+the state is scaled in its accumulator, and phi(k) in registers.
 """
 
 from __future__ import annotations
@@ -34,7 +45,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     ALIKE,
     BF16,
@@ -45,6 +56,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     OF_COLUMNS,
     OF_ROWS,
     C,
+    F,
     Item,
     V,
     load,
@@ -69,22 +81,26 @@ def query_gradient(
     g: jax.Array,
     s: jax.Array,
     z: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; inverse and e [B, H, T up to a whole chunk], float32. s and z are as in `output`."""
-    deal = dataclasses.replace(deal, most_blocks=deal.items)
+    gates: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
+    """dq; inverse and e [B, H, T up to a whole chunk], float32. s, z and gates are as in
+    `output`."""
+    deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
+    # A returned state's cotangent is one of z, too.
+    sums_keys = spec.normalize or gated and spec.return_state
     scratch = dict(
         g_s=shared(STAGES, C, V),
         v_s=shared(STAGES, C, V),
         q_s=shared(Q_STAGES, 2, C, HALF),
         k_s=shared(K_STAGES, 2, C, HALF),
-        s_s=shared(2, HALF, V),
+        s_s=shared(2, *((V, HALF) if gated else (HALF, V))),
         # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
         dq_s=shared(2, 2 * C, HALF),
         ones_s=shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
         rows_s=plgpu.SMEM((2, 2, C), F32),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
@@ -94,6 +110,11 @@ def query_gradient(
         start_loaded=plgpu.Barrier(num_arrivals=5),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
+    if gated:
+        scratch |= dict(
+            gates_s=plgpu.SMEM((STAGES, C), F32),
+            reads_s=plgpu.SMEM((2, 2, C), F32),
+        )
 
     def body(
         q_ref: Any,
@@ -103,10 +124,7 @@ def query_gradient(
         s_ref: Any,
         z_ref: Any,
         ones_ref: Any,
-        dq_ref: Any,
-        inverse_ref: Any,
-        e_ref: Any,
-        *,
+        *refs: Any,
         g_s: Any,
         v_s: Any,
         q_s: Any,
@@ -126,7 +144,11 @@ def query_gradient(
         k_free: Any,
         start_loaded: Any,
         exchanged: Any,
+        gates_s: Any = None,
+        reads_s: Any = None,
     ) -> None:
+        gates_refs, (dq_ref, inverse_ref, e_ref, *flow_refs) = refs[:gated], refs[gated:]
+
         def load_piece(item: Item) -> None:
             of_piece = item.batch, item.head, item.piece
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
@@ -146,6 +168,9 @@ def query_gradient(
                     plgpu.copy_gmem_to_smem(
                         part(spec, ref, item, rows, item.head), own.at[slot], loaded.at[slot]
                     )
+                for ref in gates_refs:
+                    source = ref.at[item.batch, item.head, rows]
+                    plgpu.copy_gmem_to_smem(source, gates_s.at[slot], loaded.at[slot])
                 for ref, own, stages, own_loaded, own_free in (
                     (k_ref, k_s, K_STAGES, k_loaded, k_free),
                     (q_ref, q_s, Q_STAGES, q_loaded, q_free),
@@ -187,6 +212,45 @@ def query_gradient(
             (S,) = multiply((frame.zeros(HALF, V), [(same, dq_s.at[half].T)]))
             totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
 
+            def keep_state(item: Item, chunk: Any) -> None:
+                """The state ahead of the chunk, if it is one of those."""
+
+                @pl.when(flows.is_kept(spec, chunk))
+                def _() -> None:
+                    at = item.batch, item.head, flows.place(spec, deal, item, chunk)
+                    _, kv_ref, *z_refs = flow_refs
+                    columns = pl.ds(half * HALF, HALF)
+                    kv = kv_ref.at[(*at, slice(None), columns)]
+                    plgpu.copy_smem_to_gmem(s_s.at[half], kv)
+                    for ref in z_refs:
+                        plgpu.copy_smem_to_gmem(z_s.at[half], ref.at[(*at, columns)])
+
+            def read_decayed(w: jax.Array, slot: Any, q_slot: Any) -> Any:
+                """What is read of S, [C, HALF]; phi(q) times that, and times z [C]; w, and all
+                pairs' decays."""
+
+                def weigh() -> Any:
+                    to, since = (load(gates_s.at[slot], of) for of in (OF_ROWS, OF_COLUMNS))
+                    # Infinite where a key is not seen, perhaps.
+                    decays = jnp.exp2(frame.in_columns(to, C) - frame.in_rows(since, C))
+                    both = [w * decays, decays] if spec.normalize else [w * decays]
+                    # Rounded in pairs: behind the choice each would be by itself.
+                    both = lax.optimization_barrier([jnp.where(sees(), x, 0.0) for x in both])
+                    return [frame.rounded(x) for x in both]
+
+                read, (w, *decays) = frame.multiply_while(
+                    g_s.at[slot], s_s.at[half], (C, HALF), weigh
+                )
+                plgpu.barrier_wait(q_loaded.at[q_slot])
+                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
+                reads = jnp.exp2(load(gates_s.at[slot], OF_ROWS))
+                read = read * frame.in_columns(reads, HALF)
+                of_s = jnp.sum(phi_q * read, axis=1)
+                if not spec.normalize:
+                    return read, (of_s,), w, None
+                z = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+                return read, (of_s, reads * jnp.sum(phi_q * z, axis=1)), w, decays[0]
+
             def multiply_chunk(chunk: Any, carried: Any) -> Any:
                 S, totals = carried
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
@@ -194,7 +258,10 @@ def query_gradient(
                 features = k_s.at[k_slot, half]
 
                 def publish() -> None:
-                    s_s.at[half][...] = S.astype(BF16)
+                    if gated:
+                        frame.store_transposed(s_s.at[half], S.astype(BF16))
+                    else:
+                        s_s.at[half][...] = S.astype(BF16)
                     plgpu.commit_smem()
 
                 plgpu.barrier_wait(loaded.at[slot])
@@ -202,34 +269,62 @@ def query_gradient(
                 (w,) = multiply(
                     (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
                 )
-                w = frame.rounded(jnp.where(sees(), w, 0.0))
-                gradient = (
-                    frame.zeros(C, HALF),
-                    [(g_s.at[slot], s_s.at[half].T), (w, features)],
-                )
-                of_state = S, [(features.T, v_s.at[slot])]
+                added: Any = features.T
+                own_reads: Any = ()
+                decays: Any = None
+                if gated:
+                    keep_state(item, chunk)
+                    read, own_reads, w, decays = read_decayed(w, slot, q_slot)
+                    gradient = read, [(w, features)]
+                    added, keeps = frame.decayed_keys(features, gates_s.at[slot])
+                    S, totals = S * keeps, totals * keeps
+                else:
+                    w = frame.rounded(jnp.where(sees(), w, 0.0))
+                    gradient = (
+                        frame.zeros(C, HALF),
+                        [(g_s.at[slot], s_s.at[half].T), (w, features)],
+                    )
+                of_state = S, [(added, v_s.at[slot])]
                 z_i: Any = None
                 if spec.normalize:
                     z_i = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+                    if gated:
+                        to = load(gates_s.at[slot], OF_ROWS)
+                        z_i = z_i * frame.in_columns(jnp.exp2(to), HALF)
+                    seen = ones_where(sees()) if decays is None else decays
                     G, z_i, S, totals = multiply(
                         gradient,
-                        (z_i, [(ones_where(sees()), features)]),
+                        (z_i, [(seen, features)]),
                         of_state,
-                        (totals, [(features.T, ones_s.T)]),
+                        (totals, [(added, ones_s.T)]),
+                    )
+                elif sums_keys:
+                    G, S, totals = multiply(
+                        gradient, of_state, (totals, [(added, ones_s.T)])
                     )
                 else:
                     G, S = multiply(gradient, of_state)
+                if gated:
+                    plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
 
-                plgpu.barrier_wait(q_loaded.at[q_slot])
+                if not gated:
+                    plgpu.barrier_wait(q_loaded.at[q_slot])
                 phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
                 scale: Any = spec.scale
                 own_parts: Any = ()
+                if gated:
+
+                    @pl.when(flows.is_kept(spec, chunk))
+                    def _() -> None:  # S and z, ahead of what replaces them
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z_i, axis=1)
                     for number, own in enumerate(own_parts):
                         parts_s.at[parity, half, number][...] = own
+                if sums_keys:
                     z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_free.at[q_slot])
@@ -247,14 +342,23 @@ def query_gradient(
                     G -= frame.in_columns(e, HALF) * z_i
                     scale = frame.in_columns(inverse, HALF)
                 dq = G * scale * jnp.minimum(phi_q, 1.0)
-                # Of the stores of two chunks ago: one of dq, and one of a row.
-                plgpu.wait_smem_to_gmem(1 + spec.normalize, wait_read_only=True)
+                # Of the stores of two chunks ago: one of dq, and one of a row, or two.
+                plgpu.wait_smem_to_gmem(1 + spec.normalize + gated, wait_read_only=True)
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
                 dq_slot[...] = dq.astype(BF16)
                 if spec.normalize:
                     rows_s.at[half, parity][...] = jnp.where(half == 0, inverse, e)
+                if gated:
+                    of_s, *of_z = own_reads
+                    reads_s.at[half, parity][...] = (
+                        (of_s - e * of_z[0]) * inverse if of_z else of_s * spec.scale
+                    )
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
+                if gated:
+                    plgpu.copy_smem_to_gmem(
+                        reads_s.at[half, parity], flow_refs[0].at[half, item.batch, item.head, rows]
+                    )
                 plgpu.copy_smem_to_gmem(dq_slot, part(spec, dq_ref, item, rows, item.head, half))
                 for number, ref in enumerate((inverse_ref, e_ref) if spec.normalize else ()):
 
@@ -288,14 +392,20 @@ def query_gradient(
             plgpu.wait_smem_to_gmem(0)
 
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, C) * C), F32)
-    dq, inverse, e = frame.launch(
-        body,
-        "query_gradient",
-        deal,
-        (jax.ShapeDtypeStruct(q.shape, BF16), rows, rows),
-        scratch,
-        (q, k, v, g, s, z, np.ones((ALIKE, C), BF16)),
-    )
+    out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
+    arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
+    if gated:
+        arrays = *arrays, gates
+        of_edges = spec.B, spec.H, flows.places(spec, deal)
+        out_type = (
+            *out_type,
+            jax.ShapeDtypeStruct((2, *rows.shape), F32),
+            jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
+        )
+        if sums_keys:
+            out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, F), F32)
+    found = frame.launch(body, "query_gradient", deal, out_type, scratch, arrays)
+    dq, inverse, e, *flow = found
     if not spec.normalize:
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
-    return dq, inverse, e
+    return dq, inverse, e, flows.OfQueries(*flow) if gated else None

@@ -2,6 +2,9 @@
 
 With phi'_i = phi(q_i) inverse_i; g, inverse and e are those of `query_gradient.py`. Of u's eight
 columns half are of e rounded, half of what that left off.
+
+With a decay, as the start of the piece sees them: g_i and e_i are times what is left of a state
+there behind step i.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
@@ -26,9 +30,12 @@ def map_queries(q_ref: Any, inverse_ref: Any) -> None:
     q_ref[...] = (features * inverse).astype(BF16)
 
 
-def spread(e_ref: Any, minus_e_ref: Any) -> None:
+def spread(e_ref: Any, minus_e_ref: Any, gates_ref: Any = None) -> None:
     """-e in the rows of minus_e [C, C], of which 8 are read: rounded, and what that left off."""
-    e = -frame.in_rows(frame.load(e_ref, frame.OF_COLUMNS), C)
+    e = frame.load(e_ref, frame.OF_COLUMNS)
+    if gates_ref is not None:
+        e = e * jnp.exp2(frame.load(gates_ref, frame.OF_COLUMNS))
+    e = -frame.in_rows(e, C)
     left = e - frame.rounded(e).astype(F32)
     minus_e_ref[...] = frame.rounded(jnp.where(frame.position(0) % 2 == 0, e, left))
 
@@ -40,15 +47,24 @@ def query_sums(
     g: jax.Array,
     inverse: jax.Array,
     e: jax.Array,
+    gates: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """R [B, H, P, V, F] and u [B, H, P, F], float32."""
+    """R [B, H, P, V, F] and u [B, H, P, F], float32; gates are summed up from each piece's first
+    row, [B, H, T up to a whole chunk]."""
 
-    def map_rows(q_ref: Any, minus_e_ref: Any, inverse_ref: Any, e_ref: Any) -> None:
+    def map_rows(
+        q_ref: Any, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, gates_ref: Any = None
+    ) -> None:
         map_queries(q_ref, inverse_ref)
-        spread(e_ref, minus_e_ref)
+        spread(e_ref, minus_e_ref, gates_ref)
 
-    def turn(g_ref: Any, *_: Any) -> tuple[Any, None]:
-        return g_ref.T, None
+    def turn(g_ref: Any, *vectors: Any) -> tuple[Any, None]:
+        if gates is None:
+            return g_ref.T, None
+        turned = frame.decayed_rows(g_ref, frame.load(vectors[-1], frame.OF_COLUMNS))
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        return turned, None
 
-    r, u = piece_sums(spec, deal, "query_sums", q, g, [inverse, e], map_rows, turn)
+    vectors = [inverse, e] if gates is None else [inverse, e, gates]
+    r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, turn)
     return r, u / PARTS
