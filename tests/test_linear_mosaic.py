@@ -121,12 +121,12 @@ def test_gradients_of_gates(
 
 
 @newest
-def test_gradient_of_a_decay_per_head() -> None:
-    """Which is a sum over all steps; behind Triton's forward, which keeps no states. In pieces so
-    long that sums begin anew within them."""
+def test_gradients_of_gates_in_long_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums begin anew within them; behind Triton's forward, which keeps no states."""
+    monkeypatch.setattr(flows, "SPACING", 2)
     T, chunks = 584, 5
-    assert chunks * frame.C * SMALL["pieces"] > T > 2 * flows.SPACING["head"] * frame.C
-    decay = jnp.array([-0.01, -128.5], jnp.float32)
+    assert chunks * frame.C * SMALL["pieces"] > T > 2 * flows.SPACING * frame.C
+    decay = jnp.full((1, T, 2), -0.01).at[:, :, 1].set(-128.5)
     wanted = numerics.oracle(OP, *draw(1, T, 2, 2), causal=True, decay=decay)
     against_the_reference("triton", "mosaic_gpu", wanted)
 
@@ -243,7 +243,8 @@ def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_decay(q: jax.Array, decay: jax.Array) -> jax.Array:
         return jax.grad(lambda decay: decayed(q, decay).astype(jnp.float32).sum())(decay)
 
-    assert kernels_of(jax.vmap(of_decay, (0, None)), batch, decay) == 3
+    steps = jax.ShapeDtypeStruct(arrays[0].shape[:3], jnp.float32)
+    assert kernels_of(jax.vmap(of_decay, (0, None)), batch, steps) == 3
     none = jax.ShapeDtypeStruct((0, *arrays[0].shape), jnp.bfloat16)
     assert jax.eval_shape(jax.vmap(decayed, (0, None)), none, decay).shape == none.shape
 

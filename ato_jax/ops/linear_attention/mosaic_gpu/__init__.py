@@ -4,8 +4,8 @@
     z = sum_j phi(k_j)                  [F]
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
-over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head, or head
-and step (`causal.py`). `frame.py` says what a kernel is made of.
+over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head and step, or
+forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32. All else is Triton's.
@@ -75,6 +75,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"return_state needs T to be a multiple of {frame.C} where causal, got {spec.T}"
     if spec.decay == "channel":
         return f"does not support a decay per {spec.decay}"
+    if phase == "backward" and spec.decay == "head":
+        return "does not support the gradients of a decay per head"
     if phase == "backward" and spec.H != spec.G:
         return f"needs H = G for the gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:

@@ -50,7 +50,7 @@ def _in_parts(z: jax.Array) -> jax.Array:
     """z [.., F] in the rows of [.., 8, F] in bfloat16: 4 of it rounded, 4 of what that left off."""
     rounded = jax.lax.reduce_precision(z, 8, 7)
     both = jnp.stack([rounded, z - rounded], axis=-2).astype(frame.BF16)
-    return jnp.repeat(both, frame.ALIKE // 2, axis=-2)
+    return jnp.repeat(both, frame.PARTS, axis=-2)
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:

@@ -105,10 +105,8 @@ def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 def decay_gradient(spec: LinearAttentionSpec, decay: jax.Array, steps: jax.Array) -> jax.Array:
-    """The gradient of the decays as they are given, of that of each step [B, G, T]."""
-    if spec.decay == "head":
-        steps = jnp.sum(steps, axis=(0, 2))
-    elif spec.layout == "bthd":
+    """The gradient of the decays of each step as they are given, of that as [B, G, T]."""
+    if spec.layout == "bthd":
         steps = jnp.swapaxes(steps, 1, 2)
     return jnp.where(decay < LEAST_DECAY, 0.0, steps)
 

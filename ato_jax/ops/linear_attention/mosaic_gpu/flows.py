@@ -14,8 +14,8 @@ what key j adds to the cotangent of the state behind, and I(t) is of the chunk's
 for S and z ahead of the chunk, R and u behind it. Both kernels leave these of every few chunks, as
 they are multiplied, and X is summed up between: what the sums miss of the next one that is known is
 spread over the chunks between. By the roundings of S and R X is off, and alike in neighbouring
-chunks. The gradient of a decay for each head is a sum over all steps, where that adds up while the
-steps' own gradients cancel: so there it is more of the chunks.
+chunks. In the gradient of a decay for each head, a sum over all steps, that adds up while those of
+the steps cancel: it is left to Triton's kernels.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Of a piece's chunks each whose number this divides is known. A state is as large as a chunk's q
-# and k. With a decay of -0.03 at each of 4096 steps of 12 heads, the steps' gradients are off by
-# 0.0025, 0.003 and 0.004 where every fourth, eighth and sixteenth is known, the heads' by 0.003,
-# 0.006 and 0.01.
-SPACING = {"step": 16, "head": 4}
+# and k. By the same roundings in float64, with a decay of -0.03 at each of 4096 steps of 12 heads,
+# the steps' gradients are off by 0.0025, 0.003 and 0.004 where every fourth, eighth and sixteenth
+# is known; the heads' would be by 0.003, 0.006 and 0.01, of fewer heads by more.
+SPACING = 16
 # Where less is left of a state than this, what passes is less than what the sums are off by.
 LEAST_LEFT = 2.0**-9
 
@@ -53,26 +53,21 @@ class OfKeys(NamedTuple):
     k_sum: jax.Array  # u there, [B, H, places, F] float32
 
 
-def _spacing(spec: LinearAttentionSpec) -> int:
-    assert spec.decay is not None
-    return SPACING[spec.decay]
+def is_kept(chunk: Any) -> Any:
+    return lax.rem(chunk, SPACING) == 0
 
 
-def is_kept(spec: LinearAttentionSpec, chunk: Any) -> Any:
-    return lax.rem(chunk, _spacing(spec)) == 0
+def _in_piece(deal: frame.Deal) -> int:
+    return int(pl.cdiv(deal.rows // frame.C, SPACING))
 
 
-def _in_piece(spec: LinearAttentionSpec, deal: frame.Deal) -> int:
-    return int(pl.cdiv(deal.rows // frame.C, _spacing(spec)))
-
-
-def places(spec: LinearAttentionSpec, deal: frame.Deal) -> int:
+def places(deal: frame.Deal) -> int:
     """For the chunks that are known; the last piece may leave some of its own."""
-    return deal.pieces * _in_piece(spec, deal)
+    return deal.pieces * _in_piece(deal)
 
 
-def place(spec: LinearAttentionSpec, deal: frame.Deal, item: frame.Item, chunk: Any) -> Any:
-    return item.piece * _in_piece(spec, deal) + lax.div(chunk, _spacing(spec))
+def place(deal: frame.Deal, item: frame.Item, chunk: Any) -> Any:
+    return item.piece * _in_piece(deal) + lax.div(chunk, SPACING)
 
 
 def decay_flows(
@@ -115,7 +110,7 @@ def _passing(
     chunks = [
         piece * in_piece + chunk
         for piece in range(deal.pieces)
-        for chunk in range(0, in_piece, _spacing(spec))
+        for chunk in range(0, in_piece, SPACING)
     ]
     known = [chunk for chunk in chunks if chunk < count]  # the last piece's may be fewer
     kv = queries.kv[:, :, : len(known)].astype(jnp.float32)

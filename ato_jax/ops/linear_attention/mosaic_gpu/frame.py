@@ -37,6 +37,7 @@ WARPGROUPS = 4
 AT_LAUNCH, MEMORY_REGISTERS = 128, 24
 # The fewest columns that a product has: of vectors that are multiplied, all the same.
 ALIKE = 8
+PARTS = ALIKE // 2
 
 TILE = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
@@ -266,7 +267,7 @@ def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
 
 def of_parts(parts: jax.Array) -> jax.Array:
     """Of a sum's 8 columns, half of what is rounded, half of what that left off."""
-    return jnp.sum(parts, axis=1) / (ALIKE // 2)
+    return jnp.sum(parts, axis=1) / PARTS
 
 
 def features_of(x: jax.Array) -> jax.Array:

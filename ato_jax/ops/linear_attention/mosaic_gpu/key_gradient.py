@@ -62,7 +62,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     shared,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import PARTS, map_queries, spread
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries, spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
@@ -73,11 +73,7 @@ DV_REGISTERS, DK_REGISTERS, STATE_REGISTERS = 144, 144, 200
 
 def in_parts(u: jax.Array) -> jax.Array:
     """u [F] as a sum over columns [F, 8] would leave it."""
-    return frame.in_columns(u * (PARTS / ALIKE), ALIKE)
-
-
-def of_parts(columns: jax.Array) -> jax.Array:
-    return jnp.sum(columns, axis=1) / PARTS
+    return frame.in_columns(u * (frame.PARTS / ALIKE), ALIKE)
 
 
 def key_gradient(
@@ -222,7 +218,7 @@ def key_gradient(
                         rows[...] = half.astype(BF16)
                 else:
                     r_s[...] = total[0].astype(BF16)
-                u_s[...] = of_parts(parts)
+                u_s[...] = frame.of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
                 minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
@@ -257,9 +253,9 @@ def key_gradient(
             """R and u behind the chunk, if it is one of those."""
             number = item.chunks - 1 - chunk
 
-            @pl.when(flows.is_kept(spec, number))
+            @pl.when(flows.is_kept(number))
             def _() -> None:
-                at = item.batch, item.head, flows.place(spec, deal, item, number)
+                at = item.batch, item.head, flows.place(deal, item, number)
                 for own, ref in zip((r_s, u_s), flow_refs[2:], strict=True):
                     plgpu.copy_smem_to_gmem(own, ref.at[at])
 
@@ -418,7 +414,7 @@ def key_gradient(
         dk, dv = frame.launch(body, "key_gradient", deal, out_type, scratch, arrays)
         return dk, dv, None
     rows = jax.ShapeDtypeStruct(gates.shape, F32)
-    of_edges = spec.B, spec.H, flows.places(spec, deal)
+    of_edges = spec.B, spec.H, flows.places(deal)
     out_type = (
         *out_type,
         rows,

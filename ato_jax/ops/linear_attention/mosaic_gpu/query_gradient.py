@@ -215,9 +215,9 @@ def query_gradient(
             def keep_state(item: Item, chunk: Any) -> None:
                 """The state ahead of the chunk, if it is one of those."""
 
-                @pl.when(flows.is_kept(spec, chunk))
+                @pl.when(flows.is_kept(chunk))
                 def _() -> None:
-                    at = item.batch, item.head, flows.place(spec, deal, item, chunk)
+                    at = item.batch, item.head, flows.place(deal, item, chunk)
                     _, kv_ref, *z_refs = flow_refs
                     columns = pl.ds(half * HALF, HALF)
                     kv = kv_ref.at[(*at, slice(None), columns)]
@@ -316,7 +316,7 @@ def query_gradient(
                 own_parts: Any = ()
                 if gated:
 
-                    @pl.when(flows.is_kept(spec, chunk))
+                    @pl.when(flows.is_kept(chunk))
                     def _() -> None:  # S and z, ahead of what replaces them
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -396,7 +396,7 @@ def query_gradient(
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
     if gated:
         arrays = *arrays, gates
-        of_edges = spec.B, spec.H, flows.places(spec, deal)
+        of_edges = spec.B, spec.H, flows.places(deal)
         out_type = (
             *out_type,
             jax.ShapeDtypeStruct((2, *rows.shape), F32),

@@ -16,11 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, C, F
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import BF16, F32, C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-PARTS = ALIKE // 2  # columns of either part
 
 
 def map_queries(q_ref: Any, inverse_ref: Any) -> None:
@@ -67,4 +65,4 @@ def query_sums(
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
     r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, turn)
-    return r, u / PARTS
+    return r, u / frame.PARTS
