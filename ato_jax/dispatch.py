@@ -260,14 +260,16 @@ def _call_of(op: Op, spec: Any, inputs: Any, implementation: str | None) -> _Cal
 def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
     """The op's outputs, by the backend named or by the first that supports the request."""
     call = _call_of(op, spec, inputs, implementation)
-    if spec.B == 0:
-        choose(call, "forward")
-        reference = functools.partial(op.backend("reference").forward, spec, None)
-        shapes = jax.eval_shape(reference, inputs)
-        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return meshes.call(
-        functools.partial(_run, call), inputs, lambda: inputs.partition_of_outputs(spec.layout)
-    )
+    function = functools.partial(_nothing if spec.B == 0 else _run, call)
+    return meshes.call(function, inputs, lambda: inputs.partition_of_outputs(spec.layout))
+
+
+def _nothing(call: _Call, inputs: Any) -> Any:
+    """The outputs of an empty batch."""
+    choose(call, "forward")
+    reference = functools.partial(call.op.backend("reference").forward, call.spec, None)
+    shapes = jax.eval_shape(reference, inputs)
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

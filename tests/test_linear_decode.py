@@ -101,6 +101,16 @@ def test_without_a_batch_axis() -> None:
     check(GPUS[90], *jax.tree.map(lambda array: array[0], arguments(1, 2, 2, 16, 16)))
 
 
+@pytest.mark.parametrize("feature_map", ["elu1", ato_jax.favor(jax.random.key(0), 16, 8)])
+def test_an_empty_batch(feature_map: Any) -> None:
+    rows, width = jnp.zeros((0, 4, 8)), 8 if feature_map == "elu1" else 16
+    keys, state = rows[:, :2], LinearState(jnp.zeros((0, 2, width, 8)), jnp.zeros((0, 2, width)))
+    out, following = ato_jax.linear_attention_step(
+        rows, keys, keys, state, feature_map=feature_map
+    )
+    assert jax.tree.map(jnp.shape, (out, following)) == jax.tree.map(jnp.shape, (rows, state))
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 def test_derivatives_are_the_plain_ones() -> None:
     qkv_state = arguments(1, 4, 2, 8, 8)

@@ -110,6 +110,21 @@ def check_meshes(kind: AxisType) -> None:
                     assert jax.typeof(array).sharding == jax.typeof(placed[0]).sharding
 
 
+def check_total_and_nothing() -> None:
+    """What each key received, whatever is sharded; and an empty batch of either op."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    q, k, _ = arrays("bthd")
+    lse = np.full((B, T, H), np.log(T), np.float32)
+    wanted = ato_jax.total_attention(q, k, lse)
+    for spec in (P("data"), P(None, None, "model"), P(None, "data"), P("data", "model")):
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array in (q, k, lse)]
+            alike(f"total_attention, {spec}", ato_jax.total_attention(*placed), wanted)
+            none = jax.device_put(np.zeros((0, T, H, D), np.float32), NamedSharding(mesh, spec))
+            for op in (ato_jax.attention, ato_jax.linear_attention):
+                assert op(none, none, none).shape == none.shape
+
+
 def check_layers() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).normal(size=(B, T, 16)).astype(np.float32)
@@ -175,6 +190,7 @@ if __name__ == "__main__":
     check_meshes(AxisType.Explicit)
     check_meshes(AxisType.Auto)
     check_layers()
+    check_total_and_nothing()
     check_shard_map()
     check_types_of_kernels()
     print("all alike")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ato_jax import device, shapes
-from ato_jax.meshes import varying_with
+from ato_jax import device, meshes, shapes
 from ato_jax.ops.attention import blocks
 from ato_jax.ops.attention.api import prepare
 from ato_jax.ops.attention.merging import merge
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs
 from ato_jax.ops.common import LAYOUTS, axes, with_batch
 
 
@@ -127,9 +128,25 @@ def total_attention(
     lse = shapes.floating("lse", lse)
     sizes = {"B": spec.B, "T": request.T, "H": spec.H}
     shapes.bind(sizes, "lse", lse.shape, axes(layout, "BTH")[0 if request.batched else 1 :])
-    lse = with_batch(lse, 3).astype(jnp.float32)
-    lse = lse.swapaxes(1, 2) if layout == "bthd" else lse  # [B, H, T]
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, spec.T - request.T)))
+
+    def partition() -> Any:
+        """Batch and heads as those of q, all keys together."""
+        found = list(meshes.partition(inputs.q)[:3])
+        found[layout.index("t")] = None
+        return meshes.sharded(*found)
+
+    given = inputs, with_batch(lse, 3).astype(jnp.float32)
+    total = meshes.call(functools.partial(_total, spec, request.T), given, partition)
+    # S may have been 0.
+    total = total[:, : k.shape[-3]] if layout == "bthd" else total[..., : k.shape[-2]]
+    return total if request.batched else total[0]
+
+
+def _total(spec: AttentionSpec, T: int, given: tuple[Inputs, jax.Array]) -> jax.Array:
+    """[B, S, H] or [B, H, S], of inputs and the lse of their first T queries."""
+    inputs, lse = given
+    lse = lse.swapaxes(1, 2) if spec.layout == "bthd" else lse  # [B, H, T]
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, spec.T - T)))
     if inputs.q_lengths is not None:
         lse = jnp.where(jnp.arange(spec.T) < inputs.q_lengths[:, None, None], lse, -jnp.inf)
     config = blocks.default_config(spec, device.of_call(inputs))
@@ -149,12 +166,10 @@ def total_attention(
         nothing = jnp.zeros((spec.H // spec.G, spec.S), arrays["q"].dtype)
         total, _ = lax.scan(
             lambda total, entry: (total + of_block(shared | entry), None),
-            varying_with(nothing, own),
+            meshes.varying_with(nothing, own),
             own,
         )
         return total
 
     total = blocks.per_head(spec, config, head, arrays)  # [B, H, S]
-    total = total[..., : k.shape[-3 if layout == "bthd" else -2]]  # S may have been 0
-    total = total.swapaxes(1, 2) if layout == "bthd" else total
-    return total if request.batched else total[0]
+    return total.swapaxes(1, 2) if spec.layout == "bthd" else total

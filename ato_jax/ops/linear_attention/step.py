@@ -102,8 +102,9 @@ def _plain(spec: StepSpec, inputs: StepInputs) -> tuple[jax.Array, LinearState]:
     phi = spec.feature_map
     B, H, _ = q.shape
     G, V = v.shape[1:]
-    q_features = phi(q.astype(jnp.float32), *parameters).reshape(B, G, H // G, -1)
     k_features = phi(k.astype(jnp.float32), *parameters)  # [B, G, F]
+    q_features = phi(q.astype(jnp.float32), *parameters)
+    q_features = q_features.reshape(B, G, H // G, k_features.shape[-1])
     if decay is not None:
         kv, k_sum = kv * jnp.exp(decay)[..., None], k_sum * jnp.exp(decay)
     kv = kv + k_features[..., None] * v.astype(jnp.float32)[:, :, None]  # [B, G, F, V]
