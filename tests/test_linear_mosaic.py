@@ -98,7 +98,7 @@ def test_gates() -> None:
         numerics.check(name, array, wanted.exact[name], dtype="bfloat16")
 
 
-# Gates some of which leave nothing of a state, and nearly all of it; a denominator below eps.
+# Gates that leave nothing of a state here and there, or nearly all; a denominator below eps.
 @newest
 @pytest.mark.parametrize(
     "gates, options", [("mixed", {"eps": 300.0}), (-0.001, {"normalize": False})]

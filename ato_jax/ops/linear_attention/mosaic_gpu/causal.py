@@ -124,7 +124,7 @@ def _states(
         deal = dataclasses.replace(of_queries, heads=spec.G, length=length, pieces=pieces)
         found = sums(spec, deal, inputs.k, inputs.v, gates)
         if gates is not None:
-            keeps = jnp.exp2(jnp.sum(_of_pieces(deal, gates), axis=3))
+            keeps = _left_by_pieces(deal, gates)
     return _at_edges(spec, found, start, keeps)
 
 
@@ -135,6 +135,11 @@ def _of_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
     missing = max(0, chunks - of_chunks.shape[2])
     of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))[:, :, :chunks]
     return of_chunks.reshape(*gates.shape[:2], deal.pieces, -1)
+
+
+def _left_by_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """What each piece leaves of what is ahead of it, [B, G, P]."""
+    return jnp.exp2(jnp.sum(_of_pieces(deal, gates), axis=3))
 
 
 def _since_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
@@ -215,7 +220,7 @@ def backward(
         since = None
         if gates is not None:
             since = _since_pieces(deal, gates)
-            keeps = jnp.exp2(jnp.sum(_of_pieces(deal, gates), axis=3))[:, :, first:]
+            keeps = _left_by_pieces(deal, gates)[:, :, first:]
         found = query_sums(spec, later, q, g, inverse, e, since)
     if spec.return_state:
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum

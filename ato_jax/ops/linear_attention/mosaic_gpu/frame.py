@@ -37,6 +37,7 @@ WARPGROUPS = 4
 AT_LAUNCH, MEMORY_REGISTERS = 128, 24
 # The fewest columns that a product has: of vectors that are multiplied, all the same.
 ALIKE = 8
+# Or so many of what is rounded, and as many of what that leaves off.
 PARTS = ALIKE // 2
 
 TILE = plgpu.Layout.WGMMA
