@@ -81,7 +81,8 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     deal, gates = _deal(spec, config), inputs.decay
     kv, k_sum = _states(spec, deal, inputs, gates)
     s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
-    out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z, gates)
+    steep = None if gates is None else _steep(deal, gates)
+    out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z, gates, steep)
     return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
 
 
@@ -97,9 +98,9 @@ def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
     if spec.layout == "bthd":
         decay = jnp.swapaxes(decay, 1, 2)
     decay = jnp.pad(decay, ((0, 0), (0, 0), (0, chunks * frame.C - spec.T)))
+    of_chunks = decay.reshape(spec.B, spec.G, chunks, frame.C)
     # [j, i]: 1 where j <= i
     triangle = jnp.tri(frame.C, dtype=jnp.float32).T
-    of_chunks = decay.reshape(spec.B, spec.G, chunks, frame.C)
     up = jnp.einsum("bgcj,ji->bgci", of_chunks, triangle, precision=jax.lax.Precision.HIGHEST)
     return up.reshape(decay.shape)
 
@@ -122,9 +123,10 @@ def _states(
     if pieces:
         length = min(pieces * of_queries.rows, spec.T)
         deal = dataclasses.replace(of_queries, heads=spec.G, length=length, pieces=pieces)
-        found = sums(spec, deal, inputs.k, inputs.v, gates)
+        until = None
         if gates is not None:
-            keeps = _left_by_pieces(deal, gates)
+            keeps, until = _left_by_pieces(deal, gates), _until_pieces(deal, gates)
+        found = sums(spec, deal, inputs.k, inputs.v, until)
     return _at_edges(spec, found, start, keeps)
 
 
@@ -145,10 +147,31 @@ def _left_by_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
 def _since_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
     """Gates as summed up from each piece's first row."""
     of_chunks = _of_pieces(deal, gates)
-    before = jnp.cumsum(of_chunks, axis=3) - of_chunks
-    count = gates.shape[2] // frame.C
-    before = before.reshape(*gates.shape[:2], -1)[:, :, :count, None]
-    return (gates.reshape(*before.shape[:3], frame.C) + before).reshape(gates.shape)
+    return _plus(gates, jnp.cumsum(of_chunks, axis=3) - of_chunks)
+
+
+def _until_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """What gates of later rows of each piece sum up to."""
+    of_chunks = _of_pieces(deal, gates)
+    return _plus(-gates, jnp.flip(jnp.cumsum(jnp.flip(of_chunks, 3), axis=3), 3))
+
+
+def _plus(gates: jax.Array, of_chunks: jax.Array) -> jax.Array:
+    """What rows have, and their chunks, which is 0 behind the pieces."""
+    rows = gates.reshape(*gates.shape[:2], -1, frame.C)
+    of_chunks = of_chunks.reshape(*gates.shape[:2], -1)[:, :, : rows.shape[2]]
+    missing = rows.shape[2] - of_chunks.shape[2]
+    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
+    return (rows + of_chunks[..., None]).reshape(gates.shape)
+
+
+def _steep(deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """Which pieces have a steep chunk, [B, G, P]."""
+    middle, last = (gates[:, :, row - 1 :: frame.C] for row in (frame.C // 2, frame.C))
+    steep = frame.is_steep(middle, last)
+    missing = deal.pieces * (deal.rows // frame.C) - steep.shape[2]
+    steep = jnp.pad(steep, ((0, 0), (0, 0), (0, missing)))
+    return jnp.any(steep.reshape(*steep.shape[:2], deal.pieces, -1), axis=3).astype(jnp.int32)
 
 
 def _at_edges(
@@ -210,7 +233,8 @@ def backward(
     else:
         kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, gates)
         s = kv.astype(jnp.bfloat16)
-    dq, inverse, e, of_queries = query_gradient(spec, deal, q, k, v, g, s, z, gates)
+    steep = None if gates is None else _steep(deal, gates)
+    dq, inverse, e, of_queries = query_gradient(spec, deal, q, k, v, g, s, z, gates, steep)
 
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -230,7 +254,7 @@ def backward(
         d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
         r, u = r[:, :, 1:], u[:, :, 1:]
     r = r.astype(jnp.bfloat16)
-    dk, dv, of_keys = key_gradient(spec, deal, q, k, v, g, inverse, e, r, u, gates)
+    dk, dv, of_keys = key_gradient(spec, deal, q, k, v, g, inverse, e, r, u, gates, steep)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys)

@@ -12,10 +12,11 @@ what key j adds to the cotangent of the state behind, and I(t) is of the chunk's
     X(c) = exp2(G_C) (<S, R> + z . u)       X(c + 1) = X(c) + sum_c A - sum_{c + 1} R
 
 for S and z ahead of the chunk, R and u behind it. Both kernels leave these of every few chunks, as
-they are multiplied, and X is summed up between: what the sums miss of the next one that is known is
-spread over the chunks between. By the roundings of S and R X is off, and alike in neighbouring
-chunks. In the gradient of a decay for each head, a sum over all steps, that adds up while those of
-the steps cancel: it is left to Triton's kernels.
+they are multiplied: where the chunk is not steep exp2(G_C) is in them (`frame.Gates`). X is summed
+up between: what the sums miss of the next one that is known is spread over the chunks between. By
+the roundings of S and R X is off, and alike in neighbouring chunks. In the gradient of a decay for
+each head, a sum over all steps, that adds up while those of the steps cancel: it is left to
+Triton's kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LEAST_LEFT = 2.0**-9
 
 
 class OfQueries(NamedTuple):
-    reads: jax.Array  # R_i in two parts, [2, B, H, T up to a whole chunk]
+    reads: jax.Array  # R_i, [B, H, T up to a whole chunk]
     kv: jax.Array  # S ahead of the chunks that are known, [B, H, places, V, F] bfloat16
     k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
 
@@ -83,15 +84,17 @@ def decay_flows(
     def cut(rows: jax.Array) -> jax.Array:
         return rows.reshape(*rows.shape[:-1], count, frame.C)
 
-    both = jnp.concatenate([cut(queries.reads[0] + queries.reads[1]), cut(keys.adds)], axis=3)
+    both = jnp.concatenate([cut(queries.reads), cut(keys.adds)], axis=3)
     # [i, t]: 1 where i >= t, and where i < t; and what sums up all of either.
     from_t, of_all = np.tri(frame.C), np.kron(np.eye(2), np.ones((frame.C, 1)))
     weights = np.hstack([np.vstack([from_t, 1 - from_t]), of_all])
     sums = jnp.einsum(
         "...i,it->...t", both, weights.astype(np.float32), precision=jax.lax.Precision.HIGHEST
     )
-    left = jnp.exp2(gates[:, :, frame.C - 1 :: frame.C])
-    passing = _passing(spec, deal, left, sums[..., frame.C], sums[..., frame.C + 1], queries, keys)
+    middle, last = (gates[:, :, row - 1 :: frame.C] for row in (frame.C // 2, frame.C))
+    left, steep = jnp.exp2(last), frame.is_steep(middle, last)
+    reads, adds = sums[..., frame.C], sums[..., frame.C + 1]
+    passing = _passing(spec, deal, left, steep, reads, adds, queries, keys)
     found = sums[..., : frame.C] + cut(keys.inside) + passing[..., None]
     return found.reshape(*found.shape[:2], -1)[:, :, : spec.T]
 
@@ -100,12 +103,14 @@ def _passing(
     spec: LinearAttentionSpec,
     deal: frame.Deal,
     left: jax.Array,
+    steep: jax.Array,
     reads: jax.Array,
     adds: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
 ) -> jax.Array:
-    """X of each chunk, of what is left of a state behind it, and sums of R and A [B, H, chunks]."""
+    """X of each chunk, of what is left of a state behind it, whether it is steep, and sums of R and
+    A, all [B, H, chunks]."""
     count, in_piece = left.shape[2], deal.rows // frame.C
     chunks = [
         piece * in_piece + chunk
@@ -119,7 +124,7 @@ def _passing(
     if queries.k_sum is not None:
         both = queries.k_sum[:, :, : len(known)] * keys.k_sum[:, :, : len(known)]
         exact += jnp.sum(both, axis=3)
-    exact *= left[:, :, np.array(known)]
+    exact *= jnp.where(steep, left, 1.0)[:, :, np.array(known)]
     if not spec.return_state and known[-1] < count - 1:
         known.append(count - 1)
         exact = jnp.pad(exact, ((0, 0), (0, 0), (0, 1)))  # nothing passes the last chunk

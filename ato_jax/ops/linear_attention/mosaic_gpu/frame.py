@@ -28,13 +28,15 @@ C = 64  # rows of a chunk
 F = V = 128
 HALF = V // 2
 LOG2_E = math.log2(math.e)
+# Of features, by half a chunk, as an exponent of 2: what is left is beside 2^-126 still large.
+MOST_LOST = 60.0
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 # Warpgroups; where 0 and 1 alone multiply, with half of a state each.
 MEMORY, FEATURES = 2, 3
 WARPGROUPS = 4
-# Registers of a thread: those that a launch gives to each, and what is enough to load.
-AT_LAUNCH, MEMORY_REGISTERS = 128, 24
+# Registers of a thread: of all warpgroups together, and what is enough to load.
+REGISTERS, MEMORY_REGISTERS = 512, 24
 # The fewest columns that a product has: of vectors that are multiplied, all the same.
 ALIKE = 8
 # Or so many of what is rounded, and as many of what that leaves off.
@@ -161,9 +163,11 @@ def store_transposed(ref: Any, x: jax.Array) -> None:
     ref.T[...] = x
 
 
-def set_registers(count: int) -> None:
-    """To ask for more where it is fewer is an illegal instruction, as is the reverse."""
-    plgpu.set_max_registers(count, action="increase" if count > AT_LAUNCH else "decrease")
+def set_registers(count: int, warpgroups: int = WARPGROUPS) -> None:
+    """What a launch gives to each is what there is to deal, in eights. To ask for more where it is
+    fewer is an illegal instruction, as is the reverse."""
+    at_launch = REGISTERS // warpgroups // 8 * 8
+    plgpu.set_max_registers(count, action="increase" if count > at_launch else "decrease")
 
 
 def zeros(rows: int, columns: int) -> jax.Array:
@@ -285,26 +289,94 @@ def unrounded_features_of(x: jax.Array) -> jax.Array:
     return jnp.maximum(x + 1, jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E))
 
 
-def map_in_place(ref: Any) -> None:
-    """Features of a tile in shared memory, where they replace it."""
-    ref[...] = features_of(load(ref))
+def decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Array:
+    """The features of rows times exp2 of `exponents` [rows], rounded once."""
+    x, exponents = x.astype(F32), in_columns(exponents, x.shape[1])
+    factor = jnp.exp2(exponents)
+    raised = jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E + exponents)
+    return rounded(jnp.maximum(x * factor + factor, raised))
 
 
-def of_key(G: jax.Array, last: Any) -> tuple[jax.Array, Any]:
-    """What a gate leaves at a chunk's end of its keys, [C], and of the state."""
-    return jnp.exp2(last - G), jnp.exp2(last)
+def map_in_place(ref: Any, exponents: jax.Array | None = None) -> None:
+    """Features of a tile in shared memory, where they replace it; with a decay, times that."""
+    x = load(ref)
+    ref[...] = features_of(x) if exponents is None else decayed_features_of(x, exponents)
 
 
-def decayed_rows(ref: Any, exponents: jax.Array) -> jax.Array:
-    """The transpose of a tile whose rows are times exp2(exponents), in registers."""
+class Gates(NamedTuple):
+    """Of a chunk, from shared memory: G up to its middle row and its last, and whether it is steep,
+    None where none is: one of its halves loses more than features in bfloat16 have room for.
+
+    In all other chunks keys carry exp2(G_m - G_j), their decay up to the middle, queries
+    exp2(G_i - G_m), theirs since, and states are those that the middle sees: so there is nothing
+    between products that a decay would add. In a steep one neither carries any, states are those of
+    its start or, behind it, of its end, and pairs of rows are multiplied by exp2(G_i - G_j).
+    """
+
+    ref: Any
+    middle: Any
+    last: Any
+    steep: Any
+
+    def of(self, layout: Any) -> jax.Array:
+        return load(self.ref, layout)
+
+    def unless_steep(self, exponent: Any) -> Any:
+        return exponent if self.steep is None else jnp.where(self.steep, 0.0, exponent)
+
+    def either(self, when_steep: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        return otherwise() if self.steep is None else lax.cond(self.steep, when_steep, otherwise)
+
+    def if_steep(self, exponent: Any) -> Any:
+        """A factor of a steep chunk alone."""
+        return 1.0 if self.steep is None else jnp.exp2(jnp.where(self.steep, exponent, 0.0))
+
+    def since_middle(self) -> jax.Array:
+        """[C]: G_i - G_m, or 0 in a steep chunk."""
+        return self.unless_steep(self.of(OF_ROWS) - self.middle)
+
+    def up_to_middle(self) -> jax.Array:
+        return self.unless_steep(self.middle - self.of(OF_ROWS))
+
+    def to_middle(self) -> Any:
+        """What is left of a state at the start when the middle sees it."""
+        return jnp.exp2(self.unless_steep(self.middle))
+
+    def from_middle(self) -> Any:
+        return jnp.exp2(self.unless_steep(self.last - self.middle))
+
+    def of_pairs(self, queries: int) -> jax.Array:
+        """exp2(G_i - G_j), queries along this axis; where a key is not seen infinite, perhaps."""
+        rows, columns = in_columns(self.of(OF_ROWS), C), in_rows(self.of(OF_COLUMNS), C)
+        return jnp.exp2(columns - rows if queries else rows - columns)
+
+    def left(self, layout: Any) -> jax.Array:
+        """[C]: what is left of each key at the end."""
+        return jnp.exp2(self.last - self.of(layout))
+
+
+def is_steep(middle: Any, last: Any) -> Any:
+    return jnp.minimum(middle, last - middle) < -MOST_LOST
+
+
+def gates_of(ref: Any, some_steep: bool = True) -> Gates:
+    middle, last = ref[C // 2 - 1], ref[C - 1]
+    return Gates(ref, middle, last, is_steep(middle, last) if some_steep else None)
+
+
+def each_chunk(steep_ref: Any, item: Item, head: Any, loop: Callable[[bool], None]) -> None:
+    """`loop` goes through an item's chunks, of which some may be steep or none is. These are two
+    loops, since what a steep one needs would cost all others registers."""
+    if steep_ref is None:
+        return loop(False)
+    some = steep_ref[item.batch, head, item.piece] != 0
+    return lax.cond(some, lambda: loop(True), lambda: loop(False))
+
+
+def times_rows(ref: Any, factors: jax.Array) -> jax.Array:
+    """The transpose of a tile whose rows are times `factors`, in registers."""
     turned = load_transposed(ref).astype(F32)
-    return rounded(turned * in_rows(jnp.exp2(exponents), turned.shape[0]))
-
-
-def decayed_keys(ref: Any, gates_ref: Any) -> tuple[jax.Array, Any]:
-    """The transpose of keys' rows as a chunk's end has them, and what is left of the state."""
-    last = gates_ref[C - 1]
-    return decayed_rows(ref, last - load(gates_ref, OF_COLUMNS)), jnp.exp2(last)
+    return rounded(turned * in_rows(factors, turned.shape[0]))
 
 
 def in_columns(rows: jax.Array, width: int) -> jax.Array:
@@ -332,6 +404,7 @@ def launch(
     scratch: dict[str, Any],
     arrays: Sequence[jax.Array | np.ndarray],
     *,
+    warpgroups: int = WARPGROUPS,
     own_barriers: bool = False,
 ) -> Any:
     """The kernel's outputs. All of a block's warpgroups leave together: none while another still
@@ -347,10 +420,10 @@ def launch(
     kernel = plgpu.kernel(
         guarded,
         out_type=meshes.varying_with(out_type, arrays),
-        scratch_types={**scratch, "left": plgpu.Barrier(num_arrivals=WARPGROUPS)},
+        scratch_types={**scratch, "left": plgpu.Barrier(num_arrivals=warpgroups)},
         grid=(deal.blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS,
+        num_threads=warpgroups,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

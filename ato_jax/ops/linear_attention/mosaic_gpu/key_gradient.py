@@ -27,13 +27,18 @@ and for the gradient of the decays (`flows.py`)
     A_j  = phi(k_j) . (R^T v_j + u) exp2(G_C - G_j)
     I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(G_i - G_j)
 
-dk leaves A, and b in shared memory, where dv puts its product with a in its place: I is a product
-of that with ones where j < t, and a sum over i. So there is no pair of a row with itself
-in it, which a strong decay would leave alone, and nothing that cancels.
+dk leaves A, and b in shared memory, from where it is multiplied, too; dv puts a b beside it. I is a
+product of that with ones where j < t, and a sum over i. So there is no pair of a row with itself in
+it, which a strong decay would leave alone, and nothing that cancels.
+
+Features carry the decay (`frame.Gates`), R and u are those that the middle sees, and rows of dk are
+times exp2(G_m - G_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for their
+sums are scaled in registers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +74,8 @@ DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
 DV_REGISTERS, DK_REGISTERS, STATE_REGISTERS = 144, 144, 200
+# With a decay dv and dk do more.
+GATED_DV_REGISTERS, GATED_DK_REGISTERS, GATED_STATE_REGISTERS = 152, 152, 184
 
 
 def in_parts(u: jax.Array) -> jax.Array:
@@ -88,9 +95,10 @@ def key_gradient(
     r: jax.Array,
     u: jax.Array,
     gates: jax.Array | None,
+    steep: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
     """dk and dv, of r [B, H, P, V, F] in bfloat16 and u [B, H, P, F] in float32, the sums behind
-    each piece; gates as in `output`."""
+    each piece; gates and steep as in `output`."""
     gated = gates is not None
     scratch = dict(
         q_s=shared(STAGES, C, F),
@@ -157,7 +165,8 @@ def key_gradient(
         pairs_ready: Any = None,
         pairs_free: Any = None,
     ) -> None:
-        gates_refs, (dk_ref, dv_ref, *flow_refs) = refs[:gated], refs[gated:]
+        gates_ref, steep_ref = refs[:2] if gated else (None, None)
+        dk_ref, dv_ref, *flow_refs = refs[2 * gated :]
 
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
@@ -171,8 +180,8 @@ def key_gradient(
                     (part(spec, g_ref, item, rows, item.head), g_s),
                 ):
                     plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
-                for ref in gates_refs:
-                    source = ref.at[item.batch, item.head, rows]
+                if gated:
+                    source = gates_ref.at[item.batch, item.head, rows]
                     plgpu.copy_gmem_to_smem(source, gates_s.at[slot], loaded.at[slot])
                 frame.wait_until_free(k_free, step, K_STAGES)
                 for ref, own in ((k_ref, k_s), (v_ref, v_s)):
@@ -199,12 +208,21 @@ def key_gradient(
             sums = *start_rows, in_parts(load(u_start_s, frame.OF_ROWS))
             plgpu.commit_smem()  # what was read, ahead of the next piece's
 
-            def sum_chunk(chunk: Any, sums: Any) -> Any:
-                *total, parts = sums
+            def sum_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
+                sums, to_start = carried
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                map_queries(q_s.at[slot], inverse_s.at[slot])
-                spread(e_s.at[slot], minus_e_s, gates_s.at[slot] if gated else None)
+                inverse, own_e = load(inverse_s.at[slot], OF_ROWS), load(e_s.at[slot], OF_COLUMNS)
+                gates: Any = None
+                if gated:
+                    gates = frame.gates_of(gates_s.at[slot], some_steep)
+                    onto = to_start * gates.from_middle()
+                    sums, to_start = [x * onto for x in sums], gates.to_middle()
+                    inverse = inverse * jnp.exp2(gates.since_middle())
+                    own_e = own_e * gates.if_steep(gates.of(OF_COLUMNS))
+                *total, parts = sums
+                map_queries(q_s.at[slot], inverse)
+                spread(own_e, minus_e_s)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
 
@@ -221,30 +239,43 @@ def key_gradient(
                 u_s[...] = frame.of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
-                minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
+
+                def multiply_sums(sums: Any, added: Any) -> Any:
+                    *total, parts = sums
+                    minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
+                    return multiply(
+                        *((own, [(x, q_s.at[slot])]) for own, x in zip(total, added, strict=True)),
+                        (parts, [(q_s.at[slot].T, minus_e.T)]),
+                    )
+
                 if gated:
                     keep_sums(item, chunk)
-                    own = load(gates_s.at[slot], OF_COLUMNS)
-                    added = [
-                        frame.decayed_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], own)
-                        for half in range(2)
-                    ]
-                    keeps = jnp.exp2(gates_s[slot, C - 1])
-                    sums = multiply(
-                        (total[0] * keeps, [(added[0], q_s.at[slot])]),
-                        (total[1] * keeps, [(added[1], q_s.at[slot])]),
-                        (parts * keeps, [(q_s.at[slot].T, minus_e.T)]),
+                    halves = [g_s.at[slot, :, pl.ds(half * HALF, HALF)] for half in range(2)]
+
+                    def when_steep() -> Any:
+                        """One after the other: there are no registers for both factors."""
+                        reads = jnp.exp2(gates.of(OF_COLUMNS))
+                        keeps = jnp.exp2(gates.last)
+                        found: list[jax.Array] = []
+                        for own, half in zip(total, halves, strict=True):
+                            added = frame.times_rows(half, reads)
+                            found += multiply((own * keeps, [(added, q_s.at[slot])]))
+                        return *found, *multiply_sums([parts * keeps], [])
+
+                    sums = gates.either(
+                        when_steep, lambda: multiply_sums(sums, [x.T for x in halves])
                     )
                     plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 else:
-                    sums = multiply(
-                        (total[0], [(g_s.at[slot].T, q_s.at[slot])]),
-                        (parts, [(q_s.at[slot].T, minus_e.T)]),
-                    )
+                    sums = multiply_sums(sums, [g_s.at[slot].T])
                 plgpu.barrier_arrive(free.at[slot])
-                return sums
+                return tuple(sums), to_start
 
-            lax.fori_loop(0, item.chunks, sum_chunk, sums)
+            def sum_chunks(some_steep: bool) -> None:
+                one = functools.partial(sum_chunk, some_steep)
+                lax.fori_loop(0, item.chunks, one, (sums, jnp.float32(1)))
+
+            frame.each_chunk(steep_ref, item, item.head, sum_chunks)
 
         def halves_of_r() -> list[Any]:
             return [r_s.at[pl.ds(half * HALF, HALF)] for half in range(2)]
@@ -259,127 +290,138 @@ def key_gradient(
                 for own, ref in zip((r_s, u_s), flow_refs[2:], strict=True):
                     plgpu.copy_smem_to_gmem(own, ref.at[at])
 
-        def pairs_decays(slot: Any) -> jax.Array:
-            """[j, i]; infinite where query i does not see key j, perhaps."""
-            to, since = (load(gates_s.at[slot], of) for of in (OF_COLUMNS, OF_ROWS))
-            return jnp.exp2(frame.in_rows(to, C) - frame.in_columns(since, C))
-
-        def left_of(slot: Any) -> jax.Array:
-            """What is left of each key at the chunk's end, [C]."""
-            return jnp.exp2(gates_s[slot, C - 1] - load(gates_s.at[slot], OF_ROWS))
-
-        def seen(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """x [j, i] where query i sees key j, and it rounded."""
+        def seen(x: jax.Array) -> jax.Array:
+            """x [j, i] where query i sees key j, else 0."""
             x = jnp.where(frame.position(1) >= frame.position(0), x, 0.0)
             # Rounded in pairs: behind the choice each would be by itself.
-            x = lax.optimization_barrier(x)
-            return x, frame.rounded(x)
+            return lax.optimization_barrier(x)
+
+        def store_parts(refs: Any, x: jax.Array) -> None:
+            """What is rounded, and what that leaves off."""
+            rounded = frame.rounded(x)
+            refs[0][...] = rounded
+            refs[1][...] = frame.rounded(x - rounded.astype(F32))
+            plgpu.commit_smem()
 
         def walk(one: Callable[..., Any], number: int, ref: Any) -> None:
             """For dv or dk: `one` makes a chunk's, which is stored; and a flow [C] with a decay."""
 
             def walk_piece(item: Item) -> None:
-                def walk_chunk(chunk: Any, _: None) -> None:
+                def walk_chunk(some_steep: bool, chunk: Any, _: None) -> None:
                     step = item.before + chunk
-                    found, *flow = one(slot_of(step, STAGES), slot_of(step, K_STAGES), step)
+                    slots = slot_of(step, STAGES), slot_of(step, K_STAGES)
+                    found, flow = one(*slots, step, some_steep)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     out_s.at[number][...] = found.astype(BF16)
-                    for own in flow:
-                        flows_s.at[number][...] = own
+                    if gated:
+                        flows_s.at[number][...] = flow
                     plgpu.commit_smem()
                     rows = item.rows_from_the_end(chunk)
                     plgpu.copy_smem_to_gmem(
                         out_s.at[number], part(spec, ref, item, rows, item.head)
                     )
-                    for flow_ref in flow_refs[number : number + 1]:
-                        plgpu.copy_smem_to_gmem(
-                            flows_s.at[number], flow_ref.at[item.batch, item.head, rows]
-                        )
+                    if gated:
+                        target = flow_refs[number].at[item.batch, item.head, rows]
+                        plgpu.copy_smem_to_gmem(flows_s.at[number], target)
 
-                lax.fori_loop(0, item.chunks, walk_chunk, None)
+                def walk_chunks(some_steep: bool) -> None:
+                    lax.fori_loop(0, item.chunks, functools.partial(walk_chunk, some_steep), None)
+
+                frame.each_chunk(steep_ref, item, item.head, walk_chunks)
 
             deal.each(walk_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        def values_chunk(slot: Any, k_slot: Any, step: Any) -> Any:
+        def values_chunk(slot: Any, k_slot: Any, step: Any, some_steep: bool) -> Any:
             plgpu.barrier_wait(k_loaded.at[k_slot])
             x = load(k_s.at[k_slot])
             plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
             plgpu.barrier_arrive(k_free.at[k_slot])
-            phi_k = frame.features_of(x)
-
-            plgpu.barrier_wait(mapped.at[slot])
-            (a,) = multiply((frame.zeros(C, C), [(phi_k, q_s.at[slot].T)]))
-            flow: Any = ()
+            gates: Any = None
             if gated:
-                flow = (of_pairs(a),)
-                a = a * pairs_decays(slot)
-                left = frame.in_columns(left_of(slot), F)
-                phi_k = frame.rounded(phi_k.astype(F32) * left)
+                plgpu.barrier_wait(mapped.at[slot])
+                gates = frame.gates_of(gates_s.at[slot], some_steep)
+                phi_k = frame.decayed_features_of(x, gates.up_to_middle())
+            else:
+                phi_k = frame.features_of(x)
+                plgpu.barrier_wait(mapped.at[slot])
+            (a,) = multiply((frame.zeros(C, C), [(phi_k, q_s.at[slot].T)]))
+            flow: Any = None
+            if gated:
+                flow = of_pairs(a)
+
+                def when_steep() -> Any:
+                    left = frame.in_columns(gates.left(OF_ROWS), F)
+                    return a * gates.of_pairs(queries=1), frame.rounded(phi_k.astype(F32) * left)
+
+                a, phi_k = gates.either(when_steep, lambda: (a, phi_k))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-            _, a = seen(a)
+            weights = frame.rounded(seen(a))
             plgpu.barrier_wait(r_ready)
-            (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.T), (a, g_s.at[slot])]))
+            (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.T), (weights, g_s.at[slot])]))
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
-            return dv, *flow
-
-        def store_pairs(*parts: jax.Array) -> None:
-            """What is rounded, [j, i], and what that leaves off."""
-            for number, own in enumerate(parts):
-                pairs_s.at[number][...] = own
-            plgpu.commit_smem()
+            return dv, flow
 
         def of_pairs(a: jax.Array) -> jax.Array:
-            """I, of a without decays."""
+            """I, of a as it was multiplied: what it lacks of the decay in a steep chunk b has."""
+            parts = [out_s.at[DV, :, pl.ds(half * HALF, HALF)] for half in range(2)]
             plgpu.barrier_wait(pairs_ready)
-            rounded, left = (load(pairs_s.at[part]).astype(F32) for part in range(2))
-            m = a * (rounded + left)
-            rounded = frame.rounded(m)
-            store_pairs(rounded, frame.rounded(m - rounded.astype(F32)))
+            m = seen(a) * sum(load(pairs_s.at[part]).astype(F32) for part in range(2))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_parts(parts, m)
+            plgpu.barrier_arrive(pairs_free)
             t, other = frame.position(0), frame.position(1)
             before = jnp.where(other < t, 1.0, 0.0).astype(BF16)  # [t, j]
-            products = [(before, pairs_s.at[part]) for part in range(2)]
+            products = [(before, part) for part in parts]
             (across,) = multiply((frame.zeros(C, C), products))  # [t, i]
-            plgpu.barrier_arrive(pairs_free)
             return jnp.sum(jnp.where(other >= t, across, 0.0), axis=1)
 
-        def keys_chunk(slot: Any, k_slot: Any, step: Any) -> Any:
+        def keys_chunk(slot: Any, k_slot: Any, step: Any, some_steep: bool) -> Any:
             plgpu.barrier_wait(mapped.at[slot])
             minus_e = frame.in_rows(-load(e_s.at[slot], OF_COLUMNS), C)
             plgpu.barrier_wait(k_loaded.at[k_slot])
             (b,) = multiply((minus_e, [(v_s.at[k_slot], g_s.at[slot].T)]))
+            gates: Any = None
+            factors: Any
             if gated:
-                b = b * pairs_decays(slot)
-            b, factor = seen(b)
-            left = frame.rounded(b - factor.astype(F32))
-            if gated:
+                gates = frame.gates_of(gates_s.at[slot], some_steep)
+                b = gates.either(lambda: b * gates.of_pairs(queries=1), lambda: b)
 
                 @pl.when(step > 0)
                 def _() -> None:
                     plgpu.barrier_wait(pairs_free)
 
-                store_pairs(factor, left)
+                factors = pairs_s.at[0], pairs_s.at[1]
+                store_parts(factors, seen(b))
                 plgpu.barrier_arrive(pairs_ready)
+            else:
+                b = seen(b)
+                rounded = frame.rounded(b)
+                factors = rounded, frame.rounded(b - rounded.astype(F32))
             plgpu.barrier_wait(r_ready)
             of_others = frame.in_rows(load(u_s, OF_COLUMNS), C)
-            products = [(v_s.at[k_slot], r_s), (factor, q_s.at[slot]), (left, q_s.at[slot])]
-            flow: Any = ()
+            products = [(v_s.at[k_slot], r_s), *((factor, q_s.at[slot]) for factor in factors)]
+            flow = exponents = None
             if gated:
                 (of_others,) = multiply((of_others, products[:1]))
-                of_others = of_others * frame.in_columns(left_of(slot), F)
+                of_others = gates.either(
+                    lambda: of_others * frame.in_columns(gates.left(OF_ROWS), F),
+                    lambda: of_others,
+                )
+                exponents = gates.up_to_middle()
                 phi_k = frame.unrounded_features_of(load(k_s.at[k_slot]))
-                flow = (jnp.sum(phi_k * of_others, axis=1),)
+                flow = jnp.sum(phi_k * of_others, axis=1) * jnp.exp2(exponents)
                 del products[:1]
             plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
             (dk,) = multiply((of_others, products))
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
-            x = load(k_s.at[k_slot]).astype(F32)
-            dk = dk * jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)
+            x = jnp.minimum(load(k_s.at[k_slot]).astype(F32), 0.0) * LOG2_E
+            dk = dk * jnp.exp2(x if exponents is None else x + frame.in_columns(exponents, F))
             plgpu.commit_smem()
             plgpu.barrier_arrive(k_free.at[k_slot])
-            return dk, *flow
+            return dk, flow
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
@@ -390,7 +432,7 @@ def key_gradient(
 
         @pl.when(frame.group() == STATE)
         def _state() -> None:
-            frame.set_registers(STATE_REGISTERS)
+            frame.set_registers(GATED_STATE_REGISTERS if gated else STATE_REGISTERS)
             deal.each(sum_piece)
             plgpu.barrier_wait(r_free)
             if gated:
@@ -398,12 +440,12 @@ def key_gradient(
 
         @pl.when(frame.group() == DV)
         def _dv() -> None:
-            frame.set_registers(DV_REGISTERS)
+            frame.set_registers(GATED_DV_REGISTERS if gated else DV_REGISTERS)
             walk(values_chunk, DV, dv_ref)
 
         @pl.when(frame.group() == DK)
         def _dk() -> None:
-            frame.set_registers(DK_REGISTERS)
+            frame.set_registers(GATED_DK_REGISTERS if gated else DK_REGISTERS)
             walk(keys_chunk, DK, dk_ref)
             if gated:
                 plgpu.barrier_wait(pairs_free)
@@ -422,7 +464,7 @@ def key_gradient(
         jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
         jax.ShapeDtypeStruct((*of_edges, F), F32),
     )
-    arrays = *arrays, gates
+    arrays = *arrays, gates, steep
     dk, dv, inside, adds, *edges = frame.launch(
         body, "key_gradient", deal, out_type, scratch, arrays
     )

@@ -18,13 +18,14 @@ With a decay, of whose logarithms to base 2 G_i is the sum from the chunk's firs
     w[i, j] carries exp2(G_i - G_j); out_i and its denominator read S and z times exp2(G_i)
     S = exp2(G_C) S + (exp2(G_C - G_j) v_j)^T phi(k_j), z alike    for the chunk's last row C
 
-The state's part of out_i is scaled in its accumulator, before w v is added to it; v is scaled in
-registers by the warpgroup that reads that half. q and k are done with after the first three
-products, S's own among them.
+phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and rows of out
+and its denominator are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, v and what is
+read of the state are scaled in registers.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -56,7 +57,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of q and k, which are loaded, mapped and multiplied; of v and G; and of what is stored.
 STAGES, V_STAGES, OUT_SLOTS = 4, 2, 1
-VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 192, 96, 32
+# Two for features, half of F each.
+WARPGROUPS = 5
+VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 176, 48, 32
 
 
 def output(
@@ -68,9 +71,11 @@ def output(
     s: jax.Array,
     z: jax.Array,
     gates: jax.Array | None,
+    steep: jax.Array | None,
 ) -> jax.Array:
     """out, of s [B, G, P or more, V, F] in bfloat16 and z [B, G, P or more, F] in float32, the sums
-    ahead of each piece; gates: [B, G, T up to a whole chunk], float32."""
+    ahead of each piece; gates: [B, G, T up to a whole chunk], float32; steep: which pieces have a
+    steep chunk, [B, G, P]."""
     group_size, gated = spec.H // spec.G, gates is not None
 
     scratch = dict(
@@ -80,20 +85,20 @@ def output(
         gates_s=plgpu.SMEM((V_STAGES, C), F32),
         s_s=shared(2, HALF, F),
         out_s=shared(2, OUT_SLOTS, C, HALF),
-        z_s=plgpu.SMEM((F,), F32),
-        den_s=plgpu.SMEM((V_STAGES, C), F32),
-        z_rows_s=shared(ALIKE, F),
-        adds_s=shared(ALIKE, C),
+        z_s=plgpu.SMEM((2, HALF), F32),
+        den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
+        z_rows_s=shared(2, ALIKE, HALF),
+        adds_s=shared(2, ALIKE, C),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=V_STAGES),
-        mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        den_known=plgpu.Barrier(num_arrivals=1, num_barriers=V_STAGES),
-        free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-        v_free=plgpu.Barrier(num_arrivals=3, num_barriers=V_STAGES),
+        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        den_known=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
+        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+        v_free=plgpu.Barrier(num_arrivals=4, num_barriers=V_STAGES),
         s_loaded=plgpu.Barrier(num_arrivals=2),
         s_free=plgpu.Barrier(num_arrivals=2),
-        z_loaded=plgpu.Barrier(),
-        z_free=plgpu.Barrier(),
+        z_loaded=plgpu.Barrier(num_arrivals=2),
+        z_free=plgpu.Barrier(num_arrivals=2),
     )
 
     def body(
@@ -119,7 +124,9 @@ def output(
         z_loaded: Any,
         z_free: Any,
     ) -> None:
-        q_ref, k_ref, v_ref, s_ref, z_ref, *gates_ref, out_ref = refs
+        q_ref, k_ref, v_ref, s_ref, z_ref, *gates_refs, out_ref = refs
+        gates_ref: Any
+        gates_ref, steep_ref = gates_refs if gated else (None, None)
 
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
@@ -129,12 +136,11 @@ def output(
                 plgpu.barrier_wait(z_free)
                 plgpu.barrier_wait(s_free)
 
-            plgpu.copy_gmem_to_smem(z_ref.at[item.batch, kv_head, item.piece], z_s, z_loaded)
             for half in range(2):
-                rows = pl.ds(half * HALF, HALF)
-                plgpu.copy_gmem_to_smem(
-                    s_ref.at[item.batch, kv_head, item.piece, rows], s_s.at[half], s_loaded
-                )
+                own = pl.ds(half * HALF, HALF)
+                for ref, start, barrier in ((z_ref, z_s, z_loaded), (s_ref, s_s, s_loaded)):
+                    source = ref.at[item.batch, kv_head, item.piece, own]
+                    plgpu.copy_gmem_to_smem(source, start.at[half], barrier)
 
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
@@ -144,8 +150,8 @@ def output(
                     source = part(spec, ref, item, rows, head)
                     plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
                 frame.wait_until_free(v_free, step, V_STAGES)
-                for ref in gates_ref:
-                    source = ref.at[item.batch, kv_head, rows]
+                if gated:
+                    source = gates_ref.at[item.batch, kv_head, rows]
                     plgpu.copy_gmem_to_smem(source, gates_s.at[v_slot], v_loaded.at[v_slot])
                 for half in range(2):
                     source = part(spec, v_ref, item, rows, kv_head, half)
@@ -153,87 +159,105 @@ def output(
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
-        def map_piece(item: Item) -> None:
+        def map_piece(item: Item, half: int) -> None:
+            columns = pl.ds(half * HALF, HALF)
+            z_rows, adds = z_rows_s.at[half], adds_s.at[half]
             plgpu.barrier_wait(z_loaded)
-            totals = frame.in_columns(load(z_s, OF_ROWS), ALIKE)  # z
+            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
             plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
             plgpu.barrier_arrive(z_free)
 
-            def map_chunk(chunk: Any, totals: jax.Array) -> jax.Array:
+            def map_chunk(chunk: Any, carried: Any) -> Any:
+                totals, to_end = carried
                 step = item.before + chunk
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                frame.store_transposed(z_rows_s, totals.astype(BF16))
-                plgpu.barrier_wait(loaded.at[slot])
+                own_q, own_k = (tiles.at[slot, :, columns] for tiles in (q_s, k_s))
                 plgpu.barrier_wait(v_loaded.at[v_slot])
-                own = load(gates_s.at[v_slot], OF_ROWS) if gated else None
-                if own is not None:
-                    adds, keeps = frame.of_key(own, gates_s[v_slot, C - 1])
-                    frame.store_transposed(adds_s, frame.in_columns(adds, ALIKE).astype(BF16))
-                    totals = totals * keeps
-                frame.map_in_place(q_s.at[slot])
-                frame.map_in_place(k_s.at[slot])
+                gates = of_keys = reads = None
+                if gated:
+                    gates = frame.gates_of(gates_s.at[v_slot])
+                    totals, to_end = totals * (to_end * gates.to_middle()), gates.from_middle()
+                    of_keys = gates.up_to_middle()
+                    reads = gates.if_steep(gates.of(OF_ROWS))
+                    left = gates.if_steep(gates.last - gates.of(OF_ROWS))
+                    frame.store_transposed(adds, frame.in_columns(left, ALIKE).astype(BF16))
+                frame.store_transposed(z_rows, totals.astype(BF16))
+                if gates is not None:
+                    totals = totals * gates.if_steep(gates.last)
+                plgpu.barrier_wait(loaded.at[slot])
+                frame.map_in_place(own_q)
+                frame.map_in_place(own_k, of_keys)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if spec.normalize:
                     den, totals = multiply(
-                        (frame.zeros(C, ALIKE), [(q_s.at[slot], z_rows_s.T)]),
-                        (totals, [(k_s.at[slot].T, adds_s.T)]),
+                        (frame.zeros(C, ALIKE), [(own_q, z_rows.T)]),
+                        (totals, [(own_k.T, adds.T)]),
                     )
                     den = jnp.sum(den, axis=1) / ALIKE
-                    den_s.at[v_slot][...] = den if own is None else den * jnp.exp2(own)
+                    den_s.at[v_slot, half][...] = den if reads is None else den * reads
                     plgpu.barrier_arrive(den_known.at[v_slot])
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(v_free.at[v_slot])
-                return totals
+                return totals, to_end
 
-            lax.fori_loop(0, item.chunks, map_chunk, totals)
+            lax.fori_loop(0, item.chunks, map_chunk, (totals, jnp.float32(1)))
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
             plgpu.barrier_wait(s_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
 
-            def multiply_chunk(chunk: Any, S: jax.Array) -> jax.Array:
+            def multiply_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
+                S, to_end = carried
                 step = item.before + chunk
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 out_slot = slot_of(step, OUT_SLOTS)
                 values = v_s.at[v_slot, half]
-                added: Any = values.T
-                s_s.at[half][...] = S.astype(BF16)
-                plgpu.barrier_wait(v_loaded.at[v_slot])
-                if gated:
-                    adds, keeps = frame.of_key(
-                        load(gates_s.at[v_slot], OF_COLUMNS), gates_s[v_slot, C - 1]
+                gates: Any = None
+
+                def products(S: jax.Array, added: Any) -> Any:
+                    return multiply(
+                        (frame.zeros(C, C), [(q_s.at[slot], k_s.at[slot].T)]),
+                        (frame.zeros(C, HALF), [(q_s.at[slot], s_s.at[half].T)]),
+                        (S, [(added, k_s.at[slot])]),
                     )
-                    added = frame.load_transposed(values).astype(F32)
-                    added = frame.rounded(added * frame.in_rows(adds, HALF))
-                    S = S * keeps
+
+                def when_steep() -> Any:
+                    added = frame.times_rows(values, gates.left(OF_COLUMNS))
+                    w, out, total = products(S * jnp.exp2(gates.last), added)
+                    reads = frame.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
+                    return w * gates.of_pairs(queries=0), out * reads, total
+
+                if gated:
+                    plgpu.barrier_wait(v_loaded.at[v_slot])
+                    gates = frame.gates_of(gates_s.at[v_slot], some_steep)
+                    S, to_end = S * (to_end * gates.to_middle()), gates.from_middle()
+                s_s.at[half][...] = S.astype(BF16)
+                if not gated:
+                    plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
                 plgpu.barrier_wait(mapped.at[slot])
 
-                w, out, S = multiply(
-                    (frame.zeros(C, C), [(q_s.at[slot], k_s.at[slot].T)]),
-                    (frame.zeros(C, HALF), [(q_s.at[slot], s_s.at[half].T)]),
-                    (S, [(added, k_s.at[slot])]),
-                )
+                def otherwise() -> Any:
+                    return products(S, values.T)
+
+                w, out, S = gates.either(when_steep, otherwise) if gated else otherwise()
                 plgpu.barrier_arrive(free.at[slot])
-                if gated:
-                    # Read again: there are no registers to keep them in.
-                    to = load(gates_s.at[v_slot], OF_ROWS)
-                    since = load(gates_s.at[v_slot], OF_COLUMNS)
-                    out = out * frame.in_columns(jnp.exp2(to), HALF)
-                    # Infinite where a key is not seen, perhaps.
-                    w = w * jnp.exp2(frame.in_columns(to, C) - frame.in_rows(since, C))
                 w = jnp.where(frame.position(0) >= frame.position(1), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = frame.rounded(lax.optimization_barrier(w))
                 (out,) = multiply((out, [(w, values)]))
-                factor: Any = spec.scale
+                lasting: Any = jnp.exp2(gates.since_middle()) if gated else 1.0
+                factor = spec.scale * lasting
                 if spec.normalize:
                     den = jnp.sum(w.astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
-                    den = den + load(den_s.at[v_slot], OF_ROWS)
-                    factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                    for own in range(2):
+                        den = den + load(den_s.at[v_slot, own], OF_ROWS)
+                    factor = lasting / jnp.maximum(den * lasting, spec.eps)
+                if gated or spec.normalize:
+                    factor = frame.in_columns(factor, HALF)
                 plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
                 out_s.at[half, out_slot][...] = (out * factor).astype(BF16)
                 plgpu.commit_smem()  # also what was read of the gates
@@ -242,33 +266,39 @@ def output(
                     out_s.at[half, out_slot],
                     part(spec, out_ref, item, item.rows(chunk), item.head, half),
                 )
-                return S
+                return S, to_end
 
-            lax.fori_loop(0, item.chunks, multiply_chunk, S)
+            def multiply_chunks(some_steep: bool) -> None:
+                one = functools.partial(multiply_chunk, some_steep)
+                lax.fori_loop(0, item.chunks, one, (S, jnp.float32(1)))
+
+            frame.each_chunk(steep_ref, item, lax.div(item.head, group_size), multiply_chunks)
             plgpu.barrier_arrive(s_free)
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(MEMORY_REGISTERS)
+            frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(z_free)
             plgpu.barrier_wait(s_free)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(v_free, steps, V_STAGES)
 
-        @pl.when(frame.group() == FEATURES)
-        def _features() -> None:
-            frame.set_registers(FEATURES_REGISTERS)
-            if not gated:
-                frame.store_transposed(adds_s, frame.ones(C, ALIKE))
-            deal.each(map_piece)
+        for half in range(2):
+
+            @pl.when(frame.group() == FEATURES + half)
+            def _features(half: int = half) -> None:
+                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                if not gated:
+                    frame.store_transposed(adds_s.at[half], frame.ones(C, ALIKE))
+                deal.each(lambda item: map_piece(item, half))
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS)
+            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
     out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
-    arrays = (q, k, v, s, z) if gates is None else (q, k, v, s, z, gates)
-    return frame.launch(body, "output", deal, out_type, scratch, arrays)
+    arrays = (q, k, v, s, z) if gates is None or steep is None else (q, k, v, s, z, gates, steep)
+    return frame.launch(body, "output", deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)

@@ -28,14 +28,18 @@ gradient of phi(q_i) being called D_i here):
     S = exp2(G_C) S + (exp2(G_C - G_j) phi(k_j))^T v_j, z alike    for the chunk's last row C
     R_i = exp2(G_i) phi(q_i) . (g_i S - e_i z) inverse_i
 
-R_i is what the query reads of the state, for the gradient of the decays (`flows.py`). Each half
-leaves its own part of it, and S and z ahead of some chunks as they are multiplied. What is read of
-the state is scaled in its accumulator, and phi(k) in registers.
+R_i is what the query reads of the state, for the gradient of the decays (`flows.py`): features
+leaves both its sums, and values S and z ahead of some chunks as they are multiplied.
+
+phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and D_i and z_i
+what is left: their rows are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, pairs'
+decays in z_i, and what is read of the state are scaled in registers, phi(k) there for its sums.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -70,6 +74,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 3
 VALUES_REGISTERS, FEATURES_REGISTERS = 216, 56
+# With a decay features has products of its own.
+GATED_VALUES_REGISTERS, GATED_FEATURES_REGISTERS = 208, 72
 
 
 def query_gradient(
@@ -82,9 +88,10 @@ def query_gradient(
     s: jax.Array,
     z: jax.Array,
     gates: jax.Array | None,
+    steep: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
-    """dq; inverse and e [B, H, T up to a whole chunk], float32. s, z and gates are as in
-    `output`."""
+    """dq; inverse and e [B, H, T up to a whole chunk], float32. s, z, gates and steep are as
+    in `output`."""
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
     # A returned state's cotangent is one of z, too.
     sums_keys = spec.normalize or gated and spec.return_state
@@ -100,20 +107,22 @@ def query_gradient(
         z_s=plgpu.SMEM((2, HALF), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
         rows_s=plgpu.SMEM((2, 2, C), F32),
-        loaded=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
-        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=STAGES),
+        q_free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=Q_STAGES),
+        k_free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=K_STAGES),
         start_loaded=plgpu.Barrier(num_arrivals=5),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
     if gated:
         scratch |= dict(
-            gates_s=plgpu.SMEM((STAGES, C), F32),
+            gates_s=plgpu.SMEM((K_STAGES, C), F32),
             reads_s=plgpu.SMEM((2, 2, C), F32),
+            published=plgpu.Barrier(num_arrivals=2),
+            state_read=plgpu.Barrier(num_arrivals=1),
         )
 
     def body(
@@ -146,8 +155,11 @@ def query_gradient(
         exchanged: Any,
         gates_s: Any = None,
         reads_s: Any = None,
+        published: Any = None,
+        state_read: Any = None,
     ) -> None:
-        gates_refs, (dq_ref, inverse_ref, e_ref, *flow_refs) = refs[:gated], refs[gated:]
+        gates_ref, steep_ref = refs[:2] if gated else (None, None)
+        dq_ref, inverse_ref, e_ref, *flow_refs = refs[2 * gated :]
 
         def load_piece(item: Item) -> None:
             of_piece = item.batch, item.head, item.piece
@@ -168,9 +180,6 @@ def query_gradient(
                     plgpu.copy_gmem_to_smem(
                         part(spec, ref, item, rows, item.head), own.at[slot], loaded.at[slot]
                     )
-                for ref in gates_refs:
-                    source = ref.at[item.batch, item.head, rows]
-                    plgpu.copy_gmem_to_smem(source, gates_s.at[slot], loaded.at[slot])
                 for ref, own, stages, own_loaded, own_free in (
                     (k_ref, k_s, K_STAGES, k_loaded, k_free),
                     (q_ref, q_s, Q_STAGES, q_loaded, q_free),
@@ -183,6 +192,9 @@ def query_gradient(
                             own.at[slot, half],
                             own_loaded.at[slot],
                         )
+                    if gated and ref is k_ref:
+                        source = gates_ref.at[item.batch, item.head, rows]
+                        plgpu.copy_gmem_to_smem(source, gates_s.at[slot], k_loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -190,12 +202,54 @@ def query_gradient(
             def map_chunk(chunk: Any, _: None) -> None:
                 slot = slot_of(chunk, K_STAGES)
                 plgpu.barrier_wait(k_loaded.at[slot])
+                exponents = None
+                if gated:
+                    exponents = frame.gates_of(gates_s.at[slot]).up_to_middle()
                 for half in range(2):
-                    frame.map_in_place(k_s.at[slot, half])
+                    frame.map_in_place(k_s.at[slot, half], exponents)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(k_mapped.at[slot])
+                if gated:
+
+                    @pl.when(chunk > 0)
+                    def _() -> None:
+                        read_chunk(item, chunk - 1)
 
             lax.fori_loop(0, item.chunks, map_chunk, None)
+            if gated:
+                read_chunk(item, item.chunks - 1)
+                plgpu.wait_smem_to_gmem(0)
+
+        def read_chunk(item: Item, chunk: Any) -> None:
+            """exp2(G_i) phi(q_i) . g_i S, and . z."""
+            slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
+            k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
+            plgpu.barrier_wait(loaded.at[slot])
+            plgpu.barrier_wait(q_loaded.at[q_slot])
+            plgpu.barrier_wait(published)
+            found: list[Any] = [0.0] * (1 + spec.normalize)
+            for half in range(2):
+                (read,) = multiply((frame.zeros(C, HALF), [(g_s.at[slot], s_s.at[half])]))
+                both = [read]
+                if spec.normalize:
+                    both.append(frame.in_rows(load(z_s.at[half], OF_COLUMNS), C))
+                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
+                found = [
+                    own + jnp.sum(phi_q * x, axis=1) for own, x in zip(found, both, strict=True)
+                ]
+            gates = frame.gates_of(gates_s.at[k_slot])
+            left = jnp.exp2(gates.of(OF_ROWS) - gates.unless_steep(gates.middle))
+            plgpu.wait_smem_to_gmem(len(found), wait_read_only=True)
+            for number, own in enumerate(found):
+                reads_s.at[parity, number][...] = own * left
+            plgpu.commit_smem()
+            for barrier in (state_read, free.at[slot], q_free.at[q_slot], k_free.at[k_slot]):
+                plgpu.barrier_arrive(barrier)
+            for number in range(len(found)):
+                plgpu.copy_smem_to_gmem(
+                    reads_s.at[parity, number],
+                    flow_refs[0].at[number, item.batch, item.head, item.rows(chunk)],
+                )
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
@@ -225,34 +279,8 @@ def query_gradient(
                     for ref in z_refs:
                         plgpu.copy_smem_to_gmem(z_s.at[half], ref.at[(*at, columns)])
 
-            def read_decayed(w: jax.Array, slot: Any, q_slot: Any) -> Any:
-                """What is read of S, [C, HALF]; phi(q) times that, and times z [C]; w, and all
-                pairs' decays."""
-
-                def weigh() -> Any:
-                    to, since = (load(gates_s.at[slot], of) for of in (OF_ROWS, OF_COLUMNS))
-                    # Infinite where a key is not seen, perhaps.
-                    decays = jnp.exp2(frame.in_columns(to, C) - frame.in_rows(since, C))
-                    both = [w * decays, decays] if spec.normalize else [w * decays]
-                    # Rounded in pairs: behind the choice each would be by itself.
-                    both = lax.optimization_barrier([jnp.where(sees(), x, 0.0) for x in both])
-                    return [frame.rounded(x) for x in both]
-
-                read, (w, *decays) = frame.multiply_while(
-                    g_s.at[slot], s_s.at[half], (C, HALF), weigh
-                )
-                plgpu.barrier_wait(q_loaded.at[q_slot])
-                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
-                reads = jnp.exp2(load(gates_s.at[slot], OF_ROWS))
-                read = read * frame.in_columns(reads, HALF)
-                of_s = jnp.sum(phi_q * read, axis=1)
-                if not spec.normalize:
-                    return read, (of_s,), w, None
-                z = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
-                return read, (of_s, reads * jnp.sum(phi_q * z, axis=1)), w, decays[0]
-
-            def multiply_chunk(chunk: Any, carried: Any) -> Any:
-                S, totals = carried
+            def multiply_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
+                S, totals, to_end = carried
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
                 features = k_s.at[k_slot, half]
@@ -262,73 +290,94 @@ def query_gradient(
                         frame.store_transposed(s_s.at[half], S.astype(BF16))
                     else:
                         s_s.at[half][...] = S.astype(BF16)
+                    if sums_keys:
+                        z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
                     plgpu.commit_smem()
+                    if gated:
+                        plgpu.barrier_arrive(published)
+
+                def where_seen(x: jax.Array) -> jax.Array:
+                    # Rounded in pairs: behind the choice each would be by itself.
+                    return frame.rounded(lax.optimization_barrier(jnp.where(sees(), x, 0.0)))
+
+                def z_before() -> jax.Array:
+                    return frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+
+                def arranged(found: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+                    """D, z_i where it is needed, and S and z behind the chunk."""
+                    D, *z, S = found[: 2 + spec.normalize]
+                    return D, z, S, found[-1] if sums_keys else totals
 
                 plgpu.barrier_wait(loaded.at[slot])
                 plgpu.barrier_wait(k_mapped.at[k_slot])
+                gates: Any = None
+                lasting: Any = None
+                if gated:
+                    gates = frame.gates_of(gates_s.at[k_slot], some_steep)
+                    onto = to_end * gates.to_middle()
+                    S, totals, to_end = S * onto, totals * onto, gates.from_middle()
+                    lasting = jnp.exp2(gates.since_middle())
+
+                    @pl.when(chunk > 0)
+                    def _() -> None:
+                        plgpu.barrier_wait(state_read)
+
                 (w,) = multiply(
                     (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
                 )
-                added: Any = features.T
-                own_reads: Any = ()
-                decays: Any = None
+
+                def unless_steep() -> Any:
+                    state = s_s.at[half] if gated else s_s.at[half].T
+                    reads = [(g_s.at[slot], state), (where_seen(w), features)]
+                    of_queries = [(frame.zeros(C, HALF), reads)]
+                    if spec.normalize:
+                        of_queries.append((z_before(), [(ones_where(sees()), features)]))
+                    behind = [(S, [(features.T, v_s.at[slot])])]
+                    if sums_keys:
+                        behind.append((totals, [(features.T, ones_s.T)]))
+                    return arranged(multiply(*of_queries, *behind))
+
+                def when_steep() -> Any:
+                    """One product after the other: there are no registers for all factors."""
+                    left = frame.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
+                    (D,) = multiply((frame.zeros(C, HALF), [(g_s.at[slot], s_s.at[half])]))
+                    weights = where_seen(w * gates.of_pairs(queries=0))
+                    of_queries = multiply((D * left, [(weights, features)]))
+                    if spec.normalize:
+                        decays = where_seen(gates.of_pairs(queries=0))
+                        of_queries += multiply((z_before() * left, [(decays, features)]))
+                    added = frame.times_rows(features, gates.left(OF_COLUMNS))
+                    keeps = jnp.exp2(gates.last)
+                    behind = [(S * keeps, [(added, v_s.at[slot])])]
+                    if sums_keys:
+                        behind.append((totals * keeps, [(added, ones_s.T)]))
+                    return arranged(of_queries + multiply(*behind))
+
                 if gated:
                     keep_state(item, chunk)
-                    read, own_reads, w, decays = read_decayed(w, slot, q_slot)
-                    gradient = read, [(w, features)]
-                    added, keeps = frame.decayed_keys(features, gates_s.at[slot])
-                    S, totals = S * keeps, totals * keeps
-                else:
-                    w = frame.rounded(jnp.where(sees(), w, 0.0))
-                    gradient = (
-                        frame.zeros(C, HALF),
-                        [(g_s.at[slot], s_s.at[half].T), (w, features)],
-                    )
-                of_state = S, [(added, v_s.at[slot])]
-                z_i: Any = None
-                if spec.normalize:
-                    z_i = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
-                    if gated:
-                        to = load(gates_s.at[slot], OF_ROWS)
-                        z_i = z_i * frame.in_columns(jnp.exp2(to), HALF)
-                    seen = ones_where(sees()) if decays is None else decays
-                    G, z_i, S, totals = multiply(
-                        gradient,
-                        (z_i, [(seen, features)]),
-                        of_state,
-                        (totals, [(added, ones_s.T)]),
-                    )
-                elif sums_keys:
-                    G, S, totals = multiply(
-                        gradient, of_state, (totals, [(added, ones_s.T)])
-                    )
-                else:
-                    G, S = multiply(gradient, of_state)
-                if gated:
+                    D, z, S, totals = gates.either(when_steep, unless_steep)
                     plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+                else:
+                    D, z, S, totals = unless_steep()
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
 
-                if not gated:
-                    plgpu.barrier_wait(q_loaded.at[q_slot])
-                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
-                scale: Any = spec.scale
-                own_parts: Any = ()
                 if gated:
 
                     @pl.when(flows.is_kept(chunk))
                     def _() -> None:  # S and z, ahead of what replaces them
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+                plgpu.barrier_wait(q_loaded.at[q_slot])
+                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
+                own_parts: Any = ()
                 if spec.normalize:
-                    own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z_i, axis=1)
+                    own_parts = jnp.sum(phi_q * D, axis=1), jnp.sum(phi_q * z[0], axis=1)
                     for number, own in enumerate(own_parts):
                         parts_s.at[parity, half, number][...] = own
-                if sums_keys:
-                    z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_free.at[q_slot])
-                inverse: Any = None
+                inverse: Any = spec.scale
                 e: Any = None
                 if spec.normalize:
                     plgpu.barrier_arrive(exchanged)
@@ -337,28 +386,23 @@ def query_gradient(
                         own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
                         for number, own in enumerate(own_parts)
                     )
+                    if gated:
+                        total, den = total * lasting, den * lasting
                     inverse = 1.0 / jnp.maximum(den, spec.eps)
                     e = jnp.where(den > spec.eps, total * inverse, 0.0)
-                    G -= frame.in_columns(e, HALF) * z_i
-                    scale = frame.in_columns(inverse, HALF)
-                dq = G * scale * jnp.minimum(phi_q, 1.0)
-                # Of the stores of two chunks ago: one of dq, and one of a row, or two.
-                plgpu.wait_smem_to_gmem(1 + spec.normalize + gated, wait_read_only=True)
+                    D -= frame.in_columns(e, HALF) * z[0]
+                scale = inverse * lasting if gated else inverse
+                if gated or spec.normalize:
+                    scale = frame.in_columns(scale, HALF)
+                dq = D * scale * jnp.minimum(phi_q, 1.0)
+                # Of the stores of two chunks ago: one of dq, and one of a row.
+                plgpu.wait_smem_to_gmem(1 + spec.normalize, wait_read_only=True)
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
                 dq_slot[...] = dq.astype(BF16)
                 if spec.normalize:
                     rows_s.at[half, parity][...] = jnp.where(half == 0, inverse, e)
-                if gated:
-                    of_s, *of_z = own_reads
-                    reads_s.at[half, parity][...] = (
-                        (of_s - e * of_z[0]) * inverse if of_z else of_s * spec.scale
-                    )
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
-                if gated:
-                    plgpu.copy_smem_to_gmem(
-                        reads_s.at[half, parity], flow_refs[0].at[half, item.batch, item.head, rows]
-                    )
                 plgpu.copy_smem_to_gmem(dq_slot, part(spec, dq_ref, item, rows, item.head, half))
                 for number, ref in enumerate((inverse_ref, e_ref) if spec.normalize else ()):
 
@@ -368,9 +412,15 @@ def query_gradient(
                             rows_s.at[half, parity], ref.at[item.batch, item.head, rows]
                         )
 
-                return S, totals
+                return S, totals, to_end
 
-            lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
+            def multiply_chunks(some_steep: bool) -> None:
+                one = functools.partial(multiply_chunk, some_steep)
+                lax.fori_loop(0, item.chunks, one, (S, totals, jnp.float32(1)))
+
+            frame.each_chunk(steep_ref, item, item.head, multiply_chunks)
+            if gated:
+                plgpu.barrier_wait(state_read)
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
@@ -382,12 +432,12 @@ def query_gradient(
 
         @pl.when(frame.group() == FEATURES)
         def _features() -> None:
-            frame.set_registers(FEATURES_REGISTERS)
+            frame.set_registers(GATED_FEATURES_REGISTERS if gated else FEATURES_REGISTERS)
             deal.each(map_piece)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS)
+            frame.set_registers(GATED_VALUES_REGISTERS if gated else VALUES_REGISTERS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
@@ -395,11 +445,11 @@ def query_gradient(
     out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
     if gated:
-        arrays = *arrays, gates
+        arrays = *arrays, gates, steep
         of_edges = spec.B, spec.H, flows.places(deal)
         out_type = (
             *out_type,
-            jax.ShapeDtypeStruct((2, *rows.shape), F32),
+            jax.ShapeDtypeStruct((1 + spec.normalize, *rows.shape), F32),
             jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
         )
         if sums_keys:
@@ -408,4 +458,8 @@ def query_gradient(
     dq, inverse, e, *flow = found
     if not spec.normalize:
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
-    return dq, inverse, e, flows.OfQueries(*flow) if gated else None
+    if not gated:
+        return dq, inverse, e, None
+    of_state, *edges = flow
+    reads = of_state[0] - e * of_state[1] if spec.normalize else of_state[0]
+    return dq, inverse, e, flows.OfQueries(reads * inverse, *edges)

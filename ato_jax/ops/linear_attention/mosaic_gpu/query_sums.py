@@ -3,8 +3,8 @@
 With phi'_i = phi(q_i) inverse_i; g, inverse and e are those of `query_gradient.py`. Of u's eight
 columns half are of e rounded, half of what that left off.
 
-With a decay, as the start of the piece sees them: g_i and e_i are times what is left of a state
-there behind step i.
+With a decay, as the start of the piece sees them: inverse_i is times what is left of a state there
+behind step i.
 """
 
 from __future__ import annotations
@@ -12,27 +12,22 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import BF16, F32, C, F
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import BF16, F32, C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
-def map_queries(q_ref: Any, inverse_ref: Any) -> None:
+def map_queries(q_ref: Any, inverse: jax.Array) -> None:
     """phi(q_i) inverse_i in q's place, rounded once: inverse is of phi(q_i) in float32, too."""
     features = frame.unrounded_features_of(frame.load(q_ref))
-    inverse = frame.in_columns(frame.load(inverse_ref, frame.OF_ROWS), F)
-    q_ref[...] = (features * inverse).astype(BF16)
+    q_ref[...] = (features * frame.in_columns(inverse, features.shape[1])).astype(BF16)
 
 
-def spread(e_ref: Any, minus_e_ref: Any, gates_ref: Any = None) -> None:
+def spread(e: jax.Array, minus_e_ref: Any) -> None:
     """-e in the rows of minus_e [C, C], of which 8 are read: rounded, and what that left off."""
-    e = frame.load(e_ref, frame.OF_COLUMNS)
-    if gates_ref is not None:
-        e = e * jnp.exp2(frame.load(gates_ref, frame.OF_COLUMNS))
     e = -frame.in_rows(e, C)
     left = e - frame.rounded(e).astype(F32)
     minus_e_ref[...] = frame.rounded(jnp.where(frame.position(0) % 2 == 0, e, left))
@@ -53,16 +48,12 @@ def query_sums(
     def map_rows(
         q_ref: Any, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, gates_ref: Any = None
     ) -> None:
-        map_queries(q_ref, inverse_ref)
-        spread(e_ref, minus_e_ref, gates_ref)
-
-    def turn(g_ref: Any, *vectors: Any) -> tuple[Any, None]:
-        if gates is None:
-            return g_ref.T, None
-        turned = frame.decayed_rows(g_ref, frame.load(vectors[-1], frame.OF_COLUMNS))
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-        return turned, None
+        inverse = frame.load(inverse_ref, frame.OF_ROWS)
+        if gates_ref is not None:
+            inverse = inverse * jnp.exp2(frame.load(gates_ref, frame.OF_ROWS))
+        map_queries(q_ref, inverse)
+        spread(frame.load(e_ref, frame.OF_COLUMNS), minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
-    r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, turn)
+    r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows)
     return r, u / frame.PARTS

@@ -20,11 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, HALF, C, F, Item, V
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, F, Item, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
-VALUES_REGISTERS, FEATURES_REGISTERS = 176, 136
+WARPGROUPS = 5
+VALUES_REGISTERS, FEATURES_REGISTERS = 160, 64
 
 
 def sums(
@@ -34,32 +35,18 @@ def sums(
     v: jax.Array,
     gates: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32."""
+    """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
+    end, [B, G, T up to a whole chunk]."""
 
-    rows = pl.ds(0, ALIKE)
-
-    def map_rows(k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> Any:
-        if gates_ref is None:
-            adds, keeps = frame.ones(C, ALIKE), None
-        else:
-            own = frame.load(gates_ref, frame.OF_ROWS)
-            adds, keeps = frame.of_key(own, gates_ref[C - 1])
-            adds = frame.in_columns(adds, ALIKE).astype(BF16)
-        frame.store_transposed(adds_ref.at[rows], adds)
-        frame.map_in_place(k_ref)
-        return keeps
-
-    def turn(v_ref: Any, gates_ref: Any = None) -> tuple[Any, Any]:
-        if gates_ref is None:
-            return v_ref.T, None
-        own = frame.load(gates_ref, frame.OF_COLUMNS)
-        adds, keeps = frame.of_key(own, gates_ref[C - 1])
-        turned = frame.load_transposed(v_ref).astype(F32) * frame.in_rows(adds, HALF)
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-        return frame.rounded(turned), keeps
+    def map_rows(k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
+        frame.store_transposed(adds_ref.at[pl.ds(0, ALIKE)], frame.ones(C, ALIKE))
+        exponents = None
+        if gates_ref is not None:
+            exponents = frame.load(gates_ref, frame.OF_ROWS)
+        frame.map_in_place(k_ref, exponents)
 
     vectors = [] if gates is None else [gates]
-    kv, k_sum = piece_sums(spec, deal, "sums", k, v, vectors, map_rows, turn)
+    kv, k_sum = piece_sums(spec, deal, "sums", k, v, vectors, map_rows)
     return kv, k_sum / ALIKE
 
 
@@ -70,28 +57,25 @@ def piece_sums(
     x: jax.Array,
     y: jax.Array,
     vectors: Sequence[jax.Array],
-    map_rows: Callable[..., Any],
-    turn: Callable[..., tuple[Any, Any]],
+    map_rows: Callable[..., None],
 ) -> tuple[jax.Array, jax.Array]:
     """sum y_j phi_j^T [B, heads, P, V, F], and sum_j a_jc phi_j over all 8 columns c, float32.
 
     Args:
       vectors: [B, heads, T up to a whole chunk] in float32, parts of which the functions are given.
-      map_rows: (x, a^T, *vectors) in shared memory: makes phi of x in its place, and a; it
-        gives what is left of the sums of earlier chunks, None for all.
-      turn: (half of y [C, 64], *vectors) to y^T [64, C], and what is left, likewise.
+      map_rows: (x, a^T, *vectors) in shared memory: makes phi of x in its place, and a.
     """
     scratch = dict(
         x_s=frame.shared(STAGES, C, F),
         y_s=frame.shared(STAGES, 2, C, HALF),
         vectors_s=plgpu.SMEM((STAGES, max(1, len(vectors)), C), F32),
-        a_s=frame.shared(C, C),  # of which 8 rows are read
+        a_s=frame.shared(2, C, C),  # of which 8 rows are read
         total_s=frame.shared(2, HALF, F, dtype=F32),
-        columns_s=plgpu.SMEM((F,), F32),
+        columns_s=plgpu.SMEM((2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=1 + len(vectors), num_barriers=STAGES),
         y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
     )
 
     def body(
@@ -130,26 +114,27 @@ def piece_sums(
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
-        def map_piece(item: Item) -> None:
-            a = a_s.at[pl.ds(0, ALIKE)]
+        def map_piece(item: Item, half: int) -> None:
+            own = pl.ds(half * HALF, HALF)
+            a = a_s.at[half, pl.ds(0, ALIKE)]
 
             def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                keeps = map_rows(x_s.at[slot], a_s, *vectors_of(slot))
-                columns = columns if keeps is None else columns * keeps
+                x = x_s.at[slot, :, own]
+                map_rows(x, a_s.at[half], *vectors_of(slot))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                (columns,) = frame.multiply((columns, [(x_s.at[slot].T, a.T)]))
+                (columns,) = frame.multiply((columns, [(x.T, a.T)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return columns
 
-            columns = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(F, ALIKE))
+            columns = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(HALF, ALIKE))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            columns_s[...] = jnp.sum(columns, axis=1)
+            columns_s.at[half][...] = jnp.sum(columns, axis=1)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                columns_s, columns_ref.at[item.batch, item.head, item.piece]
+                columns_s.at[half], columns_ref.at[item.batch, item.head, item.piece, own]
             )
 
         def multiply_piece(item: Item) -> None:
@@ -159,10 +144,8 @@ def piece_sums(
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(y_loaded.at[slot])
                 plgpu.barrier_wait(loaded.at[slot])
-                turned, keeps = turn(y_s.at[slot, half], *vectors_of(slot))
-                total = total if keeps is None else total * keeps
                 plgpu.barrier_wait(mapped.at[slot])
-                (total,) = frame.multiply((total, [(turned, x_s.at[slot])]))
+                (total,) = frame.multiply((total, [(y_s.at[slot, half].T, x_s.at[slot])]))
                 plgpu.barrier_arrive(free.at[slot])
                 return total
 
@@ -177,19 +160,21 @@ def piece_sums(
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            frame.set_registers(frame.MEMORY_REGISTERS, WARPGROUPS)
             steps = deal.each(load_piece)
             frame.await_the_last(free, steps, STAGES)
 
-        @pl.when(frame.group() == frame.FEATURES)
-        def _features() -> None:
-            frame.set_registers(FEATURES_REGISTERS)
-            deal.each(map_piece)
-            plgpu.wait_smem_to_gmem(0)
+        for half in range(2):
+
+            @pl.when(frame.group() == frame.FEATURES + half)
+            def _features(half: int = half) -> None:
+                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                deal.each(lambda item: map_piece(item, half))
+                plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() < frame.MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS)
+            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
@@ -198,4 +183,6 @@ def piece_sums(
         jax.ShapeDtypeStruct((*of_pieces, V, F), F32),
         jax.ShapeDtypeStruct((*of_pieces, F), F32),
     )
-    return frame.launch(body, name, deal, out_type, scratch, (x, y, *vectors))
+    return frame.launch(
+        body, name, deal, out_type, scratch, (x, y, *vectors), warpgroups=WARPGROUPS
+    )
