@@ -307,10 +307,11 @@ class Gates(NamedTuple):
     """Of a chunk, from shared memory: G up to its middle row and its last, and whether it is steep,
     None where none is: one of its halves loses more than features in bfloat16 have room for.
 
-    In all other chunks keys carry exp2(G_m - G_j), their decay up to the middle, queries
-    exp2(G_i - G_m), theirs since, and states are those that the middle sees: so there is nothing
-    between products that a decay would add. In a steep one neither carries any, states are those of
-    its start or, behind it, of its end, and pairs of rows are multiplied by exp2(G_i - G_j).
+    In all other chunks keys carry exp2(G_m - G_j), their decay up to the middle, queries, or what
+    they get at the end, exp2(G_i - G_m), theirs since, and states are those that the middle sees:
+    so there is nothing between products that a decay would add. In a steep one neither carries any,
+    states are those of its start or, behind it, of its end, and pairs of rows are multiplied by
+    exp2(G_i - G_j).
     """
 
     ref: Any

@@ -7,7 +7,7 @@ Per piece, with S [V, F] (bfloat16) and z [F] (float32) of the keys before it:
     S += v^T phi(k),  z += sum_j phi(k_j)          after each chunk
 
     memory    loads S, z of a piece and its chunks, as slots come free, across pieces
-    features  maps q and k in place; z in every column of a tile [F, 8]; den_i = phi(q_i) . z
+    features  two, half of F each: map q and k in place; z in every column of a tile [64, 8]; den_i
     values    each a half of V: S_half [64, F] float32 in registers, w, out_half
 
 so the state is loaded once for a piece and carried through its chunks. Both halves compute w: that

@@ -1,7 +1,7 @@
 """The sums of each piece: of keys S = sum_j v_j phi(k_j)^T [V, F] and z = sum_j phi(k_j) [F].
 
     memory    loads chunks of k and v
-    features  maps k in place, and adds up z in every column of a tile [F, 8]
+    features  two, half of F each: map k in place, and add up z in every column of a tile [64, 8]
     values    each a half of V of S, in registers
 
 With a decay, as in `output.py`, they are what is left of them behind the piece. The sums of queries
@@ -62,8 +62,9 @@ def piece_sums(
     """sum y_j phi_j^T [B, heads, P, V, F], and sum_j a_jc phi_j over all 8 columns c, float32.
 
     Args:
-      vectors: [B, heads, T up to a whole chunk] in float32, parts of which the functions are given.
-      map_rows: (x, a^T, *vectors) in shared memory: makes phi of x in its place, and a.
+      vectors: [B, heads, T up to a whole chunk] in float32, of which `map_rows` is given a chunk.
+      map_rows: (half of x's columns, a^T, *vectors) in shared memory: makes phi of x in its place,
+        and a.
     """
     scratch = dict(
         x_s=frame.shared(STAGES, C, F),
