@@ -382,6 +382,37 @@ def test_gates_of_mosaic_gpu(name: str, G: int, normalize: bool) -> None:
 
 
 @of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("B", "T", "G", "layout", "strength", "share", "options"),
+    [
+        (1, LONG, 2, "bthd", 0.1, 0.0, {}),
+        (2, 9000, 2, "bthd", 0.1, 1e-4, {"normalize": False}),
+        (4, 4096, 4, "bhtd", 0.1, 0.02, {"return_state": True}),
+        (4, 5000, 4, "bthd", 3.0, 0.0, {}),
+        (28, 600, 4, "bthd", 20.0, 0.0, {"scale": 30.0}),
+        (28, 600, 4, "bthd", 0.01, 0.0, {"scale": 0.01}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_channel_gates_of_mosaic_gpu(
+    B: int, T: int, G: int, layout: str, strength: float, share: float, options: dict[str, Any]
+) -> None:
+    """Mild and strong, with a share that leave nothing. The gradients are Triton's."""
+    needs_hopper()
+    options = dict(options)
+    scale = options.pop("scale", 1.0)
+    qkv = arrays("bfloat16", B=B, T=T, H=4, G=G, D=128, layout=layout, scale=scale)
+    generator = np.random.default_rng(4)
+    gates = -np.abs(generator.standard_normal(qkv[1].shape, np.float32)) * strength
+    gates[generator.random(gates.shape) < share] = -50
+    options |= {"decay": jnp.asarray(gates), "causal": True, "layout": layout}
+    explained = ato_jax.explain("linear_attention", *qkv, implementation=None, **options)
+    assert explained.forward.backend == "mosaic_gpu"
+    assert explained.backward.backend == "triton"
+    check("linear_attention", *qkv, implementation=None, **options)
+
+
+@of_mosaic_gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_transforms_of_mosaic_gpu(causal: bool) -> None:
     """The same bits again, and on a mesh; under `vmap` pieces may be others."""

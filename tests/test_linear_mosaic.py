@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import test_linear_channel as channel
 
 import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
+from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
@@ -80,12 +82,22 @@ def test_every_query_sees_every_key() -> None:
 
 
 @newest
-def test_gates() -> None:
-    """Beside a state, in groups, whose gradients are Triton's, tested elsewhere."""
-    T = 192
-    options = options_of(2, 1, "bthd", True)
-    decay = channel.draw_gates("mixed", 2, T, 1)
-    q, k, v = draw(2, T, 2, 1)
+@pytest.mark.parametrize(
+    "kind, B, T, channels, options",
+    [
+        ("mixed", 2, 192, (), options_of(2, 1, "bthd", True)),
+        ("mixed", 1, 192, (128,), options_of(1, 1, "bthd", True)),
+        (-4.0, 2, 72, (128,), {"layout": "bhtd", "normalize": False}),
+    ],
+)
+def test_gates(
+    kind: str | float, B: int, T: int, channels: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """In groups, whose gradients are Triton's, tested elsewhere."""
+    decay = channel.draw_gates(kind, B, T, 1, *channels)
+    layout = options["layout"]
+    decay = decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
+    q, k, v = draw(B, T, 2, 1, layout)
     wanted = numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
     spec = wanted.request.spec
     config = dataclasses.replace(mosaic_gpu.default_config(spec, channel.GPU), **SMALL)
@@ -96,6 +108,28 @@ def test_gates() -> None:
     users = numerics.users_outputs(OP, wanted.request, found)
     for name, array in users.items():
         numerics.check(name, array, wanted.exact[name], dtype="bfloat16")
+
+
+def test_turns_of_chunks() -> None:
+    """As few as leave no half of one steep, by sums as the kernel's product makes them."""
+    generator = np.random.default_rng(5)
+    strength = np.array([0.2, 1.0, 2.5, 5.0, 9.0, 15.0, 30.0, 100.0])
+    gates = -strength[:, None, None] * generator.uniform(0.8, 1.0, (8, frame.C, 2))
+    gates = np.maximum(gates, by_channel.LEAST_DECAY) * frame.LOG2_E
+    gates[:2, 3, 1] = -70
+
+    def turns_of(chunk: np.ndarray) -> int:
+        turns = 1
+        while chunk.reshape(2 * turns, -1, 2).sum(axis=1).min() < -by_channel.MOST_LOST:
+            turns *= 2
+        return turns
+
+    row, column = jnp.mgrid[: frame.C, : frame.C]
+    weights = np.asarray(by_channel.weights_of_halves(row, column), np.float64)
+    sums = jnp.asarray(np.moveaxis(weights @ gates, 2, 1), jnp.float32)
+    wanted = [turns_of(chunk) for chunk in gates]
+    assert sorted(set(wanted)) == [1, 2, 4, 8, 16, 32]
+    assert by_channel.turns_of(sums[None, None])[0, 0].tolist() == wanted
 
 
 # Gates that leave nothing of a state here and there; or, by heads, nearly all and as little as they
@@ -178,6 +212,8 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
         (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "normalize": False}, 5),
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
         (2, 1000, 8, 2, "bhtd", {"S": 712, "normalize": False, "return_state": True}, 4),
+        (1, 1000, 8, 2, "bthd", {"causal": True, "decay": "channel"}, 2),
+        (1, 4096, 2, 2, "bhtd", {"causal": True, "decay": "channel", "return_state": True}, 2),
     ],
 )
 def test_lowers(
@@ -194,7 +230,9 @@ def test_lowers(
             )
             for length, heads in ((T, H), (S, G), (S, G))
         ]
-        gates = [jnp.zeros((B, T, G), jnp.float32)] if options.pop("decay", False) else []
+        decay = options.pop("decay", None)
+        like = jnp.zeros(arrays[1].shape if decay == "channel" else (B, T, G), jnp.float32)
+        gates = [like] if decay else []
         options = options | ({"decay": gates[0]} if gates else {})
         spec = api.prepare(*map(jnp.zeros_like, arrays), layout=layout, **options).spec
         config = mosaic_gpu.default_config(spec, channel.GPU)
@@ -278,12 +316,12 @@ def test_who_is_asked_for_what() -> None:
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 342) == "mosaic_gpu"
     assert backend(ampere) == backend(ampere, causal=True) == "triton"
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
+    assert backend(channel.GPU, causal=True, decay=-jnp.ones((1, 64, 1, 128))) == "mosaic_gpu"
     assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
     lengths = jnp.array([3])
     for options, name in (
         ({"causal": False, "decay": -jnp.ones(1)}, "causal"),
         ({"kv_lengths": lengths}, "lengths"),
-        ({"decay": -jnp.ones((1, 64, 1, 128))}, "decay"),
         ({"feature_map": "silu"}, "silu"),
     ):
         spec = api.prepare(q, k, v, **{"causal": True, **options}).spec

@@ -73,10 +73,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.return_state and spec.T % frame.C:
         # Rows beyond the end are read as zeros, of which the features need not be zero.
         return f"return_state needs T to be a multiple of {frame.C} where causal, got {spec.T}"
-    if spec.decay == "channel":
-        return f"does not support a decay per {spec.decay}"
-    if phase == "backward" and spec.decay == "head":
-        return "does not support the gradients of a decay per head"
+    if phase == "backward" and spec.decay in ("head", "channel"):
+        return f"does not support the gradients of a decay per {spec.decay}"
     if phase == "backward" and spec.H != spec.G:
         return f"needs H = G for the gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
@@ -137,7 +135,7 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs | causal.Kept:
-    if inputs.decay is not None:
+    if inputs.decay is not None and spec.decay != "channel":
         inputs = inputs._replace(decay=causal.gates_of(spec, inputs.decay))
     return _keep(spec, config, inputs)
 

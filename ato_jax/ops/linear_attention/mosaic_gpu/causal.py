@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
@@ -79,11 +81,46 @@ class Kept(NamedTuple):
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     """`inputs.decay` are the gates."""
     deal, gates = _deal(spec, config), inputs.decay
+    if spec.decay == "channel":
+        return _keep_by_channel(spec, deal, inputs)
     kv, k_sum = _states(spec, deal, inputs, gates)
     s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
     steep = None if gates is None else _steep(deal, gates)
     out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z, gates, steep)
     return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
+
+
+def _keep_by_channel(spec: LinearAttentionSpec, deal: frame.Deal, inputs: Inputs) -> Kept:
+    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
+    assert gates is not None
+    of_keys = dataclasses.replace(deal, heads=spec.G)
+    kv, k_sum, lost, least = channel_sums(spec, of_keys, k, v, gates)
+    start = None
+    if inputs.initial_state is not None:
+        start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    kv, k_sum = _at_edges_by_channel((kv, k_sum), start, jnp.exp2(lost))
+    turns = channel.turns_of(least)
+    steep = _any_in_pieces(deal, turns > 1)
+    s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
+    out = channel_output(spec, deal, q, k, v, s, z, gates, turns, steep)
+    return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
+
+
+def _at_edges_by_channel(pieces: State, start: State | None, keeps: jax.Array) -> State:
+    """As `_at_edges`, where what a piece leaves is [B, G, P, F]."""
+    kv, k_sum = pieces
+    if start is None:
+        start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
+    first = start[0][:, :, None], start[1][:, :, None]
+    decays = jnp.pad(keeps, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
+    states = [jnp.concatenate(both, axis=2) for both in zip(first, pieces, strict=True)]
+
+    def join(before: Any, after: Any) -> Any:
+        (decay, kv, k_sum), (by, added, k_added) = before, after
+        return decay * by, kv * by[..., None, :] + added, k_sum * by + k_added
+
+    _, kv, k_sum = jax.lax.associative_scan(join, (decays, *states), axis=2)
+    return kv, k_sum
 
 
 def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
@@ -130,13 +167,22 @@ def _states(
     return _at_edges(spec, found, start, keeps)
 
 
-def _of_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """The sums of whole chunks, [B, G, P, chunks]."""
-    of_chunks = gates[:, :, frame.C - 1 :: frame.C]
+def _in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
+    """[B, G, chunks] to [B, G, P, chunks of a piece], with zeros behind the last."""
     chunks = deal.pieces * (deal.rows // frame.C)
     missing = max(0, chunks - of_chunks.shape[2])
     of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))[:, :, :chunks]
-    return of_chunks.reshape(*gates.shape[:2], deal.pieces, -1)
+    return of_chunks.reshape(*of_chunks.shape[:2], deal.pieces, -1)
+
+
+def _any_in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
+    """Which pieces have one, [B, G, P]."""
+    return jnp.any(_in_pieces(deal, of_chunks), axis=3).astype(jnp.int32)
+
+
+def _of_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """The sums of whole chunks, [B, G, P, chunks]."""
+    return _in_pieces(deal, frame.halves_of(gates)[1])
 
 
 def _left_by_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
@@ -167,11 +213,7 @@ def _plus(gates: jax.Array, of_chunks: jax.Array) -> jax.Array:
 
 def _steep(deal: frame.Deal, gates: jax.Array) -> jax.Array:
     """Which pieces have a steep chunk, [B, G, P]."""
-    middle, last = (gates[:, :, row - 1 :: frame.C] for row in (frame.C // 2, frame.C))
-    steep = frame.is_steep(middle, last)
-    missing = deal.pieces * (deal.rows // frame.C) - steep.shape[2]
-    steep = jnp.pad(steep, ((0, 0), (0, 0), (0, missing)))
-    return jnp.any(steep.reshape(*steep.shape[:2], deal.pieces, -1), axis=3).astype(jnp.int32)
+    return _any_in_pieces(deal, frame.is_steep(*frame.halves_of(gates)))
 
 
 def _at_edges(

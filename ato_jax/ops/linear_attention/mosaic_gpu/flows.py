@@ -91,7 +91,7 @@ def decay_flows(
     sums = jnp.einsum(
         "...i,it->...t", both, weights.astype(np.float32), precision=jax.lax.Precision.HIGHEST
     )
-    middle, last = (gates[:, :, row - 1 :: frame.C] for row in (frame.C // 2, frame.C))
+    middle, last = frame.halves_of(gates)
     left, steep = jnp.exp2(last), frame.is_steep(middle, last)
     reads, adds = sums[..., frame.C], sums[..., frame.C + 1]
     passing = _passing(spec, deal, left, steep, reads, adds, queries, keys)

@@ -356,6 +356,11 @@ class Gates(NamedTuple):
         return jnp.exp2(self.last - self.of(layout))
 
 
+def halves_of(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """G up to the middle row of each chunk, and to its last, [B, G, chunks]."""
+    return gates[:, :, C // 2 - 1 :: C], gates[:, :, C - 1 :: C]
+
+
 def is_steep(middle: Any, last: Any) -> Any:
     return jnp.minimum(middle, last - middle) < -MOST_LOST
 

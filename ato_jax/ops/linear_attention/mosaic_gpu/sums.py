@@ -144,7 +144,6 @@ def piece_sums(
             def multiply_chunk(chunk: Any, total: jax.Array) -> jax.Array:
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(y_loaded.at[slot])
-                plgpu.barrier_wait(loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
                 (total,) = frame.multiply((total, [(y_s.at[slot, half].T, x_s.at[slot])]))
                 plgpu.barrier_arrive(free.at[slot])

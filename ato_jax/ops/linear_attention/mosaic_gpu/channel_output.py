@@ -1,0 +1,333 @@
+"""The causal output with a gate for each step and channel.
+
+As in `output.py`, with q^ and k~ of `channel.py` in place of phi(q) and phi(k), and with S [V, F]
+and z [F] as the middle of the chunk sees them:
+
+    w[i, j] = q^_i . k~_j for j <= i of the same chunk, else 0
+    out_i = (q^_i S^T + sum_j w[i, j] v_j) / max(q^_i . z + sum_j w[i, j], eps)
+    S = exp2(G_m' - G_m) (S + v^T k~),  z alike         for the next chunk's middle m'
+
+    memory    loads S, z of a piece, its chunks and their gates, as slots come free
+    features  two, half of F each: q^ and k~ in place of q and k; z in every column of a tile
+              [64, 8]; den_i
+    values    each a half of V: S_half [64, F] float32 in registers, w, out_half
+
+In a piece with steep chunks a step is a turn, for which its chunk is loaded again. Outputs of other
+rows are 0 there, so that those of a chunk are added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
+    BF16,
+    F32,
+    FEATURES,
+    HALF,
+    MEMORY,
+    OF_COLUMNS,
+    OF_ROWS,
+    C,
+    F,
+    Item,
+    load,
+    multiply,
+    part,
+    shared,
+    slot_of,
+)
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Slots of q and k, of v, and of gates.
+STAGES, V_STAGES, GATES_STAGES = 2, 2, 1
+WARPGROUPS = 5
+VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 144, 80, 32
+
+
+def each_step(
+    steep_ref: Any,
+    turns_ref: Any,
+    item: Item,
+    head: Any,
+    start: Callable[[bool], Any],
+    do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
+) -> Any:
+    """Carries `start` through `do(step, chunk, turn, is_last, carried)` for an item's steps; and
+    how many they were. Where no chunk is steep, turn is None."""
+
+    def whole() -> Any:
+        def one(chunk: Any, carried: Any) -> Any:
+            return do(chunk, chunk, None, True, carried)
+
+        lax.fori_loop(0, item.chunks, one, start(False))
+        return item.chunks
+
+    def in_turns() -> Any:
+        def of_chunk(chunk: Any, carried: Any) -> Any:
+            before, inner = carried
+            turns = turns_ref[item.batch, head, lax.div(item.first_row, C) + chunk]
+
+            def one(number: Any, inner: Any) -> Any:
+                turn = channel.turn_of(number, turns)
+                return do(before + number, chunk, turn, number == turns - 1, inner)
+
+            return before + turns, lax.fori_loop(0, turns, one, inner)
+
+        return lax.fori_loop(0, item.chunks, of_chunk, (jnp.int32(0), start(True)))[0]
+
+    return lax.cond(steep_ref[item.batch, head, item.piece] != 0, in_turns, whole)
+
+
+def channel_output(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+    gates: jax.Array,
+    turns: jax.Array,
+    steep: jax.Array,
+) -> jax.Array:
+    """out, of s and z as in `output`; turns: how many each chunk takes, [B, G, chunks]; steep: in
+    which pieces one takes more than one, [B, G, P]."""
+    deal = dataclasses.replace(deal, most_blocks=deal.items)
+    group_size = spec.H // spec.G
+    scratch = dict(
+        q_s=shared(STAGES, C, F),
+        k_s=shared(STAGES, C, F),
+        v_s=shared(V_STAGES, 2, C, HALF),
+        gates_s=shared(GATES_STAGES, 2, C, HALF, dtype=F32),
+        rounded_s=channel.shared(2, C, HALF),
+        s_s=shared(2, HALF, F),
+        out_s=shared(2, C, HALF),
+        z_s=plgpu.SMEM((2, HALF), F32),
+        onto_s=plgpu.SMEM((STAGES, F), F32),
+        den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
+        z_rows_s=shared(2, ALIKE, HALF),
+        ones_s=shared(2, ALIKE, C),
+        halves_s=channel.shared(2, ALIKE, C),
+        since_middle_s=channel.shared(C, C),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
+        gates_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
+        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        den_known=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
+        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+        v_free=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
+        gates_free=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
+        start_loaded=plgpu.Barrier(num_arrivals=4),
+    )
+
+    def body(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        s_ref: Any,
+        z_ref: Any,
+        gates_ref: Any,
+        turns_ref: Any,
+        steep_ref: Any,
+        out_ref: Any,
+        *,
+        q_s: Any,
+        k_s: Any,
+        v_s: Any,
+        gates_s: Any,
+        rounded_s: Any,
+        s_s: Any,
+        out_s: Any,
+        z_s: Any,
+        onto_s: Any,
+        den_s: Any,
+        z_rows_s: Any,
+        ones_s: Any,
+        halves_s: Any,
+        since_middle_s: Any,
+        loaded: Any,
+        v_loaded: Any,
+        gates_loaded: Any,
+        mapped: Any,
+        den_known: Any,
+        free: Any,
+        v_free: Any,
+        gates_free: Any,
+        start_loaded: Any,
+    ) -> None:
+        def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
+            head = lax.div(item.head, group_size)
+            return each_step(steep_ref, turns_ref, item, head, start, do)
+
+        def load_piece(item: Item) -> None:
+            kv_head = lax.div(item.head, group_size)
+            for half in range(2):
+                own = pl.ds(half * HALF, HALF)
+                for ref, start in ((z_ref, z_s), (s_ref, s_s)):
+                    source = ref.at[item.batch, kv_head, item.piece, own]
+                    plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
+
+            def load_step(step: Any, chunk: Any, _turn: Any, _last: Any, carried: Any) -> Any:
+                rows = item.rows(chunk)
+                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
+                gates_slot = slot_of(step, GATES_STAGES)
+                frame.wait_until_free(gates_free, step, GATES_STAGES)
+                for half in range(2):
+                    source = part(spec, gates_ref, item, rows, kv_head, half)
+                    own = gates_s.at[gates_slot, half]
+                    plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
+                frame.wait_until_free(free, step, STAGES)
+                for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
+                    source = part(spec, ref, item, rows, head)
+                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                frame.wait_until_free(v_free, step, V_STAGES)
+                for half in range(2):
+                    source = part(spec, v_ref, item, rows, kv_head, half)
+                    plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
+                return carried
+
+            steps = each(item, lambda _: None, load_step)
+            frame.await_the_last(gates_free, steps, GATES_STAGES)
+            frame.await_the_last(free, steps, STAGES)
+            frame.await_the_last(v_free, steps, V_STAGES)
+
+        def map_piece(item: Item, half: int) -> None:
+            columns = pl.ds(half * HALF, HALF)
+            own = (ref.at[half] for ref in (rounded_s, z_rows_s, ones_s, halves_s))
+            rounded, z_rows, ones, halves = own
+            plgpu.barrier_wait(start_loaded)
+            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
+
+            def map_step(
+                step: Any, _chunk: Any, turn: channel.Turn | None, _last: Any, carried: Any
+            ) -> Any:
+                totals, behind = carried
+                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
+                gates_slot = slot_of(step, GATES_STAGES)
+                own_q, own_k = (tiles.at[slot, :, columns] for tiles in (q_s, k_s))
+                if turn is not None:
+                    channel.store_halves(halves, turn)
+                plgpu.barrier_wait(gates_loaded.at[gates_slot])
+                channel.round_gates(gates_s.at[gates_slot, half], rounded)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(gates_free.at[gates_slot])
+                weights = since_middle_s if turn is None else channel.since_middle(turn)
+                since, both = multiply(
+                    channel.sums_of(weights, rounded), channel.sums_by_channel(rounded, halves)
+                )
+                first, second = channel.halves(both)
+                onto = jnp.exp2(behind + first)
+                totals = totals * frame.in_columns(onto, ALIKE)
+                frame.store_transposed(z_rows, totals.astype(BF16))
+                plgpu.barrier_wait(loaded.at[slot])
+                onto_s.at[slot, columns][...] = onto
+                channel.map_in_place(own_q, since, turn)
+                channel.map_in_place(own_k, -since, turn)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(mapped.at[slot])
+                if spec.normalize:
+                    den, totals = multiply(
+                        (frame.zeros(C, ALIKE), [(own_q, z_rows.T)]),
+                        (totals, [(own_k.T, ones.T)]),
+                    )
+                    plgpu.barrier_wait(v_loaded.at[v_slot])  # what was there has been read
+                    den_s.at[v_slot, half][...] = jnp.sum(den, axis=1) / ALIKE
+                    plgpu.barrier_arrive(den_known.at[v_slot])
+                plgpu.barrier_arrive(free.at[slot])
+                return totals, second
+
+            none = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
+            each(item, lambda _: (totals, none), map_step)
+
+        def multiply_piece(item: Item) -> None:
+            half = frame.group()
+            plgpu.barrier_wait(start_loaded)
+            S = load(s_s.at[half]).astype(F32)  # [HALF, F]
+
+            def multiply_step(
+                step: Any, chunk: Any, turn: channel.Turn | None, is_last: Any, carried: Any
+            ) -> Any:
+                S, *found = carried
+                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
+                values = v_s.at[v_slot, half]
+                plgpu.barrier_wait(mapped.at[slot])
+                S = S * frame.in_rows(load(onto_s.at[slot], OF_COLUMNS), HALF)
+                s_s.at[half][...] = S.astype(BF16)
+                plgpu.barrier_wait(v_loaded.at[v_slot])
+                plgpu.commit_smem()
+                w, out, S = multiply(
+                    (frame.zeros(C, C), [(q_s.at[slot], k_s.at[slot].T)]),
+                    (frame.zeros(C, HALF), [(q_s.at[slot], s_s.at[half].T)]),
+                    (S, [(values.T, k_s.at[slot])]),
+                )
+                plgpu.barrier_arrive(free.at[slot])
+                w = jnp.where(frame.position(0) >= frame.position(1), w, 0.0)
+                # Rounded in pairs: behind the choice each would be by itself.
+                w = frame.rounded(lax.optimization_barrier(w))
+                (out,) = multiply((out, [(w, values)]))
+                factor: Any = spec.scale
+                if spec.normalize:
+                    den = jnp.sum(w.astype(F32), axis=1)
+                    plgpu.barrier_wait(den_known.at[v_slot])
+                    for own in range(2):
+                        den = den + load(den_s.at[v_slot, own], OF_ROWS)
+                    factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+                plgpu.barrier_arrive(v_free.at[v_slot])
+                out = out * factor
+                if turn is None:
+                    store_chunk(chunk, out)
+                    return (S,)
+                out = out + found[0]
+                pl.when(is_last)(lambda: store_chunk(chunk, out))
+                return S, jnp.where(is_last, 0.0, out)
+
+            def store_chunk(chunk: Any, out: jax.Array) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_s.at[half][...] = out.astype(BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    out_s.at[half], part(spec, out_ref, item, item.rows(chunk), item.head, half)
+                )
+
+            def start(in_turns: bool) -> Any:
+                return (S, frame.zeros(C, HALF)) if in_turns else (S,)
+
+            each(item, start, multiply_step)
+
+        @pl.when(frame.group() == MEMORY)
+        def _memory() -> None:
+            frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
+            deal.each(load_piece)
+
+        for half in range(2):
+
+            @pl.when(frame.group() == FEATURES + half)
+            def _features(half: int = half) -> None:
+                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
+                channel.store_halves(halves_s.at[half], None)
+                since_middle_s[...] = channel.since_middle(None)  # both the same
+                deal.each(lambda item: map_piece(item, half))
+
+        @pl.when(frame.group() < MEMORY)
+        def _values() -> None:
+            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            deal.each(multiply_piece)
+            plgpu.wait_smem_to_gmem(0)
+
+    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    arrays = q, k, v, s, z, gates, turns, steep
+    options: Any = {"warpgroups": WARPGROUPS, "own_barriers": True}
+    return frame.launch(body, "channel_output", deal, out_type, scratch, arrays, **options)

@@ -1,0 +1,232 @@
+"""The sums of each piece's keys with a gate for each step and channel, as its end sees them.
+And how steep chunks are: of the last piece, unless its sums are to be returned, that alone.
+
+    S = sum_j v_j phi(k_j)^T exp2(G_T - G_j) [V, F],  z alike [F]        for the piece's last row T
+
+Chunk by chunk, with k'_j = phi(k_j) exp2(G_C - G_j) for its last row C, S = exp2(G_C) S + v^T k':
+no exponent is positive, however strong a gate is.
+
+    memory    loads chunks of k, v and the gates
+    features  two, half of F each: k' in place of k, and z in every column of a tile [64, 8]
+    values    each a half of V of S, in registers
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, F, Item, V
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+STAGES, GATES_STAGES = 3, 1
+WARPGROUPS = 5
+VALUES_REGISTERS, FEATURES_REGISTERS = 104, 120
+
+
+def channel_sums(
+    spec: LinearAttentionSpec, deal: frame.Deal, k: jax.Array, v: jax.Array, gates: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, alike; and
+    what says how steep chunks are (`channel.turns_of`). All in float32."""
+    deal = dataclasses.replace(deal, most_blocks=deal.items)
+    scratch = dict(
+        k_s=frame.shared(STAGES, C, F),
+        v_s=frame.shared(STAGES, 2, C, HALF),
+        gates_s=frame.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
+        rounded_s=channel.shared(2, C, HALF),
+        keeps_s=plgpu.SMEM((STAGES, F), F32),
+        least_s=plgpu.SMEM((2, C), F32),
+        halves_s=channel.shared(C, C),
+        until_end_s=channel.shared(C, C),
+        ones_s=frame.shared(2, ALIKE, C),
+        same_s=channel.shared(2, ALIKE, C),
+        total_s=frame.shared(2, HALF, F // 2, dtype=F32),
+        columns_s=plgpu.SMEM((2, 2, HALF), F32),
+        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        gates_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
+        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+        gates_free=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
+    )
+
+    def body(
+        k_ref: Any,
+        v_ref: Any,
+        gates_ref: Any,
+        kv_ref: Any,
+        k_sum_ref: Any,
+        lost_ref: Any,
+        least_ref: Any,
+        *,
+        k_s: Any,
+        v_s: Any,
+        gates_s: Any,
+        rounded_s: Any,
+        keeps_s: Any,
+        least_s: Any,
+        halves_s: Any,
+        until_end_s: Any,
+        ones_s: Any,
+        same_s: Any,
+        total_s: Any,
+        columns_s: Any,
+        loaded: Any,
+        v_loaded: Any,
+        gates_loaded: Any,
+        mapped: Any,
+        free: Any,
+        gates_free: Any,
+    ) -> None:
+        def summed(item: Item) -> Any:
+            """How many chunks of an item are summed up."""
+            if spec.return_state:
+                return item.chunks
+            return jnp.where(item.piece < deal.pieces - 1, item.chunks, 0)
+
+        def load_piece(item: Item) -> None:
+            def load_chunk(chunk: Any, _: None) -> None:
+                rows = item.rows(chunk)
+                slot, gates_slot = frame.slot_of(chunk, STAGES), frame.slot_of(chunk, GATES_STAGES)
+
+                @pl.when(chunk < summed(item))
+                def _load_summed() -> None:
+                    frame.wait_until_free(free, chunk, STAGES)
+                    source = frame.part(spec, k_ref, item, rows, item.head)
+                    plgpu.copy_gmem_to_smem(source, k_s.at[slot], loaded.at[slot])
+                    for half in range(2):
+                        source = frame.part(spec, v_ref, item, rows, item.head, half)
+                        plgpu.copy_gmem_to_smem(source, v_s.at[slot, half], v_loaded.at[slot])
+
+                frame.wait_until_free(gates_free, chunk, GATES_STAGES)
+                for half in range(2):
+                    source = frame.part(spec, gates_ref, item, rows, item.head, half)
+                    own = gates_s.at[gates_slot, half]
+                    plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+            frame.await_the_last(free, summed(item), STAGES)
+            frame.await_the_last(gates_free, item.chunks, GATES_STAGES)
+
+        def map_piece(item: Item, half: int) -> None:
+            columns = pl.ds(half * HALF, HALF)
+            rounded, ones = rounded_s.at[half], ones_s.at[half]
+            of_piece = item.batch, item.head, item.piece
+
+            def take_gates(chunk: Any) -> None:
+                slot = frame.slot_of(chunk, GATES_STAGES)
+                plgpu.barrier_wait(gates_loaded.at[slot])
+                channel.round_gates(gates_s.at[slot, half], rounded)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(gates_free.at[slot])
+
+            def store_least(chunk: Any, halves: jax.Array) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                least_s.at[half][...] = jnp.min(halves, axis=1)
+                plgpu.commit_smem()
+                number = lax.div(item.first_row, C) + chunk
+                least = least_ref.at[item.batch, item.head, number, half]
+                plgpu.copy_smem_to_gmem(least_s.at[half], least)
+
+            def map_chunk(chunk: Any, carried: Any) -> Any:
+                z, lost = carried  # [HALF, ALIKE] each
+                slot = frame.slot_of(chunk, STAGES)
+                own = k_s.at[slot, :, columns]
+                take_gates(chunk)
+                halves, until_end, total = frame.multiply(
+                    channel.sums_of(halves_s, rounded),
+                    channel.sums_of(until_end_s, rounded),
+                    channel.sums_by_channel(rounded, same_s.at[half]),
+                )
+                store_least(chunk, halves)
+                keeps = jnp.exp2(total)
+                plgpu.barrier_wait(loaded.at[slot])
+                keeps_s.at[slot, columns][...] = jnp.max(keeps, axis=1)
+                channel.map_in_place(own, until_end)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(mapped.at[slot])
+                (z,) = frame.multiply((z * keeps, [(own.T, ones.T)]))
+                plgpu.barrier_arrive(free.at[slot])
+                return z, lost + total
+
+            def classify_chunk(chunk: Any, _: None) -> None:
+                take_gates(chunk)
+                (halves,) = frame.multiply(channel.sums_of(halves_s, rounded))
+                store_least(chunk, halves)
+
+            none = frame.zeros(HALF, ALIKE)
+            found = lax.fori_loop(0, summed(item), map_chunk, (none, none))
+            lax.fori_loop(summed(item), item.chunks, classify_chunk, None)
+            for number, (ref, rows) in enumerate(zip((k_sum_ref, lost_ref), found, strict=True)):
+                columns_s.at[half, number][...] = jnp.sum(rows, axis=1) * (1 / ALIKE)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(columns_s.at[half, number], ref.at[(*of_piece, columns)])
+
+        def multiply_piece(item: Item) -> None:
+            half = frame.group()
+
+            def multiply_chunk(chunk: Any, total: jax.Array) -> jax.Array:
+                slot = frame.slot_of(chunk, STAGES)
+                plgpu.barrier_wait(v_loaded.at[slot])
+                plgpu.barrier_wait(mapped.at[slot])
+                total *= frame.in_rows(frame.load(keeps_s.at[slot], frame.OF_COLUMNS), HALF)
+                (total,) = frame.multiply((total, [(v_s.at[slot, half].T, k_s.at[slot])]))
+                plgpu.barrier_arrive(free.at[slot])
+                return total
+
+            total = lax.fori_loop(0, summed(item), multiply_chunk, frame.zeros(HALF, F))
+            rows = pl.ds(half * HALF, HALF)
+            for number in range(2):
+                columns = pl.ds(number * HALF, HALF)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                total_s.at[half][...] = total[:, number * HALF : (number + 1) * HALF]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    total_s.at[half],
+                    kv_ref.at[item.batch, item.head, item.piece, rows, columns],
+                )
+
+        @pl.when(frame.group() == frame.MEMORY)
+        def _memory() -> None:
+            frame.set_registers(frame.MEMORY_REGISTERS, WARPGROUPS)
+            deal.each(load_piece)
+
+        for half in range(2):
+
+            @pl.when(frame.group() == frame.FEATURES + half)
+            def _features(half: int = half) -> None:
+                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
+                same = plgpu.layout_cast(jnp.ones((C, ALIKE), channel.F16), frame.TILE)
+                frame.store_transposed(same_s.at[half], same)
+                weights = channel.of_halves(), channel.until_end()
+                for ref, own in zip((halves_s, until_end_s), weights, strict=True):
+                    ref[...] = own  # both the same
+                deal.each(lambda item: map_piece(item, half))
+                plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(frame.group() < frame.MEMORY)
+        def _values() -> None:
+            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            deal.each(multiply_piece)
+            plgpu.wait_smem_to_gmem(0)
+
+    of_pieces = deal.B, deal.heads, deal.pieces
+    chunks = pl.cdiv(deal.length, C)
+    out_type = (
+        jax.ShapeDtypeStruct((*of_pieces, V, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, F), F32),
+        jax.ShapeDtypeStruct((deal.B, deal.heads, chunks, 2, C), F32),
+    )
+    arrays = k, v, gates
+    options: Any = {"warpgroups": WARPGROUPS, "own_barriers": True}
+    return frame.launch(body, "channel_sums", deal, out_type, scratch, arrays, **options)
