@@ -253,6 +253,45 @@ def test_a_learned_temperature() -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+TO_NUMBERS: dict[str, Any] = {
+    "float": lambda x: 1.0,
+    "x > 0": lambda x: x > 0,
+    "int": lambda x: -2,
+    "bool": lambda x: True,
+    "np.float64": lambda x: np.float64(0.5),
+    "0-d array": lambda x: np.array(3, np.int8),
+    "ones_like": jnp.ones_like,
+}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [(implementation, name) for implementation in ("xla", "reference") for name in TO_NUMBERS]
+    + [("triton", "float"), ("triton", "x > 0")],
+)
+def test_maps_to_numbers(implementation: str, name: str) -> None:
+    """Constants, of whatever kind, and steps: features like others, with gradients of 0."""
+    feature_map = TO_NUMBERS[name]
+    q, k, v = arrays(1, 9, 9, 2, 1, 4, 3)
+    do = q[..., 1:]
+
+    def out(q: Any, k: Any, v: Any) -> Any:
+        return ato_jax.linear_attention(
+            q, k, v, feature_map=feature_map, causal=True, implementation=implementation
+        )
+
+    features = [np.float32(np.vectorize(feature_map)(np.asarray(x))) for x in (q, k)]
+    w = np.tril(np.einsum("bihd,bjgd->bhij", *features)) * 4**-0.5
+    with ato_jax.interpret():
+        found, pull = jax.vjp(out, q, k, v)
+        dq, dk, dv = pull(do)
+    np.testing.assert_allclose(found, np.einsum("bhij,bjgv->bihv", w, v), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        dv, np.einsum("bhij,bihv->bjv", w, do)[:, :, None], rtol=1e-5, atol=1e-5
+    )
+    assert not dq.any() and not dk.any()
+
+
 def test_the_same_lambda_written_twice_compiles_once() -> None:
     qkv = arrays(1, 5, 5, 2, 1, 3, 2)
 

@@ -84,12 +84,14 @@ def test_decays(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["relu", "exp", "softplus", "identity", "silu", "relu2", "custom", "closed", "favor"]
+    "name",
+    "relu exp softplus identity silu relu2 custom constant closed favor".split(),
 )
 def test_feature_maps(name: str) -> None:
     scales = jnp.linspace(0.5, 1.0, 4)
     maps: dict[str, Any] = {
         "custom": lambda x: jnp.tanh(x) + 2,
+        "constant": lambda x: 1.0,
         "closed": lambda x: jnp.tanh(x) * scales[1] + 2,
         "favor": ato_jax.favor(jax.random.key(0), 24, 16),
     }

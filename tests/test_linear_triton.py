@@ -261,8 +261,12 @@ def test_scales(scale, causal):
     check(90, 90, 2, 1, 32, 32, "bfloat16", scale, causal=causal)
 
 
-def custom(function, text):
-    return features.FeatureMap("custom", False, function, text)
+def custom(function, text, parameters=0):
+    return features.FeatureMap("custom", False, function, text, parameters=parameters)
+
+
+def on_the_host(x):
+    return jax.pure_callback(np.exp, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
 def test_reasons():
@@ -274,8 +278,9 @@ def test_reasons():
         ({"D": 16, "F": 16, "V": 1024}, "V=1024"),
         ({"D": 512, "F": 512, "V": 16}, "D=512"),
         ({"D": 32, "F": 32, "V": 512, "decay": "channel"}, "V = 256"),
-        ({"feature_map": custom(lambda x, w: x * w, "a product")}, "arrays"),
+        ({"feature_map": custom(lambda x, w: x * w, "a product", 1)}, "arrays"),
         ({"feature_map": custom(jax.lax.digamma, "digamma")}, "digamma"),
+        ({"feature_map": custom(on_the_host, "a callback")}, "no derivative: ValueError: Pure"),
     ):
         assert word in triton.unsupported(dataclasses.replace(base, **change), "forward")
 

@@ -21,7 +21,8 @@ from ato_jax import meshes, shapes
 
 @dataclasses.dataclass(frozen=True)
 class FeatureMap:
-    """phi(x, *parameters) -> features, in x's dtype; `text` identifies a custom function.
+    """phi(x, *parameters) -> features, in x's dtype; `text` identifies a custom function, and
+    `parameters` is how many arrays it takes.
 
     `elementwise` is False only for FAVOR+, which maps [..., D] to [..., num_features].
     """
@@ -31,6 +32,7 @@ class FeatureMap:
     function: Callable[..., jax.Array] = dataclasses.field(compare=False, repr=False)
     text: str = dataclasses.field(default="", repr=False)
     elementwise: bool = True
+    parameters: int = 0
 
     def __call__(self, x: jax.Array, *parameters: jax.Array) -> jax.Array:
         return self.function(x, *parameters)
@@ -118,23 +120,27 @@ def favor(
     return Favor(rows * lengths)
 
 
+# What becomes a feature: of booleans and integers the number, of which the gradient is 0.
+REAL = (jnp.floating, jnp.integer, jnp.bool_)
+
+
 def _trace(function: Callable[[jax.Array], jax.Array], dtype: Any) -> Any:
     """The jaxpr of an elementwise function: traced on one scalar, which no mixing survives."""
     try:
         with meshes.nowhere():
-            closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), dtype))
+            traced = jax.make_jaxpr(function, return_shape=True)
+            closed, out = traced(jax.ShapeDtypeStruct((), dtype))
     except Exception as error:
         raise ValueError(
             "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "
             f"tracing it failed with {type(error).__name__}: {error}"
         ) from error
-    if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
+    if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != ():
         raise ValueError(
             "feature_map must be an elementwise JAX function, which maps a scalar to a scalar; "
-            f"it mapped one to {closed.out_avals}"
+            f"it mapped one to {out}"
         )
-    [out] = closed.out_avals
-    if jnp.issubdtype(out.dtype, jnp.complexfloating):
+    if not any(jnp.issubdtype(out.dtype, kind) for kind in REAL):
         raise ValueError(f"feature_map must map real numbers to real ones, it gave {out.dtype}")
     # Of one scalar, a sum over everything is the scalar: it is elementwise here alone.
     if reduction := re.search(r"\b(reduce_\w+)\[\s*axes=\(\)", str(closed.jaxpr)):
@@ -174,7 +180,8 @@ def _evaluate(
         jaxpr = _trace(function, x.dtype).jaxpr
 
     def scalar(element: jax.Array) -> jax.Array:
-        return jax.core.eval_jaxpr(jaxpr, constants, element)[0].astype(x.dtype)
+        [found] = jax.core.eval_jaxpr(jaxpr, constants, element)
+        return jnp.asarray(found, x.dtype)  # a constant map's is a number, no array
 
     mapped = scalar
     for _ in range(x.ndim):
@@ -196,7 +203,7 @@ def resolve(feature_map: Any, D: int) -> tuple[FeatureMap, tuple[jax.Array, ...]
         features, size = feature_map.projection.shape
         if size != D:
             raise ValueError(f"feature_map was drawn for head_dim {size}, but q has D={D}")
-        favor_map = FeatureMap("favor", True, _favor, elementwise=False)
+        favor_map = FeatureMap("favor", True, _favor, elementwise=False, parameters=1)
         return favor_map, (feature_map.projection,), features
     if not callable(feature_map):
         raise ValueError(
@@ -211,4 +218,5 @@ def resolve(feature_map: Any, D: int) -> tuple[FeatureMap, tuple[jax.Array, ...]
     if _hides_something(closed):
         # Held by the map, so that no other function gets its number.
         text = f"{text} {id(feature_map)}"
-    return FeatureMap("custom", False, function, text), parameters, D
+    found = FeatureMap("custom", False, function, text, parameters=len(parameters))
+    return found, parameters, D

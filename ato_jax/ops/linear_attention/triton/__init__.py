@@ -82,12 +82,15 @@ def unsupported_map(feature_map: FeatureMap) -> str | None:
     """Why a kernel cannot compute the map, of which it is given x alone."""
     if not feature_map.elementwise:
         return f"feature map {feature_map.name!r} is not elementwise"
+    if feature_map.parameters:
+        return f"feature map {feature_map.name!r} closes over arrays"
     x = jax.ShapeDtypeStruct((tiles.COLUMNS, tiles.COLUMNS), jnp.float32)
     try:
         with meshes.nowhere():
             closed = jax.make_jaxpr(lambda x: jax.jvp(feature_map, (x,), (jnp.ones_like(x),)))(x)
-    except Exception:  # the map is the user's: whatever it raises without its parameters
-        return f"feature map {feature_map.name!r} closes over arrays"
+    except Exception as error:  # the map is the user's, and so may be the rule of its derivative
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"feature map {feature_map.name!r} has no derivative: {reason}"
     if others := _primitives(closed.jaxpr) - ELEMENTWISE:
         return f"feature map {feature_map.name!r} uses {', '.join(sorted(others))}"
     return None
