@@ -104,19 +104,6 @@ class Inputs(NamedTuple):
         return Outputs(sharded(*rows, None), sharded(*rows))
 
 
-class PagedInputs(NamedTuple):
-    """The arrays of `decode_attention`. Key j of a sequence is row j % page of page
-    page_table[b, j // page]; a page's number may be wrong, and then nobody sees its keys.
-    """
-
-    q: jax.Array  # [B, T, H, D]
-    k_pages: jax.Array  # [P, page, G, D]
-    v_pages: jax.Array  # [P, page, G, V]
-    page_table: jax.Array  # [B, pages] int32
-    lengths: jax.Array  # [B] int32
-    sinks: jax.Array | None  # [H] float32
-
-
 class Outputs(NamedTuple):
     """Out and lse always; `lse`'s cotangent is zero unless `spec.return_lse`.
 
