@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ato_jax
 from ato_jax.ops.attention.api import attention
 from ato_jax.ops.attention.decode import decode_attention
 from ato_jax.ops.attention.pieces import combine, total_attention
@@ -61,6 +62,42 @@ def test_combine_is_attention_over_all_keys(layout: str, stacked: bool) -> None:
     cotangents = normal(*found[0].shape, seed=3), normal(*found[1].shape, seed=4)
     for one, other in zip(pull(cotangents), pull_wanted(cotangents), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+def test_sinks_belong_to_any_one_piece(implementation: str) -> None:
+    """Where a query sees none of that piece's keys, its lse has the sink's gradient all the same.
+
+    Padded queries are in no piece, and theirs is 0.
+    """
+    q, k, v = qkv()
+    sinks, q_lengths = normal(H, seed=5), [T, T - 2]
+    options = {"causal": True, "return_lse": True, "implementation": implementation}
+    cut = S - 2  # the last queries alone see keys from there on
+
+    def in_pieces(sinks: Any) -> Any:
+        near, far = (
+            attention(
+                q, k[:, part], v[:, part], query_offset=S - T - (part.start or 0),
+                q_lengths=q_lengths, kv_lengths=[k[:, part].shape[1]] * B,
+                sinks=sinks if part.start else None, **options,
+            )
+            for part in (slice(None, cut), slice(cut, None))
+        )  # fmt: skip
+        return combine(*zip(near, far, strict=True))
+
+    def at_once(sinks: Any) -> Any:
+        lengths = {"q_lengths": q_lengths, "kv_lengths": [S] * B}
+        given = options | lengths | {"implementation": "reference"}
+        return attention(q, k, v, query_offset=S - T, sinks=sinks, **given)
+
+    with ato_jax.interpret():
+        found, pull = jax.vjp(in_pieces, sinks)
+        cotangents = normal(*found[0].shape, seed=3), normal(*found[1].shape, seed=4)
+        [dsinks] = pull(cotangents)
+    wanted, pull_wanted = jax.vjp(at_once, sinks)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **CLOSE), found, wanted)
+    np.testing.assert_allclose(dsinks, pull_wanted(cotangents)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_combine_where_nothing_was_seen() -> None:

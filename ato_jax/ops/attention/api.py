@@ -283,7 +283,7 @@ def attention(
     Returns:
       out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log
       normaliser, float32 [B, T, H], sink included. A query that sees nothing gives 0, and -inf
-      (the sink's logit where there is one).
+      (the sink's logit where there is one; lse's gradient then goes to it, but for padded queries).
     """
     request = prepare(
         q,

@@ -29,7 +29,9 @@ def combine(outs: Any, lses: Any, *, layout: str = "bthd") -> tuple[jax.Array, j
 
     Split-KV decoding, piecewise attention and context parallelism all end with this. A piece
     with lse -inf saw nothing and counts for nothing, whatever its out holds; where no piece saw
-    anything, out is 0 and lse -inf, and so are their gradients 0. Sinks belong to one piece.
+    anything, out is 0 and lse -inf, and so are their gradients 0. Sinks belong to one piece, also
+    for queries that see none of its keys: there lse is the sink's logit, and the only way by which
+    the gradient of what the other pieces found reaches it.
 
     Args:
       outs: N pieces [B, T, H, V], a sequence or stacked to [N, B, T, H, V]; the batch axis may
