@@ -13,15 +13,16 @@ backward; what only a backward reads of the outputs, a forward leaves where the 
 `spec.for_backward()`, and `outputs.plain()` is without it. A backend may have three names more:
 
     keep(spec, config, inputs) -> outputs       forward, with what its own backward alone can read
-    pays(spec, device) -> bool                  whether it is faster than plain JAX
+    pays(spec, device, followed) -> bool        whether it is faster than what comes after it
     refuses(device, interpreted) -> str | None  why not on a GPU of this kind
 
 `keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
 One that does not pay is what `implementation=None` comes to last, with all of its family: the
-others' kernels are for other sizes. Backends that are plain JAX are differentiated by JAX itself:
-in forward mode and to any order. Kernels carry a custom derivative; its own derivative goes through
-XLA, so second order is right there, too, and forward mode is refused by JAX with an error that says
-so.
+others' kernels are for other sizes. `followed` says that a backward pass on the same arrays is to
+come, which may have the one forward's work done already, and not the other's. Backends that are
+plain JAX are differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom
+derivative; its own derivative goes through XLA, so second order is right there, too, and forward
+mode is refused by JAX with an error that says so.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def choose(call: _Call, phase: str) -> Choice:
 def _pays(call: _Call, name: str, phase: str) -> bool:
     """False where kernels of its family that are made for such a size say that they do not."""
     return all(
-        module.pays(call.spec, call.device)
+        module.pays(call.spec, call.device, call.followed)
         for other in call.op.backends
         if family(other) == family(name) and hasattr(module := call.op.backend(other), "pays")
         if reason_against(call, other, phase) is None
@@ -296,7 +297,8 @@ def backward(
 class Explanation:
     """What a call would run, and why nothing else: `print` it, or read its fields.
 
-    `forward` and `backward` are a `Choice` (backend, config), or None where no backend fits;
+    `forward` and `backward` are a `Choice` (backend, config), or None where no backend fits, the
+    forward that of a call whose derivative is not taken;
     `reasons[backend][phase]` is None for a backend that could run the phase.
     """
 

@@ -308,15 +308,17 @@ def test_who_is_asked_for_what() -> None:
     ampere = dataclasses.replace(channel.GPU, name="NVIDIA A100", capability=(8, 0))
     q, k, v = draw(1, 64, 2, 1)
 
-    def backend(device: Any, B: int = 1024, **options: Any) -> str:
+    def backend(device: Any, B: int = 1024, followed: bool = False, **options: Any) -> str:
         spec = dataclasses.replace(api.prepare(q, k, v, **options).spec, B=B)
-        call = dispatch._Call(api.OP, spec, None, device, False)
+        call = dispatch._Call(api.OP, spec, None, device, False, followed)
         return dispatch.choose(call, "forward").backend
 
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 342) == "mosaic_gpu"
     assert backend(ampere) == backend(ampere, causal=True) == "triton"
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
-    assert backend(channel.GPU, causal=True, decay=-jnp.ones((1, 64, 1, 128))) == "mosaic_gpu"
+    options = {"causal": True, "decay": -jnp.ones((1, 64, 1, 128))}
+    assert backend(channel.GPU, **options) == "mosaic_gpu"
+    assert backend(channel.GPU, followed=True, **options) == "triton"
     assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
     lengths = jnp.array([3])
     for options, name in (

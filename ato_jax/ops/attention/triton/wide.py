@@ -152,7 +152,7 @@ def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
     return max(1, min(device.multiprocessors // max(1, programs(spec, choice)), most))
 
 
-def pays(spec: AttentionSpec, device: Device) -> bool:
+def pays(spec: AttentionSpec, device: Device, _followed: bool) -> bool:
     """Whether there are several blocks of queries.
 
     On an H200 a single one takes 12 to 20 us forward by the two kernels that slices need and as

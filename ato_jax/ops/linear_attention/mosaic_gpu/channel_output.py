@@ -52,7 +52,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # Slots of q and k, of v, and of gates.
 STAGES, V_STAGES, GATES_STAGES = 2, 2, 1
 WARPGROUPS = 5
-VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 144, 80, 32
+VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 136, 88, 32
 
 
 def each_step(

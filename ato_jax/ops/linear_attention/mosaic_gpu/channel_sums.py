@@ -28,7 +28,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES, GATES_STAGES = 3, 1
 WARPGROUPS = 5
-VALUES_REGISTERS, FEATURES_REGISTERS = 104, 120
+VALUES_REGISTERS, FEATURES_REGISTERS = 96, 128
 
 
 def channel_sums(
