@@ -150,13 +150,23 @@ def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) ->
     kernels = [
         _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
         for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
-        if ir.StringAttr(operation.attributes["call_target_name"]).value == TRITON_CALL
+        if _target(operation) == TRITON_CALL
     ]
     if not kernels:
         raise ValueError(
             "the function lowered to no Triton kernel: is it interpreted, or another backend's?"
         )
     return kernels
+
+
+def targets_of_calls(lowered: jax.stages.Lowered) -> list[str]:
+    """What each custom call of it calls. As text, kernels would take longer to write than that."""
+    module = lowered.compiler_ir("stablehlo").operation
+    return [_target(operation) for operation in _custom_calls(module)]
+
+
+def _target(call: ir.Operation) -> str:
+    return ir.StringAttr(call.attributes["call_target_name"]).value
 
 
 def _custom_calls(module: ir.Operation) -> list[ir.Operation]:
