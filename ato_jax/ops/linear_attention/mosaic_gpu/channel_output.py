@@ -227,8 +227,9 @@ def channel_output(
                     channel.sums_of(weights, rounded), channel.sums_by_channel(rounded, halves)
                 )
                 first, second = channel.halves(both)
-                onto = jnp.exp2(behind + first)
-                totals = totals * frame.in_columns(onto, ALIKE)
+                # Its square is what is left of a state, and may be less than float32 holds.
+                onto = jnp.exp2((behind + first) * 0.5)
+                totals = totals * frame.in_columns(onto, ALIKE) * frame.in_columns(onto, ALIKE)
                 frame.store_transposed(z_rows, totals.astype(BF16))
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto
@@ -262,7 +263,8 @@ def channel_output(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 values = v_s.at[v_slot, half]
                 plgpu.barrier_wait(mapped.at[slot])
-                S = S * frame.in_rows(load(onto_s.at[slot], OF_COLUMNS), HALF)
+                onto = frame.in_rows(load(onto_s.at[slot], OF_COLUMNS), HALF)
+                S = S * onto * onto
                 s_s.at[half][...] = S.astype(BF16)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
