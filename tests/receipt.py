@@ -53,6 +53,7 @@ OPS = (
     "wide_attention",
     "channel_gates",
     "mosaic_gpu",
+    "mosaic_channel_gates",
 )
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
@@ -66,17 +67,23 @@ SHARED_SOURCES = (
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
 # Kernels in a folder of their own, with what they share with the op's others.
 APART = {"mosaic_gpu": ("linear_attention", "spec.py", "features.py", "mosaic_gpu/*.py")}
-# Kernels of their own, which build on an op's, and of whose code that op's own run nothing.
+# Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
-    "decode_attention": ("attention", "paged.py"),
-    "wide_attention": ("attention", "wide*.py"),
-    "channel_gates": ("linear_attention", "channel.py", "prepared.py", "steep.py"),
+    "decode_attention": ("attention", "attention/triton/paged.py"),
+    "wide_attention": ("attention", "attention/triton/wide*.py"),
+    "channel_gates": (
+        "linear_attention",
+        "linear_attention/triton/channel.py",
+        "linear_attention/triton/prepared.py",
+        "linear_attention/triton/steep.py",
+    ),
+    "mosaic_channel_gates": ("mosaic_gpu", "linear_attention/mosaic_gpu/channel*.py"),
 }
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
 # No test runs these unless it says so: the others' heads are narrower, their gates whole, and their
 # calls name Triton.
-MARKED_ALONE = {"wide_attention", "channel_gates", "mosaic_gpu"}
+MARKED_ALONE = {"wide_attention", "channel_gates", "mosaic_gpu", "mosaic_channel_gates"}
 # What a parameter says of whose kernels a test runs.
 NAMED = {
     "channel": "channel_gates",
@@ -91,20 +98,16 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "numpy")
 def source_files(part: str) -> list[Path]:
     if part == BRIDGE:
         return sorted(ROOT.glob("ato_torch/*.py"))
-    folder, names = part, SOURCES_OF_AN_OP
-    if part in BESIDE:
-        folder = BESIDE[part][0]
-    elif part in APART:
-        folder, *names = APART[part]
+    below = BESIDE[part][0] if part in BESIDE else part
+    folder, *names = APART.get(below, (below, *SOURCES_OF_AN_OP))
     patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in names)]
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 
 
 def beside(part: str) -> set[Path]:
-    op, *names = BESIDE[part]
-    folder = ROOT / "ato_jax" / "ops" / op / "triton"
-    return {path for name in names for path in folder.glob(name)}
+    _, *names = BESIDE[part]
+    return {path for name in names for path in (ROOT / "ato_jax" / "ops").glob(name)}
 
 
 def stripped(source: str) -> str:

@@ -381,7 +381,7 @@ def test_gates_of_mosaic_gpu(name: str, G: int, normalize: bool) -> None:
     check("linear_attention", *qkv, **options)
 
 
-@of_mosaic_gpu
+@pytest.mark.kernels("mosaic_channel_gates", "channel_gates")
 @pytest.mark.parametrize(
     ("B", "T", "G", "layout", "strength", "share", "options"),
     [
