@@ -133,6 +133,7 @@ def test_turns_of_chunks() -> None:
 
     row, column = jnp.mgrid[: frame.C, : frame.C]
     weights = np.asarray(by_channel.weights_of_halves(row, column), np.float64)
+    weights /= by_channel.UNIT
     sums = jnp.asarray(np.moveaxis(weights @ gates, 2, 1), jnp.float32)
     wanted = [turns_of(chunk) for chunk in gates]
     assert sorted(set(wanted)) == [1, 2, 4, 8, 16, 32]

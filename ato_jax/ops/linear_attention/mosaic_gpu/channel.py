@@ -11,8 +11,9 @@ chunk is steep, and is taken in turns of fewer rows, each with a middle of its o
 until no half loses that much, or in pairs of rows, for which there is always room. A turn is the
 chunk with features of 0 in all rows but its own.
 
-Sums over rows are products with matrices of 0, 1 and -1, of the gates in float16. So a pair's
-exponent x is off by x 2^-12 at most, its weight 2^x by 9e-5: as much of it as is left.
+Sums over rows are products with matrices of 0, `UNIT` and -`UNIT`, of the gates in float16, by
+which they are divided. So a pair's exponent x is off by x 2^-12 at most, its weight 2^x by 9e-5: as
+much of it as is left.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ LEAST_DECAY = -50.0
 # Of half a turn, as an exponent of 2: more than one step loses.
 MOST_LOST = 80.0
 MOST_TURNS = C // 2
+# What float16 holds of gates: from 72 down to 2e-7 by its normal numbers.
+UNIT = 2.0**-8
 # Of 1, 2, .. turns but the most, in which no half is steep.
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
 
@@ -65,8 +68,8 @@ def shared(*shape: int) -> Any:
 
 
 def round_gates(gates_ref: Any, rounded_ref: Any) -> None:
-    """[C, HALF] in float32 to float16, to base 2."""
-    gates = jnp.maximum(frame.load(gates_ref), LEAST_DECAY) * frame.LOG2_E
+    """[C, HALF] in float32 to float16, to base 2, divided by `UNIT`."""
+    gates = jnp.maximum(frame.load(gates_ref), LEAST_DECAY) * (frame.LOG2_E / UNIT)
     rounded_ref[...] = jax.lax.optimization_barrier(gates.astype(F16))
 
 
@@ -80,8 +83,8 @@ def sums_by_channel(rounded_ref: Any, weights_ref: Any) -> Any:
     return frame.zeros(HALF, ALIKE), [(rounded_ref.T, weights_ref.T)]
 
 
-def _ones(where: jax.Array) -> jax.Array:
-    return jnp.where(where, 1.0, 0.0).astype(F16)
+def _units(where: jax.Array) -> jax.Array:
+    return jnp.where(where, UNIT, 0.0).astype(F16)
 
 
 def since_middle(turn: Turn | None) -> jax.Array:
@@ -91,12 +94,12 @@ def since_middle(turn: Turn | None) -> jax.Array:
     later, earlier = (column > middle) & (column <= row), (column <= middle) & (column > row)
     if turn is not None:
         later, earlier = later & turn.has(row), earlier & turn.has(row)
-    return (jnp.where(later, 1.0, 0.0) - jnp.where(earlier, 1.0, 0.0)).astype(F16)
+    return (jnp.where(later, UNIT, 0.0) - jnp.where(earlier, UNIT, 0.0)).astype(F16)
 
 
 def until_end() -> jax.Array:
     """What sums up G_C - G_j for the chunk's last row C."""
-    return _ones(frame.position(1) > frame.position(0))
+    return _units(frame.position(1) > frame.position(0))
 
 
 def of_halves() -> jax.Array:
@@ -106,7 +109,13 @@ def of_halves() -> jax.Array:
 def weights_of_halves(row: jax.Array, column: jax.Array) -> jax.Array:
     """What sums up the n halves of n / 2 turns in rows from n - 2 on."""
     own = [row + 2 == n + column // (C // n) for n in _HALVES]
-    return _ones(functools.reduce(jnp.logical_or, own))
+    return _units(functools.reduce(jnp.logical_or, own))
+
+
+def store_all(ref: Any) -> None:
+    """What sums up all rows, in each row of a tile [ALIKE, C]."""
+    units = plgpu.layout_cast(jnp.full((C, ALIKE), UNIT, F16), frame.TILE)
+    frame.store_transposed(ref, units)
 
 
 def store_halves(ref: Any, turn: Turn | None) -> None:
@@ -118,7 +127,7 @@ def store_halves(ref: Any, turn: Turn | None) -> None:
     turn = WHOLE if turn is None else turn
     is_first = row <= turn.middle
     own = turn.has(row) & (is_first == (number < ALIKE // 2))
-    frame.store_transposed(ref, _ones(own))
+    frame.store_transposed(ref, _units(own))
 
 
 def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -47,7 +47,7 @@ def channel_sums(
         halves_s=channel.shared(C, C),
         until_end_s=channel.shared(C, C),
         ones_s=frame.shared(2, ALIKE, C),
-        same_s=channel.shared(2, ALIKE, C),
+        all_s=channel.shared(2, ALIKE, C),
         total_s=frame.shared(2, HALF, F // 2, dtype=F32),
         columns_s=plgpu.SMEM((2, 2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
@@ -76,7 +76,7 @@ def channel_sums(
         halves_s: Any,
         until_end_s: Any,
         ones_s: Any,
-        same_s: Any,
+        all_s: Any,
         total_s: Any,
         columns_s: Any,
         loaded: Any,
@@ -144,7 +144,7 @@ def channel_sums(
                 halves, until_end, total = frame.multiply(
                     channel.sums_of(halves_s, rounded),
                     channel.sums_of(until_end_s, rounded),
-                    channel.sums_by_channel(rounded, same_s.at[half]),
+                    channel.sums_by_channel(rounded, all_s.at[half]),
                 )
                 store_least(chunk, halves)
                 keeps = jnp.exp2(total)
@@ -205,8 +205,7 @@ def channel_sums(
             def _features(half: int = half) -> None:
                 frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
                 frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
-                same = plgpu.layout_cast(jnp.ones((C, ALIKE), channel.F16), frame.TILE)
-                frame.store_transposed(same_s.at[half], same)
+                channel.store_all(all_s.at[half])
                 weights = channel.of_halves(), channel.until_end()
                 for ref, own in zip((halves_s, until_end_s), weights, strict=True):
                     ref[...] = own  # both the same
