@@ -5,7 +5,8 @@
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
 over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head and step, or
-forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
+forward for each head, or each step and channel (`causal.py`). `frame.py` says what a kernel is made
+of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32. All else is Triton's.

@@ -4,7 +4,7 @@ The sequence is cut into as many pieces as fill the card, few: XLA adds up their
 and each piece is walked with its running state in registers (`output.py`). Backwards the queries'
 gradient is such a walk, too (`query_gradient.py`), and that of keys and values one from the end
 (`query_sums.py`, `key_gradient.py`). The gradient of decays is made of what both leave
-(`flows.py`).
+(`flows.py`). Gates of channels have kernels of their own for the forward (`channel.py`).
 """
 
 from __future__ import annotations
