@@ -39,7 +39,7 @@ MOST_LOST = 80.0
 MOST_TURNS = C // 2
 # What float16 holds of gates: from 72 down to 2e-7 by its normal numbers.
 UNIT = 2.0**-8
-# Of 1, 2, .. turns but the most, in which no half is steep.
+# How many halves 1, 2, .. turns have, but for the most turns, where none is steep.
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
 
 
