@@ -19,8 +19,8 @@ backward; what only a backward reads of the outputs, a forward leaves where the 
 `keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
 One that does not pay is what `implementation=None` comes to last, with all of its family: the
 others' kernels are for other sizes. `followed` says that a backward pass on the same arrays is to
-come, which may have the one forward's work done already, and not the other's. Backends that are
-plain JAX are differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom
+come: XLA may then do what it has in common with one forward once for both. Backends that are plain
+JAX are differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom
 derivative; its own derivative goes through XLA, so second order is right there, too, and forward
 mode is refused by JAX with an error that says so.
 """

@@ -158,14 +158,15 @@ def _linear_attention() -> Iterator[Row]:
                 "return_state": True,
             },
         )
-    yield Row(
-        f"{name}, decay [B, S, G]",
-        wide,
-        lambda sizes: {
-            "causal": True,
-            "decay": jnp.full([sizes[axis] for axis in "BSG"], -0.1),
-        },
-    )
+    for axes in ("BSG", "BSGD"):
+        yield Row(
+            f"{name}, decay [{', '.join(axes)}]",
+            wide,
+            lambda sizes, axes=axes: {
+                "causal": True,
+                "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
+            },
+        )
 
 
 ROWS = {

@@ -387,7 +387,7 @@ def test_gates_of_mosaic_gpu(name: str, G: int, normalize: bool) -> None:
     [
         (1, LONG, 2, "bthd", 0.1, 0.0, {}),
         (2, 9000, 2, "bthd", 0.1, 1e-4, {"normalize": False}),
-        (4, 4096, 4, "bhtd", 0.1, 0.02, {"return_state": True}),
+        (4, 4096, 4, "bhtd", 0.1, 0.02, {"states": True}),
         (4, 5000, 4, "bthd", 3.0, 0.0, {}),
         (28, 600, 4, "bthd", 20.0, 0.0, {"scale": 30.0}),
         (28, 600, 4, "bthd", 0.01, 0.0, {"scale": 0.01}),
@@ -397,8 +397,9 @@ def test_gates_of_mosaic_gpu(name: str, G: int, normalize: bool) -> None:
 def test_channel_gates_of_mosaic_gpu(
     B: int, T: int, G: int, layout: str, strength: float, share: float, options: dict[str, Any]
 ) -> None:
-    """Mild and strong, with a share that leave nothing. The gradients are Triton's, and of small
-    inputs, where single rows of dq are beyond the budget, no matter of this test."""
+    """Mild and strong, with a share that leave nothing; the same bits twice. The gradients are
+    Triton's, and of small inputs, where single rows of dq are beyond the budget, no matter of this
+    test."""
     needs_hopper()
     options = dict(options)
     scale = options.pop("scale", 1.0)
@@ -406,12 +407,18 @@ def test_channel_gates_of_mosaic_gpu(
     generator = np.random.default_rng(4)
     gates = -np.abs(generator.standard_normal(qkv[1].shape, np.float32)) * strength
     gates[generator.random(gates.shape) < share] = -50
+    if options.pop("states", False):
+        options |= linear_options("states", B, T, 128, G=G)
     options |= {"decay": jnp.asarray(gates), "causal": True, "layout": layout}
     explained = ato_jax.explain("linear_attention", *qkv, implementation=None, **options)
     assert explained.forward.backend == "mosaic_gpu"
     wanted = numerics.oracle("linear_attention", *qkv, **options)
     here = device.describe(jax.devices()[0])
-    found = numerics.run_backends("mosaic_gpu", "triton", wanted, device=here)
+    found, again = (
+        numerics.run_backends("mosaic_gpu", "triton", wanted, device=here) for _ in range(2)
+    )
+    for name, array in found.items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(again[name]), err_msg=name)
     if scale < 1:
         numerics.check("out", found["out"], wanted.exact["out"], dtype="bfloat16")
     else:

@@ -79,7 +79,7 @@ class Kept(NamedTuple):
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """`inputs.decay` are the gates."""
+    """`inputs.decay` are the gates; those of channels as they are given."""
     deal, gates = _deal(spec, config), inputs.decay
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs)

@@ -103,6 +103,7 @@ def channel_output(
 ) -> jax.Array:
     """out, of s and z as in `output`; turns: how many each chunk takes, [B, G, chunks]; steep: in
     which pieces one takes more than one, [B, G, P]."""
+    # An item each: what is loaded at its start is never loaded again.
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     group_size = spec.H // spec.G
     scratch = dict(
@@ -229,8 +230,9 @@ def channel_output(
                 first, second = channel.halves(both)
                 # Its square is what is left of a state, and may be less than float32 holds.
                 onto = jnp.exp2((behind + first) * 0.5)
-                totals = totals * frame.in_columns(onto, ALIKE) * frame.in_columns(onto, ALIKE)
-                frame.store_transposed(z_rows, totals.astype(BF16))
+                if spec.normalize:
+                    totals = totals * frame.in_columns(onto, ALIKE) * frame.in_columns(onto, ALIKE)
+                    frame.store_transposed(z_rows, totals.astype(BF16))
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto
                 channel.map_in_place(own_q, since, turn)
@@ -285,7 +287,7 @@ def channel_output(
                     for own in range(2):
                         den = den + load(den_s.at[v_slot, own], OF_ROWS)
                     factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
-                plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+                plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
                 out = out * factor
                 if turn is None:
@@ -331,5 +333,13 @@ def channel_output(
 
     out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
     arrays = q, k, v, s, z, gates, turns, steep
-    options: Any = {"warpgroups": WARPGROUPS, "own_barriers": True}
-    return frame.launch(body, "channel_output", deal, out_type, scratch, arrays, **options)
+    return frame.launch(
+        body,
+        "channel_output",
+        deal,
+        out_type,
+        scratch,
+        arrays,
+        warpgroups=WARPGROUPS,
+        own_barriers=True,
+    )

@@ -36,6 +36,7 @@ def channel_sums(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, alike; and
     what says how steep chunks are (`channel.turns_of`). All in float32."""
+    # An item each: there is room for the sums of one.
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
         k_s=frame.shared(STAGES, C, F),
@@ -227,5 +228,13 @@ def channel_sums(
         jax.ShapeDtypeStruct((deal.B, deal.heads, chunks, 2, C), F32),
     )
     arrays = k, v, gates
-    options: Any = {"warpgroups": WARPGROUPS, "own_barriers": True}
-    return frame.launch(body, "channel_sums", deal, out_type, scratch, arrays, **options)
+    return frame.launch(
+        body,
+        "channel_sums",
+        deal,
+        out_type,
+        scratch,
+        arrays,
+        warpgroups=WARPGROUPS,
+        own_barriers=True,
+    )

@@ -414,7 +414,9 @@ def launch(
     own_barriers: bool = False,
 ) -> Any:
     """The kernel's outputs. All of a block's warpgroups leave together: none while another still
-    multiplies. `own_barriers`: Pallas puts none of a warpgroup's around loads and stores."""
+    multiplies. `own_barriers`: Pallas puts none of a warpgroup's around loads and stores, so what a
+    product reads may be stored again only behind a `commit_smem` or a `wait_smem_to_gmem` that
+    follows the product."""
 
     def guarded(*refs: Any, left: Any, **scratch: Any) -> None:
         body(*refs, **scratch)
