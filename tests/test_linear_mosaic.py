@@ -162,6 +162,25 @@ def test_gradients_of_gates(
 
 
 @newest
+@pytest.mark.parametrize(
+    "T, kind, options",
+    [
+        (328, "mild", options_of(1, 2, "bhtd", True) | {"return_state": False}),
+        (264, "mild", {"normalize": False}),
+        (136, "mixed", {}),
+    ],
+)
+def test_gradients_of_gates_of_channels(T: int, kind: str, options: dict[str, Any]) -> None:
+    """Of two pieces, the last of them in part; of one; and where a chunk is steep."""
+    H = 2 if "initial_state" in options else 1
+    layout = options.get("layout", "bthd")
+    decay = channel.draw_gates(kind, 1, T, H, 128)
+    decay = decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
+    wanted = numerics.oracle(OP, *draw(1, T, H, H, layout), causal=True, decay=decay, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
 def test_gradients_of_gates_in_long_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums begin anew within them, the last chunk is in part, strong gates and some beyond what
     float32 holds; behind Triton's forward, which keeps no states."""
@@ -223,6 +242,8 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
         (2, 1000, 8, 2, "bhtd", {"S": 712, "normalize": False, "return_state": True}, 4),
         (1, 1000, 8, 2, "bthd", {"causal": True, "decay": "channel"}, 2),
+        (1, 4096, 8, 8, "bhtd", {"causal": True, "decay": "channel"}, 5),
+        (1, 1000, 8, 8, "bthd", {"causal": True, "decay": "channel", "normalize": False}, 5),
         (1, 4096, 2, 2, "bhtd", {"causal": True, "decay": "channel", "return_state": True}, 2),
     ],
 )
@@ -334,7 +355,7 @@ def test_who_is_asked_for_what() -> None:
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
     options = {"causal": True, "decay": -jnp.ones((1, 64, 1, 128))}
     assert backend(channel.GPU, **options) == "mosaic_gpu"
-    assert backend(channel.GPU, followed=True, **options) == "triton"
+    assert backend(channel.GPU, followed=True, **options) == "mosaic_gpu"
     assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
     lengths = jnp.array([3])
     for options, name in (

@@ -4,9 +4,8 @@
     z = sum_j phi(k_j)                  [F]
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
-over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head and step, or
-forward for each head, or each step and channel (`causal.py`). `frame.py` says what a kernel is made
-of.
+over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each step, each step
+and channel, or forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32. All else is Triton's.
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ato_jax.device import Device
+from ato_jax.ops.linear_attention import triton
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -74,8 +74,13 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.return_state and spec.T % frame.C:
         # Rows beyond the end are read as zeros, of which the features need not be zero.
         return f"return_state needs T to be a multiple of {frame.C} where causal, got {spec.T}"
-    if phase == "backward" and spec.decay in ("head", "channel"):
-        return f"does not support the gradients of a decay per {spec.decay}"
+    if phase == "backward" and spec.decay == "head":
+        return "does not support the gradients of a decay per head"
+    if phase == "backward" and spec.decay == "channel":
+        if spec.return_state:
+            return "does not support return_state for the gradients of a decay per channel"
+        if spec.T <= frame.C:
+            return f"needs T above {frame.C} for the gradients of a decay per channel"
     if phase == "backward" and spec.H != spec.G:
         return f"needs H = G for the gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
@@ -84,15 +89,11 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    return Config(blocks=device.multiprocessors)
+    beside = triton.default_config(spec, device) if spec.decay == "channel" else None
+    return Config(blocks=device.multiprocessors, triton=beside)
 
 
 def pays(spec: LinearAttentionSpec, device: Device, followed: bool) -> bool:
-    if spec.decay == "channel" and followed:
-        # Triton's backward prepares what its forward has prepared, which XLA then does once: of 64
-        # heads of 4096 rows 1.295 ms both ways on an H200, behind the forward here 1.381, which
-        # by itself takes 0.256 where Triton's takes 0.405.
-        return False
     if spec.causal:
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= ENOUGH_ROWS
@@ -141,9 +142,19 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs | causal.Kept:
+    return _keep_with_gates(_keep_all, spec, config, inputs)
+
+
+def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    return _keep_with_gates(_keep, spec, config, inputs).plain()
+
+
+def _keep_with_gates(
+    keep: Callable[..., Any], spec: LinearAttentionSpec, config: Config, inputs: Inputs
+) -> Any:
     if inputs.decay is not None and spec.decay != "channel":
         inputs = inputs._replace(decay=causal.gates_of(spec, inputs.decay))
-    return _keep(spec, config, inputs)
+    return keep(spec, config, inputs)
 
 
 @_as_larger_batch
@@ -154,15 +165,19 @@ def _keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs 
     return bidirectional.forward(spec, config, inputs)
 
 
-def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    return keep(spec, config, inputs).plain()
+@_as_larger_batch
+def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs | causal.Kept:
+    """What the gradients are made of, too."""
+    if spec.causal:
+        return causal.keep(spec, config, inputs, features=spec.decay == "channel")
+    return bidirectional.forward(spec, config, inputs)
 
 
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     decay = residuals.inputs.decay
-    if decay is None:
+    if decay is None or spec.decay == "channel":
         return _backward(spec, config, residuals, cotangents)
     inputs = residuals.inputs._replace(decay=causal.gates_of(spec, decay))
     found = _backward(spec, config, residuals._replace(inputs=inputs), cotangents)

@@ -4,7 +4,7 @@ The sequence is cut into as many pieces as fill the card, few: XLA adds up their
 and each piece is walked with its running state in registers (`output.py`). Backwards the queries'
 gradient is such a walk, too (`query_gradient.py`), and that of keys and values one from the end
 (`query_sums.py`, `key_gradient.py`). The gradient of decays is made of what both leave
-(`flows.py`). Gates of channels have kernels of their own for the forward (`channel.py`).
+(`flows.py`). Gates of channels have kernels of their own (`channel.py`, `channel_backward.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_backward, flows, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
@@ -45,44 +45,56 @@ LEAST_CHUNKS, FEW_PIECES = 8, 16
 
 def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     """So many that the last round of blocks is nearly full, and little is read twice."""
-    chunks, heads = pl.cdiv(spec.T, frame.C), spec.B * spec.H
+    at_once = _chunks_at_once(spec)
+    units, heads = pl.cdiv(spec.T, at_once * frame.C), spec.B * spec.H
 
     def cost(pieces: int) -> float:
-        each = pl.cdiv(chunks, pieces)
+        each = pl.cdiv(units, pieces) * at_once
         rounds = pl.cdiv(heads * pieces, config.blocks)
         if pieces == 1:
             return rounds * (each + ITEM)
         rounds_before = pl.cdiv(heads * (pieces - 1), config.blocks)
         return CUT + (rounds + CUT_CHUNK * rounds_before) * (each + ITEM)
 
-    wanted = config.pieces or min(range(1, max(2, chunks // LEAST_CHUNKS + 1)), key=cost)
-    return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
+    most = units * at_once // LEAST_CHUNKS
+    wanted = config.pieces or min(range(1, max(2, most + 1)), key=cost)
+    return int(pl.cdiv(units, pl.cdiv(units, wanted)))
+
+
+def _chunks_at_once(spec: LinearAttentionSpec) -> int:
+    """What pieces are made of."""
+    return channel.CHUNKS if spec.decay == "channel" else 1
 
 
 def _deal(spec: LinearAttentionSpec, config: Config) -> frame.Deal:
     """All rows of all query heads."""
-    pieces = pieces_of(spec, config)
-    rows = pl.cdiv(pl.cdiv(spec.T, frame.C), pieces) * frame.C
+    pieces, unit = pieces_of(spec, config), _chunks_at_once(spec) * frame.C
+    rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
     return frame.Deal(spec.B, spec.H, spec.T, rows, pieces, config.blocks)
 
 
 class Kept(NamedTuple):
-    """`Outputs`, and the sums ahead of each piece, as `output` reads them."""
+    """`Outputs`, and the sums ahead of each piece, as `output` reads them; with gates of channels,
+    where they are wanted, the features, too."""
 
     out: jax.Array
     state: LinearState
     s: jax.Array
     z: jax.Array
+    features: channel_backward.Features | None = None
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
 
 
-def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """`inputs.decay` are the gates; those of channels as they are given."""
+def keep(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
+) -> Kept:
+    """`inputs.decay` are the gates; those of channels as they are given, with which `features`
+    says whether these are kept, too."""
     deal, gates = _deal(spec, config), inputs.decay
     if spec.decay == "channel":
-        return _keep_by_channel(spec, deal, inputs)
+        return _keep_by_channel(spec, deal, inputs, features)
     kv, k_sum = _states(spec, deal, inputs, gates)
     s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
     steep = None if gates is None else _steep(deal, gates)
@@ -90,7 +102,9 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
 
 
-def _keep_by_channel(spec: LinearAttentionSpec, deal: frame.Deal, inputs: Inputs) -> Kept:
+def _keep_by_channel(
+    spec: LinearAttentionSpec, deal: frame.Deal, inputs: Inputs, features: bool
+) -> Kept:
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     assert gates is not None
     of_keys = dataclasses.replace(deal, heads=spec.G)
@@ -98,29 +112,18 @@ def _keep_by_channel(spec: LinearAttentionSpec, deal: frame.Deal, inputs: Inputs
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    kv, k_sum = _at_edges_by_channel((kv, k_sum), start, jnp.exp2(lost))
+    kv, k_sum = channel_backward.join_pieces((kv, k_sum), start, jnp.exp2(lost))
     turns = channel.turns_of(least)
     steep = _any_in_pieces(deal, turns > 1)
     s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
-    out = channel_output(spec, deal, q, k, v, s, z, gates, turns, steep)
-    return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
-
-
-def _at_edges_by_channel(pieces: State, start: State | None, keeps: jax.Array) -> State:
-    """As `_at_edges`, where what a piece leaves is [B, G, P, F]."""
-    kv, k_sum = pieces
-    if start is None:
-        start = jnp.zeros_like(kv[:, :, 0]), jnp.zeros_like(k_sum[:, :, 0])
-    first = start[0][:, :, None], start[1][:, :, None]
-    decays = jnp.pad(keeps, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
-    states = [jnp.concatenate(both, axis=2) for both in zip(first, pieces, strict=True)]
-
-    def join(before: Any, after: Any) -> Any:
-        (decay, kv, k_sum), (by, added, k_added) = before, after
-        return decay * by, kv * by[..., None, :] + added, k_sum * by + k_added
-
-    _, kv, k_sum = jax.lax.associative_scan(join, (decays, *states), axis=2)
-    return kv, k_sum
+    out, *kept = channel_output(spec, deal, q, k, v, s, z, gates, turns, steep, features)
+    state = LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1])
+    found = None
+    if features:
+        q_features, k_features, halves = kept
+        any_steep = jnp.any(steep > 0)
+        found = channel_backward.Features(q_features, k_features, halves, any_steep)
+    return Kept(out, state, s, z, found)
 
 
 def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
@@ -270,6 +273,8 @@ def backward(
     inputs, g = residuals.inputs, cotangents.out
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     deal = _deal(spec, config)
+    if spec.decay == "channel":
+        return _backward_by_channel(spec, config, deal, residuals, g)
     if isinstance(residuals.outputs, Kept):
         s, z = residuals.outputs.s, residuals.outputs.z
     else:
@@ -301,3 +306,18 @@ def backward(
     if gates is not None and of_queries is not None and of_keys is not None:
         d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
+
+
+def _backward_by_channel(
+    spec: LinearAttentionSpec,
+    config: Config,
+    deal: frame.Deal,
+    residuals: Residuals,
+    g: jax.Array,
+) -> Inputs:
+    inputs = residuals.inputs
+    kept: Any = residuals.outputs
+    found = kept if isinstance(kept, Kept) else _keep_by_channel(spec, deal, inputs, features=True)
+    assert found.features is not None
+    states = found.s, found.z
+    return channel_backward.gradients(spec, config.triton, deal, inputs, found.features, states, g)

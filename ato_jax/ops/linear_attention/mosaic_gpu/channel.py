@@ -26,6 +26,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C
@@ -41,6 +42,16 @@ MOST_TURNS = C // 2
 UNIT = 2.0**-8
 # How many halves 1, 2, .. turns have, but for the most turns, where none is steep.
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
+
+
+# Chunks of a run, for the gates' gradient, and its rows.
+CHUNKS = 4
+RUN = CHUNKS * C
+
+
+def run_of(item: frame.Item, chunk: Any) -> Any:
+    """The run of a chunk of a piece, of which pieces are whole."""
+    return lax.div(item.first_row, RUN) + lax.div(chunk, CHUNKS)
 
 
 class Turn(NamedTuple):
@@ -70,7 +81,7 @@ def shared(*shape: int) -> Any:
 def round_gates(gates_ref: Any, rounded_ref: Any) -> None:
     """[C, HALF] in float32 to float16, to base 2, divided by `UNIT`."""
     gates = jnp.maximum(frame.load(gates_ref), LEAST_DECAY) * (frame.LOG2_E / UNIT)
-    rounded_ref[...] = jax.lax.optimization_barrier(gates.astype(F16))
+    rounded_ref[...] = lax.optimization_barrier(gates.astype(F16))
 
 
 def sums_of(weights: Any, rounded_ref: Any) -> Any:
@@ -147,7 +158,7 @@ def map_in_place(ref: Any, exponents: jax.Array, turn: Turn | None = None) -> No
     if turn is not None:
         row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=frame.TILE)
         found = jnp.where(turn.has(row), found, 0.0)
-        found = jax.lax.optimization_barrier(found)
+        found = lax.optimization_barrier(found)
     ref[...] = frame.rounded(found)
 
 

@@ -100,9 +100,13 @@ def channel_output(
     gates: jax.Array,
     turns: jax.Array,
     steep: jax.Array,
-) -> jax.Array:
+    keeps_features: bool,
+) -> tuple[jax.Array, ...]:
     """out, of s and z as in `output`; turns: how many each chunk takes, [B, G, chunks]; steep: in
-    which pieces one takes more than one, [B, G, P]."""
+    which pieces one takes more than one, [B, G, P].
+
+    If it keeps them q^ and k~, too, and the sums of the gates of both halves of each chunk to base
+    2, [B, H, chunks, 2, F]: of the pieces that are not steep."""
     # An item each: what is loaded at its start is never loaded again.
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     group_size = spec.H // spec.G
@@ -131,6 +135,8 @@ def channel_output(
         gates_free=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
         start_loaded=plgpu.Barrier(num_arrivals=4),
     )
+    if keeps_features:
+        scratch["both_s"] = plgpu.SMEM((2, 2, HALF), F32)
 
     def body(
         q_ref: Any,
@@ -142,7 +148,7 @@ def channel_output(
         turns_ref: Any,
         steep_ref: Any,
         out_ref: Any,
-        *,
+        *kept_refs: Any,
         q_s: Any,
         k_s: Any,
         v_s: Any,
@@ -166,6 +172,7 @@ def channel_output(
         v_free: Any,
         gates_free: Any,
         start_loaded: Any,
+        both_s: Any = None,
     ) -> None:
         def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)
@@ -179,7 +186,13 @@ def channel_output(
                     source = ref.at[item.batch, kv_head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
 
-            def load_step(step: Any, chunk: Any, _turn: Any, _last: Any, carried: Any) -> Any:
+            def leave_features(chunk: Any) -> None:
+                slot, rows = slot_of(chunk, STAGES), item.rows(chunk)
+                plgpu.barrier_wait(mapped.at[slot])
+                for own, ref in zip((q_s, k_s), kept_refs[:2], strict=True):
+                    plgpu.copy_smem_to_gmem(own.at[slot], part(spec, ref, item, rows, item.head))
+
+            def load_step(step: Any, chunk: Any, turn: Any, _last: Any, carried: Any) -> Any:
                 rows = item.rows(chunk)
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
@@ -189,6 +202,8 @@ def channel_output(
                     own = gates_s.at[gates_slot, half]
                     plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
                 frame.wait_until_free(free, step, STAGES)
+                if keeps_features:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
                     source = part(spec, ref, item, rows, head)
                     plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
@@ -196,6 +211,10 @@ def channel_output(
                 for half in range(2):
                     source = part(spec, v_ref, item, rows, kv_head, half)
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
+                if keeps_features and turn is None:
+                    # Behind the loads of the next chunk.
+                    pl.when(chunk > 0)(lambda: leave_features(chunk - 1))
+                    pl.when(chunk == item.chunks - 1)(lambda: leave_features(chunk))
                 return carried
 
             steps = each(item, lambda _: None, load_step)
@@ -210,8 +229,18 @@ def channel_output(
             plgpu.barrier_wait(start_loaded)
             totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
 
+            def leave_halves(chunk: Any, both: tuple[jax.Array, jax.Array]) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for number, own in enumerate(both):
+                    both_s.at[half, number][...] = own
+                plgpu.commit_smem()
+                at = item.batch, item.head, lax.div(item.first_row, C) + chunk
+                for number in range(2):
+                    target = kept_refs[2].at[(*at, number, columns)]
+                    plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
+
             def map_step(
-                step: Any, _chunk: Any, turn: channel.Turn | None, _last: Any, carried: Any
+                step: Any, chunk: Any, turn: channel.Turn | None, _last: Any, carried: Any
             ) -> Any:
                 totals, behind = carried
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
@@ -239,6 +268,8 @@ def channel_output(
                 channel.map_in_place(own_k, -since, turn)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
+                if keeps_features and turn is None:
+                    leave_halves(chunk, (first, second))
                 if spec.normalize:
                     den, totals = multiply(
                         (frame.zeros(C, ALIKE), [(own_q, z_rows.T)]),
@@ -314,6 +345,8 @@ def channel_output(
         def _memory() -> None:
             frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
             deal.each(load_piece)
+            if keeps_features:
+                plgpu.wait_smem_to_gmem(0)
 
         for half in range(2):
 
@@ -324,6 +357,8 @@ def channel_output(
                 channel.store_halves(halves_s.at[half], None)
                 since_middle_s[...] = channel.since_middle(None)  # both the same
                 deal.each(lambda item: map_piece(item, half))
+                if keeps_features:
+                    plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
@@ -331,15 +366,19 @@ def channel_output(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    out_type = [jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)]
+    if keeps_features:
+        both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, F
+        out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]
     arrays = q, k, v, s, z, gates, turns, steep
-    return frame.launch(
+    found = frame.launch(
         body,
         "channel_output",
         deal,
-        out_type,
+        tuple(out_type),
         scratch,
         arrays,
         warpgroups=WARPGROUPS,
         own_barriers=True,
     )
+    return tuple(found)

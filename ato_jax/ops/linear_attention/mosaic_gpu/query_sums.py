@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import BF16, F32, C
@@ -46,7 +47,12 @@ def query_sums(
     row, [B, H, T up to a whole chunk]."""
 
     def map_rows(
-        q_ref: Any, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, gates_ref: Any = None
+        _half: int,
+        q_ref: Any,
+        minus_e_ref: Any,
+        inverse_ref: Any,
+        e_ref: Any,
+        gates_ref: Any = None,
     ) -> None:
         inverse = frame.load(inverse_ref, frame.OF_ROWS)
         if gates_ref is not None:
@@ -56,4 +62,30 @@ def query_sums(
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
     r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows)
+    return r, u / frame.PARTS
+
+
+def channel_query_sums(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    g: jax.Array,
+    inverse: jax.Array,
+    e: jax.Array,
+    since: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The same of q^ in q, with a gate for each channel; since: what each chunk's middle sees of
+    what is ahead of its piece, [B, H, chunks * F]."""
+
+    def map_rows(
+        half: int, q_ref: Any, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, since_ref: Any
+    ) -> None:
+        inverse = frame.in_columns(frame.load(inverse_ref, frame.OF_ROWS), frame.HALF)
+        own = since_ref.at[pl.ds(half * frame.HALF, frame.HALF)]
+        since = frame.in_rows(frame.load(own, frame.OF_COLUMNS), C)
+        q_ref[...] = frame.rounded(frame.load(q_ref).astype(F32) * inverse * since)
+        spread(frame.load(e_ref, frame.OF_COLUMNS), minus_e_ref)
+
+    vectors = [inverse, e, since]
+    r, u = piece_sums(spec, deal, "channel_query_sums", q, g, vectors, map_rows)
     return r, u / frame.PARTS

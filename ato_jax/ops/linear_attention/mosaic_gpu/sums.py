@@ -38,7 +38,7 @@ def sums(
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
     end, [B, G, T up to a whole chunk]."""
 
-    def map_rows(k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
+    def map_rows(_half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
         frame.store_transposed(adds_ref.at[pl.ds(0, ALIKE)], frame.ones(C, ALIKE))
         exponents = None
         if gates_ref is not None:
@@ -62,14 +62,14 @@ def piece_sums(
     """sum y_j phi_j^T [B, heads, P, V, F], and sum_j a_jc phi_j over all 8 columns c, float32.
 
     Args:
-      vectors: [B, heads, T up to a whole chunk] in float32, of which `map_rows` is given a chunk.
-      map_rows: (half of x's columns, a^T, *vectors) in shared memory: makes phi of x in its place,
-        and a.
+      vectors: [B, heads, N for each chunk] in float32, of which `map_rows` is given a chunk's N.
+      map_rows: (0 or 1, that half of x's columns, a^T, *vectors), in shared memory: makes phi of x
+        in its place, and a.
     """
+    widths = [vector.shape[2] // pl.cdiv(spec.T, C) for vector in vectors]
     scratch = dict(
         x_s=frame.shared(STAGES, C, F),
         y_s=frame.shared(STAGES, 2, C, HALF),
-        vectors_s=plgpu.SMEM((STAGES, max(1, len(vectors)), C), F32),
         a_s=frame.shared(2, C, C),  # of which 8 rows are read
         total_s=frame.shared(2, HALF, F, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
@@ -78,6 +78,9 @@ def piece_sums(
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
     )
+    names = [f"vector_{number}_s" for number in range(len(vectors))]
+    for own_name, width in zip(names, widths, strict=True):
+        scratch[own_name] = plgpu.SMEM((STAGES, width), F32)
 
     def body(
         x_ref: Any,
@@ -85,7 +88,6 @@ def piece_sums(
         *refs: Any,
         x_s: Any,
         y_s: Any,
-        vectors_s: Any,
         a_s: Any,
         total_s: Any,
         columns_s: Any,
@@ -93,11 +95,12 @@ def piece_sums(
         y_loaded: Any,
         mapped: Any,
         free: Any,
+        **vectors_s: Any,
     ) -> None:
         *vector_refs, total_ref, columns_ref = refs
 
         def vectors_of(slot: Any) -> list[Any]:
-            return [vectors_s.at[slot, number] for number in range(len(vectors))]
+            return [vectors_s[own_name].at[slot] for own_name in names]
 
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
@@ -106,8 +109,9 @@ def piece_sums(
                 frame.wait_until_free(free, step, STAGES)
                 source = frame.part(spec, x_ref, item, rows, item.head)
                 plgpu.copy_gmem_to_smem(source, x_s.at[slot], loaded.at[slot])
-                for ref, own in zip(vector_refs, vectors_of(slot), strict=True):
-                    source = ref.at[item.batch, item.head, rows]
+                number = lax.div(item.first_row, C) + chunk
+                for ref, own, width in zip(vector_refs, vectors_of(slot), widths, strict=True):
+                    source = ref.at[item.batch, item.head, pl.ds(number * width, width)]
                     plgpu.copy_gmem_to_smem(source, own, loaded.at[slot])
                 for half in range(2):
                     source = frame.part(spec, y_ref, item, rows, item.head, half)
@@ -123,7 +127,7 @@ def piece_sums(
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 x = x_s.at[slot, :, own]
-                map_rows(x, a_s.at[half], *vectors_of(slot))
+                map_rows(half, x, a_s.at[half], *vectors_of(slot))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 (columns,) = frame.multiply((columns, [(x.T, a.T)]))

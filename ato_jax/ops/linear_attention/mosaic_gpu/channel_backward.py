@@ -1,0 +1,164 @@
+"""The gradients with a gate for each step and channel, of q^ and k~ as the forward had them.
+
+With those in place of features, and states as the middle of a chunk sees them, all is as without
+gates: a walk (`channel_query_gradient.py`), the sums of each piece's queries (`query_sums.py`), and
+a walk from the end (`channel_key_gradient.py`). As the gradient of phi(q_i) is that of q^_i times
+q^_i / phi(q_i), both walks leave flows [T, F], of which the last pass makes the rest,
+
+    flow_i = q^_i dq^_i                     flow'_j = k~_j dk~_j
+    dq_i = flow_i phi'(q_i) / phi(q_i)      dk_j = flow'_j phi'(k_j) / phi(k_j)
+    d_decay_t = E - sum_{i<t} flow_i + sum_{j<t} flow'_j
+
+with sums over the steps of a run of chunks, and E the product at its start of the state and its
+cotangent, summed over V. What of these sums is of pairs that the gate is not part of cancels: pairs
+of the run are of the same rounded factors in both flows, and what is read of a state has the same
+roundings of that in E.
+
+Where a chunk of the call is steep (`channel.py`) all of it is Triton's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_flows import of_flows
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.triton import prepared
+
+State = tuple[jax.Array, jax.Array]
+
+
+class Features(NamedTuple):
+    q: jax.Array  # q^
+    k: jax.Array  # k~
+    halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, F]
+    steep: jax.Array  # whether any chunk is, where all else means nothing
+
+
+def join_pieces(
+    pieces: State, start: State | None, keeps: jax.Array, reverse: bool = False
+) -> State:
+    """kv [B, G, P, V, F] and k_sum [B, G, P, F] -> the sums of all pieces ahead of each edge, or
+    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. keeps [B, G, P, F]: what a piece
+    leaves of what is ahead of it."""
+    kv, k_sum = pieces
+    if start is None:
+        kv_shape, k_sum_shape = ((*x.shape[:2], *x.shape[3:]) for x in pieces)
+        start = jnp.zeros(kv_shape, jnp.float32), jnp.zeros(k_sum_shape, jnp.float32)
+    if reverse:
+        kv, k_sum, keeps = (jnp.flip(array, 2) for array in (kv, k_sum, keeps))
+    decays = jnp.pad(keeps, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
+    states = [
+        jnp.concatenate([first[:, :, None], rest], axis=2)
+        for first, rest in zip(start, (kv, k_sum), strict=True)
+    ]
+
+    def join(before: Any, after: Any) -> Any:
+        (decay, kv, k_sum), (by, added, k_added) = before, after
+        return decay * by, kv * by[..., None, :] + added, k_sum * by + k_added
+
+    _, kv, k_sum = jax.lax.associative_scan(join, (decays, *states), axis=2)
+    return (jnp.flip(kv, 2), jnp.flip(k_sum, 2)) if reverse else (kv, k_sum)
+
+
+class Factors(NamedTuple):
+    """What is left of states as the middle of each chunk sees them, [B, H, chunks * F]."""
+
+    of_keys: jax.Array  # from the middle of the chunk before, or the start of the piece, on
+    of_queries: jax.Array  # from the middle of the chunk behind, or the end of the piece, back
+    since_pieces: jax.Array  # from the start of the piece on
+    whole: jax.Array  # [B, H, P, F]: from the start of each piece to its end
+
+
+def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> Factors:
+    B, H, chunks = halves.shape[:3]
+    missing = deal.pieces * (deal.rows // frame.C) - chunks
+    halves = jnp.pad(halves, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
+    halves = halves.reshape(B, H, deal.pieces, -1, 2, frame.F)
+    first, second = halves[:, :, :, :, 0], halves[:, :, :, :, 1]
+    before, behind = (
+        jnp.pad(half, ((0, 0),) * 3 + (ends, (0, 0)))
+        for half, ends in ((second[:, :, :, :-1], (1, 0)), (first[:, :, :, 1:], (0, 1)))
+    )
+    whole = first + second
+
+    def of_chunks(sums: jax.Array) -> jax.Array:
+        return jnp.exp2(sums.reshape(B, H, -1, frame.F)[:, :, :chunks]).reshape(B, H, -1)
+
+    return Factors(
+        of_chunks(before + first),
+        of_chunks(second + behind),
+        of_chunks(jnp.cumsum(whole, axis=3) - second),
+        jnp.exp2(jnp.sum(whole, axis=3)),
+    )
+
+
+def gradients(
+    spec: LinearAttentionSpec,
+    config: Any,
+    deal: frame.Deal,
+    inputs: Inputs,
+    features: Features,
+    states: State,
+    g: jax.Array,
+) -> Inputs:
+    """Of the states ahead of each piece, S [B, H, P, V, F] in bfloat16 and z [B, H, P, F]; config
+    is Triton's."""
+
+    def by_triton() -> Inputs:
+        # Neither the outputs nor the cotangent of the last state is read.
+        outputs = Outputs(g, LinearState(jnp.float32(0), jnp.float32(0)))
+        return prepared.backward(spec, config, Residuals(inputs, outputs), outputs)
+
+    return jax.lax.cond(
+        features.steep, by_triton, lambda: _by_walks(spec, deal, inputs, features, states, g)
+    )
+
+
+def _by_walks(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    inputs: Inputs,
+    features: Features,
+    states: State,
+    g: jax.Array,
+) -> Inputs:
+    q, k, v = features.q, features.k, inputs.v
+    factors = _factors(spec, deal, features.halves)
+    s, z = states
+    dq, of_queries, inverse, e, kv, k_sum = channel_query_gradient(
+        spec, deal, inputs.q, q, k, v, g, jnp.swapaxes(s, 3, 4), z, factors.of_keys
+    )
+    # No key reads the sums of the first piece, but the state before it.
+    first = 0 if spec.initial_state else 1
+    later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
+    of_pieces = spec.B, spec.H, later.pieces
+    r = jnp.zeros((*of_pieces, frame.V, frame.F), jnp.float32)
+    u = jnp.zeros((*of_pieces, frame.F), jnp.float32)
+    if later.pieces:
+        r, u = channel_query_sums(spec, later, q, g, inverse, e, factors.since_pieces)
+    r, u = join_pieces((r, u), None, factors.whole[:, :, first:], reverse=True)
+    d_state = None
+    if spec.initial_state:
+        d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
+        r, u = r[:, :, 1:], u[:, :, 1:]
+    r = jnp.swapaxes(r.astype(jnp.bfloat16), 3, 4)
+    of_keys, dv, crossing = channel_key_gradient(
+        spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum
+    )
+    dk, d_decay = of_flows(spec, inputs.k, of_queries, of_keys, crossing)
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)

@@ -1,0 +1,391 @@
+"""The gradients of the causal output's keys and values with a gate for each step and channel.
+
+Of q^ and k~ of `channel.py`, walking from the end, with q'_i = q^_i inverse_i, and R [V, F] and
+u [F] the sums over later chunks' queries as the middle of a chunk sees them:
+
+    a[j, i] = k~_j . q'_i          for i >= j of the same chunk, else 0
+    b[j, i] = v_j . g_i - e_i      for i >= j of the same chunk, else 0
+    dv_j  = R k~_j + sum_i a[j, i] g_i
+    dk~_j = R^T v_j + u + sum_i b[j, i] q'_i
+    R += g^T q',  u -= sum_i e_i q'_i        after each chunk
+
+    flow_j = k~_j dk~_j
+    E = sum_v S R + z u        [F]        for each run, its first chunk's queries in R and u already
+
+of S and z ahead of the run as its queries read them. The flow and E are left in float32.
+
+    memory   loads chunks, and quarters of S, as slots come free
+    state    q' in place of q^; R^T and u in registers, published for each chunk; E
+    dv       k~ stays in registers, the left factor of both products
+    dk       b, of which what rounding leaves off is multiplied, too
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    C,
+    F,
+    Item,
+    V,
+    load,
+    multiply,
+    part,
+    shared,
+    slot_of,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import in_parts
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
+# Slots of q, g, inverse and e; and of k and v.
+STAGES, K_STAGES = 2, 2
+DV_REGISTERS, DK_REGISTERS, STATE_REGISTERS = 144, 144, 200
+
+
+def channel_key_gradient(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    inverse: jax.Array,
+    e: jax.Array,
+    r: jax.Array,
+    u: jax.Array,
+    onto: jax.Array,
+    kv: jax.Array,
+    k_sum: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The flow, dv and E [B, H, runs, F].
+
+    Of q^ and k~ in q and k, R^T [B, H, P, F, V] in bfloat16 and u [B, H, P, F] behind each piece in
+    r and u; onto: what is left of both when a chunk's middle sees them, [B, H, chunks * F]; all
+    else is `channel_query_gradient`'s."""
+    deal = dataclasses.replace(deal, most_blocks=deal.items)
+    normalized = k_sum is not None
+    scratch = dict(
+        q_s=shared(STAGES, C, F),
+        g_s=shared(STAGES, C, V),
+        k_s=shared(K_STAGES, C, F),
+        v_s=shared(K_STAGES, C, V),
+        r_s=shared(F, V),
+        kv_s=shared(HALF, HALF),
+        dv_s=shared(C, V),
+        flow_s=shared(2, C, HALF, dtype=F32),
+        minus_e_s=shared(ALIKE, C),
+        inverse_s=plgpu.SMEM((STAGES, C), F32),
+        e_s=plgpu.SMEM((STAGES, C), F32),
+        onto_s=plgpu.SMEM((STAGES, F), F32),
+        u_s=plgpu.SMEM((F,), F32),
+        u_start_s=plgpu.SMEM((F,), F32),
+        k_sum_s=plgpu.SMEM((F,), F32),
+        crossing_s=plgpu.SMEM((F,), F32),
+        loaded=plgpu.Barrier(num_arrivals=5, num_barriers=STAGES),
+        mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        k_sum_loaded=plgpu.Barrier(num_arrivals=1),
+        kv_loaded=plgpu.Barrier(num_arrivals=1),
+        kv_free=plgpu.Barrier(num_arrivals=1),
+        start=plgpu.Barrier(num_arrivals=2),
+        r_ready=plgpu.Barrier(num_arrivals=1),
+        r_free=plgpu.Barrier(num_arrivals=2),
+    )
+
+    def body(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        g_ref: Any,
+        inverse_ref: Any,
+        e_ref: Any,
+        r_ref: Any,
+        u_ref: Any,
+        onto_ref: Any,
+        kv_ref: Any,
+        *refs: Any,
+        q_s: Any,
+        g_s: Any,
+        v_s: Any,
+        k_s: Any,
+        r_s: Any,
+        kv_s: Any,
+        dv_s: Any,
+        flow_s: Any,
+        minus_e_s: Any,
+        inverse_s: Any,
+        e_s: Any,
+        onto_s: Any,
+        u_s: Any,
+        u_start_s: Any,
+        k_sum_s: Any,
+        crossing_s: Any,
+        loaded: Any,
+        mapped: Any,
+        free: Any,
+        k_loaded: Any,
+        k_free: Any,
+        k_sum_loaded: Any,
+        kv_loaded: Any,
+        kv_free: Any,
+        start: Any,
+        r_ready: Any,
+        r_free: Any,
+    ) -> None:
+        *k_sum_refs, flow_ref, dv_ref, crossing_ref = refs
+
+        def quarters() -> list[tuple[Any, Any]]:
+            halves = [pl.ds(half * HALF, HALF) for half in range(2)]
+            return list(itertools.product(halves, halves))
+
+        def number_of(item: Item, chunk: Any) -> Any:
+            return item.chunks - 1 - chunk
+
+        def is_first_of_run(item: Item, chunk: Any) -> Any:
+            return lax.rem(number_of(item, chunk), channel.CHUNKS) == 0
+
+        def run_of(item: Item, chunk: Any) -> Any:
+            return channel.run_of(item, number_of(item, chunk))
+
+        def load_piece(item: Item) -> None:
+            def load_chunk(chunk: Any, _: None) -> None:
+                rows, of_head = item.rows_from_the_end(chunk), (item.batch, item.head)
+                slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
+                number = lax.div(item.first_row, C) + number_of(item, chunk)
+                frame.wait_until_free(free, chunk, STAGES)
+                for source, own in (
+                    (part(spec, q_ref, item, rows, item.head), q_s),
+                    (inverse_ref.at[(*of_head, rows)], inverse_s),
+                    (e_ref.at[(*of_head, rows)], e_s),
+                    (onto_ref.at[(*of_head, pl.ds(number * F, F))], onto_s),
+                    (part(spec, g_ref, item, rows, item.head), g_s),
+                ):
+                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                frame.wait_until_free(k_free, chunk, K_STAGES)
+                for ref, own in ((k_ref, k_s), (v_ref, v_s)):
+                    source = part(spec, ref, item, rows, item.head)
+                    plgpu.copy_gmem_to_smem(source, own.at[k_slot], k_loaded.at[k_slot])
+                # Behind the loads of the next chunk, since each quarter waits for the one before.
+                pl.when(chunk > 0)(lambda: load_state(chunk - 1))
+
+            def load_state(chunk: Any) -> None:
+                pl.when(is_first_of_run(item, chunk))(lambda: load_quarters(chunk))
+
+            def load_quarters(chunk: Any) -> None:
+                at = item.batch, item.head, run_of(item, chunk)
+                is_last_run = chunk < channel.CHUNKS
+                for n, quarter in enumerate(quarters()):
+
+                    @pl.when(jnp.logical_or(jnp.logical_not(is_last_run), n > 0))
+                    def _() -> None:
+                        plgpu.barrier_wait(kv_free)
+
+                    if n == 0:
+                        for ref in k_sum_refs:
+                            plgpu.copy_gmem_to_smem(ref.at[at], k_sum_s, k_sum_loaded)
+                    plgpu.copy_gmem_to_smem(kv_ref.at[(*at, *quarter)], kv_s, kv_loaded)
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+            load_state(item.chunks - 1)
+            frame.await_the_last(free, item.chunks, STAGES)
+            frame.await_the_last(k_free, item.chunks, K_STAGES)
+            plgpu.barrier_wait(kv_free)
+
+        def sum_piece(item: Item) -> None:
+            halves = [pl.ds(half * HALF, HALF) for half in range(2)]
+            of_piece = item.batch, item.head, item.piece
+            plgpu.copy_gmem_to_smem(r_ref.at[of_piece], r_s, start)
+            plgpu.copy_gmem_to_smem(u_ref.at[of_piece], u_start_s, start)
+            plgpu.barrier_wait(start)
+            sums = (
+                *(load(r_s.at[rows]).astype(F32) for rows in halves),
+                *(in_parts(load(u_start_s.at[rows], OF_ROWS)) for rows in halves),
+            )
+            plgpu.commit_smem()  # what was read, ahead of the first chunk's
+
+            def sum_chunk(chunk: Any, sums: Any) -> Any:
+                slot = slot_of(chunk, STAGES)
+                plgpu.barrier_wait(loaded.at[slot])
+                onto = [load(onto_s.at[slot, rows], OF_ROWS) for rows in halves]
+                sums = [x * frame.in_columns(onto[n % 2], x.shape[1]) for n, x in enumerate(sums)]
+                inverse = load(inverse_s.at[slot], OF_ROWS)
+                for rows in halves:
+                    own = q_s.at[slot, :, rows]
+                    read = load(own).astype(F32) * frame.in_columns(inverse, HALF)
+                    own[...] = frame.rounded(read)
+                minus_e = frame.in_columns(-load(e_s.at[slot], OF_ROWS), ALIKE)
+                rounded = frame.rounded(minus_e)
+                rest = frame.rounded(minus_e - rounded.astype(F32))
+                column = plgpu.broadcasted_iota(
+                    jnp.int32, (C, ALIKE), dimension=1, layout=frame.TILE
+                )
+                frame.store_transposed(
+                    minus_e_s, jnp.where(lax.rem(column, 2) == 0, rounded, rest)
+                )
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(mapped.at[slot])
+
+                @pl.when(chunk > 0)
+                def _() -> None:
+                    plgpu.barrier_wait(r_free)
+
+                for rows, own, parts in zip(halves, sums[:2], sums[2:], strict=True):
+                    r_s.at[rows][...] = own.astype(BF16)
+                    u_s.at[rows][...] = frame.of_parts(parts)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(r_ready)
+
+                def by_halves(sums: Any) -> Any:
+                    return zip(sums, (q_s.at[slot, :, rows].T for rows in halves), strict=True)
+
+                sums = multiply(
+                    *((own, [(x, g_s.at[slot])]) for own, x in by_halves(sums[:2])),
+                    *((own, [(x, minus_e_s.T)]) for own, x in by_halves(sums[2:])),
+                )
+                plgpu.commit_smem()  # all warps have multiplied by what the next chunk stores
+                plgpu.barrier_arrive(free.at[slot])
+                pl.when(is_first_of_run(item, chunk))(lambda: leave_crossing(item, chunk, sums))
+                return sums
+
+            sums = lax.fori_loop(0, item.chunks, sum_chunk, sums)
+
+        def leave_crossing(item: Item, chunk: Any, sums: Any) -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            found: list[Any] = [0.0, 0.0]
+            if normalized:
+                plgpu.barrier_wait(k_sum_loaded)
+                for half in range(2):
+                    of_keys = load(k_sum_s.at[pl.ds(half * HALF, HALF)], OF_ROWS)
+                    found[half] = frame.of_parts(sums[2 + half]) * of_keys
+            for n in range(4):
+                half, columns = n // 2, slice(n % 2 * HALF, (n % 2 + 1) * HALF)
+                plgpu.barrier_wait(kv_loaded)
+                found[half] += jnp.sum(sums[half][:, columns] * load(kv_s).astype(F32), axis=1)
+                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                plgpu.barrier_arrive(kv_free)
+            for half in range(2):
+                crossing_s.at[pl.ds(half * HALF, HALF)][...] = found[half]
+            plgpu.commit_smem()
+            target = crossing_ref.at[item.batch, item.head, run_of(item, chunk)]
+            plgpu.copy_smem_to_gmem(crossing_s, target)
+
+        def seen(x: jax.Array) -> jax.Array:
+            """x [j, i] where query i sees key j, else 0."""
+            x = jnp.where(frame.position(1) >= frame.position(0), x, 0.0)
+            # Rounded in pairs: behind the choice each would be by itself.
+            return lax.optimization_barrier(x)
+
+        def values_chunk(item: Item, chunk: Any) -> None:
+            slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
+            plgpu.barrier_wait(k_loaded.at[k_slot])
+            features = load(k_s.at[k_slot])
+            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+            plgpu.barrier_arrive(k_free.at[k_slot])
+            plgpu.barrier_wait(mapped.at[slot])
+            (a,) = multiply((frame.zeros(C, C), [(features, q_s.at[slot].T)]))
+            weights = frame.rounded(seen(a))
+            plgpu.barrier_wait(r_ready)
+            products = [(features, r_s), (weights, g_s.at[slot])]
+            (dv,) = multiply((frame.zeros(C, V), products))
+            plgpu.barrier_arrive(r_free)
+            plgpu.barrier_arrive(free.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dv_s[...] = dv.astype(BF16)
+            plgpu.commit_smem()
+            target = part(spec, dv_ref, item, item.rows_from_the_end(chunk), item.head)
+            plgpu.copy_smem_to_gmem(dv_s, target)
+
+        def keys_chunk(item: Item, chunk: Any) -> None:
+            slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
+            plgpu.barrier_wait(mapped.at[slot])
+            minus_e = frame.in_rows(-load(e_s.at[slot], OF_COLUMNS), C)
+            plgpu.barrier_wait(k_loaded.at[k_slot])
+            (b,) = multiply((minus_e, [(v_s.at[k_slot], g_s.at[slot].T)]))
+            b = seen(b)
+            rounded = frame.rounded(b)
+            rest = frame.rounded(b - rounded.astype(F32))
+            plgpu.barrier_wait(r_ready)
+            of_others = frame.in_rows(load(u_s, OF_COLUMNS), C)
+            plgpu.commit_smem()  # u and e were read, ahead of what overwrites them
+            products = [(v_s.at[k_slot], r_s.T)]
+            products += [(x, q_s.at[slot]) for x in (rounded, rest)]
+            (dk,) = multiply((of_others, products))
+            plgpu.barrier_arrive(r_free)
+            plgpu.barrier_arrive(free.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for half in range(2):
+                own = slice(half * HALF, (half + 1) * HALF)
+                features = load(k_s.at[k_slot, :, pl.ds(half * HALF, HALF)]).astype(F32)
+                flow_s.at[half][...] = features * dk[:, own]
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(k_free.at[k_slot])
+            for half in range(2):
+                rows = item.rows_from_the_end(chunk)
+                target = part(spec, flow_ref, item, rows, item.head, half)
+                plgpu.copy_smem_to_gmem(flow_s.at[half], target)
+
+        def walk(one: Callable[[Item, Any], None]) -> None:
+            def walk_piece(item: Item) -> None:
+                lax.fori_loop(0, item.chunks, lambda chunk, _: one(item, chunk), None)
+
+            deal.each(walk_piece)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(frame.group() == frame.MEMORY)
+        def _memory() -> None:
+            frame.set_registers(frame.MEMORY_REGISTERS)
+            deal.each(load_piece)
+
+        @pl.when(frame.group() == STATE)
+        def _state() -> None:
+            frame.set_registers(STATE_REGISTERS)
+            deal.each(sum_piece)
+            plgpu.barrier_wait(r_free)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(frame.group() == DV)
+        def _dv() -> None:
+            frame.set_registers(DV_REGISTERS)
+            walk(values_chunk)
+
+        @pl.when(frame.group() == DK)
+        def _dk() -> None:
+            frame.set_registers(DK_REGISTERS)
+            walk(keys_chunk)
+
+    out_type = (
+        jax.ShapeDtypeStruct(k.shape, F32),
+        jax.ShapeDtypeStruct(v.shape, BF16),
+        jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, channel.RUN), F), F32),
+    )
+    arrays: Any = q, k, v, g, inverse, e, r, u, onto, kv
+    found = frame.launch(
+        body,
+        "channel_key_gradient",
+        deal,
+        out_type,
+        scratch,
+        arrays if k_sum is None else (*arrays, k_sum),
+        own_barriers=True,
+    )
+    return tuple(found)

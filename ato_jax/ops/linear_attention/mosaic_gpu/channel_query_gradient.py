@@ -1,0 +1,332 @@
+"""The gradient of the causal output's queries with a gate for each step and channel.
+
+Of q^ and k~ of `channel.py`, with g the cotangent of out, S [V, F] and z [F] as the middle of a
+chunk sees the keys ahead of it, and z_i = z + sum_{j<=i} k~_j:
+
+    w[i, j] = g_i . v_j for j <= i of the same chunk, else 0
+    D_i     = g_i S + sum_j w[i, j] k~_j
+    den_i   = q^_i . z_i,  inverse_i = 1 / max(den_i, eps)
+    e_i     = q^_i . D_i / den_i = g_i . out_i,  0 where den_i <= eps
+    q'_i    = q^_i inverse_i
+    flow_i  = q'_i (D_i - e_i z_i),  dq_i = q^_i (D_i - e_i z_i) inverse_i phi'(q_i) / phi(q_i)
+
+as in `query_gradient.py`; but what rounding w leaves off is multiplied, too, since the gates'
+gradient is a difference of what both walks make of a pair. For that q' is rounded here as it is
+there. The flow, inverse and e are left in float32, and S and z ahead of each run as they were
+multiplied. Unnormalised, inverse is the scale, and e 0.
+
+    memory    loads S, z of a piece and its chunks, as slots come free
+    values    each a half of F: S_half^T [64, V] float32 in registers, w, D_half, z_i's half
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
+    BF16,
+    F32,
+    HALF,
+    MEMORY,
+    OF_COLUMNS,
+    OF_ROWS,
+    C,
+    F,
+    Item,
+    V,
+    load,
+    multiply,
+    part,
+    shared,
+    slot_of,
+)
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Slots of g and v, of q, and of k.
+STAGES, Q_STAGES, K_STAGES = 2, 2, 2
+WARPGROUPS = 3
+VALUES_REGISTERS, MEMORY_REGISTERS = 232, 40
+
+
+def channel_query_gradient(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    x: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+    onto: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, F, V] in
+    bfloat16 and, normalised, z [B, H, runs, F], ahead of each run.
+
+    Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: what is left of
+    both when a chunk's middle sees them, [B, H, chunks * F]."""
+    deal = dataclasses.replace(deal, most_blocks=deal.items)
+    scratch = dict(
+        g_s=shared(STAGES, C, V),
+        v_s=shared(STAGES, C, V),
+        q_s=shared(Q_STAGES, 2, C, HALF),  # where dq replaces q^
+        x_s=shared(2, C, HALF),
+        k_s=shared(K_STAGES, 2, C, HALF),
+        s_s=shared(2, HALF, V),
+        flow_s=shared(2, C, HALF, dtype=F32),
+        ones_s=shared(ALIKE, C),
+        z_s=plgpu.SMEM((2, HALF), F32),
+        onto_s=plgpu.SMEM((K_STAGES, F), F32),
+        parts_s=plgpu.SMEM((2, 2, 2, C), F32),
+        rows_s=plgpu.SMEM((2, C), F32),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=3, num_barriers=K_STAGES),
+        x_loaded=plgpu.Barrier(num_arrivals=2),
+        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
+        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        x_free=plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        start_loaded=plgpu.Barrier(num_arrivals=5),
+        exchanged=plgpu.Barrier(num_arrivals=2),
+    )
+
+    def body(
+        x_ref: Any,
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        g_ref: Any,
+        s_ref: Any,
+        z_ref: Any,
+        onto_ref: Any,
+        ones_ref: Any,
+        dq_ref: Any,
+        flow_ref: Any,
+        *refs: Any,
+        g_s: Any,
+        v_s: Any,
+        q_s: Any,
+        x_s: Any,
+        k_s: Any,
+        s_s: Any,
+        flow_s: Any,
+        ones_s: Any,
+        z_s: Any,
+        onto_s: Any,
+        parts_s: Any,
+        rows_s: Any,
+        loaded: Any,
+        q_loaded: Any,
+        k_loaded: Any,
+        x_loaded: Any,
+        free: Any,
+        q_free: Any,
+        k_free: Any,
+        x_free: Any,
+        start_loaded: Any,
+        exchanged: Any,
+    ) -> None:
+        kv_ref, row_refs, z_out = refs[0], refs[1:3], refs[3] if spec.normalize else None
+
+        def load_piece(item: Item) -> None:
+            of_piece = item.batch, item.head, item.piece
+            plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
+            for half in range(2):
+                own = pl.ds(half * HALF, HALF)
+                for ref, start in ((z_ref, z_s), (s_ref, s_s)):
+                    source = ref.at[(*of_piece, own)]
+                    plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
+
+            def load_chunk(chunk: Any, _: None) -> None:
+                rows = item.rows(chunk)
+                number = lax.div(item.first_row, C) + chunk
+                slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
+                k_slot = slot_of(chunk, K_STAGES)
+                frame.wait_until_free(free, chunk, STAGES)
+                for ref, own in ((g_ref, g_s), (v_ref, v_s)):
+                    source = part(spec, ref, item, rows, item.head)
+                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                frame.wait_until_free(k_free, chunk, K_STAGES)
+                source = onto_ref.at[item.batch, item.head, pl.ds(number * F, F)]
+                plgpu.copy_gmem_to_smem(source, onto_s.at[k_slot], k_loaded.at[k_slot])
+                for half in range(2):
+                    source = part(spec, k_ref, item, rows, item.head, half)
+                    plgpu.copy_gmem_to_smem(source, k_s.at[k_slot, half], k_loaded.at[k_slot])
+                frame.wait_until_free(q_free, chunk, Q_STAGES)
+                for half in range(2):
+                    source = part(spec, q_ref, item, rows, item.head, half)
+                    plgpu.copy_gmem_to_smem(source, q_s.at[q_slot, half], q_loaded.at[q_slot])
+                frame.wait_until_free(x_free, chunk, 1)
+                for half in range(2):
+                    source = part(spec, x_ref, item, rows, item.head, half)
+                    plgpu.copy_gmem_to_smem(source, x_s.at[half], x_loaded)
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+            frame.await_the_last(free, item.chunks, STAGES)
+            frame.await_the_last(k_free, item.chunks, K_STAGES)
+            frame.await_the_last(q_free, item.chunks, Q_STAGES)
+            frame.await_the_last(x_free, item.chunks, 1)
+
+        def multiply_piece(item: Item) -> None:
+            half = frame.group()
+            columns = pl.ds(half * HALF, HALF)
+
+            def sees() -> jax.Array:
+                return frame.position(0) >= frame.position(1)
+
+            def give_back(chunk: Any) -> None:
+                """The slot from which dq was stored."""
+                plgpu.barrier_arrive(q_free.at[slot_of(chunk, Q_STAGES)])
+
+            def keep_state(chunk: Any) -> None:
+                """What was published, if the chunk is the first of its run."""
+
+                @pl.when(lax.rem(chunk, channel.CHUNKS) == 0)
+                def _() -> None:
+                    run = channel.run_of(item, chunk)
+                    at = item.batch, item.head, run, columns
+                    plgpu.copy_smem_to_gmem(s_s.at[half], kv_ref.at[at])
+                    if z_out is not None:
+                        plgpu.copy_smem_to_gmem(z_s.at[half], z_out.at[at])
+
+            def multiply_chunk(chunk: Any, carried: Any) -> Any:
+                S, totals = carried
+                slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
+                k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
+                features = k_s.at[k_slot, half]
+                plgpu.barrier_wait(k_loaded.at[k_slot])
+                onto = load(onto_s.at[k_slot, columns], OF_ROWS)
+                S = S * frame.in_columns(onto, V)
+
+                def publish() -> None:
+                    s_s.at[half][...] = S.astype(BF16)
+                    if spec.normalize:
+                        z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
+                    plgpu.commit_smem()
+                    keep_state(chunk)
+
+                if spec.normalize:
+                    totals = totals * frame.in_columns(onto, ALIKE)
+                plgpu.barrier_wait(loaded.at[slot])
+                (w,) = multiply(
+                    (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
+                )
+                # Rounded in pairs: behind the choice each would be by itself.
+                w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
+                rounded = frame.rounded(w)
+                rest = frame.rounded(w - rounded.astype(F32))
+                reads = (g_s.at[slot], s_s.at[half].T), (rounded, features), (rest, features)
+                sums = [
+                    (frame.zeros(C, HALF), reads),
+                    (S, [(features.T, v_s.at[slot])]),
+                ]
+                if spec.normalize:
+                    z_before = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+                    seen = jnp.where(sees(), 1.0, 0.0).astype(BF16)
+                    sums += [(z_before, [(seen, features)]), (totals, [(features.T, ones_s.T)])]
+                D, S, *of_keys = multiply(*sums)
+                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(k_free.at[k_slot])
+                plgpu.barrier_wait(q_loaded.at[q_slot])
+                read = load(q_s.at[q_slot, half]).astype(F32)
+                inverse: Any = spec.scale
+                of_row: Any = None
+                e: Any = None
+                own_parts: Any = ()
+                z: Any = None
+                if spec.normalize:
+                    z, totals = of_keys
+                    own_parts = jnp.sum(read * D, axis=1), jnp.sum(read * z, axis=1)
+                    for number, own in enumerate(own_parts):
+                        parts_s.at[parity, half, number][...] = own
+                plgpu.commit_smem()
+                if spec.normalize:
+                    plgpu.barrier_arrive(exchanged)
+                    plgpu.barrier_wait(exchanged)
+                    total, den = (
+                        own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
+                        for number, own in enumerate(own_parts)
+                    )
+                    inverse = 1.0 / jnp.maximum(den, spec.eps)
+                    e = jnp.where(den > spec.eps, total * inverse, 0.0)
+                    D = D - frame.in_columns(e, HALF) * z
+                    of_row, inverse = inverse, frame.in_columns(inverse, HALF)
+                read = read * inverse
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                pl.when(chunk > 0)(lambda: give_back(chunk - 1))
+                flow_s.at[half][...] = frame.rounded(read).astype(F32) * D
+                plgpu.barrier_wait(x_loaded)
+                # phi(x) = (max(x, 0) + 1) phi'(x)
+                over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
+                own = q_s.at[q_slot, half]
+                own[...] = frame.rounded(read * D / over)
+                if spec.normalize:
+                    rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(x_free)
+                rows = item.rows(chunk)
+                for tile, ref in ((flow_s.at[half], flow_ref), (own, dq_ref)):
+                    plgpu.copy_smem_to_gmem(tile, part(spec, ref, item, rows, item.head, half))
+                for number, ref in enumerate(row_refs if spec.normalize else ()):
+
+                    @pl.when(half == number)
+                    def _(ref: Any = ref) -> None:
+                        target = ref.at[item.batch, item.head, rows]
+                        plgpu.copy_smem_to_gmem(rows_s.at[half], target)
+
+                return S, totals
+
+            plgpu.barrier_wait(start_loaded)
+            S = load(s_s.at[half]).astype(F32)
+            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
+            plgpu.commit_smem()  # what was read, ahead of the first chunk's
+            lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            give_back(item.chunks - 1)
+
+        @pl.when(frame.group() == MEMORY)
+        def _memory() -> None:
+            frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
+            deal.each(load_piece)
+
+        @pl.when(frame.group() < MEMORY)
+        def _values() -> None:
+            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            deal.each(multiply_piece)
+            plgpu.wait_smem_to_gmem(0)
+
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, C) * C), F32)
+    of_runs = spec.B, spec.H, pl.cdiv(spec.T, channel.RUN)
+    out_type: Any = (
+        jax.ShapeDtypeStruct(q.shape, BF16),
+        jax.ShapeDtypeStruct(q.shape, F32),
+        jax.ShapeDtypeStruct((*of_runs, F, V), BF16),
+    )
+    if spec.normalize:
+        out_type = *out_type, rows, rows, jax.ShapeDtypeStruct((*of_runs, F), F32)
+    found = frame.launch(
+        body,
+        "channel_query_gradient",
+        deal,
+        out_type,
+        scratch,
+        (x, q, k, v, g, s, z, onto, np.ones((ALIKE, C), BF16)),
+        warpgroups=WARPGROUPS,
+        own_barriers=True,
+    )
+    dq, flow, kv, *of_rows = found
+    if not spec.normalize:
+        of_rows = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32), None
+    inverse, e, k_sum = of_rows
+    return dq, flow, inverse, e, kv, k_sum
