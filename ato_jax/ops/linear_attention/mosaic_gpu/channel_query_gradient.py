@@ -79,8 +79,8 @@ def channel_query_gradient(
     scratch = dict(
         g_s=shared(STAGES, C, V),
         v_s=shared(STAGES, C, V),
-        q_s=shared(Q_STAGES, 2, C, HALF),  # where dq replaces q^
-        x_s=shared(2, C, HALF),
+        q_s=shared(Q_STAGES, 2, C, HALF),
+        x_s=shared(2, C, HALF),  # where dq replaces q
         k_s=shared(K_STAGES, 2, C, HALF),
         s_s=shared(2, HALF, V),
         flow_s=shared(2, C, HALF, dtype=F32),
@@ -185,9 +185,10 @@ def channel_query_gradient(
             def sees() -> jax.Array:
                 return frame.position(0) >= frame.position(1)
 
-            def give_back(chunk: Any) -> None:
-                """The slot from which dq was stored."""
-                plgpu.barrier_arrive(q_free.at[slot_of(chunk, Q_STAGES)])
+            def await_stores() -> None:
+                """Those of the chunk before, from the place of its q, too."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(x_free)
 
             def keep_state(chunk: Any) -> None:
                 """What was published, if the chunk is the first of its run."""
@@ -210,6 +211,7 @@ def channel_query_gradient(
                 S = S * frame.in_columns(onto, V)
 
                 def publish() -> None:
+                    pl.when(chunk > 0)(await_stores)
                     s_s.at[half][...] = S.astype(BF16)
                     if spec.normalize:
                         z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
@@ -251,6 +253,7 @@ def channel_query_gradient(
                     for number, own in enumerate(own_parts):
                         parts_s.at[parity, half, number][...] = own
                 plgpu.commit_smem()
+                plgpu.barrier_arrive(q_free.at[q_slot])
                 if spec.normalize:
                     plgpu.barrier_arrive(exchanged)
                     plgpu.barrier_wait(exchanged)
@@ -263,21 +266,18 @@ def channel_query_gradient(
                     D = D - frame.in_columns(e, HALF) * z
                     of_row, inverse = inverse, frame.in_columns(inverse, HALF)
                 read = read * inverse
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pl.when(chunk > 0)(lambda: give_back(chunk - 1))
                 flow_s.at[half][...] = frame.rounded(read).astype(F32) * D
                 plgpu.barrier_wait(x_loaded)
                 # phi(x) = (max(x, 0) + 1) phi'(x)
                 over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
-                own = q_s.at[q_slot, half]
-                own[...] = frame.rounded(read * D / over)
+                x_s.at[half][...] = (read * D / over).astype(BF16)
                 if spec.normalize:
                     rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(x_free)
                 rows = item.rows(chunk)
-                for tile, ref in ((flow_s.at[half], flow_ref), (own, dq_ref)):
-                    plgpu.copy_smem_to_gmem(tile, part(spec, ref, item, rows, item.head, half))
+                for own, ref in ((flow_s, flow_ref), (x_s, dq_ref)):
+                    target = part(spec, ref, item, rows, item.head, half)
+                    plgpu.copy_smem_to_gmem(own.at[half], target)
                 for number, ref in enumerate(row_refs if spec.normalize else ()):
 
                     @pl.when(half == number)
@@ -292,8 +292,7 @@ def channel_query_gradient(
             totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
             plgpu.commit_smem()  # what was read, ahead of the first chunk's
             lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            give_back(item.chunks - 1)
+            await_stores()
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
