@@ -10,19 +10,22 @@ Every op runs through `run`. A backend is a module with five names:
 
 `outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
 backward; what only a backward reads of the outputs, a forward leaves where the spec is that of
-`spec.for_backward()`, and `outputs.plain()` is without it. A backend may have three names more:
+`spec.for_backward()`, and `outputs.plain()` is without it. A backend may have four names more:
 
     keep(spec, config, inputs) -> outputs       forward, with what its own backward alone can read
     pays(spec, device, followed) -> bool        whether it is faster than what comes after it
     refuses(device, interpreted) -> str | None  why not on a GPU of this kind
+    hands_over(spec) -> bool                    whether values can be beyond its own backward
 
 `keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
 One that does not pay is what `implementation=None` comes to last, with all of its family: the
 others' kernels are for other sizes. `followed` says that a backward pass on the same arrays is to
-come: XLA may then do what it has in common with one forward once for both. Backends that are plain
-JAX are differentiated by JAX itself: in forward mode and to any order. Kernels carry a custom
-derivative; its own derivative goes through XLA, so second order is right there, too, and forward
-mode is refused by JAX with an error that says so.
+come: XLA may then do what it has in common with one forward once for both. A backward that hands
+over takes `otherwise(spec, residuals, cotangents)`, too: the next backend's, which it branches to
+on the device, also where the call names it. Backends that are plain JAX are differentiated by JAX
+itself: in forward mode and to any order. Kernels carry a custom derivative; its own derivative goes
+through XLA, so second order is right there, too, and forward mode is refused by JAX with an error
+that says so.
 """
 
 from __future__ import annotations
@@ -85,12 +88,17 @@ class Op:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One phase's backend and its block sizes; `kernel` is the module, the backend's own or one of
-    `Op.special`.
+    `Op.special`; `otherwise` whose backward it is where that one hands over.
     """
 
     backend: str
     config: Any
     kernel: str
+    otherwise: Choice | None = None
+
+    def __str__(self) -> str:
+        beside = f", or by the arrays' values {self.otherwise}" if self.otherwise else ""
+        return f"{self.backend}, {self.config}{beside}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +157,19 @@ def choose(call: _Call, phase: str) -> Choice:
             kernel = _kernel(call, name, phase)
             module = call.op.backend(kernel)
             config = tuning.config(call.op.name, kernel, module, call.spec, call.device)
-            return Choice(name, config, kernel)
+            return Choice(name, config, kernel, _otherwise(call, name, phase))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
+
+
+def _otherwise(call: _Call, name: str, phase: str) -> Choice | None:
+    """What a backend hands over to, if it does."""
+    module = call.op.backend(name)
+    if phase == "forward" or not (hasattr(module, "hands_over") and module.hands_over(call.spec)):
+        return None
+    others = tuple(other for other in call.op.backends if other != name)
+    op = dataclasses.replace(call.op, backends=others)
+    return choose(dataclasses.replace(call, op=op, implementation=None), phase)
 
 
 def _pays(call: _Call, name: str, phase: str) -> bool:
@@ -212,11 +230,16 @@ def _kernels_transposed(call: _Call, residuals: Any, cotangents: Any) -> tuple[A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernels_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
-    choice = choose(call, "backward")
     with device.interpret(call.interpret):
-        return call.op.backend(choice.backend).backward(
-            call.spec, choice.config, residuals, cotangents
-        )
+        return _backward(call.op, choose(call, "backward"), call.spec, residuals, cotangents)
+
+
+def _backward(op: Op, choice: Choice, spec: Any, residuals: Any, cotangents: Any) -> Any:
+    options = {}
+    if choice.otherwise is not None:
+        options["otherwise"] = functools.partial(_backward, op, choice.otherwise)
+    run = op.backend(choice.backend).backward
+    return run(spec, choice.config, residuals, cotangents, **options)
 
 
 def _twice_forward(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
@@ -317,7 +340,7 @@ class Explanation:
         lines = [f"{self.op} on {self.device.platform} {self.device.name}".rstrip()]
         for phase in PHASES:
             choice = getattr(self, phase)
-            lines.append(f"  {phase}: {f'{choice.backend}, {choice.config}' if choice else '-'}")
+            lines.append(f"  {phase}: {choice or '-'}")
         for name, reasons in self.reasons.items():
             for phase, reason in reasons.items():
                 lines.append(f"  {name} {phase}: {reason or 'supported'}")

@@ -17,7 +17,7 @@ import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
-from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_flows, flows, frame
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
 
@@ -273,13 +273,17 @@ def test_lowers(
         jax.eval_shape(prepared, *arrays)
         (spec,) = found
         config = mosaic_gpu.default_config(spec, channel.GPU)
+        call = dispatch._Call(api.OP, spec, "mosaic_gpu", channel.GPU, False)
+        backward = dispatch.choose_if_any(call, "backward")
 
         def both(*arrays: Any) -> Any:
             inputs = Inputs(*arrays)
             kept = mosaic_gpu.keep(spec, config, inputs)
-            if mosaic_gpu.unsupported(spec, "backward"):
+            if backward is None:
                 return kept
-            return mosaic_gpu.backward(spec, config, Residuals(inputs, kept), kept.plain())
+            return dispatch._backward(
+                api.OP, backward, spec, Residuals(inputs, kept), kept.plain()
+            )
 
         arrays += gates
         assert kernels_of(both, *arrays) == count
@@ -319,8 +323,25 @@ def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     steps = jax.ShapeDtypeStruct(arrays[0].shape[:3], jnp.float32)
     assert kernels_of(jax.vmap(of_decay, (0, None)), batch, steps) == 3
+    channels = jax.ShapeDtypeStruct(batch.shape, jnp.float32)
+    assert kernels_of(jax.vmap(of_decay), batch, channels) == 4
     none = jax.ShapeDtypeStruct((0, *arrays[0].shape), jnp.bfloat16)
     assert jax.eval_shape(jax.vmap(decayed, (0, None)), none, decay).shape == none.shape
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("layout, T", [("bthd", 4096), ("bhtd", 1000)])
+def test_the_pass_over_flows_compiles(layout: str, T: int) -> None:
+    """Alone of the kernels here it is Triton's to compile."""
+    spec = api.prepare(*draw(1, 64, 1, 1)).spec
+    spec = dataclasses.replace(spec, B=2, T=T, S=T, H=4, G=4, layout=layout)
+    shape = (2, T, 4, 128) if layout == "bthd" else (2, 4, T, 128)
+    k, flow = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    crossing = jax.ShapeDtypeStruct((2, 4, -(-T // by_channel.RUN), 128), jnp.float32)
+    arrays = k, flow, flow, crossing
+    function = functools.partial(channel_flows.of_flows, spec)
+    for kernel in aot.compile_function(function, *arrays, capabilities=(90,)):
+        assert not kernel.spills and kernel.fits, kernel
 
 
 def test_pieces_fill_the_card() -> None:
@@ -356,6 +377,14 @@ def test_who_is_asked_for_what() -> None:
     options = {"causal": True, "decay": -jnp.ones((1, 64, 1, 128))}
     assert backend(channel.GPU, **options) == "mosaic_gpu"
     assert backend(channel.GPU, followed=True, **options) == "mosaic_gpu"
+    spec = dataclasses.replace(api.prepare(q, q, q, causal=True).spec, T=128, S=128, B=1024)
+    for decay, after in (("channel", "triton"), ("step", None)):
+        call = dispatch._Call(
+            api.OP, dataclasses.replace(spec, decay=decay), "mosaic_gpu", channel.GPU, False
+        )
+        choice = dispatch.choose(call, "backward")
+        assert choice.backend == "mosaic_gpu"
+        assert (choice.otherwise.backend if choice.otherwise else None) == after
     assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
     lengths = jnp.array([3])
     for options, name in (

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ato_jax.device import Device
-from ato_jax.ops.linear_attention import triton
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -89,8 +88,12 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    beside = triton.default_config(spec, device) if spec.decay == "channel" else None
-    return Config(blocks=device.multiprocessors, triton=beside)
+    return Config(blocks=device.multiprocessors)
+
+
+def hands_over(spec: LinearAttentionSpec) -> bool:
+    """Steep chunks, of which the walks over features mean nothing."""
+    return spec.decay == "channel"
 
 
 def pays(spec: LinearAttentionSpec, device: Device, followed: bool) -> bool:
@@ -174,10 +177,18 @@ def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outp
 
 
 def backward(
-    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    otherwise: causal.Otherwise | None = None,
 ) -> Inputs:
     decay = residuals.inputs.decay
-    if decay is None or spec.decay == "channel":
+    if hands_over(spec):
+        assert otherwise is not None
+        run = functools.partial(causal.backward_by_channel, otherwise=otherwise)
+        return _as_larger_batch(run)(spec, config, residuals, cotangents)
+    if decay is None:
         return _backward(spec, config, residuals, cotangents)
     inputs = residuals.inputs._replace(decay=causal.gates_of(spec, decay))
     found = _backward(spec, config, residuals._replace(inputs=inputs), cotangents)

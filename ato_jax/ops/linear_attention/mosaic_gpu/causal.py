@@ -10,6 +10,7 @@ gradient is such a walk, too (`query_gradient.py`), and that of keys and values 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,8 @@ from ato_jax.ops.linear_attention.spec import (
 )
 
 State = tuple[jax.Array, jax.Array]
+# The gradients by another backend.
+Otherwise = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
 LEAST_DECAY = -128.0  # exp of it is 0 in float32
 # What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
@@ -90,8 +93,8 @@ class Kept(NamedTuple):
 def keep(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
-    """`inputs.decay` are the gates; those of channels as they are given, with which `features`
-    says whether these are kept, too."""
+    """`inputs.decay` are the gates; those of channels as they are given, with which `features` says
+    whether these are kept, too."""
     deal, gates = _deal(spec, config), inputs.decay
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
@@ -121,7 +124,7 @@ def _keep_by_channel(
     found = None
     if features:
         q_features, k_features, halves = kept
-        any_steep = jnp.any(steep > 0)
+        any_steep = jnp.any(steep > 0, axis=(1, 2))
         found = channel_backward.Features(q_features, k_features, halves, any_steep)
     return Kept(out, state, s, z, found)
 
@@ -273,8 +276,6 @@ def backward(
     inputs, g = residuals.inputs, cotangents.out
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     deal = _deal(spec, config)
-    if spec.decay == "channel":
-        return _backward_by_channel(spec, config, deal, residuals, g)
     if isinstance(residuals.outputs, Kept):
         s, z = residuals.outputs.s, residuals.outputs.z
     else:
@@ -308,16 +309,27 @@ def backward(
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
 
 
-def _backward_by_channel(
+def backward_by_channel(
     spec: LinearAttentionSpec,
     config: Config,
-    deal: frame.Deal,
     residuals: Residuals,
-    g: jax.Array,
+    cotangents: Outputs,
+    otherwise: Otherwise,
 ) -> Inputs:
-    inputs = residuals.inputs
-    kept: Any = residuals.outputs
-    found = kept if isinstance(kept, Kept) else _keep_by_channel(spec, deal, inputs, features=True)
-    assert found.features is not None
-    states = found.s, found.z
-    return channel_backward.gradients(spec, config.triton, deal, inputs, found.features, states, g)
+    """The same where gates are those of channels."""
+    deal = _deal(spec, config)
+    inputs, outputs = residuals
+    kept: Any = outputs
+    if not isinstance(outputs, Kept):
+        kept = _keep_by_channel(spec, deal, inputs, features=True)
+
+    def by_walks() -> Inputs:
+        states = kept.s, kept.z
+        return channel_backward.gradients(
+            spec, deal, inputs, kept.features, states, cotangents.out
+        )
+
+    def hand_over() -> Inputs:
+        return otherwise(spec, Residuals(inputs, outputs.plain()), cotangents)
+
+    return jax.lax.cond(jnp.any(kept.features.steep), hand_over, by_walks)

@@ -14,7 +14,7 @@ cotangent, summed over V. What of these sums is of pairs that the gate is not pa
 of the run are of the same rounded factors in both flows, and what is read of a state has the same
 roundings of that in E.
 
-Where a chunk of the call is steep (`channel.py`) all of it is Triton's.
+Where a chunk of the call is steep (`channel.py`) none of it is theirs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.channel_flows import of_flows
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
-from ato_jax.ops.linear_attention.spec import (
-    Inputs,
-    LinearAttentionSpec,
-    LinearState,
-    Outputs,
-    Residuals,
-)
-from ato_jax.ops.linear_attention.triton import prepared
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 State = tuple[jax.Array, jax.Array]
 
@@ -46,7 +39,7 @@ class Features(NamedTuple):
     q: jax.Array  # q^
     k: jax.Array  # k~
     halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, F]
-    steep: jax.Array  # whether any chunk is, where all else means nothing
+    steep: jax.Array  # [B], whether any chunk is, where all else means nothing
 
 
 def join_pieces(
@@ -109,34 +102,13 @@ def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> 
 
 def gradients(
     spec: LinearAttentionSpec,
-    config: Any,
     deal: frame.Deal,
     inputs: Inputs,
     features: Features,
     states: State,
     g: jax.Array,
 ) -> Inputs:
-    """Of the states ahead of each piece, S [B, H, P, V, F] in bfloat16 and z [B, H, P, F]; config
-    is Triton's."""
-
-    def by_triton() -> Inputs:
-        # Neither the outputs nor the cotangent of the last state is read.
-        outputs = Outputs(g, LinearState(jnp.float32(0), jnp.float32(0)))
-        return prepared.backward(spec, config, Residuals(inputs, outputs), outputs)
-
-    return jax.lax.cond(
-        features.steep, by_triton, lambda: _by_walks(spec, deal, inputs, features, states, g)
-    )
-
-
-def _by_walks(
-    spec: LinearAttentionSpec,
-    deal: frame.Deal,
-    inputs: Inputs,
-    features: Features,
-    states: State,
-    g: jax.Array,
-) -> Inputs:
+    """Of the states ahead of each piece, S [B, H, P, V, F] in bfloat16 and z [B, H, P, F]."""
     q, k, v = features.q, features.k, inputs.v
     factors = _factors(spec, deal, features.halves)
     s, z = states

@@ -1,6 +1,7 @@
 """The last pass of the gradients with a gate for each step and channel (`channel_backward.py`).
 
-Row by row but for a sum over the steps of a run, and all memory's: a kernel by Triton.
+Row by row but for a sum over the steps of a run, and all memory's: a kernel that Pallas lowers to
+Triton.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
+from ato_jax.launch import pallas_call
+from ato_jax.ops.linear_attention.mosaic_gpu.channel import RUN
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton import prepared, tiles
 
 # Of a tile; and so many programs for the columns of a run.
 ROWS, COLUMNS, WARPS = 32, 64, 4
+SLICES = F // COLUMNS
 
 
 def of_flows(
@@ -27,8 +31,6 @@ def of_flows(
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and the gates' gradient, from both flows and E [B, H, runs, F]."""
-    slices = frame.F // COLUMNS
-    whole = spec.T % channel.RUN == 0
 
     def kernel(
         k_ref: Any,
@@ -38,37 +40,46 @@ def of_flows(
         dk_ref: Any,
         d_gates_ref: Any,
     ) -> None:
-        run, number = tiles.piece_id() // slices, tiles.piece_id() % slices
-        columns = prepared.Slice(number * COLUMNS, COLUMNS, frame.F)
+        run, part = pl.program_id(1) // SLICES, pl.program_id(1) % SLICES
+        columns = part * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
         def of_rows(i: Any, crossing: jax.Array) -> jax.Array:
-            rows = tiles.tile_rows(run * channel.RUN + i * ROWS, ROWS, spec.T, whole)
-            k, of_keys, of_queries = (
-                tiles.load_tile(ref, rows, columns)
-                for ref in (k_ref, of_keys_ref, of_queries_ref)
-            )
+            rows = run * RUN + i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+            at = rows[:, None], columns[None, :]
+            exist = None if spec.T % RUN == 0 else (rows < spec.T)[:, None]
+
+            def load(ref: Any) -> jax.Array:
+                return plgpu.load(ref.at[at], mask=exist, other=None if exist is None else 0)
+
+            def store(ref: Any, tile: jax.Array) -> None:
+                plgpu.store(ref.at[at], tile.astype(ref.dtype), mask=exist)
+
+            k, of_keys, of_queries = map(load, (k_ref, of_keys_ref, of_queries_ref))
             # phi(k) = (max(k, 0) + 1) phi'(k)
             over = jnp.maximum(k.astype(jnp.float32), 0.0) + 1.0
-            tiles.store_tile(dk_ref, rows, columns, of_keys / over)
+            store(dk_ref, of_keys / over)
             passing = of_keys - of_queries
-            before = jax.lax.cumsum(passing, axis=0) - passing
-            tiles.store_tile(d_gates_ref, rows, columns, crossing[None, :] + before)
+            store(d_gates_ref, crossing[None, :] + (jax.lax.cumsum(passing, axis=0) - passing))
             return crossing + jnp.sum(passing, axis=0)
 
-        crossing = tiles.load_vector(crossing_ref, columns)
-        jax.lax.fori_loop(0, channel.RUN // ROWS, of_rows, crossing)
+        jax.lax.fori_loop(0, RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
 
-    rows = tiles.sequence_block(spec, spec.T, frame.F, lambda p, h, b: (b, h))
-    of_run = pl.BlockSpec((None, None, None, frame.F), lambda p, h, b: (b, h, p // slices, 0))
-    shape = tiles.sequence_shape(spec, spec.T, spec.H, frame.F)
-    found = tiles.launch(
+    if spec.layout == "bthd":
+        rows = pl.BlockSpec((None, spec.T, None, F), lambda h, p, b: (b, 0, h, 0))
+    else:
+        rows = pl.BlockSpec((None, None, spec.T, F), lambda h, p, b: (b, h, 0, 0))
+    of_run = pl.BlockSpec((None, None, None, F), lambda h, p, b: (b, h, p // SLICES, 0))
+    found = pallas_call(
         kernel,
-        "linear_attention_channel_flows",
-        grid=(pl.cdiv(spec.T, channel.RUN) * slices, spec.H, spec.B),
+        # Heads first: those of one row lie side by side.
+        grid=(spec.H, pl.cdiv(spec.T, RUN) * SLICES, spec.B),
         in_specs=[rows, rows, rows, of_run],
         out_specs=[rows, rows],
-        out_shape=[shape, shape.update(dtype=jnp.float32)],
-        warps=WARPS,
-        stages=1,
+        out_shape=[
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(k.shape, jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        name="linear_attention_channel_flows",
     )(k, of_queries, of_keys, crossing)
     return tuple(found)

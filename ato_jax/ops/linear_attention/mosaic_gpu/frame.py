@@ -69,12 +69,10 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Blocks of each kernel; pieces of a sequence, 0: as many as fill the blocks; what Triton's
-    kernels take that run beside them, for the gradients with gates of channels."""
+    """Blocks of each kernel; pieces of a sequence, 0: as many as fill the blocks."""
 
     blocks: int
     pieces: int = 0
-    triton: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
