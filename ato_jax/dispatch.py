@@ -140,7 +140,8 @@ def choose(call: _Call, phase: str) -> Choice:
     """The backend for a phase: the first of the family named, or of all, that supports it."""
     names: Sequence[str] = call.op.backends
     if call.device.platform == "gpu":
-        names = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
+        first = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
+        names = tuple(name for name in first if name in call.op.backends)
     if call.implementation in names:
         names = tuple(name for name in names if call.implementation in (name, family(name)))
     elif call.implementation is not None:
@@ -157,12 +158,12 @@ def choose(call: _Call, phase: str) -> Choice:
             kernel = _kernel(call, name, phase)
             module = call.op.backend(kernel)
             config = tuning.config(call.op.name, kernel, module, call.spec, call.device)
-            return Choice(name, config, kernel, _otherwise(call, name, phase))
+            return Choice(name, config, kernel, otherwise(call, name, phase))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
 
 
-def _otherwise(call: _Call, name: str, phase: str) -> Choice | None:
+def otherwise(call: _Call, name: str, phase: str) -> Choice | None:
     """What a backend hands over to, if it does."""
     module = call.op.backend(name)
     if phase == "forward" or not (hasattr(module, "hands_over") and module.hands_over(call.spec)):
@@ -231,13 +232,15 @@ def _kernels_transposed(call: _Call, residuals: Any, cotangents: Any) -> tuple[A
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernels_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
     with device.interpret(call.interpret):
-        return _backward(call.op, choose(call, "backward"), call.spec, residuals, cotangents)
+        choice = choose(call, "backward")
+        return backward_by(call.op, choice, call.spec, residuals, cotangents)
 
 
-def _backward(op: Op, choice: Choice, spec: Any, residuals: Any, cotangents: Any) -> Any:
+def backward_by(op: Op, choice: Choice, spec: Any, residuals: Any, cotangents: Any) -> Any:
+    """A backward as it was chosen, and what that hands over to."""
     options = {}
     if choice.otherwise is not None:
-        options["otherwise"] = functools.partial(_backward, op, choice.otherwise)
+        options["otherwise"] = functools.partial(backward_by, op, choice.otherwise)
     run = op.backend(choice.backend).backward
     return run(spec, choice.config, residuals, cotangents, **options)
 

@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import autodiff
-from ato_jax.device import describe
+from ato_jax import autodiff, dispatch
+from ato_jax.device import describe, interpreting
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import reference as attention_reference
 from ato_jax.ops.attention import spec as attention_spec
@@ -482,25 +482,19 @@ def run(
     return found
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _forward_and_backward(
     op: str,
     forward: Any,
-    backward: Any,
     spec: Any,
     forward_config: Any,
-    backward_config: Any,
+    backward: dispatch.Choice,
     inputs: Any,
     cotangents: Any,
 ) -> tuple[Any, Any]:
     outputs = forward.forward(spec.for_backward(), forward_config, inputs)
     residuals = SPECS[op].Residuals(inputs, outputs)
-    beside = {}
-    if hasattr(backward, "hands_over") and backward.hands_over(spec):
-        xla = APIS[op].OP.backend("xla")
-        config = xla.default_config(spec, None)
-        beside["otherwise"] = lambda spec, *arrays: xla.backward(spec, config, *arrays)
-    return outputs, backward.backward(spec, backward_config, residuals, cotangents, **beside)
+    return outputs, dispatch.backward_by(APIS[op].OP, backward, spec, residuals, cotangents)
 
 
 def run_backends(
@@ -524,8 +518,17 @@ def run_backends(
         dataclasses.replace(module.default_config(request.spec, device), **(override or {}))
         for module, override in zip(modules, (forward_config, backward_config), strict=True)
     ]
+    call = dispatch._Call(APIS[op].OP, request.spec, backward, device, interpreting())
+    otherwise = dispatch.otherwise(call, backward, "backward")
+    choice = dispatch.Choice(backward, configs[1], backward, otherwise)
     outputs, gradients = _forward_and_backward(
-        op, *modules, request.spec, *configs, request.inputs, wanted.outputs_cotangents
+        op,
+        modules[0],
+        request.spec,
+        configs[0],
+        choice,
+        request.inputs,
+        wanted.outputs_cotangents,
     )
     found = users_outputs(op, request, outputs)
     for name, gradient in users_gradients(wanted.arrays, gradients).items():

@@ -158,10 +158,11 @@ def _linear_attention() -> Iterator[Row]:
                 "return_state": True,
             },
         )
-    for axes in ("BSG", "BSGD"):
+    two_heads = {"D": 64, "V": 64, "T": 128}
+    for axes, sizes in (("BSG", wide), ("BSGD", wide), ("BSGD", two_heads)):
         yield Row(
-            f"{name}, decay [{', '.join(axes)}]",
-            wide,
+            f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",
+            sizes,
             lambda sizes, axes=axes: {
                 "causal": True,
                 "decay": jnp.full([sizes[axis] for axis in axes], -0.1),

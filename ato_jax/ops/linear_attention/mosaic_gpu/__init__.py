@@ -8,7 +8,8 @@ over all keys j (`bidirectional.py`), or those j <= i, also with a decay for eac
 and channel, or forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32. All else is Triton's.
+float32; with a decay for each step and channel also D = V = 64, two heads side by side. All else is
+Triton's.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ def refuses(device: Device, interpreted: bool) -> str | None:
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype != "bfloat16":
         return f"needs bfloat16, got {spec.dtype}"
-    if (spec.D, spec.F, spec.V) != (frame.F, frame.F, frame.V):
-        return f"needs D = V = {frame.V}, got D={spec.D}, V={spec.V}"
+    sizes = (frame.F, frame.HALF) if spec.decay == "channel" else (frame.F,)
+    if spec.V != spec.D or spec.D not in sizes:
+        wanted = " or ".join(map(str, sizes))
+        return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
+    if spec.D == frame.HALF and (spec.H != spec.G or spec.H % 2):
+        return f"needs H = G, and even, where D = {frame.HALF}, got {spec.H} and {spec.G}"
     if spec.feature_map.name != "elu1":
         return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if spec.segments or spec.q_lengths or spec.kv_lengths:
@@ -97,6 +102,8 @@ def hands_over(spec: LinearAttentionSpec) -> bool:
 
 
 def pays(spec: LinearAttentionSpec, device: Device, followed: bool) -> bool:
+    if spec.D != frame.F:
+        return False  # not timed yet
     if spec.causal:
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= ENOUGH_ROWS

@@ -49,7 +49,8 @@ LEAST_CHUNKS, FEW_PIECES = 8, 16
 def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     """So many that the last round of blocks is nearly full, and little is read twice."""
     at_once = _chunks_at_once(spec)
-    units, heads = pl.cdiv(spec.T, at_once * frame.C), spec.B * spec.H
+    units = pl.cdiv(spec.T, at_once * frame.C)
+    heads = spec.B * spec.H // frame.heads_of_tile(spec)
 
     def cost(pieces: int) -> float:
         each = pl.cdiv(units, pieces) * at_once
@@ -73,7 +74,8 @@ def _deal(spec: LinearAttentionSpec, config: Config) -> frame.Deal:
     """All rows of all query heads."""
     pieces, unit = pieces_of(spec, config), _chunks_at_once(spec) * frame.C
     rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
-    return frame.Deal(spec.B, spec.H, spec.T, rows, pieces, config.blocks)
+    heads = spec.H // frame.heads_of_tile(spec)
+    return frame.Deal(spec.B, heads, spec.T, rows, pieces, config.blocks)
 
 
 class Kept(NamedTuple):
@@ -90,6 +92,12 @@ class Kept(NamedTuple):
         return Outputs(self.out, self.state)
 
 
+def _split(deal: frame.Deal, kv: jax.Array, k_sum: jax.Array) -> tuple[State, LinearState]:
+    """The sums ahead of each piece, as products read them, and those behind the last."""
+    ahead = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
+    return ahead, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1])
+
+
 def keep(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
@@ -98,11 +106,10 @@ def keep(
     deal, gates = _deal(spec, config), inputs.decay
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
-    kv, k_sum = _states(spec, deal, inputs, gates)
-    s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
+    ahead, state = _split(deal, *_states(spec, deal, inputs, gates))
     steep = None if gates is None else _steep(deal, gates)
-    out = output(spec, deal, inputs.q, inputs.k, inputs.v, s, z, gates, steep)
-    return Kept(out, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1]), s, z)
+    out = output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead, gates, steep)
+    return Kept(out, state, *ahead)
 
 
 def _keep_by_channel(
@@ -110,23 +117,22 @@ def _keep_by_channel(
 ) -> Kept:
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     assert gates is not None
-    of_keys = dataclasses.replace(deal, heads=spec.G)
+    of_keys = dataclasses.replace(deal, heads=spec.G // frame.heads_of_tile(spec))
     kv, k_sum, lost, least = channel_sums(spec, of_keys, k, v, gates)
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    kv, k_sum = channel_backward.join_pieces((kv, k_sum), start, jnp.exp2(lost))
+    edges = channel_backward.join_pieces((kv, k_sum), start, jnp.exp2(lost))
+    ahead, state = _split(deal, *edges)
     turns = channel.turns_of(least)
     steep = _any_in_pieces(deal, turns > 1)
-    s, z = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
-    out, *kept = channel_output(spec, deal, q, k, v, s, z, gates, turns, steep, features)
-    state = LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1])
+    out, *kept = channel_output(spec, deal, q, k, v, *ahead, gates, turns, steep, features)
     found = None
     if features:
         q_features, k_features, halves = kept
         any_steep = jnp.any(steep > 0, axis=(1, 2))
         found = channel_backward.Features(q_features, k_features, halves, any_steep)
-    return Kept(out, state, s, z, found)
+    return Kept(out, state, *ahead, found)
 
 
 def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
@@ -182,7 +188,7 @@ def _in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
 
 
 def _any_in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
-    """Which pieces have one, [B, G, P]."""
+    """Which pieces have one, [B, G or tiles, P]."""
     return jnp.any(_in_pieces(deal, of_chunks), axis=3).astype(jnp.int32)
 
 

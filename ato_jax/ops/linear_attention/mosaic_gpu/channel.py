@@ -98,13 +98,11 @@ def _units(where: jax.Array) -> jax.Array:
     return jnp.where(where, UNIT, 0.0).astype(F16)
 
 
-def since_middle(turn: Turn | None) -> jax.Array:
+def since_middle(turn: Turn = WHOLE) -> jax.Array:
     """What sums up G_i - G_m; of rows that are not the turn's 0."""
     row, column = frame.position(0), frame.position(1)
-    middle = WHOLE.middle if turn is None else turn.middle
-    later, earlier = (column > middle) & (column <= row), (column <= middle) & (column > row)
-    if turn is not None:
-        later, earlier = later & turn.has(row), earlier & turn.has(row)
+    later = (column > turn.middle) & (column <= row) & turn.has(row)
+    earlier = (column <= turn.middle) & (column > row) & turn.has(row)
     return (jnp.where(later, UNIT, 0.0) - jnp.where(earlier, UNIT, 0.0)).astype(F16)
 
 
@@ -129,13 +127,12 @@ def store_all(ref: Any) -> None:
     frame.store_transposed(ref, units)
 
 
-def store_halves(ref: Any, turn: Turn | None) -> None:
+def store_halves(ref: Any, turn: Turn = WHOLE) -> None:
     """What adds up a turn's first half, in half of a tile's rows [ALIKE, C]; then the other."""
     row, number = (
         plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=axis, layout=frame.TILE)
         for axis in (0, 1)
     )
-    turn = WHOLE if turn is None else turn
     is_first = row <= turn.middle
     own = turn.has(row) & (is_first == (number < ALIKE // 2))
     frame.store_transposed(ref, _units(own))
@@ -151,10 +148,7 @@ def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def map_in_place(ref: Any, exponents: jax.Array, turn: Turn | None = None) -> None:
     """Features of a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows."""
-    x = frame.load(ref).astype(F32)
-    factor = jnp.exp2(exponents)
-    raised = jnp.exp2(jnp.minimum(x, 0.0) * frame.LOG2_E + exponents)
-    found = jnp.maximum(x * factor + factor, raised)
+    found = frame.unrounded_decayed_features_of(frame.load(ref).astype(F32), exponents)
     if turn is not None:
         row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=frame.TILE)
         found = jnp.where(turn.has(row), found, 0.0)
@@ -163,8 +157,8 @@ def map_in_place(ref: Any, exponents: jax.Array, turn: Turn | None = None) -> No
 
 
 def turns_of(least: jax.Array) -> jax.Array:
-    """How many each chunk takes, [B, G, chunks], from the least of the sums that `of_halves` makes,
-    [B, G, chunks, halves of F, C]."""
+    """How many each chunk of a tile takes, [B, tiles, chunks], from the least of the sums that
+    `of_halves` makes, [B, tiles, chunks, halves of F, C]."""
     # Where halves are steep, as many turns as these are.
     instead = np.ones(C, np.int32)
     for n in _HALVES:

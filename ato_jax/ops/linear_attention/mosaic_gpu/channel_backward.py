@@ -3,7 +3,7 @@
 With those in place of features, and states as the middle of a chunk sees them, all is as without
 gates: a walk (`channel_query_gradient.py`), the sums of each piece's queries (`query_sums.py`), and
 a walk from the end (`channel_key_gradient.py`). As the gradient of phi(q_i) is that of q^_i times
-q^_i / phi(q_i), both walks leave flows [T, F], of which the last pass makes the rest,
+q^_i / phi(q_i), both walks leave flows [T, D], of which the last pass makes the rest,
 
     flow_i = q^_i dq^_i                     flow'_j = k~_j dk~_j
     dq_i = flow_i phi'(q_i) / phi(q_i)      dk_j = flow'_j phi'(k_j) / phi(k_j)
@@ -38,15 +38,15 @@ State = tuple[jax.Array, jax.Array]
 class Features(NamedTuple):
     q: jax.Array  # q^
     k: jax.Array  # k~
-    halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, F]
+    halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, D]
     steep: jax.Array  # [B], whether any chunk is, where all else means nothing
 
 
 def join_pieces(
     pieces: State, start: State | None, keeps: jax.Array, reverse: bool = False
 ) -> State:
-    """kv [B, G, P, V, F] and k_sum [B, G, P, F] -> the sums of all pieces ahead of each edge, or
-    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. keeps [B, G, P, F]: what a piece
+    """kv [B, G, P, V, D] and k_sum [B, G, P, D] -> the sums of all pieces ahead of each edge, or
+    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. keeps [B, G, P, D]: what a piece
     leaves of what is ahead of it."""
     kv, k_sum = pieces
     if start is None:
@@ -69,19 +69,19 @@ def join_pieces(
 
 
 class Factors(NamedTuple):
-    """What is left of states as the middle of each chunk sees them, [B, H, chunks * F]."""
+    """What is left of states as the middle of each chunk sees them, [B, H, chunks * D]."""
 
     of_keys: jax.Array  # from the middle of the chunk before, or the start of the piece, on
     of_queries: jax.Array  # from the middle of the chunk behind, or the end of the piece, back
     since_pieces: jax.Array  # from the start of the piece on
-    whole: jax.Array  # [B, H, P, F]: from the start of each piece to its end
+    whole: jax.Array  # [B, H, P, D]: from the start of each piece to its end
 
 
 def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> Factors:
     B, H, chunks = halves.shape[:3]
     missing = deal.pieces * (deal.rows // frame.C) - chunks
     halves = jnp.pad(halves, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
-    halves = halves.reshape(B, H, deal.pieces, -1, 2, frame.F)
+    halves = halves.reshape(B, H, deal.pieces, -1, 2, spec.D)
     first, second = halves[:, :, :, :, 0], halves[:, :, :, :, 1]
     before, behind = (
         jnp.pad(half, ((0, 0),) * 3 + (ends, (0, 0)))
@@ -90,7 +90,7 @@ def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> 
     whole = first + second
 
     def of_chunks(sums: jax.Array) -> jax.Array:
-        return jnp.exp2(sums.reshape(B, H, -1, frame.F)[:, :, :chunks]).reshape(B, H, -1)
+        return jnp.exp2(sums.reshape(B, H, -1, spec.D)[:, :, :chunks]).reshape(B, H, -1)
 
     return Factors(
         of_chunks(before + first),
@@ -108,7 +108,7 @@ def gradients(
     states: State,
     g: jax.Array,
 ) -> Inputs:
-    """Of the states ahead of each piece, S [B, H, P, V, F] in bfloat16 and z [B, H, P, F]."""
+    """Of the states ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D]."""
     q, k, v = features.q, features.k, inputs.v
     factors = _factors(spec, deal, features.halves)
     s, z = states
@@ -119,8 +119,8 @@ def gradients(
     first = 0 if spec.initial_state else 1
     later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
     of_pieces = spec.B, spec.H, later.pieces
-    r = jnp.zeros((*of_pieces, frame.V, frame.F), jnp.float32)
-    u = jnp.zeros((*of_pieces, frame.F), jnp.float32)
+    r = jnp.zeros((*of_pieces, spec.V, spec.D), jnp.float32)
+    u = jnp.zeros((*of_pieces, spec.D), jnp.float32)
     if later.pieces:
         r, u = channel_query_sums(spec, later, q, g, inverse, e, factors.since_pieces)
     r, u = join_pieces((r, u), None, factors.whole[:, :, first:], reverse=True)

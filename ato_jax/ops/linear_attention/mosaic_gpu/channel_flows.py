@@ -14,13 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
-from ato_jax.ops.linear_attention.mosaic_gpu.channel import RUN
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import F
+from ato_jax.ops.linear_attention.mosaic_gpu import channel
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Of a tile; and so many programs for the columns of a run.
 ROWS, COLUMNS, WARPS = 32, 64, 4
-SLICES = F // COLUMNS
 
 
 def of_flows(
@@ -30,7 +28,8 @@ def of_flows(
     of_keys: jax.Array,
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and the gates' gradient, from both flows and E [B, H, runs, F]."""
+    """dk and the gates' gradient, from both flows and E [B, H, runs, D]."""
+    slices = spec.D // COLUMNS
 
     def kernel(
         k_ref: Any,
@@ -40,13 +39,13 @@ def of_flows(
         dk_ref: Any,
         d_gates_ref: Any,
     ) -> None:
-        run, part = pl.program_id(1) // SLICES, pl.program_id(1) % SLICES
+        run, part = pl.program_id(1) // slices, pl.program_id(1) % slices
         columns = part * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
         def of_rows(i: Any, crossing: jax.Array) -> jax.Array:
-            rows = run * RUN + i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+            rows = run * channel.RUN + i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
             at = rows[:, None], columns[None, :]
-            exist = None if spec.T % RUN == 0 else (rows < spec.T)[:, None]
+            exist = None if spec.T % channel.RUN == 0 else (rows < spec.T)[:, None]
 
             def load(ref: Any) -> jax.Array:
                 return plgpu.load(ref.at[at], mask=exist, other=None if exist is None else 0)
@@ -62,17 +61,17 @@ def of_flows(
             store(d_gates_ref, crossing[None, :] + (jax.lax.cumsum(passing, axis=0) - passing))
             return crossing + jnp.sum(passing, axis=0)
 
-        jax.lax.fori_loop(0, RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
+        jax.lax.fori_loop(0, channel.RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
 
     if spec.layout == "bthd":
-        rows = pl.BlockSpec((None, spec.T, None, F), lambda h, p, b: (b, 0, h, 0))
+        rows = pl.BlockSpec((None, spec.T, None, spec.D), lambda h, p, b: (b, 0, h, 0))
     else:
-        rows = pl.BlockSpec((None, None, spec.T, F), lambda h, p, b: (b, h, 0, 0))
-    of_run = pl.BlockSpec((None, None, None, F), lambda h, p, b: (b, h, p // SLICES, 0))
+        rows = pl.BlockSpec((None, None, spec.T, spec.D), lambda h, p, b: (b, h, 0, 0))
+    of_run = pl.BlockSpec((None, None, None, spec.D), lambda h, p, b: (b, h, p // slices, 0))
     found = pallas_call(
         kernel,
         # Heads first: those of one row lie side by side.
-        grid=(spec.H, pl.cdiv(spec.T, RUN) * SLICES, spec.B),
+        grid=(spec.H, pl.cdiv(spec.T, channel.RUN) * slices, spec.B),
         in_specs=[rows, rows, rows, of_run],
         out_specs=[rows, rows],
         out_shape=[

@@ -12,9 +12,10 @@ u [F] the sums over later chunks' queries as the middle of a chunk sees them:
     flow_j = k~_j dk~_j
     E = sum_v S R + z u        [F]        for each run, its first chunk's queries in R and u already
 
-of S and z ahead of the run as its queries read them. The flow and E are left in float32.
+of S and z ahead of the run as its queries read them. The flow and E are left in float32. Two heads
+of 64 in a tile have products of their own, and states that lie one below the other, [64, 64] each.
 
-    memory   loads chunks, and quarters of S, as slots come free
+    memory   loads chunks, and S by tiles of 64 x 64, as slots come free
     state    q' in place of q^; R^T and u in registers, published for each chunk; E
     dv       k~ stays in registers, the left factor of both products
     dk       b, of which what rounding leaves off is multiplied, too
@@ -44,7 +45,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     C,
     F,
     Item,
-    V,
+    by_heads,
     load,
     multiply,
     part,
@@ -57,7 +58,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
-DV_REGISTERS, DK_REGISTERS, STATE_REGISTERS = 144, 144, 200
+# Of dv, dk and state; two heads in a tile have half as much of a state, and twice a and b.
+OWN_REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
 
 
 def channel_key_gradient(
@@ -75,39 +77,41 @@ def channel_key_gradient(
     kv: jax.Array,
     k_sum: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The flow, dv and E [B, H, runs, F].
+    """The flow, dv and E [B, H, runs, D].
 
-    Of q^ and k~ in q and k, R^T [B, H, P, F, V] in bfloat16 and u [B, H, P, F] behind each piece in
-    r and u; onto: what is left of both when a chunk's middle sees them, [B, H, chunks * F]; all
+    Of q^ and k~ in q and k, R^T [B, H, P, D, V] in bfloat16 and u [B, H, P, D] behind each piece in
+    r and u; onto: what is left of both when a chunk's middle sees them, [B, H, chunks * D]; all
     else is `channel_query_gradient`'s."""
     deal = dataclasses.replace(deal, most_blocks=deal.items)
+    heads = frame.heads_of_tile(spec)
+    dv_registers, dk_registers, state_registers = OWN_REGISTERS[heads]
     normalized = k_sum is not None
     scratch = dict(
-        q_s=shared(STAGES, C, F),
-        g_s=shared(STAGES, C, V),
-        k_s=shared(K_STAGES, C, F),
-        v_s=shared(K_STAGES, C, V),
-        r_s=shared(F, V),
+        q_s=frame.tiles(spec, STAGES),
+        g_s=frame.tiles(spec, STAGES),
+        k_s=frame.tiles(spec, K_STAGES),
+        v_s=frame.tiles(spec, K_STAGES),
+        r_s=shared(F, spec.V),
         kv_s=shared(HALF, HALF),
-        dv_s=shared(C, V),
+        dv_s=frame.tiles(spec, 1),
         flow_s=shared(2, C, HALF, dtype=F32),
-        minus_e_s=shared(ALIKE, C),
-        inverse_s=plgpu.SMEM((STAGES, C), F32),
-        e_s=plgpu.SMEM((STAGES, C), F32),
+        minus_e_s=shared(heads * ALIKE, C),
+        inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
+        e_s=plgpu.SMEM((STAGES, heads * C), F32),
         onto_s=plgpu.SMEM((STAGES, F), F32),
         u_s=plgpu.SMEM((F,), F32),
         u_start_s=plgpu.SMEM((F,), F32),
         k_sum_s=plgpu.SMEM((F,), F32),
         crossing_s=plgpu.SMEM((F,), F32),
-        loaded=plgpu.Barrier(num_arrivals=5, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=5 * heads, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=K_STAGES),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        k_sum_loaded=plgpu.Barrier(num_arrivals=1),
+        k_sum_loaded=plgpu.Barrier(num_arrivals=heads),
         kv_loaded=plgpu.Barrier(num_arrivals=1),
         kv_free=plgpu.Barrier(num_arrivals=1),
-        start=plgpu.Barrier(num_arrivals=2),
+        start=plgpu.Barrier(num_arrivals=2 * heads),
         r_ready=plgpu.Barrier(num_arrivals=1),
         r_free=plgpu.Barrier(num_arrivals=2),
     )
@@ -153,10 +157,15 @@ def channel_key_gradient(
         r_free: Any,
     ) -> None:
         *k_sum_refs, flow_ref, dv_ref, crossing_ref = refs
+        # Of S, [64, 64] each: which half of the features, and of V, where heads of 64 have one.
+        quarters = list(itertools.product(range(2), range(spec.V // HALF)))
 
-        def quarters() -> list[tuple[Any, Any]]:
-            halves = [pl.ds(half * HALF, HALF) for half in range(2)]
-            return list(itertools.product(halves, halves))
+        def heads_of(item: Item) -> list[Any]:
+            return [frame.head_of(spec, item.head, head) for head in range(heads)]
+
+        def in_heads(tiles: Any, slot: Any) -> list[Any]:
+            """What is of each head in a slot."""
+            return [frame.head_in(spec, tiles, slot, head) for head in range(heads)]
 
         def number_of(item: Item, chunk: Any) -> Any:
             return item.chunks - 1 - chunk
@@ -169,22 +178,22 @@ def channel_key_gradient(
 
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
-                rows, of_head = item.rows_from_the_end(chunk), (item.batch, item.head)
+                rows = item.rows_from_the_end(chunk)
                 slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
                 number = lax.div(item.first_row, C) + number_of(item, chunk)
                 frame.wait_until_free(free, chunk, STAGES)
-                for source, own in (
-                    (part(spec, q_ref, item, rows, item.head), q_s),
-                    (inverse_ref.at[(*of_head, rows)], inverse_s),
-                    (e_ref.at[(*of_head, rows)], e_s),
-                    (onto_ref.at[(*of_head, pl.ds(number * F, F))], onto_s),
-                    (part(spec, g_ref, item, rows, item.head), g_s),
+                columns = pl.ds(number * spec.D, spec.D)
+                frame.copy_tile(spec, q_ref, item, rows, item.head, q_s, slot, loaded)
+                for ref, of_chunk, vectors in (
+                    (inverse_ref, rows, inverse_s),
+                    (e_ref, rows, e_s),
+                    (onto_ref, columns, onto_s),
                 ):
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                    frame.copy_vector(spec, ref, item, of_chunk, vectors, slot, loaded)
+                frame.copy_tile(spec, g_ref, item, rows, item.head, g_s, slot, loaded)
                 frame.wait_until_free(k_free, chunk, K_STAGES)
-                for ref, own in ((k_ref, k_s), (v_ref, v_s)):
-                    source = part(spec, ref, item, rows, item.head)
-                    plgpu.copy_gmem_to_smem(source, own.at[k_slot], k_loaded.at[k_slot])
+                for ref, tiles in ((k_ref, k_s), (v_ref, v_s)):
+                    frame.copy_tile(spec, ref, item, rows, item.head, tiles, k_slot, k_loaded)
                 # Behind the loads of the next chunk, since each quarter waits for the one before.
                 pl.when(chunk > 0)(lambda: load_state(chunk - 1))
 
@@ -192,17 +201,21 @@ def channel_key_gradient(
                 pl.when(is_first_of_run(item, chunk))(lambda: load_quarters(chunk))
 
             def load_quarters(chunk: Any) -> None:
-                at = item.batch, item.head, run_of(item, chunk)
+                run = run_of(item, chunk)
                 is_last_run = chunk < channel.CHUNKS
-                for n, quarter in enumerate(quarters()):
+                of_heads = list(zip(heads_of(item), by_heads(spec, k_sum_s), strict=True))
+                for n, (half, number) in enumerate(quarters):
 
                     @pl.when(jnp.logical_or(jnp.logical_not(is_last_run), n > 0))
                     def _() -> None:
                         plgpu.barrier_wait(kv_free)
 
                     if n == 0:
-                        for ref in k_sum_refs:
-                            plgpu.copy_gmem_to_smem(ref.at[at], k_sum_s, k_sum_loaded)
+                        for ref, (head, own) in itertools.product(k_sum_refs, of_heads):
+                            source = ref.at[item.batch, head, run]
+                            plgpu.copy_gmem_to_smem(source, own, k_sum_loaded)
+                    at = item.batch, frame.head_of(spec, item.head, half), run
+                    quarter = frame.columns_of(spec, half), pl.ds(number * HALF, HALF)
                     plgpu.copy_gmem_to_smem(kv_ref.at[(*at, *quarter)], kv_s, kv_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -213,9 +226,10 @@ def channel_key_gradient(
 
         def sum_piece(item: Item) -> None:
             halves = [pl.ds(half * HALF, HALF) for half in range(2)]
-            of_piece = item.batch, item.head, item.piece
-            plgpu.copy_gmem_to_smem(r_ref.at[of_piece], r_s, start)
-            plgpu.copy_gmem_to_smem(u_ref.at[of_piece], u_start_s, start)
+            for ref, starts in ((r_ref, r_s), (u_ref, u_start_s)):
+                for head, own in zip(heads_of(item), by_heads(spec, starts), strict=True):
+                    source = ref.at[item.batch, head, item.piece]
+                    plgpu.copy_gmem_to_smem(source, own, start)
             plgpu.barrier_wait(start)
             sums = (
                 *(load(r_s.at[rows]).astype(F32) for rows in halves),
@@ -228,20 +242,20 @@ def channel_key_gradient(
                 plgpu.barrier_wait(loaded.at[slot])
                 onto = [load(onto_s.at[slot, rows], OF_ROWS) for rows in halves]
                 sums = [x * frame.in_columns(onto[n % 2], x.shape[1]) for n, x in enumerate(sums)]
-                inverse = load(inverse_s.at[slot], OF_ROWS)
-                for rows in halves:
-                    own = q_s.at[slot, :, rows]
+                inverses = [load(own, OF_ROWS) for own in by_heads(spec, inverse_s.at[slot])]
+                for half in range(2):
+                    own, inverse = frame.half_of(spec, q_s, slot, half), inverses[half % heads]
                     read = load(own).astype(F32) * frame.in_columns(inverse, HALF)
                     own[...] = frame.rounded(read)
-                minus_e = frame.in_columns(-load(e_s.at[slot], OF_ROWS), ALIKE)
-                rounded = frame.rounded(minus_e)
-                rest = frame.rounded(minus_e - rounded.astype(F32))
-                column = plgpu.broadcasted_iota(
-                    jnp.int32, (C, ALIKE), dimension=1, layout=frame.TILE
-                )
-                frame.store_transposed(
-                    minus_e_s, jnp.where(lax.rem(column, 2) == 0, rounded, rest)
-                )
+                minus_es = by_heads(spec, minus_e_s)
+                for e, own in zip(by_heads(spec, e_s.at[slot]), minus_es, strict=True):
+                    minus_e = frame.in_columns(-load(e, OF_ROWS), ALIKE)
+                    rounded = frame.rounded(minus_e)
+                    rest = frame.rounded(minus_e - rounded.astype(F32))
+                    column = plgpu.broadcasted_iota(
+                        jnp.int32, (C, ALIKE), dimension=1, layout=frame.TILE
+                    )
+                    frame.store_transposed(own, jnp.where(lax.rem(column, 2) == 0, rounded, rest))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
 
@@ -255,12 +269,11 @@ def channel_key_gradient(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
 
-                def by_halves(sums: Any) -> Any:
-                    return zip(sums, (q_s.at[slot, :, rows].T for rows in halves), strict=True)
-
+                turned = [frame.half_of(spec, q_s, slot, half).T for half in range(2)]
+                both = in_heads(g_s, slot), [own.T for own in minus_es]
+                factors = [of_heads[half % heads] for of_heads in both for half in range(2)]
                 sums = multiply(
-                    *((own, [(x, g_s.at[slot])]) for own, x in by_halves(sums[:2])),
-                    *((own, [(x, minus_e_s.T)]) for own, x in by_halves(sums[2:])),
+                    *((own, [(x, y)]) for own, x, y in zip(sums, turned * 2, factors, strict=True))
                 )
                 plgpu.commit_smem()  # all warps have multiplied by what the next chunk stores
                 plgpu.barrier_arrive(free.at[slot])
@@ -277,8 +290,8 @@ def channel_key_gradient(
                 for half in range(2):
                     of_keys = load(k_sum_s.at[pl.ds(half * HALF, HALF)], OF_ROWS)
                     found[half] = frame.of_parts(sums[2 + half]) * of_keys
-            for n in range(4):
-                half, columns = n // 2, slice(n % 2 * HALF, (n % 2 + 1) * HALF)
+            for half, number in quarters:
+                columns = slice(number * HALF, (number + 1) * HALF)
                 plgpu.barrier_wait(kv_loaded)
                 found[half] += jnp.sum(sums[half][:, columns] * load(kv_s).astype(F32), axis=1)
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -286,8 +299,9 @@ def channel_key_gradient(
             for half in range(2):
                 crossing_s.at[pl.ds(half * HALF, HALF)][...] = found[half]
             plgpu.commit_smem()
-            target = crossing_ref.at[item.batch, item.head, run_of(item, chunk)]
-            plgpu.copy_smem_to_gmem(crossing_s, target)
+            run = run_of(item, chunk)
+            for head, own in zip(heads_of(item), by_heads(spec, crossing_s), strict=True):
+                plgpu.copy_smem_to_gmem(own, crossing_ref.at[item.batch, head, run])
 
         def seen(x: jax.Array) -> jax.Array:
             """x [j, i] where query i sees key j, else 0."""
@@ -298,45 +312,53 @@ def channel_key_gradient(
         def values_chunk(item: Item, chunk: Any) -> None:
             slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
             plgpu.barrier_wait(k_loaded.at[k_slot])
-            features = load(k_s.at[k_slot])
+            features = [load(own) for own in in_heads(k_s, k_slot)]
             plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
             plgpu.barrier_arrive(k_free.at[k_slot])
             plgpu.barrier_wait(mapped.at[slot])
-            (a,) = multiply((frame.zeros(C, C), [(features, q_s.at[slot].T)]))
-            weights = frame.rounded(seen(a))
+            pairs = zip(features, in_heads(q_s, slot), strict=True)
+            found = multiply(*((frame.zeros(C, C), [(k, q.T)]) for k, q in pairs))
+            weights = [frame.rounded(seen(a)) for a in found]
             plgpu.barrier_wait(r_ready)
-            products = [(features, r_s), (weights, g_s.at[slot])]
-            (dv,) = multiply((frame.zeros(C, V), products))
+            factors = zip(features, by_heads(spec, r_s), weights, in_heads(g_s, slot), strict=True)
+            found = multiply(
+                *((frame.zeros(C, spec.V), [(k, r), (a, g)]) for k, r, a, g in factors)
+            )
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dv_s[...] = dv.astype(BF16)
+            for own, dv in zip(in_heads(dv_s, 0), found, strict=True):
+                own[...] = dv.astype(BF16)
             plgpu.commit_smem()
-            target = part(spec, dv_ref, item, item.rows_from_the_end(chunk), item.head)
-            plgpu.copy_smem_to_gmem(dv_s, target)
+            rows = item.rows_from_the_end(chunk)
+            frame.leave_tile(spec, dv_s, 0, dv_ref, item, rows, item.head)
 
         def keys_chunk(item: Item, chunk: Any) -> None:
             slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
             plgpu.barrier_wait(mapped.at[slot])
-            minus_e = frame.in_rows(-load(e_s.at[slot], OF_COLUMNS), C)
+            queries, values = in_heads(q_s, slot), in_heads(v_s, k_slot)
+            minus_e = [frame.in_rows(-load(e, OF_COLUMNS), C) for e in by_heads(spec, e_s.at[slot])]
             plgpu.barrier_wait(k_loaded.at[k_slot])
-            (b,) = multiply((minus_e, [(v_s.at[k_slot], g_s.at[slot].T)]))
-            b = seen(b)
-            rounded = frame.rounded(b)
-            rest = frame.rounded(b - rounded.astype(F32))
+            pairs = zip(minus_e, values, in_heads(g_s, slot), strict=True)
+            found = multiply(*((e, [(v, g.T)]) for e, v, g in pairs))
+            parts = []
+            for b in map(seen, found):
+                rounded = frame.rounded(b)
+                parts.append((rounded, frame.rounded(b - rounded.astype(F32))))
             plgpu.barrier_wait(r_ready)
-            of_others = frame.in_rows(load(u_s, OF_COLUMNS), C)
+            of_others = [frame.in_rows(load(u, OF_COLUMNS), C) for u in by_heads(spec, u_s)]
             plgpu.commit_smem()  # u and e were read, ahead of what overwrites them
-            products = [(v_s.at[k_slot], r_s.T)]
-            products += [(x, q_s.at[slot]) for x in (rounded, rest)]
-            (dk,) = multiply((of_others, products))
+            factors = zip(of_others, values, by_heads(spec, r_s), parts, queries, strict=True)
+            dk = multiply(
+                *((u, [(v, r.T), *((b, q) for b in both)]) for u, v, r, both, q in factors)
+            )
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for half in range(2):
-                own = slice(half * HALF, (half + 1) * HALF)
-                features = load(k_s.at[k_slot, :, pl.ds(half * HALF, HALF)]).astype(F32)
-                flow_s.at[half][...] = features * dk[:, own]
+                features = load(frame.half_of(spec, k_s, k_slot, half)).astype(F32)
+                first = half * HALF % spec.D
+                flow_s.at[half][...] = features * dk[half % heads][:, first : first + HALF]
             plgpu.commit_smem()
             plgpu.barrier_arrive(k_free.at[k_slot])
             for half in range(2):
@@ -358,25 +380,25 @@ def channel_key_gradient(
 
         @pl.when(frame.group() == STATE)
         def _state() -> None:
-            frame.set_registers(STATE_REGISTERS)
+            frame.set_registers(state_registers)
             deal.each(sum_piece)
             plgpu.barrier_wait(r_free)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() == DV)
         def _dv() -> None:
-            frame.set_registers(DV_REGISTERS)
+            frame.set_registers(dv_registers)
             walk(values_chunk)
 
         @pl.when(frame.group() == DK)
         def _dk() -> None:
-            frame.set_registers(DK_REGISTERS)
+            frame.set_registers(dk_registers)
             walk(keys_chunk)
 
     out_type = (
         jax.ShapeDtypeStruct(k.shape, F32),
         jax.ShapeDtypeStruct(v.shape, BF16),
-        jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, channel.RUN), F), F32),
+        jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, channel.RUN), spec.D), F32),
     )
     arrays: Any = q, k, v, g, inverse, e, r, u, onto, kv
     found = frame.launch(

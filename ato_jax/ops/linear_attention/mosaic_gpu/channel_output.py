@@ -14,6 +14,8 @@ and z [F] as the middle of the chunk sees them:
 
 In a piece with steep chunks a step is a turn, for which its chunk is loaded again. Outputs of other
 rows are 0 there, so that those of a chunk are added up.
+
+Where a tile is two heads', the halves are these, each with products of its own 64 columns.
 """
 
 from __future__ import annotations
@@ -102,21 +104,22 @@ def channel_output(
     steep: jax.Array,
     keeps_features: bool,
 ) -> tuple[jax.Array, ...]:
-    """out, of s and z as in `output`; turns: how many each chunk takes, [B, G, chunks]; steep: in
-    which pieces one takes more than one, [B, G, P].
+    """out, of s and z as in `output`; turns: how many each chunk takes, [B, tiles, chunks]; steep:
+    in which pieces one takes more than one, [B, tiles, P]; tiles are G, or G / 2.
 
     If it keeps them q^ and k~, too, and the sums of the gates of both halves of each chunk to base
     2, [B, H, chunks, 2, F]: of the pieces that are not steep."""
     # An item each: what is loaded at its start is never loaded again.
     deal = dataclasses.replace(deal, most_blocks=deal.items)
+    heads = frame.heads_of_tile(spec)
     group_size = spec.H // spec.G
     scratch = dict(
-        q_s=shared(STAGES, C, F),
-        k_s=shared(STAGES, C, F),
+        q_s=frame.tiles(spec, STAGES),
+        k_s=frame.tiles(spec, STAGES),
         v_s=shared(V_STAGES, 2, C, HALF),
         gates_s=shared(GATES_STAGES, 2, C, HALF, dtype=F32),
         rounded_s=channel.shared(2, C, HALF),
-        s_s=shared(2, HALF, F),
+        s_s=shared(2, HALF, spec.F),
         out_s=shared(2, C, HALF),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((STAGES, F), F32),
@@ -125,7 +128,7 @@ def channel_output(
         ones_s=shared(2, ALIKE, C),
         halves_s=channel.shared(2, ALIKE, C),
         since_middle_s=channel.shared(C, C),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
         gates_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -134,6 +137,7 @@ def channel_output(
         v_free=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
         gates_free=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
         start_loaded=plgpu.Barrier(num_arrivals=4),
+        weights_stored=plgpu.Barrier(num_arrivals=2),
     )
     if keeps_features:
         scratch["both_s"] = plgpu.SMEM((2, 2, HALF), F32)
@@ -172,6 +176,7 @@ def channel_output(
         v_free: Any,
         gates_free: Any,
         start_loaded: Any,
+        weights_stored: Any,
         both_s: Any = None,
     ) -> None:
         def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
@@ -181,16 +186,16 @@ def channel_output(
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
             for half in range(2):
-                own = pl.ds(half * HALF, HALF)
+                head, own = frame.head_of(spec, kv_head, half), frame.columns_of(spec, half)
                 for ref, start in ((z_ref, z_s), (s_ref, s_s)):
-                    source = ref.at[item.batch, kv_head, item.piece, own]
+                    source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
 
             def leave_features(chunk: Any) -> None:
                 slot, rows = slot_of(chunk, STAGES), item.rows(chunk)
                 plgpu.barrier_wait(mapped.at[slot])
                 for own, ref in zip((q_s, k_s), kept_refs[:2], strict=True):
-                    plgpu.copy_smem_to_gmem(own.at[slot], part(spec, ref, item, rows, item.head))
+                    frame.leave_tile(spec, own, slot, ref, item, rows, item.head)
 
             def load_step(step: Any, chunk: Any, turn: Any, _last: Any, carried: Any) -> Any:
                 rows = item.rows(chunk)
@@ -205,8 +210,7 @@ def channel_output(
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
-                    source = part(spec, ref, item, rows, head)
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                    frame.copy_tile(spec, ref, item, rows, head, own, slot, loaded)
                 frame.wait_until_free(v_free, step, V_STAGES)
                 for half in range(2):
                     source = part(spec, v_ref, item, rows, kv_head, half)
@@ -231,12 +235,13 @@ def channel_output(
 
             def leave_halves(chunk: Any, both: tuple[jax.Array, jax.Array]) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for number, own in enumerate(both):
-                    both_s.at[half, number][...] = own
+                for number, total in enumerate(both):
+                    both_s.at[half, number][...] = total
                 plgpu.commit_smem()
-                at = item.batch, item.head, lax.div(item.first_row, C) + chunk
+                head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
+                at = item.batch, head, lax.div(item.first_row, C) + chunk
                 for number in range(2):
-                    target = kept_refs[2].at[(*at, number, columns)]
+                    target = kept_refs[2].at[(*at, number, own)]
                     plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
 
             def map_step(
@@ -245,7 +250,7 @@ def channel_output(
                 totals, behind = carried
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
-                own_q, own_k = (tiles.at[slot, :, columns] for tiles in (q_s, k_s))
+                own_q, own_k = (frame.half_of(spec, tiles, slot, half) for tiles in (q_s, k_s))
                 if turn is not None:
                     channel.store_halves(halves, turn)
                 plgpu.barrier_wait(gates_loaded.at[gates_slot])
@@ -286,6 +291,7 @@ def channel_output(
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
+            own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
             plgpu.barrier_wait(start_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
 
@@ -296,15 +302,16 @@ def channel_output(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 values = v_s.at[v_slot, half]
                 plgpu.barrier_wait(mapped.at[slot])
-                onto = frame.in_rows(load(onto_s.at[slot], OF_COLUMNS), HALF)
+                onto = frame.in_rows(load(onto_s.at[(slot, *own)], OF_COLUMNS), HALF)
                 S = S * onto * onto
                 s_s.at[half][...] = S.astype(BF16)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
+                q, k = (frame.head_in(spec, tiles, slot, half) for tiles in (q_s, k_s))
                 w, out, S = multiply(
-                    (frame.zeros(C, C), [(q_s.at[slot], k_s.at[slot].T)]),
-                    (frame.zeros(C, HALF), [(q_s.at[slot], s_s.at[half].T)]),
-                    (S, [(values.T, k_s.at[slot])]),
+                    (frame.zeros(C, C), [(q, k.T)]),
+                    (frame.zeros(C, HALF), [(q, s_s.at[half].T)]),
+                    (S, [(values.T, k)]),
                 )
                 plgpu.barrier_arrive(free.at[slot])
                 w = jnp.where(frame.position(0) >= frame.position(1), w, 0.0)
@@ -315,8 +322,8 @@ def channel_output(
                 if spec.normalize:
                     den = jnp.sum(w.astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
-                    for own in range(2):
-                        den = den + load(den_s.at[v_slot, own], OF_ROWS)
+                    for number in range(2) if heads == 1 else (half,):
+                        den = den + load(den_s.at[v_slot, number], OF_ROWS)
                     factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
                 plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
@@ -354,8 +361,12 @@ def channel_output(
             def _features(half: int = half) -> None:
                 frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
                 frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
-                channel.store_halves(halves_s.at[half], None)
-                since_middle_s[...] = channel.since_middle(None)  # both the same
+                channel.store_halves(halves_s.at[half])
+                if half == 0:
+                    since_middle_s[...] = channel.since_middle()
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weights_stored)
+                plgpu.barrier_wait(weights_stored)
                 deal.each(lambda item: map_piece(item, half))
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0)
@@ -368,7 +379,7 @@ def channel_output(
 
     out_type = [jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)]
     if keeps_features:
-        both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, F
+        both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
         out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]
     arrays = q, k, v, s, z, gates, turns, steep
     found = frame.launch(

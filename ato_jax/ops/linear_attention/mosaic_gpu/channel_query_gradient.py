@@ -17,6 +17,9 @@ multiplied. Unnormalised, inverse is the scale, and e 0.
 
     memory    loads S, z of a piece and its chunks, as slots come free
     values    each a half of F: S_half^T [64, V] float32 in registers, w, D_half, z_i's half
+
+Of two heads of 64 a half is a head: its w is of its own g and v, its sums are whole, so that the
+two exchange nothing, and each stores both inverse and e.
 """
 
 from __future__ import annotations
@@ -43,7 +46,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     C,
     F,
     Item,
-    V,
     load,
     multiply,
     part,
@@ -70,28 +72,29 @@ def channel_query_gradient(
     z: jax.Array,
     onto: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, F, V] in
-    bfloat16 and, normalised, z [B, H, runs, F], ahead of each run.
+    """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, D, V] in
+    bfloat16 and, normalised, z [B, H, runs, D], ahead of each run.
 
     Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: what is left of
-    both when a chunk's middle sees them, [B, H, chunks * F]."""
+    both when a chunk's middle sees them, [B, H, chunks * D]."""
+    heads = frame.heads_of_tile(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
-        g_s=shared(STAGES, C, V),
-        v_s=shared(STAGES, C, V),
+        g_s=frame.tiles(spec, STAGES),
+        v_s=frame.tiles(spec, STAGES),
         q_s=shared(Q_STAGES, 2, C, HALF),
         x_s=shared(2, C, HALF),  # where dq replaces q
         k_s=shared(K_STAGES, 2, C, HALF),
-        s_s=shared(2, HALF, V),
+        s_s=shared(2, HALF, spec.V),
         flow_s=shared(2, C, HALF, dtype=F32),
         ones_s=shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((K_STAGES, F), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
-        rows_s=plgpu.SMEM((2, C), F32),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        rows_s=plgpu.SMEM((2 * heads, C), F32),
+        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=3, num_barriers=K_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2 + heads, num_barriers=K_STAGES),
         x_loaded=plgpu.Barrier(num_arrivals=2),
         free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
@@ -100,6 +103,8 @@ def channel_query_gradient(
         start_loaded=plgpu.Barrier(num_arrivals=5),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
+    if heads == 2:  # which exchange nothing
+        del scratch["parts_s"], scratch["exchanged"]
 
     def body(
         x_ref: Any,
@@ -124,7 +129,7 @@ def channel_query_gradient(
         ones_s: Any,
         z_s: Any,
         onto_s: Any,
-        parts_s: Any,
+        parts_s: Any = None,
         rows_s: Any,
         loaded: Any,
         q_loaded: Any,
@@ -135,17 +140,16 @@ def channel_query_gradient(
         k_free: Any,
         x_free: Any,
         start_loaded: Any,
-        exchanged: Any,
+        exchanged: Any = None,
     ) -> None:
         kv_ref, row_refs, z_out = refs[0], refs[1:3], refs[3] if spec.normalize else None
 
         def load_piece(item: Item) -> None:
-            of_piece = item.batch, item.head, item.piece
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
             for half in range(2):
-                own = pl.ds(half * HALF, HALF)
+                head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
                 for ref, start in ((z_ref, z_s), (s_ref, s_s)):
-                    source = ref.at[(*of_piece, own)]
+                    source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
 
             def load_chunk(chunk: Any, _: None) -> None:
@@ -155,11 +159,10 @@ def channel_query_gradient(
                 k_slot = slot_of(chunk, K_STAGES)
                 frame.wait_until_free(free, chunk, STAGES)
                 for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    source = part(spec, ref, item, rows, item.head)
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                    frame.copy_tile(spec, ref, item, rows, item.head, own, slot, loaded)
                 frame.wait_until_free(k_free, chunk, K_STAGES)
-                source = onto_ref.at[item.batch, item.head, pl.ds(number * F, F)]
-                plgpu.copy_gmem_to_smem(source, onto_s.at[k_slot], k_loaded.at[k_slot])
+                own_columns = pl.ds(number * spec.D, spec.D)
+                frame.copy_vector(spec, onto_ref, item, own_columns, onto_s, k_slot, k_loaded)
                 for half in range(2):
                     source = part(spec, k_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, k_s.at[k_slot, half], k_loaded.at[k_slot])
@@ -180,6 +183,7 @@ def channel_query_gradient(
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
+            head = frame.head_of(spec, item.head, half)
             columns = pl.ds(half * HALF, HALF)
 
             def sees() -> jax.Array:
@@ -196,7 +200,7 @@ def channel_query_gradient(
                 @pl.when(lax.rem(chunk, channel.CHUNKS) == 0)
                 def _() -> None:
                     run = channel.run_of(item, chunk)
-                    at = item.batch, item.head, run, columns
+                    at = item.batch, head, run, frame.columns_of(spec, half)
                     plgpu.copy_smem_to_gmem(s_s.at[half], kv_ref.at[at])
                     if z_out is not None:
                         plgpu.copy_smem_to_gmem(z_s.at[half], z_out.at[at])
@@ -208,7 +212,7 @@ def channel_query_gradient(
                 features = k_s.at[k_slot, half]
                 plgpu.barrier_wait(k_loaded.at[k_slot])
                 onto = load(onto_s.at[k_slot, columns], OF_ROWS)
-                S = S * frame.in_columns(onto, V)
+                S = S * frame.in_columns(onto, spec.V)
 
                 def publish() -> None:
                     pl.when(chunk > 0)(await_stores)
@@ -221,17 +225,16 @@ def channel_query_gradient(
                 if spec.normalize:
                     totals = totals * frame.in_columns(onto, ALIKE)
                 plgpu.barrier_wait(loaded.at[slot])
-                (w,) = multiply(
-                    (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
-                )
+                g, v = (frame.head_in(spec, tiles, slot, half) for tiles in (g_s, v_s))
+                (w,) = multiply((frame.zeros(C, C), [(g, v.T)]), meanwhile=publish)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
                 rounded = frame.rounded(w)
                 rest = frame.rounded(w - rounded.astype(F32))
-                reads = (g_s.at[slot], s_s.at[half].T), (rounded, features), (rest, features)
+                reads = (g, s_s.at[half].T), (rounded, features), (rest, features)
                 sums = [
                     (frame.zeros(C, HALF), reads),
-                    (S, [(features.T, v_s.at[slot])]),
+                    (S, [(features.T, v)]),
                 ]
                 if spec.normalize:
                     z_before = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
@@ -250,17 +253,19 @@ def channel_query_gradient(
                 if spec.normalize:
                     z, totals = of_keys
                     own_parts = jnp.sum(read * D, axis=1), jnp.sum(read * z, axis=1)
-                    for number, own in enumerate(own_parts):
+                    for number, own in enumerate(own_parts if heads == 1 else ()):
                         parts_s.at[parity, half, number][...] = own
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_free.at[q_slot])
                 if spec.normalize:
-                    plgpu.barrier_arrive(exchanged)
-                    plgpu.barrier_wait(exchanged)
-                    total, den = (
-                        own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
-                        for number, own in enumerate(own_parts)
-                    )
+                    total, den = own_parts
+                    if heads == 1:
+                        plgpu.barrier_arrive(exchanged)
+                        plgpu.barrier_wait(exchanged)
+                        total, den = (
+                            own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
+                            for number, own in enumerate(own_parts)
+                        )
                     inverse = 1.0 / jnp.maximum(den, spec.eps)
                     e = jnp.where(den > spec.eps, total * inverse, 0.0)
                     D = D - frame.in_columns(e, HALF) * z
@@ -271,18 +276,24 @@ def channel_query_gradient(
                 # phi(x) = (max(x, 0) + 1) phi'(x)
                 over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
                 x_s.at[half][...] = (read * D / over).astype(BF16)
-                if spec.normalize:
+                if spec.normalize and heads == 1:
                     rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
+                elif spec.normalize:
+                    for number, own in enumerate((of_row, e)):
+                        rows_s.at[2 * half + number][...] = own
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 for own, ref in ((flow_s, flow_ref), (x_s, dq_ref)):
                     target = part(spec, ref, item, rows, item.head, half)
                     plgpu.copy_smem_to_gmem(own.at[half], target)
                 for number, ref in enumerate(row_refs if spec.normalize else ()):
+                    target = ref.at[item.batch, head, rows]
+                    if heads == 2:
+                        plgpu.copy_smem_to_gmem(rows_s.at[2 * half + number], target)
+                        continue
 
                     @pl.when(half == number)
-                    def _(ref: Any = ref) -> None:
-                        target = ref.at[item.batch, item.head, rows]
+                    def _(target: Any = target) -> None:
                         plgpu.copy_smem_to_gmem(rows_s.at[half], target)
 
                 return S, totals
@@ -310,10 +321,10 @@ def channel_query_gradient(
     out_type: Any = (
         jax.ShapeDtypeStruct(q.shape, BF16),
         jax.ShapeDtypeStruct(q.shape, F32),
-        jax.ShapeDtypeStruct((*of_runs, F, V), BF16),
+        jax.ShapeDtypeStruct((*of_runs, spec.D, spec.V), BF16),
     )
     if spec.normalize:
-        out_type = *out_type, rows, rows, jax.ShapeDtypeStruct((*of_runs, F), F32)
+        out_type = *out_type, rows, rows, jax.ShapeDtypeStruct((*of_runs, spec.D), F32)
     found = frame.launch(
         body,
         "channel_query_gradient",

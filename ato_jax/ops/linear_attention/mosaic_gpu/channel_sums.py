@@ -9,6 +9,8 @@ no exponent is positive, however strong a gate is.
     memory    loads chunks of k, v and the gates
     features  two, half of F each: k' in place of k, and z in every column of a tile [64, 8]
     values    each a half of V of S, in registers
+
+Where a tile is two heads', the halves are these.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, F, Item, V
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, F, Item
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES, GATES_STAGES = 3, 1
@@ -35,11 +37,12 @@ def channel_sums(
     spec: LinearAttentionSpec, deal: frame.Deal, k: jax.Array, v: jax.Array, gates: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, alike; and
-    what says how steep chunks are (`channel.turns_of`). All in float32."""
+    what says how steep the chunks of each tile are (`channel.turns_of`). All in float32."""
     # An item each: there is room for the sums of one.
     deal = dataclasses.replace(deal, most_blocks=deal.items)
+    heads = frame.heads_of_tile(spec)
     scratch = dict(
-        k_s=frame.shared(STAGES, C, F),
+        k_s=frame.tiles(spec, STAGES),
         v_s=frame.shared(STAGES, 2, C, HALF),
         gates_s=frame.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
         rounded_s=channel.shared(2, C, HALF),
@@ -51,12 +54,13 @@ def channel_sums(
         all_s=channel.shared(2, ALIKE, C),
         total_s=frame.shared(2, HALF, F // 2, dtype=F32),
         columns_s=plgpu.SMEM((2, 2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=heads, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         gates_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
         gates_free=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
+        weights_stored=plgpu.Barrier(num_arrivals=2),
     )
 
     def body(
@@ -86,6 +90,7 @@ def channel_sums(
         mapped: Any,
         free: Any,
         gates_free: Any,
+        weights_stored: Any,
     ) -> None:
         def summed(item: Item) -> Any:
             """How many chunks of an item are summed up."""
@@ -101,8 +106,7 @@ def channel_sums(
                 @pl.when(chunk < summed(item))
                 def _load_summed() -> None:
                     frame.wait_until_free(free, chunk, STAGES)
-                    source = frame.part(spec, k_ref, item, rows, item.head)
-                    plgpu.copy_gmem_to_smem(source, k_s.at[slot], loaded.at[slot])
+                    frame.copy_tile(spec, k_ref, item, rows, item.head, k_s, slot, loaded)
                     for half in range(2):
                         source = frame.part(spec, v_ref, item, rows, item.head, half)
                         plgpu.copy_gmem_to_smem(source, v_s.at[slot, half], v_loaded.at[slot])
@@ -120,7 +124,7 @@ def channel_sums(
         def map_piece(item: Item, half: int) -> None:
             columns = pl.ds(half * HALF, HALF)
             rounded, ones = rounded_s.at[half], ones_s.at[half]
-            of_piece = item.batch, item.head, item.piece
+            of_piece = item.batch, frame.head_of(spec, item.head, half), item.piece
 
             def take_gates(chunk: Any) -> None:
                 slot = frame.slot_of(chunk, GATES_STAGES)
@@ -140,7 +144,7 @@ def channel_sums(
             def map_chunk(chunk: Any, carried: Any) -> Any:
                 z, lost = carried  # [HALF, ALIKE] each
                 slot = frame.slot_of(chunk, STAGES)
-                own = k_s.at[slot, :, columns]
+                own = frame.half_of(spec, k_s, slot, half)
                 take_gates(chunk)
                 halves, until_end, total = frame.multiply(
                     channel.sums_of(halves_s, rounded),
@@ -169,31 +173,33 @@ def channel_sums(
             for number, (ref, rows) in enumerate(zip((k_sum_ref, lost_ref), found, strict=True)):
                 columns_s.at[half, number][...] = jnp.sum(rows, axis=1) * (1 / ALIKE)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(columns_s.at[half, number], ref.at[(*of_piece, columns)])
+                target = ref.at[(*of_piece, frame.columns_of(spec, half))]
+                plgpu.copy_smem_to_gmem(columns_s.at[half, number], target)
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
+            own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
 
             def multiply_chunk(chunk: Any, total: jax.Array) -> jax.Array:
                 slot = frame.slot_of(chunk, STAGES)
                 plgpu.barrier_wait(v_loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
-                total *= frame.in_rows(frame.load(keeps_s.at[slot], frame.OF_COLUMNS), HALF)
-                (total,) = frame.multiply((total, [(v_s.at[slot, half].T, k_s.at[slot])]))
+                keeps = frame.load(keeps_s.at[(slot, *own)], frame.OF_COLUMNS)
+                total *= frame.in_rows(keeps, HALF)
+                features = frame.head_in(spec, k_s, slot, half)
+                (total,) = frame.multiply((total, [(v_s.at[slot, half].T, features)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return total
 
-            total = lax.fori_loop(0, summed(item), multiply_chunk, frame.zeros(HALF, F))
-            rows = pl.ds(half * HALF, HALF)
-            for number in range(2):
-                columns = pl.ds(number * HALF, HALF)
+            total = lax.fori_loop(0, summed(item), multiply_chunk, frame.zeros(HALF, spec.F))
+            of_piece = item.batch, frame.head_of(spec, item.head, half), item.piece
+            for number in range(spec.F // HALF):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 total_s.at[half][...] = total[:, number * HALF : (number + 1) * HALF]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    total_s.at[half],
-                    kv_ref.at[item.batch, item.head, item.piece, rows, columns],
-                )
+                block = frame.columns_of(spec, half), pl.ds(number * HALF, HALF)
+                target = kv_ref.at[(*of_piece, *block)]
+                plgpu.copy_smem_to_gmem(total_s.at[half], target)
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
@@ -207,9 +213,13 @@ def channel_sums(
                 frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
                 frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
                 channel.store_all(all_s.at[half])
-                weights = channel.of_halves(), channel.until_end()
-                for ref, own in zip((halves_s, until_end_s), weights, strict=True):
-                    ref[...] = own  # both the same
+                if half:
+                    halves_s[...] = channel.of_halves()
+                else:
+                    until_end_s[...] = channel.until_end()
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weights_stored)
+                plgpu.barrier_wait(weights_stored)
                 deal.each(lambda item: map_piece(item, half))
                 plgpu.wait_smem_to_gmem(0)
 
@@ -219,12 +229,12 @@ def channel_sums(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    of_pieces = deal.B, deal.heads, deal.pieces
+    of_pieces = spec.B, spec.G, deal.pieces
     chunks = pl.cdiv(deal.length, C)
     out_type = (
-        jax.ShapeDtypeStruct((*of_pieces, V, F), F32),
-        jax.ShapeDtypeStruct((*of_pieces, F), F32),
-        jax.ShapeDtypeStruct((*of_pieces, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.V, spec.F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.F), F32),
         jax.ShapeDtypeStruct((deal.B, deal.heads, chunks, 2, C), F32),
     )
     arrays = k, v, gates

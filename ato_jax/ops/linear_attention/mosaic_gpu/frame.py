@@ -1,8 +1,9 @@
 """What the kernels here are made of: how work is dealt, tiles in shared memory, products, features.
 
-A block stays on its multiprocessor and takes items, a piece of the sequence of one head each, chunk
-by chunk of C rows. Its warpgroups have roles of their own: one loads by the copy engine (TMA) into
-slots of a ring, which runs on ahead behind barriers; others map features, multiply and store.
+A block stays on its multiprocessor and takes items, a piece of the sequence of one head each, or of
+two of 64 columns side by side, chunk by chunk of C rows. Its warpgroups have roles of their own:
+one loads by the copy engine (TMA) into slots of a ring, which runs on ahead behind barriers; others
+map features, multiply and store.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _IN_REGISTERS = jax.__version_info__ < (0, 11)
 
 
 class Item(NamedTuple):
-    """A piece of one head, with how many chunks it has, and its block has had before it."""
+    """A piece of one head, or of the two of a tile, of which `head` then is the number of the
+    pair; with how many chunks it has, and its block has had before it."""
 
     number: Any
     batch: Any
@@ -77,7 +79,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """`pieces` of `rows` each, from `first` on, of B sequences of `length` rows and so many heads.
+    """`pieces` of `rows` each, from `first` on, of B sequences of `length` rows and so many heads,
+    or pairs of them.
 
     Heads lie side by side in memory: blocks that run at once have the same piece of several.
     """
@@ -126,11 +129,30 @@ class Deal:
         return lax.fori_loop(0, self.own, one, jnp.int32(0))
 
 
+def heads_of_tile(spec: LinearAttentionSpec) -> int:
+    """Whose columns are a tile's: one head's of 128, or those of two heads of 64, which items, and
+    so `Deal.heads`, then count in pairs."""
+    return F // spec.D
+
+
+def head_of(spec: LinearAttentionSpec, head: Any, half: Any) -> Any:
+    """The head, in arrays in global memory, whose columns a half of a tile has."""
+    return head if heads_of_tile(spec) == 1 else 2 * head + half
+
+
+def columns_of(spec: LinearAttentionSpec, half: Any) -> Any:
+    """Which of that head's columns they are."""
+    return pl.ds(half * HALF if heads_of_tile(spec) == 1 else 0, HALF)
+
+
 def part(
     spec: LinearAttentionSpec, ref: Any, item: Item, rows: Any, head: Any, half: Any = None
 ) -> Any:
-    """Rows of a sequence in global memory; or of them 64 columns."""
-    columns = () if half is None else (pl.ds(half * HALF, HALF),)
+    """Rows of a sequence in global memory; or of them the columns that half a tile has."""
+    columns: tuple[Any, ...] = ()
+    assert half is not None or heads_of_tile(spec) == 1
+    if half is not None:
+        head, columns = head_of(spec, head, half), (columns_of(spec, half),)
     if spec.layout == "bthd":
         return ref.at[(item.batch, rows, head, *columns)]
     return ref.at[(item.batch, head, rows, *columns)]
@@ -138,7 +160,7 @@ def part(
 
 def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
     lengths = (spec.T, heads) if spec.layout == "bthd" else (heads, spec.T)
-    return (spec.B, *lengths, V)
+    return (spec.B, *lengths, spec.V)
 
 
 def shared(*shape: int, dtype: Any = BF16) -> Any:
@@ -146,6 +168,79 @@ def shared(*shape: int, dtype: Any = BF16) -> Any:
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def tiles(spec: LinearAttentionSpec, slots: int) -> Any:
+    """Tiles of C rows; of two heads a tile each, as the copy engine writes no columns of one."""
+    return shared(slots, C, F) if heads_of_tile(spec) == 1 else shared(slots, 2, C, HALF)
+
+
+def half_of(spec: LinearAttentionSpec, tiles: Any, slot: Any, half: Any) -> Any:
+    """64 columns of one of `tiles`."""
+    if heads_of_tile(spec) == 1:
+        return tiles.at[slot, :, pl.ds(half * HALF, HALF)]
+    return tiles.at[slot, half]
+
+
+def head_in(spec: LinearAttentionSpec, tiles: Any, slot: Any, half: Any) -> Any:
+    """All columns of one of `tiles` that are of the same head as a half of it."""
+    return tiles.at[slot] if heads_of_tile(spec) == 1 else tiles.at[slot, half]
+
+
+def copy_tile(
+    spec: LinearAttentionSpec,
+    ref: Any,
+    item: Item,
+    rows: Any,
+    head: Any,
+    tiles: Any,
+    slot: Any,
+    barriers: Any,
+) -> None:
+    """Rows of a sequence to one of `tiles`: so many arrivals as it has heads."""
+    heads = heads_of_tile(spec)
+    for half in range(heads):
+        source = part(spec, ref, item, rows, head, None if heads == 1 else half)
+        own = head_in(spec, tiles, slot, half)
+        plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
+
+
+def leave_tile(
+    spec: LinearAttentionSpec,
+    tiles: Any,
+    slot: Any,
+    ref: Any,
+    item: Item,
+    rows: Any,
+    head: Any,
+) -> None:
+    """The reverse."""
+    heads = heads_of_tile(spec)
+    for half in range(heads):
+        target = part(spec, ref, item, rows, head, None if heads == 1 else half)
+        plgpu.copy_smem_to_gmem(head_in(spec, tiles, slot, half), target)
+
+
+def by_heads(spec: LinearAttentionSpec, ref: Any) -> list[Any]:
+    """Of rows, or of a vector, what is of each head of a tile: one lies behind the other."""
+    heads = heads_of_tile(spec)
+    each = ref.shape[0] // heads
+    return [ref] if heads == 1 else [ref.at[pl.ds(n * each, each)] for n in range(heads)]
+
+
+def copy_vector(
+    spec: LinearAttentionSpec,
+    ref: Any,
+    item: Item,
+    of_chunk: Any,
+    vectors: Any,
+    slot: Any,
+    barriers: Any,
+) -> None:
+    """What [B, H, ..] has of a chunk to one of `vectors`: so many arrivals as a tile has heads."""
+    for half, own in enumerate(by_heads(spec, vectors.at[slot])):
+        source = ref.at[item.batch, head_of(spec, item.head, half), of_chunk]
+        plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
 
 
 def load(ref: Any, layout: Any = TILE) -> jax.Array:
@@ -291,10 +386,15 @@ def unrounded_features_of(x: jax.Array) -> jax.Array:
 
 def decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Array:
     """The features of rows times exp2 of `exponents` [rows], rounded once."""
-    x, exponents = x.astype(F32), in_columns(exponents, x.shape[1])
+    x = x.astype(F32)
+    return rounded(unrounded_decayed_features_of(x, in_columns(exponents, x.shape[1])))
+
+
+def unrounded_decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Array:
+    """The same of x in float32, with an exponent of its own for each element."""
     factor = jnp.exp2(exponents)
     raised = jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E + exponents)
-    return rounded(jnp.maximum(x * factor + factor, raised))
+    return jnp.maximum(x * factor + factor, raised)
 
 
 def map_in_place(ref: Any, exponents: jax.Array | None = None) -> None:

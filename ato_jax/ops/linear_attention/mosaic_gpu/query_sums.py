@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import BF16, F32, C
@@ -75,17 +74,24 @@ def channel_query_sums(
     since: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The same of q^ in q, with a gate for each channel; since: what each chunk's middle sees of
-    what is ahead of its piece, [B, H, chunks * F]."""
+    what is ahead of its piece, [B, H, chunks * D]. u is of q^ itself, since q^ times the rest is
+    rounded once more: it is part of a gradient, of a state that is given."""
+
+    def weigh(
+        half: int, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, since_ref: Any
+    ) -> jax.Array:
+        e, inverse = (frame.load(ref, frame.OF_COLUMNS) for ref in (e_ref, inverse_ref))
+        spread(e * inverse, minus_e_ref)
+        return frame.load(since_ref.at[frame.columns_of(spec, half)], frame.OF_ROWS)
 
     def map_rows(
-        half: int, q_ref: Any, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, since_ref: Any
+        half: int, q_ref: Any, _minus_e_ref: Any, inverse_ref: Any, _e_ref: Any, since_ref: Any
     ) -> None:
         inverse = frame.in_columns(frame.load(inverse_ref, frame.OF_ROWS), frame.HALF)
-        own = since_ref.at[pl.ds(half * frame.HALF, frame.HALF)]
+        own = since_ref.at[frame.columns_of(spec, half)]
         since = frame.in_rows(frame.load(own, frame.OF_COLUMNS), C)
         q_ref[...] = frame.rounded(frame.load(q_ref).astype(F32) * inverse * since)
-        spread(frame.load(e_ref, frame.OF_COLUMNS), minus_e_ref)
 
     vectors = [inverse, e, since]
-    r, u = piece_sums(spec, deal, "channel_query_sums", q, g, vectors, map_rows)
+    r, u = piece_sums(spec, deal, "channel_query_sums", q, g, vectors, map_rows, weigh)
     return r, u / frame.PARTS

@@ -5,7 +5,8 @@
     values    each a half of V of S, in registers
 
 With a decay, as in `output.py`, they are what is left of them behind the piece. The sums of queries
-are like them (`query_sums.py`).
+are like them (`query_sums.py`). Of two heads of 64 in a tile each half is a head, with sums of its
+own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, F, Item, V
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, Item
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
@@ -58,29 +59,34 @@ def piece_sums(
     y: jax.Array,
     vectors: Sequence[jax.Array],
     map_rows: Callable[..., None],
+    weigh: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """sum y_j phi_j^T [B, heads, P, V, F], and sum_j a_jc phi_j over all 8 columns c, float32.
+    """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
 
     Args:
-      vectors: [B, heads, N for each chunk] in float32, of which `map_rows` is given a chunk's N.
+      vectors: [B, heads, N for each chunk] in float32, of which `map_rows` is given a chunk's N of
+        the head that its half is of.
       map_rows: (0 or 1, that half of x's columns, a^T, *vectors), in shared memory: makes phi of x
         in its place, and a.
+      weigh: (0 or 1, a^T, *vectors), makes a before: what is added up is then a_jc x_j, as it was
+        loaded, times the numbers that it gives for the half's columns.
     """
+    heads = frame.heads_of_tile(spec)
     widths = [vector.shape[2] // pl.cdiv(spec.T, C) for vector in vectors]
     scratch = dict(
-        x_s=frame.shared(STAGES, C, F),
+        x_s=frame.tiles(spec, STAGES),
         y_s=frame.shared(STAGES, 2, C, HALF),
         a_s=frame.shared(2, C, C),  # of which 8 rows are read
-        total_s=frame.shared(2, HALF, F, dtype=F32),
+        total_s=frame.shared(2, HALF, spec.D, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=1 + len(vectors), num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=heads * (1 + len(vectors)), num_barriers=STAGES),
         y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
     )
     names = [f"vector_{number}_s" for number in range(len(vectors))]
     for own_name, width in zip(names, widths, strict=True):
-        scratch[own_name] = plgpu.SMEM((STAGES, width), F32)
+        scratch[own_name] = plgpu.SMEM((STAGES, heads * width), F32)
 
     def body(
         x_ref: Any,
@@ -99,20 +105,16 @@ def piece_sums(
     ) -> None:
         *vector_refs, total_ref, columns_ref = refs
 
-        def vectors_of(slot: Any) -> list[Any]:
-            return [vectors_s[own_name].at[slot] for own_name in names]
-
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
                 slot = frame.slot_of(step, STAGES)
                 frame.wait_until_free(free, step, STAGES)
-                source = frame.part(spec, x_ref, item, rows, item.head)
-                plgpu.copy_gmem_to_smem(source, x_s.at[slot], loaded.at[slot])
+                frame.copy_tile(spec, x_ref, item, rows, item.head, x_s, slot, loaded)
                 number = lax.div(item.first_row, C) + chunk
-                for ref, own, width in zip(vector_refs, vectors_of(slot), widths, strict=True):
-                    source = ref.at[item.batch, item.head, pl.ds(number * width, width)]
-                    plgpu.copy_gmem_to_smem(source, own, loaded.at[slot])
+                for ref, own_name, width in zip(vector_refs, names, widths, strict=True):
+                    columns, own = pl.ds(number * width, width), vectors_s[own_name]
+                    frame.copy_vector(spec, ref, item, columns, own, slot, loaded)
                 for half in range(2):
                     source = frame.part(spec, y_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, y_s.at[slot, half], y_loaded.at[slot])
@@ -120,17 +122,27 @@ def piece_sums(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def map_piece(item: Item, half: int) -> None:
-            own = pl.ds(half * HALF, HALF)
+            head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
             a = a_s.at[half, pl.ds(0, ALIKE)]
 
             def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                x = x_s.at[slot, :, own]
-                map_rows(half, x, a_s.at[half], *vectors_of(slot))
+                x = frame.half_of(spec, x_s, slot, half)
+                vectors = [
+                    frame.by_heads(spec, vectors_s[own_name].at[slot])[half % heads]
+                    for own_name in names
+                ]
+                if weigh is not None:
+                    factors = frame.in_columns(weigh(half, a_s.at[half], *vectors), ALIKE)
+                    plgpu.commit_smem()
+                    (own_columns,) = frame.multiply((frame.zeros(HALF, ALIKE), [(x.T, a.T)]))
+                    columns = columns + own_columns * factors
+                map_rows(half, x, a_s.at[half], *vectors)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                (columns,) = frame.multiply((columns, [(x.T, a.T)]))
+                if weigh is None:
+                    (columns,) = frame.multiply((columns, [(x.T, a.T)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return columns
 
@@ -139,7 +151,7 @@ def piece_sums(
             columns_s.at[half][...] = jnp.sum(columns, axis=1)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                columns_s.at[half], columns_ref.at[item.batch, item.head, item.piece, own]
+                columns_s.at[half], columns_ref.at[item.batch, head, item.piece, own]
             )
 
         def multiply_piece(item: Item) -> None:
@@ -149,18 +161,18 @@ def piece_sums(
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(y_loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
-                (total,) = frame.multiply((total, [(y_s.at[slot, half].T, x_s.at[slot])]))
+                x = frame.head_in(spec, x_s, slot, half)
+                (total,) = frame.multiply((total, [(y_s.at[slot, half].T, x)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return total
 
-            total = lax.fori_loop(0, item.chunks, multiply_chunk, frame.zeros(HALF, F))
+            total = lax.fori_loop(0, item.chunks, multiply_chunk, frame.zeros(HALF, spec.D))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             total_s.at[half][...] = total
             plgpu.commit_smem()
-            rows = pl.ds(half * HALF, HALF)
-            plgpu.copy_smem_to_gmem(
-                total_s.at[half], total_ref.at[item.batch, item.head, item.piece, rows]
-            )
+            head = frame.head_of(spec, item.head, half)
+            target = total_ref.at[item.batch, head, item.piece, frame.columns_of(spec, half)]
+            plgpu.copy_smem_to_gmem(total_s.at[half], target)
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
@@ -182,10 +194,10 @@ def piece_sums(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    of_pieces = deal.B, deal.heads, deal.pieces
+    of_pieces = deal.B, deal.heads * heads, deal.pieces
     out_type = (
-        jax.ShapeDtypeStruct((*of_pieces, V, F), F32),
-        jax.ShapeDtypeStruct((*of_pieces, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.V, spec.D), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
     return frame.launch(
         body, name, deal, out_type, scratch, (x, y, *vectors), warpgroups=WARPGROUPS
