@@ -293,7 +293,7 @@ def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
 
 def _nothing(call: _Call, inputs: Any) -> Any:
     """The outputs of an empty batch."""
-    choose(call, "forward")
+    choose(dataclasses.replace(call, spec=dataclasses.replace(call.spec, B=1)), "forward")
     reference = functools.partial(call.op.backend("reference").forward, call.spec, None)
     shapes = jax.eval_shape(reference, inputs)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

@@ -69,7 +69,9 @@ def join_pieces(
 
 
 class Factors(NamedTuple):
-    """What is left of states as the middle of each chunk sees them, [B, H, chunks * D]."""
+    """What is left of states as the middle of each chunk sees them, [B, H, chunks * D]. From one
+    middle to the next it is the root, which is multiplied twice: what is left may be less than
+    float32 holds, beside sums that are as much larger."""
 
     of_keys: jax.Array  # from the middle of the chunk before, or the start of the piece, on
     of_queries: jax.Array  # from the middle of the chunk behind, or the end of the piece, back
@@ -93,8 +95,8 @@ def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> 
         return jnp.exp2(sums.reshape(B, H, -1, spec.D)[:, :, :chunks]).reshape(B, H, -1)
 
     return Factors(
-        of_chunks(before + first),
-        of_chunks(second + behind),
+        of_chunks((before + first) * 0.5),
+        of_chunks((second + behind) * 0.5),
         of_chunks(jnp.cumsum(whole, axis=3) - second),
         jnp.exp2(jnp.sum(whole, axis=3)),
     )

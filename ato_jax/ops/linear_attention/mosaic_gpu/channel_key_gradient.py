@@ -80,8 +80,8 @@ def channel_key_gradient(
     """The flow, dv and E [B, H, runs, D].
 
     Of q^ and k~ in q and k, R^T [B, H, P, D, V] in bfloat16 and u [B, H, P, D] behind each piece in
-    r and u; onto: what is left of both when a chunk's middle sees them, [B, H, chunks * D]; all
-    else is `channel_query_gradient`'s."""
+    r and u; onto: the root of what is left of both when a chunk's middle sees them, [B, H,
+    chunks * D]; all else is `channel_query_gradient`'s."""
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     dv_registers, dk_registers, state_registers = OWN_REGISTERS[heads]
@@ -241,7 +241,10 @@ def channel_key_gradient(
                 slot = slot_of(chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 onto = [load(onto_s.at[slot, rows], OF_ROWS) for rows in halves]
-                sums = [x * frame.in_columns(onto[n % 2], x.shape[1]) for n, x in enumerate(sums)]
+                for _ in range(2):
+                    sums = [
+                        x * frame.in_columns(onto[n % 2], x.shape[1]) for n, x in enumerate(sums)
+                    ]
                 inverses = [load(own, OF_ROWS) for own in by_heads(spec, inverse_s.at[slot])]
                 for half in range(2):
                     own, inverse = frame.half_of(spec, q_s, slot, half), inverses[half % heads]

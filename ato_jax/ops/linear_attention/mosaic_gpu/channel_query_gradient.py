@@ -75,15 +75,15 @@ def channel_query_gradient(
     """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, D, V] in
     bfloat16 and, normalised, z [B, H, runs, D], ahead of each run.
 
-    Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: what is left of
-    both when a chunk's middle sees them, [B, H, chunks * D]."""
+    Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: the root
+    of what is left of both when a chunk's middle sees them, [B, H, chunks * D]."""
     heads = frame.heads_of_tile(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
         g_s=frame.tiles(spec, STAGES),
         v_s=frame.tiles(spec, STAGES),
-        q_s=shared(Q_STAGES, 2, C, HALF),
-        x_s=shared(2, C, HALF),  # where dq replaces q
+        q_s=shared(Q_STAGES, 2, C, HALF),  # where dq replaces q^
+        x_s=shared(2, C, HALF),
         k_s=shared(K_STAGES, 2, C, HALF),
         s_s=shared(2, HALF, spec.V),
         flow_s=shared(2, C, HALF, dtype=F32),
@@ -189,10 +189,9 @@ def channel_query_gradient(
             def sees() -> jax.Array:
                 return frame.position(0) >= frame.position(1)
 
-            def await_stores() -> None:
-                """Those of the chunk before, from the place of its q, too."""
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(x_free)
+            def give_back(chunk: Any) -> None:
+                """The slot from which dq was stored."""
+                plgpu.barrier_arrive(q_free.at[slot_of(chunk, Q_STAGES)])
 
             def keep_state(chunk: Any) -> None:
                 """What was published, if the chunk is the first of its run."""
@@ -212,10 +211,9 @@ def channel_query_gradient(
                 features = k_s.at[k_slot, half]
                 plgpu.barrier_wait(k_loaded.at[k_slot])
                 onto = load(onto_s.at[k_slot, columns], OF_ROWS)
-                S = S * frame.in_columns(onto, spec.V)
+                S = S * frame.in_columns(onto, spec.V) * frame.in_columns(onto, spec.V)
 
                 def publish() -> None:
-                    pl.when(chunk > 0)(await_stores)
                     s_s.at[half][...] = S.astype(BF16)
                     if spec.normalize:
                         z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
@@ -223,7 +221,7 @@ def channel_query_gradient(
                     keep_state(chunk)
 
                 if spec.normalize:
-                    totals = totals * frame.in_columns(onto, ALIKE)
+                    totals = totals * frame.in_columns(onto, ALIKE) * frame.in_columns(onto, ALIKE)
                 plgpu.barrier_wait(loaded.at[slot])
                 g, v = (frame.head_in(spec, tiles, slot, half) for tiles in (g_s, v_s))
                 (w,) = multiply((frame.zeros(C, C), [(g, v.T)]), meanwhile=publish)
@@ -256,7 +254,6 @@ def channel_query_gradient(
                     for number, own in enumerate(own_parts if heads == 1 else ()):
                         parts_s.at[parity, half, number][...] = own
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(q_free.at[q_slot])
                 if spec.normalize:
                     total, den = own_parts
                     if heads == 1:
@@ -271,21 +268,24 @@ def channel_query_gradient(
                     D = D - frame.in_columns(e, HALF) * z
                     of_row, inverse = inverse, frame.in_columns(inverse, HALF)
                 read = read * inverse
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                pl.when(chunk > 0)(lambda: give_back(chunk - 1))
                 flow_s.at[half][...] = frame.rounded(read).astype(F32) * D
                 plgpu.barrier_wait(x_loaded)
                 # phi(x) = (max(x, 0) + 1) phi'(x)
                 over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
-                x_s.at[half][...] = (read * D / over).astype(BF16)
+                dq_s = q_s.at[q_slot, half]
+                dq_s[...] = frame.rounded(read * D / over)
                 if spec.normalize and heads == 1:
                     rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
                 elif spec.normalize:
                     for number, own in enumerate((of_row, e)):
                         rows_s.at[2 * half + number][...] = own
                 plgpu.commit_smem()
+                plgpu.barrier_arrive(x_free)
                 rows = item.rows(chunk)
-                for own, ref in ((flow_s, flow_ref), (x_s, dq_ref)):
-                    target = part(spec, ref, item, rows, item.head, half)
-                    plgpu.copy_smem_to_gmem(own.at[half], target)
+                for tile, ref in ((flow_s.at[half], flow_ref), (dq_s, dq_ref)):
+                    plgpu.copy_smem_to_gmem(tile, part(spec, ref, item, rows, item.head, half))
                 for number, ref in enumerate(row_refs if spec.normalize else ()):
                     target = ref.at[item.batch, head, rows]
                     if heads == 2:
@@ -303,7 +303,8 @@ def channel_query_gradient(
             totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
             plgpu.commit_smem()  # what was read, ahead of the first chunk's
             lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
-            await_stores()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            give_back(item.chunks - 1)
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
