@@ -409,6 +409,11 @@ def test_who_is_asked_for_what() -> None:
     options = {"causal": True, "decay": -jnp.ones((1, 64, 1, 128))}
     assert backend(channel.GPU, **options) == "mosaic_gpu"
     assert backend(channel.GPU, followed=True, **options) == "mosaic_gpu"
+    q, k, v = draw(1, 64, 2, 2, D=64)
+    options |= {"decay": -jnp.ones(k.shape)}
+    assert backend(channel.GPU, **options) == "mosaic_gpu"
+    assert backend(channel.GPU, causal=True) == backend(channel.GPU, 511, **options) == "triton"
+    q, k, v = draw(1, 64, 2, 1)
     spec = dataclasses.replace(api.prepare(q, q, q, causal=True).spec, T=128, S=128, B=1024)
     for decay, after in (("channel", "triton"), ("step", None)):
         call = dispatch._Call(

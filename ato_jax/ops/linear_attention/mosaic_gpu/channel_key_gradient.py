@@ -241,10 +241,7 @@ def channel_key_gradient(
                 slot = slot_of(chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 onto = [load(onto_s.at[slot, rows], OF_ROWS) for rows in halves]
-                for _ in range(2):
-                    sums = [
-                        x * frame.in_columns(onto[n % 2], x.shape[1]) for n, x in enumerate(sums)
-                    ]
+                sums = [frame.times_squares(x, onto[n % 2]) for n, x in enumerate(sums)]
                 inverses = [load(own, OF_ROWS) for own in by_heads(spec, inverse_s.at[slot])]
                 for half in range(2):
                     own, inverse = frame.half_of(spec, q_s, slot, half), inverses[half % heads]

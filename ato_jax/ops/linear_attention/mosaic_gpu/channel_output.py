@@ -265,7 +265,7 @@ def channel_output(
                 # Its square is what is left of a state, and may be less than float32 holds.
                 onto = jnp.exp2((behind + first) * 0.5)
                 if spec.normalize:
-                    totals = totals * frame.in_columns(onto, ALIKE) * frame.in_columns(onto, ALIKE)
+                    totals = frame.times_squares(totals, onto)
                     frame.store_transposed(z_rows, totals.astype(BF16))
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto

@@ -211,7 +211,7 @@ def channel_query_gradient(
                 features = k_s.at[k_slot, half]
                 plgpu.barrier_wait(k_loaded.at[k_slot])
                 onto = load(onto_s.at[k_slot, columns], OF_ROWS)
-                S = S * frame.in_columns(onto, spec.V) * frame.in_columns(onto, spec.V)
+                S = frame.times_squares(S, onto)
 
                 def publish() -> None:
                     s_s.at[half][...] = S.astype(BF16)
@@ -221,7 +221,7 @@ def channel_query_gradient(
                     keep_state(chunk)
 
                 if spec.normalize:
-                    totals = totals * frame.in_columns(onto, ALIKE) * frame.in_columns(onto, ALIKE)
+                    totals = frame.times_squares(totals, onto)
                 plgpu.barrier_wait(loaded.at[slot])
                 g, v = (frame.head_in(spec, tiles, slot, half) for tiles in (g_s, v_s))
                 (w,) = multiply((frame.zeros(C, C), [(g, v.T)]), meanwhile=publish)

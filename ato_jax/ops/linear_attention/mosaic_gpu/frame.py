@@ -494,6 +494,12 @@ def in_rows(columns: jax.Array, height: int) -> jax.Array:
     return lax.broadcast_in_dim(columns, (height, columns.shape[0]), [1])
 
 
+def times_squares(x: jax.Array, roots: jax.Array) -> jax.Array:
+    """Each row times a number's square, which may be less than float32 holds."""
+    factors = in_columns(roots, x.shape[1])
+    return x * factors * factors
+
+
 def position(axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (C, C), dimension=axis, layout=TILE)
 
