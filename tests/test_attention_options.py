@@ -168,7 +168,7 @@ def test_piecewise_attention_example():
             with ato_jax.interpret():
                 return jnp.sum(jnp.sin(function(*arrays, threshold=9, **options)))
 
-        return jax.value_and_grad(of_arrays)(arrays)
+        return jax.jit(jax.value_and_grad(of_arrays))(arrays)
 
     found = loss(piecewise_attention.piecewise_attention, implementation="triton")
     wanted = loss(piecewise_attention.definition)
