@@ -158,6 +158,8 @@ def _linear_attention() -> Iterator[Row]:
                 "return_state": True,
             },
         )
+    for D in (192, 256):
+        yield Row(f"T = S = 64, D = V = {D}", wide | {"D": D, "V": D})
     two_heads = {"D": 64, "V": 64, "T": 128}
     for axes, sizes in (("BSG", wide), ("BSGD", wide), ("BSGD", two_heads)):
         yield Row(

@@ -321,20 +321,24 @@ def test_mosaic_gpu(B: int, T: int, H: int, G: int, layout: str, scale: float) -
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
-    ("B", "T", "S", "H", "G", "layout", "scale"),
+    ("B", "T", "S", "H", "G", "D", "layout", "scale"),
     [
-        (1, LONG, LONG, 2, 2, "bthd", 1.0),
-        (2, 7000, 9000, 8, 2, "bhtd", 30.0),
-        (1, 16384, 16384, 4, 4, "bthd", 0.01),
-        (30, 72, 200, 50, 25, "bthd", 1.0),
+        (1, LONG, LONG, 2, 2, 128, "bthd", 1.0),
+        (2, 7000, 9000, 8, 2, 128, "bhtd", 30.0),
+        (1, 16384, 16384, 4, 4, 128, "bthd", 0.01),
+        (30, 72, 200, 50, 25, 128, "bthd", 1.0),
+        (1, LONG, LONG, 2, 2, 256, "bhtd", 1.0),
+        (2, 7000, 9000, 6, 2, 256, "bthd", 30.0),
+        (1, 16384, 16384, 4, 4, 192, "bthd", 0.01),
+        (30, 72, 200, 50, 25, 192, "bhtd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_mosaic_gpu_both_ways(
-    B: int, T: int, S: int, H: int, G: int, layout: str, scale: float
+    B: int, T: int, S: int, H: int, G: int, D: int, layout: str, scale: float
 ) -> None:
     needs_hopper()
-    qkv = arrays("bfloat16", B=B, T=T, S=S, H=H, G=G, D=128, layout=layout, scale=scale)
+    qkv = arrays("bfloat16", B=B, T=T, S=S, H=H, G=G, D=D, layout=layout, scale=scale)
     options = {"layout": layout, "implementation": None}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
@@ -352,13 +356,15 @@ def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float) -> Non
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "causal, D", [(False, 128), (True, 128), (False, 192), (False, 256)]
+)
 @pytest.mark.usefixtures("linear_time_oracle")
-def test_states_of_mosaic_gpu(causal: bool, normalize: bool) -> None:
+def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
     needs_hopper()
     T = 4096 if causal else 4000
-    qkv = arrays("bfloat16", B=2, T=T, H=4, G=4, D=128)
-    options = linear_options("states", 2, T, 128, G=4) | {"causal": causal}
+    qkv = arrays("bfloat16", B=2, T=T, H=4, G=4, D=D)
+    options = linear_options("states", 2, T, D, G=4) | {"causal": causal}
     options |= {"normalize": normalize, "implementation": "mosaic_gpu"}
     check("linear_attention", *qkv, **options)
 
@@ -433,11 +439,11 @@ def test_channel_gates_of_mosaic_gpu(
 
 
 @of_mosaic_gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_transforms_of_mosaic_gpu(causal: bool) -> None:
+@pytest.mark.parametrize("causal, D", [(False, 128), (True, 128), (False, 256)])
+def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:
     """The same bits again, and on a mesh; under `vmap` pieces may be others."""
     needs_hopper()
-    qkv = arrays("bfloat16", B=4, T=3000, H=4, G=4, D=128)
+    qkv = arrays("bfloat16", B=4, T=3000, H=4, G=4, D=D)
 
     def both(*qkv: jax.Array) -> Any:
         attend = functools.partial(

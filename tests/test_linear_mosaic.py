@@ -91,6 +91,19 @@ def test_every_query_sees_every_key() -> None:
 
 
 @newest
+def test_heads_of_more_columns() -> None:
+    """Of three and of four blocks of 64: these are two items of the sums and of the output."""
+    for D, B, layout, options in (
+        (192, 1, "bhtd", options_of(1, 1, "bhtd", True, 192)),
+        (256, 2, "bthd", {"normalize": False}),
+        (256, 1, "bthd", {}),
+    ):
+        H = 3 - B
+        wanted = numerics.oracle(OP, *draw(B, 136, H, 1, layout, S=72, D=D), **options)
+        against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
 @pytest.mark.parametrize(
     "kind, B, T, channels, options",
     [
@@ -274,6 +287,8 @@ PLAIN = {"normalize": False}
         (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "return_state": True} | PLAIN, 5),
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
         (2, 1000, 8, 2, "bhtd", {"S": 712, "return_state": True} | PLAIN, 4),
+        (2, 1000, 8, 2, "bthd", {"S": 712, "D": 192, "return_state": True}, 5),
+        (1, 4096, 8, 8, "bhtd", {"D": 256}, 5),
         (1, 4096, 8, 8, "bhtd", {"causal": True, "decay": "channel"}, 5),
         (1, 4096, 8, 2, "bhtd", {"causal": True, "decay": "channel", "return_state": True}, 2),
         (1, 4096, 8, 8, "bthd", {"causal": True, "decay": "channel", "D": 64}, 5),

@@ -8,8 +8,8 @@ over all keys j (`bidirectional.py`), or those j <= i, also with a decay for eac
 and channel, or forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; with a decay for each step and channel also D = V = 64, two heads side by side. All else is
-Triton's.
+float32; with a decay for each step and channel also D = V = 64, two heads side by side; where every
+query sees every key also D = V = 192 and 256. All else is Triton's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
+WIDE = 192, 256  # sizes that have kernels of their own
 ROWS_OF_A_TILE = 8  # as arrays in memory are cut by the copy engine
 # With fewer rows of all heads, Triton's kernels are faster: they are fewer. On an H200 8 heads of
 # 1024 rows took 23.8 us where they take 14.5, of 4096 rows 36.1 and 33.9; 32 heads of 2048 rows
@@ -60,9 +61,13 @@ def refuses(device: Device, interpreted: bool) -> str | None:
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype != "bfloat16":
         return f"needs bfloat16, got {spec.dtype}"
-    sizes = (frame.F, frame.HALF) if spec.decay == "channel" else (frame.F,)
+    sizes: tuple[int, ...] = (frame.F,)
+    if spec.decay == "channel":
+        sizes = frame.HALF, frame.F
+    elif not spec.causal:
+        sizes = frame.F, *WIDE
     if spec.V != spec.D or spec.D not in sizes:
-        wanted = " or ".join(map(str, sizes))
+        wanted = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])
         return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
     if spec.D == frame.HALF and (spec.H != spec.G or spec.H % 2):
         return f"needs H = G, and even, where D = {frame.HALF}, got {spec.H} and {spec.G}"

@@ -3,7 +3,8 @@ each.
 
 Forward XLA adds up the sums of a few pieces (`whole_sums.py`), and queries stream past them
 (`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
-(`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`).
+(`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Of heads
+of more columns all this is in kernels of their own (`wide_*.py`), where those sums are a pass more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_output import whole_output
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient import whole_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import whole_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_key_gradient import wide_key_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_output import wide_output
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_query_gradient import wide_query_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import shares, wide_sums
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -53,14 +58,24 @@ def _in_parts(z: jax.Array) -> jax.Array:
     return jnp.repeat(both, frame.PARTS, axis=-2)
 
 
+def _is_wide(spec: LinearAttentionSpec) -> bool:
+    return spec.D > frame.F
+
+
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    of_queries, of_keys = deal(spec, config, spec.H, spec.T), deal(spec, config, spec.G, spec.S)
-    kv, k_sum = whole_sums(spec, of_keys, inputs.k, inputs.v)
+    parts = shares(spec)
+    of_queries = deal(spec, config, spec.H * parts, spec.T)
+    of_keys = deal(spec, config, spec.G * parts, spec.S)
+    if _is_wide(spec):
+        kv, k_sum = wide_sums(spec, of_keys, "wide_sums", inputs.k, inputs.v)
+    else:
+        kv, k_sum = whole_sums(spec, of_keys, inputs.k, inputs.v)
     state = LinearState(jnp.sum(kv, axis=2), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
     s = state.kv if spec.normalize else state.kv * spec.scale
-    out = whole_output(spec, of_queries, inputs.q, s.astype(frame.BF16), _in_parts(state.k_sum))
+    output = wide_output if _is_wide(spec) else whole_output
+    out = output(spec, of_queries, inputs.q, s.astype(frame.BF16), _in_parts(state.k_sum))
     return Outputs(out, state)
 
 
@@ -77,14 +92,23 @@ def backward(
         usual = jnp.sum(jnp.abs(k_sum), axis=2)
         unit = 1 / jnp.where(usual >= LEAST_USUAL, usual, 1.0)
     z = k_sum * unit[..., None]
-    least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, frame.C))
-    s = (kv * unit[..., None, None]).astype(frame.BF16)
-    dq, r, u = whole_query_gradient(spec, of_queries, inputs.q, cotangents.out, s, z, least)
+    least = spec.eps * unit
+    arrays = inputs.q, cotangents.out, (kv * unit[..., None, None]).astype(frame.BF16), z
+    if _is_wide(spec):
+        dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, least)
+        of_sums = deal(spec, config, spec.H * shares(spec), spec.T)
+        r, u = wide_sums(spec, of_sums, "wide_query_sums", inputs.q, cotangents.out, of_rows)
+        if not spec.normalize:
+            u = jnp.zeros_like(u)
+    else:
+        rows = jnp.broadcast_to(least[..., None], (*least.shape, frame.C))
+        dq, r, u = whole_query_gradient(spec, of_queries, *arrays, rows)
     # Over the pieces and over the query heads of each kv head.
-    r = jnp.sum(r.reshape(spec.B, spec.G, -1, frame.F, frame.V), axis=2) * unit[..., None, None]
-    u = jnp.sum(u.reshape(spec.B, spec.G, -1, frame.F), axis=2) * unit[..., None]
+    r = jnp.sum(r.reshape(spec.B, spec.G, -1, spec.D, spec.V), axis=2) * unit[..., None, None]
+    u = jnp.sum(u.reshape(spec.B, spec.G, -1, spec.D), axis=2) * unit[..., None]
     if spec.return_state:
         r, u = r + cotangents.state.kv, u + cotangents.state.k_sum
-    dk, dv = whole_key_gradient(spec, of_keys, inputs.k, inputs.v, r.astype(frame.BF16), u)
+    key_gradient = wide_key_gradient if _is_wide(spec) else whole_key_gradient
+    dk, dv = key_gradient(spec, of_keys, inputs.k, inputs.v, r.astype(frame.BF16), u)
     d_state = LinearState(r, u) if spec.initial_state else None
     return Inputs(dq, dk, dv, initial_state=d_state)

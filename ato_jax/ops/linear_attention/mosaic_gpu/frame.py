@@ -132,7 +132,7 @@ class Deal:
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
     """Whose columns are a tile's: one head's of 128, or those of two heads of 64, which items, and
     so `Deal.heads`, then count in pairs."""
-    return F // spec.D
+    return max(1, F // spec.D)
 
 
 def head_of(spec: LinearAttentionSpec, head: Any, half: Any) -> Any:
@@ -243,8 +243,9 @@ def copy_vector(
         plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
 
 
-def load(ref: Any, layout: Any = TILE) -> jax.Array:
-    return plgpu.load(ref, *_INDEX, layout=layout)
+def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
+    """`optimized`: of shared memory."""
+    return plgpu.load(ref, *_INDEX, layout=layout, optimized=optimized)
 
 
 def load_transposed(ref: Any) -> jax.Array:
@@ -263,6 +264,13 @@ def set_registers(count: int, warpgroups: int = WARPGROUPS) -> None:
     fewer is an illegal instruction, as is the reverse."""
     at_launch = REGISTERS // warpgroups // 8 * 8
     plgpu.set_max_registers(count, action="increase" if count > at_launch else "decrease")
+
+
+def workers_registers(workers: int) -> int:
+    """Of so many warpgroups, beside one that loads."""
+    warpgroups = workers + 1
+    at_launch = REGISTERS // warpgroups // 8 * 8
+    return min(232, (warpgroups * at_launch - MEMORY_REGISTERS) // workers // 8 * 8)
 
 
 def zeros(rows: int, columns: int) -> jax.Array:
@@ -332,12 +340,13 @@ def multiply(
 
 
 def multiply_while(
-    a: Any, b: Any, shape: tuple[int, int], do: Callable[[], Any]
+    products: Sequence[tuple[Any, Any]], shape: tuple[int, int], do: Callable[[], Any]
 ) -> tuple[jax.Array, Any]:
-    """a @ b, and what `do` gives while that is in flight."""
+    """The sum of a @ b, and what `do` gives while that is in flight."""
 
     def both(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, a, b)
+        for a, b in products:
+            plgpu.wgmma(accumulator, a, b)
         found = do()
         return accumulator[...], found
 

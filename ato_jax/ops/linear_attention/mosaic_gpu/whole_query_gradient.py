@@ -160,8 +160,7 @@ def whole_query_gradient(
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
                 plgpu.barrier_wait(loaded.at[slot])
                 G, phi_q = frame.multiply_while(
-                    g_s.at[slot],
-                    s_s.at[half].T,
+                    [(g_s.at[slot], s_s.at[half].T)],
                     (C, HALF),
                     lambda: frame.unrounded_features_of(load(own_q)),
                 )

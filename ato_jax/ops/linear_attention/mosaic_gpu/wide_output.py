@@ -1,0 +1,147 @@
+"""The output of queries of 192 or 256 columns that see every key, as in `whole_output.py`:
+
+    out_i = phi(q_i) S / max(phi(q_i) . z, eps)        or without the denominator
+
+    memory    loads S and z of a head, and chunks of q, as slots come free
+    output    three, each all of a chunk: phi(q) in registers, the left factor of all products
+
+Where S leaves no room for slots beside it, two blocks have half of its columns each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    ALIKE,
+    BF16,
+    C,
+    F,
+    Item,
+    load,
+    multiply,
+    part,
+    shared,
+    slot_of,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import shares
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# The warpgroups before the one that loads, each with a slot of q.
+WORKERS = 3
+WORKER_REGISTERS = 160
+
+
+def wide_output(
+    spec: LinearAttentionSpec, deal: frame.Deal, q: jax.Array, s: jax.Array, z_rows: jax.Array
+) -> jax.Array:
+    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16. `deal` counts items."""
+    group_size, parts = spec.H // spec.G, shares(spec)
+    width = spec.V // parts
+    scratch = dict(
+        q_s=shared(WORKERS, C, spec.D),
+        s_s=shared(spec.D, width),
+        z_rows_s=shared(ALIKE, spec.D),
+        out_s=shared(WORKERS, C, width),
+        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=WORKERS),
+        free=plgpu.Barrier(num_arrivals=1, num_barriers=WORKERS),
+        s_loaded=plgpu.Barrier(num_arrivals=2),
+        s_free=plgpu.Barrier(num_arrivals=WORKERS),
+    )
+
+    def body(
+        q_ref: Any,
+        s_ref: Any,
+        z_rows_ref: Any,
+        out_ref: Any,
+        *,
+        q_s: Any,
+        s_s: Any,
+        z_rows_s: Any,
+        out_s: Any,
+        loaded: Any,
+        free: Any,
+        s_loaded: Any,
+        s_free: Any,
+    ) -> None:
+        def share_of(item: Item) -> tuple[Any, Any]:
+            """Its head, and which columns of S and out are its own."""
+            return lax.div(item.head, parts), pl.ds(lax.rem(item.head, parts) * width, width)
+
+        def load_piece(item: Item) -> None:
+            head, columns = share_of(item)
+            of_head = item.batch, lax.div(head, group_size)
+
+            @pl.when(item.number > 0)
+            def _() -> None:
+                plgpu.barrier_wait(s_free)
+
+            plgpu.copy_gmem_to_smem(s_ref.at[(*of_head, slice(None), columns)], s_s, s_loaded)
+            plgpu.copy_gmem_to_smem(z_rows_ref.at[of_head], z_rows_s, s_loaded)
+
+            def load_chunk(chunk: Any, _: None) -> None:
+                step = item.before + chunk
+                slot = slot_of(step, WORKERS)
+                frame.wait_until_free(free, step, WORKERS)
+                source = part(spec, q_ref, item, item.rows(chunk), head)
+                plgpu.copy_gmem_to_smem(source, q_s.at[slot], loaded.at[slot])
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+
+        def write_piece(item: Item) -> None:
+            head, columns = share_of(item)
+            own_out = out_s.at[frame.group()]
+            plgpu.barrier_wait(s_loaded)
+
+            def write_chunk(chunk: Any) -> None:
+                slot = slot_of(item.before + chunk, WORKERS)
+                plgpu.barrier_wait(loaded.at[slot])
+                x = load(q_s.at[slot])
+                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                plgpu.barrier_arrive(free.at[slot])
+                phi_q = frame.features_of(x)
+                factor: Any = None
+                # In columns of a width that leaves registers to the features.
+                for first in range(0, width, F):
+                    size = min(F, width - first)
+                    own = pl.ds(first, size)
+                    products = [(frame.zeros(C, size), [(phi_q, s_s.at[:, own])])]
+                    if spec.normalize and not first:
+                        products.append((frame.zeros(C, ALIKE), [(phi_q, z_rows_s.T)]))
+                    out, *den = multiply(*products)
+                    if den:
+                        factor = 1.0 / jnp.maximum(frame.of_parts(den[0]), spec.eps)
+                    if factor is not None:
+                        out = out * frame.in_columns(factor, size)
+                    if not first:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    own_out.at[:, own][...] = out.astype(BF16)
+                plgpu.commit_smem()
+                target = part(spec, out_ref, item, item.rows(chunk), head).at[:, columns]
+                plgpu.copy_smem_to_gmem(own_out, target)
+
+            frame.in_turn(item, WORKERS, write_chunk)
+            plgpu.barrier_arrive(s_free)
+
+        @pl.when(frame.group() == WORKERS)
+        def _memory() -> None:
+            frame.set_registers(frame.MEMORY_REGISTERS)
+            steps = deal.each(load_piece)
+            frame.await_the_last(free, steps, WORKERS)
+            plgpu.barrier_wait(s_free)
+
+        @pl.when(frame.group() < WORKERS)
+        def _output() -> None:
+            frame.set_registers(WORKER_REGISTERS)
+            deal.each(write_piece)
+            plgpu.wait_smem_to_gmem(0)
+
+    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    return frame.launch(body, "wide_output", deal, out_type, scratch, (q, s, z_rows))

@@ -1,0 +1,216 @@
+"""The gradient of queries of 192 or 256 columns that see every key, as in
+`whole_query_gradient.py`: with g the cotangent of out, S [F, V] and z [F] of all keys,
+
+    G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, least)
+    e_i   = phi(q_i) . G_i / den_i,  0 where den_i <= least
+    dq_i  = (G_i - e_i z) inverse_i phi'(q_i)
+
+Unnormalised, inverse is 1 and e is 0: S comes scaled. Else both are left in memory for the sums
+over the queries, for which there is no room beside S (`wide_sums.py`).
+
+    memory    loads S of a head, and chunks of q and g, as slots come free
+    dq        each 64 columns; where all have multiplied g, dq lies in its place
+
+The columns meet once a chunk, to add up e and den. z is read from memory: there is no room for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    C,
+    Item,
+    load,
+    part,
+    shared,
+    slot_of,
+)
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+
+def wide_query_gradient(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    g: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+    least: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32. Of
+    s [B, G, F, V] in bfloat16, z [B, G, F] and least [B, G] in float32."""
+    group_size = spec.H // spec.G
+    workers = spec.D // HALF
+    warpgroups = workers + 1
+    # Of q, and of g, which is there until the next chunk's product: what S leaves room for.
+    q_slots, slots = (1, 2) if workers > 3 else (2, 4)
+    scratch = dict(
+        q_s=shared(q_slots, workers, C, HALF),
+        g_s=shared(slots, workers, C, HALF),
+        s_s=shared(workers, HALF, spec.V),
+        # Of e and den; then of the first what is left of each row, inverse and e.
+        parts_s=plgpu.SMEM((workers, 2, C), F32),
+        q_loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
+        q_free=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
+        loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
+        free=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
+        multiplied=plgpu.Barrier(num_arrivals=workers),
+        added=plgpu.Barrier(num_arrivals=workers),
+        s_loaded=plgpu.Barrier(num_arrivals=workers),
+        s_free=plgpu.Barrier(num_arrivals=workers),
+    )
+
+    def body(
+        q_ref: Any,
+        g_ref: Any,
+        s_ref: Any,
+        z_ref: Any,
+        least_ref: Any,
+        dq_ref: Any,
+        *row_refs: Any,
+        q_s: Any,
+        g_s: Any,
+        s_s: Any,
+        parts_s: Any,
+        q_loaded: Any,
+        q_free: Any,
+        loaded: Any,
+        free: Any,
+        multiplied: Any,
+        added: Any,
+        s_loaded: Any,
+        s_free: Any,
+    ) -> None:
+        own = frame.group()
+
+        def load_piece(item: Item) -> None:
+            of_head = item.batch, lax.div(item.head, group_size)
+
+            @pl.when(item.number > 0)
+            def _() -> None:
+                plgpu.barrier_wait(s_free)
+
+            for block in range(workers):
+                source = s_ref.at[(*of_head, pl.ds(block * HALF, HALF))]
+                plgpu.copy_gmem_to_smem(source, s_s.at[block], s_loaded)
+
+            def load_chunk(chunk: Any, _: None) -> None:
+                step, rows = item.before + chunk, item.rows(chunk)
+                for ref, tiles, count, barriers, frees in (
+                    (g_ref, g_s, slots, loaded, free),
+                    (q_ref, q_s, q_slots, q_loaded, q_free),
+                ):
+                    slot = slot_of(step, count)
+                    frame.wait_until_free(frees, step, count)
+                    for block in range(workers):
+                        source = part(spec, ref, item, rows, item.head, block)
+                        plgpu.copy_gmem_to_smem(source, tiles.at[slot, block], barriers.at[slot])
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+
+        def write_piece(item: Item) -> None:
+            of_head = item.batch, lax.div(item.head, group_size)
+            plgpu.barrier_wait(s_loaded)
+
+            def z() -> jax.Array:
+                """Read where it is needed: there are no registers to keep it in."""
+                of_own = z_ref.at[(*of_head, pl.ds(own * HALF, HALF))]
+                return frame.in_rows(load(of_own, OF_COLUMNS, optimized=False), C)
+
+            def write_chunk(chunk: Any, _carry: None) -> None:
+                step = item.before + chunk
+                slot, q_slot = slot_of(step, slots), slot_of(step, q_slots)
+                own_dq = g_s.at[slot, own]
+
+                def meanwhile() -> jax.Array:
+                    plgpu.barrier_wait(q_loaded.at[q_slot])
+                    phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, own]))
+                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.barrier_arrive(q_free.at[q_slot])
+                    # The chunk before has been stored by now.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    @pl.when(step > 0)
+                    def _() -> None:
+                        plgpu.barrier_arrive(free.at[slot_of(step - 1, slots)])
+
+                    return phi_q
+
+                plgpu.barrier_wait(loaded.at[slot])
+                products = [
+                    (g_s.at[slot, block], s_s.at[own, :, pl.ds(block * HALF, HALF)].T)
+                    for block in range(workers)
+                ]
+                G, phi_q = frame.multiply_while(products, (C, HALF), meanwhile)
+                if spec.normalize:
+                    sums = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
+                    for number, sum_of_own in enumerate(sums):
+                        parts_s.at[own, number][...] = sum_of_own
+                plgpu.barrier_arrive(multiplied)
+                plgpu.barrier_wait(multiplied)
+                if spec.normalize:
+                    of_e, den = (
+                        sum(load(parts_s.at[n, number], OF_ROWS) for n in range(workers))
+                        for number in range(2)
+                    )
+                    plgpu.barrier_arrive(added)
+                    least = least_ref[of_head]
+                    plgpu.barrier_wait(added)
+                    inverse = 1.0 / jnp.maximum(den, least)
+                    e = jnp.where(den > least, of_e * inverse, 0.0)
+
+                    @pl.when(own == 0)
+                    def _() -> None:
+                        for number, found in enumerate((inverse, e)):
+                            parts_s.at[0, number][...] = found
+
+                    G = (G - frame.in_columns(e, HALF) * z()) * frame.in_columns(inverse, HALF)
+                own_dq[...] = (G * jnp.minimum(phi_q, 1.0)).astype(BF16)
+                plgpu.commit_smem()
+                rows = item.rows(chunk)
+                plgpu.copy_smem_to_gmem(own_dq, part(spec, dq_ref, item, rows, item.head, own))
+
+                @pl.when(own == 0)
+                def _() -> None:
+                    for number, ref in enumerate(row_refs):
+                        target = ref.at[item.batch, item.head, rows]
+                        plgpu.copy_smem_to_gmem(parts_s.at[0, number], target)
+
+            lax.fori_loop(0, item.chunks, write_chunk, None)
+            plgpu.barrier_arrive(s_free)
+
+        @pl.when(own == workers)
+        def _memory() -> None:
+            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
+            steps = deal.each(load_piece)
+            plgpu.barrier_wait(s_free)
+            frame.await_the_last(free, steps, slots)
+            frame.await_the_last(q_free, steps, q_slots)
+
+        @pl.when(own < workers)
+        def _dq() -> None:
+            frame.set_registers(frame.workers_registers(workers), warpgroups)
+            steps = deal.each(write_piece)
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_arrive(free.at[slot_of(steps - 1, slots)])
+
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, C) * C), F32)
+    out_type = (jax.ShapeDtypeStruct(q.shape, BF16), *([rows] * (2 * spec.normalize)))
+    arrays = q, g, s, z, least
+    found = frame.launch(
+        body, "wide_query_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
+    )
+    return tuple(found)
