@@ -8,8 +8,8 @@ over all keys j (`bidirectional.py`), or those j <= i, also with a decay for eac
 and channel, or forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; with a decay for each step and channel also D = V = 64, two heads side by side; where every
-query sees every key also D = V = 192 and 256. All else is Triton's.
+float32; with a decay for each step and channel also D = V = 64, two heads side by side; without one
+also D = V = 192 and 256. All else is Triton's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     sizes: tuple[int, ...] = (frame.F,)
     if spec.decay == "channel":
         sizes = frame.HALF, frame.F
-    elif not spec.causal:
+    elif spec.decay is None:
         sizes = frame.F, *WIDE
     if spec.V != spec.D or spec.D not in sizes:
         wanted = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])

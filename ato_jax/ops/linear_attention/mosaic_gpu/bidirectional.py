@@ -58,15 +58,11 @@ def _in_parts(z: jax.Array) -> jax.Array:
     return jnp.repeat(both, frame.PARTS, axis=-2)
 
 
-def _is_wide(spec: LinearAttentionSpec) -> bool:
-    return spec.D > frame.F
-
-
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     parts = shares(spec)
     of_queries = deal(spec, config, spec.H * parts, spec.T)
     of_keys = deal(spec, config, spec.G * parts, spec.S)
-    if _is_wide(spec):
+    if frame.is_wide(spec):
         kv, k_sum = wide_sums(spec, of_keys, "wide_sums", inputs.k, inputs.v)
     else:
         kv, k_sum = whole_sums(spec, of_keys, inputs.k, inputs.v)
@@ -74,7 +70,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
     s = state.kv if spec.normalize else state.kv * spec.scale
-    output = wide_output if _is_wide(spec) else whole_output
+    output = wide_output if frame.is_wide(spec) else whole_output
     out = output(spec, of_queries, inputs.q, s.astype(frame.BF16), _in_parts(state.k_sum))
     return Outputs(out, state)
 
@@ -94,7 +90,7 @@ def backward(
     z = k_sum * unit[..., None]
     least = spec.eps * unit
     arrays = inputs.q, cotangents.out, (kv * unit[..., None, None]).astype(frame.BF16), z
-    if _is_wide(spec):
+    if frame.is_wide(spec):
         dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, least)
         of_sums = deal(spec, config, spec.H * shares(spec), spec.T)
         r, u = wide_sums(spec, of_sums, "wide_query_sums", inputs.q, cotangents.out, of_rows)
@@ -108,7 +104,7 @@ def backward(
     u = jnp.sum(u.reshape(spec.B, spec.G, -1, spec.D), axis=2) * unit[..., None]
     if spec.return_state:
         r, u = r + cotangents.state.kv, u + cotangents.state.k_sum
-    key_gradient = wide_key_gradient if _is_wide(spec) else whole_key_gradient
+    key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
     dk, dv = key_gradient(spec, of_keys, inputs.k, inputs.v, r.astype(frame.BF16), u)
     d_state = LinearState(r, u) if spec.initial_state else None
     return Inputs(dq, dk, dv, initial_state=d_state)

@@ -17,7 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_backward, flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel,
+    channel_backward,
+    flows,
+    frame,
+    wide_causal,
+    wide_walk,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
@@ -51,6 +58,8 @@ def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     at_once = _chunks_at_once(spec)
     units = pl.cdiv(spec.T, at_once * frame.C)
     heads = spec.B * spec.H // frame.heads_of_tile(spec)
+    if frame.is_wide(spec):
+        heads *= wide_walk.shares(spec)
 
     def cost(pieces: int) -> float:
         each = pl.cdiv(units, pieces) * at_once
@@ -107,6 +116,9 @@ def keep(
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
     ahead, state = _split(deal, *_states(spec, deal, inputs, gates))
+    if frame.is_wide(spec):
+        out = wide_causal.output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead)
+        return Kept(out, state, *ahead)
     steep = None if gates is None else _steep(deal, gates)
     out = output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead, gates, steep)
     return Kept(out, state, *ahead)
@@ -175,7 +187,10 @@ def _states(
         until = None
         if gates is not None:
             keeps, until = _left_by_pieces(deal, gates), _until_pieces(deal, gates)
-        found = sums(spec, deal, inputs.k, inputs.v, until)
+        if frame.is_wide(spec):
+            found = wide_causal.piece_sums(spec, deal, "wide_sums", inputs.k, inputs.v)
+        else:
+            found = sums(spec, deal, inputs.k, inputs.v, until)
     return _at_edges(spec, found, start, keeps)
 
 
@@ -239,8 +254,8 @@ def _at_edges(
     behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. `keeps` [B, G, P]: what a piece leaves
     of what is ahead of it."""
     if pieces is None and start is None:
-        shape = (spec.B, spec.G, 1, frame.V, frame.F)
-        return jnp.zeros(shape, jnp.float32), jnp.zeros((*shape[:3], frame.F), jnp.float32)
+        shape = (spec.B, spec.G, 1, spec.V, spec.D)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros((*shape[:3], spec.D), jnp.float32)
     if pieces is None:
         assert start is not None
         return start[0][:, :, None], start[1][:, :, None]
@@ -287,8 +302,13 @@ def backward(
     else:
         kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, gates)
         s = kv.astype(jnp.bfloat16)
+    wide = frame.is_wide(spec)
     steep = None if gates is None else _steep(deal, gates)
-    dq, inverse, e, of_queries = query_gradient(spec, deal, q, k, v, g, s, z, gates, steep)
+    of_queries = of_keys = None
+    if wide:
+        dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
+    else:
+        dq, inverse, e, of_queries = query_gradient(spec, deal, q, k, v, g, s, z, gates, steep)
 
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -299,7 +319,10 @@ def backward(
         if gates is not None:
             since = _since_pieces(deal, gates)
             keeps = _left_by_pieces(deal, gates)[:, :, first:]
-        found = query_sums(spec, later, q, g, inverse, e, since)
+        if wide:
+            found = wide_causal.piece_sums(spec, later, "wide_query_sums", q, g, (inverse, e))
+        else:
+            found = query_sums(spec, later, q, g, inverse, e, since)
     if spec.return_state:
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
     r, u = _at_edges(spec, found, end, keeps, reverse=True)
@@ -307,8 +330,11 @@ def backward(
     if spec.initial_state:
         d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
         r, u = r[:, :, 1:], u[:, :, 1:]
-    r = r.astype(jnp.bfloat16)
-    dk, dv, of_keys = key_gradient(spec, deal, q, k, v, g, inverse, e, r, u, gates, steep)
+    arrays = q, k, v, g, inverse, e, r.astype(jnp.bfloat16), u
+    if wide:
+        dk, dv = wide_causal.key_gradient(spec, deal, *arrays)
+    else:
+        dk, dv, of_keys = key_gradient(spec, deal, *arrays, gates, steep)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys)

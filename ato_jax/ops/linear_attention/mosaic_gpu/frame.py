@@ -129,6 +129,11 @@ class Deal:
         return lax.fori_loop(0, self.own, one, jnp.int32(0))
 
 
+def is_wide(spec: LinearAttentionSpec) -> bool:
+    """Whether a head has more columns than a tile."""
+    return spec.D > F
+
+
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
     """Whose columns are a tile's: one head's of 128, or those of two heads of 64, which items, and
     so `Deal.heads`, then count in pairs."""
@@ -511,6 +516,12 @@ def times_squares(x: jax.Array, roots: jax.Array) -> jax.Array:
 
 def position(axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (C, C), dimension=axis, layout=TILE)
+
+
+def is_even_column() -> jax.Array:
+    """Of the columns that are all alike, or in parts."""
+    shape = (C, ALIKE)
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension=1, layout=TILE) % 2 == 0
 
 
 # What says how to interpret, from JAX 0.12 on.

@@ -1,0 +1,83 @@
+"""What the causal walks make of heads of 192 or 256 columns (`wide_walk.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import shares, wide_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_walk import Role, wide_walk
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+State = tuple[jax.Array, jax.Array]
+
+
+def piece_sums(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    name: str,
+    x: jax.Array,
+    y: jax.Array,
+    of_rows: Sequence[jax.Array] = (),
+) -> State:
+    """As `wide_sums`, but [B, heads, P, V, F]."""
+    deal = dataclasses.replace(deal, heads=deal.heads * shares(spec))
+    kv, k_sum = wide_sums(spec, deal, name, x, y, of_rows)
+    return jnp.swapaxes(kv, 3, 4), k_sum
+
+
+def output(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+) -> jax.Array:
+    found: jax.Array = wide_walk(spec, deal, Role.OUT, q, k, v, (s, z))
+    return found
+
+
+def query_gradient(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq; inverse and e [B, H, T up to a whole chunk], float32."""
+    length = -(-spec.T // frame.C) * frame.C
+    inverse = jnp.full((spec.B, spec.H, length), spec.scale, jnp.float32)
+    e = jnp.zeros_like(inverse)
+    if spec.normalize:
+        flows, den = wide_walk(spec, deal, Role.FLOW, q, k, v, (s, z), g)
+        inverse = 1 / jnp.maximum(den, spec.eps)
+        e = jnp.where(den > spec.eps, jnp.sum(flows, axis=2) * inverse, 0.0)
+    state = jnp.swapaxes(s, 3, 4), z
+    return wide_walk(spec, deal, Role.DQ, g, v, k, state, q, (inverse, e)), inverse, e
+
+
+def key_gradient(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    inverse: jax.Array,
+    e: jax.Array,
+    r: jax.Array,
+    u: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """dk and dv."""
+    dv = wide_walk(spec, deal, Role.DV, k, q, g, (r, u), of_rows=(inverse,))
+    state = jnp.swapaxes(r, 3, 4), u
+    return wide_walk(spec, deal, Role.DK, v, g, q, state, k, (inverse, e)), dv
