@@ -159,7 +159,9 @@ def _linear_attention() -> Iterator[Row]:
             },
         )
     for D in (192, 256):
-        yield Row(f"T = S = 64, D = V = {D}", wide | {"D": D, "V": D})
+        sizes = wide | {"D": D, "V": D}
+        yield Row(f"T = S = 64, D = V = {D}", sizes)
+        yield Row(f"causal, D = V = {D}", sizes, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}
     for axes, sizes in (("BSG", wide), ("BSGD", wide), ("BSGD", two_heads)):
         yield Row(

@@ -299,19 +299,25 @@ def needs_hopper() -> None:
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
-    ("B", "T", "H", "G", "layout", "scale"),
+    ("B", "T", "H", "G", "D", "layout", "scale"),
     [
-        (1, LONG, 2, 2, "bthd", 1.0),
-        (2, 7000, 6, 6, "bhtd", 30.0),
-        (1, 9000, 8, 2, "bthd", 1.0),
-        (30, 72, 50, 50, "bthd", 1.0),
+        (1, LONG, 2, 2, 128, "bthd", 1.0),
+        (2, 7000, 6, 6, 128, "bhtd", 30.0),
+        (1, 9000, 8, 2, 128, "bthd", 1.0),
+        (30, 72, 50, 50, 128, "bthd", 1.0),
+        (1, LONG, 2, 2, 256, "bhtd", 1.0),
+        (2, 7000, 6, 6, 192, "bthd", 30.0),
+        (1, 9000, 8, 2, 192, "bhtd", 1.0),
+        (30, 72, 50, 50, 256, "bthd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
-def test_mosaic_gpu(B: int, T: int, H: int, G: int, layout: str, scale: float) -> None:
+def test_mosaic_gpu(
+    B: int, T: int, H: int, G: int, D: int, layout: str, scale: float
+) -> None:
     """What is chosen where no backend is named; of groups the gradients are Triton's."""
     needs_hopper()
-    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=128, layout=layout, scale=scale)
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout, scale=scale)
     options = {"causal": True, "layout": layout, "implementation": None}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == "mosaic_gpu"
@@ -348,17 +354,17 @@ def test_mosaic_gpu_both_ways(
 @of_mosaic_gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.01, 30.0])
-def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float) -> None:
+@pytest.mark.parametrize("D", [128, 256])
+def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:
     needs_hopper()
-    qkv = arrays("bfloat16", T=600, H=2, G=2, D=128, scale=scale)
+    qkv = arrays("bfloat16", T=600, H=2, G=2, D=D, scale=scale)
     check("linear_attention", *qkv, causal=causal, implementation="mosaic_gpu")
 
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(
-    "causal, D", [(False, 128), (True, 128), (False, 192), (False, 256)]
-)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [128, 192, 256])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
     needs_hopper()
@@ -439,7 +445,7 @@ def test_channel_gates_of_mosaic_gpu(
 
 
 @of_mosaic_gpu
-@pytest.mark.parametrize("causal, D", [(False, 128), (True, 128), (False, 256)])
+@pytest.mark.parametrize("causal, D", [(False, 128), (True, 128), (False, 256), (True, 256)])
 def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:
     """The same bits again, and on a mesh; under `vmap` pieces may be others."""
     needs_hopper()
