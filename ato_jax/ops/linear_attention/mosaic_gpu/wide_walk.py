@@ -22,6 +22,8 @@ are most: what rounding them leaves off is multiplied, too, and where e is made 
     own       two, 64 columns each: T in registers, and all products
 
 Where columns are three times 64, the last block's second warpgroup makes again what its first does.
+
+No barriers but those written here, as in `whole_query_gradient.py`.
 """
 
 from __future__ import annotations
@@ -236,10 +238,12 @@ def wide_walk(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def map_piece(item: Item) -> None:
+            z: tuple[jax.Array, ...] = ()
             if normalizes:
                 plgpu.barrier_wait(start_loaded)
+                z = tuple(load(z_of(block), OF_ROWS) for block in range(blocks))
 
-            def map_rows(chunk: Any, _: None) -> None:
+            def map_rows(chunk: Any, z: Any) -> Any:
                 """x and y, which are features."""
                 step = item.before + chunk
                 slot, p_slot = slot_of(step, STAGES), slot_of(step, p_slots)
@@ -255,8 +259,8 @@ def wide_walk(
                     phi = frame.features_of(load(own_x))
                     own_x[...] = phi
                     if normalizes:
-                        z = frame.in_rows(load(z_of(block), OF_COLUMNS), C)
-                        den = den + jnp.sum(phi.astype(F32) * z, axis=1)
+                        ahead = frame.in_rows(load(z_of(block), OF_COLUMNS), C)
+                        den = den + jnp.sum(phi.astype(F32) * ahead, axis=1)
                     if inverse is None:
                         frame.map_in_place(own_y)
                     else:
@@ -265,15 +269,19 @@ def wide_walk(
                     den_of(slot)[...] = den
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                if normalizes:
-                    for block in range(blocks):
-                        own_y = y_s.at[slot, :, pl.ds(block * HALF, HALF)]
-                        added = jnp.sum(frame.load_transposed(own_y).astype(F32), axis=1)
-                        z_of(block)[...] = load(z_of(block), OF_ROWS) + added
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(free.at[slot])
+                if not normalizes:
+                    return ()
+                totals = []
+                for block, total in enumerate(z):
+                    own_y = y_s.at[slot, :, pl.ds(block * HALF, HALF)]
+                    phi = frame.load_transposed(own_y).astype(F32)
+                    totals.append(total + jnp.sum(phi, axis=1))
+                    z_of(block)[...] = totals[-1]
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(free.at[slot])
+                return tuple(totals)
 
-            def map_own(chunk: Any, _: None) -> None:
+            def map_own(chunk: Any, z: Any) -> Any:
                 """p, which is features."""
                 p_slot = slot_of(item.before + chunk, p_slots)
                 plgpu.barrier_wait(p_loaded.at[p_slot])
@@ -291,8 +299,9 @@ def wide_walk(
                         frame.map_in_place(p_s.at[p_slot, own])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[p_slot])
+                return z
 
-            lax.fori_loop(0, item.chunks, map_rows if by_values else map_own, None)
+            lax.fori_loop(0, item.chunks, map_rows if by_values else map_own, z)
             if normalizes:
                 plgpu.barrier_arrive(start_free)
 
@@ -453,4 +462,5 @@ def wide_walk(
             jax.ShapeDtypeStruct((spec.B, heads, blocks, length), F32),
             jax.ShapeDtypeStruct((spec.B, heads, length), F32),
         )
-    return frame.launch(body, f"causal_{role.value}", deal, out_type, scratch, arrays)
+    name = f"causal_{role.value}"
+    return frame.launch(body, name, deal, out_type, scratch, arrays, own_barriers=True)
