@@ -518,12 +518,6 @@ def position(axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (C, C), dimension=axis, layout=TILE)
 
 
-def is_even_column() -> jax.Array:
-    """Of the columns that are all alike, or in parts."""
-    shape = (C, ALIKE)
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension=1, layout=TILE) % 2 == 0
-
-
 # What says how to interpret, from JAX 0.12 on.
 interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
 

@@ -18,8 +18,8 @@ which are summed up beside T. What is left there is a difference, of which the f
 are most: what rounding them leaves off is multiplied, too, and where e is made of them.
 
     memory    loads T of a piece and its chunks, as slots come free
-    features  maps in place what is to be mapped; in the first two z, and what of den_i it makes
-    own       two, 64 columns each: T in registers, and all products
+    features  in the first three: maps x and y in place; in two z, and what of den_i it makes
+    own       two, 64 columns each: T in registers, and all products; maps its own p
 
 Where columns are three times 64, the last block's second warpgroup makes again what its first does.
 
@@ -41,7 +41,6 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    ALIKE,
     BF16,
     F32,
     FEATURES,
@@ -61,7 +60,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 2
-OWN_REGISTERS, FEATURES_REGISTERS = 216, 56
+# Where there are features; else own has all that there are.
+OWN_REGISTERS, FEATURES_REGISTERS = 208, 72
 # Of T, in one product: more takes more registers than a warpgroup has when it is launched.
 MOST_COLUMNS = 128
 
@@ -107,6 +107,7 @@ def wide_walk(
     from_the_end = role in (Role.DV, Role.DK)
     normalizes = role in (Role.OUT, Role.FLOW) and spec.normalize
     sums_vector = not by_values
+    warpgroups = frame.WARPGROUPS if by_values else frame.WARPGROUPS - 1
     t_parts = [
         pl.ds(first, min(MOST_COLUMNS, spec.D - first)) for first in range(0, spec.D, MOST_COLUMNS)
     ]
@@ -124,7 +125,6 @@ def wide_walk(
         free=plgpu.Barrier(num_arrivals=2 + normalizes, num_barriers=STAGES),
         p_loaded=plgpu.Barrier(num_arrivals=2 + len(of_rows), num_barriers=p_slots),
         p_free=plgpu.Barrier(num_arrivals=2, num_barriers=p_slots),
-        mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES if by_values else p_slots),
         start_loaded=plgpu.Barrier(num_arrivals=2 + sums_vector * 2 + normalizes * blocks),
         start_free=plgpu.Barrier(num_arrivals=2 + normalizes),
     )
@@ -135,8 +135,8 @@ def wide_walk(
     first_row = first_den + STAGES * normalizes
     if count := first_row + p_slots * len(of_rows):
         scratch["vectors_s"] = plgpu.SMEM((count, C), F32)
-    if sums_vector:
-        scratch["adds_s"] = shared(ALIKE, C)
+    if by_values:
+        barriers["mapped"] = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
     if reader is not None:
         scratch["reader_s"] = shared(2, C, HALF)
         barriers |= dict(
@@ -155,11 +155,10 @@ def wide_walk(
         free: Any,
         p_loaded: Any,
         p_free: Any,
-        mapped: Any,
         start_loaded: Any,
         start_free: Any,
+        mapped: Any = None,
         vectors_s: Any = None,
-        adds_s: Any = None,
         reader_s: Any = None,
         reader_loaded: Any = None,
         reader_free: Any = None,
@@ -244,7 +243,6 @@ def wide_walk(
                 z = tuple(load(z_of(block), OF_ROWS) for block in range(blocks))
 
             def map_rows(chunk: Any, z: Any) -> Any:
-                """x and y, which are features."""
                 step = item.before + chunk
                 slot, p_slot = slot_of(step, STAGES), slot_of(step, p_slots)
                 plgpu.barrier_wait(loaded.at[slot])
@@ -281,27 +279,7 @@ def wide_walk(
                 plgpu.barrier_arrive(free.at[slot])
                 return tuple(totals)
 
-            def map_own(chunk: Any, z: Any) -> Any:
-                """p, which is features."""
-                p_slot = slot_of(item.before + chunk, p_slots)
-                plgpu.barrier_wait(p_loaded.at[p_slot])
-                if role is Role.DK:
-                    inverse, e = (load(row_of(p_slot, number), OF_ROWS) for number in range(2))
-                    for own in range(2):
-                        map_queries(p_s.at[p_slot, own], inverse)
-                    minus_e = -frame.in_columns(e, ALIKE)
-                    left = minus_e - frame.rounded(minus_e).astype(F32)
-                    frame.store_transposed(
-                        adds_s, jnp.where(frame.is_even_column(), minus_e, left).astype(BF16)
-                    )
-                else:
-                    for own in range(2):
-                        frame.map_in_place(p_s.at[p_slot, own])
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(mapped.at[p_slot])
-                return z
-
-            lax.fori_loop(0, item.chunks, map_rows if by_values else map_own, z)
+            lax.fori_loop(0, item.chunks, map_rows, z)
             if normalizes:
                 plgpu.barrier_arrive(start_free)
 
@@ -311,14 +289,10 @@ def wide_walk(
             own_t = t_s.at[own]
             plgpu.barrier_wait(start_loaded)
             T = tuple(load(own_t.at[:, columns]).astype(F32) for columns in t_parts)
-            totals: Any = None
-            if sums_vector:
-                totals = frame.in_columns(load(z_of(own), OF_ROWS), ALIKE)
-                if role is Role.DK:
-                    totals = jnp.where(frame.is_even_column(), totals, 0.0)
+            vector = () if by_values else load(z_of(own), OF_ROWS)
 
             def walk_chunk(chunk: Any, carried: Any) -> Any:
-                T, totals = carried
+                T, vector = carried
                 step = item.before + chunk
                 slot, p_slot = slot_of(step, STAGES), slot_of(step, p_slots)
                 own_x, own_y, own_p = x_s.at[slot], y_s.at[slot], p_s.at[p_slot, own]
@@ -337,21 +311,30 @@ def wide_walk(
                     def _() -> None:
                         plgpu.barrier_arrive(barrier)
 
-                def publish() -> None:
+                def publish() -> Any:
+                    """T and the vector; and the vector behind the chunk."""
                     let_go()
                     for columns, sums in zip(t_parts, T, strict=True):
                         own_t.at[:, columns][...] = sums.astype(BF16)
+                    if by_values:
+                        plgpu.commit_smem()
+                        return vector
+                    z_of(own)[...] = vector
+                    plgpu.barrier_wait(p_loaded.at[p_slot])
                     if role is Role.DQ:
-                        z_of(own)[...] = jnp.max(totals, axis=1)  # of columns that are alike
-                    elif role is Role.DK:
-                        z_of(own)[...] = frame.of_parts(totals)
+                        frame.map_in_place(own_p)
+                    else:
+                        map_queries(own_p, load(row_of(p_slot, 0), OF_ROWS))
                     plgpu.commit_smem()
+                    added = frame.load_transposed(own_p).astype(F32)
+                    if role is Role.DK:
+                        added *= -frame.in_rows(load(row_of(p_slot, 1), OF_COLUMNS), HALF)
+                    return vector + jnp.sum(added, axis=1)
 
                 plgpu.barrier_wait(mapped.at[slot] if by_values else loaded.at[slot])
-                (w,) = multiply((frame.zeros(C, C), [(own_x, own_y.T)]), meanwhile=publish)
+                w, vector = frame.multiply_while([(own_x, own_y.T)], (C, C), publish)
                 start = frame.zeros(C, HALF)
                 if sums_vector:
-                    plgpu.barrier_wait(p_loaded.at[p_slot])
                     start = frame.in_rows(load(z_of(own), OF_COLUMNS), C)
                 if role is Role.DQ:
                     e = frame.in_columns(load(row_of(p_slot, 1), OF_ROWS), C)
@@ -365,18 +348,14 @@ def wide_walk(
                 weights = [frame.rounded(w)]
                 if role in (Role.FLOW, Role.DQ, Role.DK):
                     weights.append(frame.rounded(w - weights[0].astype(F32)))
-                plgpu.barrier_wait(mapped.at[p_slot] if sums_vector else p_loaded.at[p_slot])
+                if by_values:
+                    plgpu.barrier_wait(p_loaded.at[p_slot])
                 products = [(own_x, own_t.T), *((own_w, own_p) for own_w in weights)]
                 behind = [
                     (sums, [(own_p.T, own_y.at[:, columns])])
                     for columns, sums in zip(t_parts, T, strict=True)
                 ]
-                if sums_vector:
-                    behind.append((totals, [(own_p.T, adds_s.T)]))
-                found, *behind_chunk = multiply((start, products), *behind)
-                if sums_vector:
-                    totals = behind_chunk.pop()
-                T = tuple(behind_chunk)
+                found, *T = multiply((start, products), *behind)
                 factor: Any = spec.scale if role is Role.OUT else None
                 den: Any = None
                 if normalizes:
@@ -409,7 +388,7 @@ def wide_walk(
                     def _() -> None:
                         den_ref.at[item.batch, head, rows][...] = den
 
-                    return T, totals
+                    return tuple(T), vector
                 if sums_vector:
                     phi = frame.unrounded_features_of(load(kept))
                     found = found * jnp.minimum(phi, 1.0)
@@ -421,14 +400,14 @@ def wide_walk(
                     target = part(spec, found_refs[0], item, rows, head, block)
                     plgpu.copy_smem_to_gmem(kept, target)
 
-                return T, totals
+                return tuple(T), vector
 
-            lax.fori_loop(0, item.chunks, walk_chunk, (T, totals))
+            lax.fori_loop(0, item.chunks, walk_chunk, (T, vector))
             plgpu.barrier_arrive(start_free)
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(start_free)
             frame.await_the_last(free, steps, STAGES)
@@ -436,17 +415,17 @@ def wide_walk(
             if reader is not None:
                 plgpu.barrier_wait(reader_free)
 
-        @pl.when(frame.group() == FEATURES)
-        def _features() -> None:
-            frame.set_registers(FEATURES_REGISTERS)
-            if role is Role.DQ:
-                frame.store_transposed(adds_s, frame.ones(C, ALIKE))
-                plgpu.commit_smem()
-            deal.each(map_piece)
+        if by_values:
+
+            @pl.when(frame.group() == FEATURES)
+            def _features() -> None:
+                frame.set_registers(FEATURES_REGISTERS)
+                deal.each(map_piece)
 
         @pl.when(frame.group() < MEMORY)
         def _own() -> None:
-            frame.set_registers(OWN_REGISTERS)
+            registers = OWN_REGISTERS if by_values else frame.workers_registers(2)
+            frame.set_registers(registers, warpgroups)
             steps = deal.each(walk_piece)
             if role is not Role.FLOW:
                 plgpu.wait_smem_to_gmem(0)
@@ -463,4 +442,13 @@ def wide_walk(
             jax.ShapeDtypeStruct((spec.B, heads, length), F32),
         )
     name = f"causal_{role.value}"
-    return frame.launch(body, name, deal, out_type, scratch, arrays, own_barriers=True)
+    return frame.launch(
+        body,
+        name,
+        deal,
+        out_type,
+        scratch,
+        arrays,
+        warpgroups=warpgroups,
+        own_barriers=True,
+    )
