@@ -240,6 +240,29 @@ def test_states_in_blocks():
     check(40, 40, 2, 1, 192, 301, "bfloat16", B=2, initial_state=state, return_state=True)
 
 
+# Stored in bfloat16, where no program has the state as a whole: it is summed in blocks of V and of
+# F and read in parts, which neither V nor F need be multiples of.
+def test_stored_states_in_parts():
+    state = LinearState(draw(1, 1, 129, 160, seed=7), jnp.abs(draw(1, 1, 129, seed=8)) + 1)
+    options = {"causal": True, "initial_state": state, "return_state": True}
+    check(35, 35, 2, 1, 129, 160, "bfloat16", config=STORED, **options)
+
+
+def test_stored_states_in_parts_with_a_decay_of_more_keys_than_queries():
+    options = {"causal": True, "decay": jnp.array([-0.1, -0.01]), "layout": "bhtd"}
+    check(20, 40, 2, 2, 256, 192, "bfloat16", config=STORED, **options)
+
+
+def test_stored_states_in_parts_both_ways_unnormalised():
+    options = {"decay": -0.1 * jnp.abs(draw(1, 35, 1)), "feature_map": "silu"}
+    check(35, 35, 2, 1, 192, 256, "bfloat16", config=STORED, **options)
+
+
+def test_stored_states_in_parts_of_blocks():
+    """Wider than what is written may be: two calls, each of them in parts."""
+    check(35, 35, 1, 1, 129, 300, "bfloat16", config=STORED, causal=True)
+
+
 def test_the_widest_blocks_unnormalised_in_the_other_layout():
     check(33, 33, 2, 2, 256, 256, layout="bhtd", normalize=False)
 
