@@ -241,26 +241,33 @@ def test_states_in_blocks():
 
 
 # Stored in bfloat16, where no program has the state as a whole: it is summed in blocks of V and of
-# F and read in parts, which neither V nor F need be multiples of.
+# F, and read in parts, of which neither V nor F need be multiples.
 def test_stored_states_in_parts():
-    state = LinearState(draw(1, 1, 129, 160, seed=7), jnp.abs(draw(1, 1, 129, seed=8)) + 1)
-    options = {"causal": True, "initial_state": state, "return_state": True}
-    check(35, 35, 2, 1, 129, 160, "bfloat16", config=STORED, **options)
+    """V is wider than what is written may be: two calls, each of them in parts."""
+    state = LinearState(draw(1, 1, 192, 300, seed=7), jnp.abs(draw(1, 1, 192, seed=8)) + 1)
+    options = {"causal": True, "initial_state": state, "return_state": True, "layout": "bhtd"}
+    check(35, 35, 2, 1, 192, 300, "bfloat16", config=STORED, **options)
 
 
-def test_stored_states_in_parts_with_a_decay_of_more_keys_than_queries():
-    options = {"causal": True, "decay": jnp.array([-0.1, -0.01]), "layout": "bhtd"}
-    check(20, 40, 2, 2, 256, 192, "bfloat16", config=STORED, **options)
+def test_stored_states_in_parts_with_a_decay_both_ways():
+    decay = -0.1 * jnp.abs(draw(1, 35, 1))
+    check(35, 35, 2, 1, 256, 150, "bfloat16", config=STORED, decay=decay)
 
 
-def test_stored_states_in_parts_both_ways_unnormalised():
-    options = {"decay": -0.1 * jnp.abs(draw(1, 35, 1)), "feature_map": "silu"}
-    check(35, 35, 2, 1, 192, 256, "bfloat16", config=STORED, **options)
-
-
-def test_stored_states_in_parts_of_blocks():
-    """Wider than what is written may be: two calls, each of them in parts."""
-    check(35, 35, 1, 1, 129, 300, "bfloat16", config=STORED, causal=True)
+def test_where_values_are_cut():
+    """Where states are stored, no sooner than what is written is too wide."""
+    for D, V, dtype, causal, count in (
+        (256, 256, "bfloat16", True, 1),
+        (256, 512, "bfloat16", True, 2),
+        (128, 200, "bfloat16", True, 1),
+        (256, 256, "bfloat16", False, 4),
+        (256, 256, "float16", True, 4),
+        (64, 256, "bfloat16", True, 2),
+    ):
+        spec = spec_of(D, dtype, causal, V=V)
+        config = triton.default_config(spec, GPUS[90])
+        for phase in ("forward", "backward"):
+            assert triton._blocks(spec, config, phase) == count, (D, V, dtype, causal)
 
 
 def test_the_widest_blocks_unnormalised_in_the_other_layout():
@@ -357,6 +364,7 @@ def check_shared_memory(spec, capability):
         (64, "bfloat16", 90, False),
         (128, "bfloat16", 90, False),  # causal in test_linear_offsets.py
         (256, "bfloat16", 80, True),
+        (256, "bfloat16", 90, True),
         (256, "bfloat16", 90, False),
         (256, "float16", 80, False),
         (256, "float16", 90, True),

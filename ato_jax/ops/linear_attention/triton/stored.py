@@ -3,7 +3,8 @@
 Each program takes a tile of C queries, or of keys, reads the state ahead of its run (and both
 ways the one behind it), and goes through those tiles of the run that it sees: so all programs are
 alike, small and independent. Against `carried.py` this writes and reads a state for every run; it
-pays where a state would fill the registers. Both ways a tile is a whole run.
+pays where a state would fill the registers. Both ways a tile is a whole run. No program holds a
+state: one larger than the shared memory is summed in blocks, and multiplied part after part.
 
 Backward, the sums dS and dz over a run's queries are a pass of their own (`states.py`).
 """
