@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device
+from ato_jax import device, launch
 from ato_jax.ops.linear_attention import features, triton
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
@@ -19,7 +19,7 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import walk
+from ato_jax.ops.linear_attention.triton import tiles, walk
 
 OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several tiles.
@@ -252,6 +252,23 @@ def test_stored_states_in_parts():
 def test_stored_states_in_parts_with_a_decay_both_ways():
     decay = -0.1 * jnp.abs(draw(1, 35, 1))
     check(35, 35, 2, 1, 256, 150, "bfloat16", config=STORED, decay=decay)
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_weights_are_multiplied_as_if_hardly_rounded(D):
+    """By two products, in a loop or not; with one of them the error is 2e-3."""
+    w, rows = draw(32, 32), draw(32, 16).astype(jnp.bfloat16)
+    spec = spec_of(D, "bfloat16", True)
+
+    def kernel(w_ref, rows_ref, out_ref):
+        zeros = jnp.zeros(out_ref.shape, jnp.float32)
+        out_ref[...] = tiles.add_weighted_sum(spec, zeros, w_ref[...], rows_ref[...])
+
+    shape = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    with device.interpret():
+        found = launch.pallas_call(kernel, out_shape=shape)(w, rows)
+    wanted = np.asarray(w, np.float64) @ np.asarray(rows, np.float64)
+    assert np.linalg.norm(found - wanted) < 2e-5 * np.linalg.norm(wanted)
 
 
 def test_where_values_are_cut():
