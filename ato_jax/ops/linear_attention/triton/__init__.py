@@ -48,6 +48,8 @@ HOPPER_SHARED_MEMORY = 227 * 1024
 # most of the traffic.
 LARGEST_F = 256
 LARGEST_V = 512
+# Of the columns that are written at once, where no state is held.
+LARGEST_STORED = 256
 # With a gate per step and channel V is not cut, and its tiles have to fit the shared memory.
 LARGEST_GATED_V = 256
 
@@ -131,7 +133,8 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 
 def _blocks(spec: LinearAttentionSpec, config: Config, phase: str) -> int:
-    return split.blocks(spec, not _one_state(spec) and walk.stores(spec, config, phase))
+    stored = not _one_state(spec) and walk.stores(spec, config, phase)
+    return split.blocks(spec, config.stored_columns if stored else 0)
 
 
 def _phase_config(spec: LinearAttentionSpec, device: Device, phase: str) -> Config:
@@ -209,7 +212,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     # A large state is stored for every run of rows, and small programs read it (`stored.py`).
     scalar = spec.decay is None or spec.decay != "channel" and roomy
     stored = spec.causal and scalar and half and not small
-    in_parts = tiles.in_parts(spec) and half
+    in_parts = tiles.in_parts(spec) and half and roomy
     if in_parts:
         # Two accumulators [64, 256] of float32 take 128 registers of each thread of 8 warps.
         walk_block, walk_warps = stream_block, stream_warps = 64, 8
@@ -243,6 +246,8 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         run_rows=128 if stored else 0,
         backward_run_rows=128 if stored else 0,
         pair_block=64 if in_parts else 32,
+        # Elsewhere accumulators of so many columns spill most of what they hold.
+        stored_columns=LARGEST_STORED if roomy else 0,
         state_block=(128 if fast and roomy and not small else 64) if half else 32,
         state_warps=4 if small or runs else 8,
         state_stages=(4 if small else 3) if roomy and fast else 3 if small or runs else 2,

@@ -33,16 +33,17 @@ from ato_jax.ops.linear_attention.triton import tiles
 # Tiles of more columns of v, however narrow the features, leave the shared memory or spill most
 # of what they hold; and beside narrow features it costs little to read q and k once more.
 LARGEST_BLOCK = 128
-# Where a state is stored for every run of rows, no program has to hold it, and V is as wide as
-# what is written may be.
-LARGEST_STORED = 256
 
 
-def blocks(spec: LinearAttentionSpec, stored: bool = False) -> int:
-    """Into how many blocks V is cut, where a state is `stored` for every run of rows or not."""
+def blocks(spec: LinearAttentionSpec, stored_columns: int = 0) -> int:
+    """Into how many blocks V is cut.
+
+    Where a state is stored for every run of rows, no program has to hold it: then they may be as
+    wide as `stored_columns`, if that is more.
+    """
     most = max(1, tiles.LARGEST_STATE // tiles.padded(spec.F))
-    if stored and spec.dtype == "bfloat16" and most <= LARGEST_BLOCK:
-        most = LARGEST_STORED
+    if spec.dtype == "bfloat16" and most <= LARGEST_BLOCK:
+        most = max(most, stored_columns)
     elif spec.decay != "channel":  # whose kernels take V whole
         most = min(most, LARGEST_BLOCK)
     return pl.cdiv(spec.V, most)

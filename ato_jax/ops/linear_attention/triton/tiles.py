@@ -53,7 +53,8 @@ class Config:
     `piece_rows`, fewer where the grid would else have less than `programs`; where `run_rows`, or
     `backward_run_rows` in the backward, is not 0, a state is stored for every run of so many rows
     instead, of which all blocks are parts, and each program takes at most `pair_block` rows of
-    the other side at a time.
+    the other side at a time, and V is cut into blocks of `stored_columns` or what a program that
+    holds a state takes, whichever is more.
     """
 
     piece_rows: int
@@ -61,6 +62,7 @@ class Config:
     run_rows: int
     backward_run_rows: int
     pair_block: int
+    stored_columns: int
     state_block: int
     state_warps: int
     state_stages: int
