@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device
+from ato_jax import device, launch
 from ato_jax.ops.linear_attention import features, triton
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
@@ -19,7 +19,7 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import walk
+from ato_jax.ops.linear_attention.triton import tiles, walk
 
 OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several tiles.
@@ -240,6 +240,54 @@ def test_states_in_blocks():
     check(40, 40, 2, 1, 192, 301, "bfloat16", B=2, initial_state=state, return_state=True)
 
 
+# Stored in bfloat16, where no program has the state as a whole: it is summed in blocks of V and of
+# F, and read in parts, of which neither V nor F need be multiples.
+def test_stored_states_in_parts():
+    """V is wider than what is written may be: two calls, each of them in parts."""
+    state = LinearState(draw(1, 1, 192, 300, seed=7), jnp.abs(draw(1, 1, 192, seed=8)) + 1)
+    options = {"causal": True, "initial_state": state, "return_state": True, "layout": "bhtd"}
+    check(35, 35, 2, 1, 192, 300, "bfloat16", config=STORED, **options)
+
+
+def test_stored_states_in_parts_with_a_decay_both_ways():
+    decay = -0.1 * jnp.abs(draw(1, 35, 1))
+    check(35, 35, 2, 1, 256, 150, "bfloat16", config=STORED, decay=decay)
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_weights_are_multiplied_as_if_hardly_rounded(D):
+    """By two products, in a loop or not; with one of them the error is 2e-3."""
+    w, rows = draw(32, 32), draw(32, 16).astype(jnp.bfloat16)
+    spec = spec_of(D, "bfloat16", True)
+
+    def kernel(w_ref, rows_ref, out_ref):
+        zeros = jnp.zeros(out_ref.shape, jnp.float32)
+        out_ref[...] = tiles.add_weighted_sum(spec, zeros, w_ref[...], rows_ref[...])
+
+    shape = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    with device.interpret():
+        found = launch.pallas_call(kernel, out_shape=shape)(w, rows)
+    wanted = np.asarray(w, np.float64) @ np.asarray(rows, np.float64)
+    assert np.linalg.norm(found - wanted) < 2e-5 * np.linalg.norm(wanted)
+
+
+def test_where_values_are_cut():
+    """On a large card, where states are stored, no sooner than what is written is too wide."""
+    for D, V, dtype, capability, causal, count in (
+        (256, 256, "bfloat16", 90, True, 1),
+        (256, 512, "bfloat16", 90, True, 2),
+        (128, 200, "bfloat16", 90, True, 1),
+        (256, 256, "bfloat16", 80, True, 4),
+        (256, 256, "bfloat16", 90, False, 4),
+        (256, 256, "float16", 90, True, 4),
+        (64, 256, "bfloat16", 90, True, 2),
+    ):
+        spec = spec_of(D, dtype, causal, V=V)
+        config = triton.default_config(spec, GPUS[capability])
+        for phase in ("forward", "backward"):
+            assert triton._blocks(spec, config, phase) == count, (D, V, dtype, capability, causal)
+
+
 def test_the_widest_blocks_unnormalised_in_the_other_layout():
     check(33, 33, 2, 2, 256, 256, layout="bhtd", normalize=False)
 
@@ -334,6 +382,7 @@ def check_shared_memory(spec, capability):
         (64, "bfloat16", 90, False),
         (128, "bfloat16", 90, False),  # causal in test_linear_offsets.py
         (256, "bfloat16", 80, True),
+        (256, "bfloat16", 90, True),
         (256, "bfloat16", 90, False),
         (256, "float16", 80, False),
         (256, "float16", 90, True),

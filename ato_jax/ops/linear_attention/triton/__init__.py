@@ -38,6 +38,7 @@ from ato_jax.ops.linear_attention.triton import (
     projected,
     split,
     tiles,
+    walk,
 )
 from ato_jax.ops.linear_attention.triton.tiles import Config as Config
 
@@ -47,6 +48,8 @@ HOPPER_SHARED_MEMORY = 227 * 1024
 # most of the traffic.
 LARGEST_F = 256
 LARGEST_V = 512
+# Of the columns that are written at once, where no state is held.
+LARGEST_STORED = 256
 # With a gate per step and channel V is not cut, and its tiles have to fit the shared memory.
 LARGEST_GATED_V = 256
 
@@ -118,7 +121,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """Each phase's fields by that phase's kernels: for projected features their dtypes differ."""
     forward, backward = (
-        _default_config(split.block_spec(projected.inner_spec(spec, phase)), device)
+        _phase_config(projected.inner_spec(spec, phase), device, phase)
         for phase in ("forward", "backward")
     )
     of_backward = {
@@ -127,6 +130,17 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         if name.startswith(("dq", "dkv", "backward"))
     }
     return dataclasses.replace(forward, **of_backward)
+
+
+def _blocks(spec: LinearAttentionSpec, config: Config, phase: str) -> int:
+    stored = not _one_state(spec) and walk.stores(spec, config, phase)
+    return split.blocks(spec, config.stored_columns if stored else 0)
+
+
+def _phase_config(spec: LinearAttentionSpec, device: Device, phase: str) -> Config:
+    config = _default_config(spec, device)
+    count = _blocks(spec, config, phase)
+    return config if count == 1 else _default_config(split.block_spec(spec, count), device)
 
 
 def _in_float16(spec: LinearAttentionSpec, config: Config, roomy: bool) -> Config:
@@ -198,7 +212,11 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     # A large state is stored for every run of rows, and small programs read it (`stored.py`).
     scalar = spec.decay is None or spec.decay != "channel" and roomy
     stored = spec.causal and scalar and half and not small
-    if stored:
+    in_parts = tiles.in_parts(spec) and half and roomy
+    if in_parts:
+        # Two accumulators [64, 256] of float32 take 128 registers of each thread of 8 warps.
+        walk_block, walk_warps = stream_block, stream_warps = 64, 8
+    elif stored:
         walk_block, walk_warps = (32, 8) if long_rows else (64, 4)
     elif not _one_state(spec):
         if not spec.causal and half:
@@ -219,7 +237,7 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         # Decayed factors are held beside the plain ones, and two of each for a walk that goes on.
         walk_block = min(walk_block, 32)
     ahead = half and roomy and not long_rows and not gated
-    runs = stored and not long_rows
+    runs = stored and not long_rows or in_parts
     # Features that are mapped already go from memory straight to the products.
     reads = 3 if mapped else 1
     config = Config(
@@ -227,7 +245,9 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         programs=walks * places,
         run_rows=128 if stored else 0,
         backward_run_rows=128 if stored else 0,
-        pair_block=32,
+        pair_block=64 if in_parts else 32,
+        # Elsewhere accumulators of so many columns spill most of what they hold.
+        stored_columns=LARGEST_STORED if roomy else 0,
         state_block=(128 if fast and roomy and not small else 64) if half else 32,
         state_warps=4 if small or runs else 8,
         state_stages=(4 if small else 3) if roomy and fast else 3 if small or runs else 2,
@@ -267,8 +287,9 @@ def _kernels(spec: LinearAttentionSpec) -> Any:
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     def attend(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
-        if split.blocks(spec) > 1:
-            return split.forward(attend, spec, inputs)
+        count = _blocks(spec, config, "forward")
+        if count > 1:
+            return split.forward(attend, spec, count, inputs)
         return _kernels(spec).forward(spec, config, inputs)
 
     if not spec.feature_map.elementwise:
@@ -280,8 +301,9 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     def attend(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
-        if split.blocks(spec) > 1:
-            return split.backward(attend, spec, residuals, cotangents)
+        count = _blocks(spec, config, "backward")
+        if count > 1:
+            return split.backward(attend, spec, count, residuals, cotangents)
         return _kernels(spec).backward(spec, config, residuals, cotangents)
 
     if not spec.feature_map.elementwise:

@@ -16,6 +16,7 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     Normalizer,
     QueryGradient,
     State,
+    add_weighted,
     feature_gradient,
     later_pairs,
     load_cotangent,
@@ -26,7 +27,6 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     read_for_output,
     read_for_values,
     state_blocks,
-    weighted,
 )
 from ato_jax.ops.linear_attention.triton.scan import Edges
 from ato_jax.ops.linear_attention.triton.tiles import Config
@@ -180,7 +180,7 @@ def query_gradient(
             e = z_seen = None
             inverse = jnp.full((block,), spec.scale, jnp.float32)
             if spec.normalize:
-                z_seen = from_state[1] + pairs.sums(spec, phi_k, wide)
+                z_seen = pairs.add_keys(spec, from_state[1], phi_k, wide)
                 e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
                 tiles.store_rows(normalizer_refs[0], queries, e)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
@@ -333,7 +333,7 @@ def key_gradient(
                     dw += e[None, :]
                 w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)
                 w = pairs.weigh(w)
-                dv += weighted(spec, w, do)
+                dv = add_weighted(spec, dv, w, do)
                 if flows:
                     m = later_pairs(w * dw, walk)
                     ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]

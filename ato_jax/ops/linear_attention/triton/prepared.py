@@ -52,7 +52,7 @@ from ato_jax.ops.linear_attention.triton import channel, steep, stored, tiles
 from ato_jax.ops.linear_attention.triton.scan import Edges, scan_states
 from ato_jax.ops.linear_attention.triton.states import piece_states
 from ato_jax.ops.linear_attention.triton.steep import Turns
-from ato_jax.ops.linear_attention.triton.tiles import Columns, Config, Rows
+from ato_jax.ops.linear_attention.triton.tiles import Columns, Config, Rows, Slice
 from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, plan
 
 # Of a half's logarithm to base 2: factors from 2^-70 to 2^70 leave features as much again.
@@ -77,17 +77,6 @@ def applies(spec: LinearAttentionSpec) -> bool:
 def inner_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
     """The call without gates, over decayed features."""
     return dataclasses.replace(spec, decay=None, feature_map=features.NAMED["identity"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice(Columns):
-    """Columns of which the kernel knows the first only when it runs."""
-
-    first: Any
-
-    @property
-    def exist(self) -> jax.Array | None:
-        return None if self.width % self.count == 0 else self.index < self.width
 
 
 def _slices(spec: LinearAttentionSpec, widest: int) -> tuple[int, int]:

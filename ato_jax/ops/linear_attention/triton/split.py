@@ -1,4 +1,4 @@
-"""States too large for one program's registers: V in blocks, each of them a call of its own.
+"""States too large for the programs that hold one: V in blocks, each of them a call of its own.
 
 With v, do and the states' kv cut along V into blocks c, and the features whole:
 
@@ -30,30 +30,32 @@ from ato_jax.ops.linear_attention.spec import (
 )
 from ato_jax.ops.linear_attention.triton import tiles
 
-# The elements of a state [F, V] that a program holds in float32, beside all else: with 8 warps 64
-# of a thread's 255 registers.
-LARGEST_STATE = 128 * 128
 # Tiles of more columns of v, however narrow the features, leave the shared memory or spill most
 # of what they hold; and beside narrow features it costs little to read q and k once more.
 LARGEST_BLOCK = 128
 
 
-def blocks(spec: LinearAttentionSpec) -> int:
-    """Into how many blocks V is cut."""
-    most = max(1, LARGEST_STATE // tiles.padded(spec.F))
-    if spec.decay != "channel":  # whose kernels take V whole
+def blocks(spec: LinearAttentionSpec, stored_columns: int = 0) -> int:
+    """Into how many blocks V is cut.
+
+    Where a state is stored for every run of rows, no program has to hold it: then they may be as
+    wide as `stored_columns`, if that is more.
+    """
+    most = max(1, tiles.LARGEST_STATE // tiles.padded(spec.F))
+    if spec.dtype == "bfloat16" and most <= LARGEST_BLOCK:
+        most = max(most, stored_columns)
+    elif spec.decay != "channel":  # whose kernels take V whole
         most = min(most, LARGEST_BLOCK)
     return pl.cdiv(spec.V, most)
 
 
-def block_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+def block_spec(spec: LinearAttentionSpec, count: int) -> LinearAttentionSpec:
     """The call of each block."""
-    return dataclasses.replace(spec, V=pl.cdiv(spec.V, blocks(spec)))
+    return dataclasses.replace(spec, V=pl.cdiv(spec.V, count))
 
 
-def cut(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
+def cut(spec: LinearAttentionSpec, count: int, array: jax.Array) -> jax.Array:
     """[.., V] as [.., blocks, V_block]; a last block that is not whole is filled up by zeros."""
-    count = blocks(spec)
     missing = -spec.V % count
     if missing:
         array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
@@ -65,32 +67,34 @@ def joined(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
     return array.reshape(*array.shape[:-2], -1)[..., : spec.V]
 
 
-def _cut_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Inputs, Any]:
+def _cut_inputs(spec: LinearAttentionSpec, count: int, inputs: Inputs) -> tuple[Inputs, Any]:
     """The inputs, v and the state's kv cut, and where `vmap` finds the blocks: at -2 of these."""
     axes: Any = Inputs._make([None] * len(inputs))
     state = inputs.initial_state
     if state is not None:
-        state = state._replace(kv=cut(spec, state.kv))
+        state = state._replace(kv=cut(spec, count, state.kv))
         axes = axes._replace(initial_state=LinearState._make([-2, None]))
-    return inputs._replace(v=cut(spec, inputs.v), initial_state=state), axes._replace(v=-2)
+    return inputs._replace(v=cut(spec, count, inputs.v), initial_state=state), axes._replace(v=-2)
 
 
-def _cut_outputs(spec: LinearAttentionSpec, outputs: Outputs) -> Outputs:
-    kv = cut(spec, outputs.state.kv)
-    return Outputs(cut(spec, outputs.out), outputs.state._replace(kv=kv))
+def _cut_outputs(spec: LinearAttentionSpec, count: int, outputs: Outputs) -> Outputs:
+    kv = cut(spec, count, outputs.state.kv)
+    return Outputs(cut(spec, count, outputs.out), outputs.state._replace(kv=kv))
 
 
 def _outputs_axes(k_sum: int | None) -> Any:
     return Outputs._make([-2, LinearState._make([-2, k_sum])])
 
 
-def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+def forward(
+    attend: Callable[..., Outputs], spec: LinearAttentionSpec, count: int, inputs: Inputs
+) -> Outputs:
     """`attend(spec, inputs)` is the kernels' forward."""
 
     def block(inputs: Inputs) -> Outputs:
-        return attend(block_spec(spec), inputs)
+        return attend(block_spec(spec, count), inputs)
 
-    inputs, axes = _cut_inputs(spec, inputs)
+    inputs, axes = _cut_inputs(spec, count, inputs)
     out, state = jax.vmap(block, in_axes=(axes,), out_axes=_outputs_axes(0))(inputs)
     return Outputs(joined(spec, out), LinearState(joined(spec, state.kv), state.k_sum[0]))
 
@@ -98,21 +102,22 @@ def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: I
 def backward(
     attend: Callable[..., Inputs],
     spec: LinearAttentionSpec,
+    count: int,
     residuals: Residuals,
     cotangents: Outputs,
 ) -> Inputs:
     """`attend(spec, residuals, cotangents)` is the kernels' backward."""
 
     def block(inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Inputs:
-        unrounded = tiles.unrounded(block_spec(spec))
+        unrounded = tiles.unrounded(block_spec(spec, count))
         return attend(unrounded, Residuals(inputs, outputs), cotangents)
 
-    inputs, axes = _cut_inputs(spec, residuals.inputs)
+    inputs, axes = _cut_inputs(spec, count, residuals.inputs)
     outputs, cotangents = (
-        _cut_outputs(spec, pair) for pair in (residuals.outputs, cotangents)
+        _cut_outputs(spec, count, pair) for pair in (residuals.outputs, cotangents)
     )
     # k_sum has no columns to cut: its cotangent enters with the first block alone.
-    first = jnp.arange(blocks(spec)) == 0
+    first = jnp.arange(count) == 0
     d_k_sum = jnp.where(first[:, None, None, None], cotangents.state.k_sum, 0)
     cotangents = cotangents._replace(state=cotangents.state._replace(k_sum=d_k_sum))
     found = jax.vmap(block, in_axes=(axes, _outputs_axes(None), _outputs_axes(0)))(

@@ -5,7 +5,8 @@
 
 Written as v^T phi(k) the mapped tile is the product's right operand, which is the one that goes
 through shared memory anyway; v's tile is there from its load. With a decay or segments, phi(k_j)
-is first multiplied by what of it is left at the piece's end (`walk.py`).
+is first multiplied by what of it is left at the piece's end (`walk.py`). A state too large for one
+program's registers is cut into blocks of V and F, each of them a program's.
 
 For queries, q stands for k and do for v: phi(q_i) is multiplied by 1 / den_i, and in the second
 sum by e_i (`causal.py`).
@@ -22,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import tiles
-from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces, Rows
+from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces, Rows, Slice
 
 # Threads in a warp, times the elements that one loads at once.
 THREADS_BY_ELEMENTS = 32 * 8
@@ -59,6 +60,9 @@ def piece_states(
     """
     block = pieces.block_within(config.state_block)
     height, width = tiles.padded(spec.V), tiles.padded(spec.F)
+    if tiles.in_parts(spec):
+        height, width = min(height, tiles.STATE_BLOCK), min(width, tiles.STATE_BLOCK)
+    across, blocks = pl.cdiv(spec.F, width), pl.cdiv(spec.V, height) * pl.cdiv(spec.F, width)
     # Of a tile's rows a thread has one in so many to itself, and adds up those alone.
     apart = min(block, config.state_warps * THREADS_BY_ELEMENTS // width)
     axes = (1, 2) if spec.layout == "bthd" else (2, 1)
@@ -75,15 +79,21 @@ def piece_states(
         kv_ref: Any,
         k_sum_ref: Any,
     ) -> None:
-        piece = first_piece + tiles.piece_id()
+        program = tiles.piece_id()
+        y_columns, x_columns = tiles.all_columns(spec.V), tiles.all_columns(spec.F)
+        if blocks > 1:
+            y_columns = Slice(program % blocks // across * height, height, spec.V)
+            x_columns = Slice(program % across * width, width, spec.F)
+            program //= blocks
+        piece = first_piece + program
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             kv, k_sum = sums  # [V, F], [apart, F]
             first = pieces.first_row(piece, i, block)
             rows = rows_at(refs, first, block)
-            x = tiles.load_tile(x_ref, rows, spec.D)  # [C, D]
-            y = tiles.load_tile(y_ref, rows, spec.V)  # [C, V]
-            features = tiles.features_of(spec, x, rows)  # [C, F]
+            x = tiles.load_tile(x_ref, rows, x_columns)  # [C, D]
+            y = tiles.load_tile(y_ref, rows, y_columns)  # [C, V]
+            features = tiles.features_of(spec, x, rows, x_columns)  # [C, F]
             wide = tiles.wide_features(spec)
             if "adds" in refs:
                 features, wide = tiles.scale_rows(features, refs["adds"], first), True
@@ -101,13 +111,20 @@ def piece_states(
 
         sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((apart, width), jnp.float32)
         kv, k_sum = jax.lax.fori_loop(0, pieces.turns(piece, block), add_tile, sums)
-        tiles.store_matrix(kv_ref, spec.V, spec.F, kv)
-        tiles.store_vector(k_sum_ref, spec.F, jnp.sum(k_sum, axis=0))
+        tiles.store_matrix(kv_ref, y_columns, x_columns, kv)
+        k_sum, features_at = jnp.sum(k_sum, axis=0), tiles.all_rows(x_columns)
+        if blocks > 1:  # k_sum is written by one program
+            once = (x_columns.index < spec.F) & (y_columns.first == 0)
+            features_at = Rows(features_at.numbers, once, once)
+        tiles.store_rows(k_sum_ref, features_at, k_sum)
+
+    def at(program: Any) -> Any:
+        return program // blocks if blocks > 1 else program
 
     return tiles.launch(
         kernel,
         "linear_attention_states",
-        grid=(count, heads, spec.B),
+        grid=(count * blocks, heads, spec.B),
         in_specs=[
             tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
             tiles.sequence_block(spec, length, spec.D, lambda p, h, b: (b, h)),
@@ -115,8 +132,8 @@ def piece_states(
             [pl.BlockSpec((None, None, length), lambda p, h, b: (b, h, 0))] * len(by_rows),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, spec.V, spec.F), lambda p, h, b: (b, h, p, 0, 0)),
-            pl.BlockSpec((None, None, None, spec.F), lambda p, h, b: (b, h, p, 0)),
+            pl.BlockSpec((None, None, None, spec.V, spec.F), lambda p, h, b: (b, h, at(p), 0, 0)),
+            pl.BlockSpec((None, None, None, spec.F), lambda p, h, b: (b, h, at(p), 0)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((spec.B, heads, count, spec.V, spec.F), dtype),

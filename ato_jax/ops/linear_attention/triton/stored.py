@@ -3,7 +3,8 @@
 Each program takes a tile of C queries, or of keys, reads the state ahead of its run (and both
 ways the one behind it), and goes through those tiles of the run that it sees: so all programs are
 alike, small and independent. Against `carried.py` this writes and reads a state for every run; it
-pays where a state would fill the registers. Both ways a tile is a whole run.
+pays where a state would fill the registers. Both ways a tile is a whole run. No program holds a
+state: one larger than the shared memory is summed in blocks, and multiplied part after part.
 
 Backward, the sums dS and dz over a run's queries are a pass of their own (`states.py`).
 """
@@ -27,7 +28,9 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     STORED_QUERY_GATES,
     Normalizer,
     QueryGradient,
+    add_weighted,
     feature_gradient,
+    for_state,
     later_pairs,
     load_cotangent,
     load_state,
@@ -37,11 +40,10 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     read_for_output,
     read_for_values,
     state_blocks,
-    weighted,
 )
 from ato_jax.ops.linear_attention.triton.scan import Edges
 from ato_jax.ops.linear_attention.triton.states import RowWeights, piece_states
-from ato_jax.ops.linear_attention.triton.tiles import Config
+from ato_jax.ops.linear_attention.triton.tiles import Columns, Config
 from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, gates
 
 
@@ -77,12 +79,17 @@ def output(
         queries = walk.queries_at(spec, refs, start, block)
         q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
         phi_q = tiles.feature_operand(spec, q, queries, wide=True)  # [C, F]
-        out, den = read_for_output(
-            spec, refs, "reads", start, phi_q, load_state(spec, side_refs[0])
-        )
+
+        def map_part(columns: Columns) -> jax.Array:  # phi(q) [C, f]
+            q = tiles.load_tile(q_ref, queries, columns)
+            return tiles.feature_operand(spec, q, queries, columns, wide=True)
+
+        reading = for_state(spec, phi_q, map_part)
+        state = load_state(spec, side_refs[0])
+        out, den = read_for_output(spec, refs, "reads", start, reading, state)
         if walk.both_ways:
             state = load_state(spec, side_refs[1])
-            right = read_for_output(spec, refs, "reads_right", start, phi_q, state)
+            right = read_for_output(spec, refs, "reads_right", start, reading, state)
             out, den = out + right[0], None if den is None else den + right[1]
 
         def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -96,7 +103,7 @@ def output(
             w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
             w = pairs_of(walk, refs, (start, block), (first, other)).weigh(w)
             if den is None:
-                return out + tiles.weighted_sum(spec, w, v), den
+                return tiles.add_weighted_sum(spec, out, w, v), den
             # Of the rounded weights, so that what rounds them all alike cancels.
             den += jnp.sum(tiles.rounded(spec, w, wide=True), axis=1)
             return out + tiles.product(spec, w, v, wide=True), den
@@ -166,13 +173,20 @@ def query_gradient(
         queries = walk.queries_at(spec, refs, start, block)
         do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
 
+        # Of a large state beforehand: else Triton lays out the sums over its rows as q is loaded,
+        # not as g is.
+        early = tiles.load_tile(q_ref, queries, spec.D) if tiles.in_parts(spec) else None
+
         def map_queries(anew: bool) -> tuple[jax.Array, jax.Array]:  # phi(q), slopes [C, F]
-            q = tiles.load_tile(q_ref, queries, spec.D, anew=anew)  # [C, D]
+            q = early
+            if q is None:
+                q = tiles.load_tile(q_ref, queries, spec.D, anew=anew)  # [C, D]
             q = tiles.as_accumulated(q, tiles.identity(spec, tiles.padded(spec.D)))
             return tiles.features_and_slopes(spec, q, queries)
 
+        reading = for_state(spec, do, lambda columns: tiles.load_tile(do_ref, queries, columns))
         parts = [
-            read_for_gradient(spec, refs, name, start, do, load_state(spec, side))
+            read_for_gradient(spec, refs, name, start, reading, load_state(spec, side))
             for name, side in zip(("reads", "reads_right"), side_refs, strict=False)
         ]
 
@@ -198,10 +212,10 @@ def query_gradient(
             pairs = pairs_of(walk, refs, (start, block), (first, other))
             dw = pairs.weigh(tiles.product(spec, do, v, trans_b=True))  # [C, C]
             if matched:
-                g += tiles.weighted_sum(spec, dw, phi_k)
+                g = tiles.add_weighted_sum(spec, g, dw, phi_k)
             else:
                 g += tiles.product(spec, dw, phi_k, wide=True)
-            return g, None if z_seen is None else z_seen + pairs.sums(spec, phi_k, wide)
+            return g, None if z_seen is None else pairs.add_keys(spec, z_seen, phi_k, wide)
 
         g = add_up(part[0] for part in parts)
         z_seen = add_up(part[1] for part in parts) if spec.normalize else None
@@ -351,11 +365,18 @@ def key_gradient(
         v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
         features = tiles.features_of(spec, k, keys)  # [C, F]
         phi_k = tiles.feature_operand(spec, k, keys, wide=True)
+
+        def map_part(columns: Columns) -> jax.Array:  # phi(k) [C, f]
+            k = tiles.load_tile(k_ref, keys, columns)
+            return tiles.feature_operand(spec, k, keys, columns, wide=True)
+
+        adding_k = for_state(spec, phi_k, map_part)
+        adding_v = for_state(spec, v, lambda columns: tiles.load_tile(v_ref, keys, columns))
         dvs, parts = [], []
         for name, side in zip(("adds", "adds_right"), side_refs, strict=False):
             cotangent = load_cotangent(spec, side)
-            dvs.append(read_for_values(spec, refs, name, start, phi_k, cotangent))
-            parts.append(read_for_features(spec, refs, name, start, v, cotangent))
+            dvs.append(read_for_values(spec, refs, name, start, adding_k, cotangent))
+            parts.append(read_for_features(spec, refs, name, start, adding_v, cotangent))
         if matched:
             tiles.store_vector(flow_refs[0], spec.F, jnp.sum(features * parts[0], axis=0))
         for flow_ref, part in zip(flow_refs[1:], parts, strict=False):
@@ -382,7 +403,7 @@ def key_gradient(
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
                 if matched:
                     w *= inverse[None, :]
-                dv += weighted(spec, w, do)
+                dv = add_weighted(spec, dv, w, do)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]
                 if e is not None:
                     dw += e[None, :]
@@ -393,7 +414,7 @@ def key_gradient(
                 if matched:
                     dw *= inverse[None, :]
                 # These are a difference, and where features are all alike nothing averages.
-                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
+                d_features = tiles.add_weighted_sum(spec, d_features, pairs.weigh(dw), u)
                 return dv, d_features, of_keys, of_queries
 
             of_queries = jnp.zeros((other,), jnp.float32) if flows else None

@@ -53,7 +53,8 @@ class Config:
     `piece_rows`, fewer where the grid would else have less than `programs`; where `run_rows`, or
     `backward_run_rows` in the backward, is not 0, a state is stored for every run of so many rows
     instead, of which all blocks are parts, and each program takes at most `pair_block` rows of
-    the other side at a time.
+    the other side at a time, and V is cut into blocks of `stored_columns` or what a program that
+    holds a state takes, whichever is more.
     """
 
     piece_rows: int
@@ -61,6 +62,7 @@ class Config:
     run_rows: int
     backward_run_rows: int
     pair_block: int
+    stored_columns: int
     state_block: int
     state_warps: int
     state_stages: int
@@ -88,11 +90,23 @@ def padded(size: int) -> int:
 
 
 SMALL_STATE = 64 * 64
+# The elements of a state [V, F] that a program holds in float32, beside all else: with 8 warps 64
+# of a thread's 255 registers.
+LARGEST_STATE = 128 * 128
+# Of a larger state, which is stored: the columns or rows that lie in shared memory at one time,
+# and those of the blocks in which it is summed up.
+STATE_PART = 64
+STATE_BLOCK = 128
 
 
 def state_size(spec: LinearAttentionSpec) -> int:
     """The elements of a state as a program holds it."""
     return padded(spec.F) * padded(spec.V)
+
+
+def in_parts(spec: LinearAttentionSpec) -> bool:
+    """Whether no program has a state as a whole: only where states are stored (`split.py`)."""
+    return state_size(spec) > LARGEST_STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +242,17 @@ class Columns:
     @property
     def exist(self) -> jax.Array | None:
         return None if self.first + self.count <= self.width else self.index < self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice(Columns):
+    """Columns of which the kernel knows the first only when it runs."""
+
+    first: Any
+
+    @property
+    def exist(self) -> jax.Array | None:
+        return None if self.width % self.count == 0 else self.index < self.width
 
 
 def all_columns(width: int) -> Columns:
@@ -390,8 +415,10 @@ def features_and_slopes(
     return (features if mask is None else jnp.where(mask, features, 0)), slopes
 
 
-def features_of(spec: LinearAttentionSpec, x: jax.Array, rows: Rows) -> jax.Array:
-    return features_and_slopes(spec, x, rows)[0]
+def features_of(
+    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, columns: Columns | None = None
+) -> jax.Array:
+    return features_and_slopes(spec, x, rows, columns)[0]
 
 
 def _to_tf32(x: jax.Array) -> jax.Array:
@@ -444,12 +471,17 @@ def rounded(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> j
 
 
 def feature_operand(
-    spec: LinearAttentionSpec, x: jax.Array, rows: Rows, *, wide: bool = False
+    spec: LinearAttentionSpec,
+    x: jax.Array,
+    rows: Rows,
+    columns: Columns | None = None,
+    *,
+    wide: bool = False,
 ) -> jax.Array:
     """phi(x) as `operand` has it; what needs no mapping as it was loaded, not through registers."""
     if spec.feature_map.name == "identity" and x.dtype == jnp.bfloat16:
         return x
-    return operand(spec, features_of(spec, x, rows), wide=wide)
+    return operand(spec, features_of(spec, x, rows, columns), wide=wide)
 
 
 def product(
@@ -480,7 +512,7 @@ def product(
     )
 
 
-def _left_by_rounding(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
+def left_by_rounding(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     return x - rounded(spec, x)
 
 
@@ -513,15 +545,30 @@ def weighted_sum(spec: LinearAttentionSpec, w: jax.Array, rows: jax.Array) -> ja
     """
     found = product(spec, w, rows, wide=True)
     if spec.dtype == "bfloat16":
-        found += product(spec, _left_by_rounding(spec, w), rows)
+        found += product(spec, left_by_rounding(spec, w), rows)
     return found
+
+
+def add_weighted_sum(
+    spec: LinearAttentionSpec, sums: jax.Array, w: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """sums + `weighted_sum`."""
+    if not in_parts(spec) or spec.dtype != "bfloat16":
+        return sums + weighted_sum(spec, w, rows)
+
+    # A loop, because of two products, one of which goes on to the other, Triton has both
+    # warpgroups make the first one whole, each for itself, in a layout of its own.
+    def add(turn: Any, sums: jax.Array) -> jax.Array:
+        return sums + product(spec, jnp.where(turn == 0, w, left_by_rounding(spec, w)), rows)
+
+    return jax.lax.fori_loop(0, 2, add, sums)
 
 
 def read_state(spec: LinearAttentionSpec, rows: jax.Array, state: jax.Array) -> jax.Array:
     """rows @ state, the state rounded as little as weights are in `weighted_sum`."""
     found = product(spec, rows, state, wide=True)
     if spec.dtype == "bfloat16" and state.dtype == jnp.float32:
-        found += product(spec, rows, _left_by_rounding(spec, state))
+        found += product(spec, rows, left_by_rounding(spec, state))
     return found
 
 

@@ -78,7 +78,7 @@ class Walk(NamedTuple):
     with_queries: int
     indexed: bool
     both_ways: bool
-    # Whether a state is stored for every piece, instead of carried through it; in which dtype.
+    # As `stores` says; in which dtype.
     stored: bool
     state_dtype: Any
 
@@ -123,9 +123,21 @@ def _check_blocks(config: Config, pieces: Pieces, in_pairs: bool) -> None:
             raise ValueError(f"pair_block={config.pair_block} must divide {name}={block}")
 
 
+def _run_rows(config: Config, phase: str) -> int:
+    return config.run_rows if phase == "forward" else config.backward_run_rows
+
+
+def _both_ways(spec: LinearAttentionSpec) -> bool:
+    return not spec.causal and (spec.decay is not None or spec.segments == "self")
+
+
+def stores(spec: LinearAttentionSpec, config: Config, phase: str) -> bool:
+    """Whether a state is stored for every piece, instead of carried through it."""
+    return _both_ways(spec) or _run_rows(config, phase) > 0 and spec.decay != "channel"
+
+
 def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> Walk:
-    run_rows = config.run_rows if phase == "forward" else config.backward_run_rows
-    both_ways = not spec.causal and (spec.decay is not None or spec.segments == "self")
+    run_rows, both_ways = _run_rows(config, phase), _both_ways(spec)
     indexed = spec.segments == "cross" or spec.causal and spec.offset is None
     offset = spec.S - spec.T if spec.causal and not indexed else 0
     first_key = min(0, offset)
@@ -133,7 +145,7 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
         length = spec.T + spec.S
     else:
         length = max(spec.T, spec.S)
-    stored = both_ways or run_rows > 0 and spec.decay != "channel"
+    stored = stores(spec, config, phase)
     if both_ways:
         # A state for every chunk: queries read two of them, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
