@@ -270,6 +270,9 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     )
     if gated and half and not small:
         config = dataclasses.replace(config, output_block=16, output_warps=4, output_stages=3)
+    if in_parts and spec.causal:
+        # Products of no more columns than 4 warps hold go one after the other.
+        config = dataclasses.replace(config, output_warps=4, output_stages=2, pair_block=32)
     return _in_float16(spec, config, roomy) if spec.dtype == "float16" else config
 
 
