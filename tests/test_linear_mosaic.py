@@ -112,6 +112,14 @@ def test_heads_of_more_columns(
 
 
 @newest
+def test_features_that_are_rounded_alike() -> None:
+    """1 + 2^-8 lies in the middle between two numbers of bfloat16."""
+    q, k, v = draw(1, 72, 1, 1, D=192)
+    wanted = numerics.oracle(OP, jnp.full_like(q, 2**-8), k, v, causal=True)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
 @pytest.mark.parametrize(
     "kind, B, T, channels, options",
     [

@@ -53,16 +53,31 @@ def query_gradient(
     s: jax.Array,
     z: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; inverse and e [B, H, T up to a whole chunk], float32."""
+    """dq; inverse and e [B, H, T up to a whole chunk], float32.
+
+    e is a quotient of what phi(q) as rounded makes. But inverse is multiplied by phi(q) before it
+    is rounded: where all of a row are rounded alike, that would add up.
+    """
     length = -(-spec.T // frame.C) * frame.C
     inverse = jnp.full((spec.B, spec.H, length), spec.scale, jnp.float32)
     e = jnp.zeros_like(inverse)
     if spec.normalize:
         flows, den = wide_walk(spec, deal, Role.FLOW, q, k, v, (s, z), g)
+        usual = den > spec.eps
         inverse = 1 / jnp.maximum(den, spec.eps)
-        e = jnp.where(den > spec.eps, jnp.sum(flows, axis=2) * inverse, 0.0)
+        e = jnp.where(usual, jnp.sum(flows, axis=2) * inverse, 0.0)
+        inverse *= jnp.where(usual, _rounded_over_unrounded(spec, q, length), 1.0)
     state = jnp.swapaxes(s, 3, 4), z
     return wide_walk(spec, deal, Role.DQ, g, v, k, state, q, (inverse, e)), inverse, e
+
+
+def _rounded_over_unrounded(spec: LinearAttentionSpec, q: jax.Array, length: int) -> jax.Array:
+    """The sum of each row's features as rounded over what it is unrounded, [B, H, length]."""
+    phi = frame.unrounded_features_of(q)
+    ratio = jnp.sum(jax.lax.reduce_precision(phi, 8, 7), axis=3) / jnp.sum(phi, axis=3)
+    if spec.layout == "bthd":
+        ratio = jnp.swapaxes(ratio, 1, 2)
+    return jnp.pad(ratio, ((0, 0), (0, 0), (0, length - spec.T)), constant_values=1.0)
 
 
 def key_gradient(
