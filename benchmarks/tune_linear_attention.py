@@ -32,6 +32,7 @@ CASES = (
     _bf16(B=4, T=4096, H=16, D=128, causal=True, decay="channel"),
     _bf16(B=8, T=16384, H=8, D=64, causal=True, decay="head"),
     _bf16(B=1, T=16384, H=32, D=128, causal=True, decay="head"),
+    _bf16(B=4, T=8192, H=8, D=256, causal=True),
     Case("linear", B=8, T=16384, H=8, D=64, dtype="float16"),
     Case("linear", B=8, T=16384, H=8, D=64, dtype="float16", causal=True),
     Case("linear", B=4, T=16384, H=8, D=64, dtype="float32"),
@@ -44,6 +45,7 @@ WHEN = ("dtype", "D", "V", "causal", "decay", "segments", "features", "precision
 STEPS: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"programs": (2, 4, 8, 16), "piece_rows": (4096, 16384)},
     {"run_rows": (0, 64, 128, 256), "backward_run_rows": (0, 64, 128, 256)},
+    {"stored_columns": (0, 256)},
     {"pair_block": (32, 64)},
     {"state_block": (32, 64, 128), "state_warps": (4, 8)},
     {"state_stages": (2, 3, 4, 5)},
