@@ -443,6 +443,9 @@ def test_who_is_asked_for_what() -> None:
     options |= {"decay": -jnp.ones(k.shape)}
     assert backend(channel.GPU, **options) == "mosaic_gpu"
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 511, **options) == "triton"
+    q, k, v = draw(1, 64, 2, 1, D=256)
+    assert backend(channel.GPU, 512, causal=True) == backend(channel.GPU, 171) == "mosaic_gpu"
+    assert backend(channel.GPU, 255, causal=True) == backend(channel.GPU, 170) == "triton"
     q, k, v = draw(1, 64, 2, 1)
     spec = dataclasses.replace(api.prepare(q, q, q, causal=True).spec, T=128, S=128, B=1024)
     for decay, after in (("channel", "triton"), ("step", None)):

@@ -317,7 +317,7 @@ def channel_query_gradient(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, C) * C), F32)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
     of_runs = spec.B, spec.H, pl.cdiv(spec.T, channel.RUN)
     out_type: Any = (
         jax.ShapeDtypeStruct(q.shape, BF16),

@@ -248,6 +248,11 @@ def copy_vector(
         plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
 
 
+def whole_chunks(length: int) -> int:
+    """The rows of a sequence up to a whole chunk."""
+    return int(pl.cdiv(length, C)) * C
+
+
 def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
     """`optimized`: of shared memory."""
     return plgpu.load(ref, *_INDEX, layout=layout, optimized=optimized)
@@ -264,18 +269,21 @@ def store_transposed(ref: Any, x: jax.Array) -> None:
     ref.T[...] = x
 
 
+def registers_at_launch(warpgroups: int) -> int:
+    return REGISTERS // warpgroups // 8 * 8
+
+
 def set_registers(count: int, warpgroups: int = WARPGROUPS) -> None:
     """What a launch gives to each is what there is to deal, in eights. To ask for more where it is
     fewer is an illegal instruction, as is the reverse."""
-    at_launch = REGISTERS // warpgroups // 8 * 8
-    plgpu.set_max_registers(count, action="increase" if count > at_launch else "decrease")
+    increases = count > registers_at_launch(warpgroups)
+    plgpu.set_max_registers(count, action="increase" if increases else "decrease")
 
 
 def workers_registers(workers: int) -> int:
     """Of so many warpgroups, beside one that loads."""
-    warpgroups = workers + 1
-    at_launch = REGISTERS // warpgroups // 8 * 8
-    return min(232, (warpgroups * at_launch - MEMORY_REGISTERS) // workers // 8 * 8)
+    dealt = (workers + 1) * registers_at_launch(workers + 1)
+    return min(232, (dealt - MEMORY_REGISTERS) // workers // 8 * 8)
 
 
 def zeros(rows: int, columns: int) -> jax.Array:

@@ -441,7 +441,7 @@ def query_gradient(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, C) * C), F32)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
     if gated:

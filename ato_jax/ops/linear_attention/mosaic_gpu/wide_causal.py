@@ -58,7 +58,7 @@ def query_gradient(
     e is a quotient of what phi(q) as rounded makes. But inverse is multiplied by phi(q) before it
     is rounded: where all of a row are rounded alike, that would add up.
     """
-    length = -(-spec.T // frame.C) * frame.C
+    length = frame.whole_chunks(spec.T)
     inverse = jnp.full((spec.B, spec.H, length), spec.scale, jnp.float32)
     e = jnp.zeros_like(inverse)
     if spec.normalize:

@@ -207,7 +207,7 @@ def wide_query_gradient(
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(free.at[slot_of(steps - 1, slots)])
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, C) * C), F32)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
     out_type = (jax.ShapeDtypeStruct(q.shape, BF16), *([rows] * (2 * spec.normalize)))
     arrays = q, g, s, z, least
     found = frame.launch(

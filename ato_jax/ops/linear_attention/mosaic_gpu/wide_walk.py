@@ -434,7 +434,7 @@ def wide_walk(
 
     arrays = [x, y, p, *state, *([] if reader is None else [reader]), *of_rows]
     heads = deal.heads // parts
-    length = int(pl.cdiv(spec.T, C)) * C
+    length = frame.whole_chunks(spec.T)
     out_type: Any = jax.ShapeDtypeStruct(frame.sequence_shape(spec, heads), BF16)
     if role is Role.FLOW:
         out_type = (
