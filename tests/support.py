@@ -163,7 +163,9 @@ def _linear_attention() -> Iterator[Row]:
         yield Row(f"T = S = 64, D = V = {D}", sizes)
         yield Row(f"causal, D = V = {D}", sizes, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}
-    for axes, sizes in (("BSG", wide), ("BSGD", wide), ("BSGD", two_heads)):
+    yield Row("causal, D = V = 64", two_heads, _always(causal=True))
+    of_channels = (("BSGD", wide), ("BSGD", two_heads))
+    for axes, sizes in (("G", wide), ("BSG", wide), ("BSG", two_heads), *of_channels):
         yield Row(
             f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",
             sizes,

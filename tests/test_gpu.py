@@ -292,6 +292,10 @@ def test_linear_attention_over_a_long_sequence(dtype: str, causal: bool, D: int)
     check("linear_attention", *arrays(dtype, B=1, T=LONG, H=2, G=1, D=D), causal=causal)
 
 
+# Whether causal, and columns of a head.
+BY_SIZE = [(False, 128), (False, 256), (True, 64), (True, 128), (True, 256)]
+
+
 def needs_hopper() -> None:
     if device.describe(jax.devices()[0]).capability != (9, 0):
         pytest.skip("Mosaic GPU's kernels are for Hopper")
@@ -309,6 +313,9 @@ def needs_hopper() -> None:
         (2, 7000, 6, 6, 192, "bthd", 30.0),
         (1, 9000, 8, 2, 192, "bhtd", 1.0),
         (30, 72, 50, 50, 256, "bthd", 1.0),
+        (1, LONG, 2, 2, 64, "bthd", 1.0),
+        (2, 9000, 8, 8, 64, "bhtd", 30.0),
+        (30, 72, 64, 64, 64, "bthd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -352,9 +359,8 @@ def test_mosaic_gpu_both_ways(
 
 
 @of_mosaic_gpu
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.01, 30.0])
-@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("causal, D", BY_SIZE)
 def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:
     needs_hopper()
     qkv = arrays("bfloat16", T=600, H=2, G=2, D=D, scale=scale)
@@ -363,8 +369,7 @@ def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [128, 192, 256])
+@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 192), (True, 192)])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
     needs_hopper()
@@ -378,18 +383,17 @@ def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
 @of_mosaic_gpu
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("name", ["head", "step"])
-@pytest.mark.parametrize("G", [2, 4])
+@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64)])
 @pytest.mark.usefixtures("linear_time_oracle")
-def test_gates_of_mosaic_gpu(name: str, G: int, normalize: bool) -> None:
-    """Of groups, and of a decay per head, the gradients are Triton's."""
+def test_gates_of_mosaic_gpu(name: str, B: int, G: int, D: int, normalize: bool) -> None:
+    """Of groups the gradients are Triton's."""
     needs_hopper()
-    qkv = arrays("bfloat16", B=2, T=9000, H=4, G=G, D=128)
-    options = linear_options(name, 2, 9000, 128, G=G) | {"implementation": None}
+    qkv = arrays("bfloat16", B=B, T=9000, H=4, G=G, D=D)
+    options = linear_options(name, B, 9000, D, G=G) | {"implementation": None}
     options |= {"normalize": normalize}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == "mosaic_gpu"
-    own = G == 4 and name == "step"
-    assert explained.backward.backend == ("mosaic_gpu" if own else "triton")
+    assert explained.backward.backend == ("mosaic_gpu" if G == 4 else "triton")
     check("linear_attention", *qkv, **options)
 
 
@@ -445,7 +449,7 @@ def test_channel_gates_of_mosaic_gpu(
 
 
 @of_mosaic_gpu
-@pytest.mark.parametrize("causal, D", [(False, 128), (True, 128), (False, 256), (True, 256)])
+@pytest.mark.parametrize("causal, D", BY_SIZE)
 def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:
     """The same bits again, and on a mesh; under `vmap` pieces may be others."""
     needs_hopper()

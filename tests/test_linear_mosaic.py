@@ -72,10 +72,11 @@ def against_the_reference(forward: str, backward: str, wanted: numerics.Oracle) 
 
 
 @newest
-def test_pieces_and_a_state() -> None:
+@pytest.mark.parametrize("B, H, D", [(2, 1, 128), (1, 2, 64)])
+def test_pieces_and_a_state(B: int, H: int, D: int) -> None:
     """Of two chunks, the last of them in part."""
-    options = options_of(2, 1, "bhtd", True) | {"return_state": False}
-    wanted = numerics.oracle(OP, *draw(2, 200, 1, 1, "bhtd"), causal=True, **options)
+    options = options_of(B, H, "bhtd", True, D) | {"return_state": False}
+    wanted = numerics.oracle(OP, *draw(B, 200, H, H, "bhtd", D=D), causal=True, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 
@@ -181,22 +182,31 @@ def test_turns_of_chunks() -> None:
     assert by_channel.turns_of(sums[None, None])[0, 0].tolist() == wanted
 
 
-# Gates that leave nothing of a state here and there; or, by heads, nearly all and as little as they
-# may in a chunk that is not steep. A denominator below eps.
+# Gates that leave nothing of a state here and there, of one of a tile's heads more than of the
+# other; or, by heads, nearly all and as little as they may in a chunk that is not steep. A
+# denominator below eps.
 @newest
 @pytest.mark.parametrize(
-    "gates, options", [("mixed", {"eps": 300.0}), ((-0.001, -1.25), {"normalize": False})]
+    "D, gates, options",
+    [
+        (128, "mixed", {"eps": 300.0}),
+        (64, "mixed", {}),
+        (64, (-0.001, -1.25), {"normalize": False}),
+    ],
 )
-def test_gradients_of_gates(gates: str | tuple[float, float], options: dict[str, Any]) -> None:
+def test_gradients_of_gates(
+    D: int, gates: str | tuple[float, float], options: dict[str, Any]
+) -> None:
     B, T = 1, 192
-    options = options_of(B, 2, "bthd", True) | options
+    options = options_of(B, 2, "bthd", True, D) | options
     if isinstance(gates, str):
         decay = channel.draw_gates(gates, B, T, 2)
+        decay = decay.at[..., 0].multiply(0.1) if D == 64 else decay
     else:
-        decay = jnp.broadcast_to(jnp.array(gates, jnp.float32), (B, T, 2))
-        halves = decay[0].reshape(-1, frame.C // 2, 2).sum(axis=1) * frame.LOG2_E
+        decay = jnp.array(gates, jnp.float32)
+        halves = decay * (frame.C // 2 * frame.LOG2_E)
         assert -frame.MOST_LOST < halves.min() < -0.9 * frame.MOST_LOST
-    wanted = numerics.oracle(OP, *draw(B, T, 2, 2), causal=True, decay=decay, **options)
+    wanted = numerics.oracle(OP, *draw(B, T, 2, 2, D=D), causal=True, decay=decay, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 
@@ -295,6 +305,8 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
         (1, 16384, 32, 32, "bthd", {"causal": True}, 5),
         (16, 1000, 16, 16, "bhtd", {"causal": True}, 3),
         (1, 1024, 8, 8, "bthd", {"causal": True, "return_state": True} | PLAIN, 5),
+        (1, 16384, 32, 32, "bthd", {"causal": True, "D": 64}, 5),
+        (1, 16384, 8, 8, "bthd", {"causal": True, "D": 64, "decay": True} | PLAIN, 5),
         (1, 1000, 8, 2, "bthd", {"causal": True, "decay": True}, 2),
         (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "return_state": True} | PLAIN, 5),
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
@@ -442,7 +454,9 @@ def test_who_is_asked_for_what() -> None:
     q, k, v = draw(1, 64, 2, 2, D=64)
     options |= {"decay": -jnp.ones(k.shape)}
     assert backend(channel.GPU, **options) == "mosaic_gpu"
-    assert backend(channel.GPU, causal=True) == backend(channel.GPU, 511, **options) == "triton"
+    assert backend(channel.GPU, causal=True) == "mosaic_gpu"
+    assert backend(channel.GPU) == backend(channel.GPU, 511, **options) == "triton"
+    assert backend(channel.GPU, 1023, causal=True) == "triton"
     q, k, v = draw(1, 64, 2, 1, D=256)
     assert backend(channel.GPU, 512, causal=True) == backend(channel.GPU, 171) == "mosaic_gpu"
     assert backend(channel.GPU, 255, causal=True) == backend(channel.GPU, 170) == "triton"

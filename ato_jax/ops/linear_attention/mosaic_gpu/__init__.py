@@ -4,12 +4,12 @@
     z = sum_j phi(k_j)                  [F]
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
-over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each step, each step
-and channel, or forward for each head (`causal.py`). `frame.py` says what a kernel is made of.
+over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head, each step,
+or each step and channel (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; with a decay for each step and channel also D = V = 64, two heads side by side; without one
-also D = V = 192 and 256. All else is Triton's.
+float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256.
+All else is Triton's.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ ROWS_OF_A_TILE = 8  # as arrays in memory are cut by the copy engine
 # With fewer rows of all heads, Triton's kernels are faster: they are fewer. On an H200 8 heads of
 # 1024 rows took 23.8 us where they take 14.5, of 4096 rows 36.1 and 33.9; 32 heads of 2048 rows
 # 43.7 and 64.7. Where every query sees every key they have no pieces to join: 8 heads of 1024 rows
-# took 13.6 us and 12.3, of 4096 rows 19.0 and 22.0. Of two heads of 64 in a tile, with gates of
-# channels: 16 heads of 4096 rows took 66 us where Triton's kernels take 73, with gradients 236 and
-# 277. Of 256 columns half as many are enough: causal, 8 heads of 1024 rows took 85 us and 77, of
-# 4096 rows 101 and 149; where every query sees every key, 77 and 129 of 4096.
+# took 13.6 us and 12.3, of 4096 rows 19.0 and 22.0. Of other sizes as many elements: of 256 columns
+# 8 heads of 1024 rows took 85 us and 77, of 4096 rows 101 and 149, where every query sees every key
+# 77 and 129; of two heads of 64 in a tile 64 heads of 1024 rows took 31.7 us and 22.6, of 2048 rows
+# 37.5 and 38.9, with gradients 114 and 134. But with gates of channels 16 heads of 4096 rows of 64
+# columns took 66 us where Triton's kernels take 73, with gradients 236 and 277.
 ENOUGH_ROWS = 2**16
 
 
@@ -63,10 +64,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype != "bfloat16":
         return f"needs bfloat16, got {spec.dtype}"
     sizes: tuple[int, ...] = (frame.F,)
-    if spec.decay == "channel":
-        sizes = frame.HALF, frame.F
-    elif spec.decay is None:
-        sizes = frame.F, *WIDE
+    if spec.causal:
+        sizes = frame.HALF, *sizes
+    if spec.decay is None:
+        sizes = *sizes, *WIDE
     if spec.V != spec.D or spec.D not in sizes:
         wanted = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])
         return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
@@ -86,8 +87,6 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.return_state and spec.T % frame.C:
         # Rows beyond the end are read as zeros, of which the features need not be zero.
         return f"return_state needs T to be a multiple of {frame.C} where causal, got {spec.T}"
-    if phase == "backward" and spec.decay == "head":
-        return "does not support the gradients of a decay per head"
     if phase == "backward" and spec.decay == "channel":
         if spec.return_state:
             return "does not support return_state for the gradients of a decay per channel"
@@ -110,7 +109,9 @@ def hands_over(spec: LinearAttentionSpec) -> bool:
 
 
 def pays(spec: LinearAttentionSpec, device: Device, followed: bool) -> bool:
-    enough = ENOUGH_ROWS * frame.F // spec.D if frame.is_wide(spec) else ENOUGH_ROWS
+    enough = ENOUGH_ROWS
+    if spec.decay != "channel":
+        enough = ENOUGH_ROWS * frame.F // spec.D
     if spec.causal:
         return spec.B * spec.H * spec.T >= enough
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= enough

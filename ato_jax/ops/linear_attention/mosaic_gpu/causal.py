@@ -119,7 +119,7 @@ def keep(
     if frame.is_wide(spec):
         out = wide_causal.output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead)
         return Kept(out, state, *ahead)
-    steep = None if gates is None else _steep(deal, gates)
+    steep = None if gates is None else _steep(spec, deal, gates)
     out = output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead, gates, steep)
     return Kept(out, state, *ahead)
 
@@ -167,8 +167,10 @@ def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 def decay_gradient(spec: LinearAttentionSpec, decay: jax.Array, steps: jax.Array) -> jax.Array:
-    """The gradient of the decays of each step as they are given, of that as [B, G, T]."""
-    if spec.layout == "bthd":
+    """The gradient of the decays as they are given, of that of each step, [B, G, T]."""
+    if spec.decay == "head":
+        steps = jnp.sum(steps, axis=(0, 2))
+    elif spec.layout == "bthd":
         steps = jnp.swapaxes(steps, 1, 2)
     return jnp.where(decay < LEAST_DECAY, 0.0, steps)
 
@@ -183,7 +185,8 @@ def _states(
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
     if pieces:
         length = min(pieces * of_queries.rows, spec.T)
-        deal = dataclasses.replace(of_queries, heads=spec.G, length=length, pieces=pieces)
+        heads = spec.G // frame.heads_of_tile(spec)
+        deal = dataclasses.replace(of_queries, heads=heads, length=length, pieces=pieces)
         until = None
         if gates is not None:
             keeps, until = _left_by_pieces(deal, gates), _until_pieces(deal, gates)
@@ -238,9 +241,11 @@ def _plus(gates: jax.Array, of_chunks: jax.Array) -> jax.Array:
     return (rows + of_chunks[..., None]).reshape(gates.shape)
 
 
-def _steep(deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """Which pieces have a steep chunk, [B, G, P]."""
-    return _any_in_pieces(deal, frame.is_steep(*frame.halves_of(gates)))
+def _steep(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> jax.Array:
+    """Which pieces have a steep chunk, [B, tiles, P]."""
+    steep = frame.is_steep(*frame.halves_of(gates))
+    of_tiles = steep.reshape(spec.B, -1, frame.heads_of_tile(spec), steep.shape[2])
+    return _any_in_pieces(deal, jnp.any(of_tiles, axis=2))
 
 
 def _at_edges(
@@ -303,7 +308,7 @@ def backward(
         kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, gates)
         s = kv.astype(jnp.bfloat16)
     wide = frame.is_wide(spec)
-    steep = None if gates is None else _steep(deal, gates)
+    steep = None if gates is None else _steep(spec, deal, gates)
     of_queries = of_keys = None
     if wide:
         dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)

@@ -53,6 +53,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     slot_of,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import in_parts
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
@@ -249,13 +250,7 @@ def channel_key_gradient(
                     own[...] = frame.rounded(read)
                 minus_es = by_heads(spec, minus_e_s)
                 for e, own in zip(by_heads(spec, e_s.at[slot]), minus_es, strict=True):
-                    minus_e = frame.in_columns(-load(e, OF_ROWS), ALIKE)
-                    rounded = frame.rounded(minus_e)
-                    rest = frame.rounded(minus_e - rounded.astype(F32))
-                    column = plgpu.broadcasted_iota(
-                        jnp.int32, (C, ALIKE), dimension=1, layout=frame.TILE
-                    )
-                    frame.store_transposed(own, jnp.where(lax.rem(column, 2) == 0, rounded, rest))
+                    spread(load(e, OF_ROWS), own)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
 

@@ -14,9 +14,8 @@ what key j adds to the cotangent of the state behind, and I(t) is of the chunk's
 for S and z ahead of the chunk, R and u behind it. Both kernels leave these of every few chunks, as
 they are multiplied: where the chunk is not steep exp2(G_C) is in them (`frame.Gates`). X is summed
 up between: what the sums miss of the next one that is known is spread over the chunks between. By
-the roundings of S and R X is off, and alike in neighbouring chunks. In the gradient of a decay for
-each head, a sum over all steps, that adds up while those of the steps cancel: it is left to
-Triton's kernels.
+the roundings of S and R X is off, and alike in neighbouring chunks: in the gradient of a decay for
+each head, a sum over all steps, that adds up.
 """
 
 from __future__ import annotations

@@ -233,6 +233,11 @@ def by_heads(spec: LinearAttentionSpec, ref: Any) -> list[Any]:
     return [ref] if heads == 1 else [ref.at[pl.ds(n * each, each)] for n in range(heads)]
 
 
+def rows_in(spec: LinearAttentionSpec, vectors: Any, slot: Any, half: Any) -> Any:
+    """Of one of `vectors` what is of the head that a half of a tile is of, [C]."""
+    return vectors.at[slot] if heads_of_tile(spec) == 1 else vectors.at[slot, pl.ds(half * C, C)]
+
+
 def copy_vector(
     spec: LinearAttentionSpec,
     ref: Any,

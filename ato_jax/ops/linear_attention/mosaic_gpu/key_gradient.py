@@ -34,11 +34,14 @@ it, which a strong decay would leave alone, and nothing that cancels.
 Features carry the decay (`frame.Gates`), R and u are those that the middle sees, and rows of dk are
 times exp2(G_m - G_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for their
 sums are scaled in registers.
+
+Where a tile is two heads', each warpgroup does for both what it does.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +66,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     V,
     load,
     multiply,
-    part,
     shared,
     slot_of,
 )
@@ -73,9 +75,10 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
-DV_REGISTERS, DK_REGISTERS, STATE_REGISTERS = 144, 144, 200
-# With a decay dv and dk do more.
-GATED_DV_REGISTERS, GATED_DK_REGISTERS, GATED_STATE_REGISTERS = 152, 152, 184
+# Of dv, dk and state. With a decay dv and dk do more; two heads in a tile have half as much of a
+# state, and twice a and b.
+OWN_REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
+GATED_REGISTERS = {1: (152, 152, 184), 2: (176, 176, 136)}
 
 
 def in_parts(u: jax.Array) -> jax.Array:
@@ -99,33 +102,36 @@ def key_gradient(
 ) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
     """dk and dv, of r [B, H, P, V, F] in bfloat16 and u [B, H, P, F] in float32, the sums behind
     each piece; gates and steep as in `output`."""
-    gated = gates is not None
+    gated, heads = gates is not None, frame.heads_of_tile(spec)
+    registers = (GATED_REGISTERS if gated else OWN_REGISTERS)[heads]
+    dv_registers, dk_registers, state_registers = registers
     scratch = dict(
-        q_s=shared(STAGES, C, F),
-        g_s=shared(STAGES, C, V),
-        k_s=shared(K_STAGES, C, F),
-        v_s=shared(K_STAGES, C, V),
-        r_s=shared(V, F),
-        out_s=shared(2, C, F),
-        minus_e_s=shared(C, C),
-        inverse_s=plgpu.SMEM((STAGES, C), F32),
-        e_s=plgpu.SMEM((STAGES, C), F32),
+        q_s=frame.tiles(spec, STAGES),
+        g_s=frame.tiles(spec, STAGES),
+        k_s=frame.tiles(spec, K_STAGES),
+        v_s=frame.tiles(spec, K_STAGES),
+        r_s=shared(V, spec.F),
+        out_s=frame.tiles(spec, 2),
+        minus_e_s=shared(heads, ALIKE, C),
+        inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
+        e_s=plgpu.SMEM((STAGES, heads * C), F32),
         u_s=plgpu.SMEM((F,), F32),
         u_start_s=plgpu.SMEM((F,), F32),
-        loaded=plgpu.Barrier(num_arrivals=4 + gated, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=heads * (4 + gated), num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=K_STAGES),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        start=plgpu.Barrier(num_arrivals=2),
+        start=plgpu.Barrier(num_arrivals=2 * heads),
         r_ready=plgpu.Barrier(num_arrivals=1),
         r_free=plgpu.Barrier(num_arrivals=2),
     )
     if gated:
         scratch |= dict(
-            gates_s=plgpu.SMEM((STAGES, C), F32),
-            flows_s=plgpu.SMEM((2, C), F32),
-            pairs_s=shared(2, C, C),
+            gates_s=plgpu.SMEM((STAGES, heads * C), F32),
+            flows_s=plgpu.SMEM((2, heads * C), F32),
+            pairs_s=shared(heads, 2, C, C),
+            before_s=shared(C, C),  # [t, j]: 1 where j < t
             pairs_ready=plgpu.Barrier(num_arrivals=1),
             pairs_free=plgpu.Barrier(num_arrivals=1),
         )
@@ -162,31 +168,40 @@ def key_gradient(
         gates_s: Any = None,
         flows_s: Any = None,
         pairs_s: Any = None,
+        before_s: Any = None,
         pairs_ready: Any = None,
         pairs_free: Any = None,
     ) -> None:
         gates_ref, steep_ref = refs[:2] if gated else (None, None)
         dk_ref, dv_ref, *flow_refs = refs[2 * gated :]
 
+        def heads_of(item: Item) -> list[Any]:
+            return [frame.head_of(spec, item.head, head) for head in range(heads)]
+
+        def in_heads(tiles: Any, slot: Any) -> list[Any]:
+            """What is of each head in a slot."""
+            return [frame.head_in(spec, tiles, slot, head) for head in range(heads)]
+
+        def gates_in(slot: Any, some_steep: bool) -> list[frame.Gates]:
+            of_heads = frame.by_heads(spec, gates_s.at[slot])
+            return [frame.gates_of(own, some_steep) for own in of_heads]
+
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows_from_the_end(chunk)
                 slot, k_slot = slot_of(step, STAGES), slot_of(step, K_STAGES)
+                copy_tile = functools.partial(frame.copy_tile, spec)
+                copy_vector = functools.partial(frame.copy_vector, spec)
                 frame.wait_until_free(free, step, STAGES)
-                for source, own in (
-                    (part(spec, q_ref, item, rows, item.head), q_s),
-                    (inverse_ref.at[item.batch, item.head, rows], inverse_s),
-                    (e_ref.at[item.batch, item.head, rows], e_s),
-                    (part(spec, g_ref, item, rows, item.head), g_s),
-                ):
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                copy_tile(q_ref, item, rows, item.head, q_s, slot, loaded)
+                copy_vector(inverse_ref, item, rows, inverse_s, slot, loaded)
+                copy_vector(e_ref, item, rows, e_s, slot, loaded)
+                copy_tile(g_ref, item, rows, item.head, g_s, slot, loaded)
                 if gated:
-                    source = gates_ref.at[item.batch, item.head, rows]
-                    plgpu.copy_gmem_to_smem(source, gates_s.at[slot], loaded.at[slot])
+                    copy_vector(gates_ref, item, rows, gates_s, slot, loaded)
                 frame.wait_until_free(k_free, step, K_STAGES)
                 for ref, own in ((k_ref, k_s), (v_ref, v_s)):
-                    source = part(spec, ref, item, rows, item.head)
-                    plgpu.copy_gmem_to_smem(source, own.at[k_slot], k_loaded.at[k_slot])
+                    copy_tile(ref, item, rows, item.head, own, k_slot, k_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -197,32 +212,36 @@ def key_gradient(
 
             if gated:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            of_piece = item.batch, item.head, item.piece
-            plgpu.copy_gmem_to_smem(r_ref.at[of_piece], r_s, start)
-            plgpu.copy_gmem_to_smem(u_ref.at[of_piece], u_start_s, start)
+            for ref, starts in ((r_ref, r_s), (u_ref, u_start_s)):
+                for head, own in zip(heads_of(item), frame.by_heads(spec, starts), strict=True):
+                    source = ref.at[item.batch, head, item.piece]
+                    plgpu.copy_gmem_to_smem(source, own, start)
             plgpu.barrier_wait(start)
-            if gated:
-                start_rows = tuple(load(rows).astype(F32) for rows in halves_of_r())
-            else:
-                start_rows = (load(r_s).astype(F32),)
-            sums = *start_rows, in_parts(load(u_start_s, frame.OF_ROWS))
+            sums = [
+                ([load(rows).astype(F32) for rows in of_r], in_parts(load(of_u, OF_ROWS)))
+                for of_r, of_u in zip(parts_of_r(), frame.by_heads(spec, u_start_s), strict=True)
+            ]
             plgpu.commit_smem()  # what was read, ahead of the next piece's
 
             def sum_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
                 sums, to_start = carried
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                inverse, own_e = load(inverse_s.at[slot], OF_ROWS), load(e_s.at[slot], OF_COLUMNS)
-                gates: Any = None
+                queries = in_heads(q_s, slot)
+                inverses = [load(own, OF_ROWS) for own in frame.by_heads(spec, inverse_s.at[slot])]
+                es = [load(own, OF_ROWS) for own in frame.by_heads(spec, e_s.at[slot])]
+                gates: list[Any] = [None] * heads
                 if gated:
-                    gates = frame.gates_of(gates_s.at[slot], some_steep)
-                    onto = to_start * gates.from_middle()
-                    sums, to_start = [x * onto for x in sums], gates.to_middle()
-                    inverse = inverse * jnp.exp2(gates.since_middle())
-                    own_e = own_e * gates.if_steep(gates.of(OF_COLUMNS))
-                *total, parts = sums
-                map_queries(q_s.at[slot], inverse)
-                spread(own_e, minus_e_s)
+                    gates = gates_in(slot, some_steep)
+                    for n, own in enumerate(gates):
+                        onto = to_start[n] * own.from_middle()
+                        sums[n] = jax.tree.map(lambda x, onto=onto: x * onto, sums[n])
+                        inverses[n] = inverses[n] * jnp.exp2(own.since_middle())
+                        es[n] = es[n] * own.if_steep(own.of(OF_ROWS))
+                    to_start = [own.to_middle() for own in gates]
+                for n in range(heads):
+                    map_queries(queries[n], inverses[n])
+                    spread(es[n], minus_e_s.at[n])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
 
@@ -232,53 +251,70 @@ def key_gradient(
 
                 if gated:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for rows, half in zip(halves_of_r(), total, strict=True):
-                        rows[...] = half.astype(BF16)
-                else:
-                    r_s[...] = total[0].astype(BF16)
-                u_s[...] = frame.of_parts(parts)
+                of_heads = zip(parts_of_r(), frame.by_heads(spec, u_s), sums, strict=True)
+                for rows, own_u, (total, parts) in of_heads:
+                    for own, x in zip(rows, total, strict=True):
+                        own[...] = x.astype(BF16)
+                    own_u[...] = frame.of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
+                # g in as many parts as R.
+                added = [[g] for g in in_heads(g_s, slot)]
+                if gated and heads == 1:
+                    added = [[frame.half_of(spec, g_s, slot, half) for half in range(2)]]
 
-                def multiply_sums(sums: Any, added: Any) -> Any:
-                    *total, parts = sums
-                    minus_e = minus_e_s.at[pl.ds(0, ALIKE)]
-                    return multiply(
-                        *((own, [(x, q_s.at[slot])]) for own, x in zip(total, added, strict=True)),
-                        (parts, [(q_s.at[slot].T, minus_e.T)]),
-                    )
+                def products_of(n: int, sums: Any, added: Any) -> list[Any]:
+                    total, parts = sums
+                    return [
+                        *((own, [(x.T, queries[n])]) for own, x in zip(total, added, strict=True)),
+                        (parts, [(queries[n].T, minus_e_s.at[n].T)]),
+                    ]
+
+                def arranged(found: tuple[jax.Array, ...]) -> Any:
+                    *total, parts = found
+                    return total, parts
 
                 if gated:
                     keep_sums(item, chunk)
-                    halves = [g_s.at[slot, :, pl.ds(half * HALF, HALF)] for half in range(2)]
+                    for n, own_gates in enumerate(gates):
 
-                    def when_steep() -> Any:
-                        """One after the other: there are no registers for both factors."""
-                        reads = jnp.exp2(gates.of(OF_COLUMNS))
-                        keeps = jnp.exp2(gates.last)
-                        found: list[jax.Array] = []
-                        for own, half in zip(total, halves, strict=True):
-                            added = frame.times_rows(half, reads)
-                            found += multiply((own * keeps, [(added, q_s.at[slot])]))
-                        return *found, *multiply_sums([parts * keeps], [])
+                        def when_steep(n: int = n, own_gates: frame.Gates = own_gates) -> Any:
+                            """One after the other: there are no registers for both factors."""
+                            total, parts = sums[n]
+                            reads = jnp.exp2(own_gates.of(OF_COLUMNS))
+                            keeps = jnp.exp2(own_gates.last)
+                            found: list[jax.Array] = []
+                            for own, g in zip(total, added[n], strict=True):
+                                scaled = frame.times_rows(g, reads)
+                                found += multiply((own * keeps, [(scaled, queries[n])]))
+                            found += multiply(*products_of(n, ([], parts * keeps), []))
+                            return arranged(tuple(found))
 
-                    sums = gates.either(
-                        when_steep, lambda: multiply_sums(sums, [x.T for x in halves])
-                    )
+                        def otherwise(n: int = n) -> Any:
+                            return arranged(multiply(*products_of(n, sums[n], added[n])))
+
+                        sums[n] = own_gates.either(when_steep, otherwise)
                     plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 else:
-                    sums = multiply_sums(sums, [g_s.at[slot].T])
+                    products = [products_of(n, sums[n], added[n]) for n in range(heads)]
+                    found = multiply(*itertools.chain(*products))
+                    sums = [arranged(found[2 * n : 2 * n + 2]) for n in range(heads)]
                 plgpu.barrier_arrive(free.at[slot])
-                return tuple(sums), to_start
+                return sums, to_start
 
             def sum_chunks(some_steep: bool) -> None:
                 one = functools.partial(sum_chunk, some_steep)
-                lax.fori_loop(0, item.chunks, one, (sums, jnp.float32(1)))
+                start = sums, [jnp.float32(1)] * heads
+                lax.fori_loop(0, item.chunks, one, start)
 
             frame.each_chunk(steep_ref, item, item.head, sum_chunks)
 
-        def halves_of_r() -> list[Any]:
-            return [r_s.at[pl.ds(half * HALF, HALF)] for half in range(2)]
+        def parts_of_r() -> list[list[Any]]:
+            """Of each head: with a decay of 128 columns two, as there are no more registers."""
+            if heads == 1 and not gated:
+                return [[r_s]]
+            halves = [r_s.at[pl.ds(half * HALF, HALF)] for half in range(2)]
+            return [halves] if heads == 1 else [[half] for half in halves]
 
         def keep_sums(item: Item, chunk: Any) -> None:
             """R and u behind the chunk, if it is one of those."""
@@ -286,13 +322,19 @@ def key_gradient(
 
             @pl.when(flows.is_kept(number))
             def _() -> None:
-                at = item.batch, item.head, flows.place(deal, item, number)
+                place = flows.place(deal, item, number)
                 for own, ref in zip((r_s, u_s), flow_refs[2:], strict=True):
-                    plgpu.copy_smem_to_gmem(own, ref.at[at])
+                    of_heads = frame.by_heads(spec, own)
+                    for head, part_of_own in zip(heads_of(item), of_heads, strict=True):
+                        plgpu.copy_smem_to_gmem(part_of_own, ref.at[item.batch, head, place])
+
+        def from_here() -> jax.Array:
+            """[j, i] and [t, i]: where the row is not behind the column."""
+            return frame.position(1) >= frame.position(0)
 
         def seen(x: jax.Array) -> jax.Array:
             """x [j, i] where query i sees key j, else 0."""
-            x = jnp.where(frame.position(1) >= frame.position(0), x, 0.0)
+            x = jnp.where(from_here(), x, 0.0)
             # Rounded in pairs: behind the choice each would be by itself.
             return lax.optimization_barrier(x)
 
@@ -310,19 +352,19 @@ def key_gradient(
                 def walk_chunk(some_steep: bool, chunk: Any, _: None) -> None:
                     step = item.before + chunk
                     slots = slot_of(step, STAGES), slot_of(step, K_STAGES)
-                    found, flow = one(*slots, step, some_steep)
+                    found, own_flows = one(*slots, step, some_steep)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    out_s.at[number][...] = found.astype(BF16)
-                    if gated:
-                        flows_s.at[number][...] = flow
+                    for own, x in zip(in_heads(out_s, number), found, strict=True):
+                        own[...] = x.astype(BF16)
+                    flow_rows = frame.by_heads(spec, flows_s.at[number]) if gated else []
+                    for own, flow in zip(flow_rows, own_flows, strict=True):
+                        own[...] = flow
                     plgpu.commit_smem()
                     rows = item.rows_from_the_end(chunk)
-                    plgpu.copy_smem_to_gmem(
-                        out_s.at[number], part(spec, ref, item, rows, item.head)
-                    )
-                    if gated:
-                        target = flow_refs[number].at[item.batch, item.head, rows]
-                        plgpu.copy_smem_to_gmem(flows_s.at[number], target)
+                    frame.leave_tile(spec, out_s, number, ref, item, rows, item.head)
+                    for own, head in zip(flow_rows, heads_of(item), strict=False):
+                        target = flow_refs[number].at[item.batch, head, rows]
+                        plgpu.copy_smem_to_gmem(own, target)
 
                 def walk_chunks(some_steep: bool) -> None:
                     lax.fori_loop(0, item.chunks, functools.partial(walk_chunk, some_steep), None)
@@ -334,94 +376,130 @@ def key_gradient(
 
         def values_chunk(slot: Any, k_slot: Any, step: Any, some_steep: bool) -> Any:
             plgpu.barrier_wait(k_loaded.at[k_slot])
-            x = load(k_s.at[k_slot])
+            xs = [load(own) for own in in_heads(k_s, k_slot)]
             plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
             plgpu.barrier_arrive(k_free.at[k_slot])
-            gates: Any = None
+            gates: list[Any] = []
             if gated:
                 plgpu.barrier_wait(mapped.at[slot])
-                gates = frame.gates_of(gates_s.at[slot], some_steep)
-                phi_k = frame.decayed_features_of(x, gates.up_to_middle())
+                gates = gates_in(slot, some_steep)
+                phi_k = [
+                    frame.decayed_features_of(x, own.up_to_middle())
+                    for x, own in zip(xs, gates, strict=True)
+                ]
             else:
-                phi_k = frame.features_of(x)
+                phi_k = [frame.features_of(x) for x in xs]
                 plgpu.barrier_wait(mapped.at[slot])
-            (a,) = multiply((frame.zeros(C, C), [(phi_k, q_s.at[slot].T)]))
-            flow: Any = None
+            pairs = zip(phi_k, in_heads(q_s, slot), strict=True)
+            a = list(multiply(*((frame.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
+            own_flows = []
+            for n, own in enumerate(gates):
+                own_flows.append(of_pairs(n, a[n]))
+
+                def when_steep(n: int = n, own: frame.Gates = own) -> Any:
+                    left = frame.in_columns(own.left(OF_ROWS), spec.F)
+                    decayed = frame.rounded(phi_k[n].astype(F32) * left)
+                    return a[n] * own.of_pairs(queries=1), decayed
+
+                a[n], phi_k[n] = own.either(when_steep, lambda n=n: (a[n], phi_k[n]))
             if gated:
-                flow = of_pairs(a)
-
-                def when_steep() -> Any:
-                    left = frame.in_columns(gates.left(OF_ROWS), F)
-                    return a * gates.of_pairs(queries=1), frame.rounded(phi_k.astype(F32) * left)
-
-                a, phi_k = gates.either(when_steep, lambda: (a, phi_k))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-            weights = frame.rounded(seen(a))
+            weights = [frame.rounded(seen(own)) for own in a]
             plgpu.barrier_wait(r_ready)
-            (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.T), (weights, g_s.at[slot])]))
+            factors = zip(
+                phi_k, frame.by_heads(spec, r_s), weights, in_heads(g_s, slot), strict=True
+            )
+            dv = multiply(
+                *((frame.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors)
+            )
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
-            return dv, flow
+            return dv, own_flows
 
-        def of_pairs(a: jax.Array) -> jax.Array:
+        def of_pairs(n: int, a: jax.Array) -> jax.Array:
             """I, of a as it was multiplied: what it lacks of the decay in a steep chunk b has."""
-            parts = [out_s.at[DV, :, pl.ds(half * HALF, HALF)] for half in range(2)]
-            plgpu.barrier_wait(pairs_ready)
-            m = seen(a) * sum(load(pairs_s.at[part]).astype(F32) for part in range(2))
+            parts = [frame.half_of(spec, out_s, DV, half) for half in range(2)]
+            if n == 0:
+                plgpu.barrier_wait(pairs_ready)
+            m = seen(a) * sum(load(pairs_s.at[n, part]).astype(F32) for part in range(2))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_parts(parts, m)
-            plgpu.barrier_arrive(pairs_free)
-            t, other = frame.position(0), frame.position(1)
-            before = jnp.where(other < t, 1.0, 0.0).astype(BF16)  # [t, j]
-            products = [(before, part) for part in parts]
+            if n == heads - 1:
+                plgpu.barrier_arrive(pairs_free)
+            products = [(before_s, part) for part in parts]
             (across,) = multiply((frame.zeros(C, C), products))  # [t, i]
-            return jnp.sum(jnp.where(other >= t, across, 0.0), axis=1)
+            return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
 
         def keys_chunk(slot: Any, k_slot: Any, step: Any, some_steep: bool) -> Any:
             plgpu.barrier_wait(mapped.at[slot])
-            minus_e = frame.in_rows(-load(e_s.at[slot], OF_COLUMNS), C)
+            queries, values = in_heads(q_s, slot), in_heads(v_s, k_slot)
+            es = [load(own, OF_COLUMNS) for own in frame.by_heads(spec, e_s.at[slot])]
             plgpu.barrier_wait(k_loaded.at[k_slot])
-            (b,) = multiply((minus_e, [(v_s.at[k_slot], g_s.at[slot].T)]))
-            gates: Any = None
-            factors: Any
+            pairs = zip(es, values, in_heads(g_s, slot), strict=True)
+            b = multiply(*((frame.in_rows(-e, C), [(v, g.T)]) for e, v, g in pairs))
+            gates: list[Any] = gates_in(slot, some_steep) if gated else [None] * heads
+            factors: list[Any] = []
             if gated:
-                gates = frame.gates_of(gates_s.at[slot], some_steep)
-                b = gates.either(lambda: b * gates.of_pairs(queries=1), lambda: b)
 
                 @pl.when(step > 0)
                 def _() -> None:
                     plgpu.barrier_wait(pairs_free)
 
-                factors = pairs_s.at[0], pairs_s.at[1]
-                store_parts(factors, seen(b))
+                for n, own in enumerate(gates):
+                    own_b = own.either(
+                        lambda n=n, own=own: b[n] * own.of_pairs(queries=1), lambda n=n: b[n]
+                    )
+                    factors.append([pairs_s.at[n, 0], pairs_s.at[n, 1]])
+                    store_parts(factors[n], seen(own_b))
                 plgpu.barrier_arrive(pairs_ready)
             else:
-                b = seen(b)
-                rounded = frame.rounded(b)
-                factors = rounded, frame.rounded(b - rounded.astype(F32))
+                for own_b in map(seen, b):
+                    rounded = frame.rounded(own_b)
+                    factors.append([rounded, frame.rounded(own_b - rounded.astype(F32))])
             plgpu.barrier_wait(r_ready)
-            of_others = frame.in_rows(load(u_s, OF_COLUMNS), C)
-            products = [(v_s.at[k_slot], r_s), *((factor, q_s.at[slot]) for factor in factors)]
-            flow = exponents = None
+            of_others = [
+                frame.in_rows(load(own, OF_COLUMNS), C) for own in frame.by_heads(spec, u_s)
+            ]
+            states = frame.by_heads(spec, r_s)
+            own_flows = []
+            exponents: list[Any] = [None] * heads
             if gated:
-                (of_others,) = multiply((of_others, products[:1]))
-                of_others = gates.either(
-                    lambda: of_others * frame.in_columns(gates.left(OF_ROWS), F),
-                    lambda: of_others,
+                found = multiply(
+                    *((of_others[n], [(values[n], states[n])]) for n in range(heads))
                 )
-                exponents = gates.up_to_middle()
-                phi_k = frame.unrounded_features_of(load(k_s.at[k_slot]))
-                flow = jnp.sum(phi_k * of_others, axis=1) * jnp.exp2(exponents)
-                del products[:1]
+                keys = in_heads(k_s, k_slot)
+                for n, own in enumerate(gates):
+                    of_others[n] = own.either(
+                        lambda n=n, own=own: found[n] * frame.in_columns(own.left(OF_ROWS), spec.F),
+                        lambda n=n: found[n],
+                    )
+                    exponents[n] = own.up_to_middle()
+                    phi_k = frame.unrounded_features_of(load(keys[n]))
+                    read = jnp.sum(phi_k * of_others[n], axis=1)
+                    own_flows.append(read * jnp.exp2(exponents[n]))
             plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
-            (dk,) = multiply((of_others, products))
+            dk = multiply(
+                *(
+                    (
+                        of_others[n],
+                        [
+                            *([] if gated else [(values[n], states[n])]),
+                            *((factor, queries[n]) for factor in factors[n]),
+                        ],
+                    )
+                    for n in range(heads)
+                )
+            )
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
-            x = jnp.minimum(load(k_s.at[k_slot]).astype(F32), 0.0) * LOG2_E
-            dk = dk * jnp.exp2(x if exponents is None else x + frame.in_columns(exponents, F))
+            slopes = []
+            for own, exponent in zip(in_heads(k_s, k_slot), exponents, strict=True):
+                x = jnp.minimum(load(own).astype(F32), 0.0) * LOG2_E
+                x = x if exponent is None else x + frame.in_columns(exponent, spec.F)
+                slopes.append(jnp.exp2(x))
             plgpu.commit_smem()
             plgpu.barrier_arrive(k_free.at[k_slot])
-            return dk, flow
+            return [own * slope for own, slope in zip(dk, slopes, strict=True)], own_flows
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
@@ -432,7 +510,7 @@ def key_gradient(
 
         @pl.when(frame.group() == STATE)
         def _state() -> None:
-            frame.set_registers(GATED_STATE_REGISTERS if gated else STATE_REGISTERS)
+            frame.set_registers(state_registers)
             deal.each(sum_piece)
             plgpu.barrier_wait(r_free)
             if gated:
@@ -440,12 +518,17 @@ def key_gradient(
 
         @pl.when(frame.group() == DV)
         def _dv() -> None:
-            frame.set_registers(GATED_DV_REGISTERS if gated else DV_REGISTERS)
+            frame.set_registers(dv_registers)
+            if gated:
+                # Not made where it is multiplied: as a factor in registers, the same in all chunks,
+                # half of its rows were not there yet in a piece's first one.
+                before_s[...] = jnp.where(from_here(), 0.0, 1.0).astype(BF16)
+                plgpu.commit_smem()
             walk(values_chunk, DV, dv_ref)
 
         @pl.when(frame.group() == DK)
         def _dk() -> None:
-            frame.set_registers(GATED_DK_REGISTERS if gated else DK_REGISTERS)
+            frame.set_registers(dk_registers)
             walk(keys_chunk, DK, dk_ref)
             if gated:
                 plgpu.barrier_wait(pairs_free)
@@ -461,8 +544,8 @@ def key_gradient(
         *out_type,
         rows,
         rows,
-        jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
-        jax.ShapeDtypeStruct((*of_edges, F), F32),
+        jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
+        jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
     )
     arrays = *arrays, gates, steep
     dk, dv, inside, adds, *edges = frame.launch(

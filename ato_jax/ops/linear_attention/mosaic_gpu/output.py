@@ -21,6 +21,8 @@ With a decay, of whose logarithms to base 2 G_i is the sum from the chunk's firs
 phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and rows of out
 and its denominator are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, v and what is
 read of the state are scaled in registers.
+
+Where a tile is two heads', the halves are these, each with products of its own 64 columns.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     OF_COLUMNS,
     OF_ROWS,
     C,
-    F,
     Item,
     load,
     multiply,
@@ -75,22 +76,23 @@ def output(
 ) -> jax.Array:
     """out, of s [B, G, P or more, V, F] in bfloat16 and z [B, G, P or more, F] in float32, the sums
     ahead of each piece; gates: [B, G, T up to a whole chunk], float32; steep: which pieces have a
-    steep chunk, [B, G, P]."""
+    steep chunk, [B, tiles, P], of G tiles or G / 2."""
     group_size, gated = spec.H // spec.G, gates is not None
+    heads = frame.heads_of_tile(spec)
 
     scratch = dict(
-        q_s=shared(STAGES, C, F),
-        k_s=shared(STAGES, C, F),
+        q_s=frame.tiles(spec, STAGES),
+        k_s=frame.tiles(spec, STAGES),
         v_s=shared(V_STAGES, 2, C, HALF),
-        gates_s=plgpu.SMEM((V_STAGES, C), F32),
-        s_s=shared(2, HALF, F),
+        gates_s=plgpu.SMEM((V_STAGES, heads * C), F32),
+        s_s=shared(2, HALF, spec.F),
         out_s=shared(2, OUT_SLOTS, C, HALF),
         z_s=plgpu.SMEM((2, HALF), F32),
         den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
         z_rows_s=shared(2, ALIKE, HALF),
         adds_s=shared(2, ALIKE, C),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        v_loaded=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=V_STAGES),
+        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
+        v_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=V_STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         den_known=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
         free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
@@ -137,9 +139,9 @@ def output(
                 plgpu.barrier_wait(s_free)
 
             for half in range(2):
-                own = pl.ds(half * HALF, HALF)
+                head, own = frame.head_of(spec, kv_head, half), frame.columns_of(spec, half)
                 for ref, start, barrier in ((z_ref, z_s, z_loaded), (s_ref, s_s, s_loaded)):
-                    source = ref.at[item.batch, kv_head, item.piece, own]
+                    source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], barrier)
 
             def load_chunk(chunk: Any, _: None) -> None:
@@ -147,12 +149,11 @@ def output(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 frame.wait_until_free(free, step, STAGES)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
-                    source = part(spec, ref, item, rows, head)
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], loaded.at[slot])
+                    frame.copy_tile(spec, ref, item, rows, head, own, slot, loaded)
                 frame.wait_until_free(v_free, step, V_STAGES)
                 if gated:
-                    source = gates_ref.at[item.batch, kv_head, rows]
-                    plgpu.copy_gmem_to_smem(source, gates_s.at[v_slot], v_loaded.at[v_slot])
+                    of_keys = item._replace(head=kv_head)
+                    frame.copy_vector(spec, gates_ref, of_keys, rows, gates_s, v_slot, v_loaded)
                 for half in range(2):
                     source = part(spec, v_ref, item, rows, kv_head, half)
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
@@ -160,7 +161,6 @@ def output(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def map_piece(item: Item, half: int) -> None:
-            columns = pl.ds(half * HALF, HALF)
             z_rows, adds = z_rows_s.at[half], adds_s.at[half]
             plgpu.barrier_wait(z_loaded)
             totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
@@ -171,11 +171,11 @@ def output(
                 totals, to_end = carried
                 step = item.before + chunk
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                own_q, own_k = (tiles.at[slot, :, columns] for tiles in (q_s, k_s))
+                own_q, own_k = (frame.half_of(spec, tiles, slot, half) for tiles in (q_s, k_s))
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 gates = of_keys = reads = None
                 if gated:
-                    gates = frame.gates_of(gates_s.at[v_slot])
+                    gates = frame.gates_of(frame.rows_in(spec, gates_s, v_slot, half))
                     totals, to_end = totals * (to_end * gates.to_middle()), gates.from_middle()
                     of_keys = gates.up_to_middle()
                     reads = gates.if_steep(gates.of(OF_ROWS))
@@ -213,14 +213,15 @@ def output(
                 step = item.before + chunk
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 out_slot = slot_of(step, OUT_SLOTS)
+                q, k = (frame.head_in(spec, tiles, slot, half) for tiles in (q_s, k_s))
                 values = v_s.at[v_slot, half]
                 gates: Any = None
 
                 def products(S: jax.Array, added: Any) -> Any:
                     return multiply(
-                        (frame.zeros(C, C), [(q_s.at[slot], k_s.at[slot].T)]),
-                        (frame.zeros(C, HALF), [(q_s.at[slot], s_s.at[half].T)]),
-                        (S, [(added, k_s.at[slot])]),
+                        (frame.zeros(C, C), [(q, k.T)]),
+                        (frame.zeros(C, HALF), [(q, s_s.at[half].T)]),
+                        (S, [(added, k)]),
                     )
 
                 def when_steep() -> Any:
@@ -231,7 +232,7 @@ def output(
 
                 if gated:
                     plgpu.barrier_wait(v_loaded.at[v_slot])
-                    gates = frame.gates_of(gates_s.at[v_slot], some_steep)
+                    gates = frame.gates_of(frame.rows_in(spec, gates_s, v_slot, half), some_steep)
                     S, to_end = S * (to_end * gates.to_middle()), gates.from_middle()
                 s_s.at[half][...] = S.astype(BF16)
                 if not gated:
@@ -253,7 +254,7 @@ def output(
                 if spec.normalize:
                     den = jnp.sum(w.astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
-                    for own in range(2):
+                    for own in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, own], OF_ROWS)
                     factor = lasting / jnp.maximum(den * lasting, spec.eps)
                 if gated or spec.normalize:

@@ -34,12 +34,15 @@ leaves both its sums, and values S and z ahead of some chunks as they are multip
 phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and D_i and z_i
 what is left: their rows are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, pairs'
 decays in z_i, and what is read of the state are scaled in registers, phi(k) there for its sums.
+
+Where a tile is two heads', the halves are these, and nothing has to be exchanged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -60,9 +63,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     OF_COLUMNS,
     OF_ROWS,
     C,
-    F,
     Item,
-    V,
     load,
     multiply,
     part,
@@ -73,9 +74,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 3
-VALUES_REGISTERS, FEATURES_REGISTERS = 216, 56
-# With a decay features has products of its own.
-GATED_VALUES_REGISTERS, GATED_FEATURES_REGISTERS = 208, 72
+# Of values and features, which has products of its own with a decay.
+OWN_REGISTERS = {1: (216, 56), 2: (216, 56)}
+GATED_REGISTERS = {1: (208, 72), 2: (176, 136)}
 
 
 def query_gradient(
@@ -93,23 +94,26 @@ def query_gradient(
     """dq; inverse and e [B, H, T up to a whole chunk], float32. s, z, gates and steep are as
     in `output`."""
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
+    heads = frame.heads_of_tile(spec)
+    own_registers = (GATED_REGISTERS if gated else OWN_REGISTERS)[heads]
+    values_registers, features_registers = own_registers
     # A returned state's cotangent is one of z, too.
     sums_keys = spec.normalize or gated and spec.return_state
     scratch = dict(
-        g_s=shared(STAGES, C, V),
-        v_s=shared(STAGES, C, V),
+        g_s=frame.tiles(spec, STAGES),
+        v_s=frame.tiles(spec, STAGES),
         q_s=shared(Q_STAGES, 2, C, HALF),
         k_s=shared(K_STAGES, 2, C, HALF),
-        s_s=shared(2, *((V, HALF) if gated else (HALF, V))),
+        s_s=shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
         # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
         dq_s=shared(2, 2 * C, HALF),
         ones_s=shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
-        rows_s=plgpu.SMEM((2, 2, C), F32),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        rows_s=plgpu.SMEM((2 * heads, 2, C), F32),
+        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=K_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
         free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=STAGES),
         q_free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=Q_STAGES),
@@ -119,8 +123,8 @@ def query_gradient(
     )
     if gated:
         scratch |= dict(
-            gates_s=plgpu.SMEM((K_STAGES, C), F32),
-            reads_s=plgpu.SMEM((2, 2, C), F32),
+            gates_s=plgpu.SMEM((K_STAGES, heads * C), F32),
+            reads_s=plgpu.SMEM((2, 2 * heads, C), F32),
             published=plgpu.Barrier(num_arrivals=2),
             state_read=plgpu.Barrier(num_arrivals=1),
         )
@@ -161,13 +165,17 @@ def query_gradient(
         gates_ref, steep_ref = refs[:2] if gated else (None, None)
         dq_ref, inverse_ref, e_ref, *flow_refs = refs[2 * gated :]
 
+        def start_in(half: Any) -> Any:
+            """S of a piece's start, before its first chunk."""
+            return dq_s.at[half] if heads == 1 else dq_s.at[half, pl.ds(0, spec.V)]
+
         def load_piece(item: Item) -> None:
-            of_piece = item.batch, item.head, item.piece
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
             for half in range(2):
-                columns = pl.ds(half * HALF, HALF)
-                start = s_ref.at[(*of_piece, slice(None), columns)]
-                plgpu.copy_gmem_to_smem(start, dq_s.at[half], start_loaded)
+                head, columns = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
+                of_piece = item.batch, head, item.piece
+                source = s_ref.at[(*of_piece, slice(None), columns)]
+                plgpu.copy_gmem_to_smem(source, start_in(half), start_loaded)
                 plgpu.copy_gmem_to_smem(
                     z_ref.at[(*of_piece, columns)], z_s.at[half], start_loaded
                 )
@@ -177,9 +185,7 @@ def query_gradient(
                 slot = slot_of(chunk, STAGES)
                 frame.wait_until_free(free, chunk, STAGES)
                 for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    plgpu.copy_gmem_to_smem(
-                        part(spec, ref, item, rows, item.head), own.at[slot], loaded.at[slot]
-                    )
+                    frame.copy_tile(spec, ref, item, rows, item.head, own, slot, loaded)
                 for ref, own, stages, own_loaded, own_free in (
                     (k_ref, k_s, K_STAGES, k_loaded, k_free),
                     (q_ref, q_s, Q_STAGES, q_loaded, q_free),
@@ -193,8 +199,7 @@ def query_gradient(
                             own_loaded.at[slot],
                         )
                     if gated and ref is k_ref:
-                        source = gates_ref.at[item.batch, item.head, rows]
-                        plgpu.copy_gmem_to_smem(source, gates_s.at[slot], k_loaded.at[slot])
+                        frame.copy_vector(spec, gates_ref, item, rows, gates_s, slot, k_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -202,11 +207,12 @@ def query_gradient(
             def map_chunk(chunk: Any, _: None) -> None:
                 slot = slot_of(chunk, K_STAGES)
                 plgpu.barrier_wait(k_loaded.at[slot])
-                exponents = None
+                exponents: list[Any] = [None] * heads
                 if gated:
-                    exponents = frame.gates_of(gates_s.at[slot]).up_to_middle()
+                    of_heads = frame.by_heads(spec, gates_s.at[slot])
+                    exponents = [frame.gates_of(own).up_to_middle() for own in of_heads]
                 for half in range(2):
-                    frame.map_in_place(k_s.at[slot, half], exponents)
+                    frame.map_in_place(k_s.at[slot, half], exponents[half % heads])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(k_mapped.at[slot])
                 if gated:
@@ -227,32 +233,38 @@ def query_gradient(
             plgpu.barrier_wait(loaded.at[slot])
             plgpu.barrier_wait(q_loaded.at[q_slot])
             plgpu.barrier_wait(published)
-            found: list[Any] = [0.0] * (1 + spec.normalize)
+            numbers = 1 + spec.normalize
+            found: list[list[Any]] = [[0.0] * numbers for _ in range(heads)]
             for half in range(2):
-                (read,) = multiply((frame.zeros(C, HALF), [(g_s.at[slot], s_s.at[half])]))
+                g = frame.head_in(spec, g_s, slot, half)
+                (read,) = multiply((frame.zeros(C, HALF), [(g, s_s.at[half])]))
                 both = [read]
                 if spec.normalize:
                     both.append(frame.in_rows(load(z_s.at[half], OF_COLUMNS), C))
                 phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
-                found = [
-                    own + jnp.sum(phi_q * x, axis=1) for own, x in zip(found, both, strict=True)
+                found[half % heads] = [
+                    own + jnp.sum(phi_q * x, axis=1)
+                    for own, x in zip(found[half % heads], both, strict=True)
                 ]
-            gates = frame.gates_of(gates_s.at[k_slot])
-            left = jnp.exp2(gates.of(OF_ROWS) - gates.unless_steep(gates.middle))
-            plgpu.wait_smem_to_gmem(len(found), wait_read_only=True)
-            for number, own in enumerate(found):
-                reads_s.at[parity, number][...] = own * left
+            plgpu.wait_smem_to_gmem(heads * numbers, wait_read_only=True)
+            for own_head, ref in enumerate(frame.by_heads(spec, gates_s.at[k_slot])):
+                gates = frame.gates_of(ref)
+                left = jnp.exp2(gates.of(OF_ROWS) - gates.unless_steep(gates.middle))
+                for number, own in enumerate(found[own_head]):
+                    reads_s.at[parity, 2 * own_head + number][...] = own * left
             plgpu.commit_smem()
             for barrier in (state_read, free.at[slot], q_free.at[q_slot], k_free.at[k_slot]):
                 plgpu.barrier_arrive(barrier)
-            for number in range(len(found)):
+            for own_head, number in itertools.product(range(heads), range(numbers)):
+                head = frame.head_of(spec, item.head, own_head)
                 plgpu.copy_smem_to_gmem(
-                    reads_s.at[parity, number],
-                    flow_refs[0].at[number, item.batch, item.head, item.rows(chunk)],
+                    reads_s.at[parity, 2 * own_head + number],
+                    flow_refs[0].at[number, item.batch, head, item.rows(chunk)],
                 )
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
+            head = frame.head_of(spec, item.head, half)
 
             def ones_where(seen: jax.Array) -> jax.Array:
                 return jnp.where(seen, 1.0, 0.0).astype(BF16)
@@ -263,7 +275,7 @@ def query_gradient(
             plgpu.barrier_wait(start_loaded)
             # The start's transpose, which is what a product with the identity reads.
             same = ones_where(frame.position(0) == frame.position(1))
-            (S,) = multiply((frame.zeros(HALF, V), [(same, dq_s.at[half].T)]))
+            (S,) = multiply((frame.zeros(HALF, spec.V), [(same, start_in(half).T)]))
             totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
 
             def keep_state(item: Item, chunk: Any) -> None:
@@ -271,9 +283,9 @@ def query_gradient(
 
                 @pl.when(flows.is_kept(chunk))
                 def _() -> None:
-                    at = item.batch, item.head, flows.place(deal, item, chunk)
+                    at = item.batch, head, flows.place(deal, item, chunk)
                     _, kv_ref, *z_refs = flow_refs
-                    columns = pl.ds(half * HALF, HALF)
+                    columns = frame.columns_of(spec, half)
                     kv = kv_ref.at[(*at, slice(None), columns)]
                     plgpu.copy_smem_to_gmem(s_s.at[half], kv)
                     for ref in z_refs:
@@ -284,6 +296,7 @@ def query_gradient(
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
                 features = k_s.at[k_slot, half]
+                g, v = (frame.head_in(spec, tiles, slot, half) for tiles in (g_s, v_s))
 
                 def publish() -> None:
                     if gated:
@@ -313,7 +326,7 @@ def query_gradient(
                 gates: Any = None
                 lasting: Any = None
                 if gated:
-                    gates = frame.gates_of(gates_s.at[k_slot], some_steep)
+                    gates = frame.gates_of(frame.rows_in(spec, gates_s, k_slot, half), some_steep)
                     onto = to_end * gates.to_middle()
                     S, totals, to_end = S * onto, totals * onto, gates.from_middle()
                     lasting = jnp.exp2(gates.since_middle())
@@ -323,16 +336,16 @@ def query_gradient(
                         plgpu.barrier_wait(state_read)
 
                 (w,) = multiply(
-                    (frame.zeros(C, C), [(g_s.at[slot], v_s.at[slot].T)]), meanwhile=publish
+                    (frame.zeros(C, C), [(g, v.T)]), meanwhile=publish
                 )
 
                 def unless_steep() -> Any:
                     state = s_s.at[half] if gated else s_s.at[half].T
-                    reads = [(g_s.at[slot], state), (where_seen(w), features)]
+                    reads = [(g, state), (where_seen(w), features)]
                     of_queries = [(frame.zeros(C, HALF), reads)]
                     if spec.normalize:
                         of_queries.append((z_before(), [(ones_where(sees()), features)]))
-                    behind = [(S, [(features.T, v_s.at[slot])])]
+                    behind = [(S, [(features.T, v)])]
                     if sums_keys:
                         behind.append((totals, [(features.T, ones_s.T)]))
                     return arranged(multiply(*of_queries, *behind))
@@ -340,7 +353,7 @@ def query_gradient(
                 def when_steep() -> Any:
                     """One product after the other: there are no registers for all factors."""
                     left = frame.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
-                    (D,) = multiply((frame.zeros(C, HALF), [(g_s.at[slot], s_s.at[half])]))
+                    (D,) = multiply((frame.zeros(C, HALF), [(g, s_s.at[half])]))
                     weights = where_seen(w * gates.of_pairs(queries=0))
                     of_queries = multiply((D * left, [(weights, features)]))
                     if spec.normalize:
@@ -348,7 +361,7 @@ def query_gradient(
                         of_queries += multiply((z_before() * left, [(decays, features)]))
                     added = frame.times_rows(features, gates.left(OF_COLUMNS))
                     keeps = jnp.exp2(gates.last)
-                    behind = [(S * keeps, [(added, v_s.at[slot])])]
+                    behind = [(S * keeps, [(added, v)])]
                     if sums_keys:
                         behind.append((totals * keeps, [(added, ones_s.T)]))
                     return arranged(of_queries + multiply(*behind))
@@ -373,19 +386,21 @@ def query_gradient(
                 own_parts: Any = ()
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * D, axis=1), jnp.sum(phi_q * z[0], axis=1)
-                    for number, own in enumerate(own_parts):
+                    for number, own in enumerate(own_parts if heads == 1 else ()):
                         parts_s.at[parity, half, number][...] = own
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_free.at[q_slot])
                 inverse: Any = spec.scale
                 e: Any = None
                 if spec.normalize:
-                    plgpu.barrier_arrive(exchanged)
-                    plgpu.barrier_wait(exchanged)
-                    total, den = (
-                        own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
-                        for number, own in enumerate(own_parts)
-                    )
+                    total, den = own_parts
+                    if heads == 1:
+                        plgpu.barrier_arrive(exchanged)
+                        plgpu.barrier_wait(exchanged)
+                        total, den = (
+                            own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
+                            for number, own in enumerate(own_parts)
+                        )
                     if gated:
                         total, den = total * lasting, den * lasting
                     inverse = 1.0 / jnp.maximum(den, spec.eps)
@@ -395,22 +410,27 @@ def query_gradient(
                 if gated or spec.normalize:
                     scale = frame.in_columns(scale, HALF)
                 dq = D * scale * jnp.minimum(phi_q, 1.0)
-                # Of the stores of two chunks ago: one of dq, and one of a row.
-                plgpu.wait_smem_to_gmem(1 + spec.normalize, wait_read_only=True)
+                # Of the stores of two chunks ago: one of dq, and one of a row for each head.
+                plgpu.wait_smem_to_gmem(1 + heads * spec.normalize, wait_read_only=True)
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
                 dq_slot[...] = dq.astype(BF16)
-                if spec.normalize:
+                if spec.normalize and heads == 1:
                     rows_s.at[half, parity][...] = jnp.where(half == 0, inverse, e)
+                elif spec.normalize:
+                    for number, own in enumerate((inverse, e)):
+                        rows_s.at[2 * half + number, parity][...] = own
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 plgpu.copy_smem_to_gmem(dq_slot, part(spec, dq_ref, item, rows, item.head, half))
                 for number, ref in enumerate((inverse_ref, e_ref) if spec.normalize else ()):
+                    target = ref.at[item.batch, head, rows]
+                    if heads == 2:
+                        plgpu.copy_smem_to_gmem(rows_s.at[2 * half + number, parity], target)
+                        continue
 
                     @pl.when(half == number)
-                    def _(ref: Any = ref) -> None:
-                        plgpu.copy_smem_to_gmem(
-                            rows_s.at[half, parity], ref.at[item.batch, item.head, rows]
-                        )
+                    def _(target: Any = target) -> None:
+                        plgpu.copy_smem_to_gmem(rows_s.at[half, parity], target)
 
                 return S, totals, to_end
 
@@ -432,12 +452,12 @@ def query_gradient(
 
         @pl.when(frame.group() == FEATURES)
         def _features() -> None:
-            frame.set_registers(GATED_FEATURES_REGISTERS if gated else FEATURES_REGISTERS)
+            frame.set_registers(features_registers)
             deal.each(map_piece)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
-            frame.set_registers(GATED_VALUES_REGISTERS if gated else VALUES_REGISTERS)
+            frame.set_registers(values_registers)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
@@ -450,10 +470,10 @@ def query_gradient(
         out_type = (
             *out_type,
             jax.ShapeDtypeStruct((1 + spec.normalize, *rows.shape), F32),
-            jax.ShapeDtypeStruct((*of_edges, V, F), BF16),
+            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
         )
         if sums_keys:
-            out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, F), F32)
+            out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.F), F32)
     found = frame.launch(body, "query_gradient", deal, out_type, scratch, arrays)
     dq, inverse, e, *flow = found
     if not spec.normalize:

@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import BF16, F32, C
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -27,10 +29,12 @@ def map_queries(q_ref: Any, inverse: jax.Array) -> None:
 
 
 def spread(e: jax.Array, minus_e_ref: Any) -> None:
-    """-e in the rows of minus_e [C, C], of which 8 are read: rounded, and what that left off."""
-    e = -frame.in_rows(e, C)
-    left = e - frame.rounded(e).astype(F32)
-    minus_e_ref[...] = frame.rounded(jnp.where(frame.position(0) % 2 == 0, e, left))
+    """-e [C] in the rows of minus_e [8, C]: rounded, and what that left off."""
+    minus_e = frame.in_columns(-e, ALIKE)
+    rounded = frame.rounded(minus_e)
+    rest = frame.rounded(minus_e - rounded.astype(F32))
+    column = plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=1, layout=frame.TILE)
+    frame.store_transposed(minus_e_ref, jnp.where(lax.rem(column, 2) == 0, rounded, rest))
 
 
 def query_sums(
@@ -57,7 +61,7 @@ def query_sums(
         if gates_ref is not None:
             inverse = inverse * jnp.exp2(frame.load(gates_ref, frame.OF_ROWS))
         map_queries(q_ref, inverse)
-        spread(frame.load(e_ref, frame.OF_COLUMNS), minus_e_ref)
+        spread(frame.load(e_ref, frame.OF_ROWS), minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
     r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows)
@@ -80,7 +84,7 @@ def channel_query_sums(
     def weigh(
         half: int, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, since_ref: Any
     ) -> jax.Array:
-        e, inverse = (frame.load(ref, frame.OF_COLUMNS) for ref in (e_ref, inverse_ref))
+        e, inverse = (frame.load(ref, frame.OF_ROWS) for ref in (e_ref, inverse_ref))
         spread(e * inverse, minus_e_ref)
         return frame.load(since_ref.at[frame.columns_of(spec, half)], frame.OF_ROWS)
 

@@ -40,7 +40,7 @@ def sums(
     end, [B, G, T up to a whole chunk]."""
 
     def map_rows(_half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
-        frame.store_transposed(adds_ref.at[pl.ds(0, ALIKE)], frame.ones(C, ALIKE))
+        frame.store_transposed(adds_ref, frame.ones(C, ALIKE))
         exponents = None
         if gates_ref is not None:
             exponents = frame.load(gates_ref, frame.OF_ROWS)
@@ -76,7 +76,7 @@ def piece_sums(
     scratch = dict(
         x_s=frame.tiles(spec, STAGES),
         y_s=frame.shared(STAGES, 2, C, HALF),
-        a_s=frame.shared(2, C, C),  # of which 8 rows are read
+        a_s=frame.shared(2, ALIKE, C),
         total_s=frame.shared(2, HALF, spec.D, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=heads * (1 + len(vectors)), num_barriers=STAGES),
@@ -123,7 +123,7 @@ def piece_sums(
 
         def map_piece(item: Item, half: int) -> None:
             head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
-            a = a_s.at[half, pl.ds(0, ALIKE)]
+            a = a_s.at[half]
 
             def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
                 slot = frame.slot_of(item.before + chunk, STAGES)
@@ -134,11 +134,11 @@ def piece_sums(
                     for own_name in names
                 ]
                 if weigh is not None:
-                    factors = frame.in_columns(weigh(half, a_s.at[half], *vectors), ALIKE)
+                    factors = frame.in_columns(weigh(half, a, *vectors), ALIKE)
                     plgpu.commit_smem()
                     (own_columns,) = frame.multiply((frame.zeros(HALF, ALIKE), [(x.T, a.T)]))
                     columns = columns + own_columns * factors
-                map_rows(half, x, a_s.at[half], *vectors)
+                map_rows(half, x, a, *vectors)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if weigh is None:
