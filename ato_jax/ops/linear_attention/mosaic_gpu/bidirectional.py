@@ -4,7 +4,8 @@ each.
 Forward XLA adds up the sums of a few pieces (`whole_sums.py`), and queries stream past them
 (`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
 (`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Of heads
-of more columns all this is in kernels of their own (`wide_*.py`), where those sums are a pass more.
+of more columns all but the output is in kernels of their own (`wide_*.py`), where those sums are a
+pass more.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu.whole_output import whole_output
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient import whole_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_key_gradient import wide_key_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_output import wide_output
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_query_gradient import wide_query_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import shares, wide_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import blocks_of_state, wide_sums
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -59,7 +59,7 @@ def _in_parts(z: jax.Array) -> jax.Array:
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    parts = shares(spec)
+    parts = blocks_of_state(spec)
     of_queries = deal(spec, config, spec.H * parts, spec.T)
     of_keys = deal(spec, config, spec.G * parts, spec.S)
     if frame.is_wide(spec):
@@ -70,8 +70,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
     s = state.kv if spec.normalize else state.kv * spec.scale
-    output = wide_output if frame.is_wide(spec) else whole_output
-    out = output(spec, of_queries, inputs.q, s.astype(frame.BF16), _in_parts(state.k_sum))
+    out = whole_output(spec, of_queries, inputs.q, s.astype(frame.BF16), _in_parts(state.k_sum))
     return Outputs(out, state)
 
 
@@ -92,7 +91,7 @@ def backward(
     arrays = inputs.q, cotangents.out, (kv * unit[..., None, None]).astype(frame.BF16), z
     if frame.is_wide(spec):
         dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, least)
-        of_sums = deal(spec, config, spec.H * shares(spec), spec.T)
+        of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
         r, u = wide_sums(spec, of_sums, "wide_query_sums", inputs.q, cotangents.out, of_rows)
         if not spec.normalize:
             u = jnp.zeros_like(u)

@@ -3,9 +3,10 @@
     out_i = phi(q_i) S / max(phi(q_i) . z, eps)        or without the denominator
 
     memory    loads S and z of a head, and chunks of q, as slots come free, across pieces
-    output    three, each all of a chunk: phi(q) in registers, the left factor of both products
+    output    three, each all of a chunk: phi(q) in registers, the left factor of all products
 
-z lies in 8 columns, 4 of it rounded, 4 of what that left off.
+z lies in 8 columns, 4 of it rounded, 4 of what that left off. Where S leaves no room for slots
+beside it, two blocks have half of its columns each.
 """
 
 from __future__ import annotations
@@ -25,35 +26,36 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     C,
     F,
     Item,
-    V,
     load,
     multiply,
     part,
     shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import blocks_of_state
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# The warpgroups before the one that loads. Slots of q are a multiple of them.
-WORKERS = 3
-STAGES, STATES = 6, 2
+WORKERS = 3  # the warpgroups before the one that loads
 WORKER_REGISTERS = 160
 
 
 def whole_output(
     spec: LinearAttentionSpec, deal: frame.Deal, q: jax.Array, s: jax.Array, z_rows: jax.Array
 ) -> jax.Array:
-    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16."""
-    group_size = spec.H // spec.G
+    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16. `deal` counts items."""
+    group_size, parts = spec.H // spec.G, blocks_of_state(spec)
+    width = spec.V // parts
+    # Of q, a multiple of the workers; and of S and z: what there is room for.
+    slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
     scratch = dict(
-        q_s=shared(STAGES, C, F),
-        s_s=shared(STATES, F, V),
-        z_rows_s=shared(STATES, ALIKE, F),
-        out_s=shared(WORKERS, C, V),
-        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        s_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
-        s_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STATES),
+        q_s=shared(slots, C, spec.D),
+        s_s=shared(states, spec.D, width),
+        z_rows_s=shared(states, ALIKE, spec.D),
+        out_s=shared(WORKERS, C, width),
+        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        s_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=states),
+        s_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=states),
     )
 
     def body(
@@ -71,49 +73,62 @@ def whole_output(
         s_loaded: Any,
         s_free: Any,
     ) -> None:
+        def share_of(item: Item) -> tuple[Any, Any]:
+            """Its head, and which columns of S and out are its own."""
+            return lax.div(item.head, parts), pl.ds(lax.rem(item.head, parts) * width, width)
+
         def load_piece(item: Item) -> None:
-            of_head = item.batch, lax.div(item.head, group_size)
-            state = slot_of(item.number, STATES)
-            frame.wait_until_free(s_free, item.number, STATES)
-            for ref, own in ((s_ref, s_s), (z_rows_ref, z_rows_s)):
-                plgpu.copy_gmem_to_smem(ref.at[of_head], own.at[state], s_loaded.at[state])
+            head, columns = share_of(item)
+            of_head = item.batch, lax.div(head, group_size)
+            state = slot_of(item.number, states)
+            frame.wait_until_free(s_free, item.number, states)
+            for source, own in (
+                (s_ref.at[(*of_head, slice(None), columns)], s_s),
+                (z_rows_ref.at[of_head], z_rows_s),
+            ):
+                plgpu.copy_gmem_to_smem(source, own.at[state], s_loaded.at[state])
 
             def load_chunk(chunk: Any, _: None) -> None:
                 step = item.before + chunk
-                slot = slot_of(step, STAGES)
-                frame.wait_until_free(free, step, STAGES)
-                source = part(spec, q_ref, item, item.rows(chunk), item.head)
+                slot = slot_of(step, slots)
+                frame.wait_until_free(free, step, slots)
+                source = part(spec, q_ref, item, item.rows(chunk), head)
                 plgpu.copy_gmem_to_smem(source, q_s.at[slot], loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def write_piece(item: Item) -> None:
-            state = slot_of(item.number, STATES)
+            head, columns = share_of(item)
+            state = slot_of(item.number, states)
             own_out = out_s.at[frame.group()]
             plgpu.barrier_wait(s_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
-                slot = slot_of(item.before + chunk, STAGES)
+                slot = slot_of(item.before + chunk, slots)
                 plgpu.barrier_wait(loaded.at[slot])
                 x = load(q_s.at[slot])
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
                 phi_q = frame.features_of(x)
-                product = frame.zeros(C, V), [(phi_q, s_s.at[state])]
-                if spec.normalize:
-                    out, den = multiply(
-                        product, (frame.zeros(C, ALIKE), [(phi_q, z_rows_s.at[state].T)])
-                    )
-                    den = frame.of_parts(den)
-                    out = out * frame.in_columns(1.0 / jnp.maximum(den, spec.eps), V)
-                else:
-                    (out,) = multiply(product)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                own_out[...] = out.astype(BF16)
+                factor: Any = None
+                # In columns of a width that leaves registers to the features.
+                for first in range(0, width, F):
+                    size = min(F, width - first)
+                    own = pl.ds(first, size)
+                    products = [(frame.zeros(C, size), [(phi_q, s_s.at[state, :, own])])]
+                    if spec.normalize and not first:
+                        products.append((frame.zeros(C, ALIKE), [(phi_q, z_rows_s.at[state].T)]))
+                    out, *den = multiply(*products)
+                    if den:
+                        factor = 1.0 / jnp.maximum(frame.of_parts(den[0]), spec.eps)
+                    if factor is not None:
+                        out = out * frame.in_columns(factor, size)
+                    if not first:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    own_out.at[:, own][...] = out.astype(BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    own_out, part(spec, out_ref, item, item.rows(chunk), item.head)
-                )
+                target = part(spec, out_ref, item, item.rows(chunk), head).at[:, columns]
+                plgpu.copy_smem_to_gmem(own_out, target)
 
             frame.in_turn(item, WORKERS, write_chunk)
             plgpu.barrier_arrive(s_free.at[state])
@@ -122,8 +137,8 @@ def whole_output(
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
             steps = deal.each(load_piece)
-            frame.await_the_last(free, steps, STAGES)
-            frame.await_the_last(s_free, deal.own, STATES)
+            frame.await_the_last(free, steps, slots)
+            frame.await_the_last(s_free, deal.own, states)
 
         @pl.when(frame.group() < WORKERS)
         def _output() -> None:

@@ -44,8 +44,8 @@ COLUMNS = 32  # of a sum that are stored at once
 MOST_ROWS = 192  # of a sum that a block's registers hold
 
 
-def shares(spec: LinearAttentionSpec) -> int:
-    """How many blocks share a piece of a head, which are items of their own."""
+def blocks_of_state(spec: LinearAttentionSpec) -> int:
+    """How many blocks share S or R, with a part of it each: of a piece so many items."""
     return 1 if spec.D <= MOST_ROWS else 2
 
 
@@ -59,7 +59,7 @@ def wide_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """[B, heads, P, F, V] and [B, heads, P, F], float32. `of_rows`: inverse and e, [B, heads, T up
     to a whole chunk] float32, of queries; of keys none. `deal` counts items."""
-    parts = shares(spec)
+    parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
     scratch = dict(

@@ -106,7 +106,6 @@ def wide_walk(
     by_values = role in (Role.OUT, Role.FLOW, Role.DV)
     from_the_end = role in (Role.DV, Role.DK)
     normalizes = role in (Role.OUT, Role.FLOW) and spec.normalize
-    sums_vector = not by_values
     warpgroups = frame.WARPGROUPS if by_values else frame.WARPGROUPS - 1
     t_parts = [
         pl.ds(first, min(MOST_COLUMNS, spec.D - first)) for first in range(0, spec.D, MOST_COLUMNS)
@@ -125,12 +124,12 @@ def wide_walk(
         free=plgpu.Barrier(num_arrivals=2 + normalizes, num_barriers=STAGES),
         p_loaded=plgpu.Barrier(num_arrivals=2 + len(of_rows), num_barriers=p_slots),
         p_free=plgpu.Barrier(num_arrivals=2, num_barriers=p_slots),
-        start_loaded=plgpu.Barrier(num_arrivals=2 + sums_vector * 2 + normalizes * blocks),
+        start_loaded=plgpu.Barrier(num_arrivals=2 + 2 * (not by_values) + normalizes * blocks),
         start_free=plgpu.Barrier(num_arrivals=2 + normalizes),
     )
     # Of z or u what is read, of den what features know of it, and of rows: in one, since each array
     # in shared memory takes whole KB.
-    z_blocks = blocks if normalizes else 2 * sums_vector
+    z_blocks = blocks if normalizes else 2 * (not by_values)
     first_den = z_blocks
     first_row = first_den + STAGES * normalizes
     if count := first_row + p_slots * len(of_rows):
@@ -199,7 +198,7 @@ def wide_walk(
                 plgpu.copy_gmem_to_smem(
                     t_ref.at[(*of_piece, columns)], t_s.at[own], start_loaded
                 )
-                if sums_vector:
+                if not by_values:
                     source = vector_ref.at[(*of_piece, columns)]
                     plgpu.copy_gmem_to_smem(source, z_of(own), start_loaded)
             if normalizes:
@@ -334,7 +333,7 @@ def wide_walk(
                 plgpu.barrier_wait(mapped.at[slot] if by_values else loaded.at[slot])
                 w, vector = frame.multiply_while([(own_x, own_y.T)], (C, C), publish)
                 start = frame.zeros(C, HALF)
-                if sums_vector:
+                if not by_values:
                     start = frame.in_rows(load(z_of(own), OF_COLUMNS), C)
                 if role is Role.DQ:
                     e = frame.in_columns(load(row_of(p_slot, 1), OF_ROWS), C)
@@ -389,7 +388,7 @@ def wide_walk(
                         den_ref.at[item.batch, head, rows][...] = den
 
                     return tuple(T), vector
-                if sums_vector:
+                if not by_values:
                     phi = frame.unrounded_features_of(load(kept))
                     found = found * jnp.minimum(phi, 1.0)
                 kept[...] = found.astype(BF16)
