@@ -59,7 +59,7 @@ def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     units = pl.cdiv(spec.T, at_once * frame.C)
     heads = spec.B * spec.H // frame.heads_of_tile(spec)
     if frame.is_wide(spec):
-        heads *= wide_walk.shares(spec)
+        heads *= wide_walk.blocks_of_walk(spec)
 
     def cost(pieces: int) -> float:
         each = pl.cdiv(units, pieces) * at_once

@@ -74,8 +74,8 @@ class Role(enum.Enum):
     DK = "wide_key_gradient"
 
 
-def shares(spec: LinearAttentionSpec) -> int:
-    """How many blocks share a piece of a head."""
+def blocks_of_walk(spec: LinearAttentionSpec) -> int:
+    """How many blocks share the columns of what is made of a piece, two times 64 each."""
     return int(pl.cdiv(spec.D // HALF, 2))
 
 
@@ -100,7 +100,7 @@ def wide_walk(
       reader: of the rows that read g, q or k, where these are not x.
       of_rows: inverse of DV; inverse and e of DQ and DK; [B, H, T up to a whole chunk] in float32.
     """
-    blocks, parts = spec.D // HALF, shares(spec)
+    blocks, parts = spec.D // HALF, blocks_of_walk(spec)
     deal = dataclasses.replace(deal, heads=deal.heads * parts)
     group_size = spec.H // spec.G
     by_values = role in (Role.OUT, Role.FLOW, Role.DV)
