@@ -4,8 +4,8 @@ each.
 Forward XLA adds up the sums of a few pieces (`whole_sums.py`), and queries stream past them
 (`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
 (`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Of heads
-of more columns all but the output is in kernels of their own (`wide_*.py`), where those sums are a
-pass more.
+of more columns the backward is in kernels of its own (`wide_*.py`), where those sums are a pass
+more.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_output import whole_output
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient import whole_query_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import whole_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_key_gradient import wide_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_query_gradient import wide_query_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import blocks_of_state, wide_sums
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -62,10 +61,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     parts = blocks_of_state(spec)
     of_queries = deal(spec, config, spec.H * parts, spec.T)
     of_keys = deal(spec, config, spec.G * parts, spec.S)
-    if frame.is_wide(spec):
-        kv, k_sum = wide_sums(spec, of_keys, "wide_sums", inputs.k, inputs.v)
-    else:
-        kv, k_sum = whole_sums(spec, of_keys, inputs.k, inputs.v)
+    kv, k_sum = whole_sums(spec, of_keys, "whole_sums", inputs.k, inputs.v)
     state = LinearState(jnp.sum(kv, axis=2), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
@@ -92,7 +88,7 @@ def backward(
     if frame.is_wide(spec):
         dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, least)
         of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
-        r, u = wide_sums(spec, of_sums, "wide_query_sums", inputs.q, cotangents.out, of_rows)
+        r, u = whole_sums(spec, of_sums, "wide_query_sums", inputs.q, cotangents.out, of_rows)
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:

@@ -32,7 +32,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     shared,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import blocks_of_state
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS = 3  # the warpgroups before the one that loads

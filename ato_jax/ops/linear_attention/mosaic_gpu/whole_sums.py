@@ -1,34 +1,37 @@
-"""The sums of each piece of keys, S = sum_j phi(k_j) v_j^T [F, V] and z = sum_j phi(k_j) [F].
+"""Sums over a piece's rows: of keys,
 
-    memory    loads chunks of k and v
-    sums      each a half of F: phi(k)^T [64, C] in registers, S_half, z in all columns of [64, 8]
+    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
 
-As k is mapped by who multiplies it, nothing waits but for loads. Rows beyond the end are read as
-zeros, of which the features are 1: z leaves them out.
+or, with what `wide_query_gradient.py` leaves of each row, of queries,
+
+    R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
+
+    memory    loads chunks of x and y, which are k and v or q and g
+    sums      each 64 rows of the sum: phi(x)^T [64, C] in registers, all columns of y
+
+Where the sum fills more registers than a block has, two blocks have half of its rows each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    ALIKE,
-    BF16,
     F32,
     HALF,
-    MEMORY,
+    OF_COLUMNS,
+    OF_ROWS,
     C,
-    F,
     Item,
-    V,
+    load,
     multiply,
     part,
     shared,
@@ -36,101 +39,133 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
 )
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-STAGES = 5
+STAGES = 4
+COLUMNS = 32  # of a sum that are stored at once
+MOST_ROWS = 192  # of a sum that a block's registers hold
+
+
+def blocks_of_state(spec: LinearAttentionSpec) -> int:
+    """How many blocks share S or R, with a part of it each: of a piece so many items."""
+    return 1 if spec.D <= MOST_ROWS else 2
 
 
 def whole_sums(
-    spec: LinearAttentionSpec, deal: frame.Deal, k: jax.Array, v: jax.Array
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    name: str,
+    x: jax.Array,
+    y: jax.Array,
+    of_rows: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """kv [B, G, P, F, V] and k_sum [B, G, P, F], float32."""
+    """[B, heads, P, F, V] and [B, heads, P, F], float32. `of_rows`: inverse and e, [B, heads, T up
+    to a whole chunk] float32, of queries; of keys none. `deal` counts items."""
+    parts = blocks_of_state(spec)
+    workers = spec.D // parts // HALF
+    warpgroups = workers + 1
     scratch = dict(
-        k_s=shared(STAGES, 2, C, HALF),
-        v_s=shared(STAGES, C, V),
-        counted_s=shared(2, ALIKE, C),
-        s_s=shared(2, HALF, V // 2, dtype=F32),
-        z_s=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-        counted_loaded=plgpu.Barrier(num_arrivals=2),
-        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        x_s=shared(STAGES, workers, C, HALF),
+        y_s=shared(STAGES, C, spec.V),
+        total_s=shared(workers, HALF, COLUMNS, dtype=F32),
+        vector_s=plgpu.SMEM((workers, HALF), F32),
+        loaded=plgpu.Barrier(num_arrivals=workers + 1 + len(of_rows), num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=workers, num_barriers=STAGES),
     )
+    if of_rows:
+        scratch["rows_s"] = plgpu.SMEM((STAGES, len(of_rows), C), F32)
 
     def body(
-        k_ref: Any,
-        v_ref: Any,
-        counted_ref: Any,
-        s_ref: Any,
-        z_ref: Any,
-        *,
-        k_s: Any,
-        v_s: Any,
-        counted_s: Any,
-        s_s: Any,
-        z_s: Any,
+        x_ref: Any,
+        y_ref: Any,
+        *refs: Any,
+        x_s: Any,
+        y_s: Any,
+        total_s: Any,
+        vector_s: Any,
         loaded: Any,
-        counted_loaded: Any,
         free: Any,
+        rows_s: Any = None,
     ) -> None:
+        *row_refs, total_ref, vector_ref = refs
+
         def load_piece(item: Item) -> None:
+            head, share = lax.div(item.head, parts), lax.rem(item.head, parts)
+
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
                 slot = slot_of(step, STAGES)
                 frame.wait_until_free(free, step, STAGES)
-                for half in range(2):
-                    source = part(spec, k_ref, item, rows, item.head, half)
-                    plgpu.copy_gmem_to_smem(source, k_s.at[slot, half], loaded.at[slot])
-                source = part(spec, v_ref, item, rows, item.head)
-                plgpu.copy_gmem_to_smem(source, v_s.at[slot], loaded.at[slot])
+                for worker in range(workers):
+                    source = part(spec, x_ref, item, rows, head, share * workers + worker)
+                    plgpu.copy_gmem_to_smem(source, x_s.at[slot, worker], loaded.at[slot])
+                source = part(spec, y_ref, item, rows, head)
+                plgpu.copy_gmem_to_smem(source, y_s.at[slot], loaded.at[slot])
+                for number, ref in enumerate(row_refs):
+                    source = ref.at[item.batch, head, rows]
+                    plgpu.copy_gmem_to_smem(source, rows_s.at[slot, number], loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def sum_piece(item: Item) -> None:
-            half = frame.group()
+            worker = frame.group()
+            head, share = lax.div(item.head, parts), lax.rem(item.head, parts)
+
+            def map_keys(x: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+                """phi(k) of rows that there are, and their sum."""
+                phi = frame.features_of(x)
+                if deal.length % C:
+                    here = deal.length - item.first_row - chunk * C
+                    phi = frame.rounded(
+                        jnp.where(frame.position(1) < here, phi.astype(F32), 0.0)
+                    )
+                return phi, jnp.sum(phi.astype(F32), axis=1)
+
+            def map_queries(x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
+                inverse, e = (load(rows_s.at[slot, number], OF_COLUMNS) for number in range(2))
+                phi = frame.unrounded_features_of(x) * frame.in_rows(inverse, HALF)
+                return frame.rounded(phi), -jnp.sum(phi * frame.in_rows(e, HALF), axis=1)
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
-                S, totals = sums
+                total, vector = sums
                 slot = slot_of(item.before + chunk, STAGES)
-                behind = item.first_row + (chunk + 1) * C
-                counted = counted_s.at[(behind > deal.length).astype(jnp.int32)]
                 plgpu.barrier_wait(loaded.at[slot])
-                phi_k = frame.features_of(frame.load_transposed(k_s.at[slot, half]))  # [HALF, C]
-                sums = multiply((S, [(phi_k, v_s.at[slot])]), (totals, [(phi_k, counted.T)]))
+                x = frame.load_transposed(x_s.at[slot, worker])  # [HALF, C]
+                phi, added = map_queries(x, slot) if of_rows else map_keys(x, chunk)
+                (total,) = multiply((total, [(phi, y_s.at[slot])]))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
-                return sums
+                return total, vector + added
 
-            start = frame.zeros(HALF, V), frame.zeros(HALF, ALIKE)
-            S, totals = lax.fori_loop(0, item.chunks, sum_chunk, start)
-            of_piece, rows = (item.batch, item.head, item.piece), pl.ds(half * HALF, HALF)
+            nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
+            start = frame.zeros(HALF, spec.V), nothing
+            total, vector = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            of_piece = item.batch, head, item.piece
+            rows = pl.ds((share * workers + worker) * HALF, HALF)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            z_s.at[half][...] = jnp.sum(totals, axis=1) / ALIKE
-            for column in range(0, V, V // 2):
+            vector_s.at[worker][...] = vector
+            for column in range(0, spec.V, COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                s_s.at[half][...] = S[:, column : column + V // 2]
+                total_s.at[worker][...] = total[:, column : column + COLUMNS]
                 plgpu.commit_smem()
-                columns = pl.ds(column, V // 2)
-                plgpu.copy_smem_to_gmem(s_s.at[half], s_ref.at[(*of_piece, rows, columns)])
-            plgpu.copy_smem_to_gmem(z_s.at[half], z_ref.at[(*of_piece, rows)])
+                target = total_ref.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
+                plgpu.copy_smem_to_gmem(total_s.at[worker], target)
+            plgpu.copy_smem_to_gmem(vector_s.at[worker], vector_ref.at[(*of_piece, rows)])
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(frame.group() == workers)
         def _memory() -> None:
-            for number in range(2):
-                plgpu.copy_gmem_to_smem(
-                    counted_ref.at[number], counted_s.at[number], counted_loaded
-                )
+            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
             steps = deal.each(load_piece)
             frame.await_the_last(free, steps, STAGES)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(frame.group() < workers)
         def _sums() -> None:
-            plgpu.barrier_wait(counted_loaded)
+            frame.set_registers(frame.workers_registers(workers), warpgroups)
             deal.each(sum_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    # 1 for each row of a chunk; of the last one, which may end before it is whole.
-    counted = np.ones((2, ALIKE, C), BF16)
-    counted[1, :, deal.length - (pl.cdiv(deal.length, C) - 1) * C :] = 0
+    of_pieces = deal.B, deal.heads // parts, deal.pieces
     out_type = (
-        jax.ShapeDtypeStruct((spec.B, spec.G, deal.pieces, F, V), F32),
-        jax.ShapeDtypeStruct((spec.B, spec.G, deal.pieces, F), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    return frame.launch(body, "whole_sums", deal, out_type, scratch, (k, v, counted))
+    arrays = (x, y, *of_rows)
+    return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=warpgroups)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_sums import blocks_of_state, wide_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_walk import Role, wide_walk
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -24,9 +24,9 @@ def piece_sums(
     y: jax.Array,
     of_rows: Sequence[jax.Array] = (),
 ) -> State:
-    """As `wide_sums`, but [B, heads, P, V, F]."""
+    """As `whole_sums`, but [B, heads, P, V, F]."""
     deal = dataclasses.replace(deal, heads=deal.heads * blocks_of_state(spec))
-    kv, k_sum = wide_sums(spec, deal, name, x, y, of_rows)
+    kv, k_sum = whole_sums(spec, deal, name, x, y, of_rows)
     return jnp.swapaxes(kv, 3, 4), k_sum
 
 

@@ -6,7 +6,7 @@
     dq_i  = (G_i - e_i z) inverse_i phi'(q_i)
 
 Unnormalised, inverse is 1 and e is 0: S comes scaled. Else both are left in memory for the sums
-over the queries, for which there is no room beside S (`wide_sums.py`).
+over the queries, for which there is no room beside S (`whole_sums.py`).
 
     memory    loads S of a head, and chunks of q and g, as slots come free
     dq        each 64 columns; where all have multiplied g, dq lies in its place
