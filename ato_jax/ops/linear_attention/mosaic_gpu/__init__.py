@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ato_jax.device import Device
-from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, gates
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
@@ -171,8 +171,19 @@ def _keep_with_gates(
     keep: Callable[..., Any], spec: LinearAttentionSpec, config: Config, inputs: Inputs
 ) -> Any:
     if inputs.decay is not None and spec.decay != "channel":
-        inputs = inputs._replace(decay=causal.gates_of(spec, inputs.decay))
+        inputs = inputs._replace(decay=_gates_of(spec, config, inputs.decay))
     return keep(spec, config, inputs)
+
+
+def _gates_of(spec: LinearAttentionSpec, config: Config, decay: jax.Array) -> jax.Array:
+    if spec.decay == "head":  # which is no part of a batch
+        return gates.of_heads(spec, decay)
+    return _gates_of_steps(spec, config, decay)
+
+
+@_as_larger_batch
+def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array) -> jax.Array:
+    return gates.of_steps(spec, decay)
 
 
 @_as_larger_batch
@@ -205,9 +216,9 @@ def backward(
         return _as_larger_batch(run)(spec, config, residuals, cotangents)
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
-    inputs = residuals.inputs._replace(decay=causal.gates_of(spec, decay))
+    inputs = residuals.inputs._replace(decay=_gates_of(spec, config, decay))
     found = _backward(spec, config, residuals._replace(inputs=inputs), cotangents)
-    return found._replace(decay=causal.decay_gradient(spec, decay, found.decay))
+    return found._replace(decay=gates.gradient(spec, decay, found.decay))
 
 
 @_as_larger_batch

@@ -88,7 +88,7 @@ def backward(
     if frame.is_wide(spec):
         dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, least)
         of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
-        r, u = whole_sums(spec, of_sums, "wide_query_sums", inputs.q, cotangents.out, of_rows)
+        r, u = whole_sums(spec, of_sums, "whole_query_sums", inputs.q, cotangents.out, of_rows)
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:

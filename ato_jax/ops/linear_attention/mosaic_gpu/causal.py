@@ -45,7 +45,6 @@ State = tuple[jax.Array, jax.Array]
 # The gradients by another backend.
 Otherwise = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
-LEAST_DECAY = -128.0  # exp of it is 0 in float32
 # What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
 # it takes for a chunk of theirs, and what an item takes before its first chunk.
 CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
@@ -147,34 +146,6 @@ def _keep_by_channel(
     return Kept(out, state, *ahead, found)
 
 
-def gates_of(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
-    """[B, G, T up to a whole chunk]: the decays' logarithms to base 2, summed up from each chunk's
-    first row."""
-    chunks = pl.cdiv(spec.T, frame.C)
-    decay = jnp.maximum(decay, LEAST_DECAY) * frame.LOG2_E
-    if spec.decay == "head":
-        up = decay[:, None] * jnp.arange(1, frame.C + 1, dtype=jnp.float32)  # [G, C]
-        shape = (spec.B, spec.G, chunks, frame.C)
-        return jnp.broadcast_to(up[:, None], shape).reshape(spec.B, spec.G, -1)
-    if spec.layout == "bthd":
-        decay = jnp.swapaxes(decay, 1, 2)
-    decay = jnp.pad(decay, ((0, 0), (0, 0), (0, chunks * frame.C - spec.T)))
-    of_chunks = decay.reshape(spec.B, spec.G, chunks, frame.C)
-    # [j, i]: 1 where j <= i
-    triangle = jnp.tri(frame.C, dtype=jnp.float32).T
-    up = jnp.einsum("bgcj,ji->bgci", of_chunks, triangle, precision=jax.lax.Precision.HIGHEST)
-    return up.reshape(decay.shape)
-
-
-def decay_gradient(spec: LinearAttentionSpec, decay: jax.Array, steps: jax.Array) -> jax.Array:
-    """The gradient of the decays as they are given, of that of each step, [B, G, T]."""
-    if spec.decay == "head":
-        steps = jnp.sum(steps, axis=(0, 2))
-    elif spec.layout == "bthd":
-        steps = jnp.swapaxes(steps, 1, 2)
-    return jnp.where(decay < LEAST_DECAY, 0.0, steps)
-
-
 def _states(
     spec: LinearAttentionSpec, of_queries: frame.Deal, inputs: Inputs, gates: jax.Array | None
 ) -> State:
@@ -191,7 +162,7 @@ def _states(
         if gates is not None:
             keeps, until = _left_by_pieces(deal, gates), _until_pieces(deal, gates)
         if frame.is_wide(spec):
-            found = wide_causal.piece_sums(spec, deal, "wide_sums", inputs.k, inputs.v)
+            found = wide_causal.piece_sums(spec, deal, "whole_sums", inputs.k, inputs.v)
         else:
             found = sums(spec, deal, inputs.k, inputs.v, until)
     return _at_edges(spec, found, start, keeps)
@@ -325,7 +296,7 @@ def backward(
             since = _since_pieces(deal, gates)
             keeps = _left_by_pieces(deal, gates)[:, :, first:]
         if wide:
-            found = wide_causal.piece_sums(spec, later, "wide_query_sums", q, g, (inverse, e))
+            found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
         else:
             found = query_sums(spec, later, q, g, inverse, e, since)
     if spec.return_state:

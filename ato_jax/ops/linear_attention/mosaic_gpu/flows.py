@@ -34,7 +34,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # Of a piece's chunks each whose number this divides is known. A state is as large as a chunk's q
 # and k. By the same roundings in float64, with a decay of -0.03 at each of 4096 steps of 12 heads,
 # the steps' gradients are off by 0.0025, 0.003 and 0.004 where every fourth, eighth and sixteenth
-# is known; the heads' would be by 0.003, 0.006 and 0.01, of fewer heads by more.
+# is known; the heads' on a card as far where every fourth is.
 SPACING = 16
 # Where less is left of a state than this, what passes is less than what the sums are off by.
 LEAST_LEFT = 2.0**-9

@@ -105,6 +105,9 @@ def key_gradient(
     gated, heads = gates is not None, frame.heads_of_tile(spec)
     registers = (GATED_REGISTERS if gated else OWN_REGISTERS)[heads]
     dv_registers, dk_registers, state_registers = registers
+    # Of a b for the gradient of the decays: rounded, and what that leaves off where it is one sum
+    # over all steps, which may cancel.
+    pairs_parts = 2 if spec.decay == "head" else 1
     scratch = dict(
         q_s=frame.tiles(spec, STAGES),
         g_s=frame.tiles(spec, STAGES),
@@ -338,13 +341,6 @@ def key_gradient(
             # Rounded in pairs: behind the choice each would be by itself.
             return lax.optimization_barrier(x)
 
-        def store_parts(refs: Any, x: jax.Array) -> None:
-            """What is rounded, and what that leaves off."""
-            rounded = frame.rounded(x)
-            refs[0][...] = rounded
-            refs[1][...] = frame.rounded(x - rounded.astype(F32))
-            plgpu.commit_smem()
-
         def walk(one: Callable[..., Any], number: int, ref: Any) -> None:
             """For dv or dk: `one` makes a chunk's, which is stored; and a flow [C] with a decay."""
 
@@ -418,15 +414,19 @@ def key_gradient(
 
         def of_pairs(n: int, a: jax.Array) -> jax.Array:
             """I, of a as it was multiplied: what it lacks of the decay in a steep chunk b has."""
-            parts = [frame.half_of(spec, out_s, DV, half) for half in range(2)]
+            parts = [frame.half_of(spec, out_s, DV, part) for part in range(pairs_parts)]
             if n == 0:
                 plgpu.barrier_wait(pairs_ready)
-            m = seen(a) * sum(load(pairs_s.at[n, part]).astype(F32) for part in range(2))
+            m = seen(a) * sum(load(pairs_s.at[n, part]).astype(F32) for part in range(pairs_parts))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store_parts(parts, m)
+            for own in parts:
+                rounded = frame.rounded(m)
+                own[...] = rounded
+                m = m - rounded.astype(F32)
+            plgpu.commit_smem()
             if n == heads - 1:
                 plgpu.barrier_arrive(pairs_free)
-            products = [(before_s, part) for part in parts]
+            products = [(before_s, own) for own in parts]
             (across,) = multiply((frame.zeros(C, C), products))  # [t, i]
             return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
 
@@ -436,26 +436,30 @@ def key_gradient(
             es = [load(own, OF_COLUMNS) for own in frame.by_heads(spec, e_s.at[slot])]
             plgpu.barrier_wait(k_loaded.at[k_slot])
             pairs = zip(es, values, in_heads(g_s, slot), strict=True)
-            b = multiply(*((frame.in_rows(-e, C), [(v, g.T)]) for e, v, g in pairs))
-            gates: list[Any] = gates_in(slot, some_steep) if gated else [None] * heads
-            factors: list[Any] = []
+            found = multiply(*((frame.in_rows(-e, C), [(v, g.T)]) for e, v, g in pairs))
+            gates: list[Any] = [None] * heads
             if gated:
+                gates = gates_in(slot, some_steep)
 
                 @pl.when(step > 0)
                 def _() -> None:
                     plgpu.barrier_wait(pairs_free)
 
-                for n, own in enumerate(gates):
-                    own_b = own.either(
-                        lambda n=n, own=own: b[n] * own.of_pairs(queries=1), lambda n=n: b[n]
-                    )
-                    factors.append([pairs_s.at[n, 0], pairs_s.at[n, 1]])
-                    store_parts(factors[n], seen(own_b))
+            factors: list[Any] = []
+            for n, (b, own) in enumerate(zip(found, gates, strict=True)):
+                if gated:
+                    b = own.either(lambda b=b, own=own: b * own.of_pairs(queries=1), lambda b=b: b)
+                b = seen(b)
+                rounded = frame.rounded(b)
+                parts: list[Any] = [rounded, frame.rounded(b - rounded.astype(F32))]
+                if gated:
+                    for number, part in enumerate(parts):
+                        pairs_s.at[n, number][...] = part
+                    parts = [pairs_s.at[n, number] for number in range(2)]
+                    plgpu.commit_smem()
+                factors.append(parts)
+            if gated:
                 plgpu.barrier_arrive(pairs_ready)
-            else:
-                for own_b in map(seen, b):
-                    rounded = frame.rounded(own_b)
-                    factors.append([rounded, frame.rounded(own_b - rounded.astype(F32))])
             plgpu.barrier_wait(r_ready)
             of_others = [
                 frame.in_rows(load(own, OF_COLUMNS), C) for own in frame.by_heads(spec, u_s)
