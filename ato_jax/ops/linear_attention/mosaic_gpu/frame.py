@@ -108,8 +108,10 @@ class Deal:
             return 1
         return lax.div(self.items - lax.axis_index("block") + (self.blocks - 1), self.blocks)
 
-    def each(self, do: Callable[[Item], None]) -> Any:
-        """`do` for each item of this block; how many chunks it had in all."""
+    def each(
+        self, do: Callable[[Item], None], takes: Callable[[Item], Any] | None = None
+    ) -> Any:
+        """`do` for each item of this block that it takes; how many chunks these had in all."""
         block = lax.axis_index("block")
         heads = self.B * self.heads
 
@@ -120,12 +122,17 @@ class Deal:
             here = jnp.minimum(self.rows, self.length - first_row)
             chunks = lax.div(here + (C - 1), C)
             batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
-            do(Item(number, batch, head, piece, first_row, chunks, before))
-            return before + chunks
+            found = Item(number, batch, head, piece, first_row, chunks, before)
+            if takes is None:
+                do(found)
+                return before + chunks
+            taken = takes(found)
+            pl.when(taken)(lambda: do(found))
+            return jnp.where(taken, before + chunks, before)
 
         if self.items == self.blocks:
             # Where there is no loop the compiler has more registers for what is in it.
-            return one(0, 0)
+            return one(0, jnp.int32(0))
         return lax.fori_loop(0, self.own, one, jnp.int32(0))
 
 
@@ -474,13 +481,14 @@ class Gates(NamedTuple):
         return jnp.exp2(self.unless_steep(self.last - self.middle))
 
     def of_pairs(self, queries: int) -> jax.Array:
-        """exp2(G_i - G_j), queries along this axis; where a key is not seen infinite, perhaps."""
+        """In a steep chunk exp2(G_i - G_j), queries along this axis; where a key is not seen
+        infinite, perhaps."""
         rows, columns = in_columns(self.of(OF_ROWS), C), in_rows(self.of(OF_COLUMNS), C)
-        return jnp.exp2(columns - rows if queries else rows - columns)
+        return self.if_steep(columns - rows if queries else rows - columns)
 
     def left(self, layout: Any) -> jax.Array:
-        """[C]: what is left of each key at the end."""
-        return jnp.exp2(self.last - self.of(layout))
+        """[C]: what is left of each key at the end of a steep chunk."""
+        return self.if_steep(self.last - self.of(layout))
 
 
 def halves_of(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -495,6 +503,18 @@ def is_steep(middle: Any, last: Any) -> Any:
 def gates_of(ref: Any, some_steep: bool = True) -> Gates:
     middle, last = ref[C // 2 - 1], ref[C - 1]
     return Gates(ref, middle, last, is_steep(middle, last) if some_steep else None)
+
+
+def takes_pieces(steep_ref: Any, some_steep: bool) -> Callable[[Item], Any] | None:
+    """Those of which some chunk is steep, or those of which none is; without gates all."""
+    if steep_ref is None:
+        return None
+
+    def takes(item: Item) -> Any:
+        some = steep_ref[item.batch, item.head, item.piece] != 0
+        return some if some_steep else ~some
+
+    return takes
 
 
 def each_chunk(steep_ref: Any, item: Item, head: Any, loop: Callable[[bool], None]) -> None:
@@ -535,8 +555,11 @@ def position(axis: int) -> jax.Array:
 interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
 
 
+Body = Callable[..., None]
+
+
 def launch(
-    body: Callable[..., None],
+    body: Body,
     name: str,
     deal: Deal,
     out_type: Any,
@@ -545,39 +568,67 @@ def launch(
     *,
     warpgroups: int = WARPGROUPS,
     own_barriers: bool = False,
+    rest: tuple[Body, dict[str, Any]] | None = None,
 ) -> Any:
     """The kernel's outputs. All of a block's warpgroups leave together: none while another still
     multiplies. `own_barriers`: Pallas puts none of a warpgroup's around loads and stores, so what a
     product reads may be stored again only behind a `commit_smem` or a `wait_smem_to_gmem` that
-    follows the product."""
-
-    def guarded(*refs: Any, left: Any, **scratch: Any) -> None:
-        body(*refs, **scratch)
-        plgpu.barrier_arrive(left)
-        plgpu.barrier_wait(left)
-
+    follows the product. `rest`: body and scratch of a kernel that writes what this one leaves of
+    the same outputs."""
     arrays = meshes.varying_with(tuple(arrays), tuple(arrays))
     interpreted = {"interpret": interpreter()} if device.interpreting() else {}
-    kernel = plgpu.kernel(
-        guarded,
-        out_type=meshes.varying_with(out_type, arrays),
-        scratch_types={**scratch, "left": plgpu.Barrier(num_arrivals=warpgroups)},
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=own_barriers,
+    )
+    of_mesh: Any = dict(
         grid=(deal.blocks,),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=own_barriers,
-        ),
         kernel_name=f"linear_attention_{name}_mosaic",
-        **interpreted,
     )
+
+    def guarded(body: Body, *refs: Any, left: Any, **scratch: Any) -> None:
+        body(*refs, **scratch)
+        plgpu.barrier_arrive(left)
+        plgpu.barrier_wait(left)
+
+    def guard() -> Any:
+        return {"left": plgpu.Barrier(num_arrivals=warpgroups)}
+
+    def write_rest(body: Body, scratch: dict[str, Any], outputs: Any) -> Any:
+        """`plgpu.kernel` takes no outputs that there are already."""
+
+        def scoped(*refs: Any) -> None:
+            inside = functools.partial(guarded, body, *refs)
+            pl.run_scoped(inside, collective_axes="group", **scratch, **guard())
+
+        kernel = pl.kernel(
+            scoped,
+            mesh=plgpu.Mesh(**of_mesh),
+            compiler_params=params,
+            name=of_mesh["kernel_name"],
+            **interpreted,
+        )
+        return pl.run_state(lambda targets: kernel(*arrays, *targets))(outputs)
+
     with jax.enable_x64(False):  # rows are counted in 32 bits
+        kernel = plgpu.kernel(
+            functools.partial(guarded, body),
+            out_type=meshes.varying_with(out_type, arrays),
+            scratch_types={**scratch, **guard()},
+            compiler_params=params,
+            **of_mesh,
+            **interpreted,
+        )
+        outputs = kernel(*arrays)
+        if rest is not None:
+            outputs = write_rest(*rest, tuple(outputs))
         # Which `plgpu.kernel` forgets.
-        return meshes.varying_with(kernel(*arrays), arrays)
+        return meshes.varying_with(outputs, arrays)
 
 
 group = functools.partial(lax.axis_index, "group")

@@ -10,7 +10,8 @@ With phi'_i, R and u as in `query_sums.py`, those of later chunks:
 
     memory   loads chunks as slots come free, across pieces
     state    maps q in place, times inverse; R and u in registers, published for each chunk
-    dv       phi(k), a and dv: phi(k) stays in registers, the left factor of both products
+    dv       phi(k), a and dv: phi(k) stays in registers, the left factor of both products; with a
+             decay it takes k's place, too
     dk       b and dk
 
 R is whole in one warpgroup: in halves beside dv and dk each would need the other's, every chunk. b
@@ -22,18 +23,22 @@ R and u those of later chunks as this one's last row C sees them:
     a[j, i] and b[j, i] carry exp2(G_i - G_j); R phi(k_j) and R^T v_j + u are times exp2(G_C - G_j)
     R = exp2(G_C) R + (exp2(G_i) g_i)^T phi'_i,  u alike    after each chunk
 
-and for the gradient of the decays (`flows.py`)
+Features carry the decay (`frame.Gates`), R and u are those that the middle sees, and rows of dk are
+times exp2(G_m - G_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for their
+sums are scaled in registers.
+
+For the gradient of the decays (`flows.py`) dk leaves, of phi(k) as the queries' gradient has them,
+
+    phi(k_j) . (R^T v_j + u + sum_i b[j, i] phi'_i)
+
+what the pairs of a key add to the loss's derivative. In a steep chunk, where a strong decay leaves
+each row the pair with itself, and all else would be lost beside it, dk and dv leave
 
     A_j  = phi(k_j) . (R^T v_j + u) exp2(G_C - G_j)
     I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(G_i - G_j)
 
-dk leaves A, and b in shared memory, from where it is multiplied, too; dv puts a b beside it. I is a
-product of that with ones where j < t, and a sum over i. So there is no pair of a row with itself in
-it, which a strong decay would leave alone, and nothing that cancels.
-
-Features carry the decay (`frame.Gates`), R and u are those that the middle sees, and rows of dk are
-times exp2(G_m - G_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for their
-sums are scaled in registers.
+I is of b, which dk puts in shared memory, times a, which dv puts beside it: a product with ones
+where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.
 
 Where a tile is two heads', each warpgroup does for both what it does.
 """
@@ -41,7 +46,6 @@ Where a tile is two heads', each warpgroup does for both what it does.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,10 +79,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
-# Of dv, dk and state. With a decay dv and dk do more; two heads in a tile have half as much of a
-# state, and twice a and b.
-OWN_REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
-GATED_REGISTERS = {1: (152, 152, 184), 2: (176, 176, 136)}
+# Of dv, dk and state: two heads in a tile have half as much of a state, and twice a and b.
+REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
 
 
 def in_parts(u: jax.Array) -> jax.Array:
@@ -101,10 +103,37 @@ def key_gradient(
     steep: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
     """dk and dv, of r [B, H, P, V, F] in bfloat16 and u [B, H, P, F] in float32, the sums behind
-    each piece; gates and steep as in `output`."""
-    gated, heads = gates is not None, frame.heads_of_tile(spec)
-    registers = (GATED_REGISTERS if gated else OWN_REGISTERS)[heads]
-    dv_registers, dk_registers, state_registers = registers
+    each piece; with a decay, what its gradient needs. Gates and steep are as in `output`."""
+    out_type: Any = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
+    arrays: Any = q, k, v, g, inverse, e, r, u
+    body, scratch = _walk(spec, deal, some_steep=False)
+    if gates is None:
+        dk, dv = frame.launch(body, "key_gradient", deal, out_type, scratch, arrays)
+        return dk, dv, None
+    rows = jax.ShapeDtypeStruct(gates.shape, F32)
+    of_edges = spec.B, spec.H, flows.places(deal)
+    out_type = (
+        *out_type,
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
+        jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
+    )
+    arrays = *arrays, gates, steep
+    rest = _walk(spec, deal, some_steep=True)
+    dk, dv, inside, adds, *edges = frame.launch(
+        body, "key_gradient", deal, out_type, scratch, arrays, rest=rest
+    )
+    return dk, dv, flows.OfKeys(adds, inside, *edges)
+
+
+def _walk(
+    spec: LinearAttentionSpec, deal: frame.Deal, some_steep: bool
+) -> tuple[frame.Body, dict[str, Any]]:
+    """A kernel's body and scratch; with a decay, of the pieces of which some chunk is steep, or of
+    the others, as that of queries is."""
+    gated, heads = spec.decay is not None, frame.heads_of_tile(spec)
+    dv_registers, dk_registers, state_registers = REGISTERS[heads]
     # Of a b for the gradient of the decays: rounded, and what that leaves off where it is one sum
     # over all steps, which may cancel.
     pairs_parts = 2 if spec.decay == "head" else 1
@@ -131,8 +160,12 @@ def key_gradient(
     )
     if gated:
         scratch |= dict(
+            k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
             gates_s=plgpu.SMEM((STAGES, heads * C), F32),
             flows_s=plgpu.SMEM((2, heads * C), F32),
+        )
+    if some_steep:
+        scratch |= dict(
             pairs_s=shared(heads, 2, C, C),
             before_s=shared(C, C),  # [t, j]: 1 where j < t
             pairs_ready=plgpu.Barrier(num_arrivals=1),
@@ -168,6 +201,7 @@ def key_gradient(
         start: Any,
         r_ready: Any,
         r_free: Any,
+        k_mapped: Any = None,
         gates_s: Any = None,
         flows_s: Any = None,
         pairs_s: Any = None,
@@ -178,6 +212,8 @@ def key_gradient(
         gates_ref, steep_ref = refs[:2] if gated else (None, None)
         dk_ref, dv_ref, *flow_refs = refs[2 * gated :]
 
+        each = functools.partial(deal.each, takes=frame.takes_pieces(steep_ref, some_steep))
+
         def heads_of(item: Item) -> list[Any]:
             return [frame.head_of(spec, item.head, head) for head in range(heads)]
 
@@ -185,7 +221,7 @@ def key_gradient(
             """What is of each head in a slot."""
             return [frame.head_in(spec, tiles, slot, head) for head in range(heads)]
 
-        def gates_in(slot: Any, some_steep: bool) -> list[frame.Gates]:
+        def gates_in(slot: Any) -> list[frame.Gates]:
             of_heads = frame.by_heads(spec, gates_s.at[slot])
             return [frame.gates_of(own, some_steep) for own in of_heads]
 
@@ -209,7 +245,7 @@ def key_gradient(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def sum_piece(item: Item) -> None:
-            @pl.when(item.number > 0)
+            @pl.when(item.before > 0)
             def _() -> None:
                 plgpu.barrier_wait(r_free)
 
@@ -226,7 +262,7 @@ def key_gradient(
             ]
             plgpu.commit_smem()  # what was read, ahead of the next piece's
 
-            def sum_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
+            def sum_chunk(chunk: Any, carried: Any) -> Any:
                 sums, to_start = carried
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
@@ -235,18 +271,20 @@ def key_gradient(
                 es = [load(own, OF_ROWS) for own in frame.by_heads(spec, e_s.at[slot])]
                 gates: list[Any] = [None] * heads
                 if gated:
-                    gates = gates_in(slot, some_steep)
+                    gates = gates_in(slot)
                     for n, own in enumerate(gates):
-                        onto = to_start[n] * own.from_middle()
-                        sums[n] = jax.tree.map(lambda x, onto=onto: x * onto, sums[n])
                         inverses[n] = inverses[n] * jnp.exp2(own.since_middle())
                         es[n] = es[n] * own.if_steep(own.of(OF_ROWS))
-                    to_start = [own.to_middle() for own in gates]
                 for n in range(heads):
                     map_queries(queries[n], inverses[n])
                     spread(es[n], minus_e_s.at[n])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
+                if gated:
+                    for n, own in enumerate(gates):
+                        onto = to_start[n] * own.from_middle()
+                        sums[n] = jax.tree.map(lambda x, onto=onto: x * onto, sums[n])
+                    to_start = [own.to_middle() for own in gates]
 
                 @pl.when(chunk > 0)
                 def _() -> None:
@@ -266,51 +304,41 @@ def key_gradient(
                 if gated and heads == 1:
                     added = [[frame.half_of(spec, g_s, slot, half) for half in range(2)]]
 
-                def products_of(n: int, sums: Any, added: Any) -> list[Any]:
-                    total, parts = sums
-                    return [
-                        *((own, [(x.T, queries[n])]) for own, x in zip(total, added, strict=True)),
-                        (parts, [(queries[n].T, minus_e_s.at[n].T)]),
-                    ]
+                def of_u(n: int) -> list[Any]:
+                    return [(queries[n].T, minus_e_s.at[n].T)]
 
-                def arranged(found: tuple[jax.Array, ...]) -> Any:
-                    *total, parts = found
-                    return total, parts
+                def at_once(sums: Any) -> list[Any]:
+                    products: list[Any] = []
+                    for n, (total, parts) in enumerate(sums):
+                        of_g = zip(total, added[n], strict=True)
+                        products += [(own, [(x.T, queries[n])]) for own, x in of_g]
+                        products.append((parts, of_u(n)))
+                    found = iter(multiply(*products))
+                    return [([next(found) for _ in total], next(found)) for total, _ in sums]
+
+                def one_by_one(n: int, own: frame.Gates, total: Any, parts: jax.Array) -> Any:
+                    """Where the chunk may be steep: there are no registers for all factors. For
+                    want of them here ptxas would part the products of other chunks, too."""
+                    reads, keeps = own.if_steep(own.of(OF_COLUMNS)), own.if_steep(own.last)
+                    found: list[jax.Array] = []
+                    for x, g in zip(total, added[n], strict=True):
+                        scaled = frame.times_rows(g, reads)
+                        found += multiply((x * keeps, [(scaled, queries[n])]))
+                    (parts,) = multiply((parts * keeps, of_u(n)))
+                    return found, parts
 
                 if gated:
                     keep_sums(item, chunk)
-                    for n, own_gates in enumerate(gates):
-
-                        def when_steep(n: int = n, own_gates: frame.Gates = own_gates) -> Any:
-                            """One after the other: there are no registers for both factors."""
-                            total, parts = sums[n]
-                            reads = jnp.exp2(own_gates.of(OF_COLUMNS))
-                            keeps = jnp.exp2(own_gates.last)
-                            found: list[jax.Array] = []
-                            for own, g in zip(total, added[n], strict=True):
-                                scaled = frame.times_rows(g, reads)
-                                found += multiply((own * keeps, [(scaled, queries[n])]))
-                            found += multiply(*products_of(n, ([], parts * keeps), []))
-                            return arranged(tuple(found))
-
-                        def otherwise(n: int = n) -> Any:
-                            return arranged(multiply(*products_of(n, sums[n], added[n])))
-
-                        sums[n] = own_gates.either(when_steep, otherwise)
-                    plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+                if some_steep:
+                    sums = [one_by_one(n, own, *sums[n]) for n, own in enumerate(gates)]
                 else:
-                    products = [products_of(n, sums[n], added[n]) for n in range(heads)]
-                    found = multiply(*itertools.chain(*products))
-                    sums = [arranged(found[2 * n : 2 * n + 2]) for n in range(heads)]
+                    sums = at_once(sums)
+                if gated:
+                    plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 plgpu.barrier_arrive(free.at[slot])
                 return sums, to_start
 
-            def sum_chunks(some_steep: bool) -> None:
-                one = functools.partial(sum_chunk, some_steep)
-                start = sums, [jnp.float32(1)] * heads
-                lax.fori_loop(0, item.chunks, one, start)
-
-            frame.each_chunk(steep_ref, item, item.head, sum_chunks)
+            lax.fori_loop(0, item.chunks, sum_chunk, (sums, [jnp.float32(1)] * heads))
 
         def parts_of_r() -> list[list[Any]]:
             """Of each head: with a decay of 128 columns two, as there are no more registers."""
@@ -320,10 +348,10 @@ def key_gradient(
             return [halves] if heads == 1 else [[half] for half in halves]
 
         def keep_sums(item: Item, chunk: Any) -> None:
-            """R and u behind the chunk, if it is one of those."""
+            """R and u behind the chunk, if it is one ahead of those."""
             number = item.chunks - 1 - chunk
 
-            @pl.when(flows.is_kept(number))
+            @pl.when((chunk == 0) | flows.is_kept(number + 1))
             def _() -> None:
                 place = flows.place(deal, item, number)
                 for own, ref in zip((r_s, u_s), flow_refs[2:], strict=True):
@@ -345,10 +373,10 @@ def key_gradient(
             """For dv or dk: `one` makes a chunk's, which is stored; and a flow [C] with a decay."""
 
             def walk_piece(item: Item) -> None:
-                def walk_chunk(some_steep: bool, chunk: Any, _: None) -> None:
+                def walk_chunk(chunk: Any, _: None) -> None:
                     step = item.before + chunk
                     slots = slot_of(step, STAGES), slot_of(step, K_STAGES)
-                    found, own_flows = one(*slots, step, some_steep)
+                    found, own_flows = one(*slots)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for own, x in zip(in_heads(out_s, number), found, strict=True):
                         own[...] = x.astype(BF16)
@@ -362,27 +390,31 @@ def key_gradient(
                         target = flow_refs[number].at[item.batch, head, rows]
                         plgpu.copy_smem_to_gmem(own, target)
 
-                def walk_chunks(some_steep: bool) -> None:
-                    lax.fori_loop(0, item.chunks, functools.partial(walk_chunk, some_steep), None)
+                lax.fori_loop(0, item.chunks, walk_chunk, None)
 
-                frame.each_chunk(steep_ref, item, item.head, walk_chunks)
-
-            deal.each(walk_piece)
+            each(walk_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        def values_chunk(slot: Any, k_slot: Any, step: Any, some_steep: bool) -> Any:
+        def values_chunk(slot: Any, k_slot: Any) -> Any:
             plgpu.barrier_wait(k_loaded.at[k_slot])
-            xs = [load(own) for own in in_heads(k_s, k_slot)]
-            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-            plgpu.barrier_arrive(k_free.at[k_slot])
+            keys = in_heads(k_s, k_slot)
+            xs = [load(own) for own in keys]
+            if not gated:
+                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                plgpu.barrier_arrive(k_free.at[k_slot])
             gates: list[Any] = []
             if gated:
                 plgpu.barrier_wait(mapped.at[slot])
-                gates = gates_in(slot, some_steep)
+                gates = gates_in(slot)
                 phi_k = [
                     frame.decayed_features_of(x, own.up_to_middle())
                     for x, own in zip(xs, gates, strict=True)
                 ]
+                for own, phi in zip(keys, phi_k, strict=True):
+                    own[...] = phi
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(k_mapped.at[k_slot])
+                plgpu.barrier_arrive(k_free.at[k_slot])
             else:
                 phi_k = [frame.features_of(x) for x in xs]
                 plgpu.barrier_wait(mapped.at[slot])
@@ -390,14 +422,13 @@ def key_gradient(
             a = list(multiply(*((frame.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
             own_flows = []
             for n, own in enumerate(gates):
-                own_flows.append(of_pairs(n, a[n]))
-
-                def when_steep(n: int = n, own: frame.Gates = own) -> Any:
-                    left = frame.in_columns(own.left(OF_ROWS), spec.F)
-                    decayed = frame.rounded(phi_k[n].astype(F32) * left)
-                    return a[n] * own.of_pairs(queries=1), decayed
-
-                a[n], phi_k[n] = own.either(when_steep, lambda n=n: (a[n], phi_k[n]))
+                if not some_steep:
+                    own_flows.append(plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS))
+                    continue
+                own_flows.append(jnp.where(own.steep, of_pairs(n, a[n]), 0.0))
+                left = frame.in_columns(own.left(OF_ROWS), spec.F)
+                a[n] *= own.of_pairs(queries=1)
+                phi_k[n] = frame.rounded(phi_k[n].astype(F32) * left)
             if gated:
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
             weights = [frame.rounded(seen(own)) for own in a]
@@ -413,10 +444,9 @@ def key_gradient(
             return dv, own_flows
 
         def of_pairs(n: int, a: jax.Array) -> jax.Array:
-            """I, of a as it was multiplied: what it lacks of the decay in a steep chunk b has."""
+            """I of a steep chunk, of a as it was multiplied: what it lacks of the decay b has."""
             parts = [frame.half_of(spec, out_s, DV, part) for part in range(pairs_parts)]
-            if n == 0:
-                plgpu.barrier_wait(pairs_ready)
+            plgpu.barrier_wait(pairs_ready)
             m = seen(a) * sum(load(pairs_s.at[n, part]).astype(F32) for part in range(pairs_parts))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for own in parts:
@@ -424,106 +454,103 @@ def key_gradient(
                 own[...] = rounded
                 m = m - rounded.astype(F32)
             plgpu.commit_smem()
-            if n == heads - 1:
-                plgpu.barrier_arrive(pairs_free)
+            plgpu.barrier_arrive(pairs_free)
             products = [(before_s, own) for own in parts]
             (across,) = multiply((frame.zeros(C, C), products))  # [t, i]
             return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
 
-        def keys_chunk(slot: Any, k_slot: Any, step: Any, some_steep: bool) -> Any:
+        def keys_chunk(slot: Any, k_slot: Any) -> Any:
             plgpu.barrier_wait(mapped.at[slot])
             queries, values = in_heads(q_s, slot), in_heads(v_s, k_slot)
             es = [load(own, OF_COLUMNS) for own in frame.by_heads(spec, e_s.at[slot])]
             plgpu.barrier_wait(k_loaded.at[k_slot])
+            if some_steep:
+                plgpu.barrier_wait(k_mapped.at[k_slot])
             pairs = zip(es, values, in_heads(g_s, slot), strict=True)
             found = multiply(*((frame.in_rows(-e, C), [(v, g.T)]) for e, v, g in pairs))
             gates: list[Any] = [None] * heads
             if gated:
-                gates = gates_in(slot, some_steep)
-
-                @pl.when(step > 0)
-                def _() -> None:
-                    plgpu.barrier_wait(pairs_free)
-
-            factors: list[Any] = []
-            for n, (b, own) in enumerate(zip(found, gates, strict=True)):
-                if gated:
-                    b = own.either(lambda b=b, own=own: b * own.of_pairs(queries=1), lambda b=b: b)
-                b = seen(b)
-                rounded = frame.rounded(b)
-                parts: list[Any] = [rounded, frame.rounded(b - rounded.astype(F32))]
-                if gated:
-                    for number, part in enumerate(parts):
-                        pairs_s.at[n, number][...] = part
-                    parts = [pairs_s.at[n, number] for number in range(2)]
-                    plgpu.commit_smem()
-                factors.append(parts)
-            if gated:
-                plgpu.barrier_arrive(pairs_ready)
+                gates = gates_in(slot)
+            slopes: list[Any] = [jnp.exp2(own.up_to_middle()) if gated else None for own in gates]
             plgpu.barrier_wait(r_ready)
+            states, keys = frame.by_heads(spec, r_s), in_heads(k_s, k_slot)
             of_others = [
                 frame.in_rows(load(own, OF_COLUMNS), C) for own in frame.by_heads(spec, u_s)
             ]
-            states = frame.by_heads(spec, r_s)
-            own_flows = []
-            exponents: list[Any] = [None] * heads
-            if gated:
-                found = multiply(
-                    *((of_others[n], [(values[n], states[n])]) for n in range(heads))
-                )
-                keys = in_heads(k_s, k_slot)
-                for n, own in enumerate(gates):
-                    of_others[n] = own.either(
-                        lambda n=n, own=own: found[n] * frame.in_columns(own.left(OF_ROWS), spec.F),
-                        lambda n=n: found[n],
-                    )
-                    exponents[n] = own.up_to_middle()
-                    phi_k = frame.unrounded_features_of(load(keys[n]))
-                    read = jnp.sum(phi_k * of_others[n], axis=1)
-                    own_flows.append(read * jnp.exp2(exponents[n]))
+
+            def parts_of(b: jax.Array) -> list[jax.Array]:
+                """Rounded, and what that leaves off."""
+                rounded = frame.rounded(b)
+                return [rounded, frame.rounded(b - rounded.astype(F32))]
+
+            def products_of(n: int) -> Any:
+                factors = [(b, queries[n]) for b in parts_of(seen(found[n]))]
+                return of_others[n], [(values[n], states[n]), *factors]
+
+            def one_by_one(n: int) -> tuple[jax.Array, jax.Array]:
+                """The same where the chunk may be steep, and A."""
+                own, parts = gates[n], [pairs_s.at[n, number] for number in range(2)]
+                b = seen(found[n] * own.of_pairs(queries=1))
+                for ref, part in zip(parts, parts_of(b), strict=True):
+                    ref[...] = part
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(pairs_ready)
+                (read,) = multiply((of_others[n], [(values[n], states[n])]))
+                read *= frame.in_columns(own.left(OF_ROWS), spec.F)
+                flow = jnp.sum(load(keys[n]).astype(F32) * read, axis=1)
+                (read,) = multiply((read, [(part, queries[n]) for part in parts]))
+                plgpu.commit_smem()
+                plgpu.barrier_wait(pairs_free)
+                return read, flow
+
             plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
-            dk = multiply(
-                *(
-                    (
-                        of_others[n],
-                        [
-                            *([] if gated else [(values[n], states[n])]),
-                            *((factor, queries[n]) for factor in factors[n]),
-                        ],
-                    )
-                    for n in range(heads)
-                )
-            )
+            reads: list[jax.Array] = []
+            if some_steep:
+                dk, reads = map(list, zip(*map(one_by_one, range(heads)), strict=True))
+            else:
+                dk = list(multiply(*map(products_of, range(heads))))
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
-            slopes = []
-            for own, exponent in zip(in_heads(k_s, k_slot), exponents, strict=True):
-                x = jnp.minimum(load(own).astype(F32), 0.0) * LOG2_E
-                x = x if exponent is None else x + frame.in_columns(exponent, spec.F)
-                slopes.append(jnp.exp2(x))
+            if gated and not some_steep:
+                plgpu.barrier_wait(k_mapped.at[k_slot])
+            own_flows = []
+            for n, (own, slope) in enumerate(zip(keys, slopes, strict=True)):
+                x = load(own).astype(F32)
+                if gated:  # phi(k), of which the derivative is the smaller of it and 1
+                    flow = jnp.sum(x * dk[n], axis=1)
+                    if some_steep:
+                        flow = jnp.where(gates[n].steep, reads[n], flow)
+                    own_flows.append(flow)
+                    dk[n] *= jnp.minimum(x, frame.in_columns(slope, spec.F))
+                else:
+                    dk[n] *= jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)
             plgpu.commit_smem()
             plgpu.barrier_arrive(k_free.at[k_slot])
-            return [own * slope for own, slope in zip(dk, slopes, strict=True)], own_flows
+            return dk, own_flows
 
         @pl.when(frame.group() == frame.MEMORY)
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
-            steps = deal.each(load_piece)
+            steps = each(load_piece)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(k_free, steps, K_STAGES)
 
         @pl.when(frame.group() == STATE)
         def _state() -> None:
             frame.set_registers(state_registers)
-            deal.each(sum_piece)
-            plgpu.barrier_wait(r_free)
+            steps = each(sum_piece)
+
+            @pl.when(steps > 0)
+            def _() -> None:
+                plgpu.barrier_wait(r_free)
+
             if gated:
                 plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() == DV)
         def _dv() -> None:
             frame.set_registers(dv_registers)
-            if gated:
+            if some_steep:
                 # Not made where it is multiplied: as a factor in registers, the same in all chunks,
                 # half of its rows were not there yet in a piece's first one.
                 before_s[...] = jnp.where(from_here(), 0.0, 1.0).astype(BF16)
@@ -534,25 +561,5 @@ def key_gradient(
         def _dk() -> None:
             frame.set_registers(dk_registers)
             walk(keys_chunk, DK, dk_ref)
-            if gated:
-                plgpu.barrier_wait(pairs_free)
 
-    out_type: Any = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
-    arrays: Any = q, k, v, g, inverse, e, r, u
-    if gates is None:
-        dk, dv = frame.launch(body, "key_gradient", deal, out_type, scratch, arrays)
-        return dk, dv, None
-    rows = jax.ShapeDtypeStruct(gates.shape, F32)
-    of_edges = spec.B, spec.H, flows.places(deal)
-    out_type = (
-        *out_type,
-        rows,
-        rows,
-        jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
-        jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
-    )
-    arrays = *arrays, gates, steep
-    dk, dv, inside, adds, *edges = frame.launch(
-        body, "key_gradient", deal, out_type, scratch, arrays
-    )
-    return dk, dv, flows.OfKeys(adds, inside, *edges)
+    return body, scratch

@@ -26,14 +26,18 @@ gradient of phi(q_i) being called D_i here):
 
     w[i, j] carries exp2(G_i - G_j), as each phi(k_j) in z_i does; g_i S and z are times exp2(G_i)
     S = exp2(G_C) S + (exp2(G_C - G_j) phi(k_j))^T v_j, z alike    for the chunk's last row C
-    R_i = exp2(G_i) phi(q_i) . (g_i S - e_i z) inverse_i
-
-R_i is what the query reads of the state, for the gradient of the decays (`flows.py`): features
-leaves both its sums, and values S and z ahead of some chunks as they are multiplied.
 
 phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and D_i and z_i
 what is left: their rows are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, pairs'
 decays in z_i, and what is read of the state are scaled in registers, phi(k) there for its sums.
+
+For the gradient of the decays (`flows.py`) each half leaves a sum for each row, its columns' of
+
+    phi'_i . (D_i - e_i z_i)    phi'_i = exp2(G_i - G_m) phi(q_i) inverse_i, rounded
+
+which is what the pairs of the query add to the loss's derivative, and S and z ahead of some chunks.
+Keys leave theirs, of which those of the same pairs are to cancel: so w, too, is multiplied with
+what rounding it leaves off. In a steep chunk the sum is of what is read of the state alone.
 
 Where a tile is two heads', the halves are these, and nothing has to be exchanged.
 """
@@ -42,7 +46,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -74,9 +77,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 3
-# Of values and features, which has products of its own with a decay.
-OWN_REGISTERS = {1: (216, 56), 2: (216, 56)}
-GATED_REGISTERS = {1: (208, 72), 2: (176, 136)}
+# Of values and features.
+OWN_REGISTERS, GATED_REGISTERS = (216, 56), (224, 40)
 
 
 def query_gradient(
@@ -91,14 +93,51 @@ def query_gradient(
     gates: jax.Array | None,
     steep: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
-    """dq; inverse and e [B, H, T up to a whole chunk], float32. s, z, gates and steep are as
-    in `output`."""
+    """dq; inverse and e [B, H, T up to a whole chunk], float32; with a decay, what its gradient
+    needs. s, z, gates and steep are as in `output`."""
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
     heads = frame.heads_of_tile(spec)
-    own_registers = (GATED_REGISTERS if gated else OWN_REGISTERS)[heads]
-    values_registers, features_registers = own_registers
+    sums_keys = _sums_keys(spec)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
+    out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
+    arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
+    if gated:
+        arrays = *arrays, gates, steep
+        of_edges = spec.B, spec.H, flows.places(deal)
+        out_type = (
+            *out_type,
+            jax.ShapeDtypeStruct((2 // heads, *rows.shape), F32),
+            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
+        )
+        if sums_keys:
+            out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.F), F32)
+    body, scratch = _walk(spec, deal, some_steep=False)
+    rest = _walk(spec, deal, some_steep=True) if gated else None
+    found = frame.launch(body, "query_gradient", deal, out_type, scratch, arrays, rest=rest)
+    dq, inverse, e, *flow = found
+    if not spec.normalize:
+        inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
+    if not gated:
+        return dq, inverse, e, None
+    of_halves, *edges = flow
+    return dq, inverse, e, flows.OfQueries(jnp.sum(of_halves, axis=0), *edges)
+
+
+def _sums_keys(spec: LinearAttentionSpec) -> bool:
     # A returned state's cotangent is one of z, too.
-    sums_keys = spec.normalize or gated and spec.return_state
+    return spec.normalize or spec.decay is not None and spec.return_state
+
+
+def _walk(
+    spec: LinearAttentionSpec, deal: frame.Deal, some_steep: bool
+) -> tuple[frame.Body, dict[str, Any]]:
+    """A kernel's body and scratch. With a decay, of the pieces of which some chunk is steep, or of
+    the others alone: what the steep need would cost all others registers, in a loop beside theirs,
+    too.
+    """
+    gated, heads = spec.decay is not None, frame.heads_of_tile(spec)
+    values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
+    sums_keys = _sums_keys(spec)
     scratch = dict(
         g_s=frame.tiles(spec, STAGES),
         v_s=frame.tiles(spec, STAGES),
@@ -115,18 +154,16 @@ def query_gradient(
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
-        free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=STAGES),
-        q_free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=Q_STAGES),
-        k_free=plgpu.Barrier(num_arrivals=2 + gated, num_barriers=K_STAGES),
+        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
+        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
         start_loaded=plgpu.Barrier(num_arrivals=5),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
     if gated:
         scratch |= dict(
             gates_s=plgpu.SMEM((K_STAGES, heads * C), F32),
-            reads_s=plgpu.SMEM((2, 2 * heads, C), F32),
-            published=plgpu.Barrier(num_arrivals=2),
-            state_read=plgpu.Barrier(num_arrivals=1),
+            flows_s=plgpu.SMEM((2, 2, C), F32),
         )
 
     def body(
@@ -158,12 +195,12 @@ def query_gradient(
         start_loaded: Any,
         exchanged: Any,
         gates_s: Any = None,
-        reads_s: Any = None,
-        published: Any = None,
-        state_read: Any = None,
+        flows_s: Any = None,
     ) -> None:
         gates_ref, steep_ref = refs[:2] if gated else (None, None)
         dq_ref, inverse_ref, e_ref, *flow_refs = refs[2 * gated :]
+
+        each = functools.partial(deal.each, takes=frame.takes_pieces(steep_ref, some_steep))
 
         def start_in(half: Any) -> Any:
             """S of a piece's start, before its first chunk."""
@@ -215,52 +252,8 @@ def query_gradient(
                     frame.map_in_place(k_s.at[slot, half], exponents[half % heads])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(k_mapped.at[slot])
-                if gated:
-
-                    @pl.when(chunk > 0)
-                    def _() -> None:
-                        read_chunk(item, chunk - 1)
 
             lax.fori_loop(0, item.chunks, map_chunk, None)
-            if gated:
-                read_chunk(item, item.chunks - 1)
-                plgpu.wait_smem_to_gmem(0)
-
-        def read_chunk(item: Item, chunk: Any) -> None:
-            """exp2(G_i) phi(q_i) . g_i S, and . z."""
-            slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
-            k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
-            plgpu.barrier_wait(loaded.at[slot])
-            plgpu.barrier_wait(q_loaded.at[q_slot])
-            plgpu.barrier_wait(published)
-            numbers = 1 + spec.normalize
-            found: list[list[Any]] = [[0.0] * numbers for _ in range(heads)]
-            for half in range(2):
-                g = frame.head_in(spec, g_s, slot, half)
-                (read,) = multiply((frame.zeros(C, HALF), [(g, s_s.at[half])]))
-                both = [read]
-                if spec.normalize:
-                    both.append(frame.in_rows(load(z_s.at[half], OF_COLUMNS), C))
-                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
-                found[half % heads] = [
-                    own + jnp.sum(phi_q * x, axis=1)
-                    for own, x in zip(found[half % heads], both, strict=True)
-                ]
-            plgpu.wait_smem_to_gmem(heads * numbers, wait_read_only=True)
-            for own_head, ref in enumerate(frame.by_heads(spec, gates_s.at[k_slot])):
-                gates = frame.gates_of(ref)
-                left = jnp.exp2(gates.of(OF_ROWS) - gates.unless_steep(gates.middle))
-                for number, own in enumerate(found[own_head]):
-                    reads_s.at[parity, 2 * own_head + number][...] = own * left
-            plgpu.commit_smem()
-            for barrier in (state_read, free.at[slot], q_free.at[q_slot], k_free.at[k_slot]):
-                plgpu.barrier_arrive(barrier)
-            for own_head, number in itertools.product(range(heads), range(numbers)):
-                head = frame.head_of(spec, item.head, own_head)
-                plgpu.copy_smem_to_gmem(
-                    reads_s.at[parity, 2 * own_head + number],
-                    flow_refs[0].at[number, item.batch, head, item.rows(chunk)],
-                )
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
@@ -273,10 +266,6 @@ def query_gradient(
                 return frame.position(0) >= frame.position(1)
 
             plgpu.barrier_wait(start_loaded)
-            # The start's transpose, which is what a product with the identity reads.
-            same = ones_where(frame.position(0) == frame.position(1))
-            (S,) = multiply((frame.zeros(HALF, spec.V), [(same, start_in(half).T)]))
-            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
 
             def keep_state(item: Item, chunk: Any) -> None:
                 """The state ahead of the chunk, if it is one of those."""
@@ -284,14 +273,14 @@ def query_gradient(
                 @pl.when(flows.is_kept(chunk))
                 def _() -> None:
                     at = item.batch, head, flows.place(deal, item, chunk)
-                    _, kv_ref, *z_refs = flow_refs
+                    kv_ref, *z_refs = flow_refs[1:]
                     columns = frame.columns_of(spec, half)
                     kv = kv_ref.at[(*at, slice(None), columns)]
                     plgpu.copy_smem_to_gmem(s_s.at[half], kv)
                     for ref in z_refs:
                         plgpu.copy_smem_to_gmem(z_s.at[half], ref.at[(*at, columns)])
 
-            def multiply_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
+            def multiply_chunk(chunk: Any, carried: Any) -> Any:
                 S, totals, to_end = carried
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
@@ -306,20 +295,18 @@ def query_gradient(
                     if sums_keys:
                         z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
                     plgpu.commit_smem()
-                    if gated:
-                        plgpu.barrier_arrive(published)
 
                 def where_seen(x: jax.Array) -> jax.Array:
                     # Rounded in pairs: behind the choice each would be by itself.
-                    return frame.rounded(lax.optimization_barrier(jnp.where(sees(), x, 0.0)))
+                    return lax.optimization_barrier(jnp.where(sees(), x, 0.0))
+
+                def parts_of(x: jax.Array) -> list[jax.Array]:
+                    """Rounded; with a decay, and what that leaves off."""
+                    rounded = frame.rounded(x)
+                    return [rounded, frame.rounded(x - rounded.astype(F32))][: 1 + gated]
 
                 def z_before() -> jax.Array:
                     return frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
-
-                def arranged(found: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-                    """D, z_i where it is needed, and S and z behind the chunk."""
-                    D, *z, S = found[: 2 + spec.normalize]
-                    return D, z, S, found[-1] if sums_keys else totals
 
                 plgpu.barrier_wait(loaded.at[slot])
                 plgpu.barrier_wait(k_mapped.at[k_slot])
@@ -331,57 +318,69 @@ def query_gradient(
                     S, totals, to_end = S * onto, totals * onto, gates.from_middle()
                     lasting = jnp.exp2(gates.since_middle())
 
-                    @pl.when(chunk > 0)
-                    def _() -> None:
-                        plgpu.barrier_wait(state_read)
+                (w,) = multiply((frame.zeros(C, C), [(g, v.T)]), meanwhile=publish)
 
-                (w,) = multiply(
-                    (frame.zeros(C, C), [(g, v.T)]), meanwhile=publish
-                )
+                state = s_s.at[half] if gated else s_s.at[half].T
 
-                def unless_steep() -> Any:
-                    state = s_s.at[half] if gated else s_s.at[half].T
-                    reads = [(g, state), (where_seen(w), features)]
+                def at_once() -> tuple[Any, ...]:
+                    """D, z_i where it is needed, S and z behind the chunk."""
+                    weights = parts_of(where_seen(w))
+                    reads = [(g, state), *((part, features) for part in weights)]
                     of_queries = [(frame.zeros(C, HALF), reads)]
                     if spec.normalize:
                         of_queries.append((z_before(), [(ones_where(sees()), features)]))
                     behind = [(S, [(features.T, v)])]
                     if sums_keys:
                         behind.append((totals, [(features.T, ones_s.T)]))
-                    return arranged(multiply(*of_queries, *behind))
+                    D, *found = multiply(*of_queries, *behind)
+                    z, (own_S, *own_totals) = found[: spec.normalize], found[spec.normalize :]
+                    return D, z, own_S, own_totals[0] if sums_keys else totals
 
-                def when_steep() -> Any:
-                    """One product after the other: there are no registers for all factors."""
-                    left = frame.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
-                    (D,) = multiply((frame.zeros(C, HALF), [(g, s_s.at[half])]))
-                    weights = where_seen(w * gates.of_pairs(queries=0))
-                    of_queries = multiply((D * left, [(weights, features)]))
+                def one_by_one() -> tuple[Any, ...]:
+                    """The same where the chunk may be steep, and what is read of the state: one
+                    product after the other, as there are no registers for all factors."""
+                    left = frame.in_columns(gates.if_steep(gates.of(OF_ROWS)), HALF)
+                    pairs = gates.of_pairs(queries=0)
+                    (D,) = multiply((frame.zeros(C, HALF), [(g, state)]))
+                    D *= left
+                    phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
+                    reads = [jnp.sum(phi_q * D, axis=1)]
+                    weights = parts_of(where_seen(w * pairs))
+                    (D,) = multiply((D, [(part, features) for part in weights]))
+                    z: list[jax.Array] = []
                     if spec.normalize:
-                        decays = where_seen(gates.of_pairs(queries=0))
-                        of_queries += multiply((z_before() * left, [(decays, features)]))
+                        before = z_before() * left
+                        reads.append(jnp.sum(phi_q * before, axis=1))
+                        decays = frame.rounded(where_seen(pairs))
+                        z += multiply((before, [(decays, features)]))
                     added = frame.times_rows(features, gates.left(OF_COLUMNS))
-                    keeps = jnp.exp2(gates.last)
-                    behind = [(S * keeps, [(added, v)])]
+                    keeps = gates.if_steep(gates.last)
+                    (own_S,) = multiply((S * keeps, [(added, v)]))
+                    own_totals = totals
                     if sums_keys:
-                        behind.append((totals * keeps, [(added, ones_s.T)]))
-                    return arranged(of_queries + multiply(*behind))
+                        (own_totals,) = multiply((totals * keeps, [(added, ones_s.T)]))
+                    return D, z, own_S, own_totals, reads
 
+                of_state: Any = None
                 if gated:
                     keep_state(item, chunk)
-                    D, z, S, totals = gates.either(when_steep, unless_steep)
-                    plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+                if some_steep:
+                    plgpu.barrier_wait(q_loaded.at[q_slot])
+                    D, z, S, totals, of_state = one_by_one()
                 else:
-                    D, z, S, totals = unless_steep()
+                    D, z, S, totals = at_once()
+                if gated:
+                    plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
-
                 if gated:
 
                     @pl.when(flows.is_kept(chunk))
                     def _() -> None:  # S and z, ahead of what replaces them
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                plgpu.barrier_wait(q_loaded.at[q_slot])
+                if not some_steep:
+                    plgpu.barrier_wait(q_loaded.at[q_slot])
                 phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
                 own_parts: Any = ()
                 if spec.normalize:
@@ -410,8 +409,14 @@ def query_gradient(
                 if gated or spec.normalize:
                     scale = frame.in_columns(scale, HALF)
                 dq = D * scale * jnp.minimum(phi_q, 1.0)
-                # Of the stores of two chunks ago: one of dq, and one of a row for each head.
-                plgpu.wait_smem_to_gmem(1 + heads * spec.normalize, wait_read_only=True)
+                # Of the stores of two chunks ago: one of dq, and of rows.
+                plgpu.wait_smem_to_gmem(1 + heads * spec.normalize + gated, wait_read_only=True)
+                if gated:
+                    flow = jnp.sum(frame.rounded(phi_q * scale).astype(F32) * D, axis=1)
+                    if some_steep:
+                        read = of_state[0] - e * of_state[1] if spec.normalize else of_state[0]
+                        flow = jnp.where(gates.steep, read * inverse, flow)
+                    flows_s.at[half, parity][...] = flow
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
                 dq_slot[...] = dq.astype(BF16)
                 if spec.normalize and heads == 1:
@@ -422,6 +427,10 @@ def query_gradient(
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 plgpu.copy_smem_to_gmem(dq_slot, part(spec, dq_ref, item, rows, item.head, half))
+                if gated:
+                    of_half = half if heads == 1 else 0
+                    target = flow_refs[0].at[of_half, item.batch, head, rows]
+                    plgpu.copy_smem_to_gmem(flows_s.at[half, parity], target)
                 for number, ref in enumerate((inverse_ref, e_ref) if spec.normalize else ()):
                     target = ref.at[item.batch, head, rows]
                     if heads == 2:
@@ -434,18 +443,16 @@ def query_gradient(
 
                 return S, totals, to_end
 
-            def multiply_chunks(some_steep: bool) -> None:
-                one = functools.partial(multiply_chunk, some_steep)
-                lax.fori_loop(0, item.chunks, one, (S, totals, jnp.float32(1)))
-
-            frame.each_chunk(steep_ref, item, item.head, multiply_chunks)
-            if gated:
-                plgpu.barrier_wait(state_read)
+            # The start's transpose, which is what a product with the identity reads.
+            same = ones_where(frame.position(0) == frame.position(1))
+            (S,) = multiply((frame.zeros(HALF, spec.V), [(same, start_in(half).T)]))
+            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
+            lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals, jnp.float32(1)))
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
-            steps = deal.each(load_piece)
+            steps = each(load_piece)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(k_free, steps, K_STAGES)
             frame.await_the_last(q_free, steps, Q_STAGES)
@@ -453,33 +460,12 @@ def query_gradient(
         @pl.when(frame.group() == FEATURES)
         def _features() -> None:
             frame.set_registers(features_registers)
-            deal.each(map_piece)
+            each(map_piece)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
             frame.set_registers(values_registers)
-            deal.each(multiply_piece)
+            each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
-    out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
-    arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
-    if gated:
-        arrays = *arrays, gates, steep
-        of_edges = spec.B, spec.H, flows.places(deal)
-        out_type = (
-            *out_type,
-            jax.ShapeDtypeStruct((1 + spec.normalize, *rows.shape), F32),
-            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
-        )
-        if sums_keys:
-            out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.F), F32)
-    found = frame.launch(body, "query_gradient", deal, out_type, scratch, arrays)
-    dq, inverse, e, *flow = found
-    if not spec.normalize:
-        inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
-    if not gated:
-        return dq, inverse, e, None
-    of_state, *edges = flow
-    reads = of_state[0] - e * of_state[1] if spec.normalize else of_state[0]
-    return dq, inverse, e, flows.OfQueries(reads * inverse, *edges)
+    return body, scratch
