@@ -385,6 +385,8 @@ def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
         found, made = Found(results), []
         for contest in contests:
             all_cases = cases_of(results, contest)
+            if not all_cases:
+                continue
             for phase in contest.phases:
                 by_batch = sorted({case.B for case in all_cases if found.of(case, phase)})
                 by_size: dict[tuple[int, int, int, bool], dict[int, Case]] = {}

@@ -20,6 +20,7 @@ CASES = {
         _bf16(B=8, T=65536, H=8, D=64, causal=True),
         _bf16(B=1, T=16384, H=32, D=128, causal=True),
         Case("step", B=64, T=1, H=32, D=128, dtype="bfloat16"),
+        _bf16(B=1, T=65536, H=16, D=128, causal=True),
         _bf16(B=1, T=65536, H=16, D=128, causal=True, decay="step"),
         _bf16(B=8, T=65536, H=8, D=64, causal=True, decay="channel"),
         _bf16(B=4, T=4096, H=16, D=128, causal=True, decay="channel"),
