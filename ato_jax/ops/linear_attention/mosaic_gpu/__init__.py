@@ -217,14 +217,22 @@ def backward(
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
     inputs = residuals.inputs._replace(decay=_gates_of(spec, config, decay))
-    found = _backward(spec, config, residuals._replace(inputs=inputs), cotangents)
-    return found._replace(decay=gates.gradient(spec, decay, found.decay))
+    residuals = residuals._replace(inputs=inputs)
+    if spec.decay == "step":
+        return _backward(spec, config, residuals, cotangents, decay)
+    found = _backward(spec, config, residuals, cotangents)
+    return found._replace(decay=gates.gradient_of_heads(decay, found.decay))
 
 
 @_as_larger_batch
 def _backward(
-    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    decay: jax.Array | None = None,
 ) -> Inputs:
-    """`inputs.decay` are the gates, and of them the gradient that of each step, [B, G, T]."""
-    kernels = causal if spec.causal else bidirectional
-    return kernels.backward(spec, config, residuals, cotangents)
+    """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
+    if spec.causal:
+        return causal.backward(spec, config, residuals, cotangents, decay)
+    return bidirectional.backward(spec, config, residuals, cotangents)

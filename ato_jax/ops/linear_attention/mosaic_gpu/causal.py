@@ -1,10 +1,11 @@
 """Each query sees the keys up to its own, on Hopper.
 
-The sequence is cut into as many pieces as fill the card, few: XLA adds up their sums (`sums.py`),
-and each piece is walked with its running state in registers (`output.py`). Backwards the queries'
-gradient is such a walk, too (`query_gradient.py`), and that of keys and values one from the end
-(`query_sums.py`, `key_gradient.py`). The gradient of decays is made of what both leave
-(`flows.py`). Gates of channels have kernels of their own (`channel.py`, `channel_backward.py`).
+The sequence is cut into as many pieces as fill the card, few: their sums (`sums.py`) are added up
+(`edges.py`), and each piece is walked with its running state in registers (`output.py`). Backwards
+the queries' gradient is such a walk, too (`query_gradient.py`), and that of keys and values one
+from the end (`query_sums.py`, `key_gradient.py`). A decay comes as sums of its logarithms
+(`gates.py`), and its gradient is made of what both walks leave (`flows.py`). Gates of channels have
+kernels of their own (`channel.py`, `channel_backward.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.edges import Edges, at_edges
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
+from ato_jax.ops.linear_attention.mosaic_gpu.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
@@ -48,8 +51,8 @@ Otherwise = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 # What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
 # it takes for a chunk of theirs, and what an item takes before its first chunk.
 CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
-# Of a piece, so that its state is small beside its rows; and pieces that are added up one by one.
-LEAST_CHUNKS, FEW_PIECES = 8, 16
+# Of a piece, so that its state is small beside its rows.
+LEAST_CHUNKS = 8
 # Of two numbers of pieces that cost as much, but for this, the smaller leaves more rows to be read
 # once: 8 sequences of 131,072 rows of 8 heads of 64 took 15% longer for each row in 41 pieces than
 # of half the length in four, which this takes for 0.6% more.
@@ -106,12 +109,6 @@ class Kept(NamedTuple):
         return Outputs(self.out, self.state)
 
 
-def _split(deal: frame.Deal, kv: jax.Array, k_sum: jax.Array) -> tuple[State, LinearState]:
-    """The sums ahead of each piece, as products read them, and those behind the last."""
-    ahead = kv[:, :, : deal.pieces].astype(jnp.bfloat16), k_sum[:, :, : deal.pieces]
-    return ahead, LinearState(jnp.swapaxes(kv[:, :, -1], 2, 3), k_sum[:, :, -1])
-
-
 def keep(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
@@ -120,13 +117,20 @@ def keep(
     deal, gates = _deal(spec, config), inputs.decay
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
-    ahead, state = _split(deal, *_states(spec, deal, inputs, gates))
+    pieces = None if gates is None else of_pieces(spec, deal, gates)
+    ahead = _states(spec, deal, inputs, pieces)
+    arrays = inputs.q, inputs.k, inputs.v, ahead.kv, ahead.k_sum
     if frame.is_wide(spec):
-        out = wide_causal.output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead)
-        return Kept(out, state, *ahead)
-    steep = None if gates is None else _steep(spec, deal, gates)
-    out = output(spec, deal, inputs.q, inputs.k, inputs.v, *ahead, gates, steep)
-    return Kept(out, state, *ahead)
+        out = wide_causal.output(spec, deal, *arrays)
+    else:
+        out = output(spec, deal, *arrays, gates, None if pieces is None else pieces.steep)
+    state = ahead.end
+    if state is None:
+        of_state = spec.B, spec.G, spec.D, spec.V
+        state = LinearState(
+            jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32)
+        )
+    return Kept(out, state, ahead.kv, ahead.k_sum)
 
 
 def _keep_by_channel(
@@ -140,7 +144,8 @@ def _keep_by_channel(
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
     edges = channel_backward.join_pieces((kv, k_sum), start, jnp.exp2(lost))
-    ahead, state = _split(deal, *edges)
+    ahead = edges[0][:, :, : deal.pieces].astype(jnp.bfloat16), edges[1][:, :, : deal.pieces]
+    state = LinearState(jnp.swapaxes(edges[0][:, :, -1], 2, 3), edges[1][:, :, -1])
     turns = channel.turns_of(least)
     steep = _any_in_pieces(deal, turns > 1)
     out, *kept = channel_output(spec, deal, q, k, v, *ahead, gates, turns, steep, features)
@@ -153,139 +158,56 @@ def _keep_by_channel(
 
 
 def _states(
-    spec: LinearAttentionSpec, of_queries: frame.Deal, inputs: Inputs, gates: jax.Array | None
-) -> State:
-    """The states ahead of each piece; behind the last one, too, if it is to be returned."""
+    spec: LinearAttentionSpec,
+    of_queries: frame.Deal,
+    inputs: Inputs,
+    gates: OfPieces | None,
+) -> Edges:
+    """Those ahead of each piece; behind the last one, too, if it is to be returned."""
     pieces = of_queries.pieces - (not spec.return_state)
-    start = found = keeps = None
-    if inputs.initial_state is not None:
-        start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    found = None
     if pieces:
         length = min(pieces * of_queries.rows, spec.T)
         heads = spec.G // frame.heads_of_tile(spec)
         deal = dataclasses.replace(of_queries, heads=heads, length=length, pieces=pieces)
-        until = None
-        if gates is not None:
-            keeps, until = _left_by_pieces(deal, gates), _until_pieces(deal, gates)
         if frame.is_wide(spec):
             found = wide_causal.piece_sums(spec, deal, "whole_sums", inputs.k, inputs.v)
         else:
+            until = None if gates is None else gates.until
             found = sums(spec, deal, inputs.k, inputs.v, until)
-    return _at_edges(spec, found, start, keeps)
-
-
-def _in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
-    """[B, G, chunks] to [B, G, P, chunks of a piece], with zeros behind the last."""
-    chunks = deal.pieces * (deal.rows // frame.C)
-    missing = max(0, chunks - of_chunks.shape[2])
-    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))[:, :, :chunks]
-    return of_chunks.reshape(*of_chunks.shape[:2], deal.pieces, -1)
+    keeps = None if gates is None else gates.keeps
+    return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state)
 
 
 def _any_in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
-    """Which pieces have one, [B, G or tiles, P]."""
-    return jnp.any(_in_pieces(deal, of_chunks), axis=3).astype(jnp.int32)
-
-
-def _of_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """The sums of whole chunks, [B, G, P, chunks]."""
-    return _in_pieces(deal, frame.halves_of(gates)[1])
-
-
-def _left_by_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """What each piece leaves of what is ahead of it, [B, G, P]."""
-    return jnp.exp2(jnp.sum(_of_pieces(deal, gates), axis=3))
-
-
-def _since_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """Gates as summed up from each piece's first row."""
-    of_chunks = _of_pieces(deal, gates)
-    return _plus(gates, jnp.cumsum(of_chunks, axis=3) - of_chunks)
-
-
-def _until_pieces(deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """What gates of later rows of each piece sum up to."""
-    of_chunks = _of_pieces(deal, gates)
-    return _plus(-gates, jnp.flip(jnp.cumsum(jnp.flip(of_chunks, 3), axis=3), 3))
-
-
-def _plus(gates: jax.Array, of_chunks: jax.Array) -> jax.Array:
-    """What rows have, and their chunks, which is 0 behind the pieces."""
-    rows = gates.reshape(*gates.shape[:2], -1, frame.C)
-    of_chunks = of_chunks.reshape(*gates.shape[:2], -1)[:, :, : rows.shape[2]]
-    missing = rows.shape[2] - of_chunks.shape[2]
+    """Which pieces have one, [B, G, chunks] to [B, G, P]."""
+    chunks = deal.pieces * (deal.rows // frame.C)
+    missing = max(0, chunks - of_chunks.shape[2])
     of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
-    return (rows + of_chunks[..., None]).reshape(gates.shape)
-
-
-def _steep(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> jax.Array:
-    """Which pieces have a steep chunk, [B, tiles, P]."""
-    steep = frame.is_steep(*frame.halves_of(gates))
-    of_tiles = steep.reshape(spec.B, -1, frame.heads_of_tile(spec), steep.shape[2])
-    return _any_in_pieces(deal, jnp.any(of_tiles, axis=2))
-
-
-def _at_edges(
-    spec: LinearAttentionSpec,
-    pieces: State | None,
-    start: State | None,
-    keeps: jax.Array | None = None,
-    reverse: bool = False,
-) -> State:
-    """kv [B, G, P, V, F] and k_sum [B, G, P, F] -> the sums of all pieces ahead of each edge, or
-    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. `keeps` [B, G, P]: what a piece leaves
-    of what is ahead of it."""
-    if pieces is None and start is None:
-        shape = (spec.B, spec.G, 1, spec.V, spec.D)
-        return jnp.zeros(shape, jnp.float32), jnp.zeros((*shape[:3], spec.D), jnp.float32)
-    if pieces is None:
-        assert start is not None
-        return start[0][:, :, None], start[1][:, :, None]
-    count = pieces[0].shape[2]
-    # What edge e has of piece r; and of the start.
-    ahead = jnp.tri(count + 1, count, -1, dtype=jnp.float32)
-    weights = (1 - ahead if reverse else ahead)[None, None]
-    of_start: Any = 1.0
-    if keeps is not None:
-        keeps = jnp.flip(keeps, 2) if reverse else keeps
-        passed = jnp.where(jnp.tri(count, dtype=bool, k=-1), keeps[..., None], 1.0)
-        passed = jnp.cumprod(passed, axis=2)  # from piece r on, up to the edge behind e
-        weights = jnp.pad(passed, ((0, 0), (0, 0), (1, 0), (0, 0))) * ahead
-        of_start = jnp.pad(jnp.cumprod(keeps, axis=2), ((0, 0), (0, 0), (1, 0)), constant_values=1)
-        of_start = of_start[..., None]
-        if reverse:
-            weights, of_start = jnp.flip(weights, (2, 3)), jnp.flip(of_start, 2)
-
-    def add_up(pieces: jax.Array, start: jax.Array | None) -> jax.Array:
-        flat = pieces.reshape(*pieces.shape[:3], -1)
-        if count <= FEW_PIECES:  # a product of matrices would be mostly empty
-            found = jnp.sum(weights[..., None] * flat[:, :, None], axis=3)
-        else:
-            every = jnp.broadcast_to(weights, (*flat.shape[:2], *weights.shape[2:]))
-            found = jnp.einsum("bger,bgrn->bgen", every, flat, precision=jax.lax.Precision.HIGHEST)
-        if start is not None:
-            found += of_start * start.reshape(*start.shape[:2], 1, -1)
-        return found.reshape(*pieces.shape[:2], count + 1, *pieces.shape[3:])
-
-    starts = (None, None) if start is None else start
-    kv, k_sum = map(add_up, pieces, starts)
-    return kv, k_sum
+    of_pieces = of_chunks.reshape(*of_chunks.shape[:2], deal.pieces, -1)
+    return jnp.any(of_pieces, axis=3).astype(jnp.int32)
 
 
 def backward(
-    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    decay: jax.Array | None,
 ) -> Inputs:
-    """`inputs.decay` are the gates; of the decays the gradient is each step's, [B, G, T]."""
+    """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
     inputs, g = residuals.inputs, cotangents.out
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     deal = _deal(spec, config)
+    pieces = None if gates is None else of_pieces(spec, deal, gates)
     if isinstance(residuals.outputs, Kept):
         s, z = residuals.outputs.s, residuals.outputs.z
     else:
-        kv, z = _states(dataclasses.replace(spec, return_state=False), deal, inputs, gates)
-        s = kv.astype(jnp.bfloat16)
+        s, z, _ = _states(dataclasses.replace(spec, return_state=False), deal, inputs, pieces)
     wide = frame.is_wide(spec)
-    steep = None if gates is None else _steep(spec, deal, gates)
+    steep = since = keeps = None
+    if pieces is not None:
+        steep, since, keeps = pieces.steep, pieces.since, pieces.keeps
     of_queries = of_keys = None
     if wide:
         dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
@@ -294,35 +216,31 @@ def backward(
 
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
-    found = end = keeps = None
+    found = None
     if deal.pieces > first:
         later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
-        since = None
-        if gates is not None:
-            since = _since_pieces(deal, gates)
-            keeps = _left_by_pieces(deal, gates)[:, :, first:]
         if wide:
             found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
         else:
             found = query_sums(spec, later, q, g, inverse, e, since)
-    if spec.return_state:
-        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
-    r, u = _at_edges(spec, found, end, keeps, reverse=True)
-    d_state = of_start = None
-    if spec.initial_state:
-        of_kv = jnp.sum(s[:, :, 0].astype(jnp.float32) * r[:, :, 0], axis=(2, 3))
-        of_start = of_kv + jnp.sum(z[:, :, 0] * u[:, :, 0], axis=2)
-        d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
-        r, u = r[:, :, 1:], u[:, :, 1:]
-    arrays = q, k, v, g, inverse, e, r.astype(jnp.bfloat16), u
+    end = cotangents.state if spec.return_state else None
+    behind = at_edges(spec, found, end, keeps, first, ends=spec.initial_state, reverse=True)
+    arrays = q, k, v, g, inverse, e, behind.kv, behind.k_sum
     if wide:
         dk, dv = wide_causal.key_gradient(spec, deal, *arrays)
     else:
         dk, dv, of_keys = key_gradient(spec, deal, *arrays, gates, steep)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
-        d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start)
-    return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
+        of_start = None
+        if behind.end is not None:
+            kv, k_sum = behind.end
+            of_kv = s[:, :, 0].astype(jnp.float32) * jnp.swapaxes(kv, 2, 3)
+            of_start = jnp.sum(of_kv, axis=(2, 3)) + jnp.sum(z[:, :, 0] * k_sum, axis=2)
+        d_decay = flows.decay_flows(
+            spec, deal, gates, of_queries, of_keys, of_start, decay
+        )
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=behind.end)
 
 
 def backward_by_channel(

@@ -19,8 +19,9 @@ as they are multiplied, and there
     Y = <S, R> + z . u
 
 Between, Y is summed up, and what the sums miss of the next one that is known is spread over the
-chunks between. By the roundings of S and R Y is off, and alike in neighbouring chunks: in the
-gradient of a decay for each head, a sum over all steps, that adds up.
+chunks between: one pass for what is known and the sums of chunks, another for each step. By the
+roundings of S and R Y is off, and alike in neighbouring chunks: in the gradient of a decay for each
+head, a sum over all steps, that adds up.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+from ato_jax.launch import pallas_call
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.gates import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Y is known ahead of each of a piece's chunks whose number this divides. A state is as large as a
-# chunk's q and k.
+# Y is known ahead of each of a piece's chunks whose number this divides, a power of two. A state is
+# as large as a chunk's q and k.
 SPACING = 16
+# Of a state, which a program multiplies at once; and heads of a tile of steps.
+NUMBERS, MOST_HEADS, WARPS = 2048, 16, 4
 
 
 class OfQueries(NamedTuple):
-    flows: jax.Array  # R_i, [B, H, T up to a whole chunk]
+    flows: jax.Array  # what adds up to R_i, [1 or 2, B, H, T up to a whole chunk]
     kv: jax.Array  # S ahead of the chunks that are known, [B, H, places, V, F] bfloat16
     k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
 
@@ -54,12 +60,20 @@ class OfKeys(NamedTuple):
     k_sum: jax.Array  # u there, [B, H, places, F] float32
 
 
+class Known(NamedTuple):
+    """Float32."""
+
+    crossing: jax.Array  # Y, [B, H, places]
+    before: jax.Array  # sums of A - R from the place before a chunk up to it, [B, H, chunks]
+    between: jax.Array  # up to the next place, [B, H, places]
+
+
 def is_kept(chunk: Any) -> Any:
     return lax.rem(chunk, SPACING) == 0
 
 
 def _in_piece(deal: frame.Deal) -> int:
-    return int(pl.cdiv(deal.rows // frame.C, SPACING))
+    return int(pl.cdiv(deal.rows // C, SPACING))
 
 
 def places(deal: frame.Deal) -> int:
@@ -71,6 +85,12 @@ def place(deal: frame.Deal, item: frame.Item, chunk: Any) -> Any:
     return item.piece * _in_piece(deal) + lax.div(chunk, SPACING)
 
 
+def _chunk_of(deal: frame.Deal, place: Any) -> Any:
+    """Which is known there."""
+    in_piece = _in_piece(deal)
+    return place // in_piece * (deal.rows // C) + place % in_piece * SPACING
+
+
 def decay_flows(
     spec: LinearAttentionSpec,
     deal: frame.Deal,
@@ -78,76 +98,185 @@ def decay_flows(
     queries: OfQueries,
     keys: OfKeys,
     of_start: jax.Array | None,
+    decay: jax.Array | None,
 ) -> jax.Array:
-    """F at each step, [B, H, T]; `of_start` [B, H] is Y there, None where there is no state."""
-    count = gates.shape[2] // frame.C
-
-    def cut(rows: jax.Array) -> jax.Array:
-        return rows.reshape(*rows.shape[:-1], count, frame.C)
-
-    # [j, t]: 1 where j < t, up to the step behind the chunk.
-    until = np.triu(np.ones((frame.C, frame.C + 1), np.float32), 1)
-    sums = jnp.einsum(
-        "...j,jt->...t",
-        cut(keys.flows - queries.flows),
-        until,
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    middle, last = frame.halves_of(gates)
-    crossing = _crossing(spec, deal, middle, last, sums[..., -1], queries, keys, of_start)
-    # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
-    of_chunk = jnp.sum(cut(queries.flows), axis=3)
-    crossing = jnp.where(frame.is_steep(middle, last), of_chunk, crossing)
-    found = sums[..., :-1] + cut(keys.inside) + crossing[..., None]
-    return found.reshape(*found.shape[:2], -1)[:, :, : spec.T]
+    """The gradient of `decay`, that of each step as it is given; None is one for each head: sums of
+    F over each chunk, [B, H, chunks]. `of_start` [B, H] is Y there, None where there is no state.
+    """
+    known = _known(deal, gates, queries, keys, of_start)
+    return _of_steps(spec, deal, gates, queries, keys, known, decay)
 
 
-def _crossing(
-    spec: LinearAttentionSpec,
+def _known(
     deal: frame.Deal,
-    middle: jax.Array,
-    last: jax.Array,
-    added: jax.Array,
+    gates: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
     of_start: jax.Array | None,
-) -> jax.Array:
-    """Y of each chunk, of the gates' sums up to its middle and its last row, and sums of A - R, all
-    [B, H, chunks]."""
-    count, in_piece = middle.shape[2], deal.rows // frame.C
-    chunks = [
-        piece * in_piece + chunk
-        for piece in range(deal.pieces)
-        for chunk in range(0, in_piece, SPACING)
-    ]
-    known = np.array([chunk for chunk in chunks if chunk < count])  # the last piece's may be fewer
-    inner = known[1:]
-    # S is as the middle of the chunk behind sees it, R as that of the chunk ahead.
-    steep = frame.is_steep(middle, last)
-    of_s = jnp.exp2(jnp.where(steep, 0.0, -middle))[:, :, inner]
-    of_r = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
+) -> Known:
+    """A program has a place."""
+    parts, B, H, length = queries.flows.shape
+    count, in_piece, size = length // C, deal.rows // C, queries.kv.shape[3] * queries.kv.shape[4]
 
-    def times(rows: jax.Array, factors: jax.Array) -> jax.Array:
-        return rows.astype(jnp.float32) * factors.reshape(*factors.shape, *[1] * (rows.ndim - 3))
+    def kernel(
+        gates_ref: Any, reads_ref: Any, adds_ref: Any, s_ref: Any, r_ref: Any, *refs: Any
+    ) -> None:
+        *given, crossing_ref, before_ref, between_ref = refs
+        z_ref, u_ref = (given.pop(0), given.pop(0)) if queries.k_sum is not None else (None, None)
+        start_ref = given.pop(0) if of_start is not None else None
+        number = pl.program_id(0)
+        first = _chunk_of(deal, number)
 
-    kv = times(queries.kv[:, :, 1 : len(known)], of_s)
-    exact = jnp.sum(kv * times(keys.kv[:, :, : len(inner)], of_r), axis=(3, 4))
+        def product(left_ref: Any, right_ref: Any, width: int) -> jax.Array:
+            """Of what queries left here and keys at the place before."""
+            some = min(width, NUMBERS)
+            total = jnp.zeros((some,), jnp.float32)
+            for part in range(0, width, some):
+                at = part + jnp.arange(some, dtype=jnp.int32)
+                left = plgpu.load(left_ref.at[number, at]).astype(jnp.float32)
+                total += left * plgpu.load(right_ref.at[number - 1, at]).astype(jnp.float32)
+            return jnp.sum(total)
+
+        def half_of(chunk: jax.Array, second: bool) -> jax.Array:
+            """What the chunk's half loses, with its sign, unless it is steep."""
+            middle = plgpu.load(gates_ref.at[chunk * C + (C // 2 - 1)])
+            last = plgpu.load(gates_ref.at[chunk * C + (C - 1)])
+            lost = middle - last if second else -middle
+            return jnp.where(frame.is_steep(middle, last), 0.0, lost)
+
+        @pl.when((number > 0) & (first < count))
+        def _inner() -> None:
+            # S is as the middle of the chunk behind sees it, R as that of the chunk ahead.
+            found = product(s_ref, r_ref, size)
+            if z_ref is not None:
+                found += product(z_ref, u_ref, z_ref.shape[1])
+            left = jnp.exp2(half_of(first, False)) * jnp.exp2(half_of(first - 1, True))
+            plgpu.store(crossing_ref.at[number], found * left)
+
+        @pl.when(number == 0)
+        def _first() -> None:
+            found = jnp.float32(0) if start_ref is None else plgpu.load(start_ref.at[number])
+            plgpu.store(crossing_ref.at[number], found)
+
+        within = number % _in_piece(deal) * SPACING + jnp.arange(SPACING, dtype=jnp.int32)
+        chunk = number // _in_piece(deal) * in_piece + within
+        exist = (within < in_piece) & (chunk < count)
+        rows = chunk[:, None] * C + jnp.arange(C, dtype=jnp.int32)[None, :]
+
+        def load(ref: Any, *part: Any) -> jax.Array:
+            return plgpu.load(ref.at[(*part, rows)], mask=exist[:, None], other=0.0)
+
+        passing = load(adds_ref)
+        for part in range(parts):
+            passing -= load(reads_ref, jnp.int32(part))
+        of_chunks = jnp.sum(passing, axis=1)
+        plgpu.store(before_ref.at[chunk], lax.cumsum(of_chunks, axis=0) - of_chunks, mask=exist)
+        plgpu.store(between_ref.at[number], jnp.sum(of_chunks))
+
+    def of_head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda _, h, b: (b, h, *(0 for _ in shape)))
+
+    count_of_places = places(deal)
+    rows, flat = of_head(length), of_head(count_of_places, size)
+    parts_of_rows = pl.BlockSpec((parts, None, None, length), lambda _, h, b: (0, b, h, 0))
+    arrays: list[Any] = [gates, queries.flows, keys.flows]
+    arrays += [array.reshape(B, H, count_of_places, size) for array in (queries.kv, keys.kv)]
+    in_specs = [rows, parts_of_rows, rows, flat, flat]
     if queries.k_sum is not None:
-        z = times(queries.k_sum[:, :, 1 : len(known)], of_s)
-        exact += jnp.sum(z * times(keys.k_sum[:, :, : len(inner)], of_r), axis=3)
-    nothing = jnp.zeros(exact.shape[:2], jnp.float32)
-    exact = jnp.concatenate(
-        [(nothing if of_start is None else of_start)[..., None], exact, nothing[..., None]], axis=2
-    )
-    at = np.append(known, count)
-    if spec.return_state:  # more than nothing crosses the end
-        exact, at = exact[..., :-1], at[:-1]
-    summed = jnp.pad(jnp.cumsum(added, axis=2), ((0, 0), (0, 0), (1, 0)))  # up to each edge
-    missed = exact - summed[:, :, at]
-    # Between those that are known, and behind the last.
-    chunk = np.arange(count)
-    low = np.searchsorted(at, chunk, side="right") - 1
-    high = np.minimum(low + 1, len(at) - 1)
-    share = (chunk - at[low]) / np.maximum(at[high] - at[low], 1)
-    share = np.minimum(share, 1).astype(np.float32)
-    return summed[..., :-1] + missed[:, :, low] * (1 - share) + missed[:, :, high] * share
+        arrays += [queries.k_sum, keys.k_sum]
+        in_specs += [of_head(count_of_places, keys.k_sum.shape[3])] * 2
+    if of_start is not None:
+        arrays.append(of_start[..., None])
+        in_specs.append(of_head(1))
+    sizes = count_of_places, count, count_of_places
+    found = pallas_call(
+        kernel,
+        grid=(count_of_places, H, B),
+        in_specs=in_specs,
+        out_specs=[of_head(one) for one in sizes],
+        out_shape=[jax.ShapeDtypeStruct((B, H, one), jnp.float32) for one in sizes],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        name="linear_attention_known_flows",
+    )(*arrays)
+    return Known(*found)
+
+
+def _of_steps(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    gates: jax.Array,
+    queries: OfQueries,
+    keys: OfKeys,
+    known: Known,
+    decay: jax.Array | None,
+) -> jax.Array:
+    """A program has a chunk of some heads."""
+    parts, B, H, length = queries.flows.shape
+    count, in_piece, of_piece = length // C, deal.rows // C, _in_piece(deal)
+    heads = min(MOST_HEADS, pl.next_power_of_2(H))
+    blocks = pl.cdiv(H, heads)
+
+    def kernel(
+        gates_ref: Any,
+        reads_ref: Any,
+        adds_ref: Any,
+        inside_ref: Any,
+        crossing_ref: Any,
+        before_ref: Any,
+        between_ref: Any,
+        *refs: Any,
+    ) -> None:
+        *decay_refs, flows_ref = refs
+        chunk, of_batch = pl.program_id(0) % count, pl.program_id(0) // count
+        batch = of_batch // blocks
+        head = of_batch % blocks * heads + jnp.arange(heads, dtype=jnp.int32)
+        rows = chunk * C + jnp.arange(C, dtype=jnp.int32)
+        at, exist = (batch, head[:, None], rows[None, :]), (head < H)[:, None]
+
+        def of_rows(ref: Any, *part: Any) -> jax.Array:
+            return plgpu.load(ref.at[(*part, *at)], mask=exist, other=0.0)
+
+        def of_heads(ref: Any, number: Any, mask: Any = True) -> jax.Array:
+            return plgpu.load(ref.at[batch, head, number], mask=(head < H) & mask, other=0.0)
+
+        reads = of_rows(reads_ref, jnp.int32(0))
+        for part in range(1, parts):
+            reads += of_rows(reads_ref, jnp.int32(part))
+        passing = of_rows(adds_ref) - reads
+        here = chunk // in_piece * of_piece + chunk % in_piece // SPACING
+        low, high = _chunk_of(deal, here), _chunk_of(deal, here + 1)
+        is_known = high < count
+        start, before = of_heads(crossing_ref, here), of_heads(before_ref, chunk)
+        # Nothing crosses the end, unless a state is returned.
+        exact = of_heads(crossing_ref, here + 1, is_known)
+        missed = exact - start - of_heads(between_ref, here)
+        if spec.return_state:
+            missed = jnp.where(is_known, missed, 0.0)
+        share = (chunk - low).astype(jnp.float32) / (jnp.minimum(high, count) - low)
+        crossing = start + before + missed * share
+        # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
+        middle, last = (
+            plgpu.load(gates_ref.at[batch, head, chunk * C + row], mask=head < H, other=0.0)
+            for row in (C // 2 - 1, C - 1)
+        )
+        crossing = jnp.where(frame.is_steep(middle, last), jnp.sum(reads, axis=1), crossing)
+        found = lax.cumsum(passing, axis=1) - passing + of_rows(inside_ref) + crossing[:, None]
+        exist &= (rows < spec.T)[None, :]
+        if decay is None:
+            of_chunk = jnp.sum(jnp.where(exist, found, 0.0), axis=1)
+            plgpu.store(flows_ref.at[batch, head, chunk], of_chunk, mask=head < H)
+            return
+        of_decay = at[1:] if spec.layout == "bhtd" else at[:0:-1]
+        (decay_ref,) = decay_refs
+        given = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=exist, other=0.0)
+        found = jnp.where(given < LEAST_DECAY, 0.0, found)
+        plgpu.store(flows_ref.at[(batch, *of_decay)], found, mask=exist)
+
+    shape = (B, H, count) if decay is None else decay.shape
+    return pallas_call(
+        kernel,
+        grid=(count * blocks * B,),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        name="linear_attention_flows",
+    )(gates, queries.flows, keys.flows, keys.inside, *known, *([] if decay is None else [decay]))

@@ -1,12 +1,14 @@
-"""The sums of a decay's logarithms, from each chunk's first row on, as the kernels read them.
+"""The sums of a decay's logarithms, as the kernels read them: from each chunk's first row on, and
+over pieces.
 
-Of steps they are made by a kernel that Pallas lowers to Triton: a transpose and a product with a
-triangle, as XLA has them, take several times what their bytes do.
+Kernels that Pallas lowers to Triton make them: a transpose and a product with a triangle, as XLA
+has those of steps, take several times what their bytes do, and those over pieces it makes in many
+kernels, each of which takes longer to start than to run.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E, C, whole_chunks
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 LEAST_DECAY = -128.0  # exp of it is 0 in float32
 MOST_HEADS = 16  # of a tile
 WARPS = 2
+# Chunks that a program writes, and those of which it reads what they lose at once.
+CHUNKS, ENDS, OF_PIECES_WARPS = 64, 512, 4
 
 
 def of_heads(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
@@ -58,13 +63,98 @@ def of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
     )(decay)
 
 
-def gradient(spec: LinearAttentionSpec, decay: jax.Array, steps: jax.Array) -> jax.Array:
-    """Of the decay as it is given, of that of each step, [B, G, T]."""
-    if spec.decay == "head":
-        steps = jnp.sum(steps, axis=(0, 2))
-    elif spec.layout == "bthd":
-        steps = jnp.swapaxes(steps, 1, 2)
-    return jnp.where(decay < LEAST_DECAY, 0.0, steps)
+class OfPieces(NamedTuple):
+    until: jax.Array  # of the later rows of each row's piece, [B, G, T up to a whole chunk]
+    since: jax.Array  # from each piece's first row to each row, alike
+    keeps: jax.Array  # what each piece leaves of what is ahead of it, [B, G, P]
+    steep: jax.Array  # which pieces of tiles have a steep chunk, [B, tiles, P] int32
+
+
+def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> OfPieces:
+    """Of sums within chunks, [B, G, T up to a whole chunk]."""
+    B, G, length = gates.shape
+    heads, count, in_piece = frame.heads_of_tile(spec), length // C, deal.rows // C
+    own = min(CHUNKS, pl.next_power_of_2(in_piece))
+    ends = min(ENDS, pl.next_power_of_2(in_piece))
+    programs = pl.cdiv(in_piece, own)
+
+    def kernel(
+        gates_ref: Any, until_ref: Any, since_ref: Any, keeps_ref: Any, steep_ref: Any
+    ) -> None:
+        piece, program = pl.program_id(0) // programs, pl.program_id(0) % programs
+        first = program * own  # of the piece's chunks
+
+        def last_of(head: Any, number: jax.Array, row: int = C - 1) -> jax.Array:
+            """What the piece's chunks sum up to, up to one of their rows; 0 where there is none."""
+            chunk = piece * in_piece + number
+            exist = (number < in_piece) & (chunk < count)
+            return plgpu.load(gates_ref.at[head, chunk * C + row], mask=exist, other=0.0)
+
+        def of_head(head: Any) -> jax.Array:
+            """How many chunks of it are steep."""
+
+            def add_ends(i: Any, sums: Any) -> Any:
+                before, whole, behind, steep = sums
+                number = i * ends + jnp.arange(ends, dtype=jnp.int32)
+                last, middle = last_of(head, number), last_of(head, number, C // 2 - 1)
+                return (
+                    before + jnp.sum(jnp.where(number < first, last, 0.0)),
+                    whole + jnp.sum(last),
+                    behind + jnp.sum(jnp.where(number >= first + own, last, 0.0)),
+                    steep + jnp.sum(frame.is_steep(middle, last).astype(jnp.int32)),
+                )
+
+            nothing = jnp.float32(0)
+            before, whole, behind, steep = jax.lax.fori_loop(
+                0, pl.cdiv(in_piece, ends), add_ends, (nothing, nothing, nothing, jnp.int32(0))
+            )
+            chunk = first + jnp.arange(own, dtype=jnp.int32)
+            of_chunk, other = chunk[:, None], chunk[None, :]
+            last = last_of(head, other)
+            before += jnp.sum(jnp.where(other < of_chunk, last, 0.0), axis=1)
+            behind += jnp.sum(jnp.where(other >= of_chunk, last, 0.0), axis=1)
+            exist = (of_chunk < in_piece) & (piece * in_piece + of_chunk < count)
+            rows = (piece * in_piece + of_chunk) * C + jnp.arange(C, dtype=jnp.int32)[None, :]
+            sums = plgpu.load(gates_ref.at[head, rows], mask=exist, other=0.0)
+            plgpu.store(until_ref.at[head, rows], behind[:, None] - sums, mask=exist)
+            plgpu.store(since_ref.at[head, rows], before[:, None] + sums, mask=exist)
+
+            @pl.when(program == 0)
+            def _() -> None:
+                plgpu.store(keeps_ref.at[head, piece], jnp.exp2(whole))
+
+            return steep
+
+        steep = sum(of_head(head) for head in map(jnp.int32, range(heads)))
+
+        @pl.when(program == 0)
+        def _() -> None:
+            plgpu.store(steep_ref.at[piece], jnp.minimum(steep, 1))
+
+    def of_tile(*shape: int | None) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda _, tile, b: (b, tile, 0))
+
+    rows, pieces = of_tile(heads, length), of_tile(heads, deal.pieces)
+    found = pallas_call(
+        kernel,
+        grid=(deal.pieces * programs, G // heads, B),
+        in_specs=[rows],
+        out_specs=[rows, rows, pieces, of_tile(None, deal.pieces)],
+        out_shape=[
+            jax.ShapeDtypeStruct(gates.shape, jnp.float32),
+            jax.ShapeDtypeStruct(gates.shape, jnp.float32),
+            jax.ShapeDtypeStruct((B, G, deal.pieces), jnp.float32),
+            jax.ShapeDtypeStruct((B, G // heads, deal.pieces), jnp.int32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=OF_PIECES_WARPS, num_stages=1),
+        name="linear_attention_gates_of_pieces",
+    )(gates)
+    return OfPieces(*found)
+
+
+def gradient_of_heads(decay: jax.Array, of_chunks: jax.Array) -> jax.Array:
+    """Of the decay of heads, of its steps' summed up over chunks, [B, G, chunks]."""
+    return jnp.where(decay < LEAST_DECAY, 0.0, jnp.sum(of_chunks, axis=(0, 2)))
 
 
 def _to_base_2(decay: jax.Array) -> jax.Array:

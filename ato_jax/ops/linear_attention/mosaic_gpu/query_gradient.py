@@ -119,8 +119,7 @@ def query_gradient(
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
     if not gated:
         return dq, inverse, e, None
-    of_halves, *edges = flow
-    return dq, inverse, e, flows.OfQueries(jnp.sum(of_halves, axis=0), *edges)
+    return dq, inverse, e, flows.OfQueries(*flow)
 
 
 def _sums_keys(spec: LinearAttentionSpec) -> bool:

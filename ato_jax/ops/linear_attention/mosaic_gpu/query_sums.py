@@ -64,8 +64,7 @@ def query_sums(
         spread(frame.load(e_ref, frame.OF_ROWS), minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
-    r, u = piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows)
-    return r, u / frame.PARTS
+    return piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, frame.PARTS)
 
 
 def channel_query_sums(
@@ -97,5 +96,5 @@ def channel_query_sums(
         q_ref[...] = frame.rounded(frame.load(q_ref).astype(F32) * inverse * since)
 
     vectors = [inverse, e, since]
-    r, u = piece_sums(spec, deal, "channel_query_sums", q, g, vectors, map_rows, weigh)
-    return r, u / frame.PARTS
+    name = "channel_query_sums"
+    return piece_sums(spec, deal, name, q, g, vectors, map_rows, frame.PARTS, weigh)

@@ -47,8 +47,7 @@ def sums(
         frame.map_in_place(k_ref, exponents)
 
     vectors = [] if gates is None else [gates]
-    kv, k_sum = piece_sums(spec, deal, "sums", k, v, vectors, map_rows)
-    return kv, k_sum / ALIKE
+    return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE)
 
 
 def piece_sums(
@@ -59,6 +58,7 @@ def piece_sums(
     y: jax.Array,
     vectors: Sequence[jax.Array],
     map_rows: Callable[..., None],
+    of_columns: int,
     weigh: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
@@ -68,6 +68,7 @@ def piece_sums(
         the head that its half is of.
       map_rows: (0 or 1, that half of x's columns, a^T, *vectors), in shared memory: makes phi of x
         in its place, and a.
+      of_columns: how many make a sum; the second is divided by it.
       weigh: (0 or 1, a^T, *vectors), makes a before: what is added up is then a_jc x_j, as it was
         loaded, times the numbers that it gives for the half's columns.
     """
@@ -148,7 +149,7 @@ def piece_sums(
 
             columns = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(HALF, ALIKE))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            columns_s.at[half][...] = jnp.sum(columns, axis=1)
+            columns_s.at[half][...] = jnp.sum(columns, axis=1) * (1 / of_columns)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 columns_s.at[half], columns_ref.at[item.batch, head, item.piece, own]

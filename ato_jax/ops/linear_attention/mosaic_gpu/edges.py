@@ -1,0 +1,131 @@
+"""The sums of all pieces ahead of each, or behind it, from their own.
+
+One pass over the states, by a kernel that Pallas lowers to Triton: XLA has one for S and one for z,
+and several more for what is left of them where there is a decay, each of which takes longer to
+start than to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax.launch import pallas_call
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
+
+State = tuple[jax.Array, jax.Array]
+
+# Of a state, which a program adds up; and pieces that are loaded at once.
+NUMBERS, AT_ONCE, WARPS = 1024, 8, 4
+
+
+class Edges(NamedTuple):
+    kv: jax.Array  # [B, G, P, V, F], as products read it
+    k_sum: jax.Array  # [B, G, P, F] float32
+    end: LinearState | None = None  # behind the last piece, or ahead of the first
+
+
+def at_edges(
+    spec: LinearAttentionSpec,
+    pieces: State | None,
+    start: LinearState | None,
+    keeps: jax.Array | None = None,
+    first: int = 0,
+    *,
+    ends: bool = False,
+    reverse: bool = False,
+) -> Edges:
+    """Of kv [B, G, P, V, F] and k_sum [B, G, P, F], from `start` on: with `ends` P edges and the
+    one behind all pieces, else P + 1. `reverse`: from the last piece to the first. `keeps`: what
+    all pieces of the sequence leave of what is ahead of them, of which these are from `first` on.
+    """
+    own = None if start is None else (jnp.swapaxes(start.kv, 2, 3), start.k_sum)
+    if pieces is None:
+        if own is None:
+            shape = spec.B, spec.G, 1, spec.D
+            kv = jnp.zeros((*shape[:3], spec.V, spec.D), jnp.bfloat16)
+            return Edges(kv, jnp.zeros(shape, jnp.float32))
+        kv, k_sum = (x[:, :, None] for x in own)
+        return Edges(kv.astype(jnp.bfloat16), k_sum)
+    B, G, count, rows, columns = pieces[0].shape
+    edges, size = count + (not ends), rows * columns
+    blocks = pl.cdiv(size, NUMBERS)
+
+    def kernel(kv_ref: Any, k_sum_ref: Any, *refs: Any) -> None:
+        inputs, outputs = list(refs[: len(given)]), refs[len(given) :]
+        starts = (inputs.pop(0), inputs.pop(0)) if own is not None else (None, None)
+        keeps_ref = inputs.pop(0) if keeps is not None else None
+        program = pl.program_id(0)
+
+        def add_up(which: int, piece_ref: Any, start_ref: Any) -> None:
+            numbers = jnp.arange(NUMBERS, dtype=jnp.int32)
+            limit = columns
+            if which == 0:
+                numbers, limit = program * NUMBERS + numbers, size
+            exist = None if limit % NUMBERS == 0 else numbers < limit
+            edge_ref, end_ref = outputs[which], outputs[2 + which] if ends else None
+
+            def load(ref: Any) -> jax.Array:
+                return plgpu.load(ref, mask=exist, other=None if exist is None else 0.0)
+
+            def store(ref: Any, sums: jax.Array) -> None:
+                plgpu.store(ref, sums.astype(ref.dtype), mask=exist)
+
+            def add_some(done: Any, some: int, sums: jax.Array) -> jax.Array:
+                steps = [jnp.int32(done + step) for step in range(some)]
+                order = [count - 1 - step if reverse else step for step in steps]
+                loaded = [load(piece_ref.at[piece, numbers]) for piece in order]
+                for piece, added in zip(order, loaded, strict=True):
+                    edge = piece + 1 - ends if reverse else piece
+                    store(edge_ref.at[edge, numbers], sums)
+                    if keeps_ref is not None:
+                        sums *= plgpu.load(keeps_ref.at[first + piece])
+                    sums += added
+                return sums
+
+            sums = jnp.zeros((NUMBERS,), jnp.float32)
+            if start_ref is not None:
+                sums = load(start_ref.at[numbers])
+            rounds = count // AT_ONCE
+            sums = lax.fori_loop(
+                0, rounds, lambda i, sums: add_some(i * AT_ONCE, AT_ONCE, sums), sums
+            )
+            sums = add_some(rounds * AT_ONCE, count % AT_ONCE, sums)
+            if end_ref is not None:
+                store(end_ref.at[numbers], sums)
+            else:
+                store(edge_ref.at[jnp.int32(0 if reverse else count), numbers], sums)
+
+        pl.when(program < blocks)(lambda: add_up(0, kv_ref, starts[0]))
+        pl.when(program == blocks)(lambda: add_up(1, k_sum_ref, starts[1]))
+
+    # States as one row each.
+    flat = [pieces[0].reshape(B, G, count, size), pieces[1]]
+    given = [] if own is None else [own[0].reshape(B, G, size), own[1]]
+    given += [] if keeps is None else [keeps]
+    arrays = [*flat, *given]
+    types: list[Any] = [((edges, size), jnp.bfloat16), ((edges, columns), jnp.float32)]
+    types += [((size,), jnp.float32), ((columns,), jnp.float32)] if ends else []
+
+    def of_head(shape: tuple[int, ...]) -> pl.BlockSpec:
+        zeros = (0,) * len(shape)
+        return pl.BlockSpec((None, None, *shape), lambda _, g, b: (b, g, *zeros))
+
+    kv, k_sum, *end = pallas_call(
+        kernel,
+        grid=(blocks + 1, G, B),
+        in_specs=[of_head(array.shape[2:]) for array in arrays],
+        out_specs=[of_head(shape) for shape, _ in types],
+        out_shape=[jax.ShapeDtypeStruct((B, G, *shape), dtype) for shape, dtype in types],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        name="linear_attention_edges",
+    )(*arrays)
+    behind = None
+    if ends:
+        behind = LinearState(jnp.swapaxes(end[0].reshape(B, G, rows, columns), 2, 3), end[1])
+    return Edges(kv.reshape(B, G, edges, rows, columns), k_sum, behind)

@@ -1,0 +1,277 @@
+"""The passes between Mosaic GPU's kernels of linear attention, which are Triton's to compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import draw
+
+import ato_jax
+from ato_jax.ops.linear_attention import api
+from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_flows, edges, flows, frame, gates
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
+from tests import aot
+
+
+def check_compiled(function: Callable[..., Any], *arrays: Any) -> None:
+    for kernel in aot.compile_function(function, *arrays, capabilities=(90,)):
+        assert not kernel.spills and kernel.fits, kernel
+
+
+def normal(*shape: int, seed: int) -> jax.Array:
+    return channel.draw(*shape, seed=seed)
+
+
+def exact(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(
+    "P, V, D, start, keeps, options",
+    [
+        (1, 64, 64, False, False, {}),
+        (8, 64, 64, False, True, {"ends": True}),
+        (19, 64, 64, True, True, {"ends": True, "reverse": True}),
+        (3, 192, 192, True, False, {"reverse": True}),
+    ],
+)
+def test_edges(
+    P: int, V: int, D: int, start: bool, keeps: bool, options: dict[str, bool]
+) -> None:
+    """One by one, in float64; of what pieces leave the last numbers are theirs."""
+    B, G, first = 2, 3, 1
+    pieces = normal(B, G, P, V, D, seed=0), normal(B, G, P, D, seed=1)
+    given = LinearState(normal(B, G, D, V, seed=2), normal(B, G, D, seed=3)) if start else None
+    kept = jnp.exp(-jnp.abs(normal(B, G, first + P, seed=4))) if keeps else None
+    spec = dataclasses.replace(api.prepare(*draw(1, 64, 1, 1, D=D)).spec, B=B, H=G, G=G)
+
+    def found_of(pieces: Any, given: Any, kept: Any) -> edges.Edges:
+        return edges.at_edges(spec, pieces, given, kept, first, **options)
+
+    with ato_jax.interpret():
+        found = found_of(pieces, given, kept)
+    kv, k_sum = np.zeros((B, G, V, D)), np.zeros((B, G, D))
+    if given is not None:
+        kv, k_sum = exact(given.kv).swapaxes(2, 3), exact(given.k_sum)
+    wanted = [(kv, k_sum)]
+    for piece in reversed(range(P)) if options.get("reverse") else range(P):
+        left = np.ones((B, G)) if kept is None else exact(kept)[:, :, first + piece]
+        kv = kv * left[..., None, None] + exact(pieces[0])[:, :, piece]
+        k_sum = k_sum * left[..., None] + exact(pieces[1])[:, :, piece]
+        wanted.append((kv, k_sum))
+    if options.get("ends"):
+        assert found.end is not None
+        kv, k_sum = wanted.pop()
+        np.testing.assert_allclose(found.end.kv, kv.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found.end.k_sum, k_sum, rtol=1e-5, atol=1e-5)
+    wanted = wanted[::-1] if options.get("reverse") else wanted
+    kv, k_sum = (np.stack(states, axis=2) for states in zip(*wanted, strict=True))
+    np.testing.assert_allclose(exact(found.kv), kv, rtol=2**-8, atol=1e-5)
+    np.testing.assert_allclose(found.k_sum, k_sum, rtol=1e-5, atol=1e-5)
+    check_compiled(found_of, pieces, given, kept)
+
+
+def test_edges_without_pieces() -> None:
+    spec = dataclasses.replace(api.prepare(*draw(1, 64, 2, 2)).spec, B=3)
+    nothing = edges.at_edges(spec, None, None)
+    assert nothing.kv.shape == (3, 2, 1, 128, 128) and nothing.kv.dtype == jnp.bfloat16
+    assert nothing.k_sum.shape == (3, 2, 1, 128) and not nothing.kv.any() | nothing.k_sum.any()
+    start = LinearState(normal(3, 2, 128, 128, seed=0), normal(3, 2, 128, seed=1))
+    found = edges.at_edges(spec, None, start)
+    wanted = jnp.swapaxes(start.kv, 2, 3).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found.kv[:, :, 0], wanted)
+    np.testing.assert_array_equal(found.k_sum[:, :, 0], start.k_sum)
+
+
+def gated(
+    B: int, T: int, G: int, D: int, rows: int, **options: Any
+) -> tuple[LinearAttentionSpec, frame.Deal, jax.Array, jax.Array]:
+    """Decays, steep in some chunks, and their sums within chunks."""
+    layout = options.setdefault("layout", "bthd")
+    decay = -0.02 * jnp.abs(normal(B, G, T, seed=5))
+    decay = decay.at[:, 0, T // 3 : T // 3 + 40].set(-9.0).at[:, G - 1, T // 4].set(-jnp.inf)
+    decay = decay if layout == "bhtd" else jnp.swapaxes(decay, 1, 2)
+    q = draw(B, T, G, G, layout, D=D)[0]
+    spec = api.prepare(q, q, q, causal=True, decay=decay, **options).spec
+    heads = G // frame.heads_of_tile(spec)
+    deal = frame.Deal(B, heads, T, rows, -(-T // rows), 132)
+    with ato_jax.interpret():
+        sums = gates.of_steps(spec, decay)
+    return spec, deal, decay, sums
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(
+    "B, T, G, D, rows",
+    [
+        (2, 1000, 3, 128, 512),
+        (1, 64, 4, 64, 64),
+        (1, 64 * 70, 2, 64, 64 * 35),
+        (1, 64 * 1300, 1, 128, 64 * 1300),  # more chunks than are read at once
+    ],
+)
+def test_gates_of_pieces(B: int, T: int, G: int, D: int, rows: int) -> None:
+    spec, deal, _, sums = gated(B, T, G, D, rows)
+    with ato_jax.interpret():
+        found = gates.of_pieces(spec, deal, sums)
+    length, in_piece = frame.whole_chunks(T), rows // frame.C
+    missing = deal.pieces * in_piece - length // frame.C
+    rows_of = exact(sums).reshape(B, G, -1, frame.C)
+    rows_of = np.pad(rows_of, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    rows_of = rows_of.reshape(B, G, deal.pieces, in_piece, frame.C)
+    middle, last = rows_of[..., frame.C // 2 - 1], rows_of[..., -1]
+    up_to = np.cumsum(last, axis=3)
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        return x.reshape(B, G, -1)[:, :, :length]
+
+    until = cut(up_to[..., -1:, None] - (up_to - last)[..., None] - rows_of)
+    np.testing.assert_allclose(found.until, until, rtol=2e-5, atol=1e-4)
+    since = cut((up_to - last)[..., None] + rows_of)
+    np.testing.assert_allclose(found.since, since, rtol=2e-5, atol=1e-4)
+    np.testing.assert_allclose(found.keeps, np.exp2(up_to[..., -1]), rtol=1e-3, atol=1e-37)
+    steep = (np.minimum(middle, last - middle) < -frame.MOST_LOST).any(axis=3)
+    of_tiles = steep.reshape(B, deal.heads, -1, deal.pieces).any(axis=2)
+    np.testing.assert_array_equal(found.steep, of_tiles)
+    assert of_tiles.any() and (deal.pieces == 1 or not of_tiles.all())
+    check_compiled(functools.partial(gates.of_pieces, spec, deal), sums)
+
+
+def slow_flows(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    sums: jax.Array,
+    queries: flows.OfQueries,
+    keys: flows.OfKeys,
+    of_start: jax.Array | None,
+) -> np.ndarray:
+    """F at each step [B, H, T], chunk by chunk as `flows.py` says it."""
+    count, in_piece = sums.shape[2] // frame.C, deal.rows // frame.C
+    of_chunks = (*sums.shape[:2], count, frame.C)
+    reads, adds = exact(queries.flows).sum(axis=0).reshape(of_chunks), exact(keys.flows)
+    passing, rows_of = adds.reshape(of_chunks) - reads, exact(sums).reshape(of_chunks)
+    middle, last = rows_of[..., frame.C // 2 - 1], rows_of[..., -1]
+    steep = np.minimum(middle, last - middle) < -frame.MOST_LOST
+    of_s, of_r = np.where(steep, 0, -middle), np.where(steep, 0, middle - last)
+    known = [chunk for chunk in range(count) if chunk % in_piece % flows.SPACING == 0]
+    crossing = np.zeros((*sums.shape[:2], count + 1))
+    for place, chunk in enumerate(known):
+        if place:
+            found = (exact(queries.kv)[:, :, place] * exact(keys.kv)[:, :, place - 1]).sum((2, 3))
+            if queries.k_sum is not None:
+                z = exact(queries.k_sum)[:, :, place] * exact(keys.k_sum)[:, :, place - 1]
+                found += z.sum(axis=2)
+            found *= np.exp2(of_s[:, :, chunk] + of_r[:, :, chunk - 1])
+        else:
+            found = np.zeros(sums.shape[:2]) if of_start is None else exact(of_start)
+        crossing[:, :, chunk] = found
+    for low, high in zip(known, [*known[1:], count], strict=True):
+        own = passing[:, :, low:high].sum(axis=3)
+        missed = crossing[:, :, high] - crossing[:, :, low] - own.sum(axis=2)
+        if high == count and spec.return_state:
+            missed[...] = 0
+        for chunk in range(low + 1, high):
+            share = missed * (chunk - low) / (high - low)
+            crossing[:, :, chunk] = crossing[:, :, low] + own[:, :, : chunk - low].sum(2) + share
+    crossing = np.where(steep, reads.sum(axis=3), crossing[:, :, :count])
+    before = np.cumsum(passing, axis=3) - passing
+    found = before + exact(keys.inside).reshape(of_chunks) + crossing[..., None]
+    return found.reshape(*sums.shape[:2], -1)[:, :, : spec.T]
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(
+    "B, T, G, D, rows, start, options",
+    [
+        (2, 3000, 3, 128, 1536, False, {}),
+        (1, 64, 20, 64, 64, True, {"layout": "bhtd"}),
+        (1, 1500, 2, 64, 64 * 5, True, {"normalize": False, "return_state": True}),
+        (1, 2240, 2, 128, 1152, False, {"return_state": True, "layout": "bhtd"}),
+        (1, 1000, 4, 64, 1024, False, {"normalize": False}),
+    ],
+)
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_flows(
+    B: int,
+    T: int,
+    G: int,
+    D: int,
+    rows: int,
+    start: bool,
+    options: dict[str, Any],
+    of_heads: bool,
+) -> None:
+    """Of arrays that have nothing to do with each other; what is missing is never read."""
+    spec, deal, decay, sums = gated(B, T, G, D, rows, **options)
+    length, places = sums.shape[2], flows.places(deal)
+    halves = 2 // frame.heads_of_tile(spec)
+
+    def states(seed: int) -> tuple[jax.Array, jax.Array]:
+        kv = normal(B, G, places, D, D, seed=seed).astype(jnp.bfloat16)
+        return kv, normal(B, G, places, D, seed=seed + 1)
+
+    kv, k_sum = states(20)
+    z = k_sum if spec.normalize else None
+    queries = flows.OfQueries(normal(halves, B, G, length, seed=22), kv, z)
+    adds, inside = (normal(B, G, length, seed=seed) for seed in (23, 24))
+    keys = flows.OfKeys(adds, inside, *states(25))
+    of_start = 10 * normal(B, G, seed=27) if start else None
+
+    def found_of(sums: Any, queries: Any, keys: Any, of_start: Any, decay: Any) -> jax.Array:
+        decay = None if of_heads else decay
+        return flows.decay_flows(spec, deal, sums, queries, keys, of_start, decay)
+
+    arrays = sums, queries, keys, of_start, decay
+    with ato_jax.interpret():
+        found = jax.jit(found_of)(*arrays)
+    wanted = slow_flows(spec, deal, sums, queries, keys, of_start)
+    if of_heads:
+        wanted = np.pad(wanted, ((0, 0), (0, 0), (0, length - T)))
+        wanted = wanted.reshape(B, G, -1, frame.C).sum(axis=3)
+    else:
+        wanted = wanted if spec.layout == "bhtd" else wanted.swapaxes(1, 2)
+        wanted = np.where(exact(decay) < gates.LEAST_DECAY, 0, wanted)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    if B == 2:
+        check_compiled(found_of, *arrays)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("layout, T, D", [("bthd", 4096, 128), ("bhtd", 1000, 64)])
+def test_flows_of_channels_compile(layout: str, T: int, D: int) -> None:
+    spec = api.prepare(*draw(1, 64, 1, 1, D=D)).spec
+    spec = dataclasses.replace(spec, B=2, T=T, S=T, H=4, G=4, layout=layout)
+    shape = (2, T, 4, D) if layout == "bthd" else (2, 4, T, D)
+    k, flow = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    crossing = jax.ShapeDtypeStruct((2, 4, -(-T // by_channel.RUN), D), jnp.float32)
+    arrays = k, flow, flow, crossing
+    function = functools.partial(channel_flows.of_flows, spec)
+    check_compiled(function, *arrays)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("B, T, G, layout", [(2, 200, 20, "bthd"), (1, 128, 3, "bhtd")])
+def test_sums_of_gates(B: int, T: int, G: int, layout: str) -> None:
+    """Within chunks; of strong gates as much as leaves nothing."""
+    q = draw(B, T, G, G, layout, D=64)[0]
+    shape = (B, T, G) if layout == "bthd" else (B, G, T)
+    decay = -3 * jnp.abs(channel.draw(*shape, seed=3)).at[0, 1, 2].set(jnp.inf)
+    spec = api.prepare(q, q, q, causal=True, decay=decay, layout=layout).spec
+    with ato_jax.interpret():
+        found = gates.of_steps(spec, decay)
+    wanted = np.maximum(exact(decay), gates.LEAST_DECAY) * frame.LOG2_E
+    wanted = np.swapaxes(wanted, 1, 2) if layout == "bthd" else wanted
+    wanted = np.pad(wanted, ((0, 0), (0, 0), (0, -T % frame.C))).reshape(B, G, -1, frame.C)
+    wanted = np.cumsum(wanted, axis=3).reshape(B, G, -1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    check_compiled(functools.partial(gates.of_steps, spec), decay)
