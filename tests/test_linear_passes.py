@@ -17,7 +17,14 @@ from test_linear_mosaic import draw
 import ato_jax
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
-from ato_jax.ops.linear_attention.mosaic_gpu import channel_flows, edges, flows, frame, gates
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel_flows,
+    edges,
+    flows,
+    frame,
+    gates,
+    totals,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 from tests import aot
 
@@ -91,6 +98,51 @@ def test_edges_without_pieces() -> None:
     wanted = jnp.swapaxes(start.kv, 2, 3).astype(jnp.bfloat16)
     np.testing.assert_array_equal(found.kv[:, :, 0], wanted)
     np.testing.assert_array_equal(found.k_sum[:, :, 0], start.k_sum)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("unit", ["none", "sums", "nothing"])
+@pytest.mark.parametrize(
+    "P, D, V, added, options",
+    [
+        (1, 128, 128, False, {}),
+        (9, 192, 192, True, {}),
+        (16, 128, 128, True, {"normalize": False, "scale": 0.3}),
+    ],
+)
+def test_totals(P: int, D: int, V: int, added: bool, options: dict[str, Any], unit: str) -> None:
+    B, G = 2, 3
+    spec = dataclasses.replace(api.prepare(*draw(1, 64, 1, 1, D=D), **options).spec, B=B, H=G, G=G)
+    pieces = normal(B, G, P, D, V, seed=0), normal(B, G, P, D, seed=1)
+    state = LinearState(normal(B, G, D, V, seed=2), normal(B, G, D, seed=3)) if added else None
+    unit_of = {"none": None, "sums": normal(B, G, D, seed=4), "nothing": jnp.zeros((B, G, D))}[unit]
+
+    def found_of(pieces: Any, state: Any, unit_of: Any) -> totals.Totals:
+        return totals.add_up(spec, pieces, state, unit_of, returned=added)
+
+    with ato_jax.interpret():
+        found = found_of(pieces, state, unit_of)
+    units = np.ones((B, G))
+    if unit_of is not None and spec.normalize:
+        units /= np.abs(exact(unit_of)).sum(axis=2) if unit == "sums" else 1
+    elif unit_of is not None:
+        units *= spec.scale
+    kv = exact(pieces[0]).sum(axis=2) * units[..., None, None]
+    k_sum = exact(pieces[1]).sum(axis=2) * units[..., None]
+    if state is not None:
+        kv, k_sum = kv + exact(state.kv), k_sum + exact(state.k_sum)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    read = kv if unit_of is not None or spec.normalize else kv * spec.scale
+    close(exact(found.read), read, rtol=2**-8)
+    close(found.k_sum, k_sum)
+    close(exact(found.rows[:, :, : frame.PARTS]), k_sum[:, :, None].repeat(4, 2), rtol=2**-8)
+    close(exact(found.rows).sum(axis=2) / frame.PARTS, k_sum, rtol=2**-15)
+    close(found.least, (spec.eps * units)[..., None].repeat(frame.C, 2))
+    if added:
+        close(found.kv, kv)
+    else:
+        assert found.kv is None
+    check_compiled(found_of, pieces, state, unit_of)
 
 
 def gated(

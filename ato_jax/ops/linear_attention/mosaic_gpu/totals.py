@@ -1,0 +1,135 @@
+"""The sums over all pieces, in the forms in which products read them.
+
+One pass each, by a kernel that Pallas lowers to Triton: XLA has one for S, one for z, and one for
+each form of these, each of which takes longer to start than to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ato_jax.launch import pallas_call
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.edges import AT_ONCE, NUMBERS, WARPS, State
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
+
+# Whose inverse is finite, float32's least but for denormal numbers.
+LEAST_USUAL = 2.0**-126
+
+
+class Totals(NamedTuple):
+    """[B, G, ..], float32 but for what products read."""
+
+    read: jax.Array  # kv [F, V] in bfloat16; unnormalised, scaled
+    k_sum: jax.Array  # [F]
+    rows: jax.Array  # k_sum in 8 rows of bfloat16: 4 rounded, 4 what that left off
+    least: jax.Array  # eps as often as a chunk has rows, in the unit of the sums
+    kv: jax.Array | None = None  # [F, V], where it is returned
+
+
+def add_up(
+    spec: LinearAttentionSpec,
+    pieces: State,
+    added: LinearState | None = None,
+    unit_of: jax.Array | None = None,
+    *,
+    returned: bool,
+) -> Totals:
+    """Of kv [B, G, P, F, V] and k_sum [B, G, P, F], and of what is added to them. `unit_of`, k_sum
+    [B, G, F]: ahead of that all is divided by the sum of its absolute values; unnormalised, it is
+    multiplied by the scale."""
+    B, G, count, rows, columns = pieces[0].shape
+    size = rows * columns
+    blocks = pl.cdiv(size, NUMBERS)
+    types = {
+        "read": (size, jnp.bfloat16),
+        "k_sum": (rows, jnp.float32),
+        "rows": (frame.ALIKE * rows, jnp.bfloat16),
+        "least": (frame.C, jnp.float32),
+    }
+    if returned:
+        types["kv"] = size, jnp.float32
+    arrays = {"kv": pieces[0].reshape(B, G, count, size), "k_sum": pieces[1]}
+    if added is not None:
+        arrays |= {"added_kv": added.kv.reshape(B, G, size), "added_k_sum": added.k_sum}
+    if unit_of is not None:
+        arrays["unit_of"] = unit_of
+
+    def kernel(*refs: Any) -> None:
+        given = dict(zip(arrays, refs[: len(arrays)], strict=True))
+        found = dict(zip(types, refs[len(arrays) :], strict=True))
+        program = pl.program_id(0)
+
+        def load(name: str, numbers: jax.Array, *piece: Any) -> jax.Array:
+            limit = arrays[name].shape[-1]
+            exist = None if limit % numbers.shape[0] == 0 else numbers < limit
+            other = None if exist is None else 0.0
+            return plgpu.load(given[name].at[(*piece, numbers)], mask=exist, other=other)
+
+        def store(name: str, x: jax.Array, numbers: jax.Array, exist: Any = None) -> None:
+            ref = found[name]
+            plgpu.store(ref.at[numbers], x.astype(ref.dtype), mask=exist)
+
+        in_columns = jnp.arange(pl.next_power_of_2(rows), dtype=jnp.int32)
+        unit: Any = 1.0
+        if unit_of is not None and spec.normalize:
+            usual = jnp.sum(jnp.abs(load("unit_of", in_columns)))
+            unit = 1 / jnp.where(usual >= LEAST_USUAL, usual, 1.0)
+        elif unit_of is not None:
+            unit = spec.scale
+
+        def total(name: str, numbers: jax.Array) -> jax.Array:
+            def add_some(done: Any, some: int, sums: jax.Array) -> jax.Array:
+                loaded = [load(name, numbers, jnp.int32(done + step)) for step in range(some)]
+                return sum(loaded, sums)
+
+            sums = jnp.zeros(numbers.shape, jnp.float32)
+            rounds = count // AT_ONCE
+            sums = lax.fori_loop(
+                0, rounds, lambda i, sums: add_some(i * AT_ONCE, AT_ONCE, sums), sums
+            )
+            sums = add_some(rounds * AT_ONCE, count % AT_ONCE, sums) * unit
+            return sums if added is None else sums + load(f"added_{name}", numbers)
+
+        @pl.when(program < blocks)
+        def _kv() -> None:
+            numbers = program * NUMBERS + jnp.arange(NUMBERS, dtype=jnp.int32)
+            kv = total("kv", numbers)
+            if returned:
+                store("kv", kv, numbers)
+            scaled = unit_of is None and not spec.normalize
+            store("read", kv * spec.scale if scaled else kv, numbers)
+
+        @pl.when(program == blocks)
+        def _k_sum() -> None:
+            k_sum, exist = total("k_sum", in_columns), in_columns < rows
+            store("k_sum", k_sum, in_columns, exist)
+            rounded = k_sum.astype(jnp.bfloat16).astype(jnp.float32)
+            for row in range(frame.ALIKE):
+                part = rounded if row < frame.PARTS else k_sum - rounded
+                store("rows", part, row * rows + in_columns, exist)
+            of_chunk = jnp.arange(frame.C, dtype=jnp.int32)
+            store("least", jnp.full((frame.C,), spec.eps, jnp.float32) * unit, of_chunk)
+
+    def of_head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda _, g, b: (b, g, *(0 for _ in shape)))
+
+    outputs = pallas_call(
+        kernel,
+        grid=(blocks + 1, G, B),
+        in_specs=[of_head(*array.shape[2:]) for array in arrays.values()],
+        out_specs=[of_head(width) for width, _ in types.values()],
+        out_shape=[jax.ShapeDtypeStruct((B, G, width), dtype) for width, dtype in types.values()],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        name="linear_attention_totals",
+    )(*arrays.values())
+    found = dict(zip(types, outputs, strict=True))
+    shapes = {"read": (rows, columns), "kv": (rows, columns), "rows": (frame.ALIKE, rows)}
+    shaped = {name: x.reshape(B, G, *shapes.get(name, x.shape[2:])) for name, x in found.items()}
+    return Totals(**shaped)
