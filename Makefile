@@ -10,6 +10,11 @@ endif
 
 TORCH := torch==2.13.0
 OLDEST_JAX := jax==0.10.2
+# What compiles for NVIDIA GPUs, on a machine that has none, too: not beside JAX, which would look
+# for one (tests/aot_mosaic.py).
+ifeq ($(shell uname -s),Linux)
+CUDA_PLUGIN := $(foreach part,plugin pjrt,$(subst jax==,jax-cuda13-$(part)==,$(OLDEST_JAX)))
+endif
 
 # A pyenv shim is on the PATH even where its version is switched off, and some systems ship Python
 # without ensurepip: so each candidate is started, not only looked up.
@@ -72,6 +77,8 @@ $(OLDEST)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(PYTHON),$(OLDEST))
 	$(OLDEST)/bin/python $(INSTALL) $(TORCH)
 	$(OLDEST)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[bench,dev,transformers]'
+	$(if $(CUDA_PLUGIN),$(OLDEST)/bin/python $(INSTALL) --no-deps --target $(OLDEST)/cuda-plugin \
+		$(CUDA_PLUGIN))
 	touch $@
 
 $(NEWEST)/$(STAMP): pyproject.toml Makefile

@@ -52,9 +52,7 @@ def exact(x: Any) -> np.ndarray:
         (3, 192, 192, True, False, {"reverse": True}),
     ],
 )
-def test_edges(
-    P: int, V: int, D: int, start: bool, keeps: bool, options: dict[str, bool]
-) -> None:
+def test_edges(P: int, V: int, D: int, start: bool, keeps: bool, options: dict[str, bool]) -> None:
     """One by one, in float64; of what pieces leave the last numbers are theirs."""
     B, G, first = 2, 3, 1
     pieces = normal(B, G, P, V, D, seed=0), normal(B, G, P, D, seed=1)

@@ -109,9 +109,7 @@ class Kept(NamedTuple):
         return Outputs(self.out, self.state)
 
 
-def keep(
-    spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
-) -> Kept:
+def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False) -> Kept:
     """`inputs.decay` are the gates; those of channels as they are given, with which `features` says
     whether these are kept, too."""
     deal, gates = _deal(spec, config), inputs.decay
@@ -127,9 +125,7 @@ def keep(
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
-        state = LinearState(
-            jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32)
-        )
+        state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
     return Kept(out, state, ahead.kv, ahead.k_sum)
 
 
@@ -237,9 +233,7 @@ def backward(
             kv, k_sum = behind.end
             of_kv = s[:, :, 0].astype(jnp.float32) * jnp.swapaxes(kv, 2, 3)
             of_start = jnp.sum(of_kv, axis=(2, 3)) + jnp.sum(z[:, :, 0] * k_sum, axis=2)
-        d_decay = flows.decay_flows(
-            spec, deal, gates, of_queries, of_keys, of_start, decay
-        )
+        d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=behind.end)
 
 
@@ -259,9 +253,7 @@ def backward_by_channel(
 
     def by_walks() -> Inputs:
         states = kept.s, kept.z
-        return channel_backward.gradients(
-            spec, deal, inputs, kept.features, states, cotangents.out
-        )
+        return channel_backward.gradients(spec, deal, inputs, kept.features, states, cotangents.out)
 
     def hand_over() -> Inputs:
         return otherwise(spec, Residuals(inputs, outputs.plain()), cotangents)

@@ -1,0 +1,219 @@
+"""Compiles Mosaic GPU's kernels of linear attention for a Hopper card on a machine that has none.
+
+    python -m tests.aot_mosaic '{"B": 1, "T": 65536, "H": 16, "D": 128, "decay": "step"}'
+
+XLA's CUDA plugin compiles without a card, given a description of one, and has a PTX compiler linked
+into it, which says what each kernel takes: nothing is run, and no CUDA toolkit is needed. XLA's own
+schedule says what a call launches. The figures are those of the JAX that is installed: between
+versions they differ.
+
+The plugin is not installed beside JAX, which would look for a card: `make venv` puts it into a
+folder of its own, and what compiles is a process that has it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PLUGIN = Path(sys.prefix) / "cuda-plugin"
+
+requires_plugin = pytest.mark.skipif(
+    not PLUGIN.exists() and importlib.util.find_spec("jax_plugins") is None,
+    reason="compiling Mosaic GPU's kernels without a card needs JAX's CUDA plugin, see `make venv`",
+)
+
+# As XLA describes a card to itself.
+HOPPER = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  device_memory_size: 150000000000
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+NO_LAUNCH = {"parameter", "constant", "get-tuple-element", "bitcast", "tuple"}
+SCHEDULE = "what is launched: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    B: int
+    T: int
+    H: int
+    D: int
+    causal: bool = True
+    decay: str | None = None
+    layout: str = "bthd"
+    normalize: bool = True
+    states: bool = False  # given, and asked for
+    gradients: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A thread's registers at launch, and the bytes of them that it spills; and whether products
+    wait for each other, for want of registers."""
+
+    name: str
+    registers: int
+    spill_stores: int
+    serialized: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    kernels: list[Compiled]  # Mosaic GPU's, one for each that differs
+    launches: collections.Counter[str]  # of all kernels, by name; XLA's own are "fusion"
+
+
+def compile_call(call: Call) -> Found:
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGIN)]),
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of cuDNN and others, which are only run
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # on the card
+    }
+    command = [sys.executable, "-m", "tests.aot_mosaic", json.dumps(dataclasses.asdict(call))]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    schedules = [
+        line.removeprefix(SCHEDULE)
+        for line in done.stdout.splitlines()
+        if line.startswith(SCHEDULE)
+    ]
+    if done.returncode or not schedules:
+        raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
+    return Found(_kernels(done.stdout), collections.Counter(json.loads(schedules[-1])))
+
+
+def _kernels(printed: str) -> list[Compiled]:
+    """Of what the PTX compiler printed."""
+    found = []
+    serialized = set(re.findall(r"are serialized due to .* in (?:the )?function '(\w+)'", printed))
+    for name, rest in re.findall(
+        r"Compiling entry function '(\w+)' for 'sm_90a'(.*?)Compile time", printed, re.DOTALL
+    ):
+        (registers,) = re.findall(r"Used (\d+) registers", rest)
+        (spills,) = re.findall(r"(\d+) bytes spill stores", rest)
+        found.append(Compiled(_plain(name), int(registers), int(spills), name in serialized))
+    return found
+
+
+def _plain(name: str) -> str:
+    return (
+        name.removeprefix("linear_attention_")
+        .removesuffix("_mosaic_gpu_kernel")
+        .removesuffix("_mosaic")
+    )
+
+
+def _launches(text: str) -> list[str]:
+    """Of an XLA module as it is scheduled; a conditional is one."""
+    found = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        matched = re.match(r"\s+(?:ROOT )?%\S+ = .+? ([a-z\-]+)\(", line)
+        if matched is None or matched[1] in NO_LAUNCH:
+            continue
+        own = re.search(r'op_name="[^"]*/linear_attention_(\w+?)(?:_mosaic)?/', line)
+        found.append(own[1] if own and matched[1] == "custom-call" else matched[1])
+    return found
+
+
+def main(call: Call) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    import ato_jax
+    from ato_jax import device
+
+    card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
+    device.of_call = lambda _: card
+    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("cards",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    B, T, H, D = call.B, call.T, call.H, call.D
+    rows = (B, T, H) if call.layout == "bthd" else (B, H, T)
+    options: dict[str, Any] = {}
+    if call.decay is not None:
+        options["decay"] = array(*{"head": (H,), "step": rows, "channel": (*rows, D)}[call.decay])
+    if call.states:
+        options["initial_state"] = ato_jax.LinearState(array(B, H, D, D), array(B, H, D))
+
+    def forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+        return ato_jax.linear_attention(
+            q,
+            k,
+            v,
+            causal=call.causal,
+            layout=call.layout,
+            normalize=call.normalize,
+            return_state=call.states,
+            implementation="mosaic_gpu",
+            **options,
+        )
+
+    def with_gradients(cotangents: Any, *inputs: Any) -> Any:
+        outputs, pull = jax.vjp(forward, *inputs)
+        return outputs, pull(cotangents)
+
+    function: Any = forward
+    inputs: list[Any] = [*[array(*rows, D, dtype=jnp.bfloat16)] * 3, options]
+    if call.gradients:
+        function = with_gradients
+        inputs.insert(0, (inputs[0], options["initial_state"]) if call.states else inputs[0])
+    kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
+    ):
+        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*inputs)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    text = lowered.compile().as_text()
+    print(SCHEDULE + json.dumps(_launches(text)))
+
+
+if __name__ == "__main__":
+    main(Call(**json.loads(sys.argv[1])))

@@ -1,0 +1,99 @@
+"""What Mosaic GPU's kernels of linear attention take on a Hopper card, and what a call launches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.aot_mosaic import Call, compile_call, requires_plugin
+
+# Kernels launched in all, and bytes of registers that each spills: what is not here spills none.
+# The second of two that write the same outputs, for pieces that lose much, may be called new_body.
+WHOLE = {"whole_output": 32, "wide_query_gradient": 52, "wide_key_gradient": 44}
+CALLS = [
+    (
+        Call(1, 65536, 16, 128),
+        8,
+        {"query_gradient": 52, "key_gradient": 64, "output": 8},
+    ),
+    (
+        Call(1, 65536, 16, 128, decay="step"),
+        14,
+        {"query_gradient": 104, "new_body": 648, "key_gradient": 212, "output": 260},
+    ),
+    (Call(8, 4096, 8, 64, layout="bhtd"), 8, {"key_gradient": 60}),
+    (
+        Call(8, 4096, 8, 64, decay="step", layout="bhtd", normalize=False, states=True),
+        23,
+        {"key_gradient": 124, "new_body": 616, "query_gradient": 8, "output": 16},
+    ),
+    (
+        Call(8, 16384, 8, 64, decay="head"),
+        16,
+        {"query_gradient": 20, "new_body": 702, "key_gradient": 140, "output": 40},
+    ),
+    (Call(1, 16384, 32, 128, causal=False), 8, {}),
+    (Call(1, 16384, 8, 192, causal=False, states=True), 9, {}),
+    (Call(1, 16384, 8, 256, causal=False), 9, WHOLE),
+    (
+        Call(1, 16384, 8, 192),
+        15,
+        {
+            "causal_wide_flow": 264,
+            "causal_wide_key_gradient": 236,
+            "causal_wide_query_gradient": 212,
+            "causal_wide_value_gradient": 124,
+            "causal_wide_output": 80,
+        },
+    ),
+    (
+        Call(1, 16384, 8, 256),
+        15,
+        {
+            "causal_wide_flow": 592,
+            "causal_wide_key_gradient": 420,
+            "causal_wide_query_gradient": 428,
+            "causal_wide_value_gradient": 320,
+            "causal_wide_output": 492,
+        },
+    ),
+    (
+        Call(4, 4096, 16, 128, decay="channel"),
+        8,  # and what a conditional does
+        {
+            "channel_sums": 8,
+            "channel_output": 1160,
+            "channel_query_gradient": 224,
+            "channel_key_gradient": 72,
+        },
+    ),
+    (
+        Call(8, 4096, 8, 64, decay="channel", normalize=False),
+        8,
+        {"channel_sums": 32, "channel_output": 684, "channel_key_gradient": 116},
+    ),
+]
+# Of gates of channels, at D = 128: for want of registers.
+SERIALIZED = {"channel_output"}
+
+
+@requires_plugin
+@pytest.mark.parametrize(
+    "call, launches, spills",
+    CALLS,
+    ids=[f"D {c.D}, {'causal' if c.causal else 'every key'}, decay {c.decay}" for c, *_ in CALLS],
+)
+def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> None:
+    found = compile_call(call)
+    assert sum(found.launches.values()) <= launches, found.launches
+    assert not {kernel.name for kernel in found.kernels if kernel.serialized} - SERIALIZED
+    for kernel in found.kernels:
+        assert kernel.spill_stores <= spills.get(kernel.name, 0), kernel
+    named = {name for name in found.launches if name not in ("fusion", "conditional", "copy")}
+    of_mosaic = {kernel.name for kernel in found.kernels}
+    assert of_mosaic - {"new_body"} <= named or "conditional" in found.launches
+
+
+@requires_plugin
+def test_what_does_not_compile_says_so() -> None:
+    with pytest.raises(RuntimeError, match="needs D = V"):
+        compile_call(Call(1, 16384, 8, 80))
