@@ -31,7 +31,7 @@ CALLS = [
         16,
         {"query_gradient": 20, "new_body": 702, "key_gradient": 140, "output": 40},
     ),
-    (Call(1, 16384, 32, 128, causal=False), 8, {}),
+    (Call(1, 16384, 32, 128, causal=False), 7, {}),
     (Call(1, 16384, 8, 192, causal=False, states=True), 9, {}),
     (Call(1, 16384, 8, 256, causal=False), 9, WHOLE),
     (

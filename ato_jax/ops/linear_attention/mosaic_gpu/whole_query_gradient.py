@@ -29,7 +29,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -87,7 +86,7 @@ def whole_query_gradient(
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         exchanged=plgpu.Barrier(num_arrivals=2),
-        ones_loaded=plgpu.Barrier(num_arrivals=1),
+        ones_stored=plgpu.Barrier(num_arrivals=1),
         s_loaded=plgpu.Barrier(num_arrivals=5),
         s_free=plgpu.Barrier(num_arrivals=2),
     )
@@ -98,7 +97,6 @@ def whole_query_gradient(
         s_ref: Any,
         z_ref: Any,
         least_ref: Any,
-        ones_ref: Any,
         dq_ref: Any,
         r_ref: Any,
         u_ref: Any,
@@ -117,7 +115,7 @@ def whole_query_gradient(
         mapped: Any,
         free: Any,
         exchanged: Any,
-        ones_loaded: Any,
+        ones_stored: Any,
         s_loaded: Any,
         s_free: Any,
     ) -> None:
@@ -241,7 +239,6 @@ def whole_query_gradient(
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
             frame.set_registers(frame.MEMORY_REGISTERS)
-            plgpu.copy_gmem_to_smem(ones_ref, ones_s, ones_loaded)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(s_free)
             frame.await_the_last(free, steps, STAGES)
@@ -249,13 +246,16 @@ def whole_query_gradient(
         @pl.when(frame.group() == SUMS)
         def _sums() -> None:
             frame.set_registers(SUMS_REGISTERS)
+            frame.store_transposed(ones_s, frame.ones(C, ALIKE))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ones_stored)
             deal.each(sum_piece)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() < MEMORY)
         def _dq() -> None:
             frame.set_registers(DQ_REGISTERS)
-            plgpu.barrier_wait(ones_loaded)
+            plgpu.barrier_wait(ones_stored)
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 
@@ -264,7 +264,7 @@ def whole_query_gradient(
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F, V), F32),
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F), F32),
     )
-    arrays = q, g, s, z, least, np.ones((ALIKE, C), BF16)
+    arrays = q, g, s, z, least
     return frame.launch(
         body, "whole_query_gradient", deal, out_type, scratch, arrays, own_barriers=True
     )
