@@ -306,7 +306,7 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
         (16, 1000, 16, 16, "bhtd", {"causal": True}, 3),
         (1, 1024, 8, 8, "bthd", {"causal": True, "return_state": True} | PLAIN, 5),
         (1, 16384, 32, 32, "bthd", {"causal": True, "D": 64}, 5),
-        (1, 16384, 8, 8, "bthd", {"causal": True, "D": 64, "decay": True} | PLAIN, 7),
+        (1, 16384, 8, 8, "bhtd", {"causal": True, "D": 64, "decay": True} | PLAIN, 7),
         (1, 1000, 8, 2, "bthd", {"causal": True, "decay": True}, 2),
         (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "return_state": True} | PLAIN, 7),
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
@@ -337,7 +337,8 @@ def test_lowers(
             for length, heads in ((T, H), (S, G), (S, G))
         ]
         decay = options.pop("decay", None)
-        like = jnp.zeros(arrays[1].shape if decay == "channel" else (B, T, G), jnp.float32)
+        of_gates = arrays[1].shape if decay == "channel" else arrays[1].shape[:3]
+        like = jnp.zeros(of_gates, jnp.float32)
         gates = [like] if decay else []
         options = options | ({"decay": gates[0]} if gates else {})
         found: list[Any] = []

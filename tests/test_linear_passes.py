@@ -167,6 +167,7 @@ def gated(
         (2, 1000, 3, 128, 512),
         (1, 64, 4, 64, 64),
         (1, 64 * 70, 2, 64, 64 * 35),
+        (2, 64 * 13 - 10, 4, 64, 64 * 5),  # fewer chunks in the last piece
         (1, 64 * 1300, 1, 128, 64 * 1300),  # more chunks than are read at once
     ],
 )
@@ -195,6 +196,24 @@ def test_gates_of_pieces(B: int, T: int, G: int, D: int, rows: int) -> None:
     np.testing.assert_array_equal(found.steep, of_tiles)
     assert of_tiles.any() and (deal.pieces == 1 or not of_tiles.all())
     check_compiled(functools.partial(gates.of_pieces, spec, deal), sums)
+
+
+def test_what_is_steep() -> None:
+    """By the sums over a chunk's halves: where one loses all that is too much, not a row sooner."""
+    q = draw(1, 128, 1, 1)[0]
+    decay = jnp.zeros((1, 128, 1)).at[0, 64 + 32 : 64 + 34].set(-30.0).at[0, 31:33].set(-30.0)
+    spec = api.prepare(q, q, q, causal=True, decay=decay).spec
+    with ato_jax.interpret():
+        sums = gates.of_steps(spec, decay)
+        found = gates.of_pieces(spec, frame.Deal(1, 1, 128, 64, 2, 132), sums)
+    assert found.steep.tolist() == [[[0, 1]]]
+
+
+def test_gradient_of_heads() -> None:
+    """Summed up; none of what is as strong as it gets."""
+    decay = jnp.array([-1.0, -jnp.inf, gates.LEAST_DECAY - 1])
+    found = gates.gradient_of_heads(decay, jnp.ones((2, 3, 5)))
+    assert found.tolist() == [10.0, 0.0, 0.0]
 
 
 def slow_flows(
@@ -248,6 +267,7 @@ def slow_flows(
         (1, 1500, 2, 64, 64 * 5, True, {"normalize": False, "return_state": True}),
         (1, 2240, 2, 128, 1152, False, {"return_state": True, "layout": "bhtd"}),
         (1, 1000, 4, 64, 1024, False, {"normalize": False}),
+        (1, 64 * 30, 2, 64, 64 * 20, False, {}),
     ],
 )
 @pytest.mark.parametrize("of_heads", [False, True])
@@ -261,14 +281,17 @@ def test_flows(
     options: dict[str, Any],
     of_heads: bool,
 ) -> None:
-    """Of arrays that have nothing to do with each other; what is missing is never read."""
+    """Of arrays that have nothing to do with each other; places without a chunk are never read."""
     spec, deal, decay, sums = gated(B, T, G, D, rows, **options)
     length, places = sums.shape[2], flows.places(deal)
+    missing = flows._chunk_of(deal, np.arange(places)) >= length // frame.C
+    assert missing.any() == (T == 64 * 30)
     halves = 2 // frame.heads_of_tile(spec)
 
     def states(seed: int) -> tuple[jax.Array, jax.Array]:
-        kv = normal(B, G, places, D, D, seed=seed).astype(jnp.bfloat16)
-        return kv, normal(B, G, places, D, seed=seed + 1)
+        kv, k_sum = normal(B, G, places, D, D, seed=seed), normal(B, G, places, D, seed=seed + 1)
+        kv, k_sum = (x.at[:, :, missing].set(jnp.nan) for x in (kv, k_sum))
+        return kv.astype(jnp.bfloat16), k_sum
 
     kv, k_sum = states(20)
     z = k_sum if spec.normalize else None
@@ -294,6 +317,25 @@ def test_flows(
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
     if B == 2:
         check_compiled(found_of, *arrays)
+
+
+def test_flows_of_nearly_steep_gates() -> None:
+    """Of states that float32 holds, though not their products before their factors."""
+    D, T = 64, 64 * 20
+    spec, deal, _, _ = gated(1, T, 2, D, T)
+    small = 2.0**-70
+    kv, r = (small * normal(1, 2, 2, D, D, seed=seed) for seed in (30, 31))
+    k_sum, u = (small * normal(1, 2, 2, D, seed=seed) for seed in (32, 33))
+    nothing = jnp.zeros((1, 2, T))
+    queries = flows.OfQueries(nothing[None], kv.astype(jnp.bfloat16), k_sum)
+    keys = flows.OfKeys(nothing, nothing, r.astype(jnp.bfloat16), u)
+    decay = jnp.full((1, T, 2), -1.25)
+    with ato_jax.interpret():
+        sums = gates.of_steps(spec, decay)
+        found = flows.decay_flows(spec, deal, sums, queries, keys, None, decay)
+    wanted = slow_flows(spec, deal, sums, queries, keys, None).swapaxes(1, 2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    assert np.abs(wanted).max() > 0
 
 
 @aot.requires_triton

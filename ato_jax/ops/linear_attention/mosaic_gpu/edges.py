@@ -81,7 +81,7 @@ def at_edges(
                 order = [count - 1 - step if reverse else step for step in steps]
                 loaded = [load(piece_ref.at[piece, numbers]) for piece in order]
                 for piece, added in zip(order, loaded, strict=True):
-                    edge = piece + 1 - ends if reverse else piece
+                    edge = piece + int(not ends) if reverse else piece
                     store(edge_ref.at[edge, numbers], sums)
                     if keeps_ref is not None:
                         sums *= plgpu.load(keeps_ref.at[first + piece])

@@ -72,23 +72,29 @@ def is_kept(chunk: Any) -> Any:
     return lax.rem(chunk, SPACING) == 0
 
 
-def _in_piece(deal: frame.Deal) -> int:
+def _places_of_piece(deal: frame.Deal) -> int:
     return int(pl.cdiv(deal.rows // C, SPACING))
 
 
 def places(deal: frame.Deal) -> int:
     """For the chunks that are known; the last piece may leave some of its own."""
-    return deal.pieces * _in_piece(deal)
+    return deal.pieces * _places_of_piece(deal)
 
 
 def place(deal: frame.Deal, item: frame.Item, chunk: Any) -> Any:
-    return item.piece * _in_piece(deal) + lax.div(chunk, SPACING)
+    return item.piece * _places_of_piece(deal) + lax.div(chunk, SPACING)
 
 
 def _chunk_of(deal: frame.Deal, place: Any) -> Any:
     """Which is known there."""
-    in_piece = _in_piece(deal)
-    return place // in_piece * (deal.rows // C) + place % in_piece * SPACING
+    of_piece = _places_of_piece(deal)
+    return place // of_piece * (deal.rows // C) + place % of_piece * SPACING
+
+
+def _place_before(deal: frame.Deal, chunk: Any) -> Any:
+    """The last, or the chunk's own."""
+    chunks = deal.rows // C
+    return chunk // chunks * _places_of_piece(deal) + chunk % chunks // SPACING
 
 
 def decay_flows(
@@ -116,7 +122,7 @@ def _known(
 ) -> Known:
     """A program has a place."""
     parts, B, H, length = queries.flows.shape
-    count, in_piece, size = length // C, deal.rows // C, queries.kv.shape[3] * queries.kv.shape[4]
+    count, size = length // C, queries.kv.shape[3] * queries.kv.shape[4]
 
     def kernel(
         gates_ref: Any, reads_ref: Any, adds_ref: Any, s_ref: Any, r_ref: Any, *refs: Any
@@ -127,15 +133,19 @@ def _known(
         number = pl.program_id(0)
         first = _chunk_of(deal, number)
 
-        def product(left_ref: Any, right_ref: Any, width: int) -> jax.Array:
-            """Of what queries left here and keys at the place before."""
+        def product(left_ref: Any, right_ref: Any, factors: tuple[Any, Any]) -> jax.Array:
+            """Of what queries left here and keys at the place before, times a factor each."""
+            width = left_ref.shape[1]
             some = min(width, NUMBERS)
-            total = jnp.zeros((some,), jnp.float32)
-            for part in range(0, width, some):
-                at = part + jnp.arange(some, dtype=jnp.int32)
+
+            def add_some(part: Any, total: jax.Array) -> jax.Array:
+                at = part * some + jnp.arange(some, dtype=jnp.int32)
                 left = plgpu.load(left_ref.at[number, at]).astype(jnp.float32)
-                total += left * plgpu.load(right_ref.at[number - 1, at]).astype(jnp.float32)
-            return jnp.sum(total)
+                right = plgpu.load(right_ref.at[number - 1, at]).astype(jnp.float32)
+                return total + (left * factors[0]) * (right * factors[1])
+
+            nothing = jnp.zeros((some,), jnp.float32)
+            return jnp.sum(lax.fori_loop(0, width // some, add_some, nothing))
 
         def half_of(chunk: jax.Array, second: bool) -> jax.Array:
             """What the chunk's half loses, with its sign, unless it is steep."""
@@ -146,21 +156,21 @@ def _known(
 
         @pl.when((number > 0) & (first < count))
         def _inner() -> None:
-            # S is as the middle of the chunk behind sees it, R as that of the chunk ahead.
-            found = product(s_ref, r_ref, size)
+            # S is as the middle of the chunk behind sees it, R as that of the chunk ahead: each may
+            # be so small that of their product float32 holds nothing.
+            factors = jnp.exp2(half_of(first, False)), jnp.exp2(half_of(first - 1, True))
+            found = product(s_ref, r_ref, factors)
             if z_ref is not None:
-                found += product(z_ref, u_ref, z_ref.shape[1])
-            left = jnp.exp2(half_of(first, False)) * jnp.exp2(half_of(first - 1, True))
-            plgpu.store(crossing_ref.at[number], found * left)
+                found += product(z_ref, u_ref, factors)
+            plgpu.store(crossing_ref.at[number], found)
 
         @pl.when(number == 0)
         def _first() -> None:
             found = jnp.float32(0) if start_ref is None else plgpu.load(start_ref.at[number])
             plgpu.store(crossing_ref.at[number], found)
 
-        within = number % _in_piece(deal) * SPACING + jnp.arange(SPACING, dtype=jnp.int32)
-        chunk = number // _in_piece(deal) * in_piece + within
-        exist = (within < in_piece) & (chunk < count)
+        chunk = first + jnp.arange(SPACING, dtype=jnp.int32)
+        exist = (_place_before(deal, chunk) == number) & (chunk < count)
         rows = chunk[:, None] * C + jnp.arange(C, dtype=jnp.int32)[None, :]
 
         def load(ref: Any, *part: Any) -> jax.Array:
@@ -177,11 +187,11 @@ def _known(
         return pl.BlockSpec((None, None, *shape), lambda _, h, b: (b, h, *(0 for _ in shape)))
 
     count_of_places = places(deal)
-    rows, flat = of_head(length), of_head(count_of_places, size)
-    parts_of_rows = pl.BlockSpec((parts, None, None, length), lambda _, h, b: (0, b, h, 0))
+    of_rows, of_states = of_head(length), of_head(count_of_places, size)
+    of_parts = pl.BlockSpec((parts, None, None, length), lambda _, h, b: (0, b, h, 0))
     arrays: list[Any] = [gates, queries.flows, keys.flows]
     arrays += [array.reshape(B, H, count_of_places, size) for array in (queries.kv, keys.kv)]
-    in_specs = [rows, parts_of_rows, rows, flat, flat]
+    in_specs = [of_rows, of_parts, of_rows, of_states, of_states]
     if queries.k_sum is not None:
         arrays += [queries.k_sum, keys.k_sum]
         in_specs += [of_head(count_of_places, keys.k_sum.shape[3])] * 2
@@ -212,7 +222,7 @@ def _of_steps(
 ) -> jax.Array:
     """A program has a chunk of some heads."""
     parts, B, H, length = queries.flows.shape
-    count, in_piece, of_piece = length // C, deal.rows // C, _in_piece(deal)
+    count = length // C
     heads = min(MOST_HEADS, pl.next_power_of_2(H))
     blocks = pl.cdiv(H, heads)
 
@@ -243,7 +253,7 @@ def _of_steps(
         for part in range(1, parts):
             reads += of_rows(reads_ref, jnp.int32(part))
         passing = of_rows(adds_ref) - reads
-        here = chunk // in_piece * of_piece + chunk % in_piece // SPACING
+        here = _place_before(deal, chunk)
         low, high = _chunk_of(deal, here), _chunk_of(deal, here + 1)
         is_known = high < count
         start, before = of_heads(crossing_ref, here), of_heads(before_ref, chunk)
@@ -252,7 +262,8 @@ def _of_steps(
         missed = exact - start - of_heads(between_ref, here)
         if spec.return_state:
             missed = jnp.where(is_known, missed, 0.0)
-        share = (chunk - low).astype(jnp.float32) / (jnp.minimum(high, count) - low)
+        done, all_of_them = chunk - low, jnp.minimum(high, count) - low
+        share = done.astype(jnp.float32) / all_of_them.astype(jnp.float32)
         crossing = start + before + missed * share
         # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
         middle, last = (

@@ -101,7 +101,7 @@ def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> 
                     before + jnp.sum(jnp.where(number < first, last, 0.0)),
                     whole + jnp.sum(last),
                     behind + jnp.sum(jnp.where(number >= first + own, last, 0.0)),
-                    steep + jnp.sum(frame.is_steep(middle, last).astype(jnp.int32)),
+                    steep + jnp.sum(frame.is_steep(middle, last), dtype=jnp.int32),
                 )
 
             nothing = jnp.float32(0)
