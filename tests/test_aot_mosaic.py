@@ -72,6 +72,8 @@ CALLS = [
         {"channel_sums": 32, "channel_output": 684, "channel_key_gradient": 116},
     ),
 ]
+# The same kernel, compiled again, spills a few bytes more or less.
+MARGIN = 16
 # Of gates of channels, at D = 128: for want of registers.
 SERIALIZED = {"channel_output"}
 
@@ -87,7 +89,8 @@ def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> Non
     assert sum(found.launches.values()) <= launches, found.launches
     assert not {kernel.name for kernel in found.kernels if kernel.serialized} - SERIALIZED
     for kernel in found.kernels:
-        assert kernel.spill_stores <= spills.get(kernel.name, 0), kernel
+        allowed = spills.get(kernel.name, -MARGIN) + MARGIN
+        assert kernel.spill_stores <= allowed, kernel
     named = {name for name in found.launches if name not in ("fusion", "conditional", "copy")}
     of_mosaic = {kernel.name for kernel in found.kernels}
     assert of_mosaic - {"new_body"} <= named or "conditional" in found.launches
