@@ -58,24 +58,23 @@ CALLS = [
     ),
     (
         Call(4, 4096, 16, 128, decay="channel"),
-        8,  # and what a conditional does
+        9,  # and what a conditional does
         {
             "channel_sums": 8,
-            "channel_output": 1160,
+            "channel_output": 484,
+            "new_body": 948,
             "channel_query_gradient": 224,
             "channel_key_gradient": 72,
         },
     ),
     (
         Call(8, 4096, 8, 64, decay="channel", normalize=False),
-        8,
-        {"channel_sums": 32, "channel_output": 684, "channel_key_gradient": 116},
+        9,
+        {"channel_sums": 32, "channel_output": 36, "new_body": 644, "channel_key_gradient": 116},
     ),
 ]
 # The same kernel, compiled again, spills a few bytes more or less.
 MARGIN = 16
-# Of gates of channels, at D = 128: for want of registers.
-SERIALIZED = {"channel_output"}
 
 
 @requires_plugin
@@ -87,7 +86,7 @@ SERIALIZED = {"channel_output"}
 def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> None:
     found = compile_call(call)
     assert sum(found.launches.values()) <= launches, found.launches
-    assert not {kernel.name for kernel in found.kernels if kernel.serialized} - SERIALIZED
+    assert not any(kernel.serialized for kernel in found.kernels), found.kernels
     for kernel in found.kernels:
         allowed = spills.get(kernel.name, -MARGIN) + MARGIN
         assert kernel.spill_stores <= allowed, kernel
