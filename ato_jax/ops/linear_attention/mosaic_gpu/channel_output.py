@@ -200,9 +200,7 @@ def _walk(
         weights_stored: Any,
         both_s: Any = None,
     ) -> None:
-        def takes(item: Item) -> Any:
-            some = steep_ref[item.batch, lax.div(item.head, group_size), item.piece] != 0
-            return some if some_steep else ~some
+        takes = frame.takes_pieces(steep_ref, some_steep, group_size)
 
         def each(item: Item, start: Any, do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)

@@ -7,6 +7,7 @@ start than to run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,21 @@ class Edges(NamedTuple):
     kv: jax.Array  # [B, G, P, V, F], as products read it
     k_sum: jax.Array  # [B, G, P, F] float32
     end: LinearState | None = None  # behind the last piece, or ahead of the first
+
+
+def of_head(*shape: int) -> pl.BlockSpec:
+    """What a head has of an array [B, heads, ..], where a grid ends in heads and B."""
+    zeros = (0,) * len(shape)
+    return pl.BlockSpec((None, None, *shape), lambda _, head, b: (b, head, *zeros))
+
+
+def in_rounds(
+    count: int, add_some: Callable[[Any, int, jax.Array], jax.Array], sums: jax.Array
+) -> jax.Array:
+    """Carries `sums` through `add_some(done, some, sums)` for so many pieces, some at once."""
+    rounds = count // AT_ONCE
+    sums = lax.fori_loop(0, rounds, lambda i, sums: add_some(i * AT_ONCE, AT_ONCE, sums), sums)
+    return add_some(rounds * AT_ONCE, count % AT_ONCE, sums)
 
 
 def at_edges(
@@ -91,11 +107,7 @@ def at_edges(
             sums = jnp.zeros((NUMBERS,), jnp.float32)
             if start_ref is not None:
                 sums = load(start_ref.at[numbers])
-            rounds = count // AT_ONCE
-            sums = lax.fori_loop(
-                0, rounds, lambda i, sums: add_some(i * AT_ONCE, AT_ONCE, sums), sums
-            )
-            sums = add_some(rounds * AT_ONCE, count % AT_ONCE, sums)
+            sums = in_rounds(count, add_some, sums)
             if end_ref is not None:
                 store(end_ref.at[numbers], sums)
             else:
@@ -112,15 +124,11 @@ def at_edges(
     types: list[Any] = [((edges, size), jnp.bfloat16), ((edges, columns), jnp.float32)]
     types += [((size,), jnp.float32), ((columns,), jnp.float32)] if ends else []
 
-    def of_head(shape: tuple[int, ...]) -> pl.BlockSpec:
-        zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, None, *shape), lambda _, g, b: (b, g, *zeros))
-
     kv, k_sum, *end = pallas_call(
         kernel,
         grid=(blocks + 1, G, B),
-        in_specs=[of_head(array.shape[2:]) for array in arrays],
-        out_specs=[of_head(shape) for shape, _ in types],
+        in_specs=[of_head(*array.shape[2:]) for array in arrays],
+        out_specs=[of_head(*shape) for shape, _ in types],
         out_shape=[jax.ShapeDtypeStruct((B, G, *shape), dtype) for shape, dtype in types],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         name="linear_attention_edges",

@@ -36,6 +36,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.edges import of_head
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.gates import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -182,9 +183,6 @@ def _known(
         of_chunks = jnp.sum(passing, axis=1)
         plgpu.store(before_ref.at[chunk], lax.cumsum(of_chunks, axis=0) - of_chunks, mask=exist)
         plgpu.store(between_ref.at[number], jnp.sum(of_chunks))
-
-    def of_head(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda _, h, b: (b, h, *(0 for _ in shape)))
 
     count_of_places = places(deal)
     of_rows, of_states = of_head(length), of_head(count_of_places, size)

@@ -491,11 +491,6 @@ class Gates(NamedTuple):
         return self.if_steep(self.last - self.of(layout))
 
 
-def halves_of(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """G up to the middle row of each chunk, and to its last, [B, G, chunks]."""
-    return gates[:, :, C // 2 - 1 :: C], gates[:, :, C - 1 :: C]
-
-
 def is_steep(middle: Any, last: Any) -> Any:
     return jnp.minimum(middle, last - middle) < -MOST_LOST
 
@@ -505,13 +500,16 @@ def gates_of(ref: Any, some_steep: bool = True) -> Gates:
     return Gates(ref, middle, last, is_steep(middle, last) if some_steep else None)
 
 
-def takes_pieces(steep_ref: Any, some_steep: bool) -> Callable[[Item], Any] | None:
-    """Those of which some chunk is steep, or those of which none is; without gates all."""
+def takes_pieces(
+    steep_ref: Any, some_steep: bool, group_size: int = 1
+) -> Callable[[Item], Any] | None:
+    """Those of which some chunk is steep, or those of which none is; without gates all. So many
+    heads of an item have the same gates."""
     if steep_ref is None:
         return None
 
     def takes(item: Item) -> Any:
-        some = steep_ref[item.batch, item.head, item.piece] != 0
+        some = steep_ref[item.batch, lax.div(item.head, group_size), item.piece] != 0
         return some if some_steep else ~some
 
     return takes

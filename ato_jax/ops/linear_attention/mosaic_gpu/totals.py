@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.edges import AT_ONCE, NUMBERS, WARPS, State
+from ato_jax.ops.linear_attention.mosaic_gpu.edges import (
+    NUMBERS,
+    WARPS,
+    State,
+    in_rounds,
+    of_head,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 # Whose inverse is finite, float32's least but for denormal numbers.
@@ -90,11 +95,7 @@ def add_up(
                 return sum(loaded, sums)
 
             sums = jnp.zeros(numbers.shape, jnp.float32)
-            rounds = count // AT_ONCE
-            sums = lax.fori_loop(
-                0, rounds, lambda i, sums: add_some(i * AT_ONCE, AT_ONCE, sums), sums
-            )
-            sums = add_some(rounds * AT_ONCE, count % AT_ONCE, sums) * unit
+            sums = in_rounds(count, add_some, sums) * unit
             return sums if added is None else sums + load(f"added_{name}", numbers)
 
         @pl.when(program < blocks)
@@ -116,9 +117,6 @@ def add_up(
                 store("rows", part, row * rows + in_columns, exist)
             of_chunk = jnp.arange(frame.C, dtype=jnp.int32)
             store("least", jnp.full((frame.C,), spec.eps, jnp.float32) * unit, of_chunk)
-
-    def of_head(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda _, g, b: (b, g, *(0 for _ in shape)))
 
     outputs = pallas_call(
         kernel,
