@@ -158,14 +158,15 @@ def _linear_attention() -> Iterator[Row]:
                 "return_state": True,
             },
         )
-    for D in (192, 256):
+    for D in (80, 96, 112, 192, 256):
         sizes = wide | {"D": D, "V": D}
         yield Row(f"T = S = 64, D = V = {D}", sizes)
         yield Row(f"causal, D = V = {D}", sizes, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))
     of_channels = (("BSGD", wide), ("BSGD", two_heads))
-    for axes, sizes in (("G", wide), ("BSG", wide), ("BSG", two_heads), *of_channels):
+    of_steps = (("BSG", sizes) for sizes in (wide, two_heads, wide | {"D": 96, "V": 96}))
+    for axes, sizes in (("G", wide), *of_steps, *of_channels):
         yield Row(
             f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",
             sizes,

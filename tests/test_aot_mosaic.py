@@ -17,18 +17,23 @@ CALLS = [
     ),
     (
         Call(1, 65536, 16, 128, decay="step"),
-        14,
-        {"query_gradient": 104, "new_body": 648, "key_gradient": 212, "output": 260},
+        15,
+        {"query_gradient": 64, "new_body": 648, "key_gradient": 212, "output": 52},
+    ),
+    (
+        Call(1, 16384, 32, 96, decay="step"),
+        15,
+        {"query_gradient": 48, "new_body": 328, "key_gradient": 28, "output": 8},
     ),
     (Call(8, 4096, 8, 64, layout="bhtd"), 8, {"key_gradient": 60}),
     (
         Call(8, 4096, 8, 64, decay="step", layout="bhtd", normalize=False, states=True),
-        23,
-        {"key_gradient": 124, "new_body": 616, "query_gradient": 8, "output": 16},
+        24,
+        {"key_gradient": 124, "new_body": 624, "query_gradient": 8, "output": 16},
     ),
     (
         Call(8, 16384, 8, 64, decay="head"),
-        16,
+        17,
         {"query_gradient": 20, "new_body": 702, "key_gradient": 140, "output": 40},
     ),
     (Call(1, 16384, 32, 128, causal=False), 7, {}),
@@ -98,4 +103,4 @@ def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> Non
 @requires_plugin
 def test_what_does_not_compile_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs D = V"):
-        compile_call(Call(1, 16384, 8, 80))
+        compile_call(Call(1, 16384, 8, 72))

@@ -294,6 +294,7 @@ def test_linear_attention_over_a_long_sequence(dtype: str, causal: bool, D: int)
 
 # Whether causal, and columns of a head.
 BY_SIZE = [(False, 128), (False, 256), (True, 64), (True, 128), (True, 256)]
+OTHER_SIZES = [(causal, D) for D in (192, 112) for causal in (False, True)]
 
 
 def needs_hopper() -> None:
@@ -316,6 +317,10 @@ def needs_hopper() -> None:
         (1, LONG, 2, 2, 64, "bthd", 1.0),
         (2, 9000, 8, 8, 64, "bhtd", 30.0),
         (30, 72, 64, 64, 64, "bthd", 1.0),
+        (1, LONG, 2, 2, 96, "bthd", 1.0),
+        (2, 7000, 8, 8, 80, "bhtd", 30.0),
+        (1, 9000, 16, 2, 112, "bthd", 1.0),
+        (30, 72, 50, 50, 96, "bhtd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -344,6 +349,10 @@ def test_mosaic_gpu(
         (2, 7000, 9000, 6, 2, 256, "bthd", 30.0),
         (1, 16384, 16384, 4, 4, 192, "bthd", 0.01),
         (30, 72, 200, 50, 25, 192, "bhtd", 1.0),
+        (1, LONG, LONG, 2, 2, 96, "bhtd", 1.0),
+        (2, 7000, 9000, 8, 2, 112, "bthd", 30.0),
+        (1, 16384, 16384, 4, 4, 80, "bthd", 0.01),
+        (30, 72, 200, 50, 25, 96, "bthd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -360,7 +369,7 @@ def test_mosaic_gpu_both_ways(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("scale", [0.01, 30.0])
-@pytest.mark.parametrize("causal, D", BY_SIZE)
+@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96)])
 def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:
     needs_hopper()
     qkv = arrays("bfloat16", T=600, H=2, G=2, D=D, scale=scale)
@@ -369,7 +378,7 @@ def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 192), (True, 192)])
+@pytest.mark.parametrize("causal, D", [*BY_SIZE, *OTHER_SIZES])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
     needs_hopper()
@@ -382,13 +391,17 @@ def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("name", ["head", "step"])
-@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64)])
+@pytest.mark.parametrize(
+    "name, scale", [("head", 1.0), ("step", 1.0), ("mild", 1.0), ("mild", 30.0)]
+)
+@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (3, 4, 96)])
 @pytest.mark.usefixtures("linear_time_oracle")
-def test_gates_of_mosaic_gpu(name: str, B: int, G: int, D: int, normalize: bool) -> None:
+def test_gates_of_mosaic_gpu(
+    name: str, scale: float, B: int, G: int, D: int, normalize: bool
+) -> None:
     """Of groups the gradients are Triton's."""
     needs_hopper()
-    qkv = arrays("bfloat16", B=B, T=9000, H=4, G=G, D=D)
+    qkv = arrays("bfloat16", B=B, T=9000, H=4, G=G, D=D, scale=scale)
     options = linear_options(name, B, 9000, D, G=G) | {"implementation": None}
     options |= {"normalize": normalize}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
@@ -449,7 +462,7 @@ def test_channel_gates_of_mosaic_gpu(
 
 
 @of_mosaic_gpu
-@pytest.mark.parametrize("causal, D", BY_SIZE)
+@pytest.mark.parametrize("causal, D", [*BY_SIZE, (True, 96)])
 def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:
     """The same bits again, and on a mesh; under `vmap` pieces may be others."""
     needs_hopper()
@@ -497,6 +510,7 @@ def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, A
     cases: dict[str, dict[str, Any]] = {
         "head": {"decay": -jnp.asarray(np.linspace(0.001, 0.1, G), jnp.float32), "causal": True},
         "step": {"decay": gates(B, T, G), "causal": True},
+        "mild": {"decay": jnp.maximum(gates(B, T, G), -0.5), "causal": True},
         "channel": {"decay": gates(B, T, G, D), "causal": True},
         "step, both ways": {"decay": gates(B, T, G)},
         "segments": {"segment_ids": jnp.asarray(ids)},

@@ -262,12 +262,12 @@ def slow_flows(
 @pytest.mark.parametrize(
     "B, T, G, D, rows, start, options",
     [
-        (2, 3000, 3, 128, 1536, False, {}),
+        (2, 6000, 3, 128, 3072, False, {}),
         (1, 64, 20, 64, 64, True, {"layout": "bhtd"}),
         (1, 1500, 2, 64, 64 * 5, True, {"normalize": False, "return_state": True}),
-        (1, 2240, 2, 128, 1152, False, {"return_state": True, "layout": "bhtd"}),
+        (1, 4480, 2, 128, 2304, False, {"return_state": True, "layout": "bhtd"}),
         (1, 1000, 4, 64, 1024, False, {"normalize": False}),
-        (1, 64 * 30, 2, 64, 64 * 20, False, {}),
+        (1, 64 * 60, 2, 64, 64 * 40, False, {}),
     ],
 )
 @pytest.mark.parametrize("of_heads", [False, True])
@@ -285,7 +285,7 @@ def test_flows(
     spec, deal, decay, sums = gated(B, T, G, D, rows, **options)
     length, places = sums.shape[2], flows.places(deal)
     missing = flows._chunk_of(deal, np.arange(places)) >= length // frame.C
-    assert missing.any() == (T == 64 * 30)
+    assert missing.any() == (T == 64 * 60)
     halves = 2 // frame.heads_of_tile(spec)
 
     def states(seed: int) -> tuple[jax.Array, jax.Array]:
@@ -321,7 +321,7 @@ def test_flows(
 
 def test_flows_of_nearly_steep_gates() -> None:
     """Of states that float32 holds, though not their products before their factors."""
-    D, T = 64, 64 * 20
+    D, T = 64, 64 * 40
     spec, deal, _, _ = gated(1, T, 2, D, T)
     small = 2.0**-70
     kv, r = (small * normal(1, 2, 2, D, D, seed=seed) for seed in (30, 31))

@@ -250,8 +250,8 @@ def linear_attention(
       layout: "bthd", or "bhtd" for [B, H, T, D] (and decay [B, G, S], [B, G, S, D]).
       precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
       implementation: None (the fastest that supports the request here), "mosaic_gpu" (on Hopper,
-        in bfloat16 at D = V = 128, causal also 64, without a decay also 192 and 256), "triton",
-        "xla" or "reference".
+        in bfloat16 at D = V = 80, 96, 112 and 128, causal also 64, without a decay also 192 and
+        256), "triton", "xla" or "reference".
 
     Returns:
       out [B, T, H, V] in v's dtype, or (out, LinearState) with `return_state`. A query that

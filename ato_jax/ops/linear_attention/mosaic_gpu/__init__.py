@@ -8,8 +8,8 @@ over all keys j (`bidirectional.py`), or those j <= i, also with a decay for eac
 or each step and channel (`causal.py`). `frame.py` says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256.
-All else is Triton's.
+float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
+80, 96 and 112 in the tiles of 128, but with gates of channels (`narrow.py`). All else is Triton's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ato_jax.device import Device
-from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, gates
+from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, gates, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
@@ -64,6 +64,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype != "bfloat16":
         return f"needs bfloat16, got {spec.dtype}"
     sizes: tuple[int, ...] = (frame.F,)
+    if spec.decay != "channel":
+        sizes = *narrow.COLUMNS, *sizes
     if spec.causal:
         sizes = frame.HALF, *sizes
     if spec.decay is None:
@@ -159,7 +161,10 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs | causal.Kept:
+Kept = Outputs | causal.Kept | narrow.Kept
+
+
+def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     return _keep_with_gates(_keep_all, spec, config, inputs)
 
 
@@ -187,19 +192,33 @@ def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array
 
 
 @_as_larger_batch
-def _keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs | causal.Kept:
+def _keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     """`inputs.decay` are the gates."""
-    if spec.causal:
-        return causal.keep(spec, config, inputs)
-    return bidirectional.forward(spec, config, inputs)
+    return _kept(spec, config, inputs)
 
 
 @_as_larger_batch
-def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs | causal.Kept:
+def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     """What the gradients are made of, too."""
+    return _kept(spec, config, inputs, features=spec.decay == "channel")
+
+
+def _kept(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
+) -> Kept:
+    spec, inputs = _in_tiles(spec, inputs)
     if spec.causal:
-        return causal.keep(spec, config, inputs, features=spec.decay == "channel")
-    return bidirectional.forward(spec, config, inputs)
+        found = causal.keep(spec, config, inputs, features)
+        return found._replace(state=narrow.narrowed(spec, found.state))
+    out, state = bidirectional.forward(spec, config, inputs)
+    return narrow.Kept(out, narrow.narrowed(spec, state), state)
+
+
+def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
+    spec = narrow.in_tiles(spec)
+    if inputs.initial_state is not None:
+        inputs = inputs._replace(initial_state=narrow.widened(spec, inputs.initial_state))
+    return spec, inputs
 
 
 def backward(
@@ -233,6 +252,16 @@ def _backward(
     decay: jax.Array | None = None,
 ) -> Inputs:
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
+    kept: Any = residuals.outputs
+    spec, inputs = _in_tiles(spec, residuals.inputs)
+    if spec.return_state:
+        cotangents = cotangents._replace(state=narrow.widened(spec, cotangents.state))
     if spec.causal:
-        return causal.backward(spec, config, residuals, cotangents, decay)
-    return bidirectional.backward(spec, config, residuals, cotangents)
+        found = causal.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
+    else:
+        is_kept = isinstance(kept, narrow.Kept)
+        state = kept.whole if is_kept else narrow.widened(spec, kept.state)
+        found = bidirectional.backward(spec, config, inputs, state, cotangents)
+    if found.initial_state is None:
+        return found
+    return found._replace(initial_state=narrow.narrowed(spec, found.initial_state))

@@ -27,7 +27,6 @@ from ato_jax.ops.linear_attention.spec import (
     LinearAttentionSpec,
     LinearState,
     Outputs,
-    Residuals,
 )
 
 # What an item takes before its first chunk, in the time of a chunk.
@@ -60,9 +59,13 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 
 
 def backward(
-    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    state: LinearState,
+    cotangents: Outputs,
 ) -> Inputs:
-    inputs, state = residuals.inputs, residuals.outputs.state
+    """Of the state that the forward left."""
     of_queries, of_keys = deal(spec, config, spec.H, spec.T), deal(spec, config, spec.G, spec.S)
     # S, z and with them phi' come in a unit of their own, in which the sums are given back. Where
     # rows are all alike, so are the roundings of phi', and would add up: in units of 1 / sum z

@@ -30,6 +30,7 @@ from jax import lax
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F16 = jnp.float16
 
@@ -73,9 +74,9 @@ def turn_of(number: Any, turns: Any) -> Turn:
 WHOLE = Turn(0, C, C // 2 - 1)
 
 
-def shared(*shape: int) -> Any:
+def shared(spec: LinearAttentionSpec, *shape: int) -> Any:
     """Room for gates, and for what they are multiplied by."""
-    return frame.shared(*shape, dtype=F16)
+    return frame.shared(spec, *shape, dtype=F16)
 
 
 def round_gates(gates_ref: Any, rounded_ref: Any) -> None:

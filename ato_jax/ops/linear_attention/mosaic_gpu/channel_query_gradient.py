@@ -82,12 +82,12 @@ def channel_query_gradient(
     scratch = dict(
         g_s=frame.tiles(spec, STAGES),
         v_s=frame.tiles(spec, STAGES),
-        q_s=shared(Q_STAGES, 2, C, HALF),  # where dq replaces q^
-        x_s=shared(2, C, HALF),
-        k_s=shared(K_STAGES, 2, C, HALF),
-        s_s=shared(2, HALF, spec.V),
-        flow_s=shared(2, C, HALF, dtype=F32),
-        ones_s=shared(ALIKE, C),
+        q_s=shared(spec, Q_STAGES, 2, C, HALF),  # where dq replaces q^
+        x_s=shared(spec, 2, C, HALF),
+        k_s=shared(spec, K_STAGES, 2, C, HALF),
+        s_s=shared(spec, 2, HALF, spec.V),
+        flow_s=shared(spec, 2, C, HALF, dtype=F32),
+        ones_s=shared(spec, ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((K_STAGES, F), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),

@@ -43,9 +43,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Y is known ahead of each of a piece's chunks whose number this divides, a power of two. A state is
 # as large as a chunk's q and k.
-SPACING = 16
+SPACING = 32
 # Of a state, which a program multiplies at once; and heads of a tile of steps.
-NUMBERS, MOST_HEADS, WARPS = 2048, 16, 4
+NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
 
 
 class OfQueries(NamedTuple):
@@ -203,7 +203,7 @@ def _known(
         in_specs=in_specs,
         out_specs=[of_head(one) for one in sizes],
         out_shape=[jax.ShapeDtypeStruct((B, H, one), jnp.float32) for one in sizes],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=KNOWN_WARPS, num_stages=1),
         name="linear_attention_known_flows",
     )(*arrays)
     return Known(*found)

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import device, meshes
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow, width_of
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 C = 64  # rows of a chunk
@@ -31,6 +32,8 @@ HALF = V // 2
 LOG2_E = math.log2(math.e)
 # Of features, by half a chunk, as an exponent of 2: what is left is beside 2^-126 still large.
 MOST_LOST = 60.0
+# A key of which the feature is 0, with any decay.
+LEAST_KEY = -1024.0
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 # Warpgroups; where 0 and 1 alone multiply, with half of a state each.
@@ -154,7 +157,14 @@ def head_of(spec: LinearAttentionSpec, head: Any, half: Any) -> Any:
 
 def columns_of(spec: LinearAttentionSpec, half: Any) -> Any:
     """Which of that head's columns they are."""
-    return pl.ds(half * HALF if heads_of_tile(spec) == 1 else 0, HALF)
+    return _columns(spec, half * HALF if heads_of_tile(spec) == 1 else 0, HALF)
+
+
+def _columns(spec: LinearAttentionSpec, first: Any, count: int) -> Any:
+    if isinstance(spec, Narrow) and isinstance(first, int):
+        # What ends behind the array is refused where it is known.
+        first += 0 * lax.axis_index("block")
+    return pl.ds(first, count)
 
 
 def part(
@@ -165,6 +175,8 @@ def part(
     assert half is not None or heads_of_tile(spec) == 1
     if half is not None:
         head, columns = head_of(spec, head, half), (columns_of(spec, half),)
+    elif isinstance(spec, Narrow):
+        columns = (_columns(spec, 0, F),)
     if spec.layout == "bthd":
         return ref.at[(item.batch, rows, head, *columns)]
     return ref.at[(item.batch, head, rows, *columns)]
@@ -172,19 +184,21 @@ def part(
 
 def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
     lengths = (spec.T, heads) if spec.layout == "bthd" else (heads, spec.T)
-    return (spec.B, *lengths, spec.V)
+    return (spec.B, *lengths, width_of(spec))
 
 
-def shared(*shape: int, dtype: Any = BF16) -> Any:
-    """Room for tiles in shared memory, laid out as the copy engine and the products take them."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+def shared(spec: LinearAttentionSpec, *shape: int, dtype: Any = BF16) -> Any:
+    """Room for tiles in shared memory, laid out as the copy engine and the products take them: in
+    rows of as many bytes as are a part of those of a head."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = 128 if dtype == F32 else math.gcd(128, size * width_of(spec))
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def tiles(spec: LinearAttentionSpec, slots: int) -> Any:
     """Tiles of C rows; of two heads a tile each, as the copy engine writes no columns of one."""
-    return shared(slots, C, F) if heads_of_tile(spec) == 1 else shared(slots, 2, C, HALF)
+    return shared(spec, slots, *((C, F) if heads_of_tile(spec) == 1 else (2, C, HALF)))
 
 
 def half_of(spec: LinearAttentionSpec, tiles: Any, slot: Any, half: Any) -> Any:
@@ -431,10 +445,28 @@ def unrounded_decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Arr
     return jnp.maximum(x * factor + factor, raised)
 
 
-def map_in_place(ref: Any, exponents: jax.Array | None = None) -> None:
-    """Features of a tile in shared memory, where they replace it; with a decay, times that."""
-    x = load(ref)
+def map_in_place(ref: Any) -> None:
+    """Features of a tile in shared memory, where they replace it."""
+    ref[...] = features_of(load(ref))
+
+
+def map_keys_in_place(
+    spec: LinearAttentionSpec, ref: Any, half: int, exponents: jax.Array | None = None
+) -> None:
+    """The same of half a tile of keys; with a decay, times that."""
+    x = keys(spec, load(ref), half * HALF)
     ref[...] = features_of(x) if exponents is None else decayed_features_of(x, exponents)
+
+
+def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
+    """From that column of a tile on, or row of its transpose: where a head has none, what has
+    features of 0."""
+    if not isinstance(spec, Narrow):
+        return x
+    if isinstance(first, int) and first + x.shape[axis] <= spec.width:
+        return x
+    column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=axis, layout=TILE)
+    return jnp.where(column < spec.width, x, LEAST_KEY)
 
 
 class Gates(NamedTuple):
@@ -513,15 +545,6 @@ def takes_pieces(
         return some if some_steep else ~some
 
     return takes
-
-
-def each_chunk(steep_ref: Any, item: Item, head: Any, loop: Callable[[bool], None]) -> None:
-    """`loop` goes through an item's chunks, of which some may be steep or none is. These are two
-    loops, since what a steep one needs would cost all others registers."""
-    if steep_ref is None:
-        return loop(False)
-    some = steep_ref[item.batch, head, item.piece] != 0
-    return lax.cond(some, lambda: loop(True), lambda: loop(False))
 
 
 def times_rows(ref: Any, factors: jax.Array) -> jax.Array:

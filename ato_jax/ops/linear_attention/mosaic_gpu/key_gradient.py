@@ -73,6 +73,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import rounds_pairs
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries, spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -137,14 +138,15 @@ def _walk(
     # Of a b for the gradient of the decays: rounded, and what that leaves off where it is one sum
     # over all steps, which may cancel.
     pairs_parts = 2 if spec.decay == "head" else 1
+    rounds = rounds_pairs(spec, some_steep)
     scratch = dict(
         q_s=frame.tiles(spec, STAGES),
         g_s=frame.tiles(spec, STAGES),
         k_s=frame.tiles(spec, K_STAGES),
         v_s=frame.tiles(spec, K_STAGES),
-        r_s=shared(V, spec.F),
+        r_s=shared(spec, V, spec.F),
         out_s=frame.tiles(spec, 2),
-        minus_e_s=shared(heads, ALIKE, C),
+        minus_e_s=shared(spec, heads, ALIKE, C),
         inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
         e_s=plgpu.SMEM((STAGES, heads * C), F32),
         u_s=plgpu.SMEM((F,), F32),
@@ -166,8 +168,8 @@ def _walk(
         )
     if some_steep:
         scratch |= dict(
-            pairs_s=shared(heads, 2, C, C),
-            before_s=shared(C, C),  # [t, j]: 1 where j < t
+            pairs_s=shared(spec, heads, 2, C, C),
+            before_s=shared(spec, C, C),  # [t, j]: 1 where j < t
             pairs_ready=plgpu.Barrier(num_arrivals=1),
             pairs_free=plgpu.Barrier(num_arrivals=1),
         )
@@ -398,7 +400,7 @@ def _walk(
         def values_chunk(slot: Any, k_slot: Any) -> Any:
             plgpu.barrier_wait(k_loaded.at[k_slot])
             keys = in_heads(k_s, k_slot)
-            xs = [load(own) for own in keys]
+            xs = [frame.keys(spec, load(own)) for own in keys]
             if not gated:
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(k_free.at[k_slot])
@@ -466,8 +468,15 @@ def _walk(
             plgpu.barrier_wait(k_loaded.at[k_slot])
             if some_steep:
                 plgpu.barrier_wait(k_mapped.at[k_slot])
-            pairs = zip(es, values, in_heads(g_s, slot), strict=True)
-            found = multiply(*((frame.in_rows(-e, C), [(v, g.T)]) for e, v, g in pairs))
+            minus_e = [frame.in_rows(-e, C) for e in es]
+            starts = [frame.zeros(C, C)] * heads if rounds else minus_e
+            pairs = zip(starts, values, in_heads(g_s, slot), strict=True)
+            found = list(multiply(*((start, [(v, g.T)]) for start, v, g in pairs)))
+            if rounds:
+                found = [
+                    frame.rounded(own).astype(F32) + e
+                    for own, e in zip(found, minus_e, strict=True)
+                ]
             gates: list[Any] = [None] * heads
             if gated:
                 gates = gates_in(slot)

@@ -36,8 +36,9 @@ For the gradient of the decays (`flows.py`) each half leaves a sum for each row,
     phi'_i . (D_i - e_i z_i)    phi'_i = exp2(G_i - G_m) phi(q_i) inverse_i, rounded
 
 which is what the pairs of the query add to the loss's derivative, and S and z ahead of some chunks.
-Keys leave theirs, of which those of the same pairs are to cancel: so w, too, is multiplied with
-what rounding it leaves off. In a steep chunk the sum is of what is read of the state alone.
+Keys leave theirs, of which those of the same pairs are to cancel: so either both round w, or here,
+too, it is multiplied with what rounding it leaves off (`rounds_pairs`). In a steep chunk the sum is
+of what is read of the state alone.
 
 Where a tile is two heads', the halves are these, and nothing has to be exchanged.
 """
@@ -127,6 +128,13 @@ def _sums_keys(spec: LinearAttentionSpec) -> bool:
     return spec.normalize or spec.decay is not None and spec.return_state
 
 
+def rounds_pairs(spec: LinearAttentionSpec, some_steep: bool) -> bool:
+    """Whether g_i . v_j is rounded in both walks, so that the sums for the decays' gradient are of
+    the same pairs; else they multiply what rounding leaves off. Not where a sum over all steps may
+    cancel; and of two heads in a tile the walk from the end loses more than this one gains."""
+    return spec.decay == "step" and not some_steep and frame.heads_of_tile(spec) == 1
+
+
 def _walk(
     spec: LinearAttentionSpec, deal: frame.Deal, some_steep: bool
 ) -> tuple[frame.Body, dict[str, Any]]:
@@ -137,15 +145,17 @@ def _walk(
     gated, heads = spec.decay is not None, frame.heads_of_tile(spec)
     values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
     sums_keys = _sums_keys(spec)
+    # In which w is multiplied: rounded, and what that leaves off.
+    w_parts = 2 if gated and not rounds_pairs(spec, some_steep) else 1
     scratch = dict(
         g_s=frame.tiles(spec, STAGES),
         v_s=frame.tiles(spec, STAGES),
-        q_s=shared(Q_STAGES, 2, C, HALF),
-        k_s=shared(K_STAGES, 2, C, HALF),
-        s_s=shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
+        q_s=shared(spec, Q_STAGES, 2, C, HALF),
+        k_s=shared(spec, K_STAGES, 2, C, HALF),
+        s_s=shared(spec, 2, *((spec.V, HALF) if gated else (HALF, spec.V))),
         # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
-        dq_s=shared(2, 2 * C, HALF),
-        ones_s=shared(ALIKE, C),
+        dq_s=shared(spec, 2, 2 * C, HALF),
+        ones_s=shared(spec, ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
         rows_s=plgpu.SMEM((2 * heads, 2, C), F32),
@@ -248,7 +258,9 @@ def _walk(
                     of_heads = frame.by_heads(spec, gates_s.at[slot])
                     exponents = [frame.gates_of(own).up_to_middle() for own in of_heads]
                 for half in range(2):
-                    frame.map_in_place(k_s.at[slot, half], exponents[half % heads])
+                    frame.map_keys_in_place(
+                        spec, k_s.at[slot, half], half, exponents[half % heads]
+                    )
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(k_mapped.at[slot])
 
@@ -302,7 +314,7 @@ def _walk(
                 def parts_of(x: jax.Array) -> list[jax.Array]:
                     """Rounded; with a decay, and what that leaves off."""
                     rounded = frame.rounded(x)
-                    return [rounded, frame.rounded(x - rounded.astype(F32))][: 1 + gated]
+                    return [rounded, frame.rounded(x - rounded.astype(F32))][:w_parts]
 
                 def z_before() -> jax.Array:
                     return frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)

@@ -1,12 +1,12 @@
 """The sums of each piece: of keys S = sum_j v_j phi(k_j)^T [V, F] and z = sum_j phi(k_j) [F].
 
     memory    loads chunks of k and v
-    features  two, half of F each: map k in place, and add up z in every column of a tile [64, 8]
-    values    each a half of V of S, in registers
+    features  two, half of F each: map k in place
+    values    each a half of V of S, in registers, and of F of z, in every column of a tile [64, 8]
 
 With a decay, as in `output.py`, they are what is left of them behind the piece. The sums of queries
 are like them (`query_sums.py`). Of two heads of 64 in a tile each half is a head, with sums of its
-own.
+own, and z is summed up where features are mapped: values have as many steps for half the products.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def sums(
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
     end, [B, G, T up to a whole chunk]."""
 
-    def map_rows(_half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
+    def map_rows(half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
         frame.store_transposed(adds_ref, frame.ones(C, ALIKE))
         exponents = None
         if gates_ref is not None:
             exponents = frame.load(gates_ref, frame.OF_ROWS)
-        frame.map_in_place(k_ref, exponents)
+        frame.map_keys_in_place(spec, k_ref, half, exponents)
 
     vectors = [] if gates is None else [gates]
     return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE)
@@ -73,17 +73,18 @@ def piece_sums(
         loaded, times the numbers that it gives for the half's columns.
     """
     heads = frame.heads_of_tile(spec)
+    by_values = weigh is None and heads == 1
     widths = [vector.shape[2] // pl.cdiv(spec.T, C) for vector in vectors]
     scratch = dict(
         x_s=frame.tiles(spec, STAGES),
-        y_s=frame.shared(STAGES, 2, C, HALF),
-        a_s=frame.shared(2, ALIKE, C),
-        total_s=frame.shared(2, HALF, spec.D, dtype=F32),
+        y_s=frame.shared(spec, STAGES, 2, C, HALF),
+        a_s=frame.shared(spec, STAGES, 2, ALIKE, C),
+        total_s=frame.shared(spec, 2, HALF, spec.D, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=heads * (1 + len(vectors)), num_barriers=STAGES),
         y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=2 if by_values else 4, num_barriers=STAGES),
     )
     names = [f"vector_{number}_s" for number in range(len(vectors))]
     for own_name, width in zip(names, widths, strict=True):
@@ -123,13 +124,10 @@ def piece_sums(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def map_piece(item: Item, half: int) -> None:
-            head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
-            a = a_s.at[half]
-
             def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                x = frame.half_of(spec, x_s, slot, half)
+                x, a = frame.half_of(spec, x_s, slot, half), a_s.at[slot, half]
                 vectors = [
                     frame.by_heads(spec, vectors_s[own_name].at[slot])[half % heads]
                     for own_name in names
@@ -142,32 +140,48 @@ def piece_sums(
                 map_rows(half, x, a, *vectors)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
+                if by_values:
+                    return columns
                 if weigh is None:
                     (columns,) = frame.multiply((columns, [(x.T, a.T)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return columns
 
             columns = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(HALF, ALIKE))
+            if not by_values:
+                leave_columns(item, half, columns)
+
+        def leave_columns(item: Item, half: Any, columns: jax.Array) -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns_s.at[half][...] = jnp.sum(columns, axis=1) * (1 / of_columns)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                columns_s.at[half], columns_ref.at[item.batch, head, item.piece, own]
-            )
+            head = frame.head_of(spec, item.head, half)
+            target = columns_ref.at[item.batch, head, item.piece, frame.columns_of(spec, half)]
+            plgpu.copy_smem_to_gmem(columns_s.at[half], target)
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
 
-            def multiply_chunk(chunk: Any, total: jax.Array) -> jax.Array:
+            def multiply_chunk(chunk: Any, sums: list[jax.Array]) -> list[jax.Array]:
                 slot = frame.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(y_loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
-                x = frame.head_in(spec, x_s, slot, half)
-                (total,) = frame.multiply((total, [(y_s.at[slot, half].T, x)]))
+                x, y = frame.head_in(spec, x_s, slot, half), y_s.at[slot, half]
+                products = [(y.T, x)]
+                if by_values:
+                    own = frame.half_of(spec, x_s, slot, half)
+                    products.append((own.T, a_s.at[slot, half].T))
+                pairs = zip(sums, products, strict=True)
+                found = frame.multiply(*((before, [factors]) for before, factors in pairs))
                 plgpu.barrier_arrive(free.at[slot])
-                return total
+                return list(found)
 
-            total = lax.fori_loop(0, item.chunks, multiply_chunk, frame.zeros(HALF, spec.D))
+            start = [frame.zeros(HALF, spec.D)]
+            if by_values:
+                start.append(frame.zeros(HALF, ALIKE))
+            total, *columns = lax.fori_loop(0, item.chunks, multiply_chunk, start)
+            if columns:
+                leave_columns(item, half, columns[0])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             total_s.at[half][...] = total
             plgpu.commit_smem()

@@ -50,11 +50,11 @@ def whole_key_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
     scratch = dict(
-        k_s=shared(STAGES, C, F),
-        v_s=shared(STAGES, C, V),
-        r_s=shared(STATES, F, V),
+        k_s=shared(spec, STAGES, C, F),
+        v_s=shared(spec, STAGES, C, V),
+        r_s=shared(spec, STATES, F, V),
         u_s=plgpu.SMEM((STATES, F), F32),
-        out_s=shared(WORKERS, 2, C, V),
+        out_s=shared(spec, WORKERS, 2, C, V),
         loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
@@ -123,7 +123,7 @@ def whole_key_gradient(
                 x = load(k_s.at[slot])
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
-                phi_k = frame.features_of(x)
+                phi_k = frame.features_of(frame.keys(spec, x))
                 of_sum = frame.in_rows(load(u_s.at[state], OF_COLUMNS), C)
                 plgpu.barrier_wait(v_loaded.at[slot])
                 (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))

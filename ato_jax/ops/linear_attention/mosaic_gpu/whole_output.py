@@ -48,10 +48,10 @@ def whole_output(
     # Of q, a multiple of the workers; and of S and z: what there is room for.
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
     scratch = dict(
-        q_s=shared(slots, C, spec.D),
-        s_s=shared(states, spec.D, width),
-        z_rows_s=shared(states, ALIKE, spec.D),
-        out_s=shared(WORKERS, C, width),
+        q_s=shared(spec, slots, C, spec.D),
+        s_s=shared(spec, states, spec.D, width),
+        z_rows_s=shared(spec, states, ALIKE, spec.D),
+        out_s=shared(spec, WORKERS, C, width),
         loaded=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         s_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=states),
@@ -127,7 +127,8 @@ def whole_output(
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     own_out.at[:, own][...] = out.astype(BF16)
                 plgpu.commit_smem()
-                target = part(spec, out_ref, item, item.rows(chunk), head).at[:, columns]
+                target = part(spec, out_ref, item, item.rows(chunk), head)
+                target = target if parts == 1 else target.at[:, columns]
                 plgpu.copy_smem_to_gmem(own_out, target)
 
             frame.in_turn(item, WORKERS, write_chunk)

@@ -72,15 +72,15 @@ def whole_query_gradient(
     [B, G, F] and least [B, G, C], all the same, in float32."""
     group_size = spec.H // spec.G
     scratch = dict(
-        q_s=shared(STAGES, 2, C, HALF),
-        g_s=shared(STAGES, C, V),
-        s_s=shared(2, HALF, V),
+        q_s=shared(spec, STAGES, 2, C, HALF),
+        g_s=shared(spec, STAGES, C, V),
+        s_s=shared(spec, 2, HALF, V),
         z_s=plgpu.SMEM((2, HALF), F32),
         least_s=plgpu.SMEM((C,), F32),
-        ones_s=shared(ALIKE, C),
+        ones_s=shared(spec, ALIKE, C),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # of chunks by turns, of each half, e and den
-        dq_s=shared(2, 2, C, HALF),
-        r_s=shared(2, HALF, COLUMNS, dtype=F32),
+        dq_s=shared(spec, 2, 2, C, HALF),
+        r_s=shared(spec, 2, HALF, COLUMNS, dtype=F32),
         u_s=plgpu.SMEM((2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),

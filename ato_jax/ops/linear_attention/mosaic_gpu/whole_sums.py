@@ -63,9 +63,9 @@ def whole_sums(
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
     scratch = dict(
-        x_s=shared(STAGES, workers, C, HALF),
-        y_s=shared(STAGES, C, spec.V),
-        total_s=shared(workers, HALF, COLUMNS, dtype=F32),
+        x_s=shared(spec, STAGES, workers, C, HALF),
+        y_s=shared(spec, STAGES, C, spec.V),
+        total_s=shared(spec, workers, HALF, COLUMNS, dtype=F32),
         vector_s=plgpu.SMEM((workers, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=workers + 1 + len(of_rows), num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=workers, num_barriers=STAGES),
@@ -129,6 +129,8 @@ def whole_sums(
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 x = frame.load_transposed(x_s.at[slot, worker])  # [HALF, C]
+                if not of_rows:
+                    x = frame.keys(spec, x, worker * HALF, axis=0)
                 phi, added = map_queries(x, slot) if of_rows else map_keys(x, chunk)
                 (total,) = multiply((total, [(phi, y_s.at[slot])]))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it

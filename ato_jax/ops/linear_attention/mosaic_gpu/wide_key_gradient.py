@@ -49,8 +49,8 @@ def wide_key_gradient(
     warpgroups = workers + 1
     slots = 3 if workers > 3 else 6  # what R leaves room for
     scratch = dict(
-        x_s=shared(slots, workers, C, HALF),
-        r_s=shared(workers, HALF, spec.V),
+        x_s=shared(spec, slots, workers, C, HALF),
+        r_s=shared(spec, workers, HALF, spec.V),
         u_s=plgpu.SMEM((workers, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),

@@ -58,9 +58,9 @@ def wide_query_gradient(
     # Of q, and of g, which is there until the next chunk's product: what S leaves room for.
     q_slots, slots = (1, 2) if workers > 3 else (2, 4)
     scratch = dict(
-        q_s=shared(q_slots, workers, C, HALF),
-        g_s=shared(slots, workers, C, HALF),
-        s_s=shared(workers, HALF, spec.V),
+        q_s=shared(spec, q_slots, workers, C, HALF),
+        g_s=shared(spec, slots, workers, C, HALF),
+        s_s=shared(spec, workers, HALF, spec.V),
         # Of e and den; then of the first what is left of each row, inverse and e.
         parts_s=plgpu.SMEM((workers, 2, C), F32),
         q_loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),

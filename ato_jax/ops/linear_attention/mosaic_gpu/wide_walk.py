@@ -113,10 +113,10 @@ def wide_walk(
     # What is found lies in the place of p, or of `reader`, until it is stored.
     p_slots = 2 if reader is None else 1
     scratch: dict[str, Any] = dict(
-        x_s=shared(STAGES, C, spec.D),
-        y_s=shared(STAGES, C, spec.D),
-        p_s=shared(p_slots, 2, C, HALF),
-        t_s=shared(2, HALF, spec.D),
+        x_s=shared(spec, STAGES, C, spec.D),
+        y_s=shared(spec, STAGES, C, spec.D),
+        p_s=shared(spec, p_slots, 2, C, HALF),
+        t_s=shared(spec, 2, HALF, spec.D),
     )
     # Behind all tiles, whose places begin at whole KB.
     barriers = dict(
@@ -137,7 +137,7 @@ def wide_walk(
     if by_values:
         barriers["mapped"] = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
     if reader is not None:
-        scratch["reader_s"] = shared(2, C, HALF)
+        scratch["reader_s"] = shared(spec, 2, C, HALF)
         barriers |= dict(
             reader_loaded=plgpu.Barrier(num_arrivals=2),
             reader_free=plgpu.Barrier(num_arrivals=2),

@@ -1,0 +1,68 @@
+"""Heads of 80, 96 or 112 columns, by the kernels of 128.
+
+The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where
+it stores, if tiles in shared memory come in columns that are a part of a head's. The feature of 0
+is not 0: keys have what makes it so there instead (`frame.keys`), by which states, and what they
+are multiplied with, are those of the head, and zero beyond it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
+
+COLUMNS = 80, 96, 112
+TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow(LinearAttentionSpec):
+    """A call as those kernels take it: `D`, `F` and `V` are a tile's, `width` is a head's."""
+
+    width: int = 0
+
+
+def in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    if spec.D not in COLUMNS:
+        return spec
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return Narrow(**fields | dict.fromkeys("DFV", TILE), width=spec.D)
+
+
+def width_of(spec: LinearAttentionSpec) -> int:
+    """The columns of a head in memory."""
+    return spec.width if isinstance(spec, Narrow) else spec.V
+
+
+def widened(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
+    """A state as the kernels take it."""
+    if not isinstance(spec, Narrow):
+        return state
+
+    def pad(x: jax.Array) -> jax.Array:
+        beyond = [(0, TILE - size) for size in x.shape[2:]]
+        return jnp.pad(x, [(0, 0), (0, 0), *beyond])
+
+    return LinearState(*map(pad, state))
+
+
+def narrowed(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
+    """The reverse."""
+    width = width_of(spec)
+    return LinearState(state.kv[:, :, :width, :width], state.k_sum[:, :, :width])
+
+
+class Kept(NamedTuple):
+    """`Outputs`, and the state as the kernels left it."""
+
+    out: jax.Array
+    state: LinearState
+    whole: LinearState
+
+    def plain(self) -> Outputs:
+        return Outputs(self.out, self.state)
