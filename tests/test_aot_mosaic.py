@@ -17,23 +17,23 @@ CALLS = [
     ),
     (
         Call(1, 65536, 16, 128, decay="step"),
-        15,
-        {"query_gradient": 64, "new_body": 648, "key_gradient": 212, "output": 52},
+        14,
+        {"query_gradient": 64, "new_body": 648, "key_gradient": 212, "output": 260},
     ),
     (
         Call(1, 16384, 32, 96, decay="step"),
-        15,
-        {"query_gradient": 48, "new_body": 328, "key_gradient": 28, "output": 8},
+        14,
+        {"query_gradient": 48, "new_body": 328, "key_gradient": 28, "output": 144},
     ),
     (Call(8, 4096, 8, 64, layout="bhtd"), 8, {"key_gradient": 60}),
     (
         Call(8, 4096, 8, 64, decay="step", layout="bhtd", normalize=False, states=True),
-        24,
+        23,
         {"key_gradient": 124, "new_body": 624, "query_gradient": 8, "output": 16},
     ),
     (
         Call(8, 16384, 8, 64, decay="head"),
-        17,
+        16,
         {"query_gradient": 20, "new_body": 702, "key_gradient": 140, "output": 40},
     ),
     (Call(1, 16384, 32, 128, causal=False), 7, {}),
@@ -63,23 +63,25 @@ CALLS = [
     ),
     (
         Call(4, 4096, 16, 128, decay="channel"),
-        9,  # and what a conditional does
+        8,  # and what a conditional does
         {
             "channel_sums": 8,
-            "channel_output": 484,
-            "new_body": 948,
+            "channel_output": 1160,
             "channel_query_gradient": 224,
             "channel_key_gradient": 72,
         },
     ),
     (
         Call(8, 4096, 8, 64, decay="channel", normalize=False),
-        9,
-        {"channel_sums": 32, "channel_output": 36, "new_body": 644, "channel_key_gradient": 116},
+        8,
+        {"channel_sums": 32, "channel_output": 684, "channel_key_gradient": 116},
     ),
 ]
 # The same kernel, compiled again, spills a few bytes more or less.
 MARGIN = 16
+# Of gates of channels, at D = 128: for want of registers. In two kernels nothing is, and it is no
+# faster.
+SERIALIZED = {"channel_output"}
 
 
 @requires_plugin
@@ -91,7 +93,7 @@ MARGIN = 16
 def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> None:
     found = compile_call(call)
     assert sum(found.launches.values()) <= launches, found.launches
-    assert not any(kernel.serialized for kernel in found.kernels), found.kernels
+    assert not {kernel.name for kernel in found.kernels if kernel.serialized} - SERIALIZED
     for kernel in found.kernels:
         allowed = spills.get(kernel.name, -MARGIN) + MARGIN
         assert kernel.spill_stores <= allowed, kernel

@@ -58,34 +58,37 @@ VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 136, 88, 32
 
 
 def each_step(
-    some_steep: bool,
+    steep_ref: Any,
     turns_ref: Any,
     item: Item,
     head: Any,
-    start: Any,
+    start: Callable[[bool], Any],
     do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
 ) -> Any:
     """Carries `start` through `do(step, chunk, turn, is_last, carried)` for an item's steps; and
     how many they were. Where no chunk is steep, turn is None."""
-    if not some_steep:
 
-        def whole(chunk: Any, carried: Any) -> Any:
+    def whole() -> Any:
+        def one(chunk: Any, carried: Any) -> Any:
             return do(chunk, chunk, None, True, carried)
 
-        lax.fori_loop(0, item.chunks, whole, start)
+        lax.fori_loop(0, item.chunks, one, start(False))
         return item.chunks
 
-    def of_chunk(chunk: Any, carried: Any) -> Any:
-        before, inner = carried
-        turns = turns_ref[item.batch, head, lax.div(item.first_row, C) + chunk]
+    def in_turns() -> Any:
+        def of_chunk(chunk: Any, carried: Any) -> Any:
+            before, inner = carried
+            turns = turns_ref[item.batch, head, lax.div(item.first_row, C) + chunk]
 
-        def one(number: Any, inner: Any) -> Any:
-            turn = channel.turn_of(number, turns)
-            return do(before + number, chunk, turn, number == turns - 1, inner)
+            def one(number: Any, inner: Any) -> Any:
+                turn = channel.turn_of(number, turns)
+                return do(before + number, chunk, turn, number == turns - 1, inner)
 
-        return before + turns, lax.fori_loop(0, turns, one, inner)
+            return before + turns, lax.fori_loop(0, turns, one, inner)
 
-    return lax.fori_loop(0, item.chunks, of_chunk, (jnp.int32(0), start))[0]
+        return lax.fori_loop(0, item.chunks, of_chunk, (jnp.int32(0), start(True)))[0]
+
+    return lax.cond(steep_ref[item.batch, head, item.piece] != 0, in_turns, whole)
 
 
 def channel_output(
@@ -108,30 +111,6 @@ def channel_output(
     2, [B, H, chunks, 2, F]: of the pieces that are not steep."""
     # An item each: what is loaded at its start is never loaded again.
     deal = dataclasses.replace(deal, most_blocks=deal.items)
-    out_type = [jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)]
-    if keeps_features:
-        both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
-        out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]
-    body, scratch = _walk(spec, deal, keeps_features, some_steep=False)
-    found = frame.launch(
-        body,
-        "channel_output",
-        deal,
-        tuple(out_type),
-        scratch,
-        (q, k, v, s, z, gates, turns, steep),
-        warpgroups=WARPGROUPS,
-        own_barriers=True,
-        rest=_walk(spec, deal, keeps_features=False, some_steep=True),
-    )
-    return tuple(found)
-
-
-def _walk(
-    spec: LinearAttentionSpec, deal: frame.Deal, keeps_features: bool, some_steep: bool
-) -> tuple[frame.Body, dict[str, Any]]:
-    """A kernel's body and scratch, of the pieces of which some chunk is steep, or of the others: in
-    one kernel the registers would not suffice for either."""
     heads = frame.heads_of_tile(spec)
     group_size = spec.H // spec.G
     scratch = dict(
@@ -200,11 +179,9 @@ def _walk(
         weights_stored: Any,
         both_s: Any = None,
     ) -> None:
-        takes = frame.takes_pieces(steep_ref, some_steep, group_size)
-
-        def each(item: Item, start: Any, do: Callable[..., Any]) -> Any:
+        def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)
-            return each_step(some_steep, turns_ref, item, head, start, do)
+            return each_step(steep_ref, turns_ref, item, head, start, do)
 
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
@@ -244,7 +221,7 @@ def _walk(
                     pl.when(chunk == item.chunks - 1)(lambda: leave_features(chunk))
                 return carried
 
-            steps = each(item, None, load_step)
+            steps = each(item, lambda _: None, load_step)
             frame.await_the_last(gates_free, steps, GATES_STAGES)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(v_free, steps, V_STAGES)
@@ -310,7 +287,7 @@ def _walk(
                 return totals, second
 
             none = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-            each(item, (totals, none), map_step)
+            each(item, lambda _: (totals, none), map_step)
 
         def multiply_piece(item: Item) -> None:
             half = frame.group()
@@ -366,12 +343,15 @@ def _walk(
                     out_s.at[half], part(spec, out_ref, item, item.rows(chunk), item.head, half)
                 )
 
-            each(item, (S, frame.zeros(C, HALF)) if some_steep else (S,), multiply_step)
+            def start(in_turns: bool) -> Any:
+                return (S, frame.zeros(C, HALF)) if in_turns else (S,)
+
+            each(item, start, multiply_step)
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
             frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
-            deal.each(load_piece, takes)
+            deal.each(load_piece)
             if keeps_features:
                 plgpu.wait_smem_to_gmem(0)
 
@@ -387,14 +367,29 @@ def _walk(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(weights_stored)
                 plgpu.barrier_wait(weights_stored)
-                deal.each(lambda item: map_piece(item, half), takes)
+                deal.each(lambda item: map_piece(item, half))
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0)
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
             frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
-            deal.each(multiply_piece, takes)
+            deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    return body, scratch
+    out_type = [jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)]
+    if keeps_features:
+        both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
+        out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]
+    arrays = q, k, v, s, z, gates, turns, steep
+    found = frame.launch(
+        body,
+        "channel_output",
+        deal,
+        tuple(out_type),
+        scratch,
+        arrays,
+        warpgroups=WARPGROUPS,
+        own_barriers=True,
+    )
+    return tuple(found)

@@ -547,6 +547,15 @@ def takes_pieces(
     return takes
 
 
+def each_chunk(steep_ref: Any, item: Item, head: Any, loop: Callable[[bool], None]) -> None:
+    """`loop` goes through an item's chunks, of which some may be steep or none is. These are two
+    loops, since what a steep one needs would cost all others registers."""
+    if steep_ref is None:
+        return loop(False)
+    some = steep_ref[item.batch, head, item.piece] != 0
+    return lax.cond(some, lambda: loop(True), lambda: loop(False))
+
+
 def times_rows(ref: Any, factors: jax.Array) -> jax.Array:
     """The transpose of a tile whose rows are times `factors`, in registers."""
     turned = load_transposed(ref).astype(F32)

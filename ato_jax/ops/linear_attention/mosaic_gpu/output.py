@@ -77,25 +77,9 @@ def output(
     """out, of s [B, G, P or more, V, F] in bfloat16 and z [B, G, P or more, F] in float32, the sums
     ahead of each piece; gates: [B, G, T up to a whole chunk], float32; steep: which pieces have a
     steep chunk, [B, tiles, P], of G tiles or G / 2."""
-    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
-    launch = functools.partial(frame.launch, warpgroups=WARPGROUPS)
-    body, scratch = _walk(spec, deal, some_steep=False)
-    arrays: tuple[jax.Array, ...] = q, k, v, s, z
-    if gates is None or steep is None:
-        return launch(body, "output", deal, out_type, scratch, arrays)
-    rest = _walk(spec, deal, some_steep=True)
-    arrays = *arrays, gates, steep
-    (out,) = launch(body, "output", deal, (out_type,), scratch, arrays, rest=rest)
-    return out
-
-
-def _walk(
-    spec: LinearAttentionSpec, deal: frame.Deal, some_steep: bool
-) -> tuple[frame.Body, dict[str, Any]]:
-    """A kernel's body and scratch; with a decay, of the pieces of which some chunk is steep, or of
-    the others: what the steep need would cost all others registers."""
-    group_size, gated = spec.H // spec.G, spec.decay is not None
+    group_size, gated = spec.H // spec.G, gates is not None
     heads = frame.heads_of_tile(spec)
+
     scratch = dict(
         q_s=frame.tiles(spec, STAGES),
         k_s=frame.tiles(spec, STAGES),
@@ -145,12 +129,11 @@ def _walk(
         q_ref, k_ref, v_ref, s_ref, z_ref, *gates_refs, out_ref = refs
         gates_ref: Any
         gates_ref, steep_ref = gates_refs if gated else (None, None)
-        takes = frame.takes_pieces(steep_ref, some_steep, group_size)
 
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
 
-            @pl.when(item.before > 0)
+            @pl.when(item.number > 0)
             def _() -> None:
                 plgpu.barrier_wait(z_free)
                 plgpu.barrier_wait(s_free)
@@ -190,16 +173,16 @@ def _walk(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 own_q, own_k = (frame.half_of(spec, tiles, slot, half) for tiles in (q_s, k_s))
                 plgpu.barrier_wait(v_loaded.at[v_slot])
-                gates: Any = None
-                of_keys = reads = None
+                gates = of_keys = reads = None
                 if gated:
-                    gates = frame.gates_of(frame.rows_in(spec, gates_s, v_slot, half), some_steep)
+                    gates = frame.gates_of(frame.rows_in(spec, gates_s, v_slot, half))
                     totals, to_end = totals * (to_end * gates.to_middle()), gates.from_middle()
                     of_keys = gates.up_to_middle()
-                frame.store_transposed(z_rows, totals.astype(BF16))
-                if some_steep:
-                    reads, left = gates.if_steep(gates.of(OF_ROWS)), gates.left(OF_ROWS)
+                    reads = gates.if_steep(gates.of(OF_ROWS))
+                    left = gates.if_steep(gates.last - gates.of(OF_ROWS))
                     frame.store_transposed(adds, frame.in_columns(left, ALIKE).astype(BF16))
+                frame.store_transposed(z_rows, totals.astype(BF16))
+                if gates is not None:
                     totals = totals * gates.if_steep(gates.last)
                 plgpu.barrier_wait(loaded.at[slot])
                 frame.map_in_place(own_q)
@@ -225,7 +208,7 @@ def _walk(
             plgpu.barrier_wait(s_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
 
-            def multiply_chunk(chunk: Any, carried: Any) -> Any:
+            def multiply_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
                 S, to_end = carried
                 step = item.before + chunk
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
@@ -286,19 +269,19 @@ def _walk(
                 )
                 return S, to_end
 
-            lax.fori_loop(0, item.chunks, multiply_chunk, (S, jnp.float32(1)))
+            def multiply_chunks(some_steep: bool) -> None:
+                one = functools.partial(multiply_chunk, some_steep)
+                lax.fori_loop(0, item.chunks, one, (S, jnp.float32(1)))
+
+            frame.each_chunk(steep_ref, item, lax.div(item.head, group_size), multiply_chunks)
             plgpu.barrier_arrive(s_free)
 
         @pl.when(frame.group() == MEMORY)
         def _memory() -> None:
             frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
-            steps = deal.each(load_piece, takes)
-
-            @pl.when(steps > 0)
-            def _() -> None:
-                plgpu.barrier_wait(z_free)
-                plgpu.barrier_wait(s_free)
-
+            steps = deal.each(load_piece)
+            plgpu.barrier_wait(z_free)
+            plgpu.barrier_wait(s_free)
             frame.await_the_last(free, steps, STAGES)
             frame.await_the_last(v_free, steps, V_STAGES)
 
@@ -307,14 +290,16 @@ def _walk(
             @pl.when(frame.group() == FEATURES + half)
             def _features(half: int = half) -> None:
                 frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                if not some_steep:
+                if not gated:
                     frame.store_transposed(adds_s.at[half], frame.ones(C, ALIKE))
-                deal.each(lambda item: map_piece(item, half), takes)
+                deal.each(lambda item: map_piece(item, half))
 
         @pl.when(frame.group() < MEMORY)
         def _values() -> None:
             frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
-            deal.each(multiply_piece, takes)
+            deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    return body, scratch
+    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    arrays = (q, k, v, s, z) if gates is None or steep is None else (q, k, v, s, z, gates, steep)
+    return frame.launch(body, "output", deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)
