@@ -299,6 +299,14 @@ def test_the_originals_sweep():
         assert {*contest.in_jax, *contest.in_torch} >= {"ato_jax", "SDPA default"}
 
 
+def test_the_sweep_of_heads():
+    (contest,) = sweeps.contests(sweeps.FOLDER / "heads.yaml")
+    of_sizes = {case.D: case.unit for case in contest.cases["gpu"]}
+    assert [*of_sizes] == [64, 80, 96, 112, 128, 192, 256]
+    assert max(of_sizes.values()) < 1.7 * min(of_sizes.values())
+    assert {case.causal for case in contest.cases["gpu"]} == {False, True}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
