@@ -98,7 +98,9 @@ class Pairs:
         start = n * rows
         ranges = block_ranges(bounds, start, rows, length, block)
         if not isinstance(own_length, int):
-            end = jnp.where(start < own_length, ranges.end, 0)
+            # Pallas's Triton lowering gives a choice between two Python ints the type of its
+            # condition, bool: where the other side's length is static, `ranges.end` is one.
+            end = jnp.where(start < own_length, jnp.int32(ranges.end), 0)
             ranges = Ranges(*(jnp.minimum(bound, end) for bound in ranges))
         if self.refs.ranges is not None:
             allowed = Ranges(*(self.refs.ranges[self.b, n, np.int32(bound)] for bound in range(4)))
