@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,12 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def vjp(function: Callable[[Any], Any], inputs: Any) -> tuple[Any, Callable[[Any], Any]]:
+def vjp(function: Callable[[Any], Any], inputs: Any) -> tuple[Any, jax.tree_util.Partial]:
     """What `function` gives, and what makes the cotangent of `inputs` of that of its result: None
-    for those that hold no floats."""
+    for those that hold no floats. It is a pytree of the arrays that it keeps.
+    """
     leaves, structure = jax.tree.flatten(inputs)
-    where = [index for index, leaf in enumerate(leaves) if _is_float(leaf)]
+    where = tuple(index for index, leaf in enumerate(leaves) if _is_float(leaf))
 
     def of_floats(floats: list[Any]) -> Any:
         merged = list(leaves)
@@ -26,14 +28,14 @@ def vjp(function: Callable[[Any], Any], inputs: Any) -> tuple[Any, Callable[[Any
         return function(jax.tree.unflatten(structure, merged))
 
     outputs, pull_floats = jax.vjp(of_floats, [leaves[index] for index in where])
+    return outputs, jax.tree_util.Partial(functools.partial(_pull, structure, where), pull_floats)
 
-    def pull(cotangents: Any) -> Any:
-        result: list[Any] = [None] * len(leaves)
-        for index, leaf in zip(where, pull_floats(cotangents)[0], strict=True):
-            result[index] = leaf
-        return jax.tree.unflatten(structure, result)
 
-    return outputs, pull
+def _pull(structure: Any, where: tuple[int, ...], pull_floats: Any, cotangents: Any) -> Any:
+    result: list[Any] = [None] * structure.num_leaves
+    for index, leaf in zip(where, pull_floats(cotangents)[0], strict=True):
+        result[index] = leaf
+    return jax.tree.unflatten(structure, result)
 
 
 def gradient(function: Callable[[Any], Any], inputs: Any, cotangents: Any) -> Any:

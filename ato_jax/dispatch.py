@@ -19,7 +19,8 @@ backward; what only a backward reads of the outputs, a forward leaves where the 
 
 `keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
 One that does not pay is what `implementation=None` comes to last, with all of its family: the
-others' kernels are for other sizes. `followed` says that a backward pass on the same arrays is to
+others' kernels are for other sizes. What a table in `tuned/` says of the call's device comes before
+that (tuning.py). `followed` says that a backward pass on the same arrays is to
 come: XLA may then do what it has in common with one forward once for both. A backward that hands
 over takes `otherwise(spec, residuals, cotangents)`, too: the next backend's, which it branches to
 on the device, also where the call names it. Backends that are plain JAX are differentiated by JAX
@@ -88,17 +89,21 @@ class Op:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One phase's backend and its block sizes; `kernel` is the module, the backend's own or one of
-    `Op.special`; `otherwise` whose backward it is where that one hands over.
+    `Op.special`; `otherwise` whose backward it is where that one hands over. `why` says what put
+    the backend before the others, and `sizes_by` where its block sizes come from.
     """
 
     backend: str
     config: Any
     kernel: str
     otherwise: Choice | None = None
+    why: str = dataclasses.field(default="", compare=False)
+    sizes_by: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
         beside = f", or by the arrays' values {self.otherwise}" if self.otherwise else ""
-        return f"{self.backend}, {self.config}{beside}"
+        sources = "; ".join(filter(None, (self.why, self.sizes_by)))
+        return f"{self.backend}, {self.config}{f' ({sources})' if sources else ''}{beside}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +111,7 @@ class _Call:
     """Everything static about one call: the key that JAX caches its program under.
 
     `followed`: its outputs go to `_kernels_backward` of the same call, and to nothing else.
+    `training`: its derivative is taken, whoever takes it.
     """
 
     op: Op
@@ -114,6 +120,12 @@ class _Call:
     device: device.Device
     interpret: bool
     followed: bool = False
+    training: bool = False
+
+    def use(self, phase: str) -> str:
+        """What the tables call the use that this phase is a part of."""
+        both = phase == "backward" or self.followed or self.training
+        return tuning.TRAINING if both else tuning.FORWARD
 
 
 def family(name: str) -> str:
@@ -130,6 +142,8 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
     if name not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
         hint = " (ato_jax.interpret() interprets kernels)" if interpretable else ""
         return f"needs a GPU, and this call runs on {call.device.platform}{hint}"
+    if family(name) == "triton" and not interpreted and (reason := call.device.lacks_triton()):
+        return reason
     module = call.op.backend(name)
     if hasattr(module, "refuses") and (reason := module.refuses(call.device, interpreted)):
         return reason
@@ -139,9 +153,6 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
 def choose(call: _Call, phase: str) -> Choice:
     """The backend for a phase: the first of the family named, or of all, that supports it."""
     names: Sequence[str] = call.op.backends
-    if call.device.platform == "gpu":
-        first = tuning.order(call.op.name, call.op.backends, call.spec, call.device)
-        names = tuple(name for name in first if name in call.op.backends)
     if call.implementation in names:
         names = tuple(name for name in names if call.implementation in (name, family(name)))
     elif call.implementation is not None:
@@ -150,7 +161,7 @@ def choose(call: _Call, phase: str) -> Choice:
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
         names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
     else:
-        names = sorted(names, key=lambda name: not _pays(call, name, phase))
+        names = in_order(call, phase)
     reasons = {}
     for name in names:
         reasons[name] = reason_against(call, name, phase)
@@ -158,9 +169,41 @@ def choose(call: _Call, phase: str) -> Choice:
             kernel = _kernel(call, name, phase)
             module = call.op.backend(kernel)
             config = tuning.config(call.op.name, kernel, module, call.spec, call.device)
-            return Choice(name, config, kernel, otherwise(call, name, phase))
+            beside = otherwise(call, name, phase)
+            return Choice(name, config, kernel, beside, *sources(call, name, kernel, phase))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
+
+
+def in_order(call: _Call, phase: str) -> list[str]:
+    """The op's backends as `implementation=None` tries them on a GPU."""
+    order = tuning.order(call.op.name, call.spec, call.device, call.use(phase))
+
+    def rank(name: str) -> int:
+        found = order.rank(name, family(name))
+        return max(found, 2 * (not _pays(call, name, phase))) if found else found
+
+    return sorted(call.op.backends, key=rank)
+
+
+def sources(call: _Call, name: str, kernel: str, phase: str) -> tuple[str, str]:
+    """What put the backend before the others, and where its block sizes come from."""
+    if call.device.platform != "gpu":
+        return "", ""
+    why = ""
+    if call.implementation is None and not call.interpret:
+        order = tuning.order(call.op.name, call.spec, call.device, call.use(phase))
+        before = call.op.backends[: call.op.backends.index(name)]
+        passed = [other for other in before if family(other) in order.last]
+        if name in order.first:
+            why = f"first by tuned/{order.first[name]}.toml"
+        elif passed:
+            last = ", ".join(dict.fromkeys(map(family, passed)))
+            why = f"{last} last by tuned/{order.last[family(passed[0])]}.toml"
+        else:
+            why = "first in the op's order"
+    _, by = tuning.overrides(call.op.name, kernel, call.spec.traits(), call.device)
+    return why, f"block sizes by tuned/{by}.toml" if by else "block sizes by rule"
 
 
 def otherwise(call: _Call, name: str, phase: str) -> Choice | None:
@@ -218,6 +261,10 @@ def _kernels(call: _Call, inputs: Any) -> Any:
 
 
 def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
+    if _is_plain(dataclasses.replace(call, training=True)):
+        # JAX's own derivative: it keeps what it needs, where `_kernels_backward` computes anew.
+        training = dataclasses.replace(call, training=True)
+        return autodiff.vjp(functools.partial(_forward, training), inputs)
     # Not `_forward`: a second derivative passes here, and has to meet the custom rule again.
     followed = dataclasses.replace(call, spec=call.spec.for_backward(), followed=True)
     outputs = _kernels(followed, inputs)
@@ -226,6 +273,8 @@ def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
 
 
 def _kernels_transposed(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+    if isinstance(residuals, jax.tree_util.Partial):
+        return (residuals(cotangents),)
     return (_kernels_backward(call, residuals, cotangents.plain()),)
 
 
@@ -273,20 +322,34 @@ _kernels_backward.defvjp(_twice_forward, _twice_backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, inputs: Any) -> Any:
-    forward, backward = choose(call, "forward"), choose_if_any(call, "backward")
-    plain = backward is not None and {forward.backend, backward.backend} <= set(PLAIN_JAX)
-    # Plain JAX both ways is left to JAX's own derivative.
+    forward = choose(call, "forward")
+    plain = forward.backend in PLAIN_JAX and _is_plain(dataclasses.replace(call, training=True))
+    # Plain JAX whether the derivative is taken or not is left to JAX's own derivative.
     return _forward(call, inputs) if plain else _kernels(call, inputs)
 
 
-def _call_of(op: Op, spec: Any, inputs: Any, implementation: str | None) -> _Call:
+def _is_plain(call: _Call) -> bool:
+    """Whether both passes are plain JAX."""
+    choices = [choose_if_any(call, phase) for phase in PHASES]
+    return all(choice is not None and choice.backend in PLAIN_JAX for choice in choices)
+
+
+def _call_of(
+    op: Op, spec: Any, inputs: Any, implementation: str | None, training: bool = False
+) -> _Call:
     op.check_name(implementation)
-    return _Call(op, spec, implementation, device.of_call(inputs), device.interpreting())
+    here, interpret = device.of_call(inputs), device.interpreting()
+    return _Call(op, spec, implementation, here, interpret, training=training)
 
 
-def run(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Any:
-    """The op's outputs, by the backend named or by the first that supports the request."""
-    call = _call_of(op, spec, inputs, implementation)
+def run(
+    op: Op, spec: Any, inputs: Any, implementation: str | None, training: bool = False
+) -> Any:
+    """The op's outputs, by the backend named or by the first that supports the request.
+
+    `training`: the caller keeps the outputs for `backward`.
+    """
+    call = _call_of(op, spec, inputs, implementation, training)
     function = functools.partial(_nothing if spec.B == 0 else _run, call)
     return meshes.call(function, inputs, lambda: inputs.partition_of_outputs(spec.layout))
 
@@ -323,8 +386,9 @@ def backward(
 class Explanation:
     """What a call would run, and why nothing else: `print` it, or read its fields.
 
-    `forward` and `backward` are a `Choice` (backend, config), or None where no backend fits, the
-    forward that of a call whose derivative is not taken;
+    `forward`, `recorded` and `backward` are a `Choice` (backend, config), or None where no backend
+    fits: the forward pass of a call whose derivative is not taken, and both passes of one whose
+    derivative is;
     `reasons[backend][phase]` is None for a backend that could run the phase.
     """
 
@@ -332,6 +396,7 @@ class Explanation:
     spec: Any
     device: device.Device
     forward: Choice | None
+    recorded: Choice | None
     backward: Choice | None
     reasons: dict[str, dict[str, str | None]]
 
@@ -341,9 +406,10 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device.platform} {self.device.name}".rstrip()]
-        for phase in PHASES:
-            choice = getattr(self, phase)
-            lines.append(f"  {phase}: {choice or '-'}")
+        lines.append(f"  forward: {self.forward or '-'}")
+        if self.recorded != self.forward:
+            lines.append(f"  forward, its derivative taken: {self.recorded or '-'}")
+        lines.append(f"  backward: {self.backward or '-'}")
         for name, reasons in self.reasons.items():
             for phase, reason in reasons.items():
                 lines.append(f"  {name} {phase}: {reason or 'supported'}")
@@ -356,5 +422,7 @@ def explain(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Expla
         name: {phase: reason_against(call, name, phase) for phase in PHASES}
         for name in op.backends + op.planned
     }
-    forward, backward = (choose_if_any(call, phase) for phase in PHASES)
-    return Explanation(op.name, spec, call.device, forward, backward, reasons)
+    training = dataclasses.replace(call, spec=spec.for_backward(), training=True)
+    forward = choose_if_any(call, "forward")
+    recorded, backward = (choose_if_any(training, phase) for phase in PHASES)
+    return Explanation(op.name, spec, call.device, forward, recorded, backward, reasons)

@@ -1,33 +1,61 @@
-"""Block sizes: a table per device where one was measured, else the backend's own rule.
+"""What was measured of a card: which backend is tried first, and block sizes.
 
-A table lies in `tuned/<device name>.toml`, one list of entries per op and backend:
+Tables lie in `tuned/`. The one named after the card (`nvidia_h200.toml`) is read first, then the
+one named after its architecture (`sm_90.toml`): a card needs a table of its own only where it
+differs from its architecture. In each, the first entry that agrees with a call counts.
 
-    [[linear_attention.triton]]
+    [[attention.first]]                     backends to try before the others
+    when = {dtype = "bfloat16", D = {least = 65, most = 128}, causal = true}
+    sizes = {shortest = {least = 1024}}
+    phase = "training"
+    backend = "cudnn"
+
+    [[linear_attention.last]]               backends to try after all others
+    when = {dtype = "float32", causal = false}
+    backend = "triton"
+
+    [[linear_attention.triton]]             fields of that backend's config
     when = {dtype = "bfloat16", D = 64, causal = false}
     config = {block_t = 128, num_warps = 4}
 
-The first entry whose `when` agrees with the spec's traits overrides the fields that its `config`
-names. Where another backend than the op's first was measured to be the fastest,
+`when` names traits of the spec (`spec.traits()`), `sizes` its lengths (`sizes_of`). A value is one
+to be equal to, a list of those allowed, or bounds, each inclusive. `phase` is "forward", a call
+whose derivative is not taken, or "training", both passes of one whose derivative is; without it an
+entry counts for both. Block sizes never depend on lengths, so their entries have no `sizes`, and
+nothing is tuned at call time. "triton" in `last` means all kernels of that family.
 
-    [[attention.first]]
-    when = {dtype = "bfloat16", D = 64}
-    shortest = 1024
-    backend = "cudnn"
+Cards and architectures without a table follow a rule:
 
-has it tried before the others where the caller names none, from T = S = `shortest` on. Traits never
-include T or S: no block size follows the sequence's length, and nothing is tuned at call time.
+- Block sizes are the backend's own rule (`default_config`), by the shared memory of a block and the
+  number of multiprocessors. Cards with 227 KiB (sm_90, sm_100, sm_103) get the sizes measured on
+  Hopper, those with 99 KiB (sm_86, sm_89, sm_120) and 163 KiB (sm_80) smaller ones.
+- `first` entries count for the architecture that they were measured on alone. So on sm_80, sm_86,
+  sm_89, sm_100 and sm_120 softmax attention runs this library's Triton kernels, which take every
+  option and give the same bits each time; cuDNN runs there where a call names it.
+- `last` entries count for every NVIDIA architecture without a table, by the nearest one that has
+  one: a kernel whose factors or sums do not fit the registers is slow on all of them.
+- AMD GPUs have `amd.toml`: the Triton kernels compile for gfx90a and gfx942, but no such card has
+  run them, so XLA comes first there. A wave of gfx9 has 64 threads where NVIDIA's warp has 32:
+  kernels get half as many, so that a tile has as many threads as it was made for.
+- Below sm_80 Triton's compiler makes no code: XLA is all that there is.
+
+`python -m benchmarks run --suite=choices` measures a card and prints the entries that it lacks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any
 
 from ato_jax.device import Device
+
+FORWARD, TRAINING = "forward", "training"
 
 
 def table_name(device_name: str) -> str:
@@ -35,36 +63,125 @@ def table_name(device_name: str) -> str:
 
 
 @functools.cache
-def table(device_name: str) -> dict[str, Any]:
-    """What was measured on the device of that name; empty where nothing was."""
-    path = resources.files("ato_jax") / "tuned" / f"{table_name(device_name)}.toml"
-    return tomllib.loads(path.read_text()) if path.is_file() else {}
+def table(name: str) -> dict[str, Any]:
+    """The table of that name; empty where there is none."""
+    path = resources.files("ato_jax") / "tuned" / f"{table_name(name)}.toml"
+    return tomllib.loads(path.read_text()) if table_name(name) and path.is_file() else {}
 
 
-def _entry(op: str, kind: str, traits: dict[str, Any], device: Device) -> dict[str, Any]:
-    """The first entry that agrees with the traits; empty where none does."""
-    for entry in table(device.name).get(op, {}).get(kind, []):
-        if all(traits.get(key) == value for key, value in entry["when"].items()):
-            return entry
-    return {}
+@functools.cache
+def measured_architectures() -> tuple[tuple[int, int], ...]:
+    """The compute capabilities that have a table, in ascending order."""
+    files = (path.name for path in (resources.files("ato_jax") / "tuned").iterdir())
+    found = (re.fullmatch(r"sm_(\d+)(\d)\.toml", name) for name in files)
+    return tuple(sorted((int(name[1]), int(name[2])) for name in found if name))
 
 
-def overrides(op: str, backend: str, traits: dict[str, Any], device: Device) -> dict[str, Any]:
-    return _entry(op, backend, traits, device).get("config", {})
+def _nearest(device: Device) -> str:
+    """The measured architecture whose `last` entries a card without a table follows."""
+    measured = measured_architectures()
+    if device.capability is None or not measured:
+        return ""
+    here = _number(device.capability)
+    # Of two that are as near, the older.
+    major, minor = min(measured, key=lambda one: (abs(_number(one) - here), one))
+    return f"sm_{major}{minor}"
 
 
-def order(op: str, backends: tuple[str, ...], spec: Any, device: Device) -> tuple[str, ...]:
-    """The op's backends in the order in which they are tried."""
-    entry = _entry(op, "first", spec.traits(), device)
-    if not entry or min(spec.T, spec.S) < entry["shortest"]:
-        return backends
-    first = entry["backend"]
-    return (first, *(name for name in backends if name != first))
+def _number(capability: tuple[int, int]) -> int:
+    return 10 * capability[0] + capability[1]
+
+
+def tables_of(device: Device, kind: str) -> list[str]:
+    """The names of the tables that are asked for entries of this kind, in that order."""
+    names = [table_name(device.name), device.architecture]
+    if device.is_amd:
+        names.append("amd")
+    elif kind == "last" and not table(device.architecture):
+        names.append(_nearest(device))
+    return [name for name in dict.fromkeys(names) if table(name)]
+
+
+def sizes_of(spec: Any) -> dict[str, int]:
+    """What an entry's `sizes` may name: `rows` are the queries of all heads and sequences."""
+    return {
+        "T": spec.T,
+        "S": spec.S,
+        "shortest": min(spec.T, spec.S),
+        "rows": spec.B * spec.H * spec.T,
+    }
+
+
+def _agree(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    return all(_agrees(value, found.get(name)) for name, value in wanted.items())
+
+
+def _agrees(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, dict):
+        return wanted.get("least", found) <= found <= wanted.get("most", found)
+    return found in wanted if isinstance(wanted, list) else found == wanted
+
+
+def _entries(op: str, kind: str, device: Device) -> Iterator[tuple[dict[str, Any], str]]:
+    """The entries of a kind, and the name of each one's table, in the order in which they count."""
+    for name in tables_of(device, kind):
+        for entry in table(name).get(op, {}).get(kind, []):
+            yield entry, name
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Backends to try first and last, each with the name of the table that says so."""
+
+    first: Mapping[str, str]
+    last: Mapping[str, str]
+
+    def rank(self, name: str, family: str) -> int:
+        """Backends of the lowest rank are tried first. `family` is what users call the backend."""
+        if name in self.first:
+            return 0
+        return 2 if family in self.last else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def order(op: str, spec: Any, device: Device, phase: str) -> Order:
+    """What the tables say of the order in which backends are tried."""
+    traits, sizes = spec.traits(), sizes_of(spec)
+
+    def agreeing(kind: str) -> Iterator[tuple[str, str]]:
+        for entry, name in _entries(op, kind, device):
+            if (
+                entry.get("phase", phase) == phase
+                and _agree(entry["when"], traits)
+                and _agree(entry.get("sizes", {}), sizes)
+            ):
+                yield entry["backend"], name
+
+    return Order(dict(itertools.islice(agreeing("first"), 1)), dict(agreeing("last")))
+
+
+def overrides(
+    op: str, backend: str, traits: Mapping[str, Any], device: Device
+) -> tuple[dict[str, Any], str]:
+    """The config's fields that a table names, and the table's name; empty where none does."""
+    for entry, name in _entries(op, backend, device):
+        if _agree(entry["when"], traits):
+            return entry["config"], name
+    return {}, ""
 
 
 @functools.lru_cache(maxsize=4096)
 def config(op: str, name: str, backend: Any, spec: Any, device: Device) -> Any:
     """The backend's config for this spec on this device."""
-    rule = backend.default_config(spec, device)
-    found = overrides(op, name, spec.traits(), device)
+    rule = in_waves(backend.default_config(spec, device), device)
+    found, _ = overrides(op, name, spec.traits(), device)
     return dataclasses.replace(rule, **found) if found else rule
+
+
+def in_waves(config: Any, device: Device) -> Any:
+    """A config whose warps are of 32 threads, with as many threads in the device's waves."""
+    if device.warp_size == 32:
+        return config
+    names = [field.name for field in dataclasses.fields(config) if field.name.endswith("warps")]
+    waves = {name: device.waves(getattr(config, name)) for name in names}
+    return dataclasses.replace(config, **waves)

@@ -357,7 +357,9 @@ class _Kernels:
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         request = self.api.prepare(**arguments(call, arrays))
         spec = request.spec.for_backward() if call.training else request.spec
-        outputs = dispatch.run(self.op(request), spec, request.inputs, request.implementation)
+        outputs = dispatch.run(
+            self.op(request), spec, request.inputs, request.implementation, call.training
+        )
         leaves = self.leaves(spec, outputs)
         if request.T < spec.T:
             # An empty T is one row to the op.

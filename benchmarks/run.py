@@ -20,7 +20,18 @@ from absl import flags, logging
 
 import ato_jax
 from ato_jax import tuning
-from benchmarks import ahead, byte_limit, demo, machine, ours, peers, results, side_by_side, suites
+from benchmarks import (
+    ahead,
+    byte_limit,
+    choices,
+    demo,
+    machine,
+    ours,
+    peers,
+    results,
+    side_by_side,
+    suites,
+)
 from benchmarks.ahead import Ahead
 from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import DeviceLostError, Meeting, Plan
@@ -162,6 +173,10 @@ def again(left: float, peer: peers.Peer) -> int:
 
 def main(names: Sequence[str]) -> int:
     names = [*FLAGS.suite, *names]
+    if choices.NAME in names:
+        if names != [choices.NAME] or FLAGS.config:
+            raise ResultsError(f"{choices.NAME} is run alone: it has no peers")
+        return choices.main()
     wanted = suites.chosen(names, FLAGS.config)
     if FLAGS.keep:
         FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff, device
+from ato_jax.device import AMPERE
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
 
 # What jax._src.cudnn asks of the head size.
@@ -27,6 +28,14 @@ HOPPER = (9, 0)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Nothing to tune: cuDNN chooses."""
+
+
+def refuses(device: device.Device, interpreted: bool) -> str | None:
+    """Why not on this device: JAX asks cuDNN for what it has from Ampere on."""
+    if device.capability is None or device.capability < AMPERE:
+        found = f", and this one, {device.name}, has {device.architecture or 'none that is known'}"
+        return f"needs an NVIDIA GPU of compute capability 8.0 or more{found}"
+    return None
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:

@@ -237,8 +237,8 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
         reason = OP.backend(PAGED).unsupported(spec, here, k_pages)
         if named and reason is not None:
             raise UnsupportedError(f"decode_attention: triton: {reason}")
-        order = tuning.order("decode_attention", BACKENDS, spec, here)
-        if named or (reason is None and order[0] == "triton"):
+        order = tuning.order("decode_attention", spec, here, tuning.FORWARD)
+        if named or (reason is None and "triton" not in order.last):
             return "triton"
     return "reference" if implementation == "reference" else "xla"
 

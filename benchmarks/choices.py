@@ -1,0 +1,678 @@
+"""Whether `implementation=None` takes the fastest backend: the suite `choices`.
+
+    python -m benchmarks run --suite=choices [--json=FILE.json] [--case=PART] [--within_s=SECONDS]
+
+Every row is one call, timed forward and forward + backward: with `implementation=None`, and with
+each backend by name that supports it. Programs that lower to the same text are one program, which
+is compiled and timed once; so a row can only differ from its fastest backend where `None` runs
+something else. The programs of a row are compared with XLA's float32 result first, and then timed
+batch by batch in turns. A backend that takes more than `FAR_BEHIND` times the fastest has three
+batches; the others have many, and where `None` is behind, it is timed against the faster ones once
+more.
+
+The table marks rows in which `None` takes more than `ALLOWED` times the fastest. They are listed
+again at the end, with the entries of `ato_jax/tuned/` that would change the choice, and the last
+line says how many there are; the exit status is 1 if there are any. On a CPU sizes are tiny, and
+kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags, logging
+from jax.experimental import serialize_executable
+
+import ato_jax
+from ato_jax import device, dispatch, tuning
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.linear_attention import api as linear_attention_api
+from benchmarks import ahead, cases, demo, machine, ours, results, timing
+from benchmarks.cases import PHASES
+from benchmarks.results import ResultsError
+
+FLAGS = flags.FLAGS
+
+NAME = "choices"
+ALLOWED = 1.03
+FAR_BEHIND = 3.0
+# Of each program in a row's turns: about so many batches of 10 ms on a GPU.
+SECONDS = 0.12
+# Where `None` is behind by more than this, it is timed for longer beside those ahead of it.
+DOUBTFUL = 1.01
+SECONDS_OF_DOUBT = 0.3
+# The longest that one program may take to compile in another process.
+COMPILE_SECONDS = 150
+# What a call without a name is called here.
+CHOSEN = "None"
+# The float32 result of XLA that the others are compared with.
+RIGHT = "right"
+
+APIS = {"attention": attention_api, "linear_attention": linear_attention_api}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "attention": ato_jax.attention,
+    "linear_attention": ato_jax.linear_attention,
+}
+FAVOR_FEATURES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One call. `decay` is "head", "step" or "channel"; `documents` the mean length of the
+    segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S].
+    `options` are further arguments of the call, by name; `feature_map="favor"` makes Performer's.
+    """
+
+    op: str
+    B: int
+    H: int
+    T: int
+    D: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    S: int | None = None
+    G: int | None = None
+    V: int | None = None
+    decay: str | None = None
+    documents: int | None = None
+    lengths: bool = False
+    bias: bool = False
+    tf32: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of q, k, v and dout."""
+        S, G, V = self.S or self.T, self.G or self.H, self.V or self.D
+        rows = {
+            "q": (self.B, self.T, self.H, self.D),
+            "k": (self.B, S, G, self.D),
+            "v": (self.B, S, G, V),
+            "dout": (self.B, self.T, self.H, V),
+        }
+        if dict(self.options).get("layout") == "bhtd":
+            return {name: (B, H, T, D) for name, (B, T, H, D) in rows.items()}
+        return rows
+
+    @property
+    def set_bytes(self) -> int:
+        item = cases.ITEMSIZES[self.dtype]
+        return item * sum(int(np.prod(shape)) for shape in self.shapes.values())
+
+    def __str__(self) -> str:
+        told = [f"{self.op} B{self.B} H{self.H}{f' G{self.G}' if self.G else ''} T{self.T}"]
+        told[0] += f"{f' S{self.S}' if self.S else ''} D{self.D}{f' V{self.V}' if self.V else ''}"
+        told[0] += f" {self.dtype}{' TF32' if self.tf32 else ''}{' causal' if self.causal else ''}"
+        told += [f"decay per {self.decay}"] if self.decay else []
+        told += [f"documents of {self.documents}"] if self.documents else []
+        told += ["lengths"] if self.lengths else []
+        told += ["bias"] if self.bias else []
+        told += [f"{name}={value}" for name, value in self.options]
+        return ", ".join(told)
+
+
+def _rows_of_softmax() -> Iterator[Row]:
+    bf16 = functools.partial(Row, "attention")
+    for B, H, T, D, causals in (
+        (8, 16, 256, 128, (False,)),
+        (4, 16, 512, 64, (True,)),
+        (8, 16, 1024, 64, (False,)),
+        (2, 16, 8192, 64, (False,)),
+        (4, 16, 1024, 96, (False,)),
+        (4, 16, 512, 128, (False, True)),
+        (4, 16, 1024, 128, (True,)),
+        (2, 16, 4096, 128, (False, True)),
+        (4, 8, 512, 192, (True,)),
+        (2, 16, 4096, 192, (False,)),
+        (4, 8, 512, 256, (False,)),
+        (4, 8, 1024, 256, (True,)),
+        (2, 8, 4096, 256, (True,)),
+    ):
+        for causal in causals:
+            yield bf16(B=B, H=H, T=T, D=D, causal=causal)
+    yield bf16(B=1, H=4, T=128, D=64, causal=True)
+    yield bf16(B=2, H=32, T=4096, D=128, G=8, causal=True)
+    yield bf16(B=2, H=16, T=4096, D=128, causal=True, options=(("window", (1023, None)),))
+    yield bf16(B=2, H=16, T=2047, D=128, causal=True)
+    yield bf16(B=2, H=16, T=4096, D=128, causal=True, options=(("layout", "bhtd"),))
+    yield bf16(B=4, H=16, T=2048, D=80)
+    yield bf16(B=2, H=8, T=4096, D=160, causal=True)
+    yield bf16(B=2, H=8, T=2048, D=512)
+    yield bf16(B=64, H=4, T=64, D=1024)
+    yield bf16(B=1, H=1, T=64, D=2048)
+    float16 = functools.partial(Row, "attention", dtype="float16")
+    yield float16(B=4, H=16, T=1024, D=64)
+    yield float16(B=4, H=16, T=512, D=128, causal=True)
+    yield float16(B=2, H=16, T=4096, D=128)
+    float32 = functools.partial(Row, "attention", dtype="float32")
+    for tf32 in (False, True):
+        yield float32(B=2, H=16, T=2048, D=64, causal=True, tf32=tf32)
+        yield float32(B=2, H=16, T=2048, D=128, tf32=tf32)
+    yield float32(B=2, H=8, T=1024, D=512)
+
+
+def _rows_of_linear() -> Iterator[Row]:
+    bf16 = functools.partial(Row, "linear_attention")
+    for causal in (False, True):
+        yield bf16(B=8, H=8, T=16384, D=64, causal=causal)
+        yield bf16(B=8, H=8, T=1024, D=64, causal=causal)
+        yield bf16(B=2, H=16, T=16384, D=128, causal=causal)
+        yield bf16(B=2, H=8, T=8192, D=160, causal=causal)
+        yield bf16(B=2, H=8, T=8192, D=256, causal=causal)
+        yield bf16(B=2, H=16, T=8192, D=128, documents=1024, causal=causal)
+        yield bf16(B=2, H=16, T=8192, D=128, decay="step", causal=causal)
+    yield bf16(B=1, H=4, T=128, D=64, causal=True)
+    yield bf16(B=1, H=8, T=2048, D=128, causal=True)
+    yield bf16(B=4, H=8, T=8192, D=64, decay="step")
+    yield bf16(B=2, H=8, T=8192, D=192, causal=True)
+    yield bf16(B=4, H=8, T=8192, D=64, decay="channel", causal=True)
+    yield bf16(B=2, H=16, T=8192, D=128, decay="channel", causal=True)
+    yield bf16(B=2, H=8, T=4096, D=256, decay="step", causal=True)
+    yield bf16(B=2, H=16, T=4096, D=128, G=4, causal=True)
+    yield bf16(B=8, H=8, T=4096, D=64, options=(("feature_map", "favor"),))
+    yield bf16(B=2, H=16, T=8192, D=128, causal=True, options=(("feature_map", "silu"),))
+    for dtype, tf32 in (("float16", False), ("float32", True), ("float32", False)):
+        other = functools.partial(Row, "linear_attention", dtype=dtype, tf32=tf32)
+        for causal in (False, True):
+            yield other(B=8, H=8, T=8192, D=64, causal=causal)
+            yield other(B=2, H=16, T=16384, D=128, causal=causal)
+    yield Row("linear_attention", B=2, H=8, T=4096, D=256, dtype="float32")
+
+
+_tiny = functools.partial(Row, B=1, H=2, T=32, D=16, dtype="float32")
+ROWS: dict[str, tuple[Row, ...]] = {
+    "gpu": (*_rows_of_softmax(), *_rows_of_linear()),
+    "cpu": (
+        _tiny("attention", causal=True),
+        _tiny("attention", lengths=True, bias=True),
+        _tiny("linear_attention", dtype="bfloat16", options=(("layout", "bhtd"),)),
+        _tiny("linear_attention", decay="step", documents=8, causal=True),
+    ),
+}
+
+
+# -- one row -------------------------------------------------------------------------------------
+
+
+def draw(row: Row, key: jax.Array) -> dict[str, jax.Array]:
+    """The arrays of a call, by name."""
+    keys = jax.random.split(key, 6)
+    found = {
+        name: jax.random.normal(one, shape, jnp.float32).astype(row.dtype)
+        for one, (name, shape) in zip(keys, row.shapes.items(), strict=False)
+    }
+    S, G = row.S or row.T, row.G or row.H
+    if row.decay:
+        shape = {"head": (G,), "step": (row.B, S, G), "channel": (row.B, S, G, row.D)}[row.decay]
+        found["decay"] = -cases.DECAY * jnp.abs(jax.random.normal(keys[4], shape))
+    if row.documents:
+        cuts = jax.random.uniform(keys[4], (row.B, row.T)) * row.documents < 1
+        found["segment_ids"] = jnp.cumsum(cuts, axis=1, dtype=jnp.int32)
+    if row.lengths:
+        found["kv_lengths"] = jnp.full(row.B, S, jnp.int32).at[-1].set(S - S // 4)
+    if row.bias:
+        found["bias"] = jax.random.normal(keys[5], (1, row.H, row.T, S), jnp.float32)
+    return found
+
+
+def keywords(row: Row) -> dict[str, Any]:
+    """The arguments of a call that are no arrays."""
+    found = {"causal": row.causal, **dict(row.options)}
+    if row.tf32:
+        found["precision"] = "tf32"
+    if found.get("feature_map") == "favor":
+        with jax.ensure_compile_time_eval():
+            found["feature_map"] = ato_jax.favor(jax.random.key(0), FAVOR_FEATURES, row.D)
+    return found
+
+
+DIFFERENTIATED = ("q", "k", "v", "decay", "bias")
+
+
+def called(
+    row: Row, phase: str, implementation: str | None
+) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """From the arrays of a call to its output, and in the second phase to its gradients."""
+    function, options = FUNCTIONS[row.op], keywords(row)
+
+    def call(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        inputs = {name: array for name, array in arrays.items() if name != "dout"}
+        wanted = {name: inputs.pop(name) for name in DIFFERENTIATED if name in inputs}
+
+        def attend(wanted: dict[str, jax.Array]) -> jax.Array:
+            named = wanted | inputs
+            q, k, v = (named.pop(name) for name in "qkv")
+            return function(q, k, v, **named, **options, implementation=implementation)
+
+        if phase == PHASES[0]:
+            return {"out": attend(wanted)}
+        out, pull = jax.vjp(attend, wanted)
+        return {"out": out} | {f"d{name}": array for name, array in pull(arrays["dout"])[0].items()}
+
+    return call
+
+
+def right(row: Row, phase: str) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """The same by XLA in float32, of the arrays as they were rounded."""
+    exact = dataclasses.replace(row, dtype="float32", tf32=False)
+    call = called(exact, phase, "xla")
+
+    def call_in_float32(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        wide = {
+            name: array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
+            for name, array in arrays.items()
+        }
+        return call(wide)
+
+    return call_in_float32
+
+
+def errors(
+    found: dict[str, jax.Array], wanted: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The relative RMS error of each result."""
+
+    def error(name: str) -> jax.Array:
+        apart = found[name].astype(jnp.float32) - wanted[name].astype(jnp.float32)
+        return jnp.linalg.norm(apart.ravel()) / jnp.linalg.norm(
+            wanted[name].astype(jnp.float32).ravel()
+        )
+
+    return {name: error(name) for name in wanted}
+
+
+def tolerance(row: Row) -> float:
+    return cases.TF32_TOLERANCE if row.tf32 else cases.TOLERANCES[row.dtype]
+
+
+@dataclasses.dataclass
+class Told:
+    """What is known of a row in a phase before anything runs: what `None` chooses, the traits that
+    a table's entry may name, and why backends do not take the call.
+    """
+
+    choice: str
+    traits: dict[str, Any]
+    sizes: dict[str, int]
+    supported: list[str]
+    refused: dict[str, str]
+
+
+def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
+    found: list[Told] = []
+
+    def prepare(arrays: dict[str, jax.Array]) -> None:
+        named = {name: array for name, array in arrays.items() if name != "dout"}
+        q, k, v = (named.pop(name) for name in "qkv")
+        api = APIS[row.op]
+        request = api.prepare(q, k, v, **named, **keywords(row))
+        wanted = dispatch.PHASES if phase == PHASES[1] else dispatch.PHASES[:1]
+        told = dispatch.explain(api.OP, request.spec, request.inputs, None)
+        supported, refused = [], {}
+        for name in dict.fromkeys(map(dispatch.family, api.OP.backends)):
+            if name == "reference":
+                continue
+            # A backend runs a phase where any kernels of its family do.
+            family = [one for one in api.OP.backends if dispatch.family(one) == name]
+            reasons = [
+                " ".join(str(told.reasons[one][needed]) for one in family)
+                for needed in wanted
+                if all(told.reasons[one][needed] for one in family)
+            ]
+            if reasons:
+                refused[name] = reasons[0]
+            else:
+                supported.append(name)
+        choices = [told.forward]
+        if phase == PHASES[1]:
+            choices = [told.recorded, told.backward]
+        names = dict.fromkeys(dispatch.family(one.backend) if one else "none" for one in choices)
+        sizes = tuning.sizes_of(request.spec)
+        found.append(
+            Told(" + ".join(names), request.spec.traits(), sizes, supported, refused)
+        )
+
+    jax.eval_shape(prepare, shapes)
+    return found[0]
+
+
+# -- compiling -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Programs:
+    """All programs of a row and phase: compiled, or serialized on the way between processes.
+
+    `of` has the program of each implementation by name, `compiled` the different ones.
+    """
+
+    told: Told
+    of: dict[str, str]
+    failed: dict[str, str]
+    compiled: dict[str, Any]
+    drawing: Any
+    comparing: Any
+
+
+def groups_of_inputs(row: Row, platform: str) -> tuple[int, int]:
+    return timing.groups_of_inputs(row.set_bytes, platform)
+
+
+def compiled(row: Row, phase: str, platform: str) -> Programs:
+    """Everything that the row needs in this phase, compiled in this process."""
+    _, calls = groups_of_inputs(row, platform)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    drawing = jax.jit(functools.partial(draw, row)).lower(key).compile()
+    shapes = jax.eval_shape(functools.partial(draw, row), key)
+    programs: dict[str, Any] = {}
+    of: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    # Pallas interprets the kernels on a CPU, where they are asked for by name.
+    with ato_jax.interpret(platform == "cpu"):
+        told = told_of(row, phase, shapes)
+        named: dict[str, Any] = {
+            name: called(row, phase, None if name == CHOSEN else name)
+            for name in (CHOSEN, *told.supported)
+        }
+        for name, call in named.items():
+            try:
+                lowered = ours.in_turn(call).lower([shapes] * calls)
+                text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+                if text not in programs:
+                    programs[text] = lowered.compile()
+                of[name] = text
+            except Exception as error:  # a compiler's own, of many kinds
+                failed[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        lowered = ours.in_turn(right(row, phase)).lower([shapes])
+        programs[RIGHT] = lowered.compile()
+        result = jax.eval_shape(called(row, phase, "xla"), shapes)
+        wanted = jax.eval_shape(right(row, phase), shapes)
+    comparing = jax.jit(errors).lower(result, wanted).compile()
+    return Programs(told, of, failed, programs, drawing, comparing)
+
+
+def packed(row: Row, phase: str, platform: str) -> Programs:
+    """What `compiled` gives, as it goes to another process."""
+    found = compiled(row, phase, platform)
+    pack = serialize_executable.serialize
+    return dataclasses.replace(
+        found,
+        compiled={text: pack(program) for text, program in found.compiled.items()},
+        drawing=pack(found.drawing),
+        comparing=pack(found.comparing),
+    )
+
+
+def unpacked(found: Programs) -> Programs:
+    def load(told: Any) -> Any:
+        return serialize_executable.deserialize_and_load(*told)
+
+    return dataclasses.replace(
+        found,
+        compiled={text: load(program) for text, program in found.compiled.items()},
+        drawing=load(found.drawing),
+        comparing=load(found.comparing),
+    )
+
+
+Group = tuple[Row, str]
+
+
+def compiled_ahead(
+    groups: Sequence[Group], platform: str, seconds: float, count: int
+) -> dict[Group, Programs]:
+    """The programs of as many of the groups as `count` other processes compile in that time."""
+    if not count:
+        return {}
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context)
+    # Backward passes take the longest to compile: nothing should wait for one at the end.
+    ordered = sorted(groups, key=lambda group: group[1] == PHASES[0])
+    futures = {pool.submit(packed, *group, platform): group for group in ordered}
+    done, late = concurrent.futures.wait(futures, min(seconds, COMPILE_SECONDS))
+    processes = list(pool._processes.values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        # Nothing else may run on the card while programs are timed.
+        process.terminate()
+        process.join()
+    found = {}
+    for future in done:
+        try:
+            found[futures[future]] = future.result()
+        except Exception as error:  # the worker's, or what ended it
+            row, phase = futures[future]
+            print(f"{row}, {phase}: not compiled ahead: {error}"[:300], flush=True)
+    if late:
+        print(f"{len(late)} of {len(futures)} rows were not compiled ahead in time", flush=True)
+    return found
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Found:
+    """One row and phase: seconds of one call by implementation, without those of `None` where no
+    program of it runs; `wrong` is why a backend has no time.
+    """
+
+    row: str
+    op: str
+    phase: str
+    choice: str
+    traits: dict[str, Any]
+    sizes: dict[str, int]
+    seconds: dict[str, float]
+    wrong: dict[str, str]
+    refused: dict[str, str]
+
+    @property
+    def fastest(self) -> str:
+        """The backend; where it is `None`'s, of backends of one program the first."""
+        named = {name: s for name, s in self.seconds.items() if name != CHOSEN}
+        return min(named, key=named.__getitem__) if named else CHOSEN
+
+    @property
+    def ratio(self) -> float:
+        """Of `None`'s time to the fastest; infinite where `None` does not run."""
+        if CHOSEN not in self.seconds:
+            return float("inf")
+        return self.seconds[CHOSEN] / min(self.seconds.values())
+
+    @property
+    def behind(self) -> bool:
+        return self.ratio > ALLOWED
+
+
+def measure(row: Row, phase: str, programs: Programs, platform: str) -> Found:
+    """Compares the programs of a row, and times those that are right in turns."""
+    groups, calls = groups_of_inputs(row, platform)
+    keys = jax.random.split(jax.random.key(row.T), (groups, calls))
+    sets = [[programs.drawing(key) for key in group] for group in keys]
+    wanted = programs.compiled[RIGHT]([sets[0][0]])[0]
+    wrong = dict(programs.failed)
+    texts: dict[str, str] = {}
+    for name, text in programs.of.items():
+        try:
+            [found, *_] = programs.compiled[text](sets[0])
+            apart = {key: float(one) for key, one in programs.comparing(found, wanted).items()}
+        except Exception as error:  # a program's own
+            wrong[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            continue
+        # A comparison that NaN does not pass.
+        off = [f"{key} off by {one:.1e}" for key, one in apart.items() if not one <= tolerance(row)]
+        if off:
+            wrong[name] = ", ".join(off)
+        else:
+            texts[name] = text
+    del wanted
+    seconds = _timed(texts, programs.compiled, sets, calls, platform)
+    told = programs.told
+    named = {name: seconds[text] for name, text in texts.items()}
+    return Found(
+        str(row), row.op, phase, told.choice, told.traits, told.sizes, named, wrong, told.refused
+    )
+
+
+def _timed(
+    texts: dict[str, str], compiled: dict[str, Any], sets: list[Any], calls: int, platform: str
+) -> dict[str, float]:
+    """Seconds of one call of each program."""
+    batches: dict[str, list[float]] = {text: [] for text in texts.values()}
+    counts: dict[str, list[int]] = {text: [] for text in batches}
+
+    def turns(which: Sequence[str], seconds: float) -> None:
+        launches = [functools.partial(_launched, compiled[text], sets) for text in which]
+        known = [count for text in which for count in counts[text]]
+        timed = timing.interleaved(
+            launches, jax.block_until_ready, platform, seconds, calls, known
+        )
+        for text, one, count in zip(which, timed, known, strict=True):
+            batches[text] += one.batches
+            counts[text] = [count]
+
+    def times() -> dict[str, float]:
+        return {text: statistics.median(found) for text, found in batches.items()}
+
+    if not batches:
+        return {}
+    turns(list(batches), 0.0)
+    found = times()
+    near = [text for text in found if found[text] <= FAR_BEHIND * min(found.values())]
+    if len(near) > 1:
+        # The first batches may have warmed the card up: they do not count.
+        for text in near:
+            batches[text].clear()
+        turns(near, SECONDS)
+    found, chosen = times(), texts.get(CHOSEN)
+    if chosen is not None and found[chosen] > DOUBTFUL * min(found.values()):
+        ahead_of_it = [text for text in near if found[text] <= found[chosen]]
+        if len(ahead_of_it) > 1:
+            turns(ahead_of_it, SECONDS_OF_DOUBT)
+    return times()
+
+
+def _launched(program: Any, sets: list[Any], index: int) -> Any:
+    return program(sets[index % len(sets)])
+
+
+# -- what is said of it --------------------------------------------------------------------------
+
+
+def line_of(found: Found) -> str:
+    """A row of the table, with everything that was timed."""
+    times = ", ".join(
+        f"{name} {demo.milliseconds(seconds)}"
+        for name, seconds in sorted(found.seconds.items(), key=lambda item: item[1])
+        if name != CHOSEN
+    )
+    wrong = "".join(f"; {name}: {reason}" for name, reason in found.wrong.items())
+    mark = "  <-- " if found.behind else "      "
+    return (
+        f"{found.ratio:6.3f}{mark}{found.row}, {found.phase}: {CHOSEN} is {found.choice} "
+        f"{demo.milliseconds(found.seconds.get(CHOSEN))}, fastest {found.fastest}; ms: {times}"
+        f"{wrong}"
+    )
+
+
+# The traits that decide which of cuDNN's kernels run.
+CUDNN_TRAITS = ("dtype", "D", "causal", "window")
+
+
+def entry_of(found: Found) -> str:
+    """The entry of a table in `ato_jax/tuned/` that puts the fastest backend first."""
+    # cuDNN refuses options by itself; an entry for XLA is for the options that were measured.
+    names = CUDNN_TRAITS if found.fastest == "cudnn" else found.traits.keys() - {"normalize"}
+    when = {name: value for name, value in found.traits.items() if name in names}
+    told = ", ".join(f"{name} = {json.dumps(value)}" for name, value in when.items())
+    phase = "forward" if found.phase == PHASES[0] else "training"
+    return "\n".join(
+        [
+            f"# {found.row}: {found.choice} takes {found.ratio:.2f} of {found.fastest}'s time",
+            f"[[{found.op}.first]]",
+            f"when = {{{told}}}",
+            f'phase = "{phase}"',
+            f"sizes = {{shortest = {{least = {found.sizes['shortest']}}}}}",
+            f'backend = "{found.fastest}"',
+        ]
+    )
+
+
+def verdict(all_found: Sequence[Found]) -> str:
+    """The rows in which `None` is behind, entries that would change that, and a last line."""
+    behind = [found for found in all_found if found.behind]
+    lines = []
+    if behind:
+        lines += ["", f"Behind by more than {ALLOWED - 1:.0%}:"]
+        lines += map(line_of, sorted(behind, key=lambda found: -found.ratio))
+        timed = [found for found in behind if CHOSEN in found.seconds]
+        lines += ["", "Entries that would change these choices:", *map(entry_of, timed)]
+    count = len(all_found)
+    lines += ["", f"{len(behind)} of {count} rows exceed {ALLOWED - 1:.0%}"]
+    return "\n".join(lines)
+
+
+def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
+    if FLAGS.json:
+        rows = [dataclasses.asdict(found) for found in all_found]
+        results.write(Path(FLAGS.json), json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+def main() -> int:
+    start = time.monotonic()
+    platform = ours.platform()
+    if platform not in results.PLATFORMS:
+        logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
+        return 1
+    phases = PHASES[:1] if FLAGS.forward_only else PHASES
+    rows = [row for row in ROWS[platform] if FLAGS.case in str(row)]
+    if not rows:
+        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
+    here = device.describe(jax.devices()[0])
+    facts = {"device": here.name, "ato_jax": ato_jax.__version__, "jax": jax.__version__}
+    print(f"{here.name}; JAX {jax.__version__}; {len(rows)} rows", flush=True)
+    groups = [(row, phase) for row in rows for phase in phases]
+    within = FLAGS.within_s or float("inf")
+    all_found: list[Found] = []
+    write(all_found, facts)
+    # A CPU's cores are few, and its programs small.
+    count = ahead.workers() if platform == "gpu" else 0
+    programs = compiled_ahead(groups, platform, within / 2, count)
+    print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
+    for group in groups:
+        if time.monotonic() - start > within:
+            print(f"{len(groups) - len(all_found)} rows were not reached in time", flush=True)
+            break
+        machine.live_line(", ".join(map(str, group)))
+        all_found.append(_measured(*group, programs.pop(group, None), platform))
+        machine.live_line("")
+        print(line_of(all_found[-1]), flush=True)
+        write(all_found, facts)
+    print(f"\nthe suite took {time.monotonic() - start:.0f} s")
+    print(verdict(all_found), flush=True)
+    return int(any(found.behind for found in all_found) or len(all_found) < len(groups))
+
+
+def _measured(row: Row, phase: str, ready: Programs | None, platform: str) -> Found:
+    """By what was compiled ahead; where there is nothing, or it does not run, compiled here."""
+    if ready is not None:
+        try:
+            return measure(row, phase, unpacked(ready), platform)
+        except Exception as error:  # a program that cannot be loaded
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            print(f"{row}, {phase}: compiled again: {reason}", flush=True)
+    return measure(row, phase, compiled(row, phase, platform), platform)
