@@ -79,6 +79,8 @@ BESIDE = {
     ),
     "mosaic_channel_gates": ("mosaic_gpu", "linear_attention/mosaic_gpu/channel*.py"),
 }
+# The entries of a table that order backends.
+ORDER = ("first", "last")
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
 # No test runs these unless it says so: the others' heads are narrower, their gates whole, and their
@@ -129,10 +131,11 @@ def stripped(source: str) -> str:
 
 
 def tables_of(op: str, text: str) -> dict[str, Any]:
-    """What a device's table says of the op's kernels; of decoding, which builds on it, attention's,
-    too.
+    """What a table says of the block sizes of the op's kernels; of decoding, which builds on it,
+    attention's, too.
 
-    Not which backend comes first where a call names none: no kernel becomes another by that.
+    Not which backend comes first or last where a call names none: no kernel becomes another by
+    that.
     """
     tables = tomllib.loads(text)
     of_attention = ("attention",)
@@ -141,22 +144,29 @@ def tables_of(op: str, text: str) -> dict[str, Any]:
         "wide_attention": of_attention,
         "channel_gates": ("linear_attention",),
     }
-    return {
+    found = {
         name: {
             kind: entries
             for kind, entries in table.items()
-            if kind != "first" and (kind == WIDE) == (op == "wide_attention")
+            if kind not in ORDER and (kind == WIDE) == (op == "wide_attention")
         }
         for name, table in tables.items()
         if name in wanted.get(op, (op,))
     }
+    return {name: kinds for name, kinds in found.items() if kinds}
 
 
 def source_hash(part: str) -> str:
     digest = hashlib.sha256()
     for path in source_files(part):
         text = path.read_text()
-        text = stripped(text) if path.suffix == ".py" else json.dumps(tables_of(part, text))
+        if path.suffix == ".py":
+            text = stripped(text)
+        elif tables := tables_of(part, text):
+            text = json.dumps(tables)
+        else:
+            # A table of another op, or one that only orders backends.
+            continue
         digest.update(f"{path.relative_to(ROOT)}\n{text}\n".encode())
     return digest.hexdigest()
 

@@ -277,8 +277,10 @@ def test_compiles_with_x64() -> None:
         assert all(kernel.fits for kernel in compiled("bfloat16", 128, 128, 1, 90))
 
 
-def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel where it is named, or where a device's table has it first."""
+def test_which_backend_runs(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The kernel where it is named, or where no table has it last."""
     spec = AttentionSpec(1, 1, 64, 1, 1, 64, 64, "bfloat16", 1.0)
     cpu, gpu = device.Device("cpu"), GPUS[90]
     keys = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
@@ -296,10 +298,12 @@ def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             backend(gpu, name)
     with pytest.raises(ValueError, match="implementation must be None or one of 'triton.wide', "):
         backend(cpu, "cuda")
-    first = {"when": {"dtype": "bfloat16"}, "shortest": 1, "backend": "triton"}
-    for entries, chosen in (([], "xla"), ([first], "triton")):
-        table = {"decode_attention": {"first": entries}}
+    last = {"when": {"dtype": "bfloat16"}, "backend": "triton"}
+    for entries, chosen in (([], "triton"), ([last], "xla")):
+        table = {"decode_attention": {"last": entries}}
         monkeypatch.setattr(tuning, "table", lambda name, table=table: table)
+        tuning.order.cache_clear()
+        request.addfinalizer(tuning.order.cache_clear)
         assert backend(gpu, None) == chosen
         wide = dataclasses.replace(spec, D=1024)
         assert backend(gpu, None, wide) == "xla"

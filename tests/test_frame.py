@@ -159,6 +159,8 @@ class Spec:
     dtype: str = "bfloat16"
     T: int = 1024
     S: int = 1024
+    B: int = 2
+    H: int = 4
 
     def traits(self) -> dict[str, Any]:
         return {"D": self.D, "dtype": self.dtype}
@@ -170,65 +172,133 @@ class Backend:
         return Config(32, 4)
 
 
-TABLE = """
+# By architecture, and where a card differs from it.
+TABLES = {
+    "sm_90": """
 [[attention.triton]]
 when = {D = 64, dtype = "bfloat16"}
 config = {block = 128}
 
 [[attention.triton]]
-when = {D = 64}
+when = {D = {least = 64, most = 96}}
 config = {block = 64, num_warps = 8}
 
 [[attention.first]]
-when = {dtype = "bfloat16"}
-shortest = 1024
+when = {dtype = ["bfloat16", "float16"]}
+sizes = {shortest = {least = 1024}}
 backend = "cudnn"
-"""
+
+[[attention.last]]
+when = {D = {least = 192}}
+sizes = {rows = {most = 8192}}
+phase = "training"
+backend = "triton"
+""",
+    "nvidia_h200": """
+[[attention.triton]]
+when = {D = 64, dtype = "float16"}
+config = {block = 256}
+
+[[attention.first]]
+when = {dtype = "bfloat16", D = 256}
+backend = "xla"
+""",
+    "amd": """
+[[attention.last]]
+when = {}
+backend = "triton"
+""",
+}
+H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
+A100 = device.Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, device.SHARED_MEMORY[8, 0])
+MI300 = device.Device("gpu", "AMD Instinct MI300X", None, 304, gfx="gfx942")
+NOBODY = device.Device("gpu", "Some GPU")
 
 
 @pytest.fixture
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "nvidia_h200.toml").write_text(TABLE)
+    for name, text in TABLES.items():
+        (tmp_path / "tuned" / f"{name}.toml").write_text(text)
     monkeypatch.setattr(tuning.resources, "files", lambda package: tmp_path)
-    tuning.table.cache_clear()
-    tuning.config.cache_clear()
+    cached = (tuning.table, tuning.measured_architectures, tuning.order, tuning.config)
+    for one in cached:
+        one.cache_clear()
     yield
-    tuning.table.cache_clear()
-    tuning.config.cache_clear()
+    for one in cached:
+        one.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "wanted"),
+    ("card", "name", "spec", "wanted"),
     [
-        ("triton", Spec(64), Config(128, 4)),
-        ("triton", Spec(64, "float32"), Config(64, 8)),
-        ("triton", Spec(128), Config(32, 4)),
-        ("mosaic_gpu", Spec(64), Config(32, 4)),
+        (H100, "triton", Spec(64), Config(128, 4)),
+        (H100, "triton", Spec(64, "float32"), Config(64, 8)),
+        (H100, "triton", Spec(96), Config(64, 8)),
+        (H100, "triton", Spec(97), Config(32, 4)),
+        (H100, "mosaic_gpu", Spec(64), Config(32, 4)),
+        (H100, "triton", Spec(64, "float16"), Config(64, 8)),
+        (H200, "triton", Spec(64, "float16"), Config(256, 4)),
+        (H200, "triton", Spec(64), Config(128, 4)),
+        # The rule, where nothing was measured: as many threads in waves of 64.
+        (A100, "triton", Spec(64), Config(32, 4)),
+        (MI300, "triton", Spec(64), Config(32, 2)),
+        (NOBODY, "triton", Spec(64), Config(32, 4)),
     ],
 )
-def test_tuning(table: None, name: str, spec: Spec, wanted: Config) -> None:
-    """The first entry that agrees overrides the fields that it names."""
-    assert tuning.config("attention", name, Backend, spec, H200) == wanted
+def test_block_sizes(
+    tables: None, card: device.Device, name: str, spec: Spec, wanted: Config
+) -> None:
+    """The first entry that agrees, of the card and then of its architecture, overrides the fields
+    that it names.
+    """
+    assert tuning.config("attention", name, Backend, spec, card) == wanted
+
+
+IN_ORDER = ["triton", "cudnn", "xla"]
+CUDNN_FIRST = ["cudnn", "triton", "xla"]
 
 
 @pytest.mark.parametrize(
-    ("spec", "wanted"),
+    ("card", "spec", "phase", "wanted"),
     [
-        (Spec(64), ("cudnn", "triton", "xla")),
-        (Spec(64, "float32"), ("triton", "cudnn", "xla")),
-        (Spec(64, T=1023), ("triton", "cudnn", "xla")),
+        (H100, Spec(64), "forward", CUDNN_FIRST),
+        (H200, Spec(64), "training", CUDNN_FIRST),
+        (H100, Spec(64, "float32"), "forward", IN_ORDER),
+        (H100, Spec(64, T=1023), "forward", IN_ORDER),
+        (H100, Spec(64, S=1023), "forward", IN_ORDER),
+        (H100, Spec(256, "float32"), "training", ["cudnn", "xla", "triton"]),
+        (H100, Spec(256, "float32"), "forward", IN_ORDER),
+        (H100, Spec(256, "float32", H=5), "training", IN_ORDER),
+        (H100, Spec(256), "training", ["cudnn", "xla", "triton"]),
+        (H200, Spec(256), "training", ["xla", "cudnn", "triton"]),
+        # Without a table: nothing is put first, and `last` is the nearest architecture's.
+        (A100, Spec(64), "forward", IN_ORDER),
+        (A100, Spec(256), "training", ["cudnn", "xla", "triton"]),
+        (MI300, Spec(64), "forward", ["cudnn", "xla", "triton"]),
+        (NOBODY, Spec(256), "training", IN_ORDER),
     ],
 )
-def test_order_of_backends(table: None, spec: Spec, wanted: tuple[str, ...]) -> None:
-    backends = ("triton", "cudnn", "xla")
-    assert tuning.order("attention", backends, spec, H200) == wanted
+def test_order_of_backends(
+    tables: None, card: device.Device, spec: Spec, phase: str, wanted: list[str]
+) -> None:
+    order = tuning.order("attention", spec, card, phase)
+    assert sorted(IN_ORDER, key=lambda name: order.rank(name, name)) == wanted
 
 
-def test_a_device_without_a_table(table: None) -> None:
-    other = dataclasses.replace(H200, name="NVIDIA A100-SXM4-80GB")
-    assert tuning.config("attention", "triton", Backend, Spec(64), other) == Config(32, 4)
-    assert tuning.table_name(other.name) == "nvidia_a100_sxm4_80gb"
+def test_last_means_all_of_a_family(tables: None) -> None:
+    order = tuning.order("attention", Spec(256), A100, "training")
+    assert [order.rank(f"triton{kind}", "triton") for kind in ("", ".wide")] == [2, 2]
+
+
+def test_names_of_tables(tables: None) -> None:
+    assert tuning.table_name(A100.name) == "nvidia_a100_sxm4_80gb"
+    assert tuning.tables_of(H200, "first") == ["nvidia_h200", "sm_90"]
+    assert tuning.tables_of(H100, "last") == ["sm_90"]
+    assert tuning.tables_of(A100, "triton") == tuning.tables_of(A100, "first") == []
+    assert tuning.tables_of(A100, "last") == ["sm_90"]
+    assert tuning.tables_of(MI300, "last") == ["amd"]
+    assert tuning.tables_of(NOBODY, "last") == []
 
 
 @each_op
@@ -240,9 +310,15 @@ def test_tables_name_real_traits_and_fields(op: str) -> None:
         for name, entries in tuning.table(path.stem).get(op, {}).items():
             for entry in entries:
                 assert set(entry["when"]) <= set(spec.traits()), (path, entry)
-                if name == "first":
+                if name in ("first", "last"):
+                    assert entry.keys() <= {"when", "sizes", "phase", "backend"}, (path, entry)
                     assert entry["backend"] in api.OP.backends
+                    assert set(entry.get("sizes", {})) <= set(tuning.sizes_of(spec))
+                    assert entry.get("phase", "forward") in ("forward", "training")
+                    for bounds in (*entry["when"].values(), *entry.get("sizes", {}).values()):
+                        assert not isinstance(bounds, dict) or set(bounds) <= {"least", "most"}
                     continue
+                assert entry.keys() <= {"when", "config", "measured"}, (path, entry)
                 config = api.OP.backend(name).default_config(spec, H200)
                 dataclasses.replace(config, **entry["config"])
 
@@ -255,17 +331,49 @@ def test_traits_leave_sequence_lengths_out(op: str) -> None:
 # -- devices -------------------------------------------------------------------------------------
 
 
+def gpu(name: Any, capability: Any = None, **more: Any) -> device.Device:
+    facts = {"platform": "gpu", "device_kind": name} | more
+    if capability is not None:
+        facts["compute_capability"] = capability
+    return device.describe(types.SimpleNamespace(**facts))
+
+
 def test_describe() -> None:
-    gpu = types.SimpleNamespace(
-        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132
-    )
-    assert device.describe(gpu) == H200
-    old = types.SimpleNamespace(platform="gpu", device_kind="Some GPU", compute_capability="7.5")
-    assert device.describe(old).shared_memory == device.SMALLEST_SHARED_MEMORY
-    amd = types.SimpleNamespace(platform="rocm", device_kind="MI300X", compute_capability="gfx942")
-    assert device.describe(amd).platform == "gpu" and device.describe(amd).capability is None
+    assert gpu("NVIDIA H200", "9.0", core_count=132) == H200
+    assert H200.architecture == "sm_90" and H200.warp_size == 32 and not H200.is_amd
+    old = gpu("Tesla T4", "7.5")
+    assert old.shared_memory == device.SMALLEST_SHARED_MEMORY and old.architecture == "sm_75"
     cpu = types.SimpleNamespace(platform="cpu", device_kind="cpu")
     assert device.describe(cpu) == device.Device("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "told", "architecture", "warp"),
+    [
+        ("rocm", "gfx942", "gfx942", 64),
+        ("gpu", "gfx90a:sramecc+:xnack-", "gfx90a", 64),
+        ("gpu", "gfx1100", "gfx1100", 32),
+    ],
+)
+def test_describe_amd(platform: str, told: str, architecture: str, warp: int) -> None:
+    amd = gpu("AMD Instinct", told, platform=platform, core_count=304)
+    assert (amd.platform, amd.capability, amd.is_amd) == ("gpu", None, True)
+    assert (amd.architecture, amd.warp_size) == (architecture, warp)
+    assert amd.shared_memory == 64 * 1024 and amd.lacks_triton() is None
+    assert [amd.waves(warps) for warps in (1, 4, 8)] == [max(1, n * 32 // warp) for n in (1, 4, 8)]
+
+
+@pytest.mark.parametrize("told", [None, "", "9", "90", "sm_90", "9.x", "9.0.1"])
+def test_describe_what_jax_tells_nothing_of(told: str | None) -> None:
+    unknown = gpu("Some GPU", told, core_count=None)
+    assert unknown == device.Device("gpu", "Some GPU")
+    assert unknown.architecture == "" and "no architecture" in str(unknown.lacks_triton())
+
+
+def test_shared_memory_of_newer_cards_is_the_least_of_their_generation() -> None:
+    assert device.shared_memory_of((8, 8)) == device.shared_memory_of((12, 3)) == 101_376
+    assert device.shared_memory_of((9, 9)) == device.shared_memory_of((10, 1)) == 232_448
+    assert device.shared_memory_of((15, 0)) == 101_376
 
 
 def test_the_device_is_that_of_the_arrays() -> None:

@@ -46,6 +46,7 @@ def test_the_hash_covers_every_kernel() -> None:
 def test_each_op_has_its_own_tables() -> None:
     text = (
         '[[attention.first]]\nbackend = "x"\n[[attention.triton]]\na = 1\n'
+        '[[linear_attention.last]]\nbackend = "x"\n'
         '[["attention"."triton.wide"]]\na = 4\n'
         "[[decode_attention.triton]]\na = 2\n[[linear_attention.triton]]\na = 3\n"
     )
@@ -56,6 +57,8 @@ def test_each_op_has_its_own_tables() -> None:
     assert receipt.tables_of("wide_attention", text) == {"attention": {"triton.wide": [{"a": 4}]}}
     linear = {"linear_attention": {"triton": [{"a": 3}]}}
     assert receipt.tables_of("linear_attention", text) == linear
+    order = '[[attention.first]]\nbackend = "x"\n[[attention.last]]\nbackend = "y"\n'
+    assert receipt.tables_of("attention", order) == {}
 
 
 def test_comments_and_docstrings_do_not_count_and_code_does() -> None:

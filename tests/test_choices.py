@@ -1,0 +1,118 @@
+"""What `implementation=None` chooses by card, and what becomes of its derivative."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax import device, dispatch
+from benchmarks.choices import Row
+from tests import choices, numerics
+
+REGENERATE = "choices have changed: run `python -m tests.choices` and look at what it changed"
+HOPPER = ("H100", "H200", "GH200", "H20")
+PLAIN = Row("attention", B=2, H=16, T=4096, D=128)
+
+
+def backends(row: Row, card: str) -> list[str]:
+    return [choice.backend for choice in choices.chosen(row, choices.described(card)) if choice]
+
+
+def test_golden_file() -> None:
+    assert choices.GOLDEN.read_text() == choices.golden(), REGENERATE
+
+
+@pytest.mark.parametrize("card", HOPPER)
+def test_every_hopper_card_has_hoppers_choices(card: str) -> None:
+    assert backends(PLAIN, card) == ["cudnn"] * 3
+    linear = Row("linear_attention", B=2, H=16, T=16384, D=128)
+    assert backends(linear, card) == ["mosaic_gpu"] * 3
+
+
+@pytest.mark.parametrize("op", ["attention", "linear_attention"])
+@pytest.mark.parametrize("card", ["T4", "unknown"])
+def test_a_card_without_triton_runs_xla_and_says_why(op: str, card: str) -> None:
+    row = Row(op, B=2, H=16, T=4096, D=128)
+    assert backends(row, card) == ["xla"] * 3
+    here, spec = choices.described(card), choices.spec_of(row)
+    for name in choices.APIS[op].OP.backends:
+        call = dispatch._Call(choices.APIS[op].OP, spec, name, here, False)
+        if name in dispatch.PLAIN_JAX:
+            continue
+        with choices.pretending(here), pytest.raises(ato_jax.UnsupportedError) as refused:
+            dispatch.choose(call, "forward")
+        wanted = "7.5" if card == "T4" else "Some GPU"
+        assert wanted in str(refused.value) or here.name in str(refused.value), name
+
+
+def test_explain_says_where_a_choice_comes_from() -> None:
+    arrays = [jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)] * 3
+    exact = [jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.float32)] * 3
+    with choices.pretending(choices.described("H100")):
+        told = str(ato_jax.explain(ato_jax.attention, *arrays))
+        assert "forward: cudnn, Config() (first by tuned/sm_90.toml; block sizes by rule)" in told
+        named = ato_jax.explain(ato_jax.attention, *arrays, implementation="triton")
+        assert named.forward is not None and named.forward.why == ""
+        told = str(ato_jax.explain(ato_jax.linear_attention, *exact))
+        assert "(triton last by tuned/sm_90.toml; block sizes by rule)" in told
+    with choices.pretending(choices.described("A100")):
+        told = str(ato_jax.explain(ato_jax.attention, *arrays))
+        assert "(first in the op's order; block sizes by rule)" in told
+
+
+@pytest.mark.parametrize("op", ["attention", "linear_attention"])
+def test_a_kernel_forward_with_a_plain_derivative(op: str, monkeypatch: Any) -> None:
+    """Where the forward pass alone is a kernel's, and both passes of a derivative plain JAX:
+    right to second order, and of one forward pass.
+    """
+    found = dispatch.choose
+
+    def choose(call: Any, phase: str) -> dispatch.Choice:
+        name = "triton" if call.use(phase) == "forward" else "xla"
+        named = dispatch.dataclasses.replace(call, implementation=name)
+        seen.append((call.use(phase), phase))
+        return found(named, phase)
+
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(dispatch, "choose", choose)
+    draw = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(draw.normal(size=(2, 24, 2, 16)), jnp.float32) for _ in "qkv")
+    ids = jnp.arange(24)[None].repeat(2, 0) // 9
+    options: dict[str, Any] = {"causal": True, "segment_ids": ids}
+    wanted = numerics.oracle(op, q, k, v, **options)
+    with ato_jax.interpret():
+        cotangents = wanted.cotangents
+        numerics.compare(
+            numerics.run(op, None, q, k, v, cotangents=cotangents, **options), wanted
+        )
+        function = getattr(ato_jax, op)
+        text = str(jax.make_jaxpr(jax.grad(lambda q: function(q, k, v, **options).sum()))(q))
+        assert "pallas_call" not in text
+        text = str(jax.make_jaxpr(lambda q: function(q, k, v, **options))(q))
+        assert "pallas_call" in text
+
+        def norm(implementation: str | None) -> jax.Array:
+            def first(q: jax.Array) -> jax.Array:
+                return jax.grad(
+                    lambda q: (
+                        function(q, k, v, **options, implementation=implementation) ** 2
+                    ).sum()
+                )(q)
+
+            return jax.grad(lambda q: (first(q) ** 2).sum())(q)
+
+        np.testing.assert_allclose(norm(None), norm("reference"), rtol=2e-4, atol=2e-4)
+    assert {("forward", "forward"), ("training", "forward"), ("training", "backward")} <= set(seen)
+
+
+def test_the_card_may_be_unknown_in_every_way() -> None:
+    """A description never fails, and XLA runs on what it describes."""
+    for name in choices.CARDS:
+        card = choices.described(name)
+        assert isinstance(card, device.Device) and card.platform == "gpu"
+        assert backends(Row("linear_attention", B=1, H=2, T=300, D=20), name)
