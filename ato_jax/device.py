@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,9 @@ AMPERE = (8, 0)
 WIDE_WAVES = "gfx9"
 
 _interpreting = contextvars.ContextVar("ato_jax_interpreting", default=False)
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "ato_jax_target", default=None
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,3 +141,41 @@ def _interpreted(value: bool) -> Iterator[None]:
         yield
     finally:
         _interpreting.reset(token)
+
+
+@functools.cache
+def _has_amd_gpu() -> bool:
+    """Whether JAX runs on AMD GPUs; one process has those of one maker alone."""
+    try:
+        return bool(jax.local_devices(backend="rocm"))
+    except RuntimeError:
+        return False
+
+
+def takes_ptx() -> bool:
+    """Whether a kernel that is traced here may hold inline PTX: compiled for an NVIDIA GPU.
+
+    Elsewhere a kernel takes the portable form of the same arithmetic.
+    """
+    if interpreting():
+        return False
+    target = _target.get()
+    return target == "cuda" if target else not _has_amd_gpu()
+
+
+@contextlib.contextmanager
+def compiling_for(target: str) -> Iterator[None]:
+    """Inside this context kernels are traced for "cuda" or "rocm", on a machine without a GPU.
+
+    JAX keeps what it traced without knowing of the target, so its caches are emptied on both ends.
+    """
+    if _target.get() == target:
+        yield
+        return
+    jax.clear_caches()
+    token = _target.set(target)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+        jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Compiles Pallas kernels for NVIDIA GPUs on a machine that has none.
+"""Compiles Pallas kernels for NVIDIA and AMD GPUs on a machine that has none.
 
 A JAX function is lowered for CUDA as on a GPU, its Triton kernels are taken out of the lowered
 module, and Triton's own compiler turns each into machine code: registers, shared memory and
@@ -42,6 +42,8 @@ import pytest
 from jax._src.pallas.triton.lowering import _new_ir_context
 from jax.extend.mlir import ir
 
+from ato_jax import device
+
 requires_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="compiling kernels without a GPU needs the triton package, which the dev extra holds",
@@ -69,6 +71,12 @@ RECORD = Path(__file__).parent / "aot_record.json"
 KEY_DIGITS = 20
 COMPILED_ANYWAY = "0"
 FIGURES = ("registers", "shared_bytes", "spill_stores", "spill_loads")
+AMD_FIGURES = ("object_bytes", "shared_bytes", "registers", "spilled_registers")
+
+# The Instinct MI200 and MI300 series, whose waves have 64 lanes.
+AMD_ARCHITECTURES = ("gfx90a", "gfx942")
+AMD_WAVE = 64
+AMD_SHARED_LIMIT = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +140,35 @@ def compile_function(
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class AmdObject:
+    """The machine code of one kernel for an AMD GPU.
+
+    Bytes of the code object and of shared memory (LDS); the vector registers that a lane takes,
+    and how many of them spill.
+    """
+
+    name: str
+    architecture: str
+    object_bytes: int
+    shared_bytes: int
+    registers: int
+    spilled_registers: int
+
+
+def amd_objects(
+    function: Callable[..., Any], *args: Any, architectures: Sequence[str] = AMD_ARCHITECTURES
+) -> list[AmdObject]:
+    """Every Triton kernel that `function(*args)` launches, as machine code of each architecture."""
+    with device.compiling_for("rocm"):
+        kernels = lowered_kernels(function, *args, platform="rocm")
+    return [
+        AmdObject(kernel.name, architecture, **_cached_figures(kernel, architecture))
+        for kernel in kernels
+        for architecture in architectures
+    ]
+
+
 def shared_bytes(function: Callable[..., Any], *args: Any, capability: int) -> dict[str, int]:
     """What each kernel's largest launch asks for, by Triton's passes alone: no machine code."""
     found: dict[str, int] = {}
@@ -143,10 +180,14 @@ def shared_bytes(function: Callable[..., Any], *args: Any, capability: int) -> d
 
 def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) -> list[Kernel]:
     """Lowers `function(*args)` for CUDA and returns its Triton kernels, uncompiled."""
-    device = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    target = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
     with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+        return lowered_kernels(function, *args, platform="cuda")
+
+
+def lowered_kernels(function: Callable[..., Any], *args: Any, platform: str) -> list[Kernel]:
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
     kernels = [
         _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
         for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
@@ -221,9 +262,10 @@ def _recorded() -> dict[str, list[int]]:
     return json.loads(RECORD.read_text())
 
 
-def _named(figures: Sequence[int]) -> dict[str, int]:
+def _named(figures: Sequence[int], target: int | str) -> dict[str, int]:
     """Shared memory alone, or all that the machine code says."""
-    names = FIGURES[1:2] if len(figures) == 1 else FIGURES
+    names = AMD_FIGURES if isinstance(target, str) else FIGURES
+    names = names[1:2] if len(figures) == 1 else names
     return dict(zip(names, figures, strict=True))
 
 
@@ -232,13 +274,19 @@ def record() -> None:
     found = dict(_recorded())
     for path in CACHE.glob("*.json"):
         figures = json.loads(path.read_text())
-        found[path.stem[:KEY_DIGITS]] = [figures[name] for name in FIGURES if name in figures]
+        names = AMD_FIGURES if AMD_FIGURES[0] in figures else FIGURES
+        found[path.stem[:KEY_DIGITS]] = [figures[name] for name in names if name in figures]
     lines = ",\n".join(f'"{key}": {json.dumps(found[key])}' for key in sorted(found))
     RECORD.write_text(f"{{\n{lines}\n}}\n")
 
 
-def _cached_figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict[str, int]:
-    """`_figures`, from the record or from disk, by everything that they depend on."""
+def _cached_figures(
+    kernel: Kernel, target: int | str, machine_code: bool = True
+) -> dict[str, int]:
+    """`_figures`, from the record or from disk, by everything that they depend on.
+
+    `target` is a capability, or an AMD architecture's name.
+    """
     # What steers Triton or ptxas from outside, TRITON_PTXAS_PATH for one.
     environment = {
         name: value
@@ -247,32 +295,37 @@ def _cached_figures(kernel: Kernel, capability: int, machine_code: bool = True) 
     }
     key = (
         kernel.ttir,
-        capability,
+        target,
         kernel.num_warps,
         kernel.num_stages,
         importlib.metadata.version("triton"),
         sorted(environment.items()),
         machine_code,
-        RECIPE,
+        AMD_RECIPE if isinstance(target, str) else RECIPE,
     )
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
     recorded = _recorded().get(digest[:KEY_DIGITS])
     if recorded and not digest.endswith(COMPILED_ANYWAY):
-        return _named(recorded)
-    figures = _on_disk(digest, kernel, capability, machine_code)
-    if recorded and figures != _named(recorded):
+        return _named(recorded, target)
+    figures = _on_disk(digest, kernel, target, machine_code)
+    if recorded and figures != _named(recorded, target):
         raise RuntimeError(f"{RECORD.name} has {recorded} for {kernel.name!r}, found {figures}")
     return figures
 
 
-def _on_disk(digest: str, kernel: Kernel, capability: int, machine_code: bool) -> dict[str, int]:
+def _on_disk(
+    digest: str, kernel: Kernel, target: int | str, machine_code: bool
+) -> dict[str, int]:
     path = CACHE / f"{digest}.json"
     if path.exists():
         return json.loads(path.read_text())
     try:
-        figures = _figures(kernel, capability, machine_code)
+        if isinstance(target, str):
+            figures = _amd_figures(kernel, target)
+        else:
+            figures = _figures(kernel, target, machine_code)
     except Exception as error:
-        error.add_note(f"while compiling the kernel {kernel.name!r} for sm_{capability}")
+        error.add_note(f"while compiling the kernel {kernel.name!r} for {target}")
         raise
     CACHE.mkdir(exist_ok=True)
     # Written aside and moved into place: tests in parallel never read half a file.
@@ -368,7 +421,45 @@ def _figures(kernel: Kernel, capability: int, machine_code: bool = True) -> dict
     }
 
 
+def _amd_figures(kernel: Kernel, architecture: str) -> dict[str, int]:
+    """Compiles one kernel for an AMD GPU; the fields of `AmdObject` that the compiler finds out."""
+    from triton._C.libtriton import ir as triton_ir
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("hip", architecture, warp_size=AMD_WAVE))
+    options = backend.parse_options(
+        {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "num_ctas": 1}
+    )
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    metadata: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ttir")
+        path.write_text(kernel.ttir)
+        module = triton_ir.parse_mlir_module(str(path), context)
+        module.context = context
+        for stage in ("ttir", "ttgir", "llir"):
+            module = stages[stage](module, metadata)
+        assembly = stages["amdgcn"](module, metadata)
+        machine_code = stages["hsaco"](assembly, metadata)
+    registers, spilled = (
+        int(re.findall(rf"\.{name}:\s+(\d+)", assembly)[0])
+        for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    return {
+        "object_bytes": len(machine_code),
+        "shared_bytes": metadata["shared"],
+        "registers": registers,
+        "spilled_registers": spilled,
+    }
+
+
 RECIPE = inspect.getsource(_figures) + inspect.getsource(_allocated)
+AMD_RECIPE = inspect.getsource(_amd_figures)
 
 if __name__ == "__main__":
     record()

@@ -203,13 +203,15 @@ def test_programs() -> None:
 LATENT: dict[str, Any] = {"form": "shared", "H": 128, "G": 1}
 
 
-def compiled(
-    dtype: str, D: int, V: int, T: int, capability: int, *, cached: str | None = None,
+def program(
+    dtype: str, D: int, V: int, T: int, here: device.Device, *, cached: str | None = None,
     form: str = "pages", H: int = 8, G: int = 2
-) -> list[aot.Compiled]:
-    """`form`: pages, contiguous, or shared: values are the first columns of keys."""
+) -> tuple[Any, tuple[CacheInputs]]:
+    """The kernels as a function of arrays, and the arrays' shapes.
+
+    `form`: pages, contiguous, or shared, where values are the first columns of keys.
+    """
     B, page, pages = 16, 16, 512
-    here = GPUS[capability]
     spec = AttentionSpec(
         *(B, T, page * pages, H, G, D, V, dtype, 0.1),
         right=0, offset=None, query_offset=True, kv_lengths=True,
@@ -232,8 +234,14 @@ def compiled(
         v_scales=None if shared else scales,
     )
     config = paged.default_config(spec, here, inputs)
-    function = functools.partial(paged.attend, spec, config)
-    return aot.compile_function(function, inputs, capabilities=(capability,))
+    return functools.partial(paged.attend, spec, config), (inputs,)
+
+
+def compiled(
+    dtype: str, D: int, V: int, T: int, capability: int, **options: Any
+) -> list[aot.Compiled]:
+    function, inputs = program(dtype, D, V, T, GPUS[capability], **options)
+    return aot.compile_function(function, *inputs, capabilities=(capability,))
 
 
 @aot.requires_triton

@@ -377,7 +377,7 @@ cvt.rn.f16x2.e4m3x2 $0, number{odd};
 
 def _halves(words: jax.Array, kept: str, dtype: Any) -> Sequence[jax.Array]:
     """The even and the odd columns of words of two numbers in the dtype `kept`, as `dtype`."""
-    if dtype == jnp.float16 and not device.interpreting():
+    if dtype == jnp.float16 and device.takes_ptx():
         found = (
             plgpu.elementwise_inline_asm(
                 _HALF[kept].format(odd=odd),

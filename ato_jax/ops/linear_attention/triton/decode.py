@@ -34,6 +34,7 @@ LARGEST_FEATURES = 256
 LARGEST_TILE = 128 * 128
 FEWEST_COLUMNS = 16
 PROGRAMS_PER_MULTIPROCESSOR = 2
+WIDEST_WAVE = 64  # threads of a warp: 32 on NVIDIA GPUs, 64 on AMD's Instinct
 
 
 def unsupported(inputs: StepInputs, here: Device) -> str | None:
@@ -69,8 +70,8 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
     blocks = pl.cdiv(V, block)
     height = pl.next_power_of_2(size)
     warps = 8 if height * block > LARGEST_TILE // 2 else 4
-    # Whether each of the values is in one thread alone, as k_sum's are not.
-    apart = height * block >= 32 * warps
+    # Whether one thread alone holds each of the values, as is not so for k_sum's.
+    apart = height * block >= WIDEST_WAVE * warps
 
     def barrier() -> None:
         """What several threads hold was loaded by each: first all of them, then one overwrites."""

@@ -387,9 +387,12 @@ def store_vector(ref: Any, size: int | Columns, vector: jax.Array) -> None:
 
 
 def exp2(x: jax.Array) -> jax.Array:
-    """2 to the power of x, float32: one instruction, where flushing results below 2^-126 to 0 is
-    what makes it one; else three more keep them."""
-    if device.interpreting():
+    """2 to the power of x, float32.
+
+    On NVIDIA GPUs by the bare instruction, which flushes results below 2^-126 to 0: to keep them,
+    the compiler adds three instructions for each element.
+    """
+    if not device.takes_ptx():
         return jnp.exp2(x)
     return plgpu.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
@@ -447,13 +450,15 @@ def operand(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> j
 def rounded(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> jax.Array:
     """float32 x as the `operand` holds it, in float32.
 
-    bfloat16 two at a time: a conversion down and up again, as it stands, becomes one slow
-    instruction for each element.
+    NVIDIA GPUs round to bfloat16 two elements at a time: the compiler makes one slow instruction
+    for each element of a conversion down and up again.
     """
     if spec.dtype != "bfloat16":
         return operand(spec, x, wide=wide).astype(jnp.float32)
     if device.interpreting():
         return jax.lax.reduce_precision(x, 8, 7)
+    if not device.takes_ptx():
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
     return plgpu.elementwise_inline_asm(
         """{
         .reg .b32 pair, low, high;
