@@ -208,7 +208,7 @@ def default_config(
     return Config(
         rows,
         block,
-        MANY_WARPS if wide or (eight_bits and rows > SMALLEST_TILE) else NUM_WARPS,
+        here.waves(MANY_WARPS if wide or (eight_bits and rows > SMALLEST_TILE) else NUM_WARPS),
         num_stages,
         _programs(spec, block, pl.cdiv(count, rows) * spec.G, each * here.multiprocessors),
         fast_exp2=here.capability is not None,

@@ -1,0 +1,177 @@
+"""The suite `choices`: that it runs, that it sees a slower choice, and what it says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from ato_jax import tuning
+from benchmarks import __main__ as entry
+from benchmarks import choices
+from benchmarks.cases import PHASES
+from benchmarks.choices import CHOSEN, RIGHT, Found, Programs, Row, Told
+from benchmarks.results import ResultsError
+from tests import choices as golden
+
+TINY = choices.ROWS["cpu"][0]
+TRAITS = {"dtype": "bfloat16", "D": 128, "causal": False, "window": False, "segments": False}
+SIZES = {"T": 512, "S": 512, "shortest": 512, "rows": 1024}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])
+    monkeypatch.setattr(choices, "SECONDS", 0.0)
+    monkeypatch.setattr(choices, "SECONDS_OF_DOUBT", 0.0)
+
+
+def found(**changed: Any) -> Found:
+    plain = Found(
+        "attention B1 T512", "attention", PHASES[0], "triton", TRAITS, SIZES,
+        {CHOSEN: 1.0, "triton": 1.0, "xla": 3.0}, {}, {},
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changed)
+
+
+def test_every_row_is_another_call() -> None:
+    rows = choices.ROWS["gpu"]
+    assert len(set(map(str, rows))) == len(rows)
+    assert {row.op for row in rows} == set(choices.APIS)
+    assert {row.dtype for row in rows} == {"bfloat16", "float16", "float32"}
+
+
+def test_the_suite_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(choices.ROWS, "cpu", (TINY,))
+    path = tmp_path / "choices.json"
+    with flagsaver.flagsaver(suite=["choices"], json=str(path)):
+        assert entry.main(["benchmarks", "run"]) == 0
+    said = capsys.readouterr().out.strip().splitlines()
+    assert said[-1] == "0 of 2 rows exceed 3%"
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["phase"] for row in rows] == list(PHASES)
+    for row in rows:
+        assert set(row["seconds"]) == {CHOSEN, "triton", "xla"} and not row["wrong"]
+        # One program: timed once.
+        assert row["seconds"][CHOSEN] == row["seconds"]["xla"] and row["choice"] == "xla"
+        assert "needs a GPU" in row["refused"]["cudnn"]
+
+
+def test_the_suite_is_run_alone() -> None:
+    with flagsaver.flagsaver(suite=["choices", "smoke"]):
+        assert entry.main(["benchmarks", "run"]) == 2
+    with flagsaver.flagsaver(case="no such call"), pytest.raises(ResultsError, match="No row"):
+        choices.main()
+
+
+def test_programs_go_to_another_process() -> None:
+    row = choices.ROWS["cpu"][2]
+    told = pickle.loads(pickle.dumps(choices.packed(row, PHASES[0], "cpu")))
+    seen = choices.measure(row, PHASES[0], choices.unpacked(told), "cpu")
+    assert set(seen.seconds) == {CHOSEN, "triton", "xla"} and seen.ratio == 1
+
+
+def programs(seconds: dict[str, float], wrong: str = "", **of: str) -> Programs:
+    """Programs that take so long; the `wrong` one's result is 2% off."""
+
+    def taking(name: str) -> Any:
+        def run(group: list[Any]) -> list[Any]:
+            time.sleep(seconds.get(name, 0.0))
+            ran.append(name)
+            return [{"out": jnp.full(4, 1.02 if name == wrong else 1.0)} for _ in group]
+
+        return run
+
+    ran: list[str] = []
+    told = Told("triton", TRAITS, SIZES, list(of), {})
+    compiled = {name: taking(name) for name in (*seconds, RIGHT)}
+    names = {CHOSEN if name == "none" else name: program for name, program in of.items()}
+    return Programs(told, names, {}, compiled, lambda key: {}, choices.errors)
+
+
+def test_a_slower_choice_is_behind() -> None:
+    slow = programs({"a": 2e-2, "b": 2e-3}, none="a", triton="a", xla="b")
+    seen = choices.measure(TINY, PHASES[0], slow, "cpu")
+    assert seen.behind and seen.ratio > 1.5 and seen.fastest == "xla"
+    assert "<--" in choices.line_of(seen) and "fastest xla" in choices.line_of(seen)
+    last = choices.verdict([found(), seen]).splitlines()[-1]
+    assert last == "1 of 2 rows exceed 3%"
+
+
+def test_one_program_is_never_behind_itself() -> None:
+    same = programs({"a": 2e-3, "b": 2e-2}, none="a", triton="a", xla="b")
+    seen = choices.measure(TINY, PHASES[0], same, "cpu")
+    assert seen.ratio == 1 and seen.fastest == "triton" and not seen.behind
+
+
+def test_wrong_results_are_not_timed() -> None:
+    fast = {"a": 4e-3, "b": 1e-3}
+    seen = choices.measure(TINY, PHASES[0], programs(fast, "b", none="a", xla="b"), "cpu")
+    assert set(seen.seconds) == {CHOSEN} and "out off by 2.0e-02" in seen.wrong["xla"]
+    assert not seen.behind
+    seen = choices.measure(TINY, PHASES[0], programs(fast, "a", none="a", xla="b"), "cpu")
+    # A choice that is wrong is behind everything.
+    assert seen.behind and CHOSEN in seen.wrong and seen.ratio == float("inf")
+    assert choices.verdict([seen]).splitlines()[-1] == "1 of 1 rows exceed 3%"
+
+
+def test_what_is_far_behind_has_few_batches() -> None:
+    ran: dict[str, int] = {}
+
+    def program(name: str, seconds: float) -> Any:
+        def run(group: list[Any]) -> list[Any]:
+            time.sleep(seconds)
+            ran[name] = ran.get(name, 0) + 1
+            return []
+
+        return run
+
+    compiled = {"a": program("a", 1e-3), "b": program("b", 1.2e-3), "c": program("c", 5e-2)}
+    times = choices._timed({CHOSEN: "b", "x": "a", "y": "c"}, compiled, [[]], 1, "cpu")
+    assert set(times) == {"a", "b", "c"} and max(times, key=times.__getitem__) == "c"
+    assert ran["c"] < ran["a"] and ran["c"] < ran["b"]
+
+
+def test_entries_are_a_tables() -> None:
+    """What is proposed can be pasted, and changes the choice."""
+    behind = found(
+        seconds={CHOSEN: 2.0, "triton": 2.0, "cudnn": 1.0}, phase=PHASES[1], row="attention B1"
+    )
+    text = choices.entry_of(behind)
+    [proposed] = tomllib.loads(text)["attention"]["first"]
+    assert proposed == {
+        "when": {"dtype": "bfloat16", "D": 128, "causal": False, "window": False},
+        "sizes": {"shortest": {"least": 512}},
+        "phase": tuning.TRAINING,
+        "backend": "cudnn",
+    }
+    assert tuning._agree(proposed["when"], TRAITS) and tuning._agree(proposed["sizes"], SIZES)
+    # Of XLA, which takes every option, those that were measured.
+    behind.seconds["xla"] = 0.5
+    [proposed] = tomllib.loads(choices.entry_of(behind))["attention"]["first"]
+    assert proposed["backend"] == "xla" and proposed["when"] == TRAITS
+    assert text in choices.verdict([found(), found(), dataclasses.replace(
+        behind, seconds={CHOSEN: 2.0, "cudnn": 1.0}
+    )])  # fmt: skip
+
+
+def test_rows_have_what_they_say() -> None:
+    row = Row("attention", 2, 4, 16, 8, S=24, G=2, V=6, lengths=True, options=(("layout", "bhtd"),))
+    assert row.shapes["v"] == (2, 2, 24, 6) and row.shapes["dout"] == (2, 4, 16, 6)
+    assert "S24" in str(row) and "lengths" in str(row) and "layout=bhtd" in str(row)
+    spec = golden.spec_of(row)
+    assert (spec.S, spec.G, spec.V, spec.kv_lengths) == (24, 2, 6, True)
+    favor = Row("linear_attention", 1, 2, 16, 8, options=(("feature_map", "favor"),))
+    assert golden.spec_of(favor).F == choices.FAVOR_FEATURES
