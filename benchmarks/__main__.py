@@ -2,6 +2,7 @@
 
     demo                            linear attention against PyTorch over the length, a picture
     run --suite=NAME                a suite beside its peers, or several, or a --config
+    run --suite=choices             whether implementation=None takes the fastest backend
     linear, attention               short for `run` of these suites
     compare A.json B.json           what became slower
     tune linear_attention           block sizes for this device; `tune attention`

@@ -424,6 +424,8 @@ NAMES = (
     *(suite.name for suite in LONGEST),
     "report",
 )
+# Has no peers, and so no contests: `choices.py` runs it.
+ALONE = "choices"
 
 
 @functools.cache
@@ -464,12 +466,13 @@ def chosen(names: Sequence[str], config: str) -> list[Suite]:
     for name in names:
         of_name = named(name)
         if not of_name:
-            raise ResultsError(f"There is no suite {name!r}: {', '.join(NAMES)}")
+            raise ResultsError(f"There is no suite {name!r}: {', '.join((*NAMES, ALONE))}")
         found += of_name
     if config:
         found.append(of_config(Path(config)))
     if not found:
-        raise ResultsError(f"Name a suite, --suite=NAME, or a --config: {', '.join(NAMES)}")
+        known = ", ".join((*NAMES, ALONE))
+        raise ResultsError(f"Name a suite, --suite=NAME, or a --config: {known}")
     return list(dict.fromkeys(found))
 
 

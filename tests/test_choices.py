@@ -116,3 +116,17 @@ def test_the_card_may_be_unknown_in_every_way() -> None:
         card = choices.described(name)
         assert isinstance(card, device.Device) and card.platform == "gpu"
         assert backends(Row("linear_attention", B=1, H=2, T=300, D=20), name)
+
+
+def test_without_cudnn_its_kernels_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """On a machine with a card, JAX is asked; here it finds no cuDNN."""
+    from ato_jax.ops.attention import cudnn
+
+    assert backends(PLAIN, "H100") == ["cudnn"] * 3
+    cudnn._missing.cache_clear()
+    request.addfinalizer(cudnn._missing.cache_clear)
+    monkeypatch.setattr(cudnn.jax, "default_backend", lambda: "gpu")
+    assert backends(PLAIN, "H100") == ["triton"] * 3
+    assert "cuDNN is not detected" in str(cudnn._missing())

@@ -35,6 +35,22 @@ def refuses(device: device.Device, interpreted: bool) -> str | None:
     if device.capability is None or device.capability < AMPERE:
         found = f", and this one, {device.name}, has {device.architecture or 'none that is known'}"
         return f"needs an NVIDIA GPU of compute capability 8.0 or more{found}"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Why JAX cannot call cuDNN at all, such as a cuDNN that is not there or too old for the card;
+    None where it can, or where this process has no GPU to ask.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    smallest = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(attend, smallest, smallest, smallest)
+    except (RuntimeError, ValueError) as error:
+        return f"jax.nn.dot_product_attention refuses cuDNN on this machine: {error}"
     return None
 
 
