@@ -192,6 +192,7 @@ def _rows_of_linear() -> Iterator[Row]:
             yield other(B=8, H=8, T=8192, D=64, causal=causal)
             yield other(B=2, H=16, T=16384, D=128, causal=causal)
     yield Row("linear_attention", B=2, H=8, T=4096, D=256, dtype="float32")
+    yield Row("linear_attention", B=1, H=4, T=1024, D=128, dtype="float32")
 
 
 _tiny = functools.partial(Row, B=1, H=2, T=32, D=16, dtype="float32")
