@@ -4,6 +4,7 @@
     run --suite=NAME                a suite beside its peers, or several, or a --config
     run --suite=choices             whether implementation=None takes the fastest backend
     linear, attention               short for `run` of these suites
+    fit A.json B.json               what tables of choices lack, by that suite's figures
     compare A.json B.json           what became slower
     tune linear_attention           block sizes for this device; `tune attention`
     profile --case=CASE             what each kernel of a case takes; --ncu: its counters
@@ -30,7 +31,17 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 # thread has no core, they can take many times as long, in the way of what is timed next.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from benchmarks import compare, demo, document, profiling, run, show, side_by_side, tune  # noqa: E402
+from benchmarks import (  # noqa: E402
+    choices,
+    compare,
+    demo,
+    document,
+    profiling,
+    run,
+    show,
+    side_by_side,
+    tune,
+)
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
 
@@ -46,6 +57,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run.main,
     "linear": lambda _: run.main(["linear"]),
     "attention": lambda _: run.main(["attention"]),
+    "fit": choices.fit,
     "compare": compare.main,
     "tune": tune.main,
     "profile": profiling.main,
@@ -54,7 +66,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": document.main,
 }
 # Those that take names after their own.
-TAKE_NAMES = ("run", "compare", "tune", "table", "plot")
+TAKE_NAMES = ("run", "fit", "compare", "tune", "table", "plot")
 
 
 def main(arguments: Sequence[str]) -> int:

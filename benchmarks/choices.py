@@ -14,6 +14,11 @@ The table marks rows in which `None` takes more than `ALLOWED` times the fastest
 again at the end, with the entries of `ato_jax/tuned/` that would change the choice, and the last
 line says how many there are; the exit status is 1 if there are any. On a CPU sizes are tiny, and
 kernels are interpreted.
+
+    python -m benchmarks fit A.json [B.json ...]
+
+takes what several cards measured and prints the entries that any of them lacks, each with how far
+the backend it names is from the fastest on every card.
 """
 
 from __future__ import annotations
@@ -352,6 +357,10 @@ def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
     return found[0]
 
 
+# A row, or its name, and a phase.
+Group = tuple[Any, str]
+
+
 # -- compiling -----------------------------------------------------------------------------------
 
 
@@ -434,9 +443,6 @@ def unpacked(found: Programs) -> Programs:
         drawing=load(found.drawing),
         comparing=load(found.comparing),
     )
-
-
-Group = tuple[Row, str]
 
 
 def compiled_ahead(
@@ -632,6 +638,37 @@ def verdict(all_found: Sequence[Found]) -> str:
     count = len(all_found)
     lines += ["", f"{len(behind)} of {count} rows exceed {ALLOWED - 1:.0%}"]
     return "\n".join(lines)
+
+
+def fit(names: Sequence[str]) -> int:
+    """Prints the entries that the cards of these files lack."""
+    if not names:
+        raise ResultsError("fit takes files that `run --suite=choices --json=FILE.json` wrote")
+    cards: dict[str, dict[Group, Found]] = {}
+    for name in names:
+        try:
+            told = json.loads(Path(name).read_text())
+            rows = [Found(**row) for row in told["rows"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ResultsError(f"{name} holds no choices: {error}") from error
+        cards[f"{told['device']} ({name})"] = {(one.row, one.phase): one for one in rows}
+    groups = dict.fromkeys(group for rows in cards.values() for group in rows)
+    count = 0
+    for group in groups:
+        found = {card: rows[group] for card, rows in cards.items() if group in rows}
+        behind = [one for one in found.values() if one.behind and CHOSEN in one.seconds]
+        if not behind:
+            continue
+        worst = max(behind, key=lambda one: one.ratio)
+        print()
+        for card, one in found.items():
+            if worst.fastest in one.seconds:
+                share = one.seconds[worst.fastest] / min(one.seconds.values())
+                print(f"# {card}: None {one.ratio:.3f}, {worst.fastest} {share:.3f}")
+        print(entry_of(worst))
+        count += 1
+    print(f"\n{count} of {len(groups)} rows lack an entry")
+    return 0
 
 
 def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:

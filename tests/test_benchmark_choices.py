@@ -167,6 +167,25 @@ def test_entries_are_a_tables() -> None:
     )])  # fmt: skip
 
 
+def test_cards_are_fitted_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = found(seconds={CHOSEN: 2.0, "triton": 2.0, "cudnn": 1.0})
+    there = found(seconds={CHOSEN: 2.0, "triton": 2.0, "cudnn": 2.1})
+    paths = [tmp_path / f"{name}.json" for name in ("h200", "h100")]
+    for path, one in zip(paths, (here, there), strict=True):
+        rows = [dataclasses.asdict(row) for row in (one, found(row="another"))]
+        path.write_text(json.dumps({"device": path.stem, "rows": rows}))
+    assert entry.main(["benchmarks", "fit", *map(str, paths)]) == 0
+    said = capsys.readouterr().out
+    assert "None 2.000, cudnn 1.000" in said and "None 1.000, cudnn 1.050" in said
+    assert "1 of 2 rows lack an entry" in said and choices.entry_of(here) in said
+    assert tomllib.loads(said.rpartition("\n\n")[0])["attention"]["first"]
+    paths[0].write_text("{}")
+    assert entry.main(["benchmarks", "fit", str(paths[0])]) == 2
+    assert entry.main(["benchmarks", "fit"]) == 2
+
+
 def test_rows_have_what_they_say() -> None:
     row = Row("attention", 2, 4, 16, 8, S=24, G=2, V=6, lengths=True, options=(("layout", "bhtd"),))
     assert row.shapes["v"] == (2, 2, 24, 6) and row.shapes["dout"] == (2, 4, 16, 6)
