@@ -73,6 +73,8 @@ def test_a_kernel_forward_with_a_plain_derivative(op: str, monkeypatch: Any) -> 
     found = dispatch.choose
 
     def choose(call: Any, phase: str) -> dispatch.Choice:
+        if call.implementation is not None:
+            return found(call, phase)
         name = "triton" if call.use(phase) == "forward" else "xla"
         named = dispatch.dataclasses.replace(call, implementation=name)
         seen.append((call.use(phase), phase))
@@ -91,8 +93,17 @@ def test_a_kernel_forward_with_a_plain_derivative(op: str, monkeypatch: Any) -> 
             numerics.run(op, None, q, k, v, cotangents=cotangents, **options), wanted
         )
         function = getattr(ato_jax, op)
-        text = str(jax.make_jaxpr(jax.grad(lambda q: function(q, k, v, **options).sum()))(q))
-        assert "pallas_call" not in text
+
+        def gradient(implementation: str | None) -> str:
+            def total(*qkv: jax.Array) -> jax.Array:
+                return function(*qkv, **options, implementation=implementation).sum()
+
+            # By all three: a custom derivative makes those that are not asked for, too.
+            return str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(q, k, v))
+
+        assert "pallas_call" not in gradient(None)
+        products = [gradient(name).count("dot_general") for name in (None, "xla")]
+        assert products[0] == products[1] > 0
         text = str(jax.make_jaxpr(lambda q: function(q, k, v, **options))(q))
         assert "pallas_call" in text
 
