@@ -23,8 +23,8 @@ _checking = jax.make_user_context(False)
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with the checks of what would otherwise be masked, or told by a flag alone.
 
-    They are: a page id or a length out of range in `decode_attention`, and whatever a `PagedCache`
-    refuses. jit may be inside, around or both.
+    The checks are: a length out of range, in every op; a decay above 0; a page id out of range in
+    `decode_attention`; and whatever a `PagedCache` refuses. jit may be inside, around or both.
 
     Args:
       function: any that JAX can trace.
@@ -34,6 +34,8 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
       `jax.experimental.checkify.checkify` does: `error.get()` is the message or None, and
       `error.throw()` raises it. `checkify.check` in `function` is honoured, too.
     """
+    if not callable(function):
+        raise ValueError(f"function must be callable, got {function!r}")
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:

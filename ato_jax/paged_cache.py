@@ -247,9 +247,10 @@ def _stack(P: int) -> jax.Array:
 def _bind(cache: PagedCache) -> dict[str, int]:
     """The cache's sizes by their letters; a ValueError where its arrays are not as they must be."""
     sizes: dict[str, int] = {}
+    pages = shapes.float_dtype("k_pages", shapes.dtype_name("k_pages", cache.k_pages))
     for name, dtype, letters in (
-        ("k_pages", cache.k_pages.dtype, ("P", "page", "G", "D")),
-        ("v_pages", cache.k_pages.dtype, ("P", "page", "G", "V")),
+        ("k_pages", pages, ("P", "page", "G", "D")),
+        ("v_pages", pages, ("P", "page", "G", "V")),
         ("page_table", "int32", ("B", "pages")),
         ("lengths", "int32", ("B",)),
         ("active", "bool", ("B",)),
@@ -259,6 +260,8 @@ def _bind(cache: PagedCache) -> dict[str, int]:
     ):
         array = getattr(cache, name)
         found = shapes.dtype_name(name, array)
+        if not isinstance(array, jax.Array | np.ndarray | np.generic):
+            raise ValueError(f"{name} must be an array in a PagedCache, got {array!r}")
         if found != dtype:
             raise ValueError(f"{name} must be {dtype} in a PagedCache, got {found}")
         shapes.bind(sizes, name, np.shape(array), letters)

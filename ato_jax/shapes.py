@@ -17,14 +17,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ato_jax import checking
+
 FLOATS = ("bfloat16", "float16", "float32")
 INT32 = np.iinfo(np.int32)
 LEAST = float(np.finfo(np.float32).tiny)  # denormals count as 0 in a kernel
 MOST = float(np.finfo(np.float32).max)
 
 
+def refuse_masked(name: str, array: Any) -> None:
+    """A ValueError for a masked array of NumPy, alone or in a list: its mask would be ignored."""
+    leaves = jax.tree.leaves(array) if isinstance(array, list | tuple) else [array]
+    if any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves):
+        raise ValueError(
+            f"{name} must not be a masked array, whose mask would be ignored; call filled() on it, "
+            f"got {array!r}"
+        )
+
+
 def dtype_name(name: str, array: Any) -> str:
     """The dtype as it came, before JAX could narrow it."""
+    refuse_masked(name, array)
     if hasattr(array, "dtype"):
         return str(array.dtype)
     try:
@@ -38,6 +51,7 @@ def dtype_name(name: str, array: Any) -> str:
 
 def as_array(name: str, array: Any) -> jax.Array:
     """`array` as a JAX array; a ValueError where it has a dtype, and no values."""
+    refuse_masked(name, array)
     try:
         return jnp.asarray(array)
     except TypeError:
@@ -169,7 +183,19 @@ def lengths(
     found = integers(name, array)
     bind_batch(sizes, name, found.shape, batched)
     within(name, array, 0, sizes[axis], f"{axis}={sizes[axis]}")
+    check_lengths(name, found, axis, sizes[axis])
     return clipped(found.reshape(-1), 0, sizes[axis])
+
+
+def check_lengths(name: str, found: jax.Array, axis: str, size: int) -> None:
+    """An error of `checked` unless lengths lie between 0 and the axis' size, wherever they are."""
+    if checking.checking():
+        nearest = clipped(found, -1, size + 1)
+        checking.check(
+            ((nearest >= 0) & (nearest <= size)).all(),
+            f"{name} must lie between 0 and {axis}={size}, got {{{name}}}",
+            **{name: found},
+        )
 
 
 def static_number(name: str, value: Any) -> float:
@@ -190,6 +216,8 @@ def static_number(name: str, value: Any) -> float:
 
 def _is_real(value: Any) -> bool:
     """Whether float() keeps what this says: it takes text and truth values, too."""
+    if isinstance(value, np.ma.MaskedArray):
+        return False
     if hasattr(value, "dtype"):
         name = str(value.dtype)
         return np.ndim(value) == 0 and ("int" in name or "float" in name)

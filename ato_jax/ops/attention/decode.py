@@ -318,14 +318,8 @@ def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
 
     Where `checked` looks an error for it, and for a length, wherever they are.
     """
-    if checking.checking():
-        keys = jnp.asarray(sizes["S"] if lengths is None else lengths)
-        held = shapes.clipped(keys, -1, sizes["S"] + 1)
-        checking.check(
-            ((held >= 0) & (held <= sizes["S"])).all(),
-            f"lengths must lie between 0 and S={sizes['S']}, got {{lengths}}",
-            lengths=keys,
-        )
+    if lengths is not None:
+        shapes.check_lengths("lengths", jnp.asarray(lengths), "S", sizes["S"])
     if page_table is None:
         return
     starts = np.arange(sizes["pages"]) * sizes["page"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ato_jax import dispatch, shapes
+from ato_jax import checking, dispatch, shapes
 from ato_jax.ops.common import (
     axes,
     bind_lengths,
@@ -144,16 +144,21 @@ def resolve_output(
 
 
 def refuse_positive(decay: jax.Array) -> None:
-    """A log-decay above 0 grows without bound; a traced one cannot be checked."""
-    if isinstance(decay, jax.core.Tracer) or not decay.size:
+    """A log-decay above 0 grows without bound. `checked` alone sees the values of a traced one."""
+    if not decay.size:
+        return
+    message = "decay is the natural log of a factor and must be <= 0, got values up to {largest}"
+    if isinstance(decay, jax.core.Tracer):
+        if checking.checking():
+            above = decay > 0  # not NaN, which may stand in padding
+            largest = jnp.where(above, decay, 0).max()
+            checking.check(~above.any(), message, largest=largest)
         return
     # Also where jit traces: what a traced function closes over is concrete.
     with jax.ensure_compile_time_eval():
         largest = float(decay.max())
     if largest > 0:
-        raise ValueError(
-            f"decay is the natural log of a factor and must be <= 0, got values up to {largest}"
-        )
+        raise ValueError(message.format(largest=largest))
 
 
 def _bind_decay(
