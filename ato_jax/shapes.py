@@ -61,8 +61,8 @@ def as_array(name: str, array: Any) -> jax.Array:
 def float_dtype(name: str, dtype: Any) -> str:
     """The name of one of `FLOATS`; a ValueError for whatever is none."""
     try:
-        # Of None it would be float64's.
-        found = dtype if dtype is None else jnp.dtype(dtype).name
+        # None would be read as float64, and an array as its own dtype.
+        found = jnp.dtype(dtype).name if isinstance(dtype, str | type | np.dtype) else dtype
     except (TypeError, ValueError):
         found = dtype
     one_of(name, found, FLOATS)
@@ -198,20 +198,25 @@ def check_lengths(name: str, found: jax.Array, axis: str, size: int) -> None:
         )
 
 
-def static_number(name: str, value: Any) -> float:
-    """A Python number that float32 can hold; a traced one is none to build a kernel for."""
+def number(name: str, value: Any) -> float:
+    """A Python number, NaN and infinity too; a traced one is none to build a kernel for."""
     if isinstance(value, jax.core.Tracer):
         instead = "multiply q by it" if name == "scale" else "make it a static argument of jit"
         raise ValueError(f"{name} must be a concrete number, got a traced one; {instead}")
     try:
         if not _is_real(value):
             raise TypeError
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if not abs(number) <= MOST:
-        raise ValueError(f"{name} must be finite, as a float32, got {number}")
-    return number
+
+
+def static_number(name: str, value: Any) -> float:
+    """A Python number that float32 can hold."""
+    found = number(name, value)
+    if not abs(found) <= MOST:
+        raise ValueError(f"{name} must be finite, as a float32, got {found}")
+    return found
 
 
 def _is_real(value: Any) -> bool:
@@ -226,11 +231,11 @@ def _is_real(value: Any) -> bool:
 
 def positive(name: str, value: Any) -> float:
     """A number above 0, as a float32, too."""
-    number = static_number(name, value)
-    if number < LEAST:
-        least = f" (at least {LEAST:.2g}, float32's least)" if number > 0 else ""
-        raise ValueError(f"{name} must be positive{least}, got {number}")
-    return number
+    found = static_number(name, value)
+    if found < LEAST:
+        least = f" (at least {LEAST:.2g}, float32's least)" if found > 0 else ""
+        raise ValueError(f"{name} must be positive{least}, got {found}")
+    return found
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -255,5 +260,5 @@ def draw(name: str, key: Any, sample: Callable[[Any], jax.Array]) -> jax.Array:
     """`sample(key)`, of a single JAX random key, typed or raw."""
     try:
         return sample(key)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a single JAX random key, got {key!r}") from error

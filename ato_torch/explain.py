@@ -41,10 +41,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     It is called once. The backward is the one from the first output to all that need a gradient.
     """
+    if not callable(function):
+        raise ValueError(f"function must be one of ato_torch's, got {function!r}")
     with _Recorder() as recorder:
         function(*args, **kwargs)
     if not recorder.calls:
-        raise ValueError(f"{function!r} does not call ato_torch")
+        raise ValueError(f"function must be one of ato_torch's: {function!r} does not call ato_torch")
     text, tensors = recorder.calls[0]
     call = _programs.parse(text)
     program = _programs.of_text(text, _bridge.jax_device(tensors[0].device))

@@ -26,6 +26,7 @@ from ato_jax.nn.common import (
     as_input_shape,
     bind_mask,
     refuse_no_dtype,
+    refuse_no_initialiser,
 )
 from ato_jax.ops.attention import decode
 from ato_jax.ops.attention.api import OP, attention, bounds
@@ -79,13 +80,10 @@ class Attention(MultiHead):
         **options: Any,
     ) -> None:
         sinks = shapes.flag("sinks", sinks)
-        bounds(causal, window)
+        bounds(shapes.flag("causal", causal), window)
         if softcap is not None:
             shapes.positive("softcap", softcap)
-        if not callable(sinks_init):
-            raise ValueError(
-                f"sinks_init must be a function of a key, a shape and a dtype, got {sinks_init!r}"
-            )
+        refuse_no_initialiser(sinks_init=sinks_init)
         super().__init__(
             num_heads,
             in_features,

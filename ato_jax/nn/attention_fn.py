@@ -41,6 +41,9 @@ from ato_jax.nn.common import (
     hide_keys,
     hide_queries,
     one_batch_axis,
+    refuse_no_dtype,
+    refuse_no_key,
+    refuse_no_promotion,
 )
 from ato_jax.ops.attention import api as softmax
 from ato_jax.ops.linear_attention import api as linear
@@ -89,12 +92,24 @@ class AttentionFn:
                     f"{name} is refused by {type(self).__name__}: no einsum forms the weights, "
                     "they are never in memory"
                 )
+        deterministic = shapes.flag("deterministic", deterministic)
+        broadcast_dropout = shapes.flag("broadcast_dropout", broadcast_dropout)
+        shapes.flag("force_fp32_for_softmax", force_fp32_for_softmax)
+        dropout_rate = shapes.number("dropout_rate", dropout_rate)
         if not deterministic and not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
         dropped = not deterministic and dropout_rate > 0
         if dropped and dropout_rng is None:
             raise ValueError(f"dropout_rng must be given with a dropout_rate of {dropout_rate}")
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        if dropped:
+            refuse_no_key("dropout_rng", dropout_rng)
+        refuse_no_dtype(dtype=dtype)
+        refuse_no_promotion("promote_dtype", promote_dtype)
+        # With a dtype, others are converted to it; without one they would be narrowed unasked.
+        read = shapes.floating if dtype is None else shapes.as_array
+        named = (("query", query), ("key", key), ("value", value))
+        arrays = tuple(read(name, array) for name, array in named)
+        query, key, value = promote_dtype(arrays, dtype=dtype)
         batch = query.shape[:-3]
         for name, array in (("key", key), ("value", value)):
             if array.ndim != query.ndim or array.shape[:-3] != batch:
@@ -113,7 +128,7 @@ class AttentionFn:
             inputs_k=k,
             batch=batch,
             mask=mask,
-            causal=bool(is_causal),
+            causal=shapes.flag("is_causal", is_causal),
             decode=False,
             dropout_key=dropout_rng if dropped else None,
         )
@@ -150,7 +165,7 @@ class SoftmaxAttentionFn(AttentionFn):
             causal=self.causal or call.causal,
             window=self.window,
             query_offset=0 if call.causal and T != S else None,
-            bias=None if bias is None else _bind_bias(jnp.asarray(bias), call),
+            bias=None if bias is None else _bind_bias(shapes.floating("bias", bias), call),
             softcap=self.softcap,
             scale=self.scale,
             precision=precision,
@@ -275,13 +290,19 @@ def linear_attention_fn(
 
 def _bind_bias(bias: jax.Array, call: Call) -> jax.Array:
     """What broadcasts to [batch..., H, T, S], with one batch axis."""
-    ndim = len(call.batch) + 3
-    if bias.ndim > ndim:
-        raise ValueError(f"bias must broadcast to [batch..., H, T, S], got shape {bias.shape}")
-    bias = bias.reshape((1,) * (ndim - bias.ndim) + bias.shape)
-    if math.prod(bias.shape[:-3]) != 1:
-        bias = jnp.broadcast_to(bias, call.batch + bias.shape[-3:])
-    return bias.reshape(-1, *bias.shape[-3:])
+    wanted = (*call.batch, call.query.shape[2], call.query.shape[1], call.key.shape[1])
+    shape = (1,) * (len(wanted) - bias.ndim) + bias.shape
+    fits = len(shape) == len(wanted) and all(
+        size in (1, full) for size, full in zip(shape, wanted, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"bias must broadcast to [batch..., H, T, S] = {wanted}, got shape {bias.shape}"
+        )
+    if all(size == 1 for size in shape[:-3]):
+        return bias.reshape(1, *shape[-3:])
+    bias = jnp.broadcast_to(bias.reshape(shape), call.batch + shape[-3:])
+    return bias.reshape(math.prod(call.batch), *shape[-3:])
 
 
 def _dropped(

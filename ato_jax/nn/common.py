@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,8 +102,14 @@ class MultiHead(nnx.MultiHeadAttention):
         ):
             if size is not None or name in ("num_heads", "in_features"):
                 shapes.positive_int(name, size)
-        for name in ("use_bias", "normalize_qk", "keep_rngs"):
+        if (qkv_features or in_features) % num_heads:
+            raise ValueError(
+                "qkv_features must be a multiple of num_heads, "
+                f"got {qkv_features or in_features} and {num_heads}"
+            )
+        for name in ("use_bias", "normalize_qk", "keep_rngs", "broadcast_dropout"):
             shapes.flag(name, options.get(name, True))
+        refuse_no_parts(options)
         as_decode(options.get("decode"))
         optional_flag("deterministic", options.get("deterministic"))
         precision_of(options.get("precision"), "float32")
@@ -169,7 +176,7 @@ class MultiHead(nnx.MultiHeadAttention):
         Returns:
           [batch..., T, out_features].
         """
-        if sow_weights:
+        if shapes.flag("sow_weights", sow_weights):
             raise ValueError(
                 "sow_weights must be False: the attention weights are never formed. "
                 "nnx.MultiHeadAttention holds the same parameters and can show them"
@@ -181,6 +188,7 @@ class MultiHead(nnx.MultiHeadAttention):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         refuse_no_array("inputs_q", inputs_q)
         batch = inputs_q.shape[:-2]
+        refuse_no_sharding(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
         for name, inputs, features in (
             ("inputs_q", inputs_q, self.in_features),
             ("inputs_k", inputs_k, self.in_kv_features),
@@ -272,9 +280,12 @@ def dropout_key(
 
     `layer` has the attributes of nnx.MultiHeadAttention: dropout_rate, deterministic and rngs.
     """
+    deterministic = layer.deterministic if deterministic is None else deterministic
+    optional_flag("deterministic", deterministic)
+    if rngs is not None and not isinstance(rngs, nnx.RngStream | nnx.Rngs):
+        raise ValueError(f"rngs must be an nnx.Rngs or an nnx.RngStream, got {rngs!r}")
     if not layer.dropout_rate:
         return None
-    deterministic = layer.deterministic if deterministic is None else deterministic
     if deterministic is None:
         raise ValueError(
             "deterministic must be True or False where dropout_rate is above 0: give it to "
@@ -293,8 +304,12 @@ def dropout_key(
 
 def refuse_no_array(name: str, inputs: Any) -> None:
     """A ValueError unless `inputs` is an array, of JAX or NumPy: a list has no shape to check."""
-    if not hasattr(inputs, "shape") or not hasattr(inputs, "ndim"):
+    is_array = hasattr(inputs, "shape") and hasattr(inputs, "ndim") and hasattr(inputs, "dtype")
+    if not is_array or isinstance(inputs, jax.ShapeDtypeStruct | type):
         raise ValueError(f"{name} must be an array, got {inputs!r}")
+    found = shapes.dtype_name(name, inputs)
+    if not found.startswith(("bool", "int", "uint", "float", "bfloat")):
+        raise ValueError(f"{name} must hold real numbers, got {found}")
 
 
 def refuse_rngs_without(stream: str, rngs: Any, wanted: str = "an nnx.Rngs") -> None:
@@ -324,17 +339,102 @@ def refuse_no_dtype(**dtypes: Any) -> None:
         if dtype is None:
             continue
         try:
-            floats = jnp.issubdtype(jax.dtypes.canonicalize_dtype(dtype), jnp.floating)
+            named = isinstance(dtype, str | type | np.dtype)  # an array only has one
+            floats = named and jnp.issubdtype(jax.dtypes.canonicalize_dtype(dtype), jnp.floating)
         except (TypeError, ValueError):
             floats = False
         if not floats:
             raise ValueError(f"{name} must be None or a dtype of floats, got {dtype!r}")
 
 
+# Arguments of nnx.MultiHeadAttention that are functions or metadata.
+_INITIALISERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
+_PROMOTIONS = ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype")
+_PRODUCTS = ("qkv_dot_general", "out_dot_general")
+_PRODUCT_CLASSES = ("qkv_dot_general_cls", "out_dot_general_cls")
+_METADATA = (
+    *("kernel_metadata", "out_kernel_metadata", "bias_metadata", "out_bias_metadata"),
+    *("query_ln_scale_metadata", "key_ln_scale_metadata"),
+)
+_OPTIONAL = (
+    *("out_kernel_init", "out_bias_init", "out_kernel_metadata", "out_bias_metadata"),
+    *(*_PRODUCTS, *_PRODUCT_CLASSES),
+)
+
+
+def refuse_no_parts(options: Mapping[str, Any]) -> None:
+    """A ValueError for a function or metadata of nnx.MultiHeadAttention's that is none."""
+    for name, value in options.items():
+        if value is None and name in _OPTIONAL:
+            continue
+        if name in _INITIALISERS:
+            refuse_no_initialiser(**{name: value})
+        elif name in _PROMOTIONS:
+            refuse_no_promotion(name, value)
+        elif name in _PRODUCTS and not takes(value, "left", "right", "axes", precision=None):
+            raise ValueError(
+                f"{name} must be None or a function like jax.lax.dot_general, got {value!r}"
+            )
+        elif name in _PRODUCT_CLASSES and not callable(value):
+            raise ValueError(f"{name} must be None or a class of such functions, got {value!r}")
+        elif name in _METADATA:
+            named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+            if not named:
+                raise ValueError(f"{name} must be a mapping of names to values, got {value!r}")
+
+
+def refuse_no_initialiser(**initialisers: Any) -> None:
+    """A ValueError for what cannot be called as Flax calls an initialiser."""
+    for name, initialiser in initialisers.items():
+        if not takes(initialiser, "key", "shape", "dtype"):
+            raise ValueError(
+                f"{name} must be a function of a key, a shape and a dtype, got {initialiser!r}"
+            )
+
+
+def refuse_no_promotion(name: str, promote_dtype: Any) -> None:
+    """A ValueError for what cannot be called as Flax calls a `promote_dtype`."""
+    if not takes(promote_dtype, "arrays", dtype=None):
+        raise ValueError(
+            f"{name} must be a function of a tuple of arrays and `dtype`, got {promote_dtype!r}"
+        )
+
+
+def takes(function: Any, *arguments: Any, **options: Any) -> bool:
+    """Whether it is a function that can be called so, as far as its signature is known."""
+    if not callable(function) or inspect.isclass(function):
+        return False
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def refuse_no_key(name: str, key: Any) -> None:
+    """A ValueError for what is no single random key of JAX; nothing is drawn."""
+    shapes.draw(name, key, functools.partial(jax.eval_shape, jax.random.bits))
+
+
+def refuse_no_sharding(**shardings: Any) -> None:
+    """A ValueError for what is neither None nor a sharding that `out_sharding` of JAX takes."""
+    for name, sharding in shardings.items():
+        kinds = jax.sharding.NamedSharding | jax.sharding.PartitionSpec
+        if sharding is not None and not isinstance(sharding, kinds):
+            raise ValueError(
+                f"{name} must be None, a NamedSharding or a PartitionSpec, got {sharding!r}"
+            )
+
+
 def as_input_shape(input_shape: Any, features: int) -> tuple[int, ...]:
     """`input_shape` of `init_cache`; a ValueError unless it is [batch..., length, features]."""
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    sizes = all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
+    sizes = all(
+        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
+        for size in shape
+    )
     if len(shape) < 2 or not sizes or shape[-1] != features:
         raise ValueError(
             f"input_shape must be (batch..., length, {features}), the shape of the inputs, "
@@ -353,7 +453,7 @@ def as_positions(positions: Any) -> jax.Array:
     found = shapes.dtype_name("input_positions", positions)
     if not found.startswith(("int", "uint", "float", "bfloat")):
         raise ValueError(f"input_positions must hold integers or floats, got {found}")
-    return jnp.asarray(positions)
+    return shapes.as_array("input_positions", positions)
 
 
 def made(variable: nnx.Cache[jax.Array] | None) -> nnx.Cache[jax.Array]:
@@ -456,6 +556,7 @@ def as_mask(mask: Any) -> Any:
         return None
     if isinstance(mask, nnx.Variable):
         mask = mask[...]
+    shapes.refuse_masked("mask", mask)
     if not isinstance(mask, jax.Array):
         try:
             mask = np.asarray(mask)
@@ -506,7 +607,9 @@ def bind_mask(mask: Any, call: Call, S: int | None = None) -> Any:
     if all(size == 1 for size in shape[:-3]):
         return mask.reshape(1, *shape[-3:])
     numpy = np if isinstance(mask, np.ndarray) else jnp
-    return numpy.broadcast_to(mask, call.batch + shape[-3:]).reshape(-1, *shape[-3:])
+    full = numpy.broadcast_to(mask, call.batch + shape[-3:])
+    # Not -1, which means nothing where an axis is empty.
+    return full.reshape(math.prod(call.batch), *shape[-3:])
 
 
 class Visible(NamedTuple):

@@ -27,7 +27,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call
+from ato_jax.nn.common import Call, refuse_no_initialiser
 from ato_jax.nn.linear_attention import LinearAttention
 
 
@@ -92,6 +92,11 @@ class GatedLinearAttention(LinearAttention):
             )
         gate_rank = shapes.positive_int("gate_rank", 16 if gate_rank is None else gate_rank)
         use_output_gate = shapes.flag("use_output_gate", use_output_gate)
+        refuse_no_initialiser(
+            gate_kernel_init=gate_kernel_init,
+            gate_bias_init=gate_bias_init,
+            norm_scale_init=norm_scale_init,
+        )
         super().__init__(
             num_heads,
             in_features,

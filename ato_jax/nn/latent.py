@@ -52,6 +52,8 @@ from ato_jax.nn.common import (
     optional_flag,
     refuse_no_array,
     refuse_no_dtype,
+    refuse_no_initialiser,
+    refuse_no_sharding,
     refuse_rngs_without,
     rotate,
 )
@@ -130,6 +132,14 @@ class LatentAttention(nnx.Module):
         use_bias = shapes.flag("use_bias", use_bias)
         as_decode(decode)
         refuse_no_dtype(dtype=dtype, param_dtype=param_dtype)
+        refuse_no_initialiser(
+            kernel_init=kernel_init,
+            down_kernel_init=down_kernel_init,
+            bias_init=bias_init,
+            norm_scale_init=norm_scale_init,
+        )
+        if out_kernel_init is not None:
+            refuse_no_initialiser(out_kernel_init=out_kernel_init)
         self.num_heads = shapes.positive_int("num_heads", num_heads)
         self.in_features = shapes.positive_int("in_features", in_features)
         self.out_features = shapes.positive_int(
@@ -239,6 +249,7 @@ class LatentAttention(nnx.Module):
           [batch..., T, out_features].
         """
         refuse_no_array("inputs_q", inputs_q)
+        refuse_no_sharding(out_sharding=out_sharding)
         if inputs_q.ndim < 2 or inputs_q.shape[-1] != self.in_features:
             raise ValueError(
                 f"inputs_q must be [batch..., length, {self.in_features}], "
@@ -384,7 +395,8 @@ class LatentAttention(nnx.Module):
         Args:
           deterministic, decode: as in the constructor; None leaves them.
         """
+        optional_flag("deterministic", deterministic)
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
-            self.decode = decode
+            self.decode = as_decode(decode)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ato_jax import shapes
 from ato_jax.nn.common import (
     Call,
     MultiHead,
@@ -28,6 +29,7 @@ from ato_jax.nn.common import (
     hide_queries,
     made,
     optional_flag,
+    refuse_no_dtype,
     refuse_rngs_without,
 )
 from ato_jax.ops.linear_attention.api import OP, linear_attention
@@ -84,7 +86,7 @@ class LinearAttention(MultiHead):
                 "feature_map holds a random projection: use ato_jax.nn.Performer, which keeps it "
                 "as a variable and can redraw it"
             )
-        if options.get("dropout_rate"):
+        if shapes.static_number("dropout_rate", options.get("dropout_rate", 0.0)):
             raise ValueError(
                 "dropout_rate must be 0: linear attention forms no weights that could be dropped; "
                 f"put nnx.Dropout after the layer, got {options['dropout_rate']}"
@@ -197,6 +199,7 @@ class LinearAttention(MultiHead):
         can make the caches of all its layers alike. The state is float32, of one size.
         """
         features = self._features()[1]
+        refuse_no_dtype(dtype=dtype)
         shape = (*as_input_shape(input_shape, self.in_features)[:-2], self.num_kv_heads, features)
         self.cached_kv = nnx.Cache(jnp.zeros((*shape, self.head_dim), jnp.float32))
         self.cached_k_sum = nnx.Cache(jnp.zeros(shape, jnp.float32))

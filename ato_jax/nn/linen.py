@@ -25,7 +25,14 @@ from flax import errors, linen, nnx
 from flax.core import FrozenDict, meta
 from flax.traverse_util import flatten_dict
 
-from ato_jax.nn.common import MultiHead
+from ato_jax import shapes
+from ato_jax.nn.common import (
+    MultiHead,
+    as_decode,
+    optional_flag,
+    refuse_no_array,
+    refuse_no_key,
+)
 from ato_jax.nn.latent import LatentAttention
 
 
@@ -54,6 +61,8 @@ def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAtten
     """
     if not (inspect.isclass(cls) and issubclass(cls, (MultiHead, LatentAttention))):
         raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {cls!r}")
+    if not (name is None or isinstance(name, str)):
+        raise ValueError(f"name must be None or a string, got {name!r}")
     for taken in {"rngs", "keep_rngs"} & set(options):
         raise ValueError(f"{taken} cannot be given: Linen hands rngs to `init` and `apply`")
     _refuse_decode(options)
@@ -75,9 +84,13 @@ class LinenAttention(linen.Module):
         **call_options: Any,
     ) -> jax.Array:
         _refuse_decode(call_options)
-        arguments = {"in_features": inputs_q.shape[-1]}
+        if "rngs" in call_options:
+            raise ValueError("rngs cannot be given in Linen: the key for dropout is dropout_rng")
+        arguments = {"in_features": _features("inputs_q", inputs_q)}
         if issubclass(self.cls, MultiHead):
-            arguments["in_kv_features"] = (inputs_q if inputs_k is None else inputs_k).shape[-1]
+            arguments["in_kv_features"] = (
+                arguments["in_features"] if inputs_k is None else _features("inputs_k", inputs_k)
+            )
         arguments["keep_rngs"] = False  # the keys for dropout come with the call
         arguments |= self.options
 
@@ -86,7 +99,7 @@ class LinenAttention(linen.Module):
                 return self.cls(**arguments, rngs=rngs)
             # Every value comes from Linen's collections: none is drawn only to be replaced.
             layer = nnx.eval_shape(lambda: self.cls(**arguments, rngs=nnx.Rngs(0)))
-            _require_variables(layer, meta.unbox(bridge.variables))
+            _require_variables(layer, meta.unbox(bridge.variables), inputs_q, inputs_k)
             return layer
 
         for name, inputs in (("inputs_k", inputs_k), ("inputs_v", inputs_v)):
@@ -94,8 +107,12 @@ class LinenAttention(linen.Module):
                 call_options[name] = inputs
         key = call_options.pop("dropout_rng", None)
         deterministic = call_options.get("deterministic", self.options.get("deterministic"))
+        optional_flag("deterministic", deterministic)
         undecided = deterministic is None  # which the layer refuses where it would drop
-        if self.options.get("dropout_rate", 0) > 0 and not (undecided or deterministic):
+        rate = shapes.static_number("dropout_rate", self.options.get("dropout_rate", 0.0))
+        if key is not None:
+            refuse_no_key("dropout_rng", key)
+        if rate > 0 and not (undecided or deterministic):
             # The bridge would make up a key where there is none, the same for every step.
             call_options["rngs"] = nnx.Rngs(dropout=self._drawn() if key is None else key)
         bridge = _Bridge(build)
@@ -112,8 +129,19 @@ class LinenAttention(linen.Module):
             ) from None
 
 
+def _features(name: str, inputs: Any) -> int:
+    """The size of the last axis of [batch..., length, features]."""
+    refuse_no_array(name, inputs)
+    if inputs.ndim < 2 or not inputs.shape[-1]:
+        raise ValueError(
+            f"{name} must be [batch..., length, features] with at least one feature, "
+            f"got shape {inputs.shape}"
+        )
+    return int(inputs.shape[-1])
+
+
 def _refuse_decode(options: Mapping[str, Any]) -> None:
-    if options.get("decode"):
+    if as_decode(options.get("decode")):
         raise ValueError("decode must be False in Linen: decode with the layer itself, in nnx")
 
 
@@ -129,7 +157,9 @@ class _Bridge(nnx.bridge.ToLinen):
         }
 
 
-def _require_variables(layer: nnx.Module, collections: Mapping[str, Any]) -> None:
+def _require_variables(
+    layer: nnx.Module, collections: Mapping[str, Any], inputs_q: Any, inputs_k: Any
+) -> None:
     """A ValueError unless the collections hold the layer's variables, in their shapes, and no more.
 
     The bridge would go on with a fresh one in place of what is missing, and stumbles over others.
@@ -146,6 +176,8 @@ def _require_variables(layer: nnx.Module, collections: Mapping[str, Any]) -> Non
             raise ValueError(
                 f"{_joined(collection, path)} must have shape {variable.shape}, "
                 + ("but it is not there" if shape is None else f"got {shape}")
+                + f"; inputs_q has shape {inputs_q.shape}"
+                + ("" if inputs_k is None else f", inputs_k has shape {inputs_k.shape}")
             )
     if given:
         names = ", ".join(_joined(collection, path) for path, (collection, _) in given.items())

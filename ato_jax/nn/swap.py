@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ato_jax.nn.common import MultiHead
+from ato_jax.nn.common import MultiHead, takes
 from ato_jax.nn.gated import GatedLinearAttention
 
 Path = tuple[Any, ...]  # names of attributes, keys and indices
@@ -96,7 +96,14 @@ def replace_attention(
             "model must be an nnx.Module, a list or a dict, which can be changed in place, "
             f"got {type(model).__name__}"
         )
-    matches = nnx.filterlib.to_predicate(where)
+    try:
+        matches = nnx.filterlib.to_predicate(where)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"where must be an nnx filter, such as nnx.PathContains('encoder'), got {where!r}"
+        ) from error
+    if not takes(matches, "path", "layer"):
+        raise ValueError(f"where must be a function of (path, layer), got {where!r}")
     found = {
         path: layer
         for path, layer in nnx.iter_graph(model, graph=True)

@@ -151,8 +151,7 @@ def refuse_positive(decay: jax.Array) -> None:
     if isinstance(decay, jax.core.Tracer):
         if checking.checking():
             above = decay > 0  # not NaN, which may stand in padding
-            largest = jnp.where(above, decay, 0).max()
-            checking.check(~above.any(), message, largest=largest)
+            checking.check(~above.any(), message, largest=jnp.where(above, decay, 0).max())
         return
     # Also where jit traces: what a traced function closes over is concrete.
     with jax.ensure_compile_time_eval():
