@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import checking
-
 FLOATS = ("bfloat16", "float16", "float32")
 INT32 = np.iinfo(np.int32)
 LEAST = float(np.finfo(np.float32).tiny)  # denormals count as 0 in a kernel
@@ -183,19 +181,7 @@ def lengths(
     found = integers(name, array)
     bind_batch(sizes, name, found.shape, batched)
     within(name, array, 0, sizes[axis], f"{axis}={sizes[axis]}")
-    check_lengths(name, found, axis, sizes[axis])
     return clipped(found.reshape(-1), 0, sizes[axis])
-
-
-def check_lengths(name: str, found: jax.Array, axis: str, size: int) -> None:
-    """An error of `checked` unless lengths lie between 0 and the axis' size, wherever they are."""
-    if checking.checking():
-        nearest = clipped(found, -1, size + 1)
-        checking.check(
-            ((nearest >= 0) & (nearest <= size)).all(),
-            f"{name} must lie between 0 and {axis}={size}, got {{{name}}}",
-            **{name: found},
-        )
 
 
 def number(name: str, value: Any) -> float:

@@ -102,7 +102,7 @@ def test_backends(name: str) -> None:
             "ato_jax.dispatch",
             ("ato_jax.tuning", "ato_jax.device", "ato_jax.autodiff", "ato_jax.meshes"),
         ),
-        ("ato_jax.ops.common", ("ato_jax.shapes",)),
+        ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.shapes")),
         ("ato_jax.ops.attention.spec", ("ato_jax.meshes",)),
         (
             "ato_jax.ops.linear_attention.spec",

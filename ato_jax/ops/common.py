@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import shapes
+from ato_jax import checking, shapes
 
 LAYOUTS = ("bthd", "bhtd")
 
@@ -101,7 +101,11 @@ def bind_lengths(
     )
 
     def bound(name: str, array: Any, axis: str) -> jax.Array | None:
-        return None if array is None else shapes.lengths(name, array, sizes, axis, batched)
+        if array is None:
+            return None
+        lengths = shapes.lengths(name, array, sizes, axis, batched)
+        check_lengths(name, array, axis, sizes[axis])
+        return lengths
 
     if shared and (q_lengths is not None or kv_lengths is not None):
         if q_lengths is not None:
@@ -110,6 +114,18 @@ def bind_lengths(
             lengths = bound("kv_lengths", kv_lengths, "S")
         return lengths, lengths, True
     return bound("q_lengths", q_lengths, "T"), bound("kv_lengths", kv_lengths, "S"), shared
+
+
+def check_lengths(name: str, found: Any, axis: str, size: int) -> None:
+    """An error of `checked` unless lengths lie between 0 and the axis' size, wherever they are."""
+    if checking.checking():
+        found = jnp.asarray(found)
+        nearest = shapes.clipped(found, -1, size + 1)
+        checking.check(
+            ((nearest >= 0) & (nearest <= size)).all(),
+            f"{name} must lie between 0 and {axis}={size}, got {{{name}}}",
+            **{name: found},
+        )
 
 
 def bind_segments(

@@ -24,7 +24,7 @@ from ato_jax.dispatch import UnsupportedError
 from ato_jax.ops.attention.api import OP, PAGED, attention, bind_sinks, bounds
 from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import AttentionSpec
-from ato_jax.ops.common import check_heads, is_batched, with_batch
+from ato_jax.ops.common import check_heads, check_lengths, is_batched, with_batch
 
 # Those that None may mean; "reference" runs where it is named.
 BACKENDS = ("xla", "triton")
@@ -319,7 +319,7 @@ def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
     Where `checked` looks an error for it, and for a length, wherever they are.
     """
     if lengths is not None:
-        shapes.check_lengths("lengths", jnp.asarray(lengths), "S", sizes["S"])
+        check_lengths("lengths", lengths, "S", sizes["S"])
     if page_table is None:
         return
     starts = np.arange(sizes["pages"]) * sizes["page"]
