@@ -273,7 +273,25 @@ def _default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     if in_parts and spec.causal:
         # Products of no more columns than 4 warps hold go one after the other.
         config = dataclasses.replace(config, output_warps=4, output_stages=2, pair_block=32)
-    return _in_float16(spec, config, roomy) if spec.dtype == "float16" else config
+    config = _in_float16(spec, config, roomy) if spec.dtype == "float16" else config
+    if spec.causal and spec.decay in ("head", "step") and not config.backward_run_rows:
+        config = _stored_for_decay(spec, config)
+    return config
+
+
+def _stored_for_decay(spec: LinearAttentionSpec, config: Config) -> Config:
+    """The backward's blocks where the forward carries its states and the backward stores them,
+    as the gradient of a decay needs (`walk.py`)."""
+    small = tiles.state_size(spec) <= tiles.SMALL_STATE
+    block = config.dq_block
+    return dataclasses.replace(
+        config,
+        backward_run_rows=64 if small and spec.dtype != "bfloat16" else 128,
+        pair_block=min(32, block),
+        dkv_block=block,
+        dkv_warps=config.dq_warps,
+        dkv_stages=1,
+    )
 
 
 def _one_state(spec: LinearAttentionSpec) -> bool:

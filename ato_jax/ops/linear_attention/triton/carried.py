@@ -1,4 +1,8 @@
-"""One program walks a piece chunk by chunk, its running state in registers (`causal.py`)."""
+"""One program walks a piece chunk by chunk, its running state in registers (`causal.py`).
+
+The backward here is that of calls without a decay: the gradient of one needs the state and its
+cotangent of the same place, and either walk knows one of the two (`walk.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,6 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     State,
     add_weighted,
     feature_gradient,
-    later_pairs,
     load_cotangent,
     load_state,
     pairs_of,
@@ -138,9 +141,6 @@ def query_gradient(
     if "reads" in arrays:
         of_pieces = gates(spec, walk, steps, walk.pieces.rows, ("reads",))
         arrays["reads_of_piece"] = of_pieces["reads"]
-    # Per step, for the decay's gradient.
-    flows = int(spec.decay is not None)
-    own = int("own" in arrays)
 
     def kernel(
         refs: dict[str, Any],
@@ -152,7 +152,6 @@ def query_gradient(
         dq_ref: Any,
         d_side_refs: Any,
         normalizer_refs: Any,
-        flow_refs: Any,
     ) -> None:
         piece = walk.with_queries + tiles.piece_id()
         one = tiles.identity(spec, tiles.padded(spec.D))
@@ -187,12 +186,6 @@ def query_gradient(
 
             d_phi_q = feature_gradient(g, z_seen, e, inverse)
             tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
-            at = start - walk.with_queries * walk.pieces.rows
-            if flows:
-                read = feature_gradient(*from_state, e, inverse)
-                tiles.store_steps(flow_refs[0], at, jnp.sum(phi_q * read, axis=1))
-            if own:
-                tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
             u = phi_q * inverse[:, None]
             if "reads_of_piece" in refs:
                 u = tiles.scale_rows(u, refs["reads_of_piece"], start)
@@ -216,14 +209,11 @@ def query_gradient(
     per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
     row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
     normalizers = 2 if spec.normalize else 0
-    asked = count * walk.pieces.rows
-    per_step = pl.BlockSpec((None, None, asked), lambda p, h, b: (b, h, 0))
-    step_shape = jax.ShapeDtypeStruct((spec.B, spec.H, asked), jnp.float32)
     side_shape = [
         jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
         jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
     ]
-    dq, d_side, normalizer, found = tiles.launch(
+    dq, d_side, normalizer = tiles.launch(
         kernel,
         "linear_attention_causal_query_gradient",
         grid=(count, spec.H, spec.B),
@@ -239,23 +229,17 @@ def query_gradient(
             tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
             state_blocks(spec, lambda p, h, b: (b, h, p)),
             [per_row] * normalizers,
-            [per_step] * (flows + own),
         ],
         out_shape=[
             tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
             side_shape,
             [row_shape] * normalizers,
-            [step_shape] * (flows + own),
         ],
         warps=config.dq_warps,
         stages=config.dq_stages,
     )(arrays, inputs.q, inputs.k, inputs.v, do, [sides[0].kv, sides[0].k_sum])
     return QueryGradient(
-        dq,
-        [tuple(d_side)],
-        Normalizer(*normalizer) if normalizer else None,
-        found[:flows],
-        found[-1] if own else None,
+        dq, [tuple(d_side)], Normalizer(*normalizer) if normalizer else None, [], None
     )
 
 
@@ -269,18 +253,12 @@ def key_gradient(
     normalizer: Normalizer | None,
     do: jax.Array,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """dk and dv, summed over the query heads of each kv head; and for the decay's gradient.
-
-    These are of each step, [B, G, steps]: what counts for decays up to its own, and for later
-    ones.
-    """
-    # The flows of queries and of keys are added up by the same chunks.
-    block = config.dkv_block if spec.decay is None else config.dq_block
+    """dk and dv, summed over the query heads of each kv head; nothing for a decay's gradient."""
+    block = config.dkv_block
     group = spec.H // spec.G
     chunks = walk.pieces.rows // block
     axis = tiles.heads_axis(spec)
     arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
-    flows = 0 if spec.decay is None else 3
 
     def kernel(
         refs: dict[str, Any],
@@ -292,7 +270,6 @@ def key_gradient(
         normalizer_refs: Any,
         dk_ref: Any,
         dv_ref: Any,
-        flow_refs: Any,
     ) -> None:
         piece = tiles.piece_id()
         one = tiles.identity(spec, tiles.padded(spec.D))
@@ -309,15 +286,13 @@ def key_gradient(
 
             dv = read_for_values(spec, refs, "adds", start, phi_k, sums)
             d_features = read_for_features(spec, refs, "adds", start, v, sums)
-            if flows:
-                tiles.store_steps(flow_refs[2], start, jnp.sum(features * d_features, axis=1))
             if "keeps" in refs:
                 keep = refs["keeps"][start // block]
                 sums = keep * sums[0], keep * sums[1]
             pairs = pairs_of(walk, refs, chunk, chunk, keys_first=True)
 
             def add_head(head: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                dv, d_features, sums, ends = carry
+                dv, d_features, sums = carry
                 q = tiles.load_tile(q_ref, queries, spec.D, head, axis)  # [C, D]
                 do = tiles.load_tile(do_ref, queries, spec.V, head, axis)  # [C, V]
                 e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
@@ -334,26 +309,20 @@ def key_gradient(
                 w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)
                 w = pairs.weigh(w)
                 dv = add_weighted(spec, dv, w, do)
-                if flows:
-                    m = later_pairs(w * dw, walk)
-                    ends = [ends[0] + jnp.sum(m, axis=0), ends[1] + jnp.sum(m, axis=1)]
                 # These are a difference, and where features are all alike nothing averages.
                 d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
                 dkv, dz = sums
                 dkv += tiles.product(spec, do, carried, wide=True, trans_a=True)
                 if e is not None:
                     dz += tiles.row_parts(tiles.rounded(spec, carried, wide=True) * e[:, None])
-                return dv, d_features, (dkv, dz), ends
+                return dv, d_features, (dkv, dz)
 
-            nothing = [jnp.zeros((block,), jnp.float32)] * (2 if flows else 0)
-            carry = dv, d_features, sums, nothing
+            carry = dv, d_features, sums
             if group == 1:
                 # Not a loop of one turn: loads ahead are those of the loop they stand in.
-                dv, d_features, sums, ends = add_head(0, carry)
+                dv, d_features, sums = add_head(0, carry)
             else:
-                dv, d_features, sums, ends = jax.lax.fori_loop(0, group, add_head, carry)
-            for flow_ref, end in zip(flow_refs[:2], ends, strict=False):
-                tiles.store_steps(flow_ref, start, end)
+                dv, d_features, sums = jax.lax.fori_loop(0, group, add_head, carry)
             tiles.store_tile(dv_ref, keys, spec.V, dv)
             tiles.store_tile(dk_ref, keys, spec.D, d_features * slopes)
             return sums
@@ -363,8 +332,7 @@ def key_gradient(
     keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
     values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
     per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
-    per_step = pl.BlockSpec((None, None, walk.steps), lambda p, g, b: (b, g, 0))
-    dk, dv, found = tiles.launch(
+    dk, dv = tiles.launch(
         kernel,
         "linear_attention_causal_key_gradient",
         grid=(walk.pieces.count, spec.G, spec.B),
@@ -377,11 +345,10 @@ def key_gradient(
             state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
             [per_row] * len(normalizer or ()),
         ],
-        out_specs=[keys, values, [per_step] * flows],
+        out_specs=[keys, values],
         out_shape=[
             tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
             tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
-            [jax.ShapeDtypeStruct((spec.B, spec.G, walk.steps), jnp.float32)] * flows,
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,
@@ -394,7 +361,4 @@ def key_gradient(
         [sides[0].kv, sides[0].k_sum],
         list(normalizer or ()),
     )
-    if not flows:
-        return dk, dv, []
-    of_queries, of_keys, starts = found
-    return dk, dv, [of_queries - of_keys, starts]
+    return dk, dv, []

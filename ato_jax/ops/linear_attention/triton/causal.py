@@ -59,7 +59,6 @@ from ato_jax.ops.linear_attention.triton.scan import Edges, scan_states
 from ato_jax.ops.linear_attention.triton.states import piece_states
 from ato_jax.ops.linear_attention.triton.tiles import Config
 from ato_jax.ops.linear_attention.triton.walk import (
-    Flows,
     Steps,
     Walk,
     decay_flows,
@@ -155,14 +154,13 @@ def backward(
     if pull is not None:
         reads = [of_group(array) for array in found.reads]
         own = None if found.own is None else of_group(found.own)
-        d_steps = _decay_gradient(walk, config, keeps, states, sides, reads, flows)
+        d_steps = _decay_gradient(walk, keeps, states, sides, reads, flows)
         (d_decay,) = pull((d_steps, own))
     return Inputs(found.dq, dk, dv, decay=d_decay, initial_state=d_state)
 
 
 def _decay_gradient(
     walk: Walk,
-    config: Config,
     keeps: dict[str, jax.Array],
     states: list[Edges],
     cotangents: list[Edges],
@@ -171,10 +169,6 @@ def _decay_gradient(
 ) -> jax.Array:
     """The gradient of each step's decay, [B, G, steps] (`walk.py`)."""
     ends, starts, *right = flows
-    if not walk.stored:
-        passing = edge_flows(states[0][:2], cotangents[0][:2])
-        found = Flows(reads[0], starts, ends + reads[0])
-        return decay_flows(walk, found, passing, config.dq_block)
 
     def edges(side: Edges, part: slice) -> tuple[jax.Array, jax.Array]:
         return side.kv[:, :, part], side.k_sum[:, :, part]
@@ -182,10 +176,8 @@ def _decay_gradient(
     ahead, behind = slice(None, -1), slice(1, None)
     passing = keeps["keeps"] * edge_flows(edges(states[0], ahead), edges(cotangents[0], behind))
     if not walk.both_ways:
-        found = Flows(reads[0], starts, ends + reads[0])
-        return decay_flows(walk, found, passing, walk.pieces.rows)
+        return decay_flows(walk, starts, ends + reads[0], passing)
     passing += keeps["keeps_right"] * edge_flows(
         edges(states[1], behind), edges(cotangents[1], ahead)
     )
-    found = Flows(reads[0], starts + reads[1], ends + reads[0] + right[0])
-    return decay_flows(walk, found, passing, walk.pieces.rows)
+    return decay_flows(walk, starts + reads[1], ends + reads[0] + right[0], passing)

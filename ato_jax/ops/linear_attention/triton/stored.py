@@ -12,7 +12,7 @@ Backward, the sums dS and dz over a run's queries are a pass of their own (`stat
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from ato_jax.ops.linear_attention.triton.pairs import (
     STORED_KEY_GATES,
     STORED_QUERY_GATES,
     Normalizer,
+    Pairs,
     QueryGradient,
     add_weighted,
     feature_gradient,
@@ -156,6 +157,9 @@ def query_gradient(
     # Per step, for the decay's gradient.
     flows = len(sides) if spec.decay is not None else 0
     own = int("own" in arrays)
+    # Beside a strong decay dw_ij + e_i is small where a query all but sees key j alone: so e is
+    # then made of the very same float32 w and dw, and only the difference is rounded.
+    in_difference = spec.normalize and spec.decay is not None
 
     def kernel(
         refs: dict[str, Any],
@@ -194,15 +198,11 @@ def query_gradient(
             """phi(q) . g and phi(q) . z of each state, [C]: what is read but for e and 1 / den."""
             return [
                 [jnp.sum(phi_q * tile, axis=1) for tile in part if tile is not None]
-                for part in parts[:flows]
+                for part in parts
             ]
 
-        # Before the loop, through which the parts themselves would fill the registers.
-        ahead = flows > 0 and count > 1
-        flowing = sums_of_parts(map_queries(anew=False)[0]) if ahead else []
-
-        def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            g, z_seen = sums
+        def with_keys(j: Any) -> tuple[jax.Array, Pairs, jax.Array]:
+            """phi(k) [C, F] of the run's tile j, its pairs with the queries, and do v^T [C, C]."""
             first = run + j * other
             keys = walk.keys_at(spec, refs, first, other)
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
@@ -210,33 +210,84 @@ def query_gradient(
             wide = tiles.wide_features(spec)
             phi_k = tiles.operand(spec, tiles.features_of(spec, k, keys), wide=wide)
             pairs = pairs_of(walk, refs, (start, block), (first, other))
-            dw = pairs.weigh(tiles.product(spec, do, v, trans_b=True))  # [C, C]
-            if matched:
-                g = tiles.add_weighted_sum(spec, g, dw, phi_k)
-            else:
-                g += tiles.product(spec, dw, phi_k, wide=True)
-            return g, None if z_seen is None else pairs.add_keys(spec, z_seen, phi_k, wide)
+            return phi_k, pairs, tiles.product(spec, do, v, trans_b=True)
 
+        def over_keys(body: Callable[..., Any], sums: Any) -> Any:
+            """The sums after `body(with_keys(j), sums)` for each tile of keys that is seen."""
+            if only is not None:
+                return body(only, sums)
+            last = (start - run + block) // other
+            return jax.lax.fori_loop(0, last, lambda j, sums: body(with_keys(j), sums), sums)
+
+        only = with_keys(0) if count == 1 else None
+        # Before the loops, through which the parts themselves would fill the registers.
+        ahead = flows > 0 and count > 1
+        flowing: list[list[jax.Array]] = []
+        if ahead or in_difference:
+            phi_q = map_queries(anew=False)[0]
+            if in_difference:
+                phi_q = tiles.rounded(spec, phi_q, wide=True)
+            flowing = sums_of_parts(phi_q)
+
+        e, inverse, own_flow = None, jnp.full((block,), spec.scale, jnp.float32), None
         g = add_up(part[0] for part in parts)
-        z_seen = add_up(part[1] for part in parts) if spec.normalize else None
-        g, z_seen = over_tiles(0, (start - run + block) // other, count, add_tile, (g, z_seen))
+        if in_difference:
 
-        phi_q, slopes = map_queries(anew=ahead)
-        e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
-        if z_seen is not None:
-            e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
+            def add_weights(of_keys: tuple[Any, ...], sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                phi_k, pairs, dw = of_keys
+                den, num_do = sums
+                w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
+                w = pairs.weigh(w)
+                return den + jnp.sum(w, axis=1), num_do + jnp.sum(w * dw, axis=1)
+
+            read = add_up(part[1] for part in flowing), add_up(part[0] for part in flowing)
+            den, num_do = over_keys(add_weights, read)  # [C]
+            inverse = 1 / jnp.maximum(den, spec.eps)
+            e = jnp.where(den > spec.eps, -inverse * num_do, 0.0)
+            own_flow = (num_do + e * den) * inverse
+            of_rows = e[:, None]
+            g += of_rows * add_up(part[1] for part in parts)
+
+            def add_difference(of_keys: tuple[Any, ...], g: jax.Array) -> jax.Array:
+                phi_k, pairs, dw = of_keys
+                return g + tiles.product(spec, pairs.weigh(dw + of_rows), phi_k, wide=True)
+
+            d_phi_q = over_keys(add_difference, g) * inverse[:, None]
+            _, slopes = map_queries(anew=ahead)
+        else:
+
+            def add_tile(of_keys: tuple[Any, ...], sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                phi_k, pairs, dw = of_keys
+                g, z_seen = sums
+                dw = pairs.weigh(dw)
+                if matched:
+                    g = tiles.add_weighted_sum(spec, g, dw, phi_k)
+                else:
+                    g += tiles.product(spec, dw, phi_k, wide=True)
+                wide = tiles.wide_features(spec)
+                return g, None if z_seen is None else pairs.add_keys(spec, z_seen, phi_k, wide)
+
+            z_seen = add_up(part[1] for part in parts) if spec.normalize else None
+            g, z_seen = over_keys(add_tile, (g, z_seen))
+            phi_q, slopes = map_queries(anew=ahead)
+            if z_seen is not None:
+                e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
+            d_phi_q = feature_gradient(g, z_seen, e, inverse)
+            flowing = flowing or sums_of_parts(phi_q)
+            if own:
+                own_flow = jnp.sum(phi_q * d_phi_q, axis=1)
+
+        if e is not None:
             tiles.store_rows(normalizer_refs[0], queries, e)
             tiles.store_rows(normalizer_refs[1], queries, inverse)
-        d_phi_q = feature_gradient(g, z_seen, e, inverse)
         tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
         at = tiles.piece_id() * block
-        flowing = flowing or sums_of_parts(phi_q)
-        for flow_ref, (flow, *seen) in zip(flow_refs[:flows], flowing, strict=True):
+        for flow_ref, (flow, *seen) in zip(flow_refs[:flows], flowing, strict=False):
             if e is not None:
                 flow += e * seen[0]
             tiles.store_steps(flow_ref, at, flow * inverse)
         if own:
-            tiles.store_steps(flow_refs[-1], at, jnp.sum(phi_q * d_phi_q, axis=1))
+            tiles.store_steps(flow_refs[-1], at, own_flow)
 
     def at_edge(behind: int) -> Any:
         def index(p: Any, h: Any, b: Any) -> tuple[Any, ...]:

@@ -23,16 +23,17 @@ exponent, and F(t) that by g_t, the sum of M over the pairs with j < t <= i:
 
     F(t) = X + sum_{i >= t} R_i + sum_{j < t} A_j + sum_{s >= t} (sum_j M[s, j] - sum_i M[i, s])
 
-with sums within the chunk, R_i what query i reads from the state ahead, A_j what key j adds to
-the cotangent of the state behind, and X what passes the whole chunk. With E(c) what passes the
-edge ahead of chunk c, the product of the state there and its cotangent,
+with sums within the piece, R_i what query i reads from the state ahead of it, A_j what key j adds
+to the cotangent of the state behind it, and X what passes the whole piece: with S and z ahead of
+piece p and their cotangents dS and dz behind it,
 
-    X(c) = E(c) - sum R     E(c + 1) = X(c) + sum A
+    X(p) = keeps[p] (<S, dS> + z . dz)
 
-E is taken from the stored states at the edges of pieces, and by sums of R and A between them: a
-sum over the whole sequence would gather the roundings of all its terms. Where a state is stored
-for every chunk, X is the product of the state ahead, its cotangent behind, and keeps[c]: no
-difference, so that there the states may be rounded.
+The last sum holds each pair of two steps from t on twice, with opposite signs and the same bits.
+No other part is a difference. That takes a state and a cotangent for every piece, so the backward
+of a call with a decay stores them (`stored.py`). Running sums E(p + 1) = E(p) - sum R + sum A of
+what crosses the edges would need neither, but they gather the roundings of all their terms, and
+after a strong decay the difference E - sum R has none of its bits left.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ LEAST_DECAY = -128.0
 GRID = 2.0**-8
 # Rows over which one product with zeros and ones sums.
 SUMMED_AT_ONCE = 128
-# Between pieces the decay's gradient is exact, and within them sums of rounded terms.
+# With a gate per channel the gates' gradient is exact at the edges of the pieces, and between them
+# a sum of rounded terms.
 GATED_PIECE_ROWS = 1024
 
 
@@ -123,8 +125,17 @@ def _check_blocks(config: Config, pieces: Pieces, in_pairs: bool) -> None:
             raise ValueError(f"pair_block={config.pair_block} must divide {name}={block}")
 
 
-def _run_rows(config: Config, phase: str) -> int:
-    return config.run_rows if phase == "forward" else config.backward_run_rows
+def _largest_block(config: Config) -> int:
+    return max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
+
+
+def _run_rows(spec: LinearAttentionSpec, config: Config, phase: str) -> int:
+    if phase == "forward":
+        return config.run_rows
+    if spec.decay in ("head", "step"):
+        # The decay's gradient needs a stored state for every run.
+        return config.backward_run_rows or _largest_block(config)
+    return config.backward_run_rows
 
 
 def _both_ways(spec: LinearAttentionSpec) -> bool:
@@ -133,11 +144,11 @@ def _both_ways(spec: LinearAttentionSpec) -> bool:
 
 def stores(spec: LinearAttentionSpec, config: Config, phase: str) -> bool:
     """Whether a state is stored for every piece, instead of carried through it."""
-    return _both_ways(spec) or _run_rows(config, phase) > 0 and spec.decay != "channel"
+    return _both_ways(spec) or _run_rows(spec, config, phase) > 0 and spec.decay != "channel"
 
 
 def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> Walk:
-    run_rows, both_ways = _run_rows(config, phase), _both_ways(spec)
+    run_rows, both_ways = _run_rows(spec, config, phase), _both_ways(spec)
     indexed = spec.segments == "cross" or spec.causal and spec.offset is None
     offset = spec.S - spec.T if spec.causal and not indexed else 0
     first_key = min(0, offset)
@@ -150,11 +161,11 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
         # A state for every chunk: queries read two of them, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
     elif stored:
-        most = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
+        most = _largest_block(config)
         rows = min(run_rows, pl.cdiv(length, most) * most)
         pieces = Pieces(pl.cdiv(length, rows), rows, length)
     else:
-        block = max(config.state_block, config.output_block, config.dq_block, config.dkv_block)
+        block = _largest_block(config)
         most_rows = config.piece_rows
         if spec.decay is not None:
             most_rows = min(most_rows, max(block, GATED_PIECE_ROWS))
@@ -350,54 +361,24 @@ def gates(
     return found
 
 
-class Flows(NamedTuple):
-    """What the kernels leave for the decay's gradient, float32 [B, G, N] each.
-
-    `reads` is R, `starts` what counts for the later steps of its chunk, and `ends` for the
-    earlier ones and its own.
-    """
-
-    reads: jax.Array
-    starts: jax.Array
-    ends: jax.Array
-
-
 def edge_flows(state: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> Any:
-    """E at the edges of the pieces, from kv [B, G, P, V, F] and k_sum [B, G, P, F] of both."""
+    """<S, dS> + z . dz, [B, G, P], from kv [B, G, P, V, F] and k_sum [B, G, P, F] of both."""
     kv = jnp.sum(state[0].astype(jnp.float32) * cotangent[0].astype(jnp.float32), axis=(3, 4))
     return kv + jnp.sum(state[1] * cotangent[1], axis=3)
 
 
-def decay_flows(walk: Walk, flows: Flows, passing: jax.Array, block: int) -> jax.Array:
-    """F at each step, [B, G, N].
+def decay_flows(walk: Walk, starts: jax.Array, ends: jax.Array, passing: jax.Array) -> jax.Array:
+    """F at each step, [B, G, N] float32.
 
-    `passing` is E at the edges of the pieces [B, G, P + 1], or where states are stored, and a
-    piece is a chunk, what passes it, X [B, G, P].
+    Args:
+      starts: [B, G, N], what counts for the later steps of its piece.
+      ends: [B, G, N], what counts for the earlier steps of its piece and its own.
+      passing: [B, G, P], X of each piece.
     """
-
-    def cut(array: jax.Array) -> jax.Array:
-        return array.reshape(*array.shape[:2], -1, block)
-
-    ends = cut(flows.ends) + _running(cut(flows.ends))[1]
-    starts = _running(cut(flows.starts))[0] - cut(flows.starts)
-    if not walk.stored:
-        passing = _passing_chunks(walk, flows, passing, block)
-    flow = ends + starts + passing[..., None]
-    return flow.reshape(flows.reads.shape)
-
-
-def _passing_chunks(walk: Walk, flows: Flows, edges: jax.Array, block: int) -> jax.Array:
-    """X of each chunk, from E at the edges of the pieces."""
-    chunks = walk.pieces.rows // block
-
-    def sums(array: jax.Array) -> jax.Array:
-        return jnp.sum(array.reshape(*array.shape[:2], walk.pieces.count, chunks, block), axis=4)
-
-    reads = sums(flows.reads)
-    up, _ = _running(sums(flows.starts) - reads)  # [B, G, P, chunks]
-    ahead = jnp.pad(up[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)))
-    # What the sums miss of the next edge is spread over the piece.
-    missed = edges[..., 1:] - edges[..., :-1] - up[..., -1]
-    share = np.arange(chunks, dtype=np.float32) / chunks
-    ahead = edges[..., :-1, None] + ahead + missed[..., None] * share
-    return (ahead - reads).reshape(*edges.shape[:2], -1)
+    starts, ends = (
+        array.reshape(*array.shape[:2], -1, walk.pieces.rows) for array in (starts, ends)
+    )
+    # Not the sum up to a step less its own: before a strong decay that one may be all there is.
+    before = jnp.flip(_running(jnp.flip(starts, -1))[1], -1)
+    flow = ends + _running(ends)[1] + before + passing[..., None]
+    return flow.reshape(*flow.shape[:2], -1)
