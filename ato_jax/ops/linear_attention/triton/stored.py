@@ -250,7 +250,8 @@ def query_gradient(
 
             def add_difference(of_keys: tuple[Any, ...], g: jax.Array) -> jax.Array:
                 phi_k, pairs, dw = of_keys
-                return g + tiles.product(spec, pairs.weigh(dw + of_rows), phi_k, wide=True)
+                # In two parts: of what rounds the weights nothing cancels, as it does in their sum.
+                return tiles.add_weighted_sum(spec, g, pairs.weigh(dw + of_rows), phi_k)
 
             d_phi_q = over_keys(add_difference, g) * inverse[:, None]
             _, slopes = map_queries(anew=ahead)
@@ -395,6 +396,9 @@ def key_gradient(
     matched = isinstance(spec, tiles.MatchedSpec)
     arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_KEY_GATES)
     flows = 0 if spec.decay is None else 2 + len(sides)
+    # Rounded after it is scaled by a number that is no power of 2, phi(q) would be off by as much
+    # in all of a query's pairs, and so in the decay's gradient.
+    scaled_later = matched or flows > 0 and not spec.normalize
 
     def kernel(
         refs: dict[str, Any],
@@ -446,13 +450,13 @@ def key_gradient(
                 if spec.normalize:
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
-                if matched:
+                if scaled_later:
                     u = tiles.feature_operand(spec, q, queries, wide=True)  # [C, F]
                 else:
                     u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
                     u = tiles.rounded(spec, u, wide=True)
                 w = pairs.weigh(tiles.product(spec, phi_k, u, wide=True, trans_b=True))
-                if matched:
+                if scaled_later:
                     w *= inverse[None, :]
                 dv = add_weighted(spec, dv, w, do)
                 dw = tiles.product(spec, v, do, trans_b=True)  # [keys, queries]
@@ -462,7 +466,7 @@ def key_gradient(
                     m = later_pairs(w * dw, walk, start - first)
                     of_keys += jnp.sum(m, axis=1)
                     of_queries += jnp.sum(m, axis=0)
-                if matched:
+                if scaled_later:
                     dw *= inverse[None, :]
                 # These are a difference, and where features are all alike nothing averages.
                 d_features = tiles.add_weighted_sum(spec, d_features, pairs.weigh(dw), u)
