@@ -189,12 +189,15 @@ def query_gradient(
             return tiles.features_and_slopes(spec, q, queries)
 
         reading = for_state(spec, do, lambda columns: tiles.load_tile(do_ref, queries, columns))
-        parts = [
-            read_for_gradient(spec, refs, name, start, reading, load_state(spec, side))
-            for name, side in zip(("reads", "reads_right"), side_refs, strict=False)
-        ]
 
-        def sums_of_parts(phi_q: jax.Array) -> list[list[jax.Array]]:
+        def read_states() -> list[tuple[jax.Array, Any]]:
+            """A part of g and of z_i from each state, [C, F]."""
+            return [
+                read_for_gradient(spec, refs, name, start, reading, load_state(spec, side))
+                for name, side in zip(("reads", "reads_right"), side_refs, strict=False)
+            ]
+
+        def sums_of(parts: list[Any], phi_q: jax.Array) -> list[list[jax.Array]]:
             """phi(q) . g and phi(q) . z of each state, [C]: what is read but for e and 1 / den."""
             return [
                 [jnp.sum(phi_q * tile, axis=1) for tile in part if tile is not None]
@@ -214,23 +217,14 @@ def query_gradient(
 
         def over_keys(body: Callable[..., Any], sums: Any) -> Any:
             """The sums after `body(with_keys(j), sums)` for each tile of keys that is seen."""
-            if only is not None:
-                return body(only, sums)
-            last = (start - run + block) // other
-            return jax.lax.fori_loop(0, last, lambda j, sums: body(with_keys(j), sums), sums)
 
-        only = with_keys(0) if count == 1 else None
-        # Before the loops, through which the parts themselves would fill the registers.
-        ahead = flows > 0 and count > 1
-        flowing: list[list[jax.Array]] = []
-        if ahead or in_difference:
-            phi_q = map_queries(anew=False)[0]
-            if in_difference:
-                phi_q = tiles.rounded(spec, phi_q, wide=True)
-            flowing = sums_of_parts(phi_q)
+            def add_tile(j: Any, sums: Any) -> Any:
+                return body(with_keys(j), sums)
+
+            return over_tiles(0, (start - run + block) // other, count, add_tile, sums)
 
         e, inverse, own_flow = None, jnp.full((block,), spec.scale, jnp.float32), None
-        g = add_up(part[0] for part in parts)
+        flowing: list[list[jax.Array]] = []
         if in_difference:
 
             def add_weights(of_keys: tuple[Any, ...], sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -240,21 +234,28 @@ def query_gradient(
                 w = pairs.weigh(w)
                 return den + jnp.sum(w, axis=1), num_do + jnp.sum(w * dw, axis=1)
 
-            read = add_up(part[1] for part in flowing), add_up(part[0] for part in flowing)
-            den, num_do = over_keys(add_weights, read)  # [C]
+            nothing = jnp.zeros((block,), jnp.float32)
+            phi_q = tiles.operand(spec, map_queries(anew=False)[0], wide=True)
+            den, num_do = over_keys(add_weights, (nothing, nothing))  # [C]
+            # What the states add comes after the loop, where it does not fill the registers.
+            phi_q = tiles.rounded(spec, map_queries(anew=count > 1)[0], wide=True)
+            parts = read_states()
+            flowing = sums_of(parts, phi_q)
+            num_do += add_up(sums[0] for sums in flowing)
+            den += add_up(sums[1] for sums in flowing)
             inverse = 1 / jnp.maximum(den, spec.eps)
             e = jnp.where(den > spec.eps, -inverse * num_do, 0.0)
             own_flow = (num_do + e * den) * inverse
             of_rows = e[:, None]
-            g += of_rows * add_up(part[1] for part in parts)
 
             def add_difference(of_keys: tuple[Any, ...], g: jax.Array) -> jax.Array:
                 phi_k, pairs, dw = of_keys
                 # In two parts: of what rounds the weights nothing cancels, as it does in their sum.
                 return tiles.add_weighted_sum(spec, g, pairs.weigh(dw + of_rows), phi_k)
 
+            g = add_up(part[0] + of_rows * part[1] for part in parts)
             d_phi_q = over_keys(add_difference, g) * inverse[:, None]
-            _, slopes = map_queries(anew=ahead)
+            _, slopes = map_queries(anew=count > 1)
         else:
 
             def add_tile(of_keys: tuple[Any, ...], sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -268,13 +269,20 @@ def query_gradient(
                 wide = tiles.wide_features(spec)
                 return g, None if z_seen is None else pairs.add_keys(spec, z_seen, phi_k, wide)
 
+            parts = read_states()
+            # Before the loop, through which the parts themselves would fill the registers.
+            ahead = flows > 0 and count > 1
+            if ahead:
+                flowing = sums_of(parts, map_queries(anew=False)[0])
+            g = add_up(part[0] for part in parts)
             z_seen = add_up(part[1] for part in parts) if spec.normalize else None
             g, z_seen = over_keys(add_tile, (g, z_seen))
             phi_q, slopes = map_queries(anew=ahead)
             if z_seen is not None:
                 e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
             d_phi_q = feature_gradient(g, z_seen, e, inverse)
-            flowing = flowing or sums_of_parts(phi_q)
+            if flows and not ahead:
+                flowing = sums_of(parts, phi_q)
             if own:
                 own_flow = jnp.sum(phi_q * d_phi_q, axis=1)
 
@@ -283,7 +291,7 @@ def query_gradient(
             tiles.store_rows(normalizer_refs[1], queries, inverse)
         tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
         at = tiles.piece_id() * block
-        for flow_ref, (flow, *seen) in zip(flow_refs[:flows], flowing, strict=False):
+        for flow_ref, (flow, *seen) in zip(flow_refs[:flows], flowing, strict=True):
             if e is not None:
                 flow += e * seen[0]
             tiles.store_steps(flow_ref, at, flow * inverse)
