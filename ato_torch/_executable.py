@@ -12,20 +12,151 @@ and scratch. From the outside in:
     a Riegeli file of records       chunks compressed by Snappy, in blocks of 64 KiB
     GpuExecutableProto              in several records, which a first one lists
 
-No schema comes with JAX, so fields have numbers here; messages are named as in XLA's sources, where
-a field keeps its number for good. What is not known here is never passed over: a field, a step, a
-compression that has no name in this file is an `UnknownError`.
+JAX hands out no schema, so `FIELDS` holds the part of XLA's that is needed: the fields of each
+message, by the names and numbers of XLA's sources, where a field keeps its number for good. What is
+not known here is never passed over: a field, a step, a compression that has no name in this file is
+an `UnknownError`.
 
-Needs neither a GPU nor PyTorch.
+This module imports neither PyTorch nor JAX, and needs no GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 ELF = b"\x7fELF"
+
+# The fields that a message may have. Those that no code below reads do not change what a launch
+# does: they describe the program (its HLO, its name, the shapes of its arguments) or what it was
+# compiled for. `gpu_topology`, new in JAX 0.12, is of the latter kind: how many cards the process
+# sees, and what XLA knows about their model, the driver and the host's processor. The machine code
+# itself is for one architecture, and the driver loads it on no other.
+FIELDS = {
+    "xla.ExecutableAndOptionsProto": {
+        1: "serialized_executable",
+        2: "compile_options",
+        3: "pjrt_client_name",
+    },
+    "xla.SplitProtoManifest": {1: "result_proto_type", 2: "records"},
+    "xla.Record": {2: "proto_merge_record", 3: "field_override_record"},
+    "xla.Record.FieldOverrideRecord": {1: "field_path", 2: "field_type"},
+    "xla.Record.FieldOverrideRecord.FieldPathPart": {1: "field_number"},
+    "xla.gpu.GpuExecutableProto": {
+        1: "hlo_module_with_config",
+        2: "buffer_assignment",
+        3: "asm_text",
+        4: "binary",
+        5: "dnn_compiled_graphs",
+        6: "gpu_compute_capability",
+        8: "module_name",
+        9: "program_shape",
+        10: "buffer_allocations",
+        11: "output_info_map",
+        12: "constants",
+        13: "thunks",
+        14: "executable_abi_version",
+        15: "cpu_target_machine_options",
+        16: "buffer_allocations_debug_summary",
+        17: "gpu_topology",
+    },
+    "xla.gpu.GpuExecutableProto.RepeatedBufferAllocations": {1: "values"},
+    "xla.gpu.GpuExecutableProto.OutputInfoMapEntry": {1: "shape_index", 2: "output_info"},
+    "xla.gpu.GpuExecutableProto.OutputInfoProto": {
+        1: "allocation_index",
+        2: "passthrough",
+        3: "alias_config",
+    },
+    "xla.ShapeIndexProto": {1: "indexes"},
+    "xla.BufferAllocationProto": {
+        1: "index",
+        2: "size",
+        3: "is_thread_local",
+        5: "is_entry_computation_parameter",
+        6: "parameter_number",
+        7: "maybe_live_out",
+        8: "color",
+        9: "assigned",
+        10: "parameter_shape_index",
+        11: "is_tuple",
+        12: "is_constant",
+    },
+    "xla.buffer_assignment.BufferAllocationSliceProto": {
+        1: "offset",
+        2: "size",
+        3: "buffer_allocation_index",
+        4: "element_type",
+    },
+    "xla.ShapedSliceProto": {1: "slice", 2: "shape"},
+    # Of some fifty kinds of steps those that are read here, and those that are refused by name.
+    "xla.gpu.ThunkProto": {
+        1: "thunk_info",
+        2: "sequential_thunk",
+        6: "conditional_thunk",
+        7: "while_thunk",
+        8: "kernel_thunk",
+        9: "gemm_thunk",
+        13: "device_to_device_copy_thunk",
+        15: "cudnn_thunk",
+        19: "memzero_thunk",
+        22: "cublas_lt_matmul_thunk",
+        28: "memset32bit_value_thunk",
+        30: "custom_call_thunk",
+        36: "custom_kernel_thunk",
+        57: "async_start_thunk",
+        58: "async_done_thunk",
+    },
+    "xla.gpu.SequentialThunkProto": {1: "thunks"},
+    "xla.gpu.DeviceToDeviceCopyThunkProto": {1: "copy_thunk"},
+    "xla.gpu.CopyThunkProto": {1: "source_buffer", 2: "destination_buffer", 3: "mem_size"},
+    "xla.gpu.MemzeroThunkProto": {1: "dest_buffer"},
+    "xla.gpu.Memset32BitValueThunkProto": {1: "dest_buffer", 2: "value"},
+    "xla.gpu.KernelThunkProto": {
+        1: "args",
+        2: "written",
+        3: "kernel_name",
+        4: "launch_dimensions",
+        5: "cluster_dim",
+        6: "shmem_bytes",
+        7: "tma_metadata",
+        8: "args_shape",
+        9: "zeroed_output_buffer_indices",
+        10: "use_pdl",
+    },
+    "xla.gpu.LaunchDimensionsProto": {1: "block_counts", 2: "thread_counts_per_block"},
+    "xla.gpu.CustomKernelThunkProto": {
+        1: "args",
+        2: "written",
+        3: "custom_kernel",
+        4: "use_pdl",
+        5: "zeroed_output_buffer_indices",
+        6: "tma_metadata",
+    },
+    "xla.gpu.CustomKernelProto": {
+        1: "name",
+        2: "kernel_spec",
+        3: "block_dims",
+        4: "thread_dims",
+        5: "cluster_dim",
+        6: "shared_memory_bytes",
+    },
+    "stream_executor.KernelLoaderSpecProto": {
+        2: "cubin",
+        3: "arity",
+        4: "kernel_name",
+        5: "kernel_args_packing_spec",
+    },
+    "stream_executor.CudaCubinProto": {1: "data"},
+    "stream_executor.KernelArgsPackingSpecProto": {1: "kernel_arguments"},
+    "stream_executor.KernelArgPackingSpecProto": {1: "relocations", 2: "data"},
+    "stream_executor.KernelArgPackingRelocationProto": {1: "kind", 2: "argument_index"},
+    "stream_executor.BlockDimProto": {2: "coordinates"},
+    "stream_executor.ThreadDimProto": {1: "coordinates"},
+    "stream_executor.ClusterDimProto": {3: "coordinates"},
+    "stream_executor.Dim3DProto": {1: "x", 2: "y", 3: "z"},
+}
+# A KernelArgPackingRelocationProto's kind: an address of 64 bits, as it is.
+KIND_BITS64_ABSOLUTE = 1
 
 
 class UnknownError(Exception):
@@ -120,18 +251,19 @@ def _payload(data: bytes) -> bytes:
     name, data = "xla.ExecutableAndOptionsProto", data[start + size :]
     if data.startswith(SIGNATURE):  # from some version on; before, it is a message at once
         data = _joined(name, data)
-    return Message(name, data, known={1, 2, 3, 4, 5}).part(1)
+    return Message(name, data).part("serialized_executable")
 
 
 # Protocol buffers
 
 
 class Message:
-    """The fields of a message by their number; those that are not `known` must not be there."""
+    """The fields of a message by their names in `FIELDS`; one that has no name there is refused."""
 
-    def __init__(self, name: str, data: bytes, known: set[int]) -> None:
-        self.name = name
-        self.fields: dict[int, list[int | bytes]] = {}
+    def __init__(self, name: str, data: bytes) -> None:
+        self.name = name.rpartition(".")[2]
+        self.fields: dict[str, list[int | bytes]] = {}
+        known = FIELDS[name]
         place = 0
         while place < len(data):
             tag, place = _varint(data, place)
@@ -151,36 +283,36 @@ class Message:
                     raise UnknownError(f"{name} ends in the middle of a field")
             if number not in known:
                 raise UnknownError(f"{name} has a field {number}")
-            self.fields.setdefault(number, []).append(value)
+            self.fields.setdefault(known[number], []).append(value)
 
-    def __contains__(self, number: int) -> bool:
-        return number in self.fields
+    def __contains__(self, field: str) -> bool:
+        return field in self.fields
 
-    def parts(self, number: int) -> list[bytes]:
+    def parts(self, field: str) -> list[bytes]:
         """A repeated field."""
-        found = self.fields.get(number, [])
+        found = self.fields.get(field, [])
         if not all(isinstance(value, bytes) for value in found):
-            raise UnknownError(f"field {number} of {self.name} is a number")
+            raise UnknownError(f"{self.name}.{field} is a number")
         return found  # type: ignore[return-value]
 
-    def part(self, number: int) -> bytes:
+    def part(self, field: str) -> bytes:
         """A field that has to be there, once."""
-        found = self.parts(number)
+        found = self.parts(field)
         if len(found) != 1:
-            raise UnknownError(f"{self.name} has {len(found)} fields {number} where one belongs")
+            raise UnknownError(f"{self.name}.{field} is there {len(found)} times, not once")
         return found[0]
 
-    def number(self, number: int) -> int:
+    def number(self, field: str) -> int:
         """A number; one that is 0 is left out."""
-        found = self.fields.get(number, [0])
+        found = self.fields.get(field, [0])
         if len(found) != 1 or not isinstance(found[0], int):
-            raise UnknownError(f"field {number} of {self.name} is no number")
+            raise UnknownError(f"{self.name}.{field} is not one number")
         return found[0]
 
-    def numbers(self, number: int) -> list[int]:
+    def numbers(self, field: str) -> list[int]:
         """Repeated ones, as one field or as many."""
         found: list[int] = []
-        for value in self.fields.get(number, []):
+        for value in self.fields.get(field, []):
             found += [value] if isinstance(value, int) else _varints(value)
         return found
 
@@ -293,20 +425,18 @@ def _unsnapped(data: bytes, size: int) -> bytes:
 
 def _executable(data: bytes) -> Executable:
     name = "xla.gpu.GpuExecutableProto"
-    # 16 is a report on memory.
-    fields = Message(name, _joined(name, data), known=set(range(1, 17)))
-    # 7 was the root of the steps, before 13 was a list of them.
-    thunks = [*fields.parts(7), *fields.parts(13)]
+    fields = Message(name, _joined(name, data))
+    thunks = fields.parts("thunks")
     if not thunks:
         raise UnknownError("XLA gave no steps with it")
     # Of a field that merged from several records, the last one counts.
-    code = [b"", *fields.parts(4)][-1]
+    code = [b"", *fields.parts("binary")][-1]
     steps = tuple(step for thunk in thunks for step in _steps(thunk, code))
-    wrapped = Message("RepeatedBufferAllocations", fields.part(10), known={1})
-    allocations = dict(map(_allocation, wrapped.parts(1)))
-    if len(allocations) != len(wrapped.parts(1)):
+    wrapped = Message(f"{name}.RepeatedBufferAllocations", fields.part("buffer_allocations"))
+    allocations = dict(map(_allocation, wrapped.parts("values")))
+    if len(allocations) != len(wrapped.parts("values")):
         raise UnknownError("two allocations have one number")
-    results = _results(fields.parts(11))
+    results = _results(fields.parts("output_info_map"))
     _check(allocations, steps, results)
     return Executable(allocations, steps, results)
 
@@ -314,19 +444,24 @@ def _executable(data: bytes) -> Executable:
 def _joined(name: str, data: bytes) -> bytes:
     """One message of the records: some are fields, the others parts of the whole."""
     found = list(records(data))
-    manifest = Message("SplitProtoManifest", found[0], known={1, 2})
-    if manifest.part(1) != name.encode():
-        raise UnknownError(f"it is a {manifest.part(1)!r}")
+    manifest = Message("xla.SplitProtoManifest", found[0])
+    if manifest.part("result_proto_type") != name.encode():
+        raise UnknownError(f"it is a {manifest.part('result_proto_type')!r}")
     parts = []
-    for said, record in zip(manifest.parts(2), found[1:], strict=True):
-        how = Message("Record", said, known={2, 3})
-        if 3 in how:
-            override = Message("FieldOverrideRecord", how.part(3), known={1, 2})
-            number = Message("FieldPath", override.part(1), known={1}).number(1)
-            record = _as_field(number, record)
+    for said, record in zip(manifest.parts("records"), found[1:], strict=True):
+        how = Message("xla.Record", said)
+        if "field_override_record" in how:
+            record = _as_field(_overridden(how.part("field_override_record")), record)
         parts.append(record)
     # That is how protocol buffers merge.
     return b"".join(parts)
+
+
+def _overridden(data: bytes) -> int:
+    """The number of the field that a record is."""
+    name = "xla.Record.FieldOverrideRecord"
+    path = Message(name, data).part("field_path")
+    return Message(f"{name}.FieldPathPart", path).number("field_number")
 
 
 def _as_field(number: int, value: bytes) -> bytes:
@@ -342,29 +477,31 @@ def _as_varint(value: int) -> bytes:
 
 
 def _allocation(data: bytes) -> tuple[int, Allocation]:
-    # 3 is one of a thread on a CPU, 7 and 8 are how long it lives and in what memory, 9 is what
-    # lies in it, 11 a table of addresses.
-    fields = Message("BufferAllocationProto", data, known={1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12})
-    if fields.number(8):
-        raise UnknownError(f"an allocation is in the memory space {fields.number(8)}")
+    fields = Message("xla.BufferAllocationProto", data)
+    if fields.number("color"):
+        raise UnknownError(f"an allocation is in the memory space {fields.number('color')}")
     parameter = None
-    if fields.number(5):
-        if 10 in fields:
+    if fields.number("is_entry_computation_parameter"):
+        if "parameter_shape_index" in fields:
             raise UnknownError("a parameter is a tuple")
-        parameter = fields.number(6)
-    return fields.number(1), Allocation(fields.number(2), parameter, bool(fields.number(12)))
+        parameter = fields.number("parameter_number")
+    is_constant = bool(fields.number("is_constant"))
+    return fields.number("index"), Allocation(fields.number("size"), parameter, is_constant)
 
 
 def _results(entries: list[bytes]) -> tuple[int, ...]:
     """The numbers of the allocations, in the order of the results."""
+    name = "xla.gpu.GpuExecutableProto"
     found: dict[tuple[int, ...], int] = {}
     for data in entries:
-        entry = Message("OutputInfoMapEntry", data, known={1, 2})
-        index = tuple(Message("ShapeIndexProto", entry.part(1), known={1}).numbers(1))
-        info = Message("OutputInfoProto", entry.part(2), known={1, 2, 3})
-        if info.number(2) or 3 in info:
+        entry = Message(f"{name}.OutputInfoMapEntry", data)
+        index = tuple(
+            Message("xla.ShapeIndexProto", entry.part("shape_index")).numbers("indexes")
+        )
+        info = Message(f"{name}.OutputInfoProto", entry.part("output_info"))
+        if info.number("passthrough") or "alias_config" in info:
             raise UnknownError("a result is a parameter")
-        found[index] = info.number(1)
+        found[index] = info.number("allocation_index")
     if len(found) > 1:
         # Of a tuple there is one more, its table of addresses, which nobody reads.
         found.pop((), None)
@@ -396,72 +533,78 @@ def _check(
 
 def _steps(data: bytes, code: bytes) -> Iterator[Step]:
     """The steps of a ThunkProto; kernels that bring no code are in that of all."""
-    named = {1, 2, 8, 13, 19, 28, 36}
-    fields = Message("ThunkProto", data, known=set(range(1, 200)))
-    kinds = set(fields.fields) - {1}
+    fields = Message("xla.gpu.ThunkProto", data)
+    kinds = set(fields.fields) - {"thunk_info"}
     if len(kinds) != 1:
         raise UnknownError(f"a step is {sorted(kinds)}")
     (kind,) = kinds
-    if kind not in named:
-        raise UnknownError(f"a step of kind {kind} is none of its kernels")
     thunk = fields.part(kind)
-    if kind == 2:
-        for each in Message("SequentialThunkProto", thunk, known={1}).parts(1):
+    if kind == "sequential_thunk":
+        for each in Message("xla.gpu.SequentialThunkProto", thunk).parts("thunks"):
             yield from _steps(each, code)
-    elif kind == 8:
+    elif kind == "kernel_thunk":
         yield _kernel(thunk, code)
-    elif kind == 36:
+    elif kind == "custom_kernel_thunk":
         yield _custom_kernel(thunk)
-    elif kind == 13:
-        copy = Message("DeviceToDeviceCopyThunkProto", thunk, known={1})
-        copy = Message("CopyThunkProto", copy.part(1), known={1, 2, 3})
-        source, target = _slice(copy.part(1)), _slice(copy.part(2))
-        if not source.size == target.size == copy.number(3):
-            raise UnknownError(f"a copy of {source} to {target} is of {copy.number(3)} bytes")
+    elif kind == "device_to_device_copy_thunk":
+        copy = Message("xla.gpu.DeviceToDeviceCopyThunkProto", thunk)
+        copy = Message("xla.gpu.CopyThunkProto", copy.part("copy_thunk"))
+        source, target = (_slice(copy.part(f"{end}_buffer")) for end in ("source", "destination"))
+        size = copy.number("mem_size")
+        if not source.size == target.size == size:
+            raise UnknownError(f"a copy of {source} to {target} is of {size} bytes")
         yield Copy(source, target)
+    elif kind == "memzero_thunk":
+        yield _fill(Message("xla.gpu.MemzeroThunkProto", thunk), 0)
+    elif kind == "memset32bit_value_thunk":
+        fill = Message("xla.gpu.Memset32BitValueThunkProto", thunk)
+        yield _fill(fill, fill.number("value"))
     else:
-        fill = Message("MemsetThunkProto", thunk, known={1, 2} if kind == 28 else {1})
-        target = _slice(fill.part(1))
-        if target.size % 4 or target.offset % 4:
-            raise UnknownError(f"{target} is filled, which is not of whole words")
-        yield Fill(target, fill.number(2))
+        raise UnknownError(f"a step is a {kind}, not a kernel, a copy or a fill")
+
+
+def _fill(fields: Message, value: int) -> Fill:
+    target = _slice(fields.part("dest_buffer"))
+    if target.size % 4 or target.offset % 4:
+        raise UnknownError(f"{target} is filled, which is not of whole words")
+    return Fill(target, value)
 
 
 def _kernel(data: bytes, code: bytes) -> Launch:
-    # 8 are the arguments' shapes.
-    fields = Message("KernelThunkProto", data, known=set(range(1, 11)))
-    _check_plain(fields, early=10, cluster=5, metadata=7, zeroed=9)
-    dimensions = Message("LaunchDimensionsProto", fields.part(4), known={1, 2})
+    fields = Message("xla.gpu.KernelThunkProto", data)
+    _check_plain(fields)
+    dimensions = Message("xla.gpu.LaunchDimensionsProto", fields.part("launch_dimensions"))
     return _launch(
-        fields.part(3).decode(),
+        fields.part("kernel_name").decode(),
         code,
-        _dimensions(dimensions.part(1), 2),
-        _dimensions(dimensions.part(2), 1),
-        fields.number(6),
-        [_slice(each) for each in fields.parts(1)],
-        fields.numbers(2),
+        _dimensions("Block", dimensions.part("block_counts")),
+        _dimensions("Thread", dimensions.part("thread_counts_per_block")),
+        fields.number("shmem_bytes"),
+        [_slice(each) for each in fields.parts("args")],
+        fields.numbers("written"),
     )
 
 
 def _custom_kernel(data: bytes) -> Launch:
-    fields = Message("CustomKernelThunkProto", data, known={1, 2, 3, 4, 6})
-    _check_plain(fields, early=4, metadata=6)
-    kernel = Message("CustomKernelProto", fields.part(3), known=set(range(1, 7)))
-    _check_plain(kernel, cluster=5)
-    loader = Message("KernelLoaderSpecProto", kernel.part(2), known={2, 3, 4, 5})
-    arguments = [_slice(each) for each in fields.parts(1)]
-    if loader.number(3) != len(arguments):
-        raise UnknownError(f"a kernel of {loader.number(3)} gets {len(arguments)} arguments")
-    if loader.parts(5):
-        _check_packing(loader.part(5), len(arguments))
+    fields = Message("xla.gpu.CustomKernelThunkProto", data)
+    _check_plain(fields)
+    kernel = Message("xla.gpu.CustomKernelProto", fields.part("custom_kernel"))
+    _check_no_clusters(kernel)
+    loader = Message("stream_executor.KernelLoaderSpecProto", kernel.part("kernel_spec"))
+    arguments = [_slice(each) for each in fields.parts("args")]
+    arity = loader.number("arity")
+    if arity != len(arguments):
+        raise UnknownError(f"a kernel of {arity} gets {len(arguments)} arguments")
+    if "kernel_args_packing_spec" in loader:
+        _check_packing(loader.part("kernel_args_packing_spec"), len(arguments))
     return _launch(
-        loader.part(4).decode(),
-        Message("CudaCubinInMemoryProto", loader.part(2), known={1}).part(1),
-        _dimensions(kernel.part(3), 2),
-        _dimensions(kernel.part(4), 1),
-        kernel.number(6),
+        loader.part("kernel_name").decode(),
+        Message("stream_executor.CudaCubinProto", loader.part("cubin")).part("data"),
+        _dimensions("Block", kernel.part("block_dims")),
+        _dimensions("Thread", kernel.part("thread_dims")),
+        kernel.number("shared_memory_bytes"),
         arguments,
-        fields.numbers(2),
+        fields.numbers("written"),
     )
 
 
@@ -482,57 +625,59 @@ def _launch(
     return Launch(name, code, grid, block, shared_bytes, tuple(arguments), targets)
 
 
-def _check_plain(
-    fields: Message, early: int = 0, cluster: int = 0, metadata: int = 0, zeroed: int = 0
-) -> None:
-    """That a launch has none of these, but `early`: it may begin before the kernel ahead of it has
-    ended, and waits for that itself. Where it is not launched so, there is nothing to wait for.
+def _check_plain(fields: Message) -> None:
+    """That a launch of either kind is of the addresses alone.
+
+    One that may use programmatic dependent launch (`use_pdl`) begins before the kernel ahead of it
+    has ended, and waits for that itself. Where it is not launched so, there is nothing to wait for.
     """
-    if fields.number(early) not in (0, 1):
-        raise UnknownError(f"field {early} of {fields.name} is {fields.number(early)}")
-    for each in fields.parts(cluster):
-        (inner,) = Message("ClusterDimProto", each, known={1, 2, 3}).fields.values()
-        if _sizes(inner[0]) != (1, 1, 1):
-            raise UnknownError("a kernel has clusters of blocks")
-    if any(fields.parts(metadata)):
+    if fields.number("use_pdl") not in (0, 1):
+        raise UnknownError(f"{fields.name}.use_pdl is {fields.number('use_pdl')}")
+    _check_no_clusters(fields)
+    if any(fields.parts("tma_metadata")):
         raise UnknownError("a kernel has arguments that are descriptors of tensors")
-    if fields.numbers(zeroed):
+    if fields.numbers("zeroed_output_buffer_indices"):
         raise UnknownError("a kernel wants memory filled with zeros")
+
+
+def _check_no_clusters(fields: Message) -> None:
+    for each in fields.parts("cluster_dim"):
+        if _dimensions("Cluster", each) != (1, 1, 1):
+            raise UnknownError("a kernel has clusters of blocks")
 
 
 def _check_packing(data: bytes, count: int) -> None:
     """That the kernel gets the addresses as they are listed."""
-    packed = Message("KernelArgsPackingSpecProto", data, known={1}).parts(1)
+    spec = Message("stream_executor.KernelArgsPackingSpecProto", data)
+    packed = spec.parts("kernel_arguments")
     for n, each in enumerate(packed):
-        argument = Message("KernelArgPackingSpecProto", each, known={1, 2})
-        if any(any(value) for value in argument.parts(2)):
+        argument = Message("stream_executor.KernelArgPackingSpecProto", each)
+        if any(any(value) for value in argument.parts("data")):
             raise UnknownError("a kernel has an argument that is a constant")
-        place = Message("KernelArgPackingRelocationProto", argument.part(1), known={1, 2, 3})
-        # Of the first kind: 64 bits, as they are.
-        if (place.number(1), place.number(2), place.number(3)) != (1, n, 0):
+        place = Message(
+            "stream_executor.KernelArgPackingRelocationProto", argument.part("relocations")
+        )
+        if (place.number("kind"), place.number("argument_index")) != (KIND_BITS64_ABSOLUTE, n):
             raise UnknownError("a kernel has its arguments in another order")
     if len(packed) != count:
         raise UnknownError(f"a kernel has {len(packed)} parameters for {count} arguments")
 
 
-def _dimensions(data: bytes, wrapper: int) -> tuple[int, int, int]:
-    """A BlockDimProto's, whose wrapper is 2, or a ThreadDimProto's, where it is 1."""
-    return _sizes(Message("DimProto", data, known={wrapper}).part(wrapper))
-
-
-def _sizes(data: Any) -> tuple[int, int, int]:
-    sizes = Message("Dim3DProto", data, known={1, 2, 3})
-    x, y, z = (sizes.number(n) for n in (1, 2, 3))
+def _dimensions(of: str, data: bytes) -> tuple[int, int, int]:
+    """How many blocks, threads in a block, or blocks in a cluster there are."""
+    wrapped = Message(f"stream_executor.{of}DimProto", data).part("coordinates")
+    sizes = Message("stream_executor.Dim3DProto", wrapped)
+    x, y, z = (sizes.number(axis) for axis in "xyz")
     if not x * y * z:
         raise UnknownError(f"a kernel has the dimensions {x}, {y}, {z}")
     return x, y, z
 
 
 def _slice(data: bytes) -> Slice:
-    """A BufferAllocationSliceProto, or a ShapedSliceProto, which has one and its shape."""
-    fields = Message("BufferAllocationSliceProto", data, known={1, 2, 3, 4})
-    if any(isinstance(value, bytes) for value in fields.fields.get(1, [])):
-        fields = Message("ShapedSliceProto", data, known={1, 2})
-        return _slice(fields.part(1))
-    # 4 is the type of an element.
-    return Slice(fields.number(3), fields.number(1), fields.number(2))
+    """A slice, or what holds one and its shape: the first field of that is a message."""
+    if data[:1] == _as_varint(1 << 3 | 2):
+        data = Message("xla.ShapedSliceProto", data).part("slice")
+    fields = Message("xla.buffer_assignment.BufferAllocationSliceProto", data)
+    return Slice(
+        fields.number("buffer_allocation_index"), fields.number("offset"), fields.number("size")
+    )

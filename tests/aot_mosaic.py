@@ -96,20 +96,23 @@ class Found:
     launches: collections.Counter[str]  # of all kernels, by name; XLA's own are "fusion"
 
 
-def compile_call(call: Call) -> Found:
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    environment |= {
+def environment() -> dict[str, str]:
+    """Of a process that compiles by XLA's CUDA plugin."""
+    found = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    return found | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGIN)]),
         "CUDA_VISIBLE_DEVICES": "-1",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of cuDNN and others, which are only run
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # on the card
     }
+
+
+def compile_call(call: Call) -> Found:
     command = [sys.executable, "-m", "tests.aot_mosaic", json.dumps(dataclasses.asdict(call))]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment,
+        env=environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

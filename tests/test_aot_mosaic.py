@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from tests.aot_mosaic import Call, compile_call, requires_plugin
@@ -83,8 +84,13 @@ MARGIN = 16
 # faster.
 SERIALIZED = {"channel_output"}
 
+of_the_oldest = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="the figures are those of the oldest JAX's compiler"
+)
+
 
 @requires_plugin
+@of_the_oldest
 @pytest.mark.parametrize(
     "call, launches, spills",
     CALLS,

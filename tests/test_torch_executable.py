@@ -1,5 +1,6 @@
-"""Executables of XLA's, read: two that JAX 0.11.2 compiled on an H200, without their machine code,
-and what others might hold."""
+"""Executables of XLA's, read: two that JAX 0.11.2 compiled on an H200, two that JAX 0.12.0.1
+compiled for one, all without their machine code; what others might hold; and, where XLA's CUDA
+plugin is installed, what it compiles today. PyTorch is not needed."""
 
 from pathlib import Path
 
@@ -7,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-torch = pytest.importorskip(
-    "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
-)
+from tests import aot_executables
+from tests.aot_executables import without_torch
 
-from ato_torch import _executable  # noqa: E402
-from ato_torch._executable import Allocation, Copy, Fill, Slice, UnknownError  # noqa: E402
+_executable = without_torch("_executable")
+Allocation, Copy, Fill = _executable.Allocation, _executable.Copy, _executable.Fill
+Slice, UnknownError = _executable.Slice, _executable.UnknownError
 
 SAMPLES = Path(__file__).parent / "executables"
-NAMES = ("linear_attention", "attention_gradient")
+NEW = ("linear_attention_step", "attention_sinks_gradient")
+NAMES = ("linear_attention", "attention_gradient", *NEW)
 
 
 def sample(name):
@@ -135,6 +137,23 @@ def test_an_executable_of_three_results():
     assert [found.allocations[n].parameter for n in (3, 4, 5)] == [0, 1, 2]
 
 
+def test_executables_that_describe_the_card():
+    """As JAX writes them from 0.12 on."""
+    step = _executable.read(sample("linear_attention_step"))
+    copy, kernel = step.steps
+    assert isinstance(copy, Copy) and kernel.name == "linear_attention_step"
+    assert kernel.written and step.allocations[copy.target.allocation].parameter is None
+    gradient = _executable.read(sample("attention_sinks_gradient"))
+    assert [step.name for step in gradient.steps] == [
+        *("loop_broadcast_fusion", "attention_backward_dq", "attention_backward_dkv"),
+        "input_reduce_fusion",
+    ]
+    assert gradient.results == (0, 4, 5, 12)
+    for name in NEW:
+        ((_, topology),) = [field for field in executable(name)[0] if field[0] == 17]
+        assert b"NVIDIA H200" in topology
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_how_it_is_written_does_not_matter(name):
     """Compressed or not, in one block of a file or more, with or without a file around it."""
@@ -227,14 +246,15 @@ def to(value):
     ("path", "edit", "reason"),
     [
         (THUNK, plus((9, 1)), "CustomKernelThunkProto has a field 9"),
-        (THUNK, plus((6, b"x")), "6 where one belongs|descriptors of tensors"),
-        (THUNK, plus((4, 1)), "field 4 of CustomKernelThunkProto is no number"),
-        ((13, 36, 4), to(2), "field 4 of CustomKernelThunkProto is 2"),
+        (THUNK, plus((6, b"x")), "descriptors of tensors"),
+        (THUNK, plus((4, 1)), "CustomKernelThunkProto.use_pdl is not one number"),
+        ((13, 36, 4), to(2), "CustomKernelThunkProto.use_pdl is 2"),
         ((13, 36, 2), to(b"\0\0\1"), "writes to"),
         ((13, 36, 2), to(b"\1\0\1\1"), "a step writes to a parameter"),
         ((13, 36, 1, 1, 3), to(99), "is not in the allocations"),
         ((13, 36, 1, 1, 2), to(1048577), "is not in the allocations"),
-        (KERNEL, plus((5, message((1, message((1, 2), (2, 1), (3, 1)))))), "clusters of blocks"),
+        (KERNEL, plus((5, message((3, message((1, 2), (2, 1), (3, 1)))))), "clusters of blocks"),
+        (THUNK, plus((5, b"\1")), "memory filled with zeros"),
         (KERNEL, plus((7, 1)), "CustomKernelProto has a field 7"),
         ((*KERNEL, 3), to(message((1, message((1, 4), (2, 1), (3, 1))))), "has a field 1"),
         ((*KERNEL, 4), to(message((1, message((1, 128))))), "dimensions 128, 0, 0"),
@@ -245,7 +265,8 @@ def to(value):
         ((*LOADER, 5, 1, 1), to(message((1, 1), (2, 1))), "in another order"),
         ((*LOADER, 5, 1), plus((2, b"\1")), "an argument that is a constant"),
         ((*LOADER, 5), plus((1, message((1, message((1, 1), (2, 4)))))), "5 parameters for 4"),
-        ((13,), to(message((1, b""), (7, b""))), "a step of kind 7 is none of its kernels"),
+        ((13,), to(message((1, b""), (7, b""))), "a step is a while_thunk, not a kernel"),
+        ((13,), to(message((1, b""), (62, b""))), "ThunkProto has a field 62"),
         ((13,), to(message((1, b""))), "a step is"),
         ((10, 1), plus((8, 5)), "in the memory space 5"),
         ((10, 1), plus((12, 1)), "a step reads a constant"),
@@ -263,8 +284,8 @@ def test_what_is_not_known_is_refused(path, edit, reason):
 
 def test_a_field_that_is_new_is_refused():
     fields, written = executable()
-    with pytest.raises(UnknownError, match="GpuExecutableProto has a field 17"):
-        _executable.read(written([*fields, (17, b"")]))
+    with pytest.raises(UnknownError, match="GpuExecutableProto has a field 18"):
+        _executable.read(written([*fields, (18, b"")]))
     with pytest.raises(UnknownError, match="XLA gave no steps"):
         _executable.read(written([field for field in fields if field[0] != 13]))
     with pytest.raises(UnknownError, match=r"a method b'z'"):
@@ -289,4 +310,46 @@ def test_an_executable_for_a_cpu_is_refused():
 
 def test_samples_hold_no_code():
     for name in NAMES:
-        assert {step.code for step in _executable.read(sample(name)).steps} == {_executable.ELF}
+        steps = _executable.read(sample(name)).steps
+        codes = {step.code for step in steps if isinstance(step, _executable.Launch)}
+        assert codes == {_executable.ELF}
+
+
+# What XLA writes today
+
+requires_plugin = pytest.mark.skipif(
+    aot_executables.plugin() is None,
+    reason="XLA's schema and what it compiles for a GPU come from JAX's CUDA plugin, see `make`",
+)
+
+
+@requires_plugin
+@pytest.mark.newest
+def test_fields_are_named_as_in_xla():
+    schema = aot_executables.schema(aot_executables.plugin())
+    is_newest = jax.__version_info__ >= (0, 12)
+    for message_name, fields in _executable.FIELDS.items():
+        theirs = schema[message_name]
+        # A field that is newer than the oldest JAX is missing there, and none is another one.
+        assert {n: name for n, name in fields.items() if n in theirs or is_newest} == {
+            n: theirs[n] for n in fields if n in theirs
+        }, message_name
+    # A field that XLA adds here would close the direct road for every program.
+    name = "xla.gpu.GpuExecutableProto"
+    assert schema[name].keys() <= _executable.FIELDS[name].keys(), schema[name]
+
+
+@requires_plugin
+@pytest.mark.newest
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="this version of JAX serializes no steps of a program"
+)
+def test_programs_that_xla_compiles_are_read():
+    found = aot_executables.compile_all()
+    assert not [f"{name}: {steps}" for name, steps in found.items() if "refused" in steps[0]]
+    assert found["attention"] == ["attention_forward"]
+    assert found["attention, backward"] == ["attention_backward_dq", "attention_backward_dkv"]
+    assert found["one query, lengths"][-1] == "attention_forward"
+    assert found["linear"][-1] == "linear_attention_output"
+    assert found["states, backward"][-3] == "linear_attention_causal_key_gradient"
+    assert found["step"] == ["Copy", "linear_attention_step"]
