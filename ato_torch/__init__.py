@@ -12,13 +12,14 @@ Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX no
 the memory for itself.
 """
 
-from ato_torch import _bridge
+from ato_torch import _bridge, _direct
 from ato_torch.explain import explain
 from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
 from ato_torch.hugging_face import register_hf
 from ato_torch.override import sdpa_override
 
 _bridge.share_the_gpu()
+_direct.is_on()  # refuses another value in the environment at once
 
 __all__ = [
     "attention",

@@ -25,7 +25,14 @@ from typing import Any
 
 import jax
 import torch
-from jax._src import xla_bridge  # the one place that tells whether JAX has started
+
+# Not public, nor is anything else that tells whether JAX has started: where a version lacks it, no
+# warning tells that JAX came first.
+backends_are_initialized: Any
+try:
+    from jax._src.xla_bridge import backends_are_initialized
+except ImportError:
+    backends_are_initialized = None
 
 # Not public: where a version of JAX lacks them, its public functions do the same more slowly.
 jaxlib: Any
@@ -180,8 +187,10 @@ def _preallocates() -> bool:
 
 
 def _platform_started() -> str | None:
-    """The platform that JAX computes on by default, None where it has not started one yet."""
-    return jax.default_backend() if xla_bridge.backends_are_initialized() else None
+    """The platform that JAX computes on by default; None where it has not started one yet, or does
+    not tell."""
+    has_started = backends_are_initialized is not None and backends_are_initialized()
+    return jax.default_backend() if has_started else None
 
 
 def share_the_gpu() -> None:

@@ -8,7 +8,9 @@ whose addresses are changed before each launch: the host then pays for one launc
 
 Before a plan is taken, it runs once beside JAX on random tensors like those of the first call, and
 has to give the same bits. What has no plan, for a step that is no kernel or for bytes that are not
-understood, is `ClosedError`, and goes through `_bridge`.
+understood, is `ClosedError`, and goes through `_bridge`: a warning says so, once for each reason.
+
+ATO_TORCH_DIRECT=0 in the environment turns this road off, and that warning with it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ import copy
 import ctypes
 import functools
 import math
+import os
+import re
 import struct
+import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +41,8 @@ UNREAD_BYTES = 1 << 20
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # The name in XLA's error where memory does not suffice.
 XLA_NO_MEMORY = "RESOURCE_EXHAUSTED"
+# The variable of the environment that turns this road off.
+SWITCH = "ATO_TORCH_DIRECT"
 
 
 def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
@@ -43,8 +51,10 @@ def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
     def public(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
-    # The private one takes half as long.
-    return getattr(torch._C._dynamo.guards, "_empty_strided_cuda", public)
+    try:  # the private one takes half as long
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    except AttributeError:
+        return public
 
 
 class ClosedError(Exception):
@@ -53,6 +63,21 @@ class ClosedError(Exception):
 
 class NoMemoryError(ClosedError):
     """Why it has none yet."""
+
+
+class NotMeantError(ClosedError):
+    """Why nobody expects it to have one."""
+
+
+def is_on() -> bool:
+    """Whether the environment leaves this road open; ValueError for a value that says neither."""
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"the environment variable {SWITCH} must be 0, so that every call goes through JAX, or "
+            f"1, as without it; got {value!r}"
+        )
+    return value != "0"
 
 
 def execute(
@@ -95,7 +120,31 @@ def plan_of(
             function.short_of_memory[key] = calls
         else:
             function.plans[key] = found
-        return found
+    if isinstance(found, ClosedError) and not isinstance(found, NotMeantError):
+        _warn_once(str(found))
+    return found
+
+
+# The reasons that a warning was given for, without their numbers.
+_warned: set[str] = set()
+_warning = threading.Lock()
+
+
+def _warn_once(reason: str) -> None:
+    kind = re.sub(r"\d+", "", reason)
+    with _warning:
+        if kind in _warned:
+            return
+        _warned.add(kind)
+    warnings.warn(
+        "a call of ato_torch goes through JAX, since its kernels cannot be launched from PyTorch "
+        f"directly: {reason}. That takes the host about 10 times as long, and no CUDA graph can "
+        "capture the call. ato_torch.explain tells which road a call takes. This warning comes "
+        f"once for each reason; the environment variable {SWITCH}=0 turns the direct road off, and "
+        "the warning with it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def ready(
@@ -131,6 +180,10 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
             "ato_torch compiles a call at its first time, which a CUDA graph cannot capture: "
             "make the call once before"
         )
+    if not is_on():
+        return NotMeantError(f"{SWITCH}=0 in the environment turns the direct road off")
+    if not all(tensor.numel() for tensor in tensors):
+        return NotMeantError("an array is empty")
     try:
         # Where the user's own modes are on, none of them is meant for what is built here.
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(place):
@@ -147,9 +200,28 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
     except _executable.UnknownError as error:
         return ClosedError(f"what XLA compiled is not understood: {error}")
     except Exception as error:  # other versions of JAX, of the driver
+        _raise_if_broken(place, error)
         is_memory = isinstance(error, torch.OutOfMemoryError) or XLA_NO_MEMORY in str(error)
         kind = NoMemoryError if is_memory else ClosedError
         return kind(f"{type(error).__name__}: {error}")
+
+
+def _raise_if_broken(place: torch.device, error: Exception) -> None:
+    """Where a launch has broken the process's use of the GPU, no other road works either: the error
+    must not pass for a reason to take one."""
+    try:
+        driver = _driver()
+    except OSError:  # no driver, so nothing was launched
+        return
+    with torch.cuda.device(place):
+        stream = torch.cuda.current_stream().cuda_stream
+        code = driver.cuStreamSynchronize(ctypes.c_size_t(stream))
+    if code in BROKEN:
+        raise RuntimeError(
+            "the trial of a first call's kernels, launched from PyTorch beside JAX's own launch, "
+            f"has left CUDA unusable in this process: {_said(code)}. Start it anew; with the "
+            f"environment variable {SWITCH}=0 JAX alone launches"
+        ) from error
 
 
 def _drawn(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -218,8 +290,6 @@ class Plan:
         results: Sequence[torch.Tensor],
         kernels: Kernels,
     ) -> None:
-        if not all(tensor.numel() for tensor in [*like, *results]):
-            raise ClosedError("an array is empty")
         self.executable, self.index = executable, like[0].device.index
         self.facts = [(tuple(one.shape), one.stride(), one.dtype) for one in results]
         bases, self.scratch_bytes = _bases(executable, like, results)
@@ -483,6 +553,10 @@ RELAXED_CAPTURE = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 LAUNCH_PARAM_BUFFER_POINTER = 1
 LAUNCH_PARAM_BUFFER_SIZE = 2
+# After these every further call in the process fails, with the same one: an illegal address, among
+# others, an assertion, a launch that timed out or failed, an uncorrectable error of the memory or
+# of NVLink, a context that is gone.
+BROKEN = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721}
 # What a launch gets without asking for more.
 SHARED_BYTES = 48 * 1024
 
@@ -501,11 +575,14 @@ def _driver() -> ctypes.CDLL:
 
 def _check(error: int) -> None:
     if error:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(error, ctypes.byref(text))
-        said = text.value.decode() if text.value else f"CUDA error {error}"
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
-        raise kind(f"a kernel launched from PyTorch: {said}")
+        raise kind(f"a kernel launched from PyTorch: {_said(error)}")
+
+
+def _said(error: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(error, ctypes.byref(text))
+    return text.value.decode() if text.value else f"CUDA error {error}"
 
 
 class Kernels:

@@ -91,6 +91,8 @@ def parse(text: str) -> Call:
 # Handles of the feature maps that are functions, and the other way round.
 _handles: dict[features.FeatureMap, str] = {}
 _feature_maps: dict[str, features.FeatureMap] = {}
+# Two threads that count at once would give two functions one handle.
+_counting = threading.Lock()
 # No other process gives these: a program loaded there must not find another function.
 _process = uuid.uuid4().hex
 
@@ -112,14 +114,22 @@ def _in_words(value: Any) -> Any:
     if callable(value) and not isinstance(value, features.FeatureMap):
         value, _ = resolve(value)
     if isinstance(value, features.FeatureMap):
-        handle = _handles.setdefault(value, f"{_process}-{len(_handles)}")
-        _feature_maps[handle] = value
-        return {"feature_map": handle}
+        return {"feature_map": _handle(value)}
     if isinstance(value, jax.lax.Precision):
         return value.name.lower()
     if hasattr(value, "item"):
         return value.item()
     raise ValueError(f"{value!r} cannot be an option of a compiled call")
+
+
+def _handle(feature_map: features.FeatureMap) -> str:
+    with _counting:
+        handle = _handles.get(feature_map)
+        if handle is None:
+            handle = f"{_process}-{len(_handles)}"
+            _feature_maps[handle] = feature_map
+            _handles[feature_map] = handle
+    return handle
 
 
 def _from_words(value: Any) -> Any:

@@ -1,6 +1,8 @@
 """ato_torch against PyTorch itself: values, gradients, meaning, lifetimes and errors."""
 
 import gc
+import importlib.util
+import sys
 import warnings
 
 import jax
@@ -764,6 +766,22 @@ def test_sharing_the_gpu(monkeypatch, platform, environment, warns):
     assert _bridge.os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] in (
         environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     )
+
+
+def test_a_jax_that_does_not_tell_whether_it_started(monkeypatch):
+    """Nothing but a warning is lost with the private name that tells."""
+    monkeypatch.delattr(jax._src, "xla_bridge")
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", None)
+    place = importlib.util.find_spec("ato_torch._bridge")
+    without = importlib.util.module_from_spec(place)
+    place.loader.exec_module(without)
+    monkeypatch.undo()
+    assert _bridge._platform_started() == "cpu" and without._platform_started() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without.share_the_gpu()
+    x = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(without.execute(jax.jit(lambda x: [x + 1]), [x])[0], x + 1)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """ato_torch under what looks at a model from outside: compilers, export, transforms, threads."""
 
+import contextlib
 import io
 import json
 import shutil
@@ -266,6 +267,33 @@ def test_equal_feature_maps_share_a_handle_and_no_other_process_has_it():
     elsewhere = first.replace(_programs._process, "0" * 32)
     with pytest.raises(ValueError, match="feature_map is a function of the process that exported"):
         _programs.parse(elsewhere)
+
+
+def test_threads_that_count_at_once_give_two_functions_two_handles(monkeypatch):
+    """Each thread waits in the count for the other, as long as the other can come there."""
+    both = threading.Barrier(2)
+
+    class Counted(dict):
+        def __len__(self):
+            found = super().__len__()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return found
+
+    monkeypatch.setattr(_programs, "_handles", Counted())
+    maps = [_programs.resolve(lambda x, n=n: jax.numpy.exp(x) + n)[0] for n in (3.0, 4.0)]
+    found = [None, None]
+
+    def ask(n):
+        found[n] = _programs._in_words(maps[n])
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [_programs._from_words(words) for words in found] == maps
+    assert found[0] != found[1] and maps[0] != maps[1]
 
 
 STATE = {"state.kv": torch.rand(B, H, D, D), "state.k_sum": torch.rand(B, H, D)}

@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 import types
+import warnings
 import weakref
 
 import jax
@@ -98,6 +99,8 @@ class Driver:
         self.parameter_size, self.context = 8, 77
         # Of each graph its nodes: a kernel, its sizes, and where its arguments are.
         self.graphs, self.mode = [], 0
+        # What every call returns after a launch that broke the context.
+        self.broken = 0
 
     def cuCtxGetCurrent(self, context):
         context._obj.value = self.context
@@ -128,6 +131,10 @@ class Driver:
     def cuGetErrorString(self, error, text):
         text._obj.value = b"a sticky error"
         return 0
+
+    def cuStreamSynchronize(self, stream):
+        assert stream.value == 5
+        return self.broken
 
     def cuLaunchKernelEx(self, config, kernel, nothing, extra):
         if self.errors:
@@ -207,7 +214,7 @@ def driver(monkeypatch):
     """The stand-in, for tensors on a CPU."""
     found = Driver()
     monkeypatch.setattr(_direct, "_driver", lambda: found)
-    stream = types.SimpleNamespace(query=lambda: None)
+    stream = types.SimpleNamespace(query=lambda: None, cuda_stream=5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 5, raising=False)
@@ -372,8 +379,6 @@ def test_what_does_not_fit_has_no_plan(driver):
     made = executable()
     with pytest.raises(_direct.ClosedError, match="1 results for 2"):
         plan(Executable(made.allocations, made.steps, (5,)))
-    with pytest.raises(_direct.ClosedError, match="an array is empty"):
-        plan(shape=(0, 2, 3))
     driver.parameter_size = 4
     with pytest.raises(_direct.ClosedError, match="'add' has other parameters"):
         plan()
@@ -427,6 +432,110 @@ def test_a_plan_is_tried_on_numbers_of_its_own(building, driver, monkeypatch):
     assert isinstance(closed, _direct.ClosedError) and "is not what JAX gives" in str(closed)
     assert len(drawn) == 4 and not any(each() is not None for each in drawn)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("code", [700, 716, 719])
+@pytest.mark.parametrize("found_by", ["the driver", "PyTorch", "JAX"])
+def test_a_trial_that_breaks_the_gpu_is_an_error(building, driver, monkeypatch, code, found_by):
+    """Every road would fail from then on: it is not for a reason to take another one."""
+    driver.broken = code
+    error = {
+        "the driver": None,
+        "PyTorch": RuntimeError("CUDA error: an illegal memory access was encountered"),
+        "JAX": jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"),
+    }[found_by]
+
+    def fails(*arguments):
+        raise error
+
+    if error is None:
+        driver.errors = [code]
+    else:
+        name = "_compare" if found_by == "PyTorch" else "_bridge.execute"
+        monkeypatch.setattr(f"ato_torch._direct.{name}", fails)
+    function, tensors = building(), [torch.ones(1, 2, 3)] * 2
+    with pytest.raises(RuntimeError, match="has left CUDA unusable .* a sticky error.*_DIRECT=0"):
+        _direct.plan_of(function, tensors)
+    assert not function.plans and not function.short_of_memory
+
+
+def test_an_error_that_breaks_nothing_closes_the_road(building, driver):
+    driver.errors = [1]  # an invalid value
+    function, tensors = building(), [torch.ones(1, 2, 3)] * 2
+    with pytest.warns(RuntimeWarning, match="a kernel launched from PyTorch: a sticky error"):
+        closed = _direct.plan_of(function, tensors)
+    assert isinstance(closed, _direct.ClosedError)
+    assert function.plans and _direct.plan_of(function, tensors) is closed
+
+
+@pytest.fixture
+def unwarned(monkeypatch):
+    monkeypatch.setattr(_direct, "_warned", set())
+
+
+def test_a_call_that_does_not_go_direct_says_so_once(building, unwarned, monkeypatch):
+    """For each reason, whatever numbers are in it; not again for another shape or program."""
+    reasons = iter(["a step of 3 bytes", "a step of 4 bytes", "a while", "a step of 5 bytes"])
+
+    def read(_):
+        raise _executable.UnknownError(next(reasons))
+
+    monkeypatch.setattr(_executable, "read", read)
+    said = []
+    for shape in [(1, 2, 3), (1, 2, 3), (2, 2, 3), (3, 2, 3)]:
+        function, tensors = building(), [torch.ones(shape)] * 2
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                closed = _direct.plan_of(function, tensors)
+            said.append([str(each.message) for each in caught])
+            assert isinstance(closed, _direct.ClosedError)
+    assert [len(each) for each in said] == [1, 0, 1, 0]
+    for part in (
+        *("is not understood: a step of 3 bytes", "10 times as long", "no CUDA graph"),
+        *("ato_torch.explain", "ATO_TORCH_DIRECT=0"),
+    ):
+        assert part in said[0][0]
+
+
+def test_no_warning_where_a_plan_is_or_nothing_is_to_launch(building, unwarned, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(_direct.plan_of(building(), [torch.ones(1, 2, 3)] * 2), _direct.Plan)
+        closed = _direct.plan_of(building(), [torch.ones(0, 2, 3)] * 2)
+    assert str(closed) == "an array is empty"
+
+
+def test_the_environment_turns_the_road_off(building, driver, unwarned, monkeypatch):
+    """And says so where it is asked: nothing is compiled, launched or warned of."""
+    tensors = [torch.ones(1, 2, 3)] * 2
+    monkeypatch.setenv("ATO_TORCH_DIRECT", "0")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    function = building()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        road = explaining._road(function, tensors)
+        out, _ = _direct.execute(function, tensors)
+    told = "through JAX (ATO_TORCH_DIRECT=0 in the environment turns the direct road off)"
+    assert str(road) == told
+    assert torch.equal(out, torch.full((1, 2, 3), 2.0)) and not driver.calls
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph.*ATO_TORCH_DIRECT=0 in the environment"):
+        _direct.execute(function, tensors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for value in ("1", ""):
+        monkeypatch.setenv("ATO_TORCH_DIRECT", value)
+        assert isinstance(_direct.plan_of(building(), tensors), _direct.Plan)
+
+
+@pytest.mark.parametrize("value", ["no", "false", "00", " 0"])
+def test_the_environment_says_0_or_1(building, monkeypatch, value):
+    monkeypatch.setenv("ATO_TORCH_DIRECT", value)
+    with pytest.raises(ValueError, match=f"ATO_TORCH_DIRECT must be 0, .* got '{value}'"):
+        _direct.plan_of(building(), [torch.ones(1, 2, 3)] * 2)
+    # At once, too: a call may be hours away.
+    with pytest.raises(ValueError, match="ATO_TORCH_DIRECT must be 0"):
+        importlib.reload(ato_torch)
 
 
 def test_numbers_drawn():
