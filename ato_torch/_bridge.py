@@ -26,6 +26,10 @@ from typing import Any
 import jax
 import torch
 
+from ato_torch import _private
+
+_private.check()  # this module is imported first, and the others need the names
+
 # Not public, nor is anything else that tells whether JAX has started: where a version lacks it, no
 # warning tells that JAX came first.
 backends_are_initialized: Any
