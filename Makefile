@@ -70,6 +70,7 @@ help:
 	@echo 'make lint         linters and types alone'
 	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
 	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
+	@echo 'make test-newest-torch  those of ato_torch there, with PyTorch for CUDA: 6 GB'
 	@echo 'make gpu-test     the tests that need an NVIDIA GPU; writes tests/gpu_receipt.json'
 	@echo 'make venv         the virtual environment $(OLDEST), to work in'
 	@echo 'make clean        away with everything that was made here'
@@ -137,6 +138,12 @@ test-newest:
 	@echo '*** Install one, or name it with `make NEWEST_PYTHON=...`.' >&2
 	@exit 1
 endif
+
+# Not part of `make test`: for these versions of Python PyTorch comes with CUDA alone.
+.PHONY: test-newest-torch
+test-newest-torch: $(CUDA)/$(STAMP)
+	JAX_PLATFORMS=cpu ATO_SAMPLE=11 $(CUDA)/bin/python -m pytest $(PYTEST_FLAGS) \
+		tests/test_torch_*.py
 
 # Without a newer Python the newest JAX is left out, and said to be; REQUIRE_NEWEST=1 fails instead.
 .PHONY: test
