@@ -28,6 +28,7 @@ from jax import lax
 
 from ato_jax.device import Device
 from ato_jax.ops.attention.spec import (
+    SMALLEST_SLOPE,
     AttentionSpec,
     Inputs,
     positions_of_first_query,
@@ -369,8 +370,21 @@ def scores(spec: AttentionSpec, arrays: Arrays) -> jax.Array:
     s = jnp.einsum("rtd,sd->rts", arrays["q"], arrays["k"], precision=dot_precision(spec))
     s = s * spec.scale  # not q: it would be rounded once more, which large scores show
     if spec.softcap is not None:
-        s = spec.softcap * jnp.tanh(s / spec.softcap)
+        s = spec.softcap * _tanh(s / spec.softcap)
     if "bias" in arrays:
         s = s + arrays["bias"].astype(s.dtype)
     seen = visible(spec, arrays)
     return s if seen is None else jnp.where(seen, s, -jnp.inf)
+
+
+@jax.custom_jvp
+def _tanh(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+@_tanh.defjvp
+def _tanh_jvp(primals: Any, tangents: Any) -> Any:
+    """1 - tanh(x)^2 without the difference, of which float32 has no digit left beyond |x| = 8."""
+    (x,), (d_x,) = primals, tangents
+    slope = 4 * jax.nn.sigmoid(2 * x) * jax.nn.sigmoid(-2 * x)
+    return _tanh(x), jnp.where(slope > SMALLEST_SLOPE, slope, 0) * d_x

@@ -15,6 +15,10 @@ Broadcast = tuple[bool, bool, bool, bool]
 # Rounding takes at most half of a last place, 127 of these shares of the number.
 REST_UNITS = {"bfloat16": 2.0**-8 / 127, "float16": 2.0**-11 / 127}
 
+# A softcap's slope, 1 - tanh^2, is 0 from here on: half of float64's epsilon, so that a saturated
+# score has no gradient in any precision.
+SMALLEST_SLOPE = 2.0**-53
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:

@@ -10,8 +10,16 @@ For one kv head, a block of queries i and all the keys j that its strip can see 
     lse_i  = m_i + log l_i                                  -inf where l_i = 0
 
 m only keeps exp in range: neither out nor lse depends on it, so it is a constant to every
-derivative. JAX differentiates the rest itself, in forward mode and to any order; out of a block
-it keeps m, l and p . v, and computes the weights again, as a flash kernel does.
+derivative. The softmax has a derivative of its own, in forward mode, which JAX transposes and
+differentiates to any order:
+
+    dlse_i = sum_j w[i,j] ds[i,j]                 w = p / l, and the sink's term
+    dw[i,j] = w[i,j] (ds[i,j] - dlse_i)
+
+so that the gradient of s is w (dp - sum_j w dp) with the same rounded terms dp in both places.
+It is exactly 0 where a query sees one key, and its rounding errors are small beside what is left
+where the two terms nearly cancel. Of each block the forward pass keeps m and l, and the backward
+pass computes the weights again, as a flash kernel does.
 
 Causality and windows skip what they hide where the position of query 0 is static
 (`spec.offset`); where it is not, as with a traced `query_offset`, they are masks alone.
@@ -20,6 +28,7 @@ Causality and windows skip what they hide where the position of query 0 is stati
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +49,7 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     @functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("m", "l", "pv")
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("m", "l")
     )
     def block(arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
         return _block(spec, arrays)
@@ -64,27 +73,84 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
 
 def _block(spec: AttentionSpec, arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
     """out [R, block, V] and lse [R, block] of a block of queries, from all of their keys."""
+    by_query = None
+    if spec.bias is not None and not spec.bias[3]:
+        arrays = dict(arrays)
+        by_query = arrays.pop("bias")  # [R|1, block|1, 1]
     s = blocks.scores(spec, arrays)  # [R, block, S]
-    top = jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True)  # [R, block, 1]
     sinks = arrays["sinks"][:, None, None] if spec.sinks else None  # [R, 1, 1]
-    if sinks is not None:
-        top = jnp.maximum(top, lax.stop_gradient(sinks))
-    m = checkpoint_name(jnp.where(top == -jnp.inf, 0, top), "m")
-    p = jnp.exp(s - m)  # [R, block, S]
-    total = jnp.sum(p, axis=-1, keepdims=True)  # l, [R, block, 1]
-    if sinks is not None:
-        total = total + jnp.exp(sinks - m)
-    total = checkpoint_name(total, "l")
+    if by_query is not None:
+        # A bias that a query's keys share moves lse, and the sink against the keys. Its gradient
+        # then needs no sum of ds over the keys, whose terms cancel.
+        s = jnp.where(by_query == -jnp.inf, -jnp.inf, s)
+        by_query = jnp.where(jnp.max(s, axis=-1, keepdims=True) == -jnp.inf, 0, by_query)
+        sinks = None if sinks is None else sinks - by_query
+    keep = None
     if spec.dropout_rate:
         i, j = blocks.indices(arrays)
         h = arrays["h"][:, None, None]
         keep = dropout_keep(spec.dropout_rate, arrays["seed"], arrays["b"], h, i, j)
-        p = jnp.where(keep, p / (1 - spec.dropout_rate), 0)
-    product = jnp.einsum("rts,sv->rtv", p, arrays["v"], precision=blocks.dot_precision(spec))
-    product = checkpoint_name(product, "pv")
-    sees = total > 0
-    safe = jnp.where(sees, total, 1)
-    return product / safe, jnp.where(sees, m + jnp.log(safe), -jnp.inf)[..., 0]
+    out, lse = _softmax(spec, s, arrays["v"], sinks, keep)
+    return out, lse[..., 0] if by_query is None else (lse + by_query)[..., 0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _softmax(
+    spec: AttentionSpec,
+    s: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    keep: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out [R, block, V] and lse [R, block, 1], from scores and sinks [R, block|1, 1]."""
+    m, total = _normaliser(s, sinks)
+    out = _values(spec, _dropped(spec, jnp.exp(s - m), keep), v) / _not_zero(total)
+    return out, _lse(m, total)
+
+
+@_softmax.defjvp
+def _softmax_jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> Any:
+    s, v, sinks, keep = primals
+    d_s, d_v, d_sinks, _ = tangents
+    m, total = (
+        checkpoint_name(array, name)
+        for array, name in zip(_normaliser(s, sinks), ("m", "l"), strict=True)
+    )
+    p = jnp.exp(s - m) / _not_zero(total)  # [R, block, S]
+    d_lse = jnp.sum(p * d_s, axis=-1, keepdims=True)  # [R, block, 1]
+    if sinks is not None:
+        d_lse = d_lse + jnp.exp(sinks - m) / _not_zero(total) * d_sinks
+    out = _values(spec, _dropped(spec, p, keep), v)
+    d_out = _values(spec, _dropped(spec, p * (d_s - d_lse), keep), v)
+    d_out = d_out + _values(spec, _dropped(spec, p, keep), d_v)
+    return (out, _lse(m, total)), (d_out, d_lse)
+
+
+def _normaliser(s: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """m and l, each [R, block, 1]."""
+    top = jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True)
+    if sinks is not None:
+        top = jnp.maximum(top, lax.stop_gradient(sinks))
+    m = jnp.where(top == -jnp.inf, 0, top)
+    total = jnp.sum(jnp.exp(s - m), axis=-1, keepdims=True)
+    return m, total if sinks is None else total + jnp.exp(sinks - m)
+
+
+def _lse(m: jax.Array, total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, m + jnp.log(_not_zero(total)), -jnp.inf)
+
+
+def _not_zero(total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, total, 1)
+
+
+def _dropped(spec: AttentionSpec, p: jax.Array, keep: jax.Array | None) -> jax.Array:
+    return p if keep is None else jnp.where(keep, p / (1 - spec.dropout_rate), 0)
+
+
+def _values(spec: AttentionSpec, p: jax.Array, v: jax.Array) -> jax.Array:
+    """p . v, [R, block, V]."""
+    return jnp.einsum("rts,sv->rtv", p, v, precision=blocks.dot_precision(spec))
 
 
 def backward(

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -40,11 +41,14 @@ from ato_jax.ops.attention.triton.pairs import Options, Pairs, options_of
 from ato_jax.ops.attention.triton.weights import (
     Rows,
     plain_delta,
+    shift,
     sink_shares,
     weight_gradient,
     weights,
     without_powers,
 )
+
+SINGLE_EPSILON = float(np.finfo(np.float32).eps)
 
 
 def of_keys(spec: AttentionSpec) -> bool:
@@ -77,11 +81,16 @@ def _by_query(
     spec: AttentionSpec, inputs: Inputs, cotangents: Outputs, rows: Rows, gain: jax.Array | None
 ) -> jax.Array:
     """ds summed over the keys, [B, H, T]."""
-    found = sink_shares(spec, inputs.sinks, rows) * plain_delta(spec, rows, gain)
+    shares = sink_shares(spec, inputs.sinks, rows)
+    found = shares * plain_delta(spec, rows, gain)
     if spec.return_lse:
         dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
         found = found + dlse
-    return jnp.where(rows.log2_norm < jnp.inf, found, 0.0)
+    # A share is as exact as lse. Where it may be 1, the query saw the sink alone, or as good as
+    # that, and the two terms cancel.
+    rounding = SINGLE_EPSILON * (2 + jnp.abs(rows.log2_norm + shift(spec)))
+    keys_count = (rows.log2_norm < jnp.inf) & (shares < 1 - rounding)
+    return jnp.where(keys_count, found, 0.0)
 
 
 def _kernel(

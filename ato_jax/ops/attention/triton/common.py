@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -249,6 +249,18 @@ def inner(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
     return total
 
 
+def inner_transposed(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
+    """`inner(spec, a, b)` transposed, to the same last bit: b . a^T.
+
+    On tensor cores the order of the additions is the same. XLA's products on a CPU choose an order
+    by the shapes, so the interpreter transposes. A float32 score of 100 that differs by its last
+    bit changes the weight by 4e-6, and the weights' sum is known of the other kernel's bits.
+    """
+    if device.interpreting():
+        return inner(spec, a, b).T
+    return inner(spec, b, a)
+
+
 def sum_of_products(a: Sliced, b: Sliced) -> jax.Array:
     """Each row of a times the same row of b, in float32."""
     first, *others = (
@@ -304,6 +316,26 @@ def raw_scores(spec: AttentionSpec, products: jax.Array) -> jax.Array:
     if spec.softcap is not None:
         return jnp.tanh(products * (spec.scale / spec.softcap))
     return products if _keeps_order(spec) else products * spec.scale
+
+
+def raw_scores_and_slope(
+    spec: AttentionSpec, products: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """`raw_scores` and the softcap's 1 - tanh^2, None without one.
+
+    With e = exp(-2|x|) the slope is 4 e / (1 + e)^2, where the difference 1 - tanh^2 has no digit
+    left beyond |x| = 8, and tanh is (1 - e) / (1 + e), to float32's epsilon of 1. The scores that
+    lse is made of need more than that where they are small: `raw_scores` has it.
+    """
+    if spec.softcap is None:
+        return raw_scores(spec, products), None
+    x = products * (spec.scale / spec.softcap)
+    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
+    inverse = 1 / (1 + e)
+    slope = 4 * e * inverse * inverse
+    tanh = (1 - e) * inverse
+    raw = jnp.tanh(x) if spec.dtype == "float32" else jnp.where(x < 0, -tanh, tanh)
+    return raw, jnp.where(slope > SMALLEST_SLOPE, slope, 0.0)
 
 
 def parts_first(array: jax.Array, parts: int) -> jax.Array:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
-from ato_jax.ops.attention.triton.common import LOG2_E, exp2, quotient, raw_scores
+from ato_jax.ops.attention.triton.common import LOG2_E, exp2, quotient, raw_scores_and_slope
 from ato_jax.ops.attention.triton.pairs import Pairs, Side
 
 # 2^15 is half of what float16 holds: room for weights that rounding puts above 1.
@@ -111,8 +111,7 @@ def weights(
     fast_exp2: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """p * 2^shift from q . k, and the softcap's slope. `log2_norm` lacks the shift already."""
-    raw = raw_scores(pairs.spec, products)
-    slope = None if pairs.spec.softcap is None else 1 - raw * raw
+    raw, slope = raw_scores_and_slope(pairs.spec, products)
     raw, factor = pairs.biased(h, raw, query, key)
     seen = pairs.visible(h, masked, query, key)
     if seen is not None:

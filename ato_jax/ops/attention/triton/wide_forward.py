@@ -43,6 +43,7 @@ from ato_jax.ops.attention.triton.common import (
     padded,
     quotient,
     raw_scores,
+    raw_scores_and_slope,
     sequence_spec,
     span,
     store_tile,
@@ -190,7 +191,7 @@ class Weights(NamedTuple):
 def weigh(tile: Pair, product: jax.Array, fast_exp2: bool) -> Weights:
     pairs, h = tile.pairs, tile.h
     raw = raw_scores(pairs.spec, product)
-    slope = None if pairs.spec.softcap is None else 1 - raw * raw
+    _, slope = raw_scores_and_slope(pairs.spec, product)
     raw, factor = pairs.biased(h, raw, tile.query, tile.key)
     seen = pairs.visible(h, True, tile.query, tile.key)
     if pairs.spec.q_lengths:
