@@ -46,7 +46,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     with _Recorder() as recorder:
         function(*args, **kwargs)
     if not recorder.calls:
-        raise ValueError(f"function must be one of ato_torch's: {function!r} does not call ato_torch")
+        raise ValueError(
+            f"function must be one of ato_torch's: {function!r} does not call ato_torch"
+        )
     text, tensors = recorder.calls[0]
     call = _programs.parse(text)
     program = _programs.of_text(text, _bridge.jax_device(tensors[0].device))
