@@ -133,10 +133,19 @@ def family(name: str) -> str:
     return name.partition(".")[0]
 
 
+def _no_triton() -> str | None:
+    """Why JAX cannot lower Triton kernels; None where it can."""
+    from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
+
+    return launch.no_triton
+
+
 def reason_against(call: _Call, name: str, phase: str) -> str | None:
     """Why this backend cannot run this phase here; None if it can."""
     if name in call.op.planned:
         return "has no kernels for this op yet"
+    if family(name) == "triton" and (reason := _no_triton()):
+        return reason
     interpretable = family(name) in INTERPRETABLE
     interpreted = call.interpret and interpretable
     if name not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
@@ -150,18 +159,22 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
     return module.unsupported(call.spec, phase)
 
 
-def choose(call: _Call, phase: str) -> Choice:
-    """The backend for a phase: the first of the family named, or of all, that supports it."""
+def _candidates(call: _Call, phase: str) -> Sequence[str]:
+    """The backends that may run a phase, in the order in which they are tried."""
     names: Sequence[str] = call.op.backends
     if call.implementation in names:
-        names = tuple(name for name in names if call.implementation in (name, family(name)))
-    elif call.implementation is not None:
-        names = (call.implementation,)
-    elif call.device.platform != "gpu" or call.interpret:
+        return tuple(name for name in names if call.implementation in (name, family(name)))
+    if call.implementation is not None:
+        return (call.implementation,)
+    if call.device.platform != "gpu" or call.interpret:
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
-        names = tuple(name for name in call.op.backends if name in PLAIN_JAX)
-    else:
-        names = in_order(call, phase)
+        return tuple(name for name in call.op.backends if name in PLAIN_JAX)
+    return in_order(call, phase)
+
+
+def choose(call: _Call, phase: str) -> Choice:
+    """The backend for a phase: the first of the family named, or of all, that supports it."""
+    names = _candidates(call, phase)
     reasons = {}
     for name in names:
         reasons[name] = reason_against(call, name, phase)
@@ -320,9 +333,32 @@ _kernels.defvjp(_kernels_forward, _kernels_transposed)
 _kernels_backward.defvjp(_twice_forward, _twice_backward)
 
 
+def _warn_of_no_triton(call: _Call, choices: Sequence[Choice | None]) -> None:
+    """A warning where the call would run Triton kernels, if JAX could lower them.
+
+    Those that Mosaic GPU launches between its own are among them.
+    """
+    if call.device.platform != "gpu" or call.interpret or not _no_triton():
+        return
+    for phase, choice in zip(PHASES, choices, strict=True):
+        for name in _candidates(call, phase):
+            taken = choice is not None and name == choice.backend
+            of_triton = family(name) == "triton" and call.implementation is None
+            if (taken and name == "mosaic_gpu") or (
+                of_triton and call.op.backend(name).unsupported(call.spec, phase) is None
+            ):
+                from ato_jax import launch
+
+                launch.warn_of_no_triton()
+                return
+            if taken:
+                break
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, inputs: Any) -> Any:
     forward = choose(call, "forward")
+    _warn_of_no_triton(call, (forward, choose_if_any(call, "backward")))
     plain = forward.backend in PLAIN_JAX and _is_plain(dataclasses.replace(call, training=True))
     # Plain JAX whether the derivative is taken or not is left to JAX's own derivative.
     return _forward(call, inputs) if plain else _kernels(call, inputs)

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 
 BLOCK = 64
 # 128 threads hold a row of this many scores, 64 each.

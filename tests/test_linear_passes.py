@@ -1,4 +1,5 @@
-"""The passes between Mosaic GPU's kernels of linear attention, which are Triton's to compile."""
+"""The passes between Mosaic GPU's kernels of linear attention: by Triton's kernels, which are also
+compiled, and by XLA, where JAX cannot lower to Triton."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import test_linear_channel as channel
 from test_linear_mosaic import draw
 
 import ato_jax
+from ato_jax import launch
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import (
@@ -29,7 +31,17 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 from tests import aot
 
 
+@pytest.fixture(params=["triton", "xla"], autouse=True)
+def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "xla":
+        monkeypatch.setattr(launch, "no_triton", "is hidden")
+
+
 def check_compiled(function: Callable[..., Any], *arrays: Any) -> None:
+    if launch.no_triton is not None:
+        with pytest.raises(ValueError, match="no Triton kernel"):
+            aot.triton_kernels(function, *arrays, capability=90)
+        return
     for kernel in aot.compile_function(function, *arrays, capabilities=(90,)):
         assert not kernel.spills and kernel.fits, kernel
 
@@ -339,16 +351,30 @@ def test_flows_of_nearly_steep_gates() -> None:
 
 
 @aot.requires_triton
-@pytest.mark.parametrize("layout, T, D", [("bthd", 4096, 128), ("bhtd", 1000, 64)])
-def test_flows_of_channels_compile(layout: str, T: int, D: int) -> None:
+@pytest.mark.parametrize("layout, T, D", [("bthd", 1024, 128), ("bhtd", 1000, 64)])
+def test_flows_of_channels(layout: str, T: int, D: int) -> None:
+    """dk from the keys' flow, and sums within runs from the product at each run's start on."""
     spec = api.prepare(*draw(1, 64, 1, 1, D=D)).spec
-    spec = dataclasses.replace(spec, B=2, T=T, S=T, H=4, G=4, layout=layout)
-    shape = (2, T, 4, D) if layout == "bthd" else (2, 4, T, D)
-    k, flow = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    crossing = jax.ShapeDtypeStruct((2, 4, -(-T // by_channel.RUN), D), jnp.float32)
-    arrays = k, flow, flow, crossing
+    spec = dataclasses.replace(spec, B=2, T=T, S=T, H=2, G=2, layout=layout)
+    shape = (2, T, 2, D) if layout == "bthd" else (2, 2, T, D)
+    runs = -(-T // by_channel.RUN)
+    k = normal(*shape, seed=40).astype(jnp.bfloat16)
+    of_queries, of_keys = (normal(*shape, seed=seed) for seed in (41, 42))
+    crossing = normal(2, 2, runs, D, seed=43)
     function = functools.partial(channel_flows.of_flows, spec)
-    check_compiled(function, *arrays)
+    with ato_jax.interpret():
+        dk, d_gates = function(k, of_queries, of_keys, crossing)
+    wanted_dk = exact(of_keys) / (np.maximum(exact(k), 0) + 1)
+    np.testing.assert_allclose(exact(dk), wanted_dk, rtol=2**-8)
+    passing = exact(of_keys) - exact(of_queries)
+    passing = passing if layout == "bhtd" else passing.swapaxes(1, 2)
+    passing = np.pad(passing, ((0, 0), (0, 0), (0, runs * by_channel.RUN - T), (0, 0)))
+    passing = passing.reshape(2, 2, runs, by_channel.RUN, D)
+    wanted = exact(crossing)[:, :, :, None] + np.cumsum(passing, axis=3) - passing
+    wanted = wanted.reshape(2, 2, -1, D)[:, :, :T]
+    wanted = wanted if layout == "bhtd" else wanted.swapaxes(1, 2)
+    np.testing.assert_allclose(d_gates, wanted, rtol=1e-5, atol=1e-4)
+    check_compiled(function, k, of_queries, of_keys, crossing)
 
 
 @aot.requires_triton

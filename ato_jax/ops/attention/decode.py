@@ -234,12 +234,18 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
     named = implementation == "triton"
     # Not on a CPU, unless asked for, where naming the kernel would import Pallas's Triton.
     if named or (implementation is None and here.platform == "gpu"):
-        reason = OP.backend(PAGED).unsupported(spec, here, k_pages)
+        from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
+
+        paged = OP.backend(PAGED)
+        reason = paged.unsupported(spec, here, k_pages)
         if named and reason is not None:
             raise UnsupportedError(f"decode_attention: triton: {reason}")
         order = tuning.order("decode_attention", spec, here, tuning.FORWARD)
         if named or (reason is None and "triton" not in order.last):
             return "triton"
+        if reason is not None and order[0] == "triton":
+            if paged.out_of_range(spec, here, k_pages) is None:
+                launch.warn_of_no_triton()
     return "reference" if implementation == "reference" else "xla"
 
 

@@ -141,6 +141,12 @@ def _step(
     spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
 ) -> tuple[jax.Array, LinearState]:
     # Not on a CPU at all, where naming the kernel would import Pallas's Triton.
-    if here.platform == "gpu" and OP.backend(KERNEL).unsupported(inputs, here) is None:
-        return _kernel(spec, here, interpret, inputs)
+    if here.platform == "gpu":
+        from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
+
+        kernel = OP.backend(KERNEL)
+        if kernel.unsupported(inputs, here) is None:
+            return _kernel(spec, here, interpret, inputs)
+        if kernel.out_of_range(inputs, here) is None:
+            launch.warn_of_no_triton()
     return _plain(spec, inputs)

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs, Residuals
 from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.common import (

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ato_jax import device
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
 
 LOG2_E = math.log2(math.e)

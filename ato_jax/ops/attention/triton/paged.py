@@ -39,11 +39,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from ato_jax import device
+from ato_jax import device, launch
 from ato_jax.device import Device
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.cached import MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import (
     AttentionSpec,
@@ -124,6 +124,11 @@ class Config:
 
 def unsupported(spec: AttentionSpec, here: Device, k: Any) -> str | None:
     """Why not, for a cache of keys such as `k`; None if it can."""
+    return launch.no_triton or out_of_range(spec, here, k)
+
+
+def out_of_range(spec: AttentionSpec, here: Device, k: Any) -> str | None:
+    """What is against the kernel where JAX can lower it."""
     capability = here.capability
     if not device.interpreting():
         if here.platform != "gpu" or capability is None or capability < (8, 0):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs, dropout_keep
 from ato_jax.ops.attention.triton.common import LOG2_E, quotient, score_factor
 from ato_jax.ops.attention.triton.visibility import (

@@ -28,7 +28,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
-from ato_jax.ops.linear_attention.mosaic_gpu.edges import Edges, at_edges
+from ato_jax.ops.linear_attention.mosaic_gpu.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
@@ -139,7 +139,7 @@ def _keep_by_channel(
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    edges = channel_backward.join_pieces((kv, k_sum), start, jnp.exp2(lost))
+    edges = join_pieces((kv, k_sum), start, jnp.exp2(lost))
     ahead = edges[0][:, :, : deal.pieces].astype(jnp.bfloat16), edges[1][:, :, : deal.pieces]
     state = LinearState(jnp.swapaxes(edges[0][:, :, -1], 2, 3), edges[1][:, :, -1])
     turns = channel.turns_of(least)

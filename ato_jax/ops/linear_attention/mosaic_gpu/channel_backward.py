@@ -20,7 +20,7 @@ Where a chunk of the call is steep (`channel.py`) none of it is theirs.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_flows import of_flows
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.edges import State, join_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
-
-State = tuple[jax.Array, jax.Array]
 
 
 class Features(NamedTuple):
@@ -40,32 +39,6 @@ class Features(NamedTuple):
     k: jax.Array  # k~
     halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, D]
     steep: jax.Array  # [B], whether any chunk is, where all else means nothing
-
-
-def join_pieces(
-    pieces: State, start: State | None, keeps: jax.Array, reverse: bool = False
-) -> State:
-    """kv [B, G, P, V, D] and k_sum [B, G, P, D] -> the sums of all pieces ahead of each edge, or
-    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. keeps [B, G, P, D]: what a piece
-    leaves of what is ahead of it."""
-    kv, k_sum = pieces
-    if start is None:
-        kv_shape, k_sum_shape = ((*x.shape[:2], *x.shape[3:]) for x in pieces)
-        start = jnp.zeros(kv_shape, jnp.float32), jnp.zeros(k_sum_shape, jnp.float32)
-    if reverse:
-        kv, k_sum, keeps = (jnp.flip(array, 2) for array in (kv, k_sum, keeps))
-    decays = jnp.pad(keeps, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
-    states = [
-        jnp.concatenate([first[:, :, None], rest], axis=2)
-        for first, rest in zip(start, (kv, k_sum), strict=True)
-    ]
-
-    def join(before: Any, after: Any) -> Any:
-        (decay, kv, k_sum), (by, added, k_added) = before, after
-        return decay * by, kv * by[..., None, :] + added, k_sum * by + k_added
-
-    _, kv, k_sum = jax.lax.associative_scan(join, (decays, *states), axis=2)
-    return (jnp.flip(kv, 2), jnp.flip(k_sum, 2)) if reverse else (kv, k_sum)
 
 
 class Factors(NamedTuple):

@@ -1,7 +1,7 @@
 """The last pass of the gradients with a gate for each step and channel (`channel_backward.py`).
 
 Row by row but for a sum over the steps of a run, and all memory's: a kernel that Pallas lowers to
-Triton.
+Triton, or by XLA where JAX cannot lower to that.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import launch
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.mosaic_gpu import channel
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -29,6 +30,8 @@ def of_flows(
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and the gates' gradient, from both flows and E [B, H, runs, D]."""
+    if launch.no_triton is not None:
+        return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing)
     slices = spec.D // COLUMNS
 
     def kernel(
@@ -82,3 +85,24 @@ def of_flows(
         name="linear_attention_channel_flows",
     )(k, of_queries, of_keys, crossing)
     return tuple(found)
+
+
+def _of_flows_by_xla(
+    spec: LinearAttentionSpec,
+    k: jax.Array,
+    of_queries: jax.Array,
+    of_keys: jax.Array,
+    crossing: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    # phi(k) = (max(k, 0) + 1) phi'(k)
+    dk = of_keys / (jnp.maximum(k.astype(jnp.float32), 0.0) + 1.0)
+    passing = of_keys - of_queries
+    passing = passing if spec.layout == "bhtd" else jnp.swapaxes(passing, 1, 2)
+    runs = crossing.shape[2]
+    missing = runs * channel.RUN - spec.T
+    passing = jnp.pad(passing, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    passing = passing.reshape(spec.B, spec.H, runs, channel.RUN, spec.D)
+    d_gates = crossing[:, :, :, None] + (jnp.cumsum(passing, axis=3) - passing)
+    d_gates = d_gates.reshape(spec.B, spec.H, -1, spec.D)[:, :, : spec.T]
+    d_gates = d_gates if spec.layout == "bhtd" else jnp.swapaxes(d_gates, 1, 2)
+    return dk.astype(k.dtype), d_gates

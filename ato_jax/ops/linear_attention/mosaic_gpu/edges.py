@@ -2,7 +2,7 @@
 
 One pass over the states, by a kernel that Pallas lowers to Triton: XLA has one for S and one for z,
 and several more for what is left of them where there is a decay, each of which takes longer to
-start than to run.
+start than to run. XLA makes them where JAX cannot lower to Triton.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import launch
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 State = tuple[jax.Array, jax.Array]
@@ -46,6 +47,54 @@ def in_rounds(
     return add_some(rounds * AT_ONCE, count % AT_ONCE, sums)
 
 
+def join_pieces(
+    pieces: State, start: State | None, keeps: jax.Array, reverse: bool = False
+) -> State:
+    """kv [B, G, P, V, D] and k_sum [B, G, P, D] -> the sums of all pieces ahead of each edge, or
+    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. keeps [B, G, P, D or 1]: what a piece
+    leaves of what is ahead of it."""
+    kv, k_sum = pieces
+    if start is None:
+        kv_shape, k_sum_shape = ((*x.shape[:2], *x.shape[3:]) for x in pieces)
+        start = jnp.zeros(kv_shape, jnp.float32), jnp.zeros(k_sum_shape, jnp.float32)
+    if reverse:
+        kv, k_sum, keeps = (jnp.flip(array, 2) for array in (kv, k_sum, keeps))
+    decays = jnp.pad(keeps, ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=1)
+    states = [
+        jnp.concatenate([first[:, :, None], rest], axis=2)
+        for first, rest in zip(start, (kv, k_sum), strict=True)
+    ]
+
+    def join(before: Any, after: Any) -> Any:
+        (decay, kv, k_sum), (by, added, k_added) = before, after
+        return decay * by, kv * by[..., None, :] + added, k_sum * by + k_added
+
+    _, kv, k_sum = lax.associative_scan(join, (decays, *states), axis=2)
+    return (jnp.flip(kv, 2), jnp.flip(k_sum, 2)) if reverse else (kv, k_sum)
+
+
+def _at_edges_by_xla(
+    pieces: State,
+    start: State | None,
+    keeps: jax.Array | None,
+    first: int,
+    *,
+    ends: bool,
+    reverse: bool,
+) -> Edges:
+    """`at_edges`, of `start` with kv [B, G, V, F]."""
+    B, G, count = pieces[1].shape[:3]
+    own = jnp.ones((B, G, count)) if keeps is None else keeps[:, :, first : first + count]
+    kv, k_sum = join_pieces(pieces, start, own.astype(jnp.float32)[..., None], reverse)
+    end = None
+    if ends:
+        last = 0 if reverse else count
+        end = LinearState(jnp.swapaxes(kv[:, :, last], 2, 3), k_sum[:, :, last])
+        edges = slice(1, None) if reverse else slice(count)
+        kv, k_sum = kv[:, :, edges], k_sum[:, :, edges]
+    return Edges(kv.astype(jnp.bfloat16), k_sum, end)
+
+
 def at_edges(
     spec: LinearAttentionSpec,
     pieces: State | None,
@@ -68,6 +117,8 @@ def at_edges(
             return Edges(kv, jnp.zeros(shape, jnp.float32))
         kv, k_sum = (x[:, :, None] for x in own)
         return Edges(kv.astype(jnp.bfloat16), k_sum)
+    if launch.no_triton is not None:
+        return _at_edges_by_xla(pieces, own, keeps, first, ends=ends, reverse=reverse)
     B, G, count, rows, columns = pieces[0].shape
     edges, size = count + (not ends), rows * columns
     blocks = pl.cdiv(size, NUMBERS)

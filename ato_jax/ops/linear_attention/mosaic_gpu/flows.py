@@ -22,6 +22,8 @@ Between, Y is summed up, and what the sums miss of the next one that is known is
 chunks between: one pass for what is known and the sums of chunks, another for each step. By the
 roundings of S and R Y is off, and alike in neighbouring chunks: in the gradient of a decay for each
 head, a sum over all steps, that adds up.
+
+Both passes are kernels that Pallas lowers to Triton, or XLA's where JAX cannot lower to that.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import launch
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.edges import of_head
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
@@ -110,6 +114,9 @@ def decay_flows(
     """The gradient of `decay`, that of each step as it is given; None is one for each head: sums of
     F over each chunk, [B, H, chunks]. `of_start` [B, H] is Y there, None where there is no state.
     """
+    if launch.no_triton is not None:
+        known = _known_by_xla(deal, gates, queries, keys, of_start)
+        return _of_steps_by_xla(spec, deal, gates, queries, keys, known, decay)
     known = _known(deal, gates, queries, keys, of_start)
     return _of_steps(spec, deal, gates, queries, keys, known, decay)
 
@@ -289,3 +296,85 @@ def _of_steps(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         name="linear_attention_flows",
     )(gates, queries.flows, keys.flows, keys.inside, *known, *([] if decay is None else [decay]))
+
+
+def _known_by_xla(
+    deal: frame.Deal,
+    gates: jax.Array,
+    queries: OfQueries,
+    keys: OfKeys,
+    of_start: jax.Array | None,
+) -> Known:
+    _, B, H, length = queries.flows.shape
+    count, in_piece, of_piece = length // C, deal.rows // C, _places_of_piece(deal)
+    first = _chunk_of(deal, np.arange(places(deal)))  # of each place
+    inner = np.minimum(first, count - 1)[1:]  # where there is a chunk, else never read
+    rows = gates.reshape(B, H, count, C)
+    middle, last = rows[..., C // 2 - 1], rows[..., C - 1]
+    steep = frame.is_steep(middle, last)
+    # S is as the middle of the chunk behind sees it, R as that of the chunk ahead.
+    of_s = jnp.exp2(jnp.where(steep, 0.0, -middle))[:, :, inner]
+    of_r = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
+
+    def product(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+        """Of what queries left at each place but the first, and keys at the place before."""
+        shape = B, H, len(first), -1
+        left = of_queries.reshape(shape)[:, :, 1:].astype(jnp.float32) * of_s[..., None]
+        right = of_keys.reshape(shape)[:, :, :-1].astype(jnp.float32) * of_r[..., None]
+        return jnp.sum(left * right, axis=3)
+
+    crossing = product(queries.kv, keys.kv)
+    if queries.k_sum is not None:
+        crossing += product(queries.k_sum, keys.k_sum)
+    start = jnp.zeros((B, H), jnp.float32) if of_start is None else of_start
+    crossing = jnp.concatenate([start[..., None], crossing], axis=2)
+
+    passing = (keys.flows - jnp.sum(queries.flows, axis=0)).reshape(B, H, count, C)
+    of_chunks = jnp.sum(passing, axis=3)
+    missing = deal.pieces * in_piece - count
+    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
+    of_chunks = of_chunks.reshape(B, H, deal.pieces, in_piece)
+    whole_places = ((0, 0), (0, 0), (0, 0), (0, of_piece * SPACING - in_piece))
+    of_chunks = jnp.pad(of_chunks, whole_places).reshape(B, H, deal.pieces, of_piece, SPACING)
+    before = (jnp.cumsum(of_chunks, axis=4) - of_chunks).reshape(B, H, deal.pieces, -1)
+    before = before[..., :in_piece].reshape(B, H, -1)[:, :, :count]
+    return Known(crossing, before, jnp.sum(of_chunks, axis=4).reshape(B, H, -1))
+
+
+def _of_steps_by_xla(
+    spec: LinearAttentionSpec,
+    deal: frame.Deal,
+    gates: jax.Array,
+    queries: OfQueries,
+    keys: OfKeys,
+    known: Known,
+    decay: jax.Array | None,
+) -> jax.Array:
+    _, B, H, length = queries.flows.shape
+    count = length // C
+    chunk = np.arange(count)
+    here = _place_before(deal, chunk)
+    low, high = _chunk_of(deal, here), _chunk_of(deal, here + 1)
+    is_known = high < count
+    reads = jnp.sum(queries.flows, axis=0).reshape(B, H, count, C)
+    passing = keys.flows.reshape(B, H, count, C) - reads
+    start = known.crossing[:, :, here]
+    # Nothing crosses the end, unless a state is returned.
+    next_place = np.minimum(here + 1, known.crossing.shape[2] - 1)
+    exact = jnp.where(is_known, known.crossing[:, :, next_place], 0.0)
+    missed = exact - start - known.between[:, :, here]
+    if spec.return_state:
+        missed = jnp.where(is_known, missed, 0.0)
+    share = ((chunk - low) / (np.minimum(high, count) - low)).astype(np.float32)
+    crossing = start + known.before + missed * share
+    # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
+    rows = gates.reshape(B, H, count, C)
+    steep = frame.is_steep(rows[..., C // 2 - 1], rows[..., C - 1])
+    crossing = jnp.where(steep, jnp.sum(reads, axis=3), crossing)
+    found = jnp.cumsum(passing, axis=3) - passing + keys.inside.reshape(B, H, count, C)
+    found = (found + crossing[..., None]).reshape(B, H, length)[:, :, : spec.T]
+    if decay is None:
+        found = jnp.pad(found, ((0, 0), (0, 0), (0, length - spec.T)))
+        return jnp.sum(found.reshape(B, H, count, C), axis=3)
+    found = found if spec.layout == "bhtd" else jnp.swapaxes(found, 1, 2)
+    return jnp.where(decay < LEAST_DECAY, 0.0, found)

@@ -3,7 +3,8 @@ over pieces.
 
 Kernels that Pallas lowers to Triton make them: a transpose and a product with a triangle, as XLA
 has those of steps, take several times what their bytes do, and those over pieces it makes in many
-kernels, each of which takes longer to start than to run.
+kernels, each of which takes longer to start than to run. XLA makes them where JAX cannot lower to
+Triton.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import launch
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E, C, whole_chunks
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -37,6 +39,8 @@ def of_heads(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 def of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
     """The same of decay [B, T, G], or [B, G, T]."""
+    if launch.no_triton is not None:
+        return _of_steps_by_xla(spec, decay)
     heads = min(MOST_HEADS, pl.next_power_of_2(spec.G))
     length, blocks = whole_chunks(spec.T), pl.cdiv(spec.G, heads)
     chunks = length // C
@@ -63,6 +67,14 @@ def of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
     )(decay)
 
 
+def _of_steps_by_xla(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
+    decay = decay if spec.layout == "bhtd" else jnp.swapaxes(decay, 1, 2)
+    length = whole_chunks(spec.T)
+    decay = jnp.pad(_to_base_2(decay), ((0, 0), (0, 0), (0, length - spec.T)))
+    of_chunks = decay.reshape(spec.B, spec.G, -1, C)
+    return jnp.cumsum(of_chunks, axis=3).reshape(spec.B, spec.G, length)
+
+
 class OfPieces(NamedTuple):
     until: jax.Array  # of the later rows of each row's piece, [B, G, T up to a whole chunk]
     since: jax.Array  # from each piece's first row to each row, alike
@@ -72,6 +84,8 @@ class OfPieces(NamedTuple):
 
 def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> OfPieces:
     """Of sums within chunks, [B, G, T up to a whole chunk]."""
+    if launch.no_triton is not None:
+        return _of_pieces_by_xla(spec, deal, gates)
     B, G, length = gates.shape
     heads, count, in_piece = frame.heads_of_tile(spec), length // C, deal.rows // C
     own = min(CHUNKS, pl.next_power_of_2(in_piece))
@@ -150,6 +164,25 @@ def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> 
         name="linear_attention_gates_of_pieces",
     )(gates)
     return OfPieces(*found)
+
+
+def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> OfPieces:
+    B, G, length = gates.shape
+    missing = deal.pieces * deal.rows - length
+    rows = jnp.pad(gates, ((0, 0), (0, 0), (0, missing)))
+    rows = rows.reshape(B, G, deal.pieces, -1, C)
+    middle, last = rows[..., C // 2 - 1], rows[..., C - 1]  # [B, G, P, chunks]
+    before = jnp.cumsum(last, axis=3) - last
+    behind = jnp.flip(jnp.cumsum(jnp.flip(last, 3), axis=3), 3)  # of the chunk itself, too
+    until, since = behind[..., None] - rows, before[..., None] + rows
+    steep = jnp.any(frame.is_steep(middle, last), axis=3)
+    of_tiles = jnp.any(steep.reshape(B, -1, frame.heads_of_tile(spec), deal.pieces), axis=2)
+    return OfPieces(
+        until.reshape(B, G, -1)[:, :, :length],
+        since.reshape(B, G, -1)[:, :, :length],
+        jnp.exp2(jnp.sum(last, axis=3)),
+        of_tiles.astype(jnp.int32),
+    )
 
 
 def gradient_of_heads(decay: jax.Array, of_chunks: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The sums over all pieces, in the forms in which products read them.
 
 One pass each, by a kernel that Pallas lowers to Triton: XLA has one for S, one for z, and one for
-each form of these, each of which takes longer to start than to run.
+each form of these, each of which takes longer to start than to run. XLA makes them where JAX cannot
+lower to Triton.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax import launch
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.edges import (
     NUMBERS,
@@ -49,6 +52,8 @@ def add_up(
     """Of kv [B, G, P, F, V] and k_sum [B, G, P, F], and of what is added to them. `unit_of`, k_sum
     [B, G, F]: ahead of that all is divided by the sum of its absolute values; unnormalised, it is
     multiplied by the scale."""
+    if launch.no_triton is not None:
+        return _add_up_by_xla(spec, pieces, added, unit_of, returned)
     B, G, count, rows, columns = pieces[0].shape
     size = rows * columns
     blocks = pl.cdiv(size, NUMBERS)
@@ -131,3 +136,33 @@ def add_up(
     shapes = {"read": (rows, columns), "kv": (rows, columns), "rows": (frame.ALIKE, rows)}
     shaped = {name: x.reshape(B, G, *shapes.get(name, x.shape[2:])) for name, x in found.items()}
     return Totals(**shaped)
+
+
+def _add_up_by_xla(
+    spec: LinearAttentionSpec,
+    pieces: State,
+    added: LinearState | None,
+    unit_of: jax.Array | None,
+    returned: bool,
+) -> Totals:
+    kv, k_sum = (jnp.sum(of_pieces, axis=2) for of_pieces in pieces)  # [B, G, F, V], [B, G, F]
+    unit = jnp.ones(k_sum.shape[:2], jnp.float32)
+    if unit_of is not None and spec.normalize:
+        usual = jnp.sum(jnp.abs(unit_of), axis=2)
+        unit = 1 / jnp.where(usual >= LEAST_USUAL, usual, 1.0)
+    elif unit_of is not None:
+        unit *= spec.scale
+    kv, k_sum = kv * unit[..., None, None], k_sum * unit[..., None]
+    if added is not None:
+        kv, k_sum = kv + added.kv, k_sum + added.k_sum
+    read = kv * spec.scale if unit_of is None and not spec.normalize else kv
+    rounded = lax.reduce_precision(k_sum, exponent_bits=8, mantissa_bits=7)
+    parts = jnp.stack([rounded, k_sum - rounded], axis=2).astype(jnp.bfloat16)
+    least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, frame.C))
+    return Totals(
+        read.astype(jnp.bfloat16),
+        k_sum,
+        jnp.repeat(parts, frame.PARTS, axis=2),
+        least,
+        kv if returned else None,
+    )

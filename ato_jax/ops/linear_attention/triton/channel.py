@@ -58,9 +58,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,

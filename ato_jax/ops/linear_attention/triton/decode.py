@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from ato_jax import device
+from ato_jax import device, launch
 from ato_jax.device import Device
 from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 from ato_jax.ops.linear_attention.triton import unsupported_map
@@ -38,6 +38,11 @@ WIDEST_WAVE = 64  # threads of a warp: 32 on NVIDIA GPUs, 64 on AMD's Instinct
 
 
 def unsupported(inputs: StepInputs, here: Device) -> str | None:
+    return launch.no_triton or out_of_range(inputs, here)
+
+
+def out_of_range(inputs: StepInputs, here: Device) -> str | None:
+    """What is against the kernel where JAX can lower it."""
     if here.platform != "gpu" or here.capability is None or here.capability < (8, 0):
         return "needs an NVIDIA GPU of compute capability 8.0 or more"
     if inputs.state.kv.shape[2] > LARGEST_FEATURES:

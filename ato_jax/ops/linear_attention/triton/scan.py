@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.triton import tiles
 
 State = tuple[jax.Array, jax.Array]

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import channel, tiles
