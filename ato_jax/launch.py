@@ -125,10 +125,8 @@ QuietCompilerParams = _quiet_params()
 
 def _quiet(params: Any) -> Any:
     """The parameters of a kernel for Triton, as they are lowered without JAX's warning."""
-    if QuietCompilerParams is None:
-        return params
-    given = {} if params is None else dataclasses.asdict(params)
-    return QuietCompilerParams(**given)
+    kind = triton.CompilerParams if QuietCompilerParams is None else QuietCompilerParams
+    return kind() if params is None else kind(**dataclasses.asdict(params))
 
 
 def pallas_call(

@@ -1,7 +1,8 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
 ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=101 only every 101st test runs, and
-those that are marked `newest`: what only the newest JAX can do.
+those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1 JAX has no
+lowering to Triton, and tests that need one are skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import hypothesis
 import jax
 import pytest
 
-from tests import receipt
+from tests import receipt, without_triton
+
+# Here, before any test imports the library.
+HIDES_TRITON = os.environ.get("ATO_HIDE_TRITON") == "1"
+if HIDES_TRITON:
+    without_triton.hide()
 
 # Nearly all of the time goes into XLA's compiler for CPUs, which reads these when it starts: by
 # default it spreads a program over several modules, and makes each fusion by way of MLIR, which
@@ -95,6 +101,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _lacks_triton(error: BaseException | None) -> bool:
+    from ato_jax import launch
+
+    while error is not None:
+        if isinstance(error, NotImplementedError) and str(launch.no_triton) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except Exception as error:
+        if HIDES_TRITON and _lacks_triton(error):
+            pytest.skip("needs Pallas's lowering to Triton, which is hidden")
+        raise
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

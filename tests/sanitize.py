@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 import ato_jax
+from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -240,9 +240,9 @@ def run_a_faulty_kernel() -> None:
         plgpu.store(out_ref, plgpu.load(x_ref.at[far]))
 
     x = jnp.arange(16, dtype=jnp.float32)
-    call = pl.pallas_call(
+    call = pallas_call(
         kernel,
-        jax.ShapeDtypeStruct((16,), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((16,), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=1),
         name="attention_with_a_fault",
     )

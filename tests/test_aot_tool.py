@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+import ato_jax
+from ato_jax.launch import pallas_call
+from ato_jax.launch import triton as plgpu
 from tests import aot
 
 pytestmark = aot.requires_triton
@@ -41,7 +43,7 @@ def matmul(
     T_block, V_block, D_block = block
     T, D = x.shape
     V = y.shape[1]
-    return pl.pallas_call(
+    call = pallas_call(
         functools.partial(matmul_kernel, D_block=D_block, eviction=eviction),
         out_shape=jax.ShapeDtypeStruct((T, V), x.dtype),
         grid=(T // T_block, V // V_block),
@@ -51,9 +53,10 @@ def matmul(
         ],
         out_specs=pl.BlockSpec((T_block, V_block), lambda i, j: (i, j)),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=interpret,
         name="matmul",
-    )(x, y)
+    )
+    with ato_jax.interpret(interpret):
+        return call(x, y)
 
 
 SQUARE = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
