@@ -100,7 +100,13 @@ def test_backends(name: str) -> None:
         ("ato_jax.tuning", ("ato_jax.device",)),
         (
             "ato_jax.dispatch",
-            ("ato_jax.tuning", "ato_jax.device", "ato_jax.autodiff", "ato_jax.meshes"),
+            (
+                "ato_jax.tuning",
+                "ato_jax.device",
+                "ato_jax.autodiff",
+                "ato_jax.meshes",
+                "ato_jax.launch",
+            ),
         ),
         ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.shapes")),
         ("ato_jax.ops.attention.spec", ("ato_jax.meshes",)),
