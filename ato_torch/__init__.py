@@ -12,6 +12,17 @@ Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX no
 the memory for itself.
 """
 
+import importlib
+
+try:
+    importlib.import_module("torch")
+except ImportError as error:
+    raise ImportError(
+        "ato_torch needs PyTorch, which cannot be imported: pip install 'ato-jax[torch]'",
+        name="torch",
+    ) from error
+
+from ato_jax import __version__ as __version__
 from ato_torch import _bridge, _direct
 from ato_torch.explain import explain
 from ato_torch.functional import attention, combine, linear_attention, linear_attention_step

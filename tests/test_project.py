@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -73,6 +75,58 @@ def test_package_and_project_have_one_version():
         f'__version__ = "{PYPROJECT["project"]["version"]}"'
         in (ROOT / "ato_jax" / "__init__.py").read_text()
     )
+
+
+def test_both_packages_tell_the_projects_version():
+    import ato_jax
+
+    assert ato_jax.__version__ == PYPROJECT["project"]["version"]
+    pytest.importorskip("torch")
+    import ato_torch
+
+    assert ato_torch.__version__ == ato_jax.__version__
+
+
+@pytest.mark.parametrize("package", ["ato_jax", "ato_torch"])
+def test_packages_say_that_they_are_typed(package):
+    """A type checker reads the annotations of an installed package by this file alone."""
+    assert (ROOT / package / "py.typed").is_file()
+    assert package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+def test_source_distribution_holds_all_that_is_tracked():
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    # By hatchling itself, whatever is listed.
+    always = {"/pyproject.toml", "/README.md", "/LICENSE", "/.gitignore"}
+
+    def is_included(path):
+        return path in always or any(
+            fnmatch.fnmatch(path, pattern) or path.startswith(f"{pattern}/") for pattern in included
+        )
+
+    assert [name for name in tracked_text() if not is_included(f"/{name}")] == []
+
+
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {hidden!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+try:
+    import {package}
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("package", "extra"), [("ato_torch", "torch"), ("ato_jax.nn", "flax")])
+def test_an_import_names_the_extra_that_is_missing(package, extra):
+    program = HIDE.format(hidden=extra, package=package)
+    told = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
+    assert package in told and f"pip install 'ato-jax[{extra}]'" in told
+    assert extra in PYPROJECT["project"]["optional-dependencies"]
 
 
 def test_license_is_apache_2():

@@ -1,5 +1,15 @@
 """Flax layers on linear and softmax attention, in place of nnx.MultiHeadAttention."""
 
+import importlib
+
+try:
+    importlib.import_module("flax.nnx")
+except ImportError as error:
+    raise ImportError(
+        "ato_jax.nn needs Flax, which cannot be imported: pip install 'ato-jax[flax]'",
+        name="flax",
+    ) from error
+
 from ato_jax.nn.attention import Attention
 from ato_jax.nn.attention_fn import linear_attention_fn, softmax_attention_fn
 from ato_jax.nn.gated import GatedLinearAttention
