@@ -243,7 +243,7 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
         order = tuning.order("decode_attention", spec, here, tuning.FORWARD)
         if named or (reason is None and "triton" not in order.last):
             return "triton"
-        if reason is not None and order[0] == "triton":
+        if launch.no_triton and "triton" not in order.last:
             if paged.out_of_range(spec, here, k_pages) is None:
                 launch.warn_of_no_triton()
     return "reference" if implementation == "reference" else "xla"
