@@ -41,3 +41,17 @@ def _pull(structure: Any, where: tuple[int, ...], pull_floats: Any, cotangents: 
 def gradient(function: Callable[[Any], Any], inputs: Any, cotangents: Any) -> Any:
     """The cotangent of `inputs` under `function`; None for those that hold no floats."""
     return vjp(function, inputs)[1](cotangents)
+
+
+@jax.custom_jvp
+def quotient(num: jax.Array, den: jax.Array) -> jax.Array:
+    """num / den. JAX's own derivative divides by den^2, which leaves float32 at den = 2^64."""
+    return num / den
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    num, den = primals
+    d_num, d_den = tangents
+    out = quotient(num, den)
+    return out, (d_num - out * d_den) * quotient(jnp.ones_like(den), den)

@@ -23,8 +23,9 @@ _checking = jax.make_user_context(False)
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with the checks of what would otherwise be masked, or told by a flag alone.
 
-    The checks are: a length out of range, in every op; a decay above 0; a page id out of range in
-    `decode_attention`; and whatever a `PagedCache` refuses. jit may be inside, around or both.
+    The checks are: a length out of range, in every op; in linear attention a decay above 0, and
+    features whose sums overflow float32; a page id out of range in `decode_attention`; and whatever
+    a `PagedCache` refuses. jit may be inside, around or both.
 
     Args:
       function: any that JAX can trace.

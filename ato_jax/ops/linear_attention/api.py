@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -160,6 +161,44 @@ def refuse_positive(decay: jax.Array) -> None:
         raise ValueError(message.format(largest=largest))
 
 
+# The largest normaliser, exp(80). Gradients are divided by it, and float32's least is 1.2e-38.
+MOST_SUM = 5.5e34
+
+
+def to_sums(inputs: Any) -> Any:
+    """The inputs of a call whose values are also 1: its last column is the sum of the weights.
+
+    All in float32. What is not finite becomes 0: then only an overflow gives what is not finite.
+    """
+
+    def finite(array: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(array), array, 0).astype(jnp.float32)
+
+    q, k, v = (finite(array) for array in (inputs.q, inputs.k, inputs.v))
+    v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def with_sums(state: LinearState) -> LinearState:
+    """The state of such a call."""
+    return state._replace(kv=jnp.concatenate([state.kv, state.k_sum[..., None]], axis=-1))
+
+
+def check_sums(phi: features.FeatureMap, normalize: bool, sums: jax.Array) -> None:
+    """An error of `checked` where sums [..., V + 1] of `to_sums` are beyond float32."""
+    largest = jnp.max(jnp.abs(jnp.where(jnp.isnan(sums), jnp.inf, sums)), initial=0)
+    fits = jnp.isfinite(largest)
+    if normalize:
+        fits &= (sums[..., -1] <= MOST_SUM).all()
+    checking.check(
+        fits,
+        f"feature_map {phi.name!r} leaves float32: the sums of phi(q) . phi(k), and of that times "
+        f"v, must be finite{f' and the first at most {MOST_SUM:.2g}' if normalize else ''}, got "
+        "values up to {largest}; scale q and k down",
+        largest=largest,
+    )
+
+
 def _bind_decay(
     decay: Any, sizes: dict[str, int], layout: str, batched: bool
 ) -> tuple[jax.Array | None, str | None]:
@@ -203,6 +242,23 @@ def bind_state(name: str, state: Any, sizes: dict[str, int], batched: bool) -> L
     )
 
 
+def _sums(request: Request) -> jax.Array:
+    """The call's numerators and, in the last column, its normalisers: float32, by plain JAX."""
+    spec = dataclasses.replace(
+        request.spec,
+        V=request.spec.V + 1,
+        dtype="float32",
+        normalize=False,
+        scale=1.0,
+        precision="exact",
+    )
+    inputs, state = to_sums(request.inputs), request.inputs.initial_state
+    if state is not None:
+        inputs = inputs._replace(initial_state=with_sums(state))
+    out, _ = dispatch.run(OP, spec, inputs, "xla")
+    return out
+
+
 def linear_attention(
     q: Any,
     k: Any,
@@ -236,7 +292,12 @@ def linear_attention(
       k: [B, S, G, D] with H % G == 0: query head h reads kv head h // (H // G).
       v: [B, S, G, V].
       feature_map: phi. "elu1" (elu(x) + 1), "relu", "exp", "softplus", "identity", "silu",
-        "relu2", any elementwise JAX function, or `ato_jax.favor(...)`.
+        "relu2", any elementwise JAX function, or `ato_jax.favor(...)`. Features and their sums
+        are float32 in every backend and for every dtype, and are not shifted: the sums of
+        phi(k), of phi(k) v and of w[i,j] v_j must stay below 3.4e38 = exp(88.7), and with
+        `normalize` the sum of w[i,j] below 5.5e34 = exp(80), so that gradients divided by it
+        do not underflow. With "exp" that is max(q) + max(k) + log(D S) < 80. Beyond it the
+        result may be NaN or 0; `ato_jax.checked` reports it.
       causal: query i sees key j iff j <= i + (S - T): the last query sees the last key.
       decay: log of the factor per step, <= 0: [G], [B, S, G] or [B, S, G, D]. Causal: the pair
         (i, j) carries exp(sum decay[j+1..i]); else (T = S) exp(sum decay[min+1..max]).
@@ -283,6 +344,8 @@ def linear_attention(
         implementation=implementation,
     )
     spec = request.spec
+    if checking.checking():
+        check_sums(spec.feature_map, spec.normalize, _sums(request))
     out, state = dispatch.run(OP, spec, request.inputs, request.implementation)
     time = axes(layout, "BTHV").index("T")
     out = jax.lax.slice_in_dim(out, 0, request.T, axis=time) if request.T < spec.T else out

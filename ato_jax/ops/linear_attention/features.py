@@ -95,6 +95,12 @@ def favor(
 ) -> Favor:
     """A feature map that approximates softmax attention: FAVOR+ (Choromanski et al., 2021).
 
+    phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(M), x' = x / D^(1/4), is not shifted by a maximum. A
+    feature is at most exp(|w|^2 / 2) / sqrt(M), with |w|^2 about D: float32 overflows only for
+    queries and keys along a row w where D is large, and `ato_jax.checked` reports it. A large x
+    has small features: where |x|^2 / sqrt(D) is beyond about 30, products of them can fall below
+    `eps`, and the output goes to 0.
+
     Args:
       key: JAX random key; a new one redraws the features.
       num_features: M; the estimate's variance falls as 1/M.

@@ -110,7 +110,10 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         q_state = jnp.where(sees_state, q * jnp.exp(sums[0, step[:, 0] + 1]), 0)
         num = jnp.matmul(w, v, precision=EXACT) + jnp.matmul(q_state, state.kv, precision=EXACT)
         den = jnp.sum(w, axis=1) + jnp.matmul(q_state, state.k_sum, precision=EXACT)
-        out = num / jnp.maximum(den, spec.eps)[:, None] if spec.normalize else spec.scale * num
+        if spec.normalize:
+            out = autodiff.quotient(num, jnp.maximum(den, spec.eps)[:, None])
+        else:
+            out = spec.scale * num
 
         last_segment = jnp.where(kv_length > 0, kv_segments[jnp.maximum(kv_length - 1, 0)], 0)
         in_last = (real & (kv_segments == last_segment))[:, None]

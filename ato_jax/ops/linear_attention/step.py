@@ -12,17 +12,26 @@ is one kernel, `triton/decode.py`; elsewhere, and for every derivative, plain JA
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ato_jax import device, shapes
+from ato_jax import autodiff, checking, device, shapes
 from ato_jax.device import Device
 from ato_jax.ops.common import check_heads, with_batch
 from ato_jax.ops.linear_attention import features
-from ato_jax.ops.linear_attention.api import OP, bind_state, refuse_positive, resolve_output
+from ato_jax.ops.linear_attention.api import (
+    OP,
+    bind_state,
+    check_sums,
+    refuse_positive,
+    resolve_output,
+    to_sums,
+    with_sums,
+)
 from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -73,6 +82,10 @@ def linear_attention_step(
     decay = _bind_decay(decay, sizes, batched)
     inputs = StepInputs(q, k, v, state, decay, parameters)
     spec = StepSpec(phi, normalize, scale, eps)
+    if checking.checking():
+        unscaled = dataclasses.replace(spec, normalize=False, scale=1.0)
+        sums, _ = _plain(unscaled, to_sums(inputs)._replace(state=with_sums(state)))
+        check_sums(phi, normalize, sums)
     out, state = _step(spec, device.of_call(inputs), device.interpreting(), inputs)
     return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
 
@@ -113,7 +126,7 @@ def _plain(spec: StepSpec, inputs: StepInputs) -> tuple[jax.Array, LinearState]:
     if spec.normalize:
         den = jnp.einsum("bgrf,bgf->bgr", q_features, k_sum, precision=EXACT)
         # Not jnp.maximum, which passes on half of the gradient where both are equal.
-        out = out / jnp.where(den > spec.eps, den, spec.eps)[..., None]
+        out = autodiff.quotient(out, jnp.where(den > spec.eps, den, spec.eps)[..., None])
     else:
         out = out * spec.scale
     return out.reshape(B, H, V).astype(v.dtype), LinearState(kv, k_sum)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ato_jax import autodiff
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.xla.timeline import Timeline, zero_unless
 
@@ -158,7 +159,7 @@ def output(spec: LinearAttentionSpec, num: jax.Array, den: jax.Array) -> jax.Arr
     if not spec.normalize:
         return spec.scale * num
     # Not jnp.maximum, which passes on half of the gradient where both are equal.
-    return num / jnp.where(den > spec.eps, den, spec.eps)[..., None]
+    return autodiff.quotient(num, jnp.where(den > spec.eps, den, spec.eps)[..., None])
 
 
 def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
