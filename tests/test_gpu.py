@@ -552,6 +552,63 @@ def test_options_over_a_long_sequence(name: str) -> None:
     check("linear_attention", *qkv, **linear_options(name, 1, LONG, 64, G=1))
 
 
+def long_decay(kind: str, T: int, G: int, D: int) -> jax.Array:
+    """From weak to strong, by heads; those of steps and channels differ from step to step."""
+    of_heads = np.geomspace(0.01, 4.0, G).astype(np.float32)
+    if kind == "head":
+        return jnp.asarray(-of_heads)
+    generator = np.random.default_rng(6)
+    shape = (1, T, G) if kind == "step" else (1, T, G, D)
+    found = -np.abs(generator.standard_normal(shape, np.float32))
+    found *= of_heads if kind == "step" else of_heads[:, None]
+    found[generator.random(shape) < 1e-3] = -50
+    return jnp.asarray(found)
+
+
+LONG_DECAYS = [(kind, states) for kind in ("head", "step", "channel") for states in (False, True)]
+
+
+@of_linear_attention
+@pytest.mark.parametrize("feature_map", ["elu1", "identity"])
+@pytest.mark.parametrize(("dtype", "D"), [("bfloat16", 64), ("bfloat16", 128), ("float16", 64)])
+@pytest.mark.parametrize(("kind", "states"), LONG_DECAYS)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_decays_over_a_long_sequence(
+    kind: str, states: bool, dtype: str, D: int, feature_map: str
+) -> None:
+    """With and without the cotangent of a returned state."""
+    qkv = arrays(dtype, B=1, T=LONG, H=2, G=2, D=D)
+    options = {"decay": long_decay(kind, LONG, 2, D), "feature_map": feature_map}
+    check("linear_attention", *qkv, causal=True, return_state=states, **options)
+
+
+@of_linear_attention
+@pytest.mark.parametrize(("kind", "states"), LONG_DECAYS)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_decays_over_a_long_sequence_in_float32(kind: str, states: bool) -> None:
+    qkv = arrays("float32", B=1, T=LONG, H=2, G=2, D=32)
+    options = {"decay": long_decay(kind, LONG, 2, 32), "feature_map": "identity"}
+    check("linear_attention", *qkv, causal=True, return_state=states, **options)
+
+
+@pytest.mark.kernels("mosaic_gpu", "mosaic_channel_gates")
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("kind", "states"), LONG_DECAYS)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_decays_of_mosaic_gpu_over_a_long_sequence(
+    kind: str, states: bool, D: int, normalize: bool
+) -> None:
+    """What is chosen: behind a returned state the gradients of gates of channels are Triton's."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=1, T=LONG, H=2, G=2, D=D)
+    options = {"decay": long_decay(kind, LONG, 2, D), "causal": True, "return_state": states}
+    options |= {"normalize": normalize, "implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.forward.backend == "mosaic_gpu"
+    check("linear_attention", *qkv, **options)
+
+
 def attention_options(name: str, B: int, T: int, H: int = 4) -> dict[str, Any]:
     """Options of softmax attention by the name of a case; bias and mask by the axes they have."""
     generator = np.random.default_rng(3)

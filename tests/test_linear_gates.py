@@ -4,9 +4,10 @@ import dataclasses
 
 import aot
 import jax.numpy as jnp
+import numerics
 import numpy as np
 import pytest
-from test_linear_triton import STORED, check, check_shared_memory, draw, spec_of
+from test_linear_triton import GPUS, SMALL, STORED, check, check_shared_memory, draw, spec_of
 
 import ato_jax
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -80,6 +81,38 @@ def test_stored_decays_over_runs_of_many_rows(decay):
     config = STORED | sizes | {"run_rows": 128, "backward_run_rows": 128, "pair_block": 32}
     values = jnp.asarray(values, jnp.float32)
     check(512, 512, 1, 1, 64, 64, "bfloat16", causal=True, decay=values, config=config)
+
+
+@pytest.mark.parametrize(
+    ("T", "dtype", "strength", "options"),
+    [
+        (250, "bfloat16", -0.5, {}),
+        (250, "float16", -2.0, {}),
+        # The cotangent of the state meets the last key without a decay.
+        (90, "float32", -16.0, {"return_state": True}),
+    ],
+)
+def test_the_gradient_of_a_decay_per_head_gathers_no_roundings(T, dtype, strength, options):
+    """It is a sum over all steps, of which few terms are left where nothing is normalised."""
+    decay = jnp.full((8,), strength, jnp.float32)
+    config = SMALL | dict.fromkeys(("state_block", "output_block", "dq_block", "dkv_block"), 32)
+    options = {"feature_map": "identity", "causal": True, "decay": decay, **options}
+    check(T, T, 8, 8, 16, 16, dtype, config=config, **options)
+
+
+@pytest.mark.parametrize("strength", [-3.0, -10.0])
+def test_dk_of_queries_that_all_but_see_one_key(strength):
+    """The weights' gradient and the normaliser's, whose difference dk is, cancel in float32."""
+    qkv = [draw(1, 90, 2, 16, dtype="bfloat16", seed=seed) for seed in range(3)]
+    decay = jnp.full((2,), strength, jnp.float32)
+    wanted = numerics.oracle("linear_attention", *qkv, causal=True, decay=decay)
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            "triton", "triton", wanted, device=GPUS[90], backward_config=SMALL
+        )
+    numerics.compare(found, wanted)
+    # Beside dk itself, not beside the terms.
+    numerics.check("dk", found["dk"], wanted.exact["dk"], dtype="bfloat16")
 
 
 def test_keys_in_smaller_blocks_than_queries_both_ways():

@@ -47,6 +47,12 @@ in which pairs later than t cancel: both walks multiply the same roundings of th
 weights' gradients and states are rounded twice as finely, and the pieces are short. The walk for
 dq leaves phi(q) d_phi_q in float32.
 
+Where the state is returned, its cotangent meets the last key without a decay, and that pair would
+have to cancel beside pairs that strong gates have left next to nothing of. So in the last piece
+the sums go over the steps before t, from what crosses the piece's start, S and dS there:
+
+    d_decay_t = sum_v S dS + z dz + sum_{j<t} phi(k_j) d_phi_k_j - sum_{i<t} phi(q_i) d_phi_q_i
+
 In the code all exponents are to base 2, gates as soon as they are loaded.
 """
 
@@ -697,10 +703,28 @@ def backward(
     dk, dv, d_decay = _key_gradient(
         spec, config, inputs, walk, states, dkv, dk_sum, flow, normalizer, cotangents.out
     )
+    if spec.return_state:
+        last = walk.pieces.count - 1
+        crossing = jnp.sum(states.kv[:, :, last] * dkv[:, :, last], axis=2)  # [B, G, F]
+        crossing += states.k_sum[:, :, last] * dk_sum[:, :, last]
+        d_decay = _sum_last_piece(spec, walk, d_decay, crossing)
     d_state = None
     if inputs.initial_state is not None:
         d_state = LinearState(jnp.swapaxes(dkv[:, :, 0], 2, 3), dk_sum[:, :, 0])
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)
+
+
+def _sum_last_piece(
+    spec: LinearAttentionSpec, walk: Walk, d_decay: jax.Array, crossing: jax.Array
+) -> jax.Array:
+    """The gates' gradient, whose last piece has the flows of its steps: sums of those before."""
+    axis = 1 if spec.layout == "bthd" else 2
+    first = (walk.pieces.count - 1) * walk.pieces.rows
+    flow = jax.lax.slice_in_dim(d_decay, first, spec.S - 1, axis=axis)
+    terms = jnp.concatenate([jnp.expand_dims(crossing, axis), -flow], axis=axis)
+    return jax.lax.dynamic_update_slice_in_dim(
+        d_decay, jnp.cumsum(terms, axis=axis), first, axis=axis
+    )
 
 
 def _query_gradient(
@@ -841,7 +865,8 @@ def _key_gradient(
     normalizer: Normalizer | None,
     do: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dk, dv and the gates' gradient, summed over the query heads of each kv head."""
+    """dk, dv and the gates' gradient, summed over the query heads of each kv head; with a returned
+    state the last piece has what is still to be summed up instead (`_sum_last_piece`)."""
     block = config.dkv_block
     group = spec.H // spec.G
     axis = tiles.heads_axis(spec)
@@ -918,7 +943,10 @@ def _key_gradient(
                 # From the first row, since there is no running sum from the last one.
                 later += jnp.sum(flow, axis=0)
                 before = jnp.cumsum(flow, axis=0) - flow
-                tiles.store_tile(d_gates_ref, keys, spec.F, later[None, :] - before)
+                d_gates = later[None, :] - before
+                if spec.return_state:
+                    d_gates = jnp.where(piece == walk.pieces.count - 1, flow, d_gates)
+                tiles.store_tile(d_gates_ref, keys, spec.F, d_gates)
                 return dkv, dz, later
 
             return write

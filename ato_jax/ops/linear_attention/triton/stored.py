@@ -158,8 +158,9 @@ def query_gradient(
     flows = len(sides) if spec.decay is not None else 0
     own = int("own" in arrays)
     # Beside a strong decay dw_ij + e_i is small where a query all but sees key j alone: so e is
-    # then made of the very same float32 w and dw, and only the difference is rounded.
-    in_difference = spec.normalize and spec.decay is not None
+    # then made of the very same float32 w and dw, and only the difference is rounded. Both ways, a
+    # second state fills the registers that this takes.
+    in_difference = spec.normalize and spec.decay is not None and not walk.both_ways
 
     def kernel(
         refs: dict[str, Any],
@@ -253,7 +254,7 @@ def query_gradient(
                 # In two parts: of what rounds the weights nothing cancels, as it does in their sum.
                 return tiles.add_weighted_sum(spec, g, pairs.weigh(dw + of_rows), phi_k)
 
-            g = add_up(part[0] + of_rows * part[1] for part in parts)
+            g = add_up(part[0] for part in parts) + of_rows * add_up(part[1] for part in parts)
             d_phi_q = over_keys(add_difference, g) * inverse[:, None]
             _, slopes = map_queries(anew=count > 1)
         else:
