@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,15 @@ def test_who_imports(package: str, alone: str) -> None:
     for name in modules():
         if not within(name, alone):
             assert not any(within(imported, package) for imported in imports(name)), name
+
+
+def test_pallas_for_triton_is_imported_in_one_place() -> None:
+    """A later JAX may lack it, and `launch` knows what then."""
+    for name, module in modules().items():
+        for imported in ast.walk(module):
+            if isinstance(imported, ast.Import | ast.ImportFrom) and name != "ato_jax.launch":
+                text = ast.unparse(imported)
+                assert "jax" not in text or not re.search(r"pallas(\.| import )triton", text), name
 
 
 def test_transformers_is_imported_by_those_who_ask_for_it() -> None:
