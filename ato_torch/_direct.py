@@ -279,8 +279,9 @@ def _compare(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> No
 class Plan:
     """An executable on one GPU, ready to run on tensors that are dense as `like` are.
 
-    A call has one list of addresses: of what nothing reads, of the tensors, of the results, of the
-    scratch memory. What the steps take are these, some of them further on by a few bytes.
+    A call has one list of addresses: of what nothing reads, of the constants, of the tensors, of
+    the results, of the scratch memory. What the steps take are these, some of them further on by a
+    few bytes.
     """
 
     def __init__(
@@ -302,6 +303,7 @@ class Plan:
         # The tensor, too: two threads may each get one of their own.
         self.unread = _nowhere(like[0].device)
         self.nowhere = self.unread.data_ptr()
+        self.fixed = [self.nowhere, *kernels.constants]
         # By streams, so that no graph's launches are in two of them, waiting for each other.
         self.idle: dict[int, list[_Calls]] = collections.defaultdict(list)
 
@@ -329,7 +331,7 @@ class Plan:
             for tensor in tensors
         ]
         results = [empty_strided(*fact) for fact in self.facts]
-        addresses = [self.nowhere]
+        addresses = self.fixed.copy()
         addresses += [tensor.data_ptr() for tensor in tensors]
         addresses += [result.data_ptr() for result in results]
         if self.scratch_bytes:
@@ -388,18 +390,19 @@ def _bases(
     on it begins; and the bytes of scratch."""
     if len(executable.results) != len(results):
         raise ClosedError(f"it has {len(executable.results)} results for {len(results)}")
-    bases: dict[int, tuple[int, int]] = {}
+    bases = {number: (1 + n, 0) for n, number in enumerate(executable.constants)}
+    first = 1 + len(bases)
     whole: dict[int, torch.Tensor] = {}
     for number, allocation in executable.allocations.items():
         if allocation.parameter is not None:
             if allocation.parameter >= len(like):
                 raise ClosedError(f"it has a parameter {allocation.parameter} of {len(like)}")
-            bases[number] = 1 + allocation.parameter, 0
+            bases[number] = first + allocation.parameter, 0
             whole[number] = like[allocation.parameter]
     for n, number in enumerate(executable.results):
         if number in bases:
             raise ClosedError("a result is a parameter")
-        bases[number] = 1 + len(like) + n, 0
+        bases[number] = first + len(like) + n, 0
         whole[number] = results[n]
     for number, tensor in whole.items():
         size = executable.allocations[number].size
@@ -414,7 +417,7 @@ def _bases(
         if used[number] == 1 and number in written and size <= UNREAD_BYTES:
             bases[number] = 0, 0
         else:
-            bases[number] = 1 + len(like) + len(results), end
+            bases[number] = first + len(like) + len(results), end
             end += math.ceil(size / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
     return bases, end
 
@@ -567,6 +570,7 @@ def _driver() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     driver.cuCtxSetCurrent.argtypes = [pointer]
     driver.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    driver.cuModuleGetGlobal_v2.argtypes = [pointer, pointer, pointer, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
@@ -595,13 +599,17 @@ class Kernels:
         torch.cuda.current_stream().query()  # PyTorch makes the context when it is first used
         _check(driver.cuCtxGetCurrent(ctypes.byref(self.context)))
         modules: dict[bytes, ctypes.c_void_p] = {}
+
+        def module_of(code: bytes) -> ctypes.c_void_p:
+            if code not in modules:
+                modules[code] = module = ctypes.c_void_p()
+                _check(driver.cuModuleLoadData(ctypes.byref(module), code))
+            return modules[code]
+
         for launch in executable.steps:
             if not isinstance(launch, _executable.Launch):
                 continue
-            kernel, module = ctypes.c_void_p(), modules.get(launch.code)
-            if module is None:
-                modules[launch.code] = module = ctypes.c_void_p()
-                _check(driver.cuModuleLoadData(ctypes.byref(module), launch.code))
+            kernel, module = ctypes.c_void_p(), module_of(launch.code)
             name = launch.name.encode()
             _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name))
             if _parameters(kernel) != [(8 * n, 8) for n in range(len(launch.arguments))]:
@@ -610,6 +618,16 @@ class Kernels:
                 attribute = MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(driver.cuFuncSetAttribute(kernel, attribute, launch.shared_bytes))
             self.of_launches[launch] = kernel
+        # The addresses of the executable's constants, in their order.
+        self.constants: list[int] = []
+        for number, symbol in executable.constants.items():
+            address, size = ctypes.c_uint64(), ctypes.c_size_t()
+            places = ctypes.byref(address), ctypes.byref(size)
+            module = module_of(executable.code)
+            _check(driver.cuModuleGetGlobal_v2(*places, module, symbol.encode()))
+            if size.value != executable.allocations[number].size:
+                raise ClosedError(f"the constant {symbol!r} has {size.value} bytes")
+            self.constants.append(address.value)
 
 
 def _parameters(kernel: ctypes.c_void_p) -> list[tuple[int, int]]:

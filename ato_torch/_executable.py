@@ -67,6 +67,11 @@ FIELDS = {
         2: "passthrough",
         3: "alias_config",
     },
+    "xla.gpu.GpuExecutableProto.ConstantInfoProto": {
+        1: "symbol_name",
+        2: "content",
+        3: "allocation_index",
+    },
     "xla.ShapeIndexProto": {1: "indexes"},
     "xla.BufferAllocationProto": {
         1: "index",
@@ -231,11 +236,17 @@ Step = Launch | Copy | Fill
 
 @dataclasses.dataclass(frozen=True)
 class Executable:
-    """`results` are the numbers of the allocations that hold them, each the whole of it."""
+    """`results` are the numbers of the allocations that hold them, each the whole of it.
+
+    `constants` are the numbers of those that lie in the machine code `code`, with the names that
+    they have there.
+    """
 
     allocations: dict[int, Allocation]
     steps: tuple[Step, ...]
     results: tuple[int, ...]
+    constants: dict[int, str] = dataclasses.field(default_factory=dict)
+    code: bytes = dataclasses.field(default=b"", repr=False)
 
 
 def read(data: bytes) -> Executable:
@@ -437,8 +448,10 @@ def _executable(data: bytes) -> Executable:
     if len(allocations) != len(wrapped.parts("values")):
         raise UnknownError("two allocations have one number")
     results = _results(fields.parts("output_info_map"))
-    _check(allocations, steps, results)
-    return Executable(allocations, steps, results)
+    constants = dict(_constants(fields.parts("constants")))
+    found = Executable(allocations, steps, results, constants, code)
+    _check(found)
+    return found
 
 
 def _joined(name: str, data: bytes) -> bytes:
@@ -513,19 +526,35 @@ def _results(entries: list[bytes]) -> tuple[int, ...]:
     return tuple(found[index] for index in order)
 
 
-def _check(
-    allocations: dict[int, Allocation], steps: tuple[Step, ...], results: tuple[int, ...]
-) -> None:
+def _constants(entries: list[bytes]) -> Iterator[tuple[int, str]]:
+    """(allocation, symbol) of each constant in the machine code. Others have a `content`, with
+    which XLA fills them."""
+    for data in entries:
+        info = Message("xla.gpu.GpuExecutableProto.ConstantInfoProto", data)
+        if not any(info.parts("content")):
+            yield info.number("allocation_index"), info.part("symbol_name").decode()
+
+
+def _check(found: Executable) -> None:
     """What holds where all was understood rightly."""
+    allocations, steps, results = found.allocations, found.steps, found.results
+    for number in found.constants:
+        if number not in allocations or not allocations[number].is_constant:
+            raise UnknownError(f"the constant {number} is not in the allocations")
+    if found.constants and not found.code.startswith(ELF):
+        raise UnknownError("its constants have no machine code that holds them")
     for step in steps:
         for each in step.arguments:
             whole = allocations.get(each.allocation)
             if whole is None or each.offset + each.size > whole.size or not each.size:
                 raise UnknownError(f"{each} is not in the allocations")
-            if whole.is_constant:
-                raise UnknownError("a step reads a constant")
-        if any(allocations[each.allocation].parameter is not None for each in step.written):
-            raise UnknownError("a step writes to a parameter")
+            if whole.is_constant and each.allocation not in found.constants:
+                raise UnknownError("a step reads a constant that its machine code does not hold")
+        for each in step.written:
+            if allocations[each.allocation].parameter is not None:
+                raise UnknownError("a step writes to a parameter")
+            if each.allocation in found.constants:
+                raise UnknownError("a step writes to a constant")
     written = {each.allocation for step in steps for each in step.written}
     if not written.issuperset(results):
         raise UnknownError("a result is written by no step")

@@ -166,6 +166,13 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
         ),
         ("linear", "linear_attention", qkv, linear, False),
         (
+            "decay",
+            "linear_attention",
+            qkv | {"decay": ((B, G, T), "float32")},
+            linear | {"causal": True},
+            False,
+        ),
+        (
             "states",
             "linear_attention",
             qkv | {f"initial_state.{name}": fact for name, fact in state.items()},

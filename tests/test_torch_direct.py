@@ -99,6 +99,7 @@ class Driver:
         self.parameter_size, self.context = 8, 77
         # Of each graph its nodes: a kernel, its sizes, and where its arguments are.
         self.graphs, self.mode = [], 0
+        self.constants = {}
         # What every call returns after a launch that broke the context.
         self.broken = 0
 
@@ -118,6 +119,12 @@ class Driver:
 
     def cuModuleGetFunction(self, kernel, module, name):
         kernel._obj.value = 1 + list(self.KERNELS).index(name)
+        return 0
+
+    def cuModuleGetGlobal_v2(self, address, size, module, name):
+        address._obj.value = self.constants[name].ctypes.data
+        size._obj.value = self.constants[name].nbytes
+        self.calls.append(("constant", module.value, name))
         return 0
 
     def cuFuncGetParamInfo(self, kernel, n, offset, size):
@@ -305,6 +312,30 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7)
     assert torch.equal(made([x, y])[0], out) and len(driver.graphs) == 2
     assert driver.calls[-2][2] == 7
+
+
+def test_constants_lie_in_the_machine_code(driver):
+    """x + 2, by the code of a kernel and by one that no kernel is in."""
+    driver.constants = {b"two": np.full(6, 2, np.float32)}
+    x, two, out = (Slice(n, 0, SIZE) for n in (1, 3, 5))
+    for code in (b"ELF 1", b"ELF 0"):
+        driver.calls.clear()
+        made = Executable(
+            executable().allocations | {3: Allocation(SIZE, None, True)},
+            (Launch("add", b"ELF 1", (1, 1, 1), (32, 1, 1), 0, (x, two, out), (out,)),),
+            (5,),
+            {3: "two"},
+            code,
+        )
+        tensor = torch.randn(1, 2, 3)
+        found = plan(made, results=1)
+        loads = [call for call in driver.calls if call[0] == "load"]
+        assert loads == [("load", each) for each in dict.fromkeys((b"ELF 1", code))]
+        assert found.scratch_bytes == 0
+        assert torch.equal(found([tensor, tensor])[0], tensor + 2)
+    driver.constants = {b"two": np.full(5, 2, np.float32)}
+    with pytest.raises(_direct.ClosedError, match="the constant 'two' has 20 bytes"):
+        plan(made, results=1)
 
 
 def test_what_nothing_reads_has_a_place_for_all(driver, monkeypatch):

@@ -227,6 +227,38 @@ def test_a_kernel_in_the_code_of_all():
     )
 
 
+def with_a_constant(number=3, info=((1, b"zeros"), (3, 3)), code=b"\x7fELF of all"):
+    """A sample in which an allocation, the third parameter's, is a constant."""
+    fields, written = executable()
+    every = [fields_of(each) for _, each in fields_of(dict(fields)[10])]
+    constant = [
+        (1, number),
+        (2, _executable.read(sample(NAMES[0])).allocations[number].size),
+        (12, 1),
+    ]
+    allocations = [constant if (1, number) in each else each for each in every]
+    whole = message(*((1, message(*each)) for each in allocations))
+    rest = [field for field in fields if field[0] not in (4, 10)]
+    return written([*rest, (4, code), (10, whole), (12, message(*info))])
+
+
+def test_a_constant_in_the_machine_code():
+    found = _executable.read(with_a_constant())
+    assert found.constants == {3: "zeros"} and found.code == b"\x7fELF of all"
+    assert found.allocations[3] == Allocation(1048576, None, True)
+    for changes, reason in [
+        ({"info": ((1, b"zeros"), (3, 3), (2, message((1, b"0" * 4))))}, "does not hold"),
+        ({"info": ((1, b"zeros"), (3, 1))}, "the constant 1 is not in the allocations"),
+        ({"info": ((1, b"zeros"), (3, 99))}, "the constant 99 is not in the allocations"),
+        ({"info": ((3, 3),)}, "symbol_name is there 0 times"),
+        ({"info": ((1, b"zeros"), (3, 3), (4, 1))}, "ConstantInfoProto has a field 4"),
+        ({"code": b""}, "no machine code that holds them"),
+        ({"number": 10, "info": ((1, b"zeros"), (3, 10))}, "a step writes to a constant"),
+    ]:
+        with pytest.raises(UnknownError, match=reason):
+            _executable.read(with_a_constant(**changes))
+
+
 # What is refused
 
 THUNK = (13, 36)
@@ -269,7 +301,7 @@ def to(value):
         ((13,), to(message((1, b""), (62, b""))), "ThunkProto has a field 62"),
         ((13,), to(message((1, b""))), "a step is"),
         ((10, 1), plus((8, 5)), "in the memory space 5"),
-        ((10, 1), plus((12, 1)), "a step reads a constant"),
+        ((10, 1), plus((12, 1)), "a step reads a constant that its machine code does not hold"),
         ((10, 1), plus((13, 1)), "BufferAllocationProto has a field 13"),
         ((10,), plus((1, message((2, 4)))), "two allocations have one number"),
         ((11, 2), to(message((2, 1))), "a result is a parameter"),
@@ -351,5 +383,7 @@ def test_programs_that_xla_compiles_are_read():
     assert found["attention, backward"] == ["attention_backward_dq", "attention_backward_dkv"]
     assert found["one query, lengths"][-1] == "attention_forward"
     assert found["linear"][-1] == "linear_attention_output"
+    # A step of it reads a constant.
+    assert "linear_attention_causal_output" in found["decay"], found["decay"]
     assert found["states, backward"][-3] == "linear_attention_causal_key_gradient"
     assert found["step"] == ["Copy", "linear_attention_step"]
