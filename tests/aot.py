@@ -180,24 +180,65 @@ def shared_bytes(function: Callable[..., Any], *args: Any, capability: int) -> d
 
 def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) -> list[Kernel]:
     """Lowers `function(*args)` for CUDA and returns its Triton kernels, uncompiled."""
-    target = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return lowered_kernels(function, *args, platform="cuda")
+    return _some(kernels_of(lower(function, *args, capability=capability)))
 
 
 def lowered_kernels(function: Callable[..., Any], *args: Any, platform: str) -> list[Kernel]:
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
-    kernels = [
-        _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
-        for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
-        if _target(operation) == TRITON_CALL
-    ]
+    return _some(kernels_of(jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))))
+
+
+def _some(kernels: list[Kernel]) -> list[Kernel]:
     if not kernels:
         raise ValueError(
             "the function lowered to no Triton kernel: is it interpreted, or another backend's?"
         )
     return kernels
+
+
+def lower(function: Callable[..., Any], *args: Any, capability: int) -> jax.stages.Lowered:
+    """`function(*args)` lowered for CUDA, as on a card of that capability."""
+    target = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def kernels_of(lowered: jax.stages.Lowered) -> list[Kernel]:
+    """The Triton kernels of it, each parsed and so verified by jaxlib."""
+    return [
+        _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
+        for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
+        if _target(operation) == TRITON_CALL
+    ]
+
+
+def verify(kernel: Kernel, capability: int) -> None:
+    """Triton's own parser, verifier and first stage accept the kernel: no machine code is made."""
+    _verify(kernel.ttir, kernel.num_warps, kernel.num_stages, capability)
+
+
+@functools.lru_cache(maxsize=4096)
+def _verify(ttir: str, num_warps: int, num_stages: int, capability: int) -> None:
+    # The same steps as in `_figures`, whose source is part of every key of the record.
+    from triton._C.libtriton import ir as triton_ir
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", capability, warp_size=32))
+    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+        file.write(ttir)
+        file.flush()
+        module = triton_ir.parse_mlir_module(file.name, context)
+    module.context = context
+    if not module.verify():
+        raise RuntimeError("Triton does not verify the kernel")
+    stages["ttir"](module, {})
 
 
 def targets_of_calls(lowered: jax.stages.Lowered) -> list[str]:

@@ -17,6 +17,7 @@ import ato_jax
 from ato_jax.dispatch import PHASES
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
+from ato_jax.ops.linear_attention.features import Favor
 from tests import numerics
 
 # B, T, S, H, G, D, V: square, more keys and more queries.
@@ -42,7 +43,7 @@ def run(op: str, implementation: str, *qkv: Any, **options: Any) -> dict[str, nu
 
 @dataclasses.dataclass
 class Call:
-    """One call's facts; `arguments` makes its arrays."""
+    """One call's facts; `arguments` makes its arrays, q and k of positive numbers if `positive`."""
 
     op: str
     sizes: tuple[int, ...]
@@ -52,6 +53,7 @@ class Call:
     layout: str = "bthd"
     batched: bool = True
     poisoned: bool = False
+    positive: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     arrays: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -66,9 +68,13 @@ class Call:
 
         shapes = {"q": (B, T, H, D), "k": (B, S, G, D), "v": (B, S, G, V)}
         timed = {name: self.magnitude * normal(*shape) for name, shape in shapes.items()}
+        if self.positive:
+            timed |= {name: np.abs(timed[name]) for name in ("q", "k")}
+        feature_map = options.get("feature_map")
+        features = len(feature_map.projection) if isinstance(feature_map, Favor) else D
         for name, kind in self.arrays.items():
             if name == "decay":
-                shape = {"head": (G,), "step": (B, S, G), "channel": (B, S, G, D)}[kind]
+                shape = {"head": (G,), "step": (B, S, G), "channel": (B, S, G, features)}[kind]
                 decay = -np.abs(normal(*shape))
                 # Strong, total and no decay, a few of each.
                 for value, share in ((-50.0, 0.05), (-np.inf, 0.03), (0.0, 0.1)):
@@ -78,7 +84,7 @@ class Call:
                 else:
                     timed["decay"] = decay
             elif name == "initial_state":
-                sums = draw.uniform(0.2, 1.0, size=(B, G, D, V + 1))
+                sums = draw.uniform(0.2, 1.0, size=(B, G, features, V + 1))
                 options["initial_state"] = ato_jax.LinearState(
                     jnp.asarray(sums[..., :V], jnp.float32), jnp.asarray(sums[..., V], jnp.float32)
                 )

@@ -448,6 +448,16 @@ def oracle(op: str, q: Any, k: Any, v: Any, *, cotangents: Any = None, **options
     return Oracle(op, request, arrays, result, cotangents, exact)
 
 
+def named_outputs(op: str, result: Any) -> dict[str, Any]:
+    """What the public function returned, by name."""
+    if not isinstance(result, tuple):
+        return {"out": result}
+    out, beside = result
+    if op == "attention":
+        return {"out": out, "lse": beside}
+    return {"out": out, "state_kv": beside.kv, "state_k_sum": beside.k_sum}
+
+
 def run(
     op: str,
     implementation: str | None,
@@ -469,11 +479,7 @@ def run(
 
     result, pull = jax.vjp(call, arrays)
     (gradients,) = pull(cotangents)
-    found = {"out": result[0] if isinstance(result, tuple) else result}
-    if isinstance(result, tuple) and op == "attention":
-        found["lse"] = result[1]
-    elif isinstance(result, tuple):
-        found |= {"state_kv": result[1].kv, "state_k_sum": result[1].k_sum}
+    found = named_outputs(op, result)
     for name, gradient in gradients.items():
         if name == "initial_state":
             found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}

@@ -1,0 +1,692 @@
+"""A covering array over the options of each op: every pair of values stands together in some row.
+
+    python -m tests.covering        prints the rows of each array, and what they cover
+
+A row takes one value of each factor of its `Space`: a size, a dtype, a kind of mask. All pairs of
+values that can go together are in some row, and all triples of the factors named in `triples`,
+which decide what a query sees: kernels branch on several of these at once. `Rule`s say which
+values never go together. What they exclude is counted, and a test shows that each such call is
+refused.
+
+Rows are built greedily: each starts from a pair or a triple that no row has yet, and takes the
+value of every further factor that covers the most. The random numbers that break ties have a fixed
+seed, so the array is the same in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax import device
+from tests import aot, numerics
+from tests.calls import Call
+
+Row = dict[str, Any]
+# One value of each of two or three factors, by the factors' numbers.
+Target = tuple[tuple[int, Any], ...]
+
+# Rows that are built for each that is taken: the one that covers the most.
+ATTEMPTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Values that do not go together: `forbids` takes the factors' values by name."""
+
+    factors: tuple[str, ...]
+    forbids: Callable[..., bool]
+    # What the refusal says; None where the call runs, and has no result to measure.
+    message: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """The factors of one op, each with its values, the plainest value first."""
+
+    op: str
+    factors: dict[str, tuple[Any, ...]]
+    rules: tuple[Rule, ...] = ()
+    triples: tuple[str, ...] = ()
+    backend: str = "triton"
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.factors)
+
+    def allows(self, row: Row) -> bool:
+        """Whether no rule forbids what the row has so far."""
+        return not any(
+            rule.forbids(**{name: row[name] for name in rule.factors})
+            for rule in self.rules
+            if all(name in row for name in rule.factors)
+        )
+
+    @functools.cached_property
+    def _ruled(self) -> list[str]:
+        """The factors that some rule names."""
+        ruled = {name for rule in self.rules for name in rule.factors}
+        return [name for name in self.factors if name in ruled]
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[Any, ...], bool]:
+        return {}
+
+    def completes(self, row: Row) -> bool:
+        """Whether some values of the other factors make the row one that is allowed."""
+        key = tuple(row.get(name, _UNSET) for name in self._ruled)
+        if key not in self._known:
+            found = self.allows(row)
+            missing = next((name for name in self._ruled if name not in row), None)
+            if found and missing is not None:
+                found = any(
+                    self.completes(row | {missing: value}) for value in self.factors[missing]
+                )
+            self._known[key] = found
+        return self._known[key]
+
+    def targets(self, strength: int, among: Iterable[str] | None = None) -> Iterator[Target]:
+        """All combinations of values of `strength` factors, those that rules exclude, too."""
+        numbers = [self.names.index(name) for name in among or self.names]
+        for chosen in itertools.combinations(sorted(numbers), strength):
+            for values in itertools.product(*(self.factors[self.names[n]] for n in chosen)):
+                yield tuple(zip(chosen, values, strict=True))
+
+    def possible(self, target: Target) -> bool:
+        return self.completes({self.names[n]: value for n, value in target})
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+_UNSET = object()
+
+
+def _targets_of(space: Space, row: Row, strength: int) -> Iterator[Target]:
+    items = [(n, row[name]) for n, name in enumerate(space.names)]
+    return itertools.combinations(items, strength)
+
+
+def _build(space: Space, left: dict[Target, None], start: Target, draw: random.Random) -> Row:
+    """A row with `start` in it, which covers as much of `left` as single steps find."""
+    chosen = dict(start)
+    by_name = {space.names[n]: value for n, value in start}
+    others = [n for n in range(len(space.names)) if n not in chosen]
+    tripled = {space.names.index(name) for name in space.triples}
+    for n in sorted(others, key=lambda _: draw.random()):
+        best: tuple[float, Any] | None = None
+        for value in space.factors[space.names[n]]:
+            if not space.completes(by_name | {space.names[n]: value}):
+                continue
+            gain = sum(
+                tuple(sorted(((n, value), item), key=_number)) in left for item in chosen.items()
+            )
+            if n in tripled:
+                mates = [item for item in chosen.items() if item[0] in tripled]
+                gain += sum(
+                    tuple(sorted(((n, value), *pair), key=_number)) in left
+                    for pair in itertools.combinations(mates, 2)
+                )
+            rank = gain + draw.random()
+            if best is None or rank > best[0]:
+                best = rank, value
+        assert best is not None, f"no value of {space.names[n]} goes with {by_name}"
+        chosen[n] = by_name[space.names[n]] = best[1]
+    return {name: by_name[name] for name in space.names}
+
+
+def _number(item: tuple[int, Any]) -> int:
+    return item[0]
+
+
+@functools.cache
+def rows(space: Space) -> tuple[Row, ...]:
+    """The covering array."""
+    draw = random.Random(0)
+    wanted = itertools.chain(space.targets(2), space.targets(3, space.triples))
+    left = dict.fromkeys(target for target in wanted if space.possible(target))
+    found = []
+    while left:
+        starts = list(itertools.islice(left, ATTEMPTS))
+        candidates = [_build(space, left, start, draw) for start in starts]
+        row, covered = max(
+            ((row, _covered(space, row, left)) for row in candidates),
+            key=lambda pair: len(pair[1]),
+        )
+        for target in covered:
+            del left[target]
+        found.append(row)
+    return tuple(found)
+
+
+def _covered(space: Space, row: Row, left: dict[Target, None]) -> list[Target]:
+    every = itertools.chain(_targets_of(space, row, 2), _targets_of(space, row, 3))
+    return [target for target in every if target in left]
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Of pairs or triples: how many there are, how many the rules exclude, and the rows cover."""
+
+    total: int
+    excluded: int
+    covered: int
+
+
+def count(space: Space, strength: int, among: tuple[str, ...] | None = None) -> Count:
+    targets = list(space.targets(strength, among))
+    possible = {target for target in targets if space.possible(target)}
+    in_rows = {target for row in rows(space) for target in _targets_of(space, row, strength)}
+    return Count(len(targets), len(targets) - len(possible), len(possible & in_rows))
+
+
+def sample(space: Space, admits: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Few rows in which every value of every factor occurs that does in those admitted."""
+    admitted = [row for row in rows(space) if admits(row)]
+    left = {(name, row[name]) for row in admitted for name in row}
+    found = []
+    while left:
+        row = max(admitted, key=lambda row: len(left & set(row.items())))
+        left -= set(row.items())
+        found.append(row)
+    return found
+
+
+def label(row: Row) -> str:
+    """The values that are not the plainest, for messages."""
+    return ", ".join(f"{name}={value}" for name, value in row.items())
+
+
+# -- from rows to calls --------------------------------------------------------------------------
+
+# B, T, S. The first are for kernels with their own block sizes, on a card: several blocks, whole
+# ones and tails, and several programs for the keys of a block of queries. The second are for
+# interpreted kernels with blocks of 16. The third are for heads so wide that one tile holds all
+# keys.
+LENGTHS = {
+    "T = S": ((2, 300, 300), (2, 37, 37), (2, 200, 200)),
+    "T = S, whole blocks": ((2, 256, 256), (2, 32, 32), (2, 128, 128)),
+    "T < S": ((2, 130, 1100), (2, 21, 50), (2, 40, 250)),
+    "T > S": ((2, 1100, 130), (2, 50, 21), (2, 250, 40)),
+    "T = 1": ((2, 1, 1100), (2, 1, 40), (2, 1, 200)),
+    "S = 1": ((2, 130, 1), (2, 21, 1), (2, 130, 1)),
+    "long": ((1, 1100, 1100), (1, 70, 70), (1, 256, 256)),
+}
+SQUARE = ("T = S", "T = S, whole blocks", "long")
+# H, G
+HEADS = {"H = G": (4, 4), "pairs": (4, 2), "one key head": (3, 1), "one head": (1, 1)}
+DTYPES = {
+    "bfloat16": ("bfloat16", None),
+    "float16": ("float16", None),
+    "float32": ("float32", None),
+    "TF32": ("float32", "tf32"),
+}
+LAYOUTS = ("bthd", "bhtd")
+LENGTH_KINDS = ("none", "kv", "q", "both")
+SEGMENT_KINDS = ("none", "cross", "self")
+WIDEST_WHOLE_ROW = 512
+# The widest heads that the small sizes keep: beyond, an interpreted kernel takes long.
+SMALL_WIDTH = 24
+
+
+def _self_segments_need_a_square(segments: str, lengths: str) -> bool:
+    return segments == "self" and lengths not in SQUARE
+
+
+SEGMENTS_RULE = Rule(("segments", "lengths"), _self_segments_need_a_square, "segment_ids")
+
+WINDOWS: dict[str, Any] = {
+    "every key": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 20)},
+    "left window": {"window": (90, None)},
+    "causal window": {"window": (80, None), "causal": True},
+}
+
+ATTENTION = Space(
+    "attention",
+    {
+        "lengths": tuple(LENGTHS),
+        "padding": LENGTH_KINDS,
+        "sight": tuple(WINDOWS),
+        "query_offset": ("none", "int", "array"),
+        "segments": SEGMENT_KINDS,
+        "bias": ("none", "BHTS", "TS", "BS", "HT", "H", ""),
+        "mask": ("none", "BHTS", "TS", "BS", "T"),
+        "widths": (
+            *((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (320, 320)),
+            *((40, 72), (192, 128), (1, 24), (576, 512), (1000, 1024)),
+        ),
+        "heads": tuple(HEADS),
+        "dtype": tuple(DTYPES),
+        "softcap": (None, 1.5),
+        "sinks": (False, True),
+        "scale": (None, 0.2, -0.2),
+        "dropout": (False, True),
+        "return_lse": (False, True),
+        "layout": LAYOUTS,
+        "batched": (True, False),
+        "x64": (False, True),
+        "alone": (False, True),
+        "card": (90, 80),
+    },
+    rules=(
+        SEGMENTS_RULE,
+        Rule(
+            ("bias", "widths"),
+            lambda bias, widths: bias != "none" and max(widths) > WIDEST_WHOLE_ROW,
+            "has no kernel for a bias's gradient",
+        ),
+    ),
+    triples=("lengths", "padding", "sight", "query_offset", "segments"),
+)
+
+MAPS: dict[str, Any] = {
+    "tanh": lambda x: jnp.tanh(x) + 1.5,
+    "steps": lambda x: jnp.where(x > 0, 2.0, 0.5),
+}
+SIGNED = ("identity", "silu")
+MAP_NAMES = ("elu1", "relu", "exp", "softplus", "relu2", *SIGNED, *MAPS, "favor")
+FAVOR_FEATURES = 24
+
+
+def _scale_cancels(feature_map: str, normalize: bool | None, scale: float | None) -> bool:
+    unknown = feature_map in SIGNED or feature_map in MAPS
+    return scale is not None and (normalize is True or normalize is None and not unknown)
+
+
+NORMALIZER_RULE = Rule(("feature_map", "normalize", "scale"), _scale_cancels, "scale")
+GATED = "a gate per step and channel"
+LINEAR_ATTENTION = Space(
+    "linear_attention",
+    {
+        "lengths": tuple(LENGTHS),
+        "padding": LENGTH_KINDS,
+        "causal": (False, True),
+        "decay": ("none", "head", "step", "channel"),
+        "segments": SEGMENT_KINDS,
+        "initial_state": (False, True),
+        "return_state": (False, True),
+        "feature_map": MAP_NAMES,
+        "normalize": (None, False, True),
+        "scale": (None, 0.7, -0.7),
+        "widths": (
+            *((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256)),
+            *((40, 72), (1, 24), (64, 300)),
+        ),
+        "heads": tuple(HEADS),
+        "dtype": tuple(DTYPES),
+        "eps": (1e-6, 0.5),
+        "layout": LAYOUTS,
+        "batched": (True, False),
+        "x64": (False, True),
+        "alone": (False, True),
+        "card": (90, 80),
+    },
+    rules=(
+        SEGMENTS_RULE,
+        NORMALIZER_RULE,
+        Rule(
+            ("decay", "causal", "lengths"),
+            lambda decay, causal, lengths: decay != "none" and not causal and lengths not in SQUARE,
+            "decay needs",
+        ),
+        Rule(
+            ("initial_state", "causal", "lengths"),
+            lambda initial_state, causal, lengths: (
+                initial_state and causal and lengths not in SQUARE
+            ),
+            "initial_state with causal",
+        ),
+        Rule(
+            ("return_state", "causal", "lengths"),
+            lambda return_state, causal, lengths: return_state and causal and lengths not in SQUARE,
+            "return_state with causal",
+        ),
+        Rule(
+            ("decay", "causal"),
+            lambda decay, causal: decay == "channel" and not causal,
+            f"{GATED} is not supported without causal",
+        ),
+        Rule(
+            ("decay", "padding"),
+            lambda decay, padding: decay == "channel" and padding != "none",
+            f"{GATED} is not supported with segments or lengths",
+        ),
+        Rule(
+            ("decay", "segments"),
+            lambda decay, segments: decay == "channel" and segments != "none",
+            f"{GATED} is not supported with segments or lengths",
+        ),
+        Rule(
+            ("decay", "widths"),
+            lambda decay, widths: decay == "channel" and max(widths) > 128,
+            f"{GATED} is supported up to",
+        ),
+        # Its gradient is 0, to which no rounding is small.
+        Rule(
+            ("decay", "lengths"),
+            lambda decay, lengths: decay == "channel" and lengths == "S = 1",
+            None,
+        ),
+    ),
+    triples=("lengths", "padding", "causal", "decay", "segments"),
+)
+
+# Multiples of 8, and at least a chunk of 64 rows; pieces of several chunks.
+MOSAIC_LENGTHS = {
+    "whole chunks": (2, 256, 256),
+    "a tail": (2, 200, 200),
+    "one chunk": (1, 64, 64),
+    "long": (1, 1096, 1096),
+    "T < S": (2, 72, 328),
+    "T > S": (2, 328, 72),
+}
+MOSAIC = Space(
+    "linear_attention",
+    {
+        "lengths": tuple(MOSAIC_LENGTHS),
+        "causal": (False, True),
+        "decay": ("none", "head", "step", "channel"),
+        "initial_state": (False, True),
+        "return_state": (False, True),
+        "normalize": (None, False),
+        "scale": (None, 0.7, -0.7),
+        "widths": ((128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (192, 192), (256, 256)),
+        "heads": ("H = G", "pairs"),
+        "eps": (1e-6, 0.5),
+        "layout": LAYOUTS,
+        "batched": (True, False),
+        "x64": (False, True),
+        "alone": (False, True),
+    },
+    rules=(
+        Rule(
+            ("normalize", "scale"),
+            lambda normalize, scale: normalize is None and scale is not None,
+            "scale",
+        ),
+        Rule(
+            ("decay", "causal"),
+            lambda decay, causal: decay != "none" and not causal,
+            "does not support a decay without causal",
+        ),
+        Rule(
+            ("causal", "lengths"),
+            lambda causal, lengths: causal and lengths in ("T < S", "T > S"),
+            "needs T = S where causal",
+        ),
+        Rule(
+            ("return_state", "causal", "lengths"),
+            lambda return_state, causal, lengths: (
+                return_state and causal and lengths not in ("whole chunks", "one chunk")
+            ),
+            "return_state needs T to be a multiple",
+        ),
+        Rule(
+            ("decay", "widths"),
+            lambda decay, widths: (
+                decay != "none"
+                and widths[0] > 128
+                or decay == "channel"
+                and widths[0] not in (64, 128)
+            ),
+            "needs D = V",
+        ),
+        Rule(
+            ("causal", "widths"),
+            lambda causal, widths: not causal and widths[0] == 64,
+            "needs D = V",
+        ),
+        Rule(
+            ("heads", "widths"),
+            lambda heads, widths: heads != "H = G" and widths[0] == 64,
+            "needs H = G, and even",
+        ),
+    ),
+    triples=("causal", "decay", "initial_state", "return_state", "heads"),
+    backend="mosaic_gpu",
+)
+
+SPACES = {"attention": ATTENTION, "linear_attention": LINEAR_ATTENTION, "mosaic_gpu": MOSAIC}
+
+
+def _sizes(space: Space, row: Row, small: bool) -> tuple[int, ...]:
+    D, V = row["widths"]
+    wide = max(D, V) > WIDEST_WHOLE_ROW
+    if space is MOSAIC:
+        B, T, S = MOSAIC_LENGTHS[row["lengths"]]
+    else:
+        B, T, S = LENGTHS[row["lengths"]][1 if small else 2 if wide else 0]
+    if small and not wide:
+        # In proportion, so that the larger of the two stays the larger.
+        most = max(D, V, SMALL_WIDTH)
+        D, V = (max(1, size * SMALL_WIDTH // most) for size in (D, V))
+    return B if row["batched"] else 1, T, S, *HEADS[row["heads"]], D, V
+
+
+def call_of(space: Space, row: Row, small: bool = False) -> Call:
+    """The row as a call, whose arrays are drawn by the row's place in the array."""
+    dtype, precision = DTYPES[row.get("dtype", "bfloat16")]
+    sizes = _sizes(space, row, small)
+    call = Call(
+        space.op,
+        sizes,
+        dtype,
+        1.0,
+        math.prod(sizes) % 997,
+        layout=row["layout"],
+        batched=row["batched"],
+    )
+    if precision:
+        call.options["precision"] = precision
+    for side in ("q", "kv"):
+        if row.get("padding") in (side, "both"):
+            call.arrays[f"{side}_lengths"] = "drawn"
+            call.poisoned = True
+    if (kind := row.get("segments", "none")) != "none":
+        call.arrays["segment_ids" if kind == "self" else "q_segment_ids"] = "runs"
+    (_attention if space.op == "attention" else _linear_attention)(call, row)
+    return call
+
+
+def _attention(call: Call, row: Row) -> None:
+    _, T, S, *_ = call.sizes
+    shrink = max(1, 300 // max(T, S)) if max(T, S) < 100 else 1
+    for name, value in WINDOWS[row["sight"]].items():
+        if name == "window":
+            value = tuple(bound if bound is None else bound // shrink for bound in value)
+        call.options[name] = value
+    if row["query_offset"] == "int":
+        call.options["query_offset"] = S // 3
+    elif row["query_offset"] == "array":
+        call.arrays["query_offset"] = "drawn"
+    for name in ("bias", "mask"):
+        if row[name] != "none":
+            call.arrays[name] = row[name]
+    for name in ("softcap", "scale"):
+        if row[name] is not None:
+            call.options[name] = row[name]
+    if row["sinks"]:
+        call.arrays["sinks"] = "drawn"
+    if row["dropout"]:
+        call.options["dropout_rate"] = 0.3
+        call.arrays["dropout_key"] = "drawn"
+    call.options["return_lse"] = row["return_lse"]
+
+
+def _linear_attention(call: Call, row: Row) -> None:
+    D = call.sizes[5]
+    name = row.get("feature_map", "elu1")
+    feature_map = MAPS.get(name, name)
+    if name == "favor":
+        feature_map = ato_jax.favor(jax.random.key(0), FAVOR_FEATURES, D)
+    call.options["feature_map"] = feature_map
+    # A sum of weights of both signs may vanish, and the quotient then means nothing.
+    call.positive = bool(row["normalize"]) and name in SIGNED
+    for option in ("causal", "return_state", "eps"):
+        call.options[option] = row[option]
+    for option in ("normalize", "scale"):
+        if row[option] is not None:
+            call.options[option] = row[option]
+    if row["decay"] != "none":
+        call.arrays["decay"] = row["decay"]
+    if row["initial_state"]:
+        call.arrays["initial_state"] = "drawn"
+
+
+# -- lowering ------------------------------------------------------------------------------------
+
+CARDS = {
+    80: device.Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, device.SHARED_MEMORY[8, 0]),
+    90: device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0]),
+}
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def program(space: Space, row: Row) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function of the row's arrays, all of which are traced, and the arrays: outputs and all
+    gradients, and the outputs of a call alone, which no derivative follows, if the row says so."""
+    (q, k, v), options = call_of(space, row).arguments()
+    options |= {"q": q, "k": k, "v": v}
+    traced = {
+        name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+        if any(map(_is_array, jax.tree.leaves(value)))
+    }
+    static = {name: value for name, value in options.items() if name not in traced}
+    call = functools.partial(getattr(ato_jax, space.op), **static, implementation=space.backend)
+    differentiated = {"q", "k", "v", *numerics.DIFFERENTIABLE} & set(traced)
+
+    def run(traced: dict[str, Any]) -> Any:
+        inputs = {name: traced[name] for name in differentiated}
+        others = {name: traced[name] for name in traced if name not in differentiated}
+        outputs, pull = jax.vjp(lambda inputs: call(**inputs, **others), inputs)
+        return (call(**traced) if row["alone"] else None), outputs, pull(outputs)
+
+    return (run if has_gradients(space, row) else lambda traced: call(**traced)), traced
+
+
+def has_gradients(space: Space, row: Row) -> bool:
+    """Whether the backend has them: those of some of Mosaic GPU's calls are Triton's."""
+    if space is not MOSAIC:
+        return True
+    arguments, options = call_of(space, row).arguments()
+    spec = numerics.prepare(space.op, *arguments, **options)[0].spec
+    return numerics.APIS[space.op].OP.backend(space.backend).unsupported(spec, "backward") is None
+
+
+def lower(space: Space, row: Row) -> list[str]:
+    """The names of the kernels that the row lowers to for CUDA; Triton's are parsed and verified.
+
+    Pallas checks no IR of Triton's when it makes it. JAX does when it reads the kernel, and Triton
+    when it reads its text and runs the passes on it that come before those of a card.
+    """
+    capability = row.get("card", 90)
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(row["x64"]):
+        patch.setattr(device, "of_call", lambda arrays: CARDS[capability])
+        function, traced = program(space, row)
+        lowered = aot.lower(function, traced, capability=capability)
+    kernels = aot.kernels_of(lowered)
+    for kernel in kernels:
+        aot.verify(kernel, capability)
+    mosaic = [target for target in aot.targets_of_calls(lowered) if target.startswith("mosaic_gpu")]
+    found = [*(kernel.name for kernel in kernels), *mosaic]
+    assert found, f"no kernel: {label(row)}"
+    return found
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+_PHASES_OF_ATTENTION = ("", "dq_", "dkv_", "dbias_")
+# Blocks so small that the short calls have several, with whole ones and a tail among them.
+SMALL_CONFIGS: dict[str, dict[str, int]] = {
+    "attention": {
+        f"{kernel}block_{side}": 16 for kernel in _PHASES_OF_ATTENTION for side in ("q", "k")
+    },
+    "linear_attention": {
+        "piece_rows": 32,
+        "programs": 1,
+        "run_rows": 0,
+        "backward_run_rows": 0,
+        "output_rows": 32,
+        "dkv_rows": 32,
+        **{f"{kernel}_block": 16 for kernel in ("state", "output", "dq", "dkv")},
+    },
+}
+
+
+def check_interpreted(space: Space, row: Row) -> None:
+    """The backend's kernels, interpreted on short arrays, beside the float64 reference."""
+    call = call_of(space, row, small=True)
+    arguments, options = call.arguments()
+    config = SMALL_CONFIGS[space.op]
+    wide = space is ATTENTION and max(row["widths"]) > WIDEST_WHOLE_ROW
+    if row.get("decay") == "channel":
+        # Its chunks are halved, and are 32 rows at least.
+        config = {name: max(size, 32) for name, size in config.items() if size > 1} | {
+            "programs": 1
+        }
+    # Without `x64`, under which JAX's interpreter mixes integers of its own in 32 and 64 bits.
+    wanted = numerics.oracle(space.op, *arguments, **options)
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            *["triton.wide" if wide else space.backend] * 2,
+            wanted,
+            device=CARDS[row["card"]],
+            forward_config={} if wide else config,
+            backward_config={} if wide else config,
+        )
+    numerics.compare(found, wanted)
+
+
+def check_on_the_card(space: Space, row: Row, implementation: str | None) -> None:
+    """The public function beside the float64 reference: outputs with and without a derivative to
+    follow, and all gradients."""
+    arguments, options = call_of(space, row).arguments()
+    with jax.enable_x64(row["x64"]):
+        wanted = numerics.oracle(space.op, *arguments, **options)
+        function = getattr(ato_jax, space.op)
+        found: dict[str, Any] = {}
+        if implementation is None or has_gradients(space, row):
+            found = numerics.run(
+                space.op, implementation, *arguments, cotangents=wanted.cotangents, **options
+            )
+            numerics.compare(found, wanted)
+        if not found or row["alone"]:
+            outputs = function(*arguments, implementation=implementation, **options)
+            named = numerics.named_outputs(space.op, outputs)
+            exact = {name: wanted.exact[name] for name in named}
+            numerics.compare(named, dataclasses.replace(wanted, exact=exact))
+
+
+def report() -> str:
+    lines = []
+    for name, space in SPACES.items():
+        pairs, triples = (count(space, strength) for strength in (2, 3))
+        marked = count(space, 3, space.triples)
+        lines.append(
+            f"{name}: {len(rows(space))} rows; of {pairs.total} pairs {pairs.excluded} are "
+            f"excluded and {pairs.covered} covered, of {triples.total} triples "
+            f"{triples.excluded} and {triples.covered}; of {marked.total} triples among "
+            f"{', '.join(space.triples)} {marked.excluded} and {marked.covered}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(report())

@@ -1,0 +1,217 @@
+"""Options in combination, by covering arrays: every row lowers for CUDA and its IR is verified, a
+sample is right where it is interpreted, and on a card every row is right.
+
+    python -m tests.covering        what the arrays cover
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ato_jax import dispatch
+from ato_jax.ops.attention.triton.pairs import Pairs
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from tests import aot, covering, numerics
+from tests.covering import ATTENTION, LINEAR_ATTENTION, MOSAIC, Row, Space
+
+# Rows in one test: few enough for workers to share the time evenly.
+GROUP = 6
+
+# Rows of each array, pairs covered, and triples covered among `Space.triples`.
+COVERED = {
+    "attention": (150, 2532, 734),
+    "linear_attention": (116, 2186, 450),
+    "mosaic_gpu": (43, 699, 110),
+}
+
+
+def failures(check: Callable[[Row], Any], rows: list[tuple[int, Row]]) -> list[str]:
+    """What fails, by row: one wrong row does not hide another."""
+    found = []
+    for n, row in rows:
+        try:
+            check(row)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            found.append(f"row {n} ({covering.label(row)}): {text[:2000]}")
+    return found
+
+
+def groups(rows: list[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
+    for start in range(0, len(rows), GROUP):
+        yield rows[start : start + GROUP]
+
+
+def ordinary() -> Iterator[Any]:
+    for name, space in covering.SPACES.items():
+        for rows in groups(list(enumerate(covering.rows(space)))):
+            yield pytest.param(space, rows, id=f"{name}, rows {rows[0][0]} to {rows[-1][0]}")
+
+
+@pytest.mark.parametrize("name", covering.SPACES)
+def test_what_is_covered(name: str) -> None:
+    """Every pair that no rule excludes, and every such triple among the factors of sight."""
+    space = covering.SPACES[name]
+    pairs, triples = covering.count(space, 2), covering.count(space, 3, space.triples)
+    for found in (pairs, triples):
+        assert found.covered == found.total - found.excluded
+    assert (len(covering.rows(space)), pairs.covered, triples.covered) == COVERED[name]
+    assert all(map(space.allows, covering.rows(space)))
+
+
+@pytest.mark.parametrize("name", covering.SPACES)
+def test_what_rules_exclude_is_refused(name: str) -> None:
+    """Each combination of values that a rule forbids, beside the plainest other values."""
+    space = covering.SPACES[name]
+    for rule in space.rules:
+        if rule.message is None:
+            continue
+        refused = 0
+        others = dataclasses.replace(
+            space, rules=tuple(other for other in space.rules if other is not rule)
+        )
+        for values in itertools.product(*(space.factors[factor] for factor in rule.factors)):
+            forbidden = dict(zip(rule.factors, values, strict=True))
+            row = completed(others, forbidden)
+            if row is None or not rule.forbids(**forbidden):
+                continue
+            assert rule.message in reason(space, row), covering.label(row)
+            refused += 1
+        assert refused, rule.factors
+
+
+def completed(space: Space, row: Row) -> Row | None:
+    """With the plainest values of the other factors that are allowed; None where none are."""
+    if not space.completes(row):
+        return None
+    for name, values in space.factors.items():
+        if name not in row:
+            row = row | {
+                name: next(value for value in values if space.completes(row | {name: value}))
+            }
+    return row
+
+
+def reason(space: Space, row: Row) -> str:
+    """Why the call is refused, or the backend does not support one of its phases."""
+    arguments, options = covering.call_of(space, row).arguments()
+    try:
+        request, _ = numerics.prepare(space.op, *arguments, **options)
+    except ValueError as error:
+        return str(error)
+    op = numerics.APIS[space.op].OP
+    names = [name for name in op.backends if dispatch.family(name) == space.backend]
+    by_phase = [
+        [op.backend(name).unsupported(request.spec, phase) for name in names]
+        for phase in dispatch.PHASES
+    ]
+    return next(("; ".join(reasons) for reasons in by_phase if all(reasons)), "nothing")
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(("space", "rows"), list(ordinary()))
+def test_lowers(space: Space, rows: list[tuple[int, Row]]) -> None:
+    found = failures(lambda row: covering.lower(space, row), rows)
+    assert not found, "\n".join(found)
+
+
+@pytest.fixture
+def traced_anew() -> Iterator[None]:
+    """What was traced before would hide a planted fault, and what has one would outlive it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@aot.requires_triton
+@pytest.mark.usefixtures("traced_anew")
+def test_a_planted_fault_in_a_rare_branch_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice between two Python ints, to which the lowering gives the type bool, where the keys
+    alone have lengths and a program owns keys."""
+    ranges = Pairs.ranges
+
+    def planted(self: Pairs, n: Any, *arguments: Any) -> Any:
+        found = ranges(self, n, *arguments)
+        if self.own == "keys" and self.spec.kv_lengths and not self.spec.q_lengths:
+            found = found._replace(end=jnp.minimum(found.end, jnp.where(n >= 0, 1 << 20, 0)))
+        return found
+
+    monkeypatch.setattr(Pairs, "ranges", planted)
+    rows = [
+        (n, row)
+        for n, row in enumerate(covering.rows(ATTENTION))
+        if row["padding"] == "kv" and row["lengths"] not in covering.SQUARE
+        if max(row["widths"]) <= covering.WIDEST_WHOLE_ROW
+    ]
+    found = failures(lambda row: covering.lower(ATTENTION, row), rows[:2])
+    assert ["arith.minsi" in text for text in found] == [True, True], found
+
+
+@pytest.mark.usefixtures("traced_anew")
+def test_a_planted_fault_in_a_rare_branch_of_mosaic_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An integer in place of a float32, in chunks that a gate for each step makes steep."""
+
+    def planted(self: frame.Gates, exponent: Any) -> Any:
+        return exponent if self.steep is None else jax.lax.select(self.steep, 0, exponent)
+
+    monkeypatch.setattr(frame.Gates, "unless_steep", planted)
+    rows = [(n, row) for n, row in enumerate(covering.rows(MOSAIC)) if row["decay"] == "step"]
+    (found,) = failures(lambda row: covering.lower(MOSAIC, row), rows[:1])
+    assert "same dtypes, got float32, int32" in found
+
+
+SAMPLE = [
+    pytest.param(space, row, id=f"{space.op}, row {covering.rows(space).index(row)}")
+    for space in (ATTENTION, LINEAR_ATTENTION)
+    for row in covering.sample(space)
+]
+
+
+@pytest.mark.parametrize(("space", "row"), SAMPLE)
+def test_interpreted(space: Space, row: Row) -> None:
+    covering.check_interpreted(space, row)
+
+
+# -- on a card -----------------------------------------------------------------------------------
+
+
+def part_of(space: Space, row: Row) -> str:
+    """Whose kernels the row runs, by the receipt's names."""
+    if space is ATTENTION:
+        wide = max(row["widths"]) > covering.WIDEST_WHOLE_ROW
+        return "wide_attention" if wide else "attention"
+    gated = row["decay"] == "channel"
+    if space is MOSAIC:
+        return "mosaic_channel_gates" if gated else "mosaic_gpu"
+    return "channel_gates" if gated else "linear_attention"
+
+
+def on_the_card() -> Iterator[Any]:
+    for name, space in covering.SPACES.items():
+        by_part: dict[str, list[tuple[int, Row]]] = {}
+        for n, row in enumerate(covering.rows(space)):
+            by_part.setdefault(part_of(space, row), []).append((n, row))
+        for part, rows in by_part.items():
+            for some in groups(rows):
+                yield pytest.param(
+                    space,
+                    some,
+                    id=f"{name}, {part}, rows {some[0][0]} to {some[-1][0]}",
+                    marks=pytest.mark.kernels(part),
+                )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chosen", ["by name", "unnamed"])
+@pytest.mark.parametrize(("space", "rows"), list(on_the_card()))
+def test_on_a_card(space: Space, rows: list[tuple[int, Row]], chosen: str) -> None:
+    implementation = space.backend if chosen == "by name" else None
+    found = failures(lambda row: covering.check_on_the_card(space, row, implementation), rows)
+    assert not found, "\n".join(found)
