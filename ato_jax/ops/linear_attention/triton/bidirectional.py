@@ -213,7 +213,8 @@ def _query_gradient(
                 e, inverse = normalizer_terms(spec, features, g, z)
                 g = [g_part + e[:, None] * z_part for g_part, z_part in zip(g, z, strict=True)]
             else:
-                e, inverse = jnp.zeros((block,)), jnp.full((block,), spec.scale, jnp.float32)
+                e = jnp.zeros((block,), jnp.float32)
+                inverse = jnp.full((block,), spec.scale, jnp.float32)
             factor = inverse[:, None]
             for part, g_part, slope in zip(parts, g, slopes, strict=True):
                 tiles.store_tile(dq_ref, rows, part, g_part * (factor * slope))
