@@ -12,6 +12,7 @@ from ato_jax.ops.linear_attention.features import favor
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step
 from ato_jax.paged_cache import PagedCache
+from ato_jax.programs import program_limit
 
 __version__ = "0.1.0"
 
@@ -28,5 +29,6 @@ __all__ = [
     "interpret",
     "linear_attention",
     "linear_attention_step",
+    "program_limit",
     "total_attention",
 ]

@@ -40,7 +40,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax import autodiff, device, meshes, tuning
+from ato_jax import autodiff, device, meshes, programs, tuning
 
 PLAIN_JAX = ("xla", "reference")
 INTERPRETABLE = ("triton", "mosaic_gpu")
@@ -108,7 +108,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Everything static about one call: the key that JAX caches its program under.
+    """Everything static about one call: the key of its compiled program.
 
     `followed`: its outputs go to `_kernels_backward` of the same call, and to nothing else.
     `training`: its derivative is taken, whoever takes it.
@@ -355,7 +355,7 @@ def _warn_of_no_triton(call: _Call, choices: Sequence[Choice | None]) -> None:
                 break
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@programs.jit(static=1)
 def _run(call: _Call, inputs: Any) -> Any:
     forward = choose(call, "forward")
     _warn_of_no_triton(call, (forward, choose_if_any(call, "backward")))
@@ -398,7 +398,7 @@ def _nothing(call: _Call, inputs: Any) -> Any:
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@programs.jit(static=2)
 def _run_backward(call: _Call, wanted: tuple[str, ...], residuals: Any, cotangents: Any) -> Any:
     gradients = _kernels_backward(call, residuals, cotangents)
     return {name: getattr(gradients, name) for name in wanted}

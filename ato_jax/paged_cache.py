@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import checking, shapes
+from ato_jax import checking, programs, shapes
 
 # Pages that `defragment` moves in one step: what it needs beside the cache.
 MOVED_AT_ONCE = 64
@@ -304,7 +304,7 @@ def _first_free(cache: PagedCache) -> jax.Array:
     return jnp.where(cache.active.all(), -1, jnp.argmin(cache.active)).astype(jnp.int32)
 
 
-@jax.jit
+@programs.jit()
 def _allocate(cache: PagedCache) -> tuple[PagedCache, jax.Array, jax.Array]:
     """As allocate, and what must hold, [1]."""
     slot = _first_free(cache)
@@ -312,7 +312,7 @@ def _allocate(cache: PagedCache) -> tuple[PagedCache, jax.Array, jax.Array]:
     return cache._replace(active=active), slot, slot[None] >= 0
 
 
-@jax.jit
+@programs.jit()
 def _append(
     cache: PagedCache, k: jax.Array, v: jax.Array, slots: Any, counts: Any
 ) -> tuple[PagedCache, jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -406,7 +406,7 @@ def _append(
     return cache, fits, fine, numbers
 
 
-@jax.jit
+@programs.jit()
 def _fork(
     cache: PagedCache, slot: jax.Array, length: Any
 ) -> tuple[PagedCache, jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -432,7 +432,7 @@ def _fork(
     return cache, new, fine, {"slot": slot, "held": held, "length": length}
 
 
-@jax.jit
+@programs.jit()
 def _free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
     """As free, and what must hold, [1]."""
     P = cache.references.size
@@ -456,7 +456,7 @@ def _free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
     return cache, fine[None]
 
 
-@jax.jit
+@programs.jit()
 def _defragment(cache: PagedCache) -> PagedCache:
     P = cache.references.size
     in_use = cache.references > 0

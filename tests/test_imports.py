@@ -97,6 +97,7 @@ def test_backends(name: str) -> None:
         ("ato_jax.autodiff", ()),
         ("ato_jax.meshes", ()),
         ("ato_jax.shapes", ()),
+        ("ato_jax.programs", ("ato_jax.device",)),
         ("ato_jax.launch", ("ato_jax.device", "ato_jax.meshes")),
         ("ato_jax.tuning", ("ato_jax.device",)),
         (
@@ -107,6 +108,7 @@ def test_backends(name: str) -> None:
                 "ato_jax.autodiff",
                 "ato_jax.meshes",
                 "ato_jax.launch",
+                "ato_jax.programs",
             ),
         ),
         ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.shapes")),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import checking, device, shapes, tuning
+from ato_jax import checking, device, programs, shapes, tuning
 from ato_jax.device import Device
 from ato_jax.dispatch import UnsupportedError
 from ato_jax.ops.attention.api import OP, PAGED, attention, bind_sinks, bounds
@@ -249,7 +249,7 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
     return "reference" if implementation == "reference" else "xla"
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@programs.jit(static=2)
 def _plain(spec: AttentionSpec, name: str, inputs: CacheInputs) -> tuple[jax.Array, jax.Array]:
     """By attention's backend of that name."""
     table = inputs.table
@@ -300,7 +300,7 @@ def _plain(spec: AttentionSpec, name: str, inputs: CacheInputs) -> tuple[jax.Arr
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@programs.jit(static=3)
 def _by_kernel(
     spec: AttentionSpec, here: Device, interpret: bool, inputs: CacheInputs
 ) -> tuple[jax.Array, jax.Array]:

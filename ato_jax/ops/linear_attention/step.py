@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax import autodiff, checking, device, shapes
+from ato_jax import autodiff, checking, device, programs, shapes
 from ato_jax.device import Device
 from ato_jax.ops.common import check_heads, with_batch
 from ato_jax.ops.linear_attention import features
@@ -149,7 +149,7 @@ def _kernel_jvp(
     return _kernel(spec, here, interpret, *primals), tangents
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@programs.jit(static=3)
 def _step(
     spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
 ) -> tuple[jax.Array, LinearState]:
