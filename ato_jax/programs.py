@@ -45,6 +45,7 @@ class Program:
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self.used = True
+        self.is_dropped = False
         self.known_as: dict[Any, dict[Any, Any]] = {}
 
     def is_pinned(self) -> bool:
@@ -96,8 +97,9 @@ class Programs:
     def also_known(self, program: Any, mapping: dict[Any, Any], key: Any, value: Any) -> None:
         """Puts a value into a dictionary, from which it is removed when the program is dropped."""
         with self._lock:
-            program.known_as[key] = mapping
-            mapping[key] = value
+            if not program.is_dropped:
+                program.known_as[key] = mapping
+                mapping[key] = value
 
     def trim(self) -> None:
         """Drops what is beyond the limits."""
@@ -128,6 +130,7 @@ class Programs:
 
     def _drop(self, key: Any) -> None:
         program = self._found.pop(key)
+        program.is_dropped = True
         for other, mapping in program.known_as.items():
             mapping.pop(other, None)
         if len(self._dropped) >= MOST_REMEMBERED:
@@ -138,7 +141,7 @@ class Programs:
 _everyone: weakref.WeakSet[Programs] = weakref.WeakSet()
 
 
-def program_limit(limit: int | None) -> None:
+def program_limit(limit: Any) -> None:
     """Sets how many compiled programs stay in memory, on each platform.
 
     The calls of ato_jax outside of `jax.jit`, and those of ato_torch, are counted apart. A program

@@ -25,6 +25,7 @@ import re
 import struct
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ def _allocator() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
 
 class ClosedError(Exception):
     """Why a function has no plan."""
+
+    is_captured = False
 
 
 class NoMemoryError(ClosedError):
@@ -116,10 +119,15 @@ def plan_of(
             found: Plan | ClosedError = NoMemoryError("there was no memory to try its launches")
         else:
             found = _build(function, tensors)
+            if isinstance(found, NoMemoryError):
+                # Neither JAX nor the driver ask PyTorch for the memory that it holds unused.
+                torch.cuda.empty_cache()
+                found = _build(function, tensors)
         if isinstance(found, NoMemoryError):
             function.short_of_memory[key] = calls
         else:
             function.plans[key] = found
+            function.short_of_memory.pop(key, None)
     if isinstance(found, ClosedError) and not isinstance(found, NotMeantError):
         _warn_once(str(found))
     return found
@@ -187,6 +195,7 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
     try:
         # Where the user's own modes are on, none of them is meant for what is built here.
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(place):
+            _unload_retired()
             compiled, results = _compiled(function.traced, tensors)
             executable = _executable.read(compiled.runtime_executable().serialize())
             plan = Plan(executable, tensors, results, Kernels(executable))
@@ -253,8 +262,9 @@ def _compiled(
         )
         for tensor in tensors
     ]
-    # What the function does not read is a parameter nevertheless.
-    lowered = jax.jit(function, keep_unused=True).lower(*shapes)
+    # What the function does not read is a parameter nevertheless. A function of its own, since JAX
+    # keeps what it compiled as long as the function exists.
+    lowered = jax.jit(lambda *arrays: function(*arrays), keep_unused=True).lower(*shapes)
     compiled = lowered.compile()
     results = [
         torch.empty(info.shape, dtype=getattr(torch, str(info.dtype)), device="meta")
@@ -307,6 +317,11 @@ class Plan:
         # By streams, so that no graph's launches are in two of them, waiting for each other.
         self.idle: dict[int, list[_Calls]] = collections.defaultdict(list)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph of the caller's may hold its launches."""
+        return self.kernels.loaded.is_captured
+
     def turned(self, which: Sequence[bool]) -> Plan:
         """The plan that gives those results with their second and third axis exchanged, but not in
         memory. `which` may tell of more results than there are.
@@ -346,8 +361,10 @@ class Plan:
             calls = _Calls(self.executable, self.kernels, stream)
         calls.fill(*[addresses[number] + offset for number, offset in self.places])
         steps = calls.of_steps
-        # What captures holds the launches themselves, and a graph cannot be made meanwhile.
-        if calls.is_several and as_graph and not is_capturing():
+        if is_capturing():
+            # What captures holds the launches themselves, and a graph cannot be made meanwhile.
+            self.kernels.loaded.is_captured = True
+        elif calls.is_several and as_graph:
             steps = calls.of_graph or calls.make_graph()
         for function, arguments in steps:
             error = function(*arguments)
@@ -470,6 +487,7 @@ class _Calls:
         pointers = (ctypes.c_uint64 * count)()
         self.fill = functools.partial(struct.Struct(f"{count}Q").pack_into, pointers, 0)
         self.stream = ctypes.c_size_t(stream)
+        kernels.loaded.streams.add(stream)
         self.of_steps: list[_Call] = []
         # C's memory that the arguments point to.
         self.held: list[Any] = []
@@ -519,6 +537,7 @@ class _Calls:
         if not context:  # a thread in which CUDA was not used yet
             _check(driver.cuCtxSetCurrent(kernels.context))
         _check(driver.cuGraphCreate(ctypes.byref(graph), 0))
+        kernels.loaded.graphs.append((graph, ready))
         nodes: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
         address = ctypes.addressof(pointers)
         for launch in launches:
@@ -551,6 +570,7 @@ class _Calls:
 
 # cuda.h's names for these numbers.
 OUT_OF_MEMORY = 2
+EVENT_DISABLE_TIMING = 2
 INVALID_CONTEXT = 201
 RELAXED_CAPTURE = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -589,8 +609,83 @@ def _said(error: int) -> str:
     return text.value.decode() if text.value else f"CUDA error {error}"
 
 
+class _Loaded:
+    """What was made in a context for one executable: modules, and graphs of launches.
+
+    Nothing is unloaded at once when it is no longer used: its launches may not have ended, and the
+    thread may be capturing. It is retired, and `_unload_retired` looks at it later.
+    """
+
+    def __init__(self, driver: Any, context: ctypes.c_void_p) -> None:
+        self.driver, self.context = driver, context
+        self.modules: list[ctypes.c_void_p] = []
+        self.graphs: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+        # The streams that its launches were in, and events behind the last one of each.
+        self.streams: set[int] = set()
+        self.events: dict[int, ctypes.c_void_p] = {}
+        # A CUDA graph of the caller's holds kernels for as long as the caller likes.
+        self.is_captured = False
+
+    def retire(self) -> None:
+        if not self.is_captured:
+            _retired.append(self)
+
+    def unload(self) -> bool:
+        """Whether it could be unloaded; else this has to be called again."""
+        if self.driver.cuCtxPushCurrent_v2(self.context):
+            return False
+        # Nor would another thread's capture allow it otherwise.
+        mode = ctypes.c_int(RELAXED_CAPTURE)
+        self.driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            have_ended = all([self._have_ended(stream) for stream in self.streams])
+            if have_ended:
+                for event in self.events.values():
+                    self.driver.cuEventDestroy_v2(event)
+                for graph, ready in self.graphs:
+                    if ready:
+                        self.driver.cuGraphExecDestroy(ready)
+                    self.driver.cuGraphDestroy(graph)
+                for module in self.modules:
+                    self.driver.cuModuleUnload(module)
+            return have_ended
+        finally:
+            self.driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _have_ended(self, stream: int) -> bool:
+        """Whether the launches in a stream have."""
+        if stream not in self.events:
+            # A stream that is capturing takes no event but into its graph.
+            status, event, handle = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(stream)
+            if self.driver.cuStreamIsCapturing(handle, ctypes.byref(status)) or status.value:
+                return False
+            if self.driver.cuEventCreate(ctypes.byref(event), EVENT_DISABLE_TIMING):
+                return False
+            self.events[stream] = event
+            if self.driver.cuEventRecord(event, handle):
+                del self.events[stream]
+                self.driver.cuEventDestroy_v2(event)
+                return False
+        return not self.driver.cuEventQuery(self.events[stream])
+
+
+# What is to be unloaded, of all devices.
+_retired: collections.deque[_Loaded] = collections.deque()
+
+
+def _unload_retired() -> None:
+    for _ in range(len(_retired)):
+        try:
+            loaded = _retired.popleft()
+        except IndexError:  # another thread's
+            return
+        if not loaded.unload():
+            _retired.append(loaded)
+
+
 class Kernels:
-    """An executable's kernels in the current context. They stay there: plans are kept."""
+    """An executable's kernels in the current context, which stay there as long as this exists."""
 
     def __init__(self, executable: _executable.Executable) -> None:
         driver = _driver()
@@ -598,12 +693,16 @@ class Kernels:
         self.of_launches: dict[_executable.Launch, ctypes.c_void_p] = {}
         torch.cuda.current_stream().query()  # PyTorch makes the context when it is first used
         _check(driver.cuCtxGetCurrent(ctypes.byref(self.context)))
+        self.loaded = _Loaded(driver, self.context)
+        # At the process's end the driver has gone already.
+        weakref.finalize(self, self.loaded.retire).atexit = False
         modules: dict[bytes, ctypes.c_void_p] = {}
 
         def module_of(code: bytes) -> ctypes.c_void_p:
             if code not in modules:
                 modules[code] = module = ctypes.c_void_p()
                 _check(driver.cuModuleLoadData(ctypes.byref(module), code))
+                self.loaded.modules.append(module)
             return modules[code]
 
         for launch in executable.steps:

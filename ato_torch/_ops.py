@@ -48,7 +48,7 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
         training = differentiates or (transformed and torch.is_grad_enabled())
         text = _text(op, tuple(tensors), training, names, *values)
         return _transformed(text, *leaves) if transformed else _forward(text, leaves)
-    program = program_of(op, tuple(tensors), differentiates, leaves[0].device, options)
+    program = program_of(op, tuple(tensors), leaves, differentiates, options)
     if _is_transformed():
         return _Call.apply(program, *leaves)
     if not runs_plainly(leaves):
@@ -59,15 +59,32 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
 def program_of(
     op: str,
     arrays: tuple[str, ...],
+    tensors: Tensors,
     differentiates: bool,
-    place: torch.device,
     options: dict[str, Any],
 ) -> _programs.Program:
-    fixed = (op, arrays, differentiates, device.interpreting(), _bridge.jax_device(place))
+    interpreting = device.interpreting()
+    call = _programs.Call(op, arrays, tuple(options.items()), differentiates, interpreting)
+    place = _bridge.jax_device(tensors[0].device)
     try:
-        return _programs.find(*fixed, tuple(options), *options.values())
+        return _programs.of_call(call, place, _facts(tensors))
     except TypeError:  # an option that has no hash is refused where it is read
-        return _programs.find.__wrapped__(*fixed, tuple(options), *options.values())
+        return _programs.Program(call, place)
+
+
+def _facts(tensors: Tensors) -> tuple[Any, ...]:
+    """What tells programs of one call apart: nothing while sizes are PyTorch's symbols, which have
+    no hash, and nothing is compiled."""
+    found = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    try:
+        hash(found)
+    except TypeError:
+        return ()
+    return found
+
+
+def program_of_text(text: str, tensors: Tensors) -> _programs.Program:
+    return _programs.of_text(text, _bridge.jax_device(tensors[0].device), _facts(tensors))
 
 
 def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bool) -> Tensors:
@@ -116,7 +133,9 @@ class _Known:
         try:
             plan, known = self.backwards[needed]
         except KeyError:
-            plan, known = self.backwards[needed] = self._backward(needed, tensors), strides
+            plan, known = self._backward(needed, tensors), strides
+            if plan is not None or not self.program.waits_for_memory:
+                self.backwards[needed] = plan, known
         return plan(tensors) if plan is not None and strides == known else None
 
     def _backward(self, needed: tuple[bool, ...], tensors: Tensors) -> _direct.Plan | None:
@@ -247,7 +266,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: _programs.Program, *tensors: Any) -> Any:
         _, *dims = in_dims
-        outputs = _Call.apply(program.batched(_level(dims)), *_in_front(tensors, dims))
+        moved = _in_front(tensors, dims)
+        outputs = _Call.apply(program.batched(_level(dims), _facts(moved)), *moved)
         return outputs, (0,) * len(outputs)
 
 
@@ -349,15 +369,16 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Any, needed: Any, given: Any, *tensors: Any) -> Any:
         dims = in_dims[3:]
-        mapped = program.batched_backward(_level(dims))
-        gradients = _Gradient.apply(mapped, needed, given, *_in_front(tensors, dims))
+        moved = _in_front(tensors, dims)
+        mapped = program.batched_backward(_level(dims), _facts(moved))
+        gradients = _Gradient.apply(mapped, needed, given, *moved)
         return gradients, (0,) * len(gradients)
 
 
 @torch.compiler.allow_in_graph
 def _transformed(call: str, *tensors: torch.Tensor) -> Tensors:
     """The outputs where torch.compile meets torch.func, which takes no gradient of a custom op."""
-    program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
+    program = program_of_text(call, tensors)
     return _Call.apply(program, *tensors)
 
 
@@ -390,7 +411,7 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
-    program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
+    program = program_of_text(call, tensors)
     # Of the strides that are foretold below.
     return [tensor.contiguous() for tensor in _direct.execute(program.forward, tensors)]
 
@@ -404,7 +425,7 @@ def _forward(call: str, tensors: Tensors) -> Tensors:
 def _backward(
     call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 ) -> Tensors:
-    program = _programs.of_text(call, _bridge.jax_device(tensors[0].device))
+    program = program_of_text(call, tensors[: len(needed)])
     gradients = _direct.execute(program.backward(tuple(needed), tuple(given)), tensors)
     return [gradient.contiguous() for gradient in gradients]
 

@@ -3,10 +3,11 @@
     forward:   arrays -> the op's outputs
     backward:  arrays, outputs, cotangents -> gradients
 
-A `Call` is everything static about a call but shapes and dtypes, which `jax.jit` tells apart. Its
-`text` says the same in words, so that a compiled or exported PyTorch program carries its options
-along. What cannot be written down, a feature map that is a function, is named by a handle that
-belongs to this process alone; equal ones share it.
+A `Call` is everything static about a call but shapes and dtypes. A `Program` is a call on one
+device for arrays of the same shapes and dtypes; `ato_jax.programs` limits how many there are.
+A call's `text` says the same in words, so that a compiled or exported PyTorch program carries its
+options along. What cannot be written down, a feature map that is a function, is named by a handle
+that belongs to this process alone; equal ones share it.
 
 The outputs are the op's own residuals, so backward computes nothing of the forward again, but for
 the ops of one line, which have JAX's derivative.
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ato_jax import device, dispatch
+from ato_jax import device, dispatch, programs
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention.pieces import combine
 from ato_jax.ops.attention.spec import Outputs as AttentionOutputs
@@ -36,7 +37,7 @@ from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.spec import Outputs as LinearAttentionOutputs
 from ato_jax.ops.linear_attention.step import linear_attention_step
 
-# Programs and texts that are kept: more than a model has, and yet a bound.
+# Texts that are kept, and plans of calls: more than a model has, and yet a bound.
 KEPT = 1024
 # Backends whose kernels JAX's runtime alone can launch.
 THROUGH_JAX_ALONE = ("mosaic_gpu",)
@@ -149,7 +150,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 class Function:
-    """A function of arrays, jitted: JAX compiles it once per shapes and dtypes.
+    """A function of arrays, jitted.
 
     `plans` and `short_of_memory` are `_direct`'s, which one thread at a time adds to.
     """
@@ -163,10 +164,14 @@ class Function:
         self.planning = threading.Lock()
 
 
-class Program:
-    """A call on one device."""
+class Program(programs.Program):
+    """A call on one device, for arrays of the same shapes and dtypes each time.
+
+    JAX keeps what it compiled as long as the functions exist, so other shapes are another program.
+    """
 
     def __init__(self, call: Call, place: jax.Device) -> None:
+        super().__init__(device.describe(place).platform)
         self.call = call
         self.place = place
         self.forward = self._function(functools.partial(forward, call))
@@ -195,44 +200,57 @@ class Program:
     def text(self) -> str:
         return self.call.text
 
-    def batched(self, level: tuple[bool, ...]) -> Program:
-        return of_call(self.call.inside(level), self.place)
+    def batched(self, level: tuple[bool, ...], facts: Any) -> Program:
+        return of_call(self.call.inside(level), self.place, facts)
 
-    def batched_backward(self, level: tuple[bool, ...]) -> Program:
-        return of_call(self.call.inside_backward(level), self.place)
+    def batched_backward(self, level: tuple[bool, ...], facts: Any) -> Program:
+        return of_call(self.call.inside_backward(level), self.place, facts)
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether the direct road is closed for now alone."""
+        return any(function.short_of_memory for function in self._functions)
+
+    def is_pinned(self) -> bool:
+        plans = [plan for function in self._functions for plan in list(function.plans.values())]
+        return any(plan.is_captured for plan in plans)
+
+    @property
+    def _functions(self) -> list[Function]:
+        return [self.forward, self.answer, *list(self._backwards.values())]
 
     def _function(self, function: Callable[..., Any]) -> Function:
+        # Not `self`: in a circle of references its memory would wait for Python's collector.
+        place, interpreting = self.place, self.call.interpreting
+
         def traced(*arrays: jax.Array) -> list[jax.Array]:
             # The op asks where it will run; tracers do not tell.
-            with jax.default_device(self.place), device.interpret(self.call.interpreting):
+            with jax.default_device(place), device.interpret(interpreting):
                 return function(arrays)
 
         return Function(traced)
 
 
-@functools.lru_cache(maxsize=KEPT, typed=True)
-def find(
-    op: str,
-    arrays: tuple[str, ...],
-    training: bool,
-    interpreting: bool,
-    place: jax.Device,
-    names: tuple[str, ...],
-    *values: Any,
-) -> Program:
-    """The program of a call; `names` and `values` are its options. Typed, as 1 is not True."""
-    options = tuple(zip(names, values, strict=True))
-    return Program(Call(op, arrays, options, training, interpreting), place)
+kept = programs.Programs()
+# The same ones by their calls' texts.
+_texts: dict[Any, Program] = {}
 
 
-@functools.lru_cache(maxsize=KEPT)
-def of_call(call: Call, place: jax.Device) -> Program:
-    return Program(call, place)
+def of_call(call: Call, place: jax.Device, facts: Any) -> Program:
+    """The program of a call on arrays of such shapes and dtypes, which `facts` tell."""
+    # 1 is equal to True, but another option.
+    kinds = tuple([type(value) for _, value in call.options])
+    return kept.find((call, kinds, place, facts), functools.partial(Program, call, place))
 
 
-@functools.lru_cache(maxsize=KEPT)
-def of_text(text: str, place: jax.Device) -> Program:
-    return Program(parse(text), place)
+def of_text(text: str, place: jax.Device, facts: Any) -> Program:
+    key = (text, place, facts)
+    program = _texts.get(key)
+    if program is None:
+        program = of_call(parse(text), place, facts)
+        kept.also_known(program, _texts, key, program)
+    program.used = True
+    return program
 
 
 def forward(call: Call, arrays: Arrays) -> list[jax.Array]:

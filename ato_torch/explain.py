@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ato_torch import _bridge, _direct, _executable, _programs
+from ato_torch import _bridge, _direct, _executable, _ops, _programs
 
 DIRECT, THROUGH_JAX = "direct", "through JAX"
 
@@ -51,7 +51,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         )
     text, tensors = recorder.calls[0]
     call = _programs.parse(text)
-    program = _programs.of_text(text, _bridge.jax_device(tensors[0].device))
+    program = _ops.program_of_text(text, tensors)
     forward = _road(program.forward if call.training else program.answer, tensors)
     if not call.training:
         return Explanation(forward, None)

@@ -143,7 +143,7 @@ def attention(
     finish = functools.partial(_attention_results, shape, return_lse)
     outputs = _ops.run("attention", tensors, options)
     if plan is not None and straight and len(tensors) == 3:
-        plan.fill("attention", query, options, transposed, finish)
+        plan.fill("attention", (query, key, value), options, transposed, finish)
     return finish(transposed, outputs)
 
 
@@ -259,7 +259,7 @@ def linear_attention(
     finish = functools.partial(_linear_results, batched, return_state)
     outputs = _ops.run("linear_attention", tensors, options)
     if plan is not None and straight and len(tensors) == 3:
-        plan.fill("linear_attention", query, options, transposed, finish)
+        plan.fill("linear_attention", (query, key, value), options, transposed, finish)
     return finish(transposed, outputs)
 
 
@@ -432,30 +432,32 @@ class _Plan:
         self.program: Any = None
         self.transposed = False
         self.finish: Any = None
-        # Of the direct road: None is not looked for yet, False is none.
+        # The direct road: None if it has to be looked for, False if there is none.
         self.ready: Any = None
 
     def fill(
         self,
         op: str,
-        query: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
         options: dict[str, Any],
         transposed: bool,
         finish: Any,
     ) -> None:
         self.transposed, self.finish = transposed, finish
-        arrays, place = ("q", "k", "v"), query.device
-        self.program = _ops.program_of(op, arrays, self.differentiates, place, options)
+        names = ("q", "k", "v")
+        self.program = _ops.program_of(op, names, tensors, self.differentiates, options)
         if len(_plans) >= _programs.KEPT:
             _plans.clear()
-        _plans[self.key] = self
+        _programs.kept.also_known(self.program, _plans, self.key, self)
 
     def __call__(self, tensors: Any) -> Any:
+        self.program.used = True
         if self.ready:
             return self.finish(False, self.ready(tensors))
         if self.ready is None:
             found = _ops.ready(self.program, tensors, self.differentiates, self.transposed)
-            self.ready = found or False
+            if found is not None or not self.program.waits_for_memory:
+                self.ready = found or False
         if self.transposed:
             tensors = [tensor.transpose(1, 2) for tensor in tensors]
         outputs = _ops.run_plainly(self.program, tensors, self.differentiates)

@@ -368,9 +368,9 @@ def test_derivatives_inside_of_what_is_compiled(monkeypatch):
     """torch.func takes no gradient of a custom op; what only a backward reads is kept, too."""
     texts = []
 
-    def of_text(text, place, of_text=_programs.of_text):
+    def of_text(text, place, facts, of_text=_programs.of_text):
         texts.append(text)
-        return of_text(text, place)
+        return of_text(text, place, facts)
 
     monkeypatch.setattr(_programs, "of_text", of_text)
     tensors = draw(torch.bfloat16, requires_grad=False)
@@ -482,7 +482,7 @@ def test_threads():
         return torch.autograd.grad(loss(*cut), tensors)
 
     wanted = {size: work(size) for size in set(sizes)}
-    _programs.find.cache_clear()
+    _programs.kept.clear()
     found, failed = {}, []
 
     def calls(n):

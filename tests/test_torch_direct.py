@@ -1,6 +1,7 @@
 """The direct road: plans on a driver that is a stand-in, on a CPU; on a GPU the real ones."""
 # ruff: noqa: N802  the driver's functions have CUDA's names
 
+import collections
 import contextlib
 import copy
 import ctypes
@@ -25,7 +26,14 @@ torch = pytest.importorskip(
 
 import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
-from ato_torch import _bridge, _direct, _executable, _programs, functional  # noqa: E402
+from ato_torch import (  # noqa: E402
+    _bridge,
+    _direct,
+    _executable,
+    _ops,
+    _programs,
+    functional,
+)
 from ato_torch._executable import Allocation, Copy, Executable, Fill, Launch, Slice  # noqa: E402
 from tests import numerics  # noqa: E402
 
@@ -102,6 +110,50 @@ class Driver:
         self.constants = {}
         # What every call returns after a launch that broke the context.
         self.broken = 0
+        # What was destroyed, in order; streams that are at work, and those that capture.
+        self.destroyed, self.busy, self.capturing = [], set(), set()
+
+    def cuCtxPushCurrent_v2(self, context):
+        self.pushed = context.value
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        self.pushed = None
+        return 0
+
+    def cuStreamIsCapturing(self, stream, status):
+        status._obj.value = int((stream.value or 0) in self.capturing)
+        return 0
+
+    def cuEventCreate(self, event, flags):
+        event._obj.value = 1000
+        return 0
+
+    def cuEventRecord(self, event, stream):
+        assert (stream.value or 0) not in self.capturing
+        event.value = 1000 + (stream.value or 0)
+        return 0
+
+    def cuEventQuery(self, event):
+        assert self.mode == _direct.RELAXED_CAPTURE and self.pushed == 77
+        return 600 * (event.value - 1000 in self.busy)
+
+    def destroy(self, kind, handle):
+        assert self.mode == _direct.RELAXED_CAPTURE and self.pushed == 77 and handle.value
+        self.destroyed.append(kind)
+        return 0
+
+    def cuEventDestroy_v2(self, event):
+        return self.destroy("event", event)
+
+    def cuGraphExecDestroy(self, ready):
+        return self.destroy("ready graph", ready)
+
+    def cuGraphDestroy(self, graph):
+        return self.destroy("graph", graph)
+
+    def cuModuleUnload(self, module):
+        return self.destroy("module", module)
 
     def cuCtxGetCurrent(self, context):
         context._obj.value = self.context
@@ -336,6 +388,61 @@ def test_constants_lie_in_the_machine_code(driver):
     driver.constants = {b"two": np.full(5, 2, np.float32)}
     with pytest.raises(_direct.ClosedError, match="the constant 'two' has 20 bytes"):
         plan(made, results=1)
+
+
+def kernels_alone():
+    """An executable of two kernels, which are launched as a graph."""
+    whole = executable()
+    first, _, second, _ = whole.steps
+    total, _, *written = second.arguments
+    second = dataclasses.replace(second, arguments=(total, Slice(2, 0, SIZE), *written))
+    return Executable(whole.allocations, (first, second), (5,))
+
+
+def test_what_is_dropped_is_unloaded_after_its_launches(driver, monkeypatch):
+    monkeypatch.setattr(_direct, "_retired", retired := collections.deque())
+    x, y = torch.randn(2, 1, 2, 3)
+    made = plan(kernels_alone(), results=1)
+    for stream in (0, 5, 7):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
+        made([x, y])
+    turned = made.turned([True])
+    del made
+    _direct._unload_retired()
+    assert not driver.destroyed and not retired
+    # It is retired with its last reference, in whatever thread that is: nothing is asked there.
+    del turned
+    assert len(retired) == 1 and not driver.destroyed
+    driver.busy, driver.capturing = {5}, {7}
+    for _ in range(2):
+        _direct._unload_retired()
+        assert len(retired) == 1 and not driver.destroyed and driver.mode == 0
+        assert set(retired[0].events) == {0, 5}
+    driver.capturing = set()
+    _direct._unload_retired()
+    assert len(retired) == 1 and not driver.destroyed
+    driver.busy = set()
+    _direct._unload_retired()
+    wanted = ["event"] * 3 + ["ready graph", "graph"] * 3 + ["module"] * 2
+    assert driver.destroyed == wanted and not retired and driver.pushed is None
+
+
+def test_what_a_cuda_graph_captured_stays(driver, monkeypatch):
+    monkeypatch.setattr(_direct, "_retired", retired := collections.deque())
+    program = _programs.Program(call_of("attention", ATTENTION), jax.devices()[0])
+    program.answer.plans["shapes"] = made = plan(kernels_alone(), results=1)
+    program.forward.plans["shapes"] = _direct.ClosedError("planted")
+    x, y = torch.randn(2, 1, 2, 3)
+    made([x, y])
+    assert not program.is_pinned()
+    monkeypatch.setattr(_direct, "is_capturing", lambda: True)
+    made.turned([True])([x, y])
+    monkeypatch.setattr(_direct, "is_capturing", lambda: False)
+    assert program.is_pinned()
+    del made
+    program.answer.plans.clear()
+    _direct._unload_retired()
+    assert not driver.destroyed and not retired
 
 
 def test_what_nothing_reads_has_a_place_for_all(driver, monkeypatch):
@@ -592,11 +699,11 @@ def test_numbers_drawn():
 )
 def test_memory_may_suffice_another_time(building, driver, monkeypatch, error):
     """What is compiled in vain is tried again, but ever less often."""
-    kinds, tries = [], []
+    kinds, tries, freed = [], [], []
 
     def compiled(*arguments, compiled=_direct._compiled):
         tries.append(len(kinds) + 1)
-        if len(tries) < 4:
+        if len(tries) < 7:
             if error is None:
                 driver.errors.append(_direct.OUT_OF_MEMORY)
             else:
@@ -604,11 +711,14 @@ def test_memory_may_suffice_another_time(building, driver, monkeypatch, error):
         return compiled(*arguments)
 
     monkeypatch.setattr(_direct, "_compiled", compiled)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(kinds) + 1))
     function, tensors = building(), [torch.ones(1, 2, 3)] * 2
     while len(kinds) < 9:
         kinds.append(type(_direct.plan_of(function, tensors)))
     assert kinds == [_direct.NoMemoryError] * 7 + [_direct.Plan] * 2
-    assert tries == [1, 2, 4, 8]
+    # Each time once more after PyTorch has given back what it does not use.
+    assert tries == [1, 1, 2, 2, 4, 4, 8] and freed == [1, 2, 4]
+    assert not function.short_of_memory
 
 
 def test_roads_are_told(monkeypatch, driver):
@@ -620,6 +730,41 @@ def test_roads_are_told(monkeypatch, driver):
     ]:
         monkeypatch.setattr(_direct, "plan_of", lambda function, tensors, found=found: found)
         assert str(explaining._road(None, on_gpu)) == told
+
+
+def test_a_known_call_waits_for_memory_too(building, driver, monkeypatch):
+    """A call that was known while memory was short goes direct once it is not."""
+    is_short, calls = [True], []
+
+    def build(function, tensors):
+        if is_short[0]:
+            return _direct.NoMemoryError("planted")
+        return types.SimpleNamespace(is_captured=False, turned=lambda which: calls.append)
+
+    monkeypatch.setattr(_direct, "_build", build)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(_bridge, "has_gpu", lambda: True)
+    monkeypatch.setattr(_direct, "execute", lambda function, tensors: [tensors[0]])
+    functional._plans.clear()
+    _programs.kept.clear()
+    tensors = [torch.randn(1, 2, 5, 4) for _ in range(3)]
+    for _ in range(3):
+        ato_torch.attention(*tensors)
+    (plan,) = functional._plans.values()
+    assert plan.ready is None and plan.program.waits_for_memory
+    is_short[0] = False
+    monkeypatch.setattr(_direct, "_build", lambda *_: Zeros(plan.program.answer, tensors))
+    for _ in range(4):
+        ato_torch.attention(*tensors)
+    assert plan.ready and not plan.program.waits_for_memory
+    # The backward's, likewise.
+    known = _ops._Known(plan.program, plan.ready, False)
+    monkeypatch.setattr(_direct, "ready", lambda *_: None)
+    given = [*tensors, tensors[0], tensors[0]]
+    plan.program.answer.short_of_memory["planted"] = 1
+    assert known.backward((True,) * 3, given) is None and not known.backwards
+    plan.program.answer.short_of_memory.clear()
+    assert known.backward((True,) * 3, given) is None and known.backwards
 
 
 def test_without_a_plan_jax_does_it(monkeypatch):
@@ -666,6 +811,8 @@ def known(monkeypatch):
 class Zeros:
     """In the place of a plan: results of the right shapes."""
 
+    is_captured = False
+
     def __init__(self, function, tensors):
         arrays = [jnp.asarray(tensor.detach().numpy()) for tensor in tensors]
         self.results = [
@@ -697,7 +844,7 @@ def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
     monkeypatch.setattr(_bridge, "has_gpu", lambda: True)
     monkeypatch.setattr(_direct, "_build", build)
     functional._plans.clear()
-    _programs.find.cache_clear()
+    _programs.kept.clear()
     shape = (1, 2, 5, 4)
     drawn = [torch.randn(shape) for _ in range(3)]
     leaves = [x.transpose(1, 2) if turned else x for x in drawn]
