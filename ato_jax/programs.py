@@ -38,13 +38,13 @@ Result = TypeVar("Result")
 class Program:
     """What is compiled for one key. Only a `Programs` holds on to it.
 
-    `used` is set by whoever uses it. `known_as` are dictionaries in which it is a value as well,
-    by their keys; it is removed from these when it is dropped.
+    `used` is set by each use but the first. `known_as` are dictionaries in which it is a value as
+    well, by their keys; it is removed from these when it is dropped.
     """
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
-        self.used = True
+        self.used = False
         self.is_dropped = False
         self.known_as: dict[Any, dict[Any, Any]] = {}
 
@@ -87,9 +87,10 @@ class Programs:
             program = make()
             limit = _limit(program.platform)
             order = self._orders[program.platform]
+            # Before it is added: where all others are in use, the new one would be dropped.
+            self._trim(order, limit - 1)
             self._found[key] = program
             order.append(key)
-            self._trim(order, limit)
         if again:
             _warn(limit)
         return program
@@ -162,6 +163,12 @@ def program_limit(limit: Any) -> None:
 
 
 _chosen: int | None = None
+
+
+def clear() -> None:
+    """Drops all programs: what `jax.clear_caches` is to JAX's own."""
+    for each in list(_everyone):
+        each.clear()
 
 
 def _limit(platform: str) -> int:

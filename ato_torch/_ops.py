@@ -66,9 +66,10 @@ def program_of(
     interpreting = device.interpreting()
     call = _programs.Call(op, arrays, tuple(options.items()), differentiates, interpreting)
     place = _bridge.jax_device(tensors[0].device)
+    facts = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
     try:
-        return _programs.of_call(call, place, _facts(tensors))
-    except TypeError:  # an option that has no hash is refused where it is read
+        return _programs.of_call(call, place, facts)
+    except TypeError:  # a symbol of PyTorch's; an option without a hash is refused where it is read
         return _programs.Program(call, place)
 
 

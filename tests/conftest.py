@@ -63,6 +63,9 @@ def _what_was_compiled_is_let_go() -> Iterator[None]:
     """Each program holds mappings of memory, of which Linux grants a process 65,530: where they run
     out, LLVM ends in a segmentation fault."""
     yield
+    from ato_jax import programs  # not before Triton may be hidden
+
+    programs.clear()
     jax.clear_caches()
 
 
