@@ -5,10 +5,11 @@
 
 1. `linear_attention` is timed before and after large calls of `attention` in the same process, with
    the road that `ato_torch.explain` gives each time.
-2. Threads make random calls of both ops and of `linear_attention_step`: several dtypes, options and
-   lengths, with and without gradients, from time to time a length that is new. Every other thread
-   has a CUDA stream of its own. A ballast tensor leaves only `--leave_gib` of a GPU's memory.
-   Inputs are dropped as soon as a call returns, and their memory is filled with NaN.
+2. The limit of compiled programs is set so low that new lengths make others be dropped. Threads
+   make random calls of both ops and of `linear_attention_step`: several dtypes, options and
+   lengths, with and without gradients. One of them makes calls of new lengths from time to time.
+   Every other thread has a CUDA stream of its own. A ballast tensor leaves only `--leave_gib` of a
+   GPU's memory. Inputs are dropped as soon as a call returns, and their memory is filled with NaN.
 3. One thread makes the same calls alone, without new lengths.
 
 Results are compared twice: those of the first call with a float64 computation in PyTorch, by the
@@ -39,6 +40,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import random
 import statistics
 import sys
@@ -51,6 +53,7 @@ from typing import Any
 
 import torch
 
+import ato_jax
 import ato_torch
 from ato_torch import _direct, _programs
 from tests import numerics
@@ -70,8 +73,10 @@ GROWTH = {
 MOST_SCORES = 1 << 28
 # A thread ends after so many errors: a CUDA context that is lost fails for good.
 MOST_ERRORS = 20
-# Share of calls with a new length, and largest new length.
-NEW_LENGTHS, LONGEST_NEW = 0.002, 400
+# Programs that new lengths find place for beside those of the bounded set.
+SPARE_PROGRAMS = 16
+# How many new lengths there are in a run of any duration, and the largest one.
+NEW_LENGTHS, LONGEST_NEW = 84, 400
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -552,12 +557,16 @@ class Soak:
             self.record.wrong.append(f"{kind}: other bits than the first call gave")
 
     def thread(self, number: int, end: float, new_lengths: bool) -> None:
+        """Calls of one thread; the first one has the new lengths, spread over the time."""
         chosen = random.Random(number)
+        interval = (end - time.monotonic()) / NEW_LENGTHS
+        next_new = time.monotonic() if new_lengths and number == 0 else math.inf
         own = self.device == "cuda" and number % 2
         with torch.cuda.stream(torch.cuda.Stream()) if own else contextlib.nullcontext():
             while time.monotonic() < end:
                 try:
-                    if new_lengths and chosen.random() < NEW_LENGTHS * 10 ** (self.device == "cpu"):
+                    if time.monotonic() >= next_new:
+                        next_new += interval
                         self._new(new_kind(chosen, self.device), chosen.random())
                     else:
                         self._one(*chosen.choices(self.pairs, self.weights)[0])
@@ -711,6 +720,15 @@ def ballast(leave_gib: float) -> torch.Tensor:
     return torch.empty(max(0, int(free - leave_gib * 2**30)), dtype=torch.uint8, device="cuda")
 
 
+@contextlib.contextmanager
+def few_programs(limit: int) -> Iterator[None]:
+    ato_jax.program_limit(limit)
+    try:
+        yield
+    finally:
+        ato_jax.program_limit(None)
+
+
 def report(title: str, found: dict[str, Any]) -> int:
     """Prints a part's times; how many slow calls have no explanation."""
     print(f"\n{title}: host time of a call by kind, us")
@@ -732,7 +750,7 @@ def run(
 ) -> int:
     seconds, faults = 60 * minutes, []
     soak = Soak(device, kinds(device) if chosen is None else chosen)
-    with Pauses() as pauses:
+    with Pauses() as pauses, few_programs(len(soak.kinds) + SPARE_PROGRAMS):
         print("1. linear_attention around large calls of attention", flush=True)
         with timed_around(device, soak.synchronize) as changed:
             large_attention(device)
