@@ -197,10 +197,24 @@ def _some(kernels: list[Kernel]) -> list[Kernel]:
 
 def lower(function: Callable[..., Any], *args: Any, capability: int) -> jax.stages.Lowered:
     """`function(*args)` lowered for CUDA, as on a card of that capability."""
+    from jax._src.pallas.triton.lowering import triton_lowering_rules  # a later JAX may lack it
+
     target = jax.sharding.AbstractDevice(DEVICE_KIND[capability], num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
-    with jax.sharding.use_abstract_mesh(mesh):
+    checked = functools.partial(_checked_choice, triton_lowering_rules[jax.lax.select_n_p])
+    with jax.sharding.use_abstract_mesh(mesh), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(triton_lowering_rules, jax.lax.select_n_p, checked)
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def _checked_choice(lowered: Any, context: Any, which: Any, *cases: Any) -> Any:
+    """Pallas's lowering gives a Python number the type of what it stands beside, which in a choice
+    is the condition's: bool. Where a cast follows, no verifier sees that, and the kernel is wrong.
+    """
+    for case, aval in zip(cases, context.avals_in[1:], strict=True):
+        if aval.weak_type and not isinstance(case, ir.Value):
+            raise TypeError(f"a choice of the Python number {case} would be one of bools")
+    return lowered(context, which, *cases)
 
 
 def kernels_of(lowered: jax.stages.Lowered) -> list[Kernel]:

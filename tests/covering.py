@@ -15,6 +15,7 @@ seed, so the array is the same in every run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -98,7 +99,7 @@ class Space:
 
     def targets(self, strength: int, among: Iterable[str] | None = None) -> Iterator[Target]:
         """All combinations of values of `strength` factors, those that rules exclude, too."""
-        numbers = [self.names.index(name) for name in among or self.names]
+        numbers = [self.names.index(name) for name in (self.names if among is None else among)]
         for chosen in itertools.combinations(sorted(numbers), strength):
             for values in itertools.product(*(self.factors[self.names[n]] for n in chosen)):
                 yield tuple(zip(chosen, values, strict=True))
@@ -191,13 +192,12 @@ def count(space: Space, strength: int, among: tuple[str, ...] | None = None) -> 
     return Count(len(targets), len(targets) - len(possible), len(possible & in_rows))
 
 
-def sample(space: Space, admits: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Few rows in which every value of every factor occurs that does in those admitted."""
-    admitted = [row for row in rows(space) if admits(row)]
-    left = {(name, row[name]) for row in admitted for name in row}
+def sample(space: Space) -> list[Row]:
+    """Few rows in which every value of every factor occurs."""
+    left = {(name, value) for name, values in space.factors.items() for value in values}
     found = []
     while left:
-        row = max(admitted, key=lambda row: len(left & set(row.items())))
+        row = max(rows(space), key=lambda row: len(left & set(row.items())))
         left -= set(row.items())
         found.append(row)
     return found
@@ -226,6 +226,7 @@ LENGTHS = {
 SQUARE = ("T = S", "T = S, whole blocks", "long")
 # H, G
 HEADS = {"H = G": (4, 4), "pairs": (4, 2), "one key head": (3, 1), "one head": (1, 1)}
+MANY_HEADS = (48, 2)
 DTYPES = {
     "bfloat16": ("bfloat16", None),
     "float16": ("float16", None),
@@ -459,7 +460,67 @@ MOSAIC = Space(
     backend="mosaic_gpu",
 )
 
-SPACES = {"attention": ATTENTION, "linear_attention": LINEAR_ATTENTION, "mosaic_gpu": MOSAIC}
+DECODE = Space(
+    "decode_attention",
+    {
+        "queries": (1, 4, 16),
+        # Keys, and how many of them are in a page, None where all are in a row.
+        "keys": (1100, 40, 4200),
+        "page": (64, 16, 5, None),
+        "lengths": (True, False),
+        "bits": ("none", "int8", "float8_e4m3fn"),
+        "values": ("own", "columns of keys"),
+        "widths": ((64, 64), (128, 128), (80, 80), (96, 72), (256, 192), (576, 512), (24, 1)),
+        "heads": (*HEADS, "many"),
+        "dtype": ("bfloat16", "float16", "float32"),
+        "window": (None, (100, None), (0, None)),
+        "softcap": (None, 1.5),
+        "sinks": (False, True),
+        "scale": (None, 0.2, -0.2),
+        "return_lse": (False, True),
+        "batched": (True, False),
+        "x64": (False, True),
+        "card": (90, 80),
+    },
+    rules=(
+        Rule(
+            ("page", "lengths"),
+            lambda page, lengths: page is not None and not lengths,
+            "lengths must be given with a page_table",
+        ),
+        Rule(
+            ("bits", "card"),
+            lambda bits, card: bits == "float8_e4m3fn" and card == 80,
+            "float8_e4m3fn needs",
+        ),
+    ),
+    triples=("queries", "keys", "page", "bits", "values"),
+)
+STEP = Space(
+    "linear_attention_step",
+    {
+        "feature_map": MAP_NAMES,
+        "decay": ("none", "G", "BG", "BGD"),
+        "normalize": (None, False, True),
+        "scale": (None, 0.7, -0.7),
+        "widths": ((64, 64), (128, 128), (80, 80), (40, 72), (256, 256), (1, 24), (64, 300)),
+        "heads": tuple(HEADS),
+        "dtype": ("bfloat16", "float16", "float32"),
+        "eps": (1e-6, 0.5),
+        "batched": (True, False),
+        "x64": (False, True),
+        "card": (90, 80),
+    },
+    rules=(NORMALIZER_RULE,),
+)
+
+SPACES = {
+    "attention": ATTENTION,
+    "linear_attention": LINEAR_ATTENTION,
+    "mosaic_gpu": MOSAIC,
+    "decode_attention": DECODE,
+    "linear_attention_step": STEP,
+}
 
 
 def _sizes(space: Space, row: Row, small: bool) -> tuple[int, ...]:
@@ -526,13 +587,16 @@ def _attention(call: Call, row: Row) -> None:
     call.options["return_lse"] = row["return_lse"]
 
 
+def _feature_map(name: str, D: int) -> Any:
+    if name == "favor":
+        return ato_jax.favor(jax.random.key(0), FAVOR_FEATURES, D)
+    return MAPS.get(name, name)
+
+
 def _linear_attention(call: Call, row: Row) -> None:
     D = call.sizes[5]
     name = row.get("feature_map", "elu1")
-    feature_map = MAPS.get(name, name)
-    if name == "favor":
-        feature_map = ato_jax.favor(jax.random.key(0), FAVOR_FEATURES, D)
-    call.options["feature_map"] = feature_map
+    call.options["feature_map"] = _feature_map(name, D)
     # A sum of weights of both signs may vanish, and the quotient then means nothing.
     call.positive = bool(row["normalize"]) and name in SIGNED
     for option in ("causal", "return_state", "eps"):
@@ -544,6 +608,84 @@ def _linear_attention(call: Call, row: Row) -> None:
         call.arrays["decay"] = row["decay"]
     if row["initial_state"]:
         call.arrays["initial_state"] = "drawn"
+
+
+def arguments_of(space: Space, row: Row) -> dict[str, Any]:
+    """The arguments of the row's call by name, but for the backend."""
+    if space is DECODE:
+        return _decode_arguments(row)
+    if space is STEP:
+        return _step_arguments(row)
+    (q, k, v), options = call_of(space, row).arguments()
+    return {"q": q, "k": k, "v": v} | options
+
+
+def _decode_arguments(row: Row) -> dict[str, Any]:
+    """Sequences of several lengths; nonsense in the rows and pages that none of them uses."""
+    T, (D, V), page = row["queries"], row["widths"], row["page"]
+    H, G = MANY_HEADS if row["heads"] == "many" else HEADS[row["heads"]]
+    B = 3 if row["batched"] else 1
+    draw = np.random.default_rng(T + D + V)
+    lengths = np.full(B, row["keys"])
+    if row["lengths"]:
+        lengths = np.array([row["keys"] - 3, 0, row["keys"] // 3])[:B]
+    found: dict[str, Any] = {"q": jnp.asarray(draw.normal(size=(B, T, H, D)), row["dtype"])}
+    rows_of = (B, row["keys"])
+    if page is not None:
+        pages = math.ceil(row["keys"] / page)
+        rows_of = B * pages + 2, page
+        table = draw.permutation(B * pages + 2)[: B * pages].reshape(B, pages)
+        unused = np.arange(pages) * page >= lengths[:, None]
+        found["page_table"] = jnp.asarray(np.where(unused, -1 - table, table), jnp.int32)
+    own_values = row["values"] == "own"
+    for name, width in (("k", D), ("v", V))[: 1 + own_values]:
+        array = draw.normal(size=(*rows_of, G, width))
+        if row["bits"] == "none":
+            found[f"{name}_pages"] = jnp.asarray(array, row["dtype"])
+            continue
+        scales = np.abs(array).max(axis=-1) / 127
+        if row["bits"] == "int8":
+            array = np.round(array / scales[..., None])
+        found[f"{name}_pages"] = jnp.asarray(array, row["bits"])
+        found[f"{name}_scale_pages"] = jnp.asarray(scales, jnp.float32)
+    if not own_values:
+        found["value_dim"] = V
+    if row["lengths"]:
+        found["lengths"] = jnp.asarray(lengths, jnp.int32)
+    if row["sinks"]:
+        found["sinks"] = jnp.asarray(draw.normal(size=H), row["dtype"])
+    if not row["batched"]:
+        own = ["q", "page_table", "lengths"]
+        if page is None:
+            own += ["k_pages", "v_pages", "k_scale_pages", "v_scale_pages"]
+        found |= {name: found[name][0] for name in own if name in found}
+    for name in ("window", "softcap", "scale", "return_lse"):
+        found[name] = row[name]
+    return found
+
+
+def _step_arguments(row: Row) -> dict[str, Any]:
+    (D, V), (H, G) = row["widths"], HEADS[row["heads"]]
+    B = 3 if row["batched"] else 1
+    draw = np.random.default_rng(D + V)
+    q, k, v = (draw.normal(size=(B, *shape)) for shape in ((H, D), (G, D), (G, V)))
+    if row["normalize"] and row["feature_map"] in SIGNED:
+        q, k = np.abs(q), np.abs(k)
+    feature_map = _feature_map(row["feature_map"], D)
+    features = FAVOR_FEATURES if row["feature_map"] == "favor" else D
+    sums = jnp.asarray(draw.uniform(0.2, 1.0, size=(B, G, features, V + 1)), jnp.float32)
+    state = ato_jax.LinearState(sums[..., :V], sums[..., V])
+    found = dict(zip("qkv", (jnp.asarray(x, row["dtype"]) for x in (q, k, v)), strict=True))
+    found |= {"state": state, "feature_map": feature_map, "eps": row["eps"]}
+    found |= {name: row[name] for name in ("normalize", "scale")}
+    if row["decay"] != "none":
+        sizes = {"B": B, "G": G, "D": features}
+        decay = -np.abs(draw.normal(size=[sizes[axis] for axis in row["decay"]]))
+        found["decay"] = jnp.asarray(decay, jnp.float32)
+    if not row["batched"]:
+        own = ["q", "k", "v", "state"] + ["decay"] * ("B" in row["decay"])
+        found |= {name: jax.tree.map(lambda array: array[0], found[name]) for name in own}
+    return found
 
 
 # -- lowering ------------------------------------------------------------------------------------
@@ -561,15 +703,16 @@ def _is_array(value: Any) -> bool:
 def program(space: Space, row: Row) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A function of the row's arrays, all of which are traced, and the arrays: outputs and all
     gradients, and the outputs of a call alone, which no derivative follows, if the row says so."""
-    (q, k, v), options = call_of(space, row).arguments()
-    options |= {"q": q, "k": k, "v": v}
+    options = arguments_of(space, row)
     traced = {
         name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
         for name, value in options.items()
         if any(map(_is_array, jax.tree.leaves(value)))
     }
     static = {name: value for name, value in options.items() if name not in traced}
-    call = functools.partial(getattr(ato_jax, space.op), **static, implementation=space.backend)
+    if space is not STEP:
+        static["implementation"] = space.backend
+    call = functools.partial(getattr(ato_jax, space.op), **static)
     differentiated = {"q", "k", "v", *numerics.DIFFERENTIABLE} & set(traced)
 
     def run(traced: dict[str, Any]) -> Any:
@@ -582,31 +725,49 @@ def program(space: Space, row: Row) -> tuple[Callable[..., Any], dict[str, Any]]
 
 
 def has_gradients(space: Space, row: Row) -> bool:
-    """Whether the backend has them: those of some of Mosaic GPU's calls are Triton's."""
+    """Whether the backend has them: those of some of Mosaic GPU's calls are Triton's, and those of
+    decoding are plain JAX."""
     if space is not MOSAIC:
-        return True
+        return space in (ATTENTION, LINEAR_ATTENTION)
     arguments, options = call_of(space, row).arguments()
     spec = numerics.prepare(space.op, *arguments, **options)[0].spec
     return numerics.APIS[space.op].OP.backend(space.backend).unsupported(spec, "backward") is None
 
 
-def lower(space: Space, row: Row) -> list[str]:
-    """The names of the kernels that the row lowers to for CUDA; Triton's are parsed and verified.
-
-    Pallas checks no IR of Triton's when it makes it. JAX does when it reads the kernel, and Triton
-    when it reads its text and runs the passes on it that come before those of a card.
-    """
+@contextlib.contextmanager
+def _as_on_a_card(row: Row) -> Iterator[int]:
+    """Calls are made as on the row's card, whose capability this gives, and with its `x64`."""
     capability = row.get("card", 90)
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(row["x64"]):
         patch.setattr(device, "of_call", lambda arrays: CARDS[capability])
+        yield capability
+
+
+def trace(space: Space, row: Row) -> None:
+    """Traces the row's call, forward and backward, without lowering it."""
+    with _as_on_a_card(row):
+        function, traced = program(space, row)
+        jax.eval_shape(function, traced)
+
+
+def lower(space: Space, row: Row) -> list[str]:
+    """The names of the kernels that the row lowers to for CUDA; Triton's are parsed and verified.
+
+    Pallas does not verify Triton's IR when it makes it. JAX does when it reads the kernel, and so
+    does Triton when it reads the text and runs the passes that come before those of one card.
+    """
+    with _as_on_a_card(row) as capability:
         function, traced = program(space, row)
         lowered = aot.lower(function, traced, capability=capability)
     kernels = aot.kernels_of(lowered)
     for kernel in kernels:
         aot.verify(kernel, capability)
-    mosaic = [target for target in aot.targets_of_calls(lowered) if target.startswith("mosaic_gpu")]
-    found = [*(kernel.name for kernel in kernels), *mosaic]
-    assert found, f"no kernel: {label(row)}"
+    of_mosaic = [
+        target for target in aot.targets_of_calls(lowered) if target.startswith("mosaic_gpu")
+    ]
+    found = [*(kernel.name for kernel in kernels), *of_mosaic]
+    assert of_mosaic or space is not MOSAIC, f"no kernel of Mosaic GPU: {found}"
+    assert found, "no kernel"
     return found
 
 
@@ -656,35 +817,68 @@ def check_interpreted(space: Space, row: Row) -> None:
 
 def check_on_the_card(space: Space, row: Row, implementation: str | None) -> None:
     """The public function beside the float64 reference: outputs with and without a derivative to
-    follow, and all gradients."""
-    arguments, options = call_of(space, row).arguments()
+    follow, and all gradients. What has no derivative of its own, beside plain JAX in float32."""
     with jax.enable_x64(row["x64"]):
+        if space in (DECODE, STEP):
+            _check_outputs(space, row, implementation)
+            return
+        arguments, options = call_of(space, row).arguments()
         wanted = numerics.oracle(space.op, *arguments, **options)
-        function = getattr(ato_jax, space.op)
-        found: dict[str, Any] = {}
-        if implementation is None or has_gradients(space, row):
-            found = numerics.run(
-                space.op, implementation, *arguments, cotangents=wanted.cotangents, **options
+        both = implementation is None or has_gradients(space, row)
+        if both:
+            cotangents = wanted.cotangents
+            numerics.compare(
+                numerics.run(
+                    space.op, implementation, *arguments, cotangents=cotangents, **options
+                ),
+                wanted,
             )
-            numerics.compare(found, wanted)
-        if not found or row["alone"]:
+        if row["alone"] or not both:
+            function = getattr(ato_jax, space.op)
             outputs = function(*arguments, implementation=implementation, **options)
             named = numerics.named_outputs(space.op, outputs)
             exact = {name: wanted.exact[name] for name in named}
             numerics.compare(named, dataclasses.replace(wanted, exact=exact))
 
 
+def _check_outputs(space: Space, row: Row, implementation: str | None) -> None:
+    given = arguments_of(space, row)
+    function = getattr(ato_jax, space.op)
+
+    def upcast(array: Any) -> Any:
+        """In float32 on the CPU, where there are no kernels; keys in 8 bits stay as they are."""
+        if not isinstance(array, jax.Array):
+            return array
+        half = array.dtype in (jnp.bfloat16, jnp.float16)
+        return jax.device_put(array.astype(jnp.float32) if half else array, jax.devices("cpu")[0])
+
+    exact = {name: jax.tree.map(upcast, value) for name, value in given.items()}
+    if space is DECODE:
+        found = function(**given, implementation=implementation)
+        wanted = function(**exact, implementation="reference")
+        named = [numerics.named_outputs("attention", result) for result in (found, wanted)]
+    else:
+        found, wanted = function(**given), function(**exact)
+        named = [numerics.named_outputs("linear_attention", result) for result in (found, wanted)]
+    for name, actual in named[0].items():
+        numerics.check(name, actual, named[1][name], dtype=row["dtype"])
+
+
 def report() -> str:
     lines = []
     for name, space in SPACES.items():
-        pairs, triples = (count(space, strength) for strength in (2, 3))
-        marked = count(space, 3, space.triples)
-        lines.append(
-            f"{name}: {len(rows(space))} rows; of {pairs.total} pairs {pairs.excluded} are "
-            f"excluded and {pairs.covered} covered, of {triples.total} triples "
-            f"{triples.excluded} and {triples.covered}; of {marked.total} triples among "
-            f"{', '.join(space.triples)} {marked.excluded} and {marked.covered}"
-        )
+        counts = {
+            "pairs": count(space, 2),
+            "triples": count(space, 3),
+            f"triples among {', '.join(space.triples)}": count(space, 3, space.triples),
+        }
+        lines.append(f"{name}: {len(rows(space))} rows")
+        lines += [
+            f"  {found.covered} of {found.total - found.excluded} possible {what}, "
+            f"{found.excluded} excluded"
+            for what, found in counts.items()
+            if found.total
+        ]
     return "\n".join(lines)
 
 
