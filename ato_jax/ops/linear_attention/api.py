@@ -169,14 +169,15 @@ def to_sums(inputs: Any) -> Any:
     """The inputs of a call whose values are also 1: its last column is the sum of the weights.
 
     All in float32. What is not finite becomes 0: then only an overflow gives what is not finite.
+    A decay of -inf is none of that.
     """
-
-    def finite(array: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isfinite(array), array, 0).astype(jnp.float32)
-
-    q, k, v = (finite(array) for array in (inputs.q, inputs.k, inputs.v))
+    decay = inputs.decay
+    if decay is not None:
+        decay = jnp.where(jnp.isnan(decay), 0, decay)
+    inputs = jax.tree.map(lambda array: jnp.where(jnp.isfinite(array), array, 0), inputs)
+    q, k, v = (array.astype(jnp.float32) for array in (inputs.q, inputs.k, inputs.v))
     v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    return inputs._replace(q=q, k=k, v=v)
+    return inputs._replace(q=q, k=k, v=v, decay=decay)
 
 
 def with_sums(state: LinearState) -> LinearState:
@@ -252,9 +253,9 @@ def _sums(request: Request) -> jax.Array:
         scale=1.0,
         precision="exact",
     )
-    inputs, state = to_sums(request.inputs), request.inputs.initial_state
-    if state is not None:
-        inputs = inputs._replace(initial_state=with_sums(state))
+    inputs = to_sums(request.inputs)
+    if inputs.initial_state is not None:
+        inputs = inputs._replace(initial_state=with_sums(inputs.initial_state))
     out, _ = dispatch.run(OP, spec, inputs, "xla")
     return out
 

@@ -84,7 +84,8 @@ def linear_attention_step(
     spec = StepSpec(phi, normalize, scale, eps)
     if checking.checking():
         unscaled = dataclasses.replace(spec, normalize=False, scale=1.0)
-        sums, _ = _plain(unscaled, to_sums(inputs)._replace(state=with_sums(state)))
+        of_sums = to_sums(inputs)
+        sums, _ = _plain(unscaled, of_sums._replace(state=with_sums(of_sums.state)))
         check_sums(phi, normalize, sums)
     out, state = _step(spec, device.of_call(inputs), device.interpreting(), inputs)
     return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
