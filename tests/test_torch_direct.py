@@ -1009,6 +1009,27 @@ def test_every_way_gives_the_same_bits(shape, causal):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(G,), (B, G, T)], ids=["head", "step"])
+def test_a_decay_goes_direct(shape):
+    """A step of its programs reads a constant, which lies in the machine code."""
+    decay = -torch.rand(shape, generator=torch.Generator().manual_seed(0)).cuda()
+    leaves = [tensor.requires_grad_() for tensor in inputs(where="cuda")]
+    told = ato_torch.explain(ato_torch.linear_attention, *leaves, causal=True, decay=decay)
+    assert told.forward.road == told.backward.road == "direct", told
+
+
+@pytest.mark.gpu
+def test_the_environment_turns_the_road_off_on_a_gpu(monkeypatch, unwarned):
+    """Of a length that no other test has: what goes direct once keeps to it."""
+    tensors = [tensor[:, :, :19].contiguous() for tensor in inputs(where="cuda")]
+    monkeypatch.setenv("ATO_TORCH_DIRECT", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = ato_torch.explain(CALLS["causal"], *tensors)
+    assert told.forward.road == "through JAX" and "ATO_TORCH_DIRECT=0" in told.forward.why, told
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["attention", "causal", "linear", "linear causal"])
 def test_captured_in_a_cuda_graph(name):
     tensors = [tensor.requires_grad_() for tensor in inputs(where="cuda")]
