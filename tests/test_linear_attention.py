@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 import ato_jax
-from ato_jax import dispatch
+from ato_jax import programs
 from tests import calls, numerics
 
 
@@ -300,9 +300,9 @@ def test_the_same_lambda_written_twice_compiles_once() -> None:
         return ato_jax.linear_attention(*qkv, feature_map=lambda x: jnp.tanh(x * size) + 1)
 
     first = call(0.5)
-    compiled = dispatch._run._cache_size()
+    compiled = len(programs._jitted)
     np.testing.assert_array_equal(call(0.5), first)
-    assert dispatch._run._cache_size() == compiled
+    assert len(programs._jitted) == compiled
     other = call(0.25)
     assert np.abs(other - first).max() > 1e-3
 
