@@ -491,6 +491,73 @@ def test_empty(function: Any, empty: str) -> None:
         assert gradient.shape == one.shape and not gradient.any()
 
 
+def masked(*shape: int, dtype: Any = np.float32) -> np.ma.MaskedArray:
+    return np.ma.masked_array(np.ones(shape, dtype), mask=False)
+
+
+# A call whose arguments are right, and those that are arrays.
+ARRAYS: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        ato_jax.attention,
+        dict(zip("qkv", SQUARE, strict=True)),
+        "q k v query_offset bias mask segment_ids q_lengths kv_lengths sinks scale softcap",
+    ),
+    (
+        ato_jax.linear_attention,
+        dict(zip("qkv", SQUARE, strict=True)),
+        "q k v decay segment_ids q_lengths kv_lengths eps",
+    ),
+    (
+        ato_jax.linear_attention_step,
+        {"q": array(B, H, D), "k": array(B, G, D), "v": array(B, G, V), "state": STATE},
+        "q k v decay eps",
+    ),
+    (
+        ato_jax.decode_attention,
+        {
+            "q": array(B, 1, H, D),
+            "k_pages": array(4, 2, G, D),
+            "v_pages": array(4, 2, G, V),
+            "page_table": np.array([[0, 1], [2, 3]]),
+            "lengths": np.array([3, 4]),
+        },
+        "q k_pages v_pages page_table lengths sinks scale",
+    ),
+    (
+        ato_jax.total_attention,
+        {"q": SQUARE[0], "k": SQUARE[1], "lse": array(B, T, H)},
+        "q k lse bias mask kv_lengths",
+    ),
+    (ato_jax.combine, {"outs": [array(B, T, H, V)], "lses": [array(B, T, H)]}, "outs lses"),
+]
+
+
+@pytest.mark.parametrize(("function", "right", "names"), ARRAYS, ids=lambda each: str(each)[:40])
+def test_masked_arrays(function: Any, right: dict[str, Any], names: str) -> None:
+    """NumPy would ignore their masks, and what is masked would count as what lies below."""
+    for name in names.split():
+        for wrong in (masked(B), masked(B, T, dtype=int), masked(), np.ma.masked, [masked(B)]):
+            with refused(f"^{name}"):
+                function(**(right | {name: wrong}))
+
+
+CACHE = {"num_slots": 2, "max_length": 8, "num_pages": 4, "page_size": 4}
+CACHE |= {"num_kv_heads": G, "head_dim": D}
+
+
+def test_the_fields_of_a_paged_cache() -> None:
+    cache = ato_jax.PagedCache.empty(**CACHE)
+    for name in cache._fields:
+        for wrong in (None, "pages", [1], 3, masked(2, 2), np.ones((2, 2), complex), object()):
+            with refused(f"^{name} must"):
+                cache._replace(**{name: wrong}).allocate()
+    with refused("^active must be an array"):
+        cache._replace(active=[False, False]).allocate()
+    for dtype in (np.float32(1), jnp.ones(2), jax.ShapeDtypeStruct((), jnp.float32), None, "text"):
+        with refused("^dtype must be one of"):
+            ato_jax.PagedCache.empty(**CACHE, dtype=dtype)
+
+
 # Whatever is put in an argument's place: a ValueError, or a result where it makes sense.
 JUNK = {
     "a string": "junk",
@@ -510,6 +577,8 @@ JUNK = {
     "an object array": np.array([None, 1], object),
     "seven axes": np.ones((1,) * 7, np.float32),
     "a ragged list": [[1], [1, 2]],
+    "a masked array": np.ma.masked_array([1, 2], mask=[False, True]),
+    "a list of masked ones": [np.ma.masked_array([1, 2], mask=[False, True])],
     "a big int": 1 << 70,
     "a key": jax.random.key(0),
     "uint32": np.ones((B, T), np.uint32),

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip(
@@ -99,6 +100,36 @@ def test_other_arguments():
         with pytest.raises(ValueError, match=f"{name} must be on cpu as query is, got meta; move"):
             given = torch.zeros(B, device="meta", dtype=torch.int64)
             ato_torch.attention(**arguments(), **{name: given})
+
+
+def test_masked_arrays():
+    """NumPy would ignore their masks."""
+    masked = np.ma.masked_array([1, 2], mask=[False, True])
+    for name in ("q_lengths", "kv_lengths", "segment_ids", "q_segment_ids"):
+        for function in FUNCTIONS:
+            for given in (masked, [masked]):
+                with pytest.raises(ValueError, match=f"{name} must not be a masked array"):
+                    function(**arguments(), **{name: given})
+
+
+def test_what_explain_does_not_know():
+    for function in (None, "attention", 3, torch.zeros(2)):
+        with pytest.raises(ValueError, match="function must be one of ato_torch's, got"):
+            ato_torch.explain(function, **arguments())
+    with pytest.raises(ValueError, match="function must be one of ato_torch's: .* does not call"):
+        ato_torch.explain(lambda **_: None, **arguments())
+
+
+@pytest.mark.parametrize("flag", ["False", 0, 1.0, None, torch.tensor(True), np.ones(2, bool)])
+def test_flags(flag):
+    names = {
+        ato_torch.attention: ("is_causal", "enable_gqa", "return_lse"),
+        ato_torch.linear_attention: ("causal", "return_state"),
+    }
+    for function, flags in names.items():
+        for name in flags:
+            with pytest.raises(ValueError, match=f"{name} must be True or False"):
+                function(**arguments(), **{name: flag})
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class MultiHead(nnx.MultiHeadAttention):
                 shapes.positive_int(name, size)
         if (qkv_features or in_features) % num_heads:
             raise ValueError(
-                "qkv_features must be a multiple of num_heads, "
+                "qkv_features must be divisible by num_heads, "
                 f"got {qkv_features or in_features} and {num_heads}"
             )
         for name in ("use_bias", "normalize_qk", "keep_rngs", "broadcast_dropout"):
