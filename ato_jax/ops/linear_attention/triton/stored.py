@@ -224,7 +224,8 @@ def query_gradient(
 
             return over_tiles(0, (start - run + block) // other, count, add_tile, sums)
 
-        e, inverse, own_flow = None, jnp.full((block,), spec.scale, jnp.float32), None
+        e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
+        own_flow: Any = None
         flowing: list[list[jax.Array]] = []
         if in_difference:
 
