@@ -342,3 +342,28 @@ def test_default_blocks_fill_the_budget() -> None:
     assert (short.block_t, short.heads, short.batch) == (64, 2, 1)
     assert (tall.block_t, tall.heads) == (64, 1)
     assert xla.default_config(long(64), Device("tpu")).block_t == 64
+
+
+def test_gradient_of_a_bias_whose_terms_cancel():
+    """Exactly 0 where a query sees one key, or where its keys share the bias."""
+    q, k, v = qkv(T=6, S=6, dtype=jnp.bfloat16)
+    one_key = {"bias": normal(2, 4, 1, 6), "window": (0, 0)}
+    shared = {"bias": normal(1, 4, 6, 1), "causal": True}
+    for options in (one_key, shared):
+        wanted = numerics.oracle("attention", q, k, v, **options)
+        result = numerics.run("attention", "xla", q, k, v, cotangents=wanted.cotangents, **options)
+        numerics.compare(result, wanted)
+        np.testing.assert_array_equal(result["dbias"], 0)
+
+
+def test_gradients_of_saturated_scores():
+    """Where tanh(x) of the softcap is 1 but for some 1e-7, so is its float32 square."""
+    q, k, v = qkv(T=12, S=12, D=1)
+    options = {"softcap": 1.0, "scale": 1.0}
+    q, k = jnp.sign(q), jnp.sign(k) * (7 + jnp.abs(k))
+    wanted = numerics.oracle("attention", q, k, v, **options)
+    result = numerics.run("attention", "xla", q, k, v, cotangents=wanted.cotangents, **options)
+    numerics.compare(result, wanted)
+    for name in ("dq", "dk"):
+        error, _ = numerics.errors(np.asarray(result[name]), wanted.exact[name], None, True)
+        assert error < 1e-5

@@ -35,7 +35,6 @@ from ato_jax.ops.attention.triton.common import (
     each,
     fitted,
     inner,
-    inner_transposed,
     load_rows,
     load_tile,
     parts_first,
@@ -215,7 +214,7 @@ def _dkv_kernel(
 
             query = pairs.queries(span(i0, block_q)[None, :], masked)  # [1, block_q]
             q = load_rows(layout, q_ref, r, i0, block_q, q_length, spec.D, all_exist)
-            products = inner_transposed(spec, q, k)  # [block_k, block_q]
+            products = inner(spec, k, q)  # [block_k, block_q]
             p, slope = weights(
                 pairs, h, masked, query, key, products, row(log2_norm_ref), fast_exp2
             )

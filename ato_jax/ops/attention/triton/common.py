@@ -249,18 +249,6 @@ def inner(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
     return total
 
 
-def inner_transposed(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
-    """`inner(spec, a, b)` transposed, to the same last bit: b . a^T.
-
-    On tensor cores the order of the additions is the same. XLA's products on a CPU choose an order
-    by the shapes, so the interpreter transposes. A float32 score of 100 that differs by its last
-    bit changes the weight by 4e-6, and the weights' sum is known of the other kernel's bits.
-    """
-    if device.interpreting():
-        return inner(spec, a, b).T
-    return inner(spec, b, a)
-
-
 def sum_of_products(a: Sliced, b: Sliced) -> jax.Array:
     """Each row of a times the same row of b, in float32."""
     first, *others = (
@@ -283,6 +271,19 @@ def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = Fals
         if device.interpreting():
             precision = lax.Precision.HIGHEST
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def multiply_add(a: jax.Array, b: Any, c: jax.Array) -> jax.Array:
+    """a * b + c, rounded once, as NVIDIA's compilers and AMD's make it.
+
+    The CPU's compiler does so in some loops and not in others. Two kernels that are interpreted
+    would then differ by the last bit of a score, and a score of 1000 by 6e-5 in its weight.
+    """
+    if not device.interpreting():
+        return a * b + c
+    with jax.enable_x64(True):
+        a, b, c = (jnp.asarray(x, jnp.float32).astype(jnp.float64) for x in (a, b, c))
+        return (a * b + c).astype(jnp.float32)
 
 
 def exp2(x: jax.Array, fast: bool) -> jax.Array:

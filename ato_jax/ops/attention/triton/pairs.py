@@ -15,7 +15,7 @@ import numpy as np
 
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs, dropout_keep
-from ato_jax.ops.attention.triton.common import LOG2_E, quotient, score_factor
+from ato_jax.ops.attention.triton.common import LOG2_E, multiply_add, quotient, score_factor
 from ato_jax.ops.attention.triton.visibility import (
     Limits,
     Ranges,
@@ -151,7 +151,7 @@ class Pairs:
         if self.spec.bias is None:
             return raw, factor
         bias = self._plane(self.refs.bias, self.spec.bias, h, query, key)
-        return raw * factor + bias.astype(jnp.float32) * LOG2_E, 1.0
+        return multiply_add(raw, factor, bias.astype(jnp.float32) * LOG2_E), 1.0
 
     def kept(self, h: Any, query: Side, key: Side) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""

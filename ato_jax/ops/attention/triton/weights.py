@@ -25,7 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
-from ato_jax.ops.attention.triton.common import LOG2_E, exp2, quotient, raw_scores_and_slope
+from ato_jax.ops.attention.triton.common import (
+    LOG2_E,
+    exp2,
+    multiply_add,
+    quotient,
+    raw_scores_and_slope,
+)
 from ato_jax.ops.attention.triton.pairs import Pairs, Side
 
 # 2^15 is half of what float16 holds: room for weights that rounding puts above 1.
@@ -116,7 +122,7 @@ def weights(
     seen = pairs.visible(h, masked, query, key)
     if seen is not None:
         raw = jnp.where(seen, raw, -jnp.inf)
-    return exp2(raw * factor - log2_norm, fast_exp2), slope
+    return exp2(multiply_add(raw, factor, -log2_norm), fast_exp2), slope
 
 
 def inverse(total: jax.Array) -> jax.Array:
