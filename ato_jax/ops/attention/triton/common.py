@@ -324,19 +324,17 @@ def raw_scores_and_slope(
 ) -> tuple[jax.Array, jax.Array | None]:
     """`raw_scores` and the softcap's 1 - tanh^2, None without one.
 
-    With e = exp(-2|x|) the slope is 4 e / (1 + e)^2, where the difference 1 - tanh^2 has no digit
-    left beyond |x| = 8, and tanh is (1 - e) / (1 + e), to float32's epsilon of 1. The scores that
-    lse is made of need more than that where they are small: `raw_scores` has it.
+    With e = exp(-2|x|), tanh |x| is 1 - u where u = 2 e / (1 + e), and the slope is u (2 - u). The
+    difference 1 - tanh^2 has no digit left beyond |x| = 8. 1 - u is right to float32's epsilon of
+    1, and the scores that lse is made of need more where they are small: `raw_scores` has it.
     """
     if spec.softcap is None:
         return raw_scores(spec, products), None
     x = products * (spec.scale / spec.softcap)
     e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
-    inverse = 1 / (1 + e)
-    slope = 4 * e * inverse * inverse
-    tanh = (1 - e) * inverse
-    raw = jnp.tanh(x) if spec.dtype == "float32" else jnp.where(x < 0, -tanh, tanh)
-    return raw, jnp.where(slope > SMALLEST_SLOPE, slope, 0.0)
+    u = jnp.where(e > SMALLEST_SLOPE / 4, 2 * e / (1 + e), 0.0)
+    raw = jnp.tanh(x) if spec.dtype == "float32" else jnp.where(x < 0, u - 1, 1 - u)
+    return raw, u * (2 - u)
 
 
 def parts_first(array: jax.Array, parts: int) -> jax.Array:
