@@ -98,6 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items=[item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn]
     )
     items[:] = [item for item, is_drawn in zip(items, drawn, strict=True) if is_drawn]
+    if HIDES_TRITON:
+        for item in items:
+            if item.get_closest_marker("lowering"):
+                item.add_marker(pytest.mark.skip(reason="is about Pallas's lowering to Triton"))
     if has_gpu():
         return
     reason = f"needs an NVIDIA GPU; JAX finds {', '.join(map(str, jax.devices()))} alone"
@@ -116,14 +120,23 @@ def _lacks_triton(error: BaseException | None) -> bool:
     return False
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def _skips_what_lacks_triton() -> Iterator[None]:
     try:
         return (yield)
     except Exception as error:
         if HIDES_TRITON and _lacks_triton(error):
             pytest.skip("needs Pallas's lowering to Triton, which is hidden")
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    return (yield from _skips_what_lacks_triton())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    return (yield from _skips_what_lacks_triton())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -268,6 +268,7 @@ def test_few_queries(dtype: str, options: dict[str, Any], monkeypatch: pytest.Mo
     compare(found, exact(*arrays, **options), dtype)
 
 
+@pytest.mark.lowering
 def test_who_takes_few_queries() -> None:
     """The paged kernel, in the forward alone; what it does not know is left to attention's own."""
 

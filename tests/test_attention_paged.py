@@ -285,6 +285,7 @@ def test_compiles_with_x64() -> None:
         assert all(kernel.fits for kernel in compiled("bfloat16", 128, 128, 1, 90))
 
 
+@pytest.mark.lowering
 def test_which_backend_runs(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -130,6 +130,7 @@ def test_which_calls_it_serves():
     assert reason(S=257) == "S must be at most 256, got 257"
 
 
+@pytest.mark.lowering
 def test_triton_means_these_kernels_too():
     q, k, v = draw(D=513)
     with ato_jax.interpret():
@@ -187,6 +188,7 @@ def test_gradients_by_kept_products(monkeypatch, request, sizes, slices, options
     assert products.shape[2:] == (slices, sizes["T"], sizes["S"])
 
 
+@pytest.mark.lowering
 def test_only_calls_of_several_blocks_are_taken_unasked():
     device = Device("gpu", "another card", (9, 0), 132, SHARED_MEMORY[9, 0])
 
@@ -207,6 +209,7 @@ def test_only_calls_of_several_blocks_are_taken_unasked():
     assert backend(B=67, T=300, S=300) == "xla"
 
 
+@pytest.mark.lowering
 def test_calls_with_a_bias_leave_what_other_kernels_read():
     """The gradient of a bias is the other kernels', which want more than the rounded output."""
     call = dispatch._Call(

@@ -62,6 +62,7 @@ def test_bit_identical(op: str, implementation: str) -> None:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
+@pytest.mark.lowering
 @each_op
 def test_explain(op: str) -> None:
     function = getattr(ato_jax, op)

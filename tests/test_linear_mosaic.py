@@ -435,6 +435,7 @@ def test_pieces_fill_the_card() -> None:
     assert pieces(1, 131072, 32)[0] == 4  # 41 cost 0.6% less
 
 
+@pytest.mark.lowering
 def test_who_is_asked_for_what() -> None:
     """Hopper alone, and long enough; other calls are Triton's, and the reason says why."""
     ampere = dataclasses.replace(channel.GPU, name="NVIDIA A100", capability=(8, 0))

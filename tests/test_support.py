@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import ato_jax
-from ato_jax import dispatch, launch
+from ato_jax import dispatch
 from tests import numerics, support
 
 REGENERATE = "support has changed: run `python -m tests.support` and look at what it changed"
@@ -40,11 +40,10 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.lowering
 @pytest.mark.parametrize(("op", "row"), SAMPLE, ids=[f"{op}-{row.feature}" for op, row in SAMPLE])
 def test_supported_rows_run(op: str, row: support.Row) -> None:
     """Triton, interpreted, where it says yes; a clear refusal where it says no."""
-    if launch.no_triton is not None:
-        pytest.skip(launch.no_triton)
     arrays, options = support.arguments(row)
     function = getattr(ato_jax, op)
     found = support.reasons(op, row)["triton"]

@@ -334,6 +334,7 @@ def test_attention_bench_compares_every_phase(attention_bench):
     assert "lse is off by " in bench.wrong(config, tune.EVERY_PHASE)
 
 
+@pytest.mark.lowering
 def test_attention_is_tuned_as_a_whole(tmp_path, monkeypatch):
     """Every part on a tiny case, with kernels interpreted."""
     monkeypatch.setattr(tune, "RAGGED", {"B": 1, "T": 37, "H": 2})

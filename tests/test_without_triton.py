@@ -26,8 +26,6 @@ REASON = "needs Pallas's lowering to Triton, and JAX"
 HOPPER = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448)
 AMPERE = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912)
 
-has_triton = pytest.mark.skipif(launch.no_triton is not None, reason="needs the lowering itself")
-
 
 def draw(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
@@ -213,7 +211,7 @@ def gradients(function: Any) -> Any:
     return both
 
 
-@has_triton
+@pytest.mark.lowering
 @pytest.mark.newest
 @pytest.mark.parametrize("call", ["attention", "linear_attention", "mosaic_gpu", "decode", "step"])
 def test_lowering_for_a_gpu_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
@@ -235,7 +233,7 @@ def test_lowering_for_a_gpu_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, ca
     assert count > 0
 
 
-@has_triton
+@pytest.mark.lowering
 @pytest.mark.newest
 def test_kernels_that_are_not_ours_still_warn() -> None:
     """The warning of JAX, where it has one, is kept from our own kernels alone."""
