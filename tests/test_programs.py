@@ -159,7 +159,7 @@ torch = pytest.importorskip(
 )
 
 import ato_torch  # noqa: E402
-from ato_torch import _programs, functional  # noqa: E402
+from ato_torch import _direct, _programs, functional  # noqa: E402
 
 
 def gradients(T):
@@ -219,3 +219,46 @@ def test_explain_tells_of_the_program_that_the_call_runs():
     count = len(_programs.kept)
     ato_torch.explain(ato_torch.linear_attention, *leaves)
     assert len(_programs.kept) == count == 1
+
+
+@pytest.mark.gpu
+def test_kernels_of_many_lengths_are_unloaded_on_a_gpu():
+    """But for those that a CUDA graph has captured: it is replayed afterwards."""
+
+    def attend(tensors):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = ato_torch.linear_attention(*leaves, causal=True)
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    def draw(T):
+        return [torch.randn(1, 2, T, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+    ato_jax.program_limit(2)
+    held = draw(64)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wanted = attend(held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(held)
+    first = draw(65)
+    of_first = attend(first)
+    for T in range(66, 74):
+        attend(draw(T))
+    torch.cuda.synchronize()
+    gc.collect()
+    loaded = [each for each in gc.get_objects() if type(each) is _direct.Kernels]
+    assert sum(each.loaded.is_captured for each in loaded) == 2
+    # A forward and a backward of each program that is kept, and of what others' tests hold.
+    assert len(_programs.kept) == 2 and len(loaded) <= 4, loaded
+    with torch.cuda.device(0):
+        _direct._unload_retired()
+    assert not _direct._retired
+    for tensor in found:
+        tensor.zero_()
+    graph.replay()
+    assert all(map(torch.equal, found, wanted))
+    with pytest.warns(RuntimeWarning, match="compiled again"):
+        again = attend(first)
+    assert all(map(torch.equal, again, of_first))
