@@ -599,6 +599,12 @@ def _linear_attention(call: Call, row: Row) -> None:
     call.options["feature_map"] = _feature_map(name, D)
     # A sum of weights of both signs may vanish, and the quotient then means nothing.
     call.positive = bool(row["normalize"]) and name in SIGNED
+    normalized = row["normalize"]
+    if normalized is None:
+        normalized = name not in SIGNED and name not in MAPS
+    if call.dtype == "float16" and not normalized:
+        # The sums themselves come out, and have to stay within float16's range.
+        call.magnitude = 0.3
     for option in ("causal", "return_state", "eps"):
         call.options[option] = row[option]
     for option in ("normalize", "scale"):
