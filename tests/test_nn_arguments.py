@@ -57,7 +57,7 @@ IN_MULTI_HEAD = [
     ("out_promote_dtype", [None, len]),
     ("ln_promote_dtype", [3]),
     ("qkv_dot_general", ["einsum", len]),
-    ("out_dot_general_cls", ["einsum", 3]),
+    ("out_dot_general_cls", ["einsum", 3, len]),
     ("kernel_metadata", [None, "name", [1], {1: 2}]),
     ("out_bias_metadata", ["name", [1], {1: 2}]),
     ("query_ln_scale_metadata", [None, 3]),

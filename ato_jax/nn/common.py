@@ -375,7 +375,7 @@ def refuse_no_parts(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} must be None or a function like jax.lax.dot_general, got {value!r}"
             )
-        elif name in _PRODUCT_CLASSES and not callable(value):
+        elif name in _PRODUCT_CLASSES and not (inspect.isclass(value) or takes(value)):
             raise ValueError(f"{name} must be None or a class of such functions, got {value!r}")
         elif name in _METADATA:
             named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
