@@ -224,6 +224,10 @@ def query_gradient(
 
             return over_tiles(0, (start - run + block) // other, count, add_tile, sums)
 
+        def keep_normalizer(e: jax.Array, inverse: jax.Array) -> None:
+            tiles.store_rows(normalizer_refs[0], queries, e)
+            tiles.store_rows(normalizer_refs[1], queries, inverse)
+
         e, inverse = None, jnp.full((block,), spec.scale, jnp.float32)
         own_flow: Any = None
         flowing: list[list[jax.Array]] = []
@@ -258,6 +262,7 @@ def query_gradient(
             g = add_up(part[0] for part in parts) + of_rows * add_up(part[1] for part in parts)
             d_phi_q = over_keys(add_difference, g) * inverse[:, None]
             _, slopes = map_queries(anew=count > 1)
+            keep_normalizer(e, inverse)
         else:
 
             def add_tile(of_keys: tuple[Any, ...], sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -282,22 +287,20 @@ def query_gradient(
             phi_q, slopes = map_queries(anew=ahead)
             if z_seen is not None:
                 e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
+                keep_normalizer(e, inverse)
             d_phi_q = feature_gradient(g, z_seen, e, inverse)
-            if flows and not ahead:
-                flowing = sums_of(parts, phi_q)
-            if own:
-                own_flow = jnp.sum(phi_q * d_phi_q, axis=1)
 
-        if e is not None:
-            tiles.store_rows(normalizer_refs[0], queries, e)
-            tiles.store_rows(normalizer_refs[1], queries, inverse)
         tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
         at = tiles.piece_id() * block
+        if flows and not flowing:
+            flowing = sums_of(parts, phi_q)
         for flow_ref, (flow, *seen) in zip(flow_refs[:flows], flowing, strict=True):
             if e is not None:
                 flow += e * seen[0]
             tiles.store_steps(flow_ref, at, flow * inverse)
         if own:
+            if own_flow is None:
+                own_flow = jnp.sum(phi_q * d_phi_q, axis=1)
             tiles.store_steps(flow_refs[-1], at, own_flow)
 
     def at_edge(behind: int) -> Any:
