@@ -267,10 +267,22 @@ def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = Fals
     """a . b or a . b^T, accumulated in float32; float32 operands are rounded only if asked."""
     precision: Any = None
     if spec.dtype == "float32":
-        precision = EXACT_PRODUCTS if spec.precision == "exact" else lax.Precision.HIGH
         if device.interpreting():
-            precision = lax.Precision.HIGHEST
+            return _interpreted_dot(a, b, trans_b)
+        precision = EXACT_PRODUCTS if spec.precision == "exact" else lax.Precision.HIGH
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def _interpreted_dot(a: jax.Array, b: jax.Array, trans_b: bool) -> jax.Array:
+    """A float32 product, added up in float64.
+
+    The order in which XLA adds up on a CPU depends on the shapes and on what surrounds the
+    product, and so would the last bit of a score (`multiply_add`).
+    """
+    with jax.enable_x64(True):
+        dimensions = (((1,), (1 if trans_b else 0,)), ((), ()))
+        found = lax.dot_general(a.astype(jnp.float64), b.astype(jnp.float64), dimensions)
+        return found.astype(jnp.float32)
 
 
 def multiply_add(a: jax.Array, b: Any, c: jax.Array) -> jax.Array:
