@@ -382,7 +382,8 @@ def _on_disk(
         else:
             figures = _figures(kernel, target, machine_code)
     except Exception as error:
-        error.add_note(f"while compiling the kernel {kernel.name!r} for {target}")
+        where = target if isinstance(target, str) else f"sm_{target}"
+        error.add_note(f"while compiling the kernel {kernel.name!r} for {where}")
         raise
     CACHE.mkdir(exist_ok=True)
     # Written aside and moved into place: tests in parallel never read half a file.

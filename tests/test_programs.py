@@ -228,7 +228,8 @@ def test_kernels_of_many_lengths_are_unloaded_on_a_gpu():
     def attend(tensors):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         out = ato_torch.linear_attention(*leaves, causal=True)
-        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+        # Without its graph, which would hold on to the kernels of the backward.
+        return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     def draw(T):
         return [torch.randn(1, 2, T, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

@@ -112,6 +112,12 @@ def prepare(
         )
         sizes |= {"T": max(T, 1), "S": max(sizes["S"], 1)}
 
+    precision = precision_of(precision, str(q.dtype))
+    if softcap is not None or sinks is not None:
+        # A score rounded to TF32 moves a softcap's slope and a sink's weight: gradients by them
+        # were 1.0e-3 to 3.5e-3 off on a card, beyond what TF32 is allowed.
+        precision = "exact"
+
     def full(array: jax.Array | None) -> Any:
         shape = tuple(sizes[letter] for letter in "BHTS")
         return None if array is None else tuple(map(operator.eq, array.shape, shape))
@@ -135,7 +141,7 @@ def prepare(
         dropout_rate=dropout_rate,
         keep_rest=False,
         return_lse=return_lse,
-        precision=precision_of(precision, str(q.dtype)),
+        precision=precision,
     )
     inputs = Inputs(
         q,
@@ -274,7 +280,8 @@ def attention(
       dropout_rate, dropout_key: weights dropped at random, keyed by position.
       return_lse: return (out, lse).
       layout: "bthd", or "bhtd" for [B, H, T, D] (and lse [B, H, T]; bias and mask as ever).
-      precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
+      precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round to
+        TF32, but not with a softcap or sinks, whose gradients that would spoil.
       implementation: None (the fastest that supports the request here), "triton", "cudnn",
         "xla" or "reference"; "triton.wide" is those of Triton's kernels that take heads beyond
         512, over up to 256 queries and keys. cuDNN, which None may mean, does not promise the same
