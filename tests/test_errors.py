@@ -532,7 +532,9 @@ ARRAYS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "right", "names"), ARRAYS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(
+    ("function", "right", "names"), ARRAYS, ids=[row[0].__name__ for row in ARRAYS]
+)
 def test_masked_arrays(function: Any, right: dict[str, Any], names: str) -> None:
     """NumPy would ignore their masks, and what is masked would count as what lies below."""
     for name in names.split():
