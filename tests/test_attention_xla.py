@@ -356,6 +356,18 @@ def test_gradient_of_a_bias_whose_terms_cancel():
         np.testing.assert_array_equal(result["dbias"], 0)
 
 
+def test_gradient_of_a_bias_by_query_beside_large_sinks() -> None:
+    """The keys have 1e-7 of the weight: 1 less the sink's share says nothing of it."""
+    q, k, v = qkv(T=6, S=6)
+    sinks = jnp.full(4, 18.0)
+    options = {"bias": normal(1, 4, 6, 1), "sinks": sinks, "return_lse": True}
+    wanted = numerics.oracle("attention", q, k, v, causal=True, **options)
+    result = numerics.run(
+        "attention", "xla", q, k, v, cotangents=wanted.cotangents, causal=True, **options
+    )
+    numerics.compare(result, wanted)
+
+
 def test_gradients_of_saturated_scores():
     """Where tanh(x) of the softcap is 1 but for some 1e-7, so is its float32 square."""
     q, k, v = qkv(T=12, S=12, D=1)

@@ -80,18 +80,17 @@ def _block(spec: AttentionSpec, arrays: blocks.Arrays) -> tuple[jax.Array, jax.A
     s = blocks.scores(spec, arrays)  # [R, block, S]
     sinks = arrays["sinks"][:, None, None] if spec.sinks else None  # [R, 1, 1]
     if by_query is not None:
-        # A bias that a query's keys share moves lse, and the sink against the keys. Its gradient
+        # A bias that a query's keys share moves lse, and the keys against the sink. Its gradient
         # then needs no sum of ds over the keys, whose terms cancel.
         s = jnp.where(by_query == -jnp.inf, -jnp.inf, s)
         by_query = jnp.where(jnp.max(s, axis=-1, keepdims=True) == -jnp.inf, 0, by_query)
-        sinks = None if sinks is None else sinks - by_query
     keep = None
     if spec.dropout_rate:
         i, j = blocks.indices(arrays)
         h = arrays["h"][:, None, None]
         keep = dropout_keep(spec.dropout_rate, arrays["seed"], arrays["b"], h, i, j)
-    out, lse = _softmax(spec, s, arrays["v"], sinks, keep)
-    return out, lse[..., 0] if by_query is None else (lse + by_query)[..., 0]
+    out, lse = _softmax(spec, s, arrays["v"], sinks, by_query, keep)
+    return out, lse[..., 0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -100,30 +99,47 @@ def _softmax(
     s: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
+    by_query: jax.Array | None,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """out [R, block, V] and lse [R, block, 1], from scores and sinks [R, block|1, 1]."""
-    m, total = _normaliser(s, sinks)
+    """out [R, block, V] and lse [R, block, 1], from scores and sinks [R, block|1, 1].
+
+    `by_query` [R|1, block|1, 1] is to be added to all scores of a query: for the weights that is
+    the same as taken from its sink, and `s` does not have it.
+    """
+    m, total = _normaliser(s, _beside(sinks, by_query))
     out = _values(spec, _dropped(spec, jnp.exp(s - m), keep), v) / _not_zero(total)
-    return out, _lse(m, total)
+    return out, _lse(m, total, by_query)
 
 
 @_softmax.defjvp
 def _softmax_jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> Any:
-    s, v, sinks, keep = primals
-    d_s, d_v, d_sinks, _ = tangents
+    s, v, sinks, by_query, keep = primals
+    d_s, d_v, d_sinks, d_by_query, _ = tangents
+    beside = _beside(sinks, by_query)
     m, total = (
         checkpoint_name(array, name)
-        for array, name in zip(_normaliser(s, sinks), ("m", "l"), strict=True)
+        for array, name in zip(_normaliser(s, beside), ("m", "l"), strict=True)
     )
     p = jnp.exp(s - m) / _not_zero(total)  # [R, block, S]
-    d_lse = jnp.sum(p * d_s, axis=-1, keepdims=True)  # [R, block, 1]
-    if sinks is not None:
-        d_lse = d_lse + jnp.exp(sinks - m) / _not_zero(total) * d_sinks
+    mean = jnp.sum(p * d_s, axis=-1, keepdims=True)  # [R, block, 1]
+    d_lse = mean
+    if beside is not None:
+        share = jnp.exp(beside - m) / _not_zero(total)
+        d_lse = d_lse + share * d_sinks
+        mean = mean + share * (d_sinks if by_query is None else d_sinks - d_by_query)
+    if by_query is not None:
+        # Not as 1 - share, of which little is left where the sink has nearly all the weight.
+        d_lse = d_lse + jnp.sum(p, axis=-1, keepdims=True) * d_by_query
     out = _values(spec, _dropped(spec, p, keep), v)
-    d_out = _values(spec, _dropped(spec, p * (d_s - d_lse), keep), v)
+    d_out = _values(spec, _dropped(spec, p * (d_s - mean), keep), v)
     d_out = d_out + _values(spec, _dropped(spec, p, keep), d_v)
-    return (out, _lse(m, total)), (d_out, d_lse)
+    return (out, _lse(m, total, by_query)), (d_out, d_lse)
+
+
+def _beside(sinks: jax.Array | None, by_query: jax.Array | None) -> jax.Array | None:
+    """The sinks' logits beside scores that lack `by_query`."""
+    return sinks if sinks is None or by_query is None else sinks - by_query
 
 
 def _normaliser(s: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -136,8 +152,9 @@ def _normaliser(s: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.A
     return m, total if sinks is None else total + jnp.exp(sinks - m)
 
 
-def _lse(m: jax.Array, total: jax.Array) -> jax.Array:
-    return jnp.where(total > 0, m + jnp.log(_not_zero(total)), -jnp.inf)
+def _lse(m: jax.Array, total: jax.Array, by_query: jax.Array | None) -> jax.Array:
+    lse = jnp.where(total > 0, m + jnp.log(_not_zero(total)), -jnp.inf)
+    return lse if by_query is None else lse + by_query
 
 
 def _not_zero(total: jax.Array) -> jax.Array:
