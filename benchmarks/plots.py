@@ -166,9 +166,13 @@ def memory(results: Results) -> Any:
         plt.close(figure)
         return None
     _logarithmic(panel, sorted(lengths))
+    # Powers of two have short labels; powers of ten bytes are 0.953674 MB and so on.
+    panel.set_yscale("log", base=2)
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 2**20:g} MB"))
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.set_ylabel("peak memory of one call")
     _legend(figure, handles, "The ladder's memory", results)
+    figure.subplots_adjust(left=0.13)
     return figure
 
 
