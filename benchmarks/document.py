@@ -92,18 +92,28 @@ def asked_for(found: Results) -> tuple[int, int]:
     return len(wanted), len(wanted - reached)
 
 
+def provenance(found: Results, name: str) -> str:
+    """Where one file's figures come from, and the card's two speeds that they are compared with."""
+    noted = {key: value for key, value in found.about.items() if not key.startswith("clocks")}
+    rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in found.matrix.items())
+    facts = {
+        "date": noted.pop("date", ""),
+        "ato_jax": found.ato_jax,
+        "JAX": found.jax,
+        "PyTorch": found.torch,
+        **noted,
+        "a copy of a large array, TB/s": f"{found.bandwidth / 1e12:.2f}",
+        "a large matrix product, TFLOP/s": rates,
+        "every row": f"[{name}.json](../benchmarks/results/{name}.json)",
+    }
+    rows = [[fact, str(value)] for fact, value in facts.items() if value]
+    return Table("Where these figures come from", ["what", "value"], rows, texts=2).markdown()
+
+
 def section(found: Results, name: str) -> str:
     """Everything of one file."""
     wanted, waiting = asked_for(found)
-    noted = {key: value for key, value in found.about.items() if not key.startswith("clocks")}
-    rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in found.matrix.items())
-    versions = ", ".join(f"{key} {value}" for key, value in noted.items())
-    parts = [
-        f"## {found.device}",
-        f"JAX {found.jax}, PyTorch {found.torch}, ato_jax {found.ato_jax}; {versions}. A copy "
-        f"moves {found.bandwidth / 1e12:.2f} TB/s, a large product runs at (TFLOP/s) {rates}. "
-        f"Every row: [{name}.json](../benchmarks/results/{name}.json).",
-    ]
+    parts = [f"## {found.device}", provenance(found, name)]
     if waiting:
         parts.append(f"Of {wanted} rows {waiting} are still to be measured.")
     for suite in suites.named("report"):
