@@ -20,7 +20,7 @@ from absl import flags, logging
 from benchmarks import byte_limit, cases, ours, peers, timing
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("output", "docs/demo.png", "demo: the picture to write, a .png")
+flags.DEFINE_string("output", "benchmarks/output/demo.png", "demo: the picture to write, a .png")
 flags.DEFINE_float("budget_seconds", 120, "demo: about how long to measure", lower_bound=1)
 flags.DEFINE_integer("max_tokens", 1 << 20, "demo: the largest T", lower_bound=1)
 flags.register_validator(

@@ -1,6 +1,6 @@
 """What each backend supports, as a table made from the backends' own `unsupported`.
 
-    python -m tests.support        writes tests/support.txt and the table in README.md
+    python -m tests.support        writes tests/support.txt and the table in docs/support.md
 
 A change of support is a change of tests/support.txt, which a test compares with the backends.
 """
@@ -23,7 +23,7 @@ from ato_jax.ops.linear_attention import api as linear_attention_api
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "support.txt"
-README = HERE.parent / "README.md"
+TABLE = HERE.parent / "docs" / "support.md"
 MARKERS = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.DOTALL)
 
 APIS = {"attention": attention_api, "linear_attention": linear_attention_api}
@@ -254,7 +254,7 @@ def golden() -> str:
 MARKS = {"yes": "yes", "-": "-", "forward": "forward only", "backward": "backward only"}
 
 
-def readme() -> str:
+def table() -> str:
     """The compact table: a row a feature, those together that all backends answer alike."""
     parts = []
     for op, rows in ROWS.items():
@@ -283,9 +283,9 @@ def _widths(features: list[str]) -> list[str]:
 
 
 def with_table(text: str) -> str:
-    return MARKERS.sub(lambda found: found[1] + "\n" + readme() + "\n" + found[2], text)
+    return MARKERS.sub(lambda found: found[1] + "\n" + table() + "\n" + found[2], text)
 
 
 if __name__ == "__main__":
     GOLDEN.write_text(golden())
-    README.write_text(with_table(README.read_text()))
+    TABLE.write_text(with_table(TABLE.read_text()))
