@@ -68,6 +68,17 @@ def test_queries_with_runs_of_their_own(T: int, options: dict[str, Any]) -> None
     )
 
 
+@pytest.mark.parametrize("per_step", [False, True])
+def test_a_strong_decay_among_queries_of_another_length(per_step: bool) -> None:
+    """Weights without a decay, of queries right at their keys, are no part of its gradient."""
+    q, k, v = normal(1, 60, 1, 32), normal(1, 40, 1, 32), normal(1, 40, 1, 32)
+    decay = jnp.full((1, 40, 1) if per_step else (1,), -12.0)
+    lengths = {"q_lengths": jnp.array([55]), "kv_lengths": jnp.array([34])}
+    options: dict[str, Any] = {"feature_map": "identity", "decay": decay, "causal": True}
+    wanted = numerics.oracle("linear_attention", q, k, v, **options, **lengths)
+    numerics.compare(numerics.run_backends("xla", "xla", wanted), wanted)
+
+
 @pytest.mark.parametrize(("kind", "causal"), [("step", False), ("channel", True)])
 def test_forward_mode_and_second_order(kind: str, causal: bool) -> None:
     """Every derivative is that of the definition, decay's included."""

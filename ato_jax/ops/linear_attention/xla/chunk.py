@@ -63,6 +63,7 @@ class Chunk(NamedTuple):
     decay: Any  # [B, G, C, 1 or F]
     halves: list[jax.Array]  # of [B, G, C, F], the decays between each step and its `middles`
     run: Any  # [B, C]
+    real: Any  # [B, C], whether there is a key; None: everywhere
     left: Edge
     right: Edge
     einsum: Callable[..., jax.Array]
@@ -98,7 +99,16 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
         first, last = steps.run[:, 0], steps.run[:, -1]
     einsum = functools.partial(jnp.einsum, precision=precision)
     return Chunk(
-        q, k, v, decay, halves, steps.run, Edge(before, first), Edge(after, last), einsum
+        q,
+        k,
+        v,
+        decay,
+        halves,
+        steps.run,
+        steps.real,
+        Edge(before, first),
+        Edge(after, last),
+        einsum,
     )
 
 
@@ -137,7 +147,7 @@ def weights(chunk: Chunk, both_ways: bool) -> jax.Array:
     if chunk.decay is None or chunk.decay.shape[-1] == 1:
         w = chunk.einsum("bgrif,bgjf->bgrij", chunk.q, chunk.k)
         if chunk.decay is not None:
-            w *= jnp.exp(pair_decay(chunk.decay))[:, :, None]
+            w *= jnp.exp(pair_decay(chunk.decay, chunk.real))[:, :, None]
     else:
         # The diagonal has no decay; every other pair has one level, at which a middle parts it.
         w = jnp.sum(chunk.q * chunk.k[:, :, None], axis=-1, keepdims=True)  # [B, G, R, C, 1]
@@ -166,7 +176,7 @@ def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
     return jnp.arange(size)[:, None], jnp.arange(size)[None, :]
 
 
-def pair_decay(decay: jax.Array) -> jax.Array:
+def pair_decay(decay: jax.Array, real: jax.Array | None) -> jax.Array:
     """[B, G, C, 1] -> [B, G, C, C]: the sums of the decays between two steps, either way.
 
     A difference of running sums would lose the small decays that follow a large one. So they are
@@ -180,8 +190,14 @@ def pair_decay(decay: jax.Array) -> jax.Array:
         running = sums_to_edges(part, [0])[0]  # [B, G, C, 1]
         return running - jnp.swapaxes(running, 2, 3)
 
-    # The sign, 0 on the diagonal, also keeps w[i,i] out of the decay's gradient.
-    return (difference(coarse) + difference(decay - coarse)) * jnp.sign(i - j)
+    # Where no key's step lies between, as on the diagonal, the sign is 0. That keeps weights which
+    # carry no decay, and may be far larger than the others, out of the decay's gradient, where
+    # they would cancel in float32.
+    sign = jnp.sign(i - j)
+    if real is not None:
+        keys = jnp.cumsum(real, axis=1, dtype=jnp.int32)  # [B, C]
+        sign = jnp.sign(keys[:, :, None] - keys[:, None])[:, None]  # [B, 1, C, C]
+    return (difference(coarse) + difference(decay - coarse)) * sign
 
 
 def middles(size: int) -> list[np.ndarray]:
