@@ -363,7 +363,7 @@ def test_lowers(
 
         def both(*arrays: Any) -> Any:
             inputs = Inputs(*arrays)
-            kept = mosaic_gpu.keep(spec, config, inputs)
+            kept = mosaic_gpu.forward_for_own_backward(spec, config, inputs)
             if backward is None:
                 return kept
             residuals = Residuals(inputs, kept)
@@ -469,8 +469,8 @@ def test_who_is_asked_for_what() -> None:
         )
         choice = dispatch.choose(call, "backward")
         assert choice.backend == "mosaic_gpu"
-        assert (choice.otherwise.backend if choice.otherwise else None) == after
-    assert "Hopper" in str(mosaic_gpu.refuses(ampere, False))
+        assert (choice.fallback.backend if choice.fallback else None) == after
+    assert "Hopper" in str(mosaic_gpu.unsupported_device(ampere, False))
     lengths = jnp.array([3])
     for options, name in (
         ({"causal": False, "decay": -jnp.ones(1)}, "causal"),

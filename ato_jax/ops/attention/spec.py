@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax import backend
 from ato_jax.meshes import partition, sharded
 
 Broadcast = tuple[bool, bool, bool, bool]
@@ -125,9 +126,7 @@ class Outputs(NamedTuple):
         return self._replace(rest=None)
 
 
-class Residuals(NamedTuple):
-    inputs: Inputs
-    outputs: Outputs
+Residuals = backend.Residuals[Inputs, Outputs]
 
 
 def positions_of_first_query(spec: AttentionSpec, inputs: Inputs) -> jax.Array:

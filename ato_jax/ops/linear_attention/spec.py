@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax import backend
 from ato_jax.meshes import partition, sharded
 from ato_jax.ops.linear_attention.features import FeatureMap
 
@@ -112,9 +113,7 @@ class Outputs(NamedTuple):
         return self
 
 
-class Residuals(NamedTuple):
-    inputs: Inputs
-    outputs: Outputs
+Residuals = backend.Residuals[Inputs, Outputs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, gates, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
@@ -44,7 +45,7 @@ ROWS_OF_A_TILE = 8  # as arrays in memory are cut by the copy engine
 ENOUGH_ROWS = 2**16
 
 
-def refuses(device: Device, interpreted: bool) -> str | None:
+def unsupported_device(device: Device, interpreted: bool) -> str | None:
     """Why not on this device."""
     if interpreted:
         if frame.interpreter is None:
@@ -105,12 +106,14 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     return Config(blocks=device.multiprocessors)
 
 
-def hands_over(spec: LinearAttentionSpec) -> bool:
+def needs_fallback(spec: LinearAttentionSpec) -> bool:
     """Steep chunks, of which the walks over features mean nothing."""
     return spec.decay == "channel"
 
 
-def pays(spec: LinearAttentionSpec, device: Device, followed: bool) -> bool:
+def beats_later_backends(
+    spec: LinearAttentionSpec, device: Device, backward_follows: bool
+) -> bool:
     enough = ENOUGH_ROWS
     if spec.decay != "channel":
         enough = ENOUGH_ROWS * frame.F // spec.D
@@ -164,7 +167,7 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 Kept = Outputs | causal.Kept | narrow.Kept
 
 
-def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+def forward_for_own_backward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     return _keep_with_gates(_keep_all, spec, config, inputs)
 
 
@@ -222,17 +225,9 @@ def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentio
 
 
 def backward(
-    spec: LinearAttentionSpec,
-    config: Config,
-    residuals: Residuals,
-    cotangents: Outputs,
-    otherwise: causal.Otherwise | None = None,
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     decay = residuals.inputs.decay
-    if hands_over(spec):
-        assert otherwise is not None
-        run = functools.partial(causal.backward_by_channel, otherwise=otherwise)
-        return _as_larger_batch(run)(spec, config, residuals, cotangents)
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
     inputs = residuals.inputs._replace(decay=_gates_of(spec, config, decay))
@@ -241,6 +236,17 @@ def backward(
         return _backward(spec, config, residuals, cotangents, decay)
     found = _backward(spec, config, residuals, cotangents)
     return found._replace(decay=gates.gradient_of_heads(decay, found.decay))
+
+
+def backward_with_fallback(
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    fallback: causal.Otherwise,
+) -> Inputs:
+    run = functools.partial(causal.backward_by_channel, otherwise=fallback)
+    return _as_larger_batch(run)(spec, config, residuals, cotangents)
 
 
 @_as_larger_batch
@@ -265,3 +271,18 @@ def _backward(
     if found.initial_state is None:
         return found
     return found._replace(initial_state=narrow.narrowed(spec, found.initial_state))
+
+
+class _MosaicGpu(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    unsupported_device = staticmethod(unsupported_device)
+    forward_for_own_backward = staticmethod(forward_for_own_backward)
+    beats_later_backends = staticmethod(beats_later_backends)
+    needs_fallback = staticmethod(needs_fallback)
+    backward_with_fallback = staticmethod(backward_with_fallback)
+
+
+BACKEND = _MosaicGpu()

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import meshes
+from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -330,3 +331,13 @@ def backward(
     if not spec.feature_map.elementwise:
         return projected.backward(attend, spec, residuals, cotangents)
     return attend(spec, residuals, cotangents)
+
+
+class _Triton(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+
+BACKEND = _Triton()
