@@ -1,32 +1,18 @@
-"""From a spec to a backend, and the one custom derivative.
+"""From a spec to a backend, and the custom derivative that all kernels share.
 
-Every op runs through `run`. A backend is a module with five names:
+Every op runs through `run`, which calls the first backend that supports the request:
 
-    Config                                      its tunable sizes, a frozen dataclass
-    unsupported(spec, phase) -> str | None      why not, for phase "forward" or "backward"
-    default_config(spec, device) -> Config
-    forward(spec, config, inputs) -> outputs
-    backward(spec, config, residuals, cotangents) -> inputs' cotangents
+    forward    out = backend.forward(spec, config, inputs)
+    backward   d_inputs = backend.backward(spec, config, Residuals(inputs, out), d_out)
 
-`outputs` and `residuals = (inputs, outputs)` are fixed by the op, so any forward pairs with any
-backward; what only a backward reads of the outputs, a forward leaves where the spec is that of
-`spec.for_backward()`, and `outputs.plain()` is without it. A backend may have four names more:
+`backend.py` has the protocol of a backend. Each phase is chosen by itself, so one backend's
+forward may run with another's backward. On a GPU the backends are tried in the order of
+`Op.backends`, except that the tables in `tuned/` put some first or last (`tuning.py`), and that
+families which are slow at the call's sizes come last (`Backend.beats_later_backends`).
 
-    keep(spec, config, inputs) -> outputs       forward, with what its own backward alone can read
-    pays(spec, device, followed) -> bool        whether it is faster than what comes after it
-    refuses(device, interpreted) -> str | None  why not on a GPU of this kind
-    hands_over(spec) -> bool                    whether values can be beyond its own backward
-
-`keep` runs where the derivative of a call is taken, by JAX, and the backend's own backward follows.
-One that does not pay is what `implementation=None` comes to last, with all of its family: the
-others' kernels are for other sizes. What a table in `tuned/` says of the call's device comes before
-that (tuning.py). `followed` says that a backward pass on the same arrays is to
-come: XLA may then do what it has in common with one forward once for both. A backward that hands
-over takes `otherwise(spec, residuals, cotangents)`, too: the next backend's, which it branches to
-on the device, also where the call names it. Backends that are plain JAX are differentiated by JAX
-itself: in forward mode and to any order. Kernels carry a custom derivative; its own derivative goes
-through XLA, so second order is right there, too, and forward mode is refused by JAX with an error
-that says so.
+JAX differentiates the backends that are plain JAX, in forward mode and to any order. Kernels have a
+custom derivative (`_kernels`). The derivative of its backward pass is that of the XLA backend, so
+second order is right there, too. JAX refuses forward mode, with an error that says so.
 """
 
 from __future__ import annotations
@@ -34,13 +20,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff, device, meshes, programs, tuning
+from ato_jax.backend import Backend, InputsT, OutputsT, Residuals, SpecialForward, SpecT
 
 PLAIN_JAX = ("xla", "reference")
 INTERPRETABLE = ("triton", "mosaic_gpu")
@@ -48,17 +36,19 @@ PHASES = ("forward", "backward")
 
 
 class UnsupportedError(NotImplementedError):
-    """The request is right, but not by this backend."""
+    """The request is right, but this backend cannot run it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
-    """`backends` in the order in which `implementation=None` tries them, but for what the
-    device's table puts first.
+class Op(Generic[SpecT, InputsT, OutputsT]):
+    """An op and the names of its backends, which are imported when they are needed.
 
-    `planned` are names that are promised, but have no kernels yet: refused as unsupported.
-    `special` are modules with a forward of their own, each by the backend that it belongs to: it
-    runs in place of the backend's where the module `takes(spec, device)`.
+    Attributes:
+      backends: in the order in which `implementation=None` tries them, where no table says
+        otherwise. "triton.wide" is the module `wide` of the family "triton".
+      package: the package that the backends' modules are in.
+      planned: names that are promised and have no kernels yet: refused as unsupported.
+      special: pairs (backend, module) of a `SpecialForward` that runs some of the backend's calls.
     """
 
     name: str
@@ -67,10 +57,16 @@ class Op:
     planned: tuple[str, ...] = ()
     special: tuple[tuple[str, str], ...] = ()
 
-    def backend(self, name: str) -> Any:
+    def module(self, name: str) -> types.ModuleType:
         return importlib.import_module(f"{self.package}.{name}")
 
-    def check_name(self, implementation: Any) -> None:
+    def backend(self, name: str) -> Backend[SpecT, Any, InputsT, OutputsT]:
+        return self.module(name).BACKEND
+
+    def special_forward(self, name: str) -> SpecialForward[SpecT, Any, InputsT, OutputsT]:
+        return self.module(name).SPECIAL_FORWARD
+
+    def check_name(self, implementation: object) -> None:
         """A ValueError unless it is None or the name of a backend, planned ones included."""
         names = self.backends + self.planned
         named = isinstance(implementation, str) and implementation in names
@@ -80,51 +76,54 @@ class Op:
                 f"got {implementation!r}"
             )
 
-    @property
-    def residuals(self) -> Any:
-        """The op's own type of (inputs, outputs): backends read its fields by name."""
-        return importlib.import_module(f"{self.package}.spec").Residuals
-
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One phase's backend and its block sizes; `kernel` is the module, the backend's own or one of
-    `Op.special`; `otherwise` whose backward it is where that one hands over. `why` says what put
-    the backend before the others, and `sizes_by` where its block sizes come from.
+    """One phase's backend and its block sizes.
+
+    Attributes:
+      backend: the backend's name.
+      config: its block sizes.
+      kernel: the module that runs the phase: the backend's own, or one of `Op.special`.
+      fallback: the backward for values for which this one's kernels are not right, if there are
+        any (`Backend.needs_fallback`).
+      why: what put the backend before the others.
+      sizes_by: where the block sizes come from.
     """
 
     backend: str
     config: Any
     kernel: str
-    otherwise: Choice | None = None
+    fallback: Choice | None = None
     why: str = dataclasses.field(default="", compare=False)
     sizes_by: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
-        beside = f", or by the arrays' values {self.otherwise}" if self.otherwise else ""
+        beside = f", or by the arrays' values {self.fallback}" if self.fallback else ""
         sources = "; ".join(filter(None, (self.why, self.sizes_by)))
         return f"{self.backend}, {self.config}{f' ({sources})' if sources else ''}{beside}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(Generic[SpecT, InputsT, OutputsT]):
     """Everything static about one call: the key of its compiled program.
 
-    `followed`: its outputs go to `_kernels_backward` of the same call, and to nothing else.
-    `training`: its derivative is taken, whoever takes it.
+    Attributes:
+      backward_follows: the outputs go to `_kernels_backward` of the same call, and nowhere else.
+      training: the derivative of the call is taken, by JAX or by the caller.
     """
 
-    op: Op
-    spec: Any
+    op: Op[SpecT, InputsT, OutputsT]
+    spec: SpecT
     implementation: str | None
     device: device.Device
     interpret: bool
-    followed: bool = False
+    backward_follows: bool = False
     training: bool = False
 
     def use(self, phase: str) -> str:
-        """What the tables call the use that this phase is a part of."""
-        both = phase == "backward" or self.followed or self.training
+        """The name that the tables give to the use that this phase is a part of."""
+        both = phase == "backward" or self.backward_follows or self.training
         return tuning.TRAINING if both else tuning.FORWARD
 
 
@@ -153,10 +152,9 @@ def reason_against(call: _Call, name: str, phase: str) -> str | None:
         return f"needs a GPU, and this call runs on {call.device.platform}{hint}"
     if family(name) == "triton" and not interpreted and (reason := call.device.lacks_triton()):
         return reason
-    module = call.op.backend(name)
-    if hasattr(module, "refuses") and (reason := module.refuses(call.device, interpreted)):
-        return reason
-    return module.unsupported(call.spec, phase)
+    backend = call.op.backend(name)
+    reason = backend.unsupported_device(call.device, interpreted)
+    return reason or backend.unsupported(call.spec, phase)
 
 
 def _candidates(call: _Call, phase: str) -> Sequence[str]:
@@ -169,7 +167,7 @@ def _candidates(call: _Call, phase: str) -> Sequence[str]:
     if call.device.platform != "gpu" or call.interpret:
         # Inside interpret(), too, kernels run only where they are asked for by name: they are slow.
         return tuple(name for name in call.op.backends if name in PLAIN_JAX)
-    return in_order(call, phase)
+    return _in_order(call, phase)
 
 
 def choose(call: _Call, phase: str) -> Choice:
@@ -180,26 +178,37 @@ def choose(call: _Call, phase: str) -> Choice:
         reasons[name] = reason_against(call, name, phase)
         if reasons[name] is None:
             kernel = _kernel(call, name, phase)
-            module = call.op.backend(kernel)
-            config = tuning.config(call.op.name, kernel, module, call.spec, call.device)
-            beside = otherwise(call, name, phase)
-            return Choice(name, config, kernel, beside, *sources(call, name, kernel, phase))
+            runner = call.op.backend(name) if kernel == name else call.op.special_forward(kernel)
+            config = tuning.config(call.op.name, kernel, runner, call.spec, call.device)
+            fallback = fallback_of(call, name, phase)
+            return Choice(name, config, kernel, fallback, *_sources(call, name, kernel, phase))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
 
 
-def in_order(call: _Call, phase: str) -> list[str]:
+def _in_order(call: _Call, phase: str) -> list[str]:
     """The op's backends as `implementation=None` tries them on a GPU."""
     order = tuning.order(call.op.name, call.spec, call.device, call.use(phase))
 
     def rank(name: str) -> int:
-        found = order.rank(name, family(name))
-        return max(found, 2 * (not _pays(call, name, phase))) if found else found
+        by_table = order.rank(name, family(name))
+        if by_table == tuning.FIRST or _family_beats_later(call, name, phase):
+            return by_table
+        return tuning.LAST
 
     return sorted(call.op.backends, key=rank)
 
 
-def sources(call: _Call, name: str, kernel: str, phase: str) -> tuple[str, str]:
+def _family_beats_later(call: _Call, name: str, phase: str) -> bool:
+    """False where kernels of its family that are made for such sizes are slow at these."""
+    return all(
+        call.op.backend(other).beats_later_backends(call.spec, call.device, call.backward_follows)
+        for other in call.op.backends
+        if family(other) == family(name) and reason_against(call, other, phase) is None
+    )
+
+
+def _sources(call: _Call, name: str, kernel: str, phase: str) -> tuple[str, str]:
     """What put the backend before the others, and where its block sizes come from."""
     if call.device.platform != "gpu":
         return "", ""
@@ -219,31 +228,20 @@ def sources(call: _Call, name: str, kernel: str, phase: str) -> tuple[str, str]:
     return why, f"block sizes by tuned/{by}.toml" if by else "block sizes by rule"
 
 
-def otherwise(call: _Call, name: str, phase: str) -> Choice | None:
-    """What a backend hands over to, if it does."""
-    module = call.op.backend(name)
-    if phase == "forward" or not (hasattr(module, "hands_over") and module.hands_over(call.spec)):
+def fallback_of(call: _Call, name: str, phase: str) -> Choice | None:
+    """The backward that the backend's own branches to for some values, if there is one."""
+    if phase == "forward" or not call.op.backend(name).needs_fallback(call.spec):
         return None
     others = tuple(other for other in call.op.backends if other != name)
     op = dataclasses.replace(call.op, backends=others)
     return choose(dataclasses.replace(call, op=op, implementation=None), phase)
 
 
-def _pays(call: _Call, name: str, phase: str) -> bool:
-    """False where kernels of its family that are made for such a size say that they do not."""
-    return all(
-        module.pays(call.spec, call.device, call.followed)
-        for other in call.op.backends
-        if family(other) == family(name) and hasattr(module := call.op.backend(other), "pays")
-        if reason_against(call, other, phase) is None
-    )
-
-
 def _kernel(call: _Call, name: str, phase: str) -> str:
     """The module of a backend that runs a phase."""
     if phase == "forward":
         for owner, kernel in call.op.special:
-            if owner == name and call.op.backend(kernel).takes(call.spec, call.device):
+            if owner == name and call.op.special_forward(kernel).serves(call.spec, call.device):
                 return kernel
     return name
 
@@ -256,67 +254,82 @@ def choose_if_any(call: _Call, phase: str) -> Choice | None:
         return None
 
 
-def _forward(call: _Call, inputs: Any) -> Any:
+def _forward(call: _Call, inputs: InputsT) -> Any:
+    """The outputs, with what only the backward pass reads where that follows."""
     choice = choose(call, "forward")
-    module = call.op.backend(choice.kernel)
-    run = module.forward
-    if call.followed and hasattr(module, "keep"):
+    backend = call.op.backend(choice.backend)
+    run: Any = backend.forward
+    if choice.kernel != choice.backend:
+        run = call.op.special_forward(choice.kernel).forward
+    elif call.backward_follows:
         backward = choose_if_any(call, "backward")
-        if backward is not None and backward.backend == choice.kernel:
-            run = module.keep
+        if backward is not None and backward.backend == choice.backend:
+            run = backend.forward_for_own_backward
     with device.interpret(call.interpret):
         return run(call.spec, choice.config, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernels(call: _Call, inputs: Any) -> Any:
+def _kernels(call: _Call, inputs: InputsT) -> Any:
     return _forward(call, inputs)
 
 
-def _kernels_forward(call: _Call, inputs: Any) -> tuple[Any, Any]:
+def _kernels_forward(call: _Call, inputs: InputsT) -> tuple[Any, Any]:
     if _is_plain(dataclasses.replace(call, training=True)):
-        # JAX's own derivative: it keeps what it needs, where `_kernels_backward` computes anew.
+        # JAX's own derivative keeps what it needs, where `_kernels_backward` computes it again.
         training = dataclasses.replace(call, training=True)
         return autodiff.vjp(functools.partial(_forward, training), inputs)
-    # Not `_forward`: a second derivative passes here, and has to meet the custom rule again.
-    followed = dataclasses.replace(call, spec=call.spec.for_backward(), followed=True)
+    # `_kernels` and not `_forward`: a second derivative has to meet the custom rule again here.
+    followed = dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
     outputs = _kernels(followed, inputs)
     returned = outputs if call == followed else outputs.plain()
-    return returned, call.op.residuals(inputs, outputs)
+    return returned, Residuals(inputs, outputs)
 
 
-def _kernels_transposed(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+def _kernels_transposed(call: _Call, residuals: Any, cotangents: OutputsT) -> tuple[InputsT]:
     if isinstance(residuals, jax.tree_util.Partial):
         return (residuals(cotangents),)
     return (_kernels_backward(call, residuals, cotangents.plain()),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernels_backward(call: _Call, residuals: Any, cotangents: Any) -> Any:
+def _kernels_backward(
+    call: _Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
+) -> InputsT:
     with device.interpret(call.interpret):
         choice = choose(call, "backward")
         return backward_by(call.op, choice, call.spec, residuals, cotangents)
 
 
-def backward_by(op: Op, choice: Choice, spec: Any, residuals: Any, cotangents: Any) -> Any:
-    """A backward as it was chosen, and what that hands over to."""
-    options = {}
-    if choice.otherwise is not None:
-        options["otherwise"] = functools.partial(backward_by, op, choice.otherwise)
-    run = op.backend(choice.backend).backward
-    return run(spec, choice.config, residuals, cotangents, **options)
+def backward_by(
+    op: Op[SpecT, InputsT, OutputsT],
+    choice: Choice,
+    spec: SpecT,
+    residuals: Residuals[InputsT, OutputsT],
+    cotangents: OutputsT,
+) -> InputsT:
+    """The backward pass of a choice, with its fallback."""
+    backend = op.backend(choice.backend)
+    if choice.fallback is None:
+        return backend.backward(spec, choice.config, residuals, cotangents)
+    fallback = functools.partial(backward_by, op, choice.fallback)
+    return backend.backward_with_fallback(spec, choice.config, residuals, cotangents, fallback)
 
 
-def _twice_forward(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+def _twice_forward(
+    call: _Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
+) -> tuple[InputsT, tuple[InputsT, OutputsT]]:
     return _kernels_backward(call, residuals, cotangents), (residuals.inputs, cotangents)
 
 
-def _twice_backward(call: _Call, saved: Any, second_cotangents: Any) -> tuple[Any, Any]:
+def _twice_backward(
+    call: _Call, saved: tuple[InputsT, OutputsT], second_cotangents: InputsT
+) -> tuple[Any, OutputsT]:
     """The derivative of the gradient: of the XLA gradient, as a function of the inputs alone."""
     xla = call.op.backend("xla")
     config = tuning.config(call.op.name, "xla", xla, call.spec, call.device)
 
-    def first_gradient(pair: Any) -> Any:
+    def first_gradient(pair: tuple[InputsT, OutputsT]) -> InputsT:
         inputs, cotangents = pair
         return autodiff.gradient(
             functools.partial(xla.forward, call.spec, config), inputs, cotangents
@@ -325,8 +338,8 @@ def _twice_backward(call: _Call, saved: Any, second_cotangents: Any) -> tuple[An
     inputs_cotangent, cotangents_cotangent = autodiff.gradient(
         first_gradient, saved, second_cotangents
     )
-    # The outputs among the residuals are functions of the inputs, which have them accounted for.
-    return call.op.residuals(inputs_cotangent, None), cotangents_cotangent
+    # The outputs among the residuals are functions of the inputs, whose cotangent counts them.
+    return Residuals(inputs_cotangent, None), cotangents_cotangent
 
 
 _kernels.defvjp(_kernels_forward, _kernels_transposed)
@@ -336,7 +349,7 @@ _kernels_backward.defvjp(_twice_forward, _twice_backward)
 def _warn_of_no_triton(call: _Call, choices: Sequence[Choice | None]) -> None:
     """A warning where the call would run Triton kernels, if JAX could lower them.
 
-    Those that Mosaic GPU launches between its own are among them.
+    The Triton kernels that Mosaic GPU's passes launch count, too.
     """
     if call.device.platform != "gpu" or call.interpret or not _no_triton():
         return
@@ -356,11 +369,11 @@ def _warn_of_no_triton(call: _Call, choices: Sequence[Choice | None]) -> None:
 
 
 @programs.jit(static=1)
-def _run(call: _Call, inputs: Any) -> Any:
+def _run(call: _Call[SpecT, InputsT, OutputsT], inputs: InputsT) -> OutputsT:
     forward = choose(call, "forward")
     _warn_of_no_triton(call, (forward, choose_if_any(call, "backward")))
     plain = forward.backend in PLAIN_JAX and _is_plain(dataclasses.replace(call, training=True))
-    # Plain JAX whether the derivative is taken or not is left to JAX's own derivative.
+    # JAX differentiates a call that is plain JAX whether or not its derivative is taken.
     return _forward(call, inputs) if plain else _kernels(call, inputs)
 
 
@@ -371,61 +384,81 @@ def _is_plain(call: _Call) -> bool:
 
 
 def _call_of(
-    op: Op, spec: Any, inputs: Any, implementation: str | None, training: bool = False
-) -> _Call:
+    op: Op[SpecT, InputsT, OutputsT],
+    spec: SpecT,
+    inputs: InputsT,
+    implementation: str | None,
+    training: bool = False,
+) -> _Call[SpecT, InputsT, OutputsT]:
     op.check_name(implementation)
     here, interpret = device.of_call(inputs), device.interpreting()
     return _Call(op, spec, implementation, here, interpret, training=training)
 
 
 def run(
-    op: Op, spec: Any, inputs: Any, implementation: str | None, training: bool = False
-) -> Any:
+    op: Op[SpecT, InputsT, OutputsT],
+    spec: SpecT,
+    inputs: InputsT,
+    implementation: str | None,
+    training: bool = False,
+) -> OutputsT:
     """The op's outputs, by the backend named or by the first that supports the request.
 
     `training`: the caller keeps the outputs for `backward`.
     """
     call = _call_of(op, spec, inputs, implementation, training)
-    function = functools.partial(_nothing if spec.B == 0 else _run, call)
-    return meshes.call(function, inputs, lambda: inputs.partition_of_outputs(spec.layout))
+    compute = _nothing if spec.B == 0 else _run
+    partition = functools.partial(inputs.partition_of_outputs, spec.layout)
+    return meshes.call(lambda inputs: compute(call, inputs), inputs, partition)
 
 
-def _nothing(call: _Call, inputs: Any) -> Any:
-    """The outputs of an empty batch."""
-    choose(dataclasses.replace(call, spec=dataclasses.replace(call.spec, B=1)), "forward")
-    reference = functools.partial(call.op.backend("reference").forward, call.spec, None)
-    shapes = jax.eval_shape(reference, inputs)
+def _nothing(call: _Call[SpecT, InputsT, OutputsT], inputs: InputsT) -> OutputsT:
+    """The outputs of an empty batch, after the checks of a batch of 1."""
+    one: Any = call.spec
+    choose(dataclasses.replace(call, spec=dataclasses.replace(one, B=1)), "forward")
+    reference = call.op.backend("reference")
+    config = reference.default_config(call.spec, call.device)
+    shapes = jax.eval_shape(functools.partial(reference.forward, call.spec, config), inputs)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
 @programs.jit(static=2)
-def _run_backward(call: _Call, wanted: tuple[str, ...], residuals: Any, cotangents: Any) -> Any:
+def _run_backward(
+    call: _Call[SpecT, InputsT, OutputsT],
+    wanted: tuple[str, ...],
+    residuals: Residuals[InputsT, OutputsT],
+    cotangents: OutputsT,
+) -> dict[str, Any]:
     gradients = _kernels_backward(call, residuals, cotangents)
     return {name: getattr(gradients, name) for name in wanted}
 
 
 def backward(
-    op: Op,
-    spec: Any,
-    inputs: Any,
-    outputs: Any,
-    cotangents: Any,
+    op: Op[SpecT, InputsT, OutputsT],
+    spec: SpecT,
+    inputs: InputsT,
+    outputs: OutputsT,
+    cotangents: OutputsT,
     implementation: str | None,
     wanted: tuple[str, ...],
 ) -> dict[str, Any]:
     """The cotangents of the inputs named in `wanted`, for a caller that kept the outputs."""
     call = _call_of(op, spec, inputs, implementation)
-    return _run_backward(call, wanted, op.residuals(inputs, outputs), cotangents)
+    return _run_backward(call, wanted, Residuals(inputs, outputs), cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a call would run, and why nothing else: `print` it, or read its fields.
 
-    `forward`, `recorded` and `backward` are a `Choice` (backend, config), or None where no backend
-    fits: the forward pass of a call whose derivative is not taken, and both passes of one whose
-    derivative is;
-    `reasons[backend][phase]` is None for a backend that could run the phase.
+    Attributes:
+      op: the op's name.
+      spec: everything static about the call.
+      device: the device that it would run on.
+      forward: the `Choice` (backend, config) of the forward pass of a call whose derivative is not
+        taken; None where no backend fits.
+      recorded, backward: the two passes of a call whose derivative is taken, likewise.
+      reasons: `reasons[backend][phase]` is why the backend cannot run the phase; None if it can.
     """
 
     op: str
@@ -452,7 +485,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(op: Op, spec: Any, inputs: Any, implementation: str | None) -> Explanation:
+def explain(
+    op: Op[SpecT, InputsT, OutputsT], spec: SpecT, inputs: InputsT, implementation: str | None
+) -> Explanation:
+    """What a call would run; it chooses as `run` does, and computes nothing."""
     call = _call_of(op, spec, inputs, implementation)
     reasons = {
         name: {phase: reason_against(call, name, phase) for phase in PHASES}

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+InputsT = TypeVar("InputsT")
+OutputsT = TypeVar("OutputsT")
+Tree = TypeVar("Tree")
 
 
 def partition(array: Any) -> tuple[Any, ...]:
@@ -51,8 +55,10 @@ def nowhere() -> contextlib.AbstractContextManager[Any]:
 
 
 def call(
-    function: Callable[[Any], Any], inputs: Any, partition_of_outputs: Callable[[], Any]
-) -> Any:
+    function: Callable[[InputsT], OutputsT],
+    inputs: InputsT,
+    partition_of_outputs: Callable[[], OutputsT],
+) -> OutputsT:
     """`function(inputs)`, with explicit axes of the mesh automatic inside, and inside
     `jax.shard_map` with inputs that all vary alike: a custom derivative gives each cotangent as
     varying as its input.

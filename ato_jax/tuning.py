@@ -49,13 +49,16 @@ import functools
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol
 
+from ato_jax.backend import Spec
 from ato_jax.device import Device
 
 FORWARD, TRAINING = "forward", "training"
+# Ranks of backends: those of the lowest rank are tried first.
+FIRST, IN_ORDER, LAST = 0, 1, 2
 
 
 def table_name(device_name: str) -> str:
@@ -102,7 +105,7 @@ def tables_of(device: Device, kind: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if table(name)]
 
 
-def sizes_of(spec: Any) -> dict[str, int]:
+def sizes_of(spec: Spec) -> dict[str, int]:
     """What an entry's `sizes` may name: `rows` are the queries of all heads and sequences."""
     return {
         "T": spec.T,
@@ -137,14 +140,14 @@ class Order:
     last: Mapping[str, str]
 
     def rank(self, name: str, family: str) -> int:
-        """Backends of the lowest rank are tried first. `family` is what users call the backend."""
+        """`FIRST`, `IN_ORDER` or `LAST`; `family` is what users call the backend."""
         if name in self.first:
-            return 0
-        return 2 if family in self.last else 1
+            return FIRST
+        return LAST if family in self.last else IN_ORDER
 
 
 @functools.lru_cache(maxsize=4096)
-def order(op: str, spec: Any, device: Device, phase: str) -> Order:
+def order(op: str, spec: Spec, device: Device, phase: str) -> Order:
     """What the tables say of the order in which backends are tried."""
     traits, sizes = spec.traits(), sizes_of(spec)
 
@@ -170,10 +173,22 @@ def overrides(
     return {}, ""
 
 
-@functools.lru_cache(maxsize=4096)
-def config(op: str, name: str, backend: Any, spec: Any, device: Device) -> Any:
+class HasConfig(Protocol):
+    """A backend, or a special forward pass of one."""
+
+    def default_config(self, spec: Any, device: Device, /) -> Any: ...
+
+
+def config(op: str, name: str, backend: HasConfig, spec: Spec, device: Device) -> Any:
     """The backend's config for this spec on this device."""
-    rule = in_waves(backend.default_config(spec, device), device)
+    return _config(op, name, backend.default_config, spec, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(
+    op: str, name: str, default_config: Callable[[Any, Device], Any], spec: Any, device: Device
+) -> Any:
+    rule = in_waves(default_config(spec, device), device)
     found, _ = overrides(op, name, spec.traits(), device)
     return dataclasses.replace(rule, **found) if found else rule
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from absl import flags, logging
 
 from ato_jax import device, tuning
+from ato_jax.backend import Residuals
 from benchmarks import demo, ours, timing, tune_attention, tune_linear_attention
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
@@ -101,7 +102,7 @@ class Bench:
         self._right: dict[str, dict[str, jax.Array]] = {}
 
         def backward_arguments(outputs: Any) -> tuple[Any, Any]:
-            residuals = op.api.OP.residuals(request.inputs, outputs)
+            residuals = Residuals(request.inputs, outputs)
             return residuals, op.cotangents(outputs, arrays["dout"])
 
         # Shapes do for compiling, which takes the longest: so all programs can be at once.

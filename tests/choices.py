@@ -105,7 +105,7 @@ def _text(choice: dispatch.Choice | None) -> str:
         return "-"
     values = dataclasses.astuple(choice.config)
     sizes = " ".join(str(int(one) if isinstance(one, bool) else one) for one in values)
-    beside = f" or {_text(choice.otherwise)}" if choice.otherwise else ""
+    beside = f" or {_text(choice.fallback)}" if choice.fallback else ""
     by = "" if choice.sizes_by == "block sizes by rule" else f" by {choice.sizes_by.split()[-1]}"
     return f"{choice.kernel}{f' [{sizes}{by}]' if sizes else ''}{beside}"
 

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ato_jax import autodiff, dispatch
+from ato_jax.backend import Residuals
 from ato_jax.device import describe, interpreting
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import reference as attention_reference
@@ -50,7 +51,6 @@ REFERENCES = {
     "attention": attention_reference,
     "linear_attention": linear_attention_reference,
 }
-SPECS = {"attention": attention_spec, "linear_attention": linear_attention_spec}
 
 # The columns are the inputs' dtype; "tf32" is float32 with precision="tf32", whose mantissa is
 # float16's: where no figure was set for it, it is float16's.
@@ -499,7 +499,7 @@ def _forward_and_backward(
     cotangents: Any,
 ) -> tuple[Any, Any]:
     outputs = forward.forward(spec.for_backward(), forward_config, inputs)
-    residuals = SPECS[op].Residuals(inputs, outputs)
+    residuals = Residuals(inputs, outputs)
     return outputs, dispatch.backward_by(APIS[op].OP, backward, spec, residuals, cotangents)
 
 
@@ -525,8 +525,8 @@ def run_backends(
         for module, override in zip(modules, (forward_config, backward_config), strict=True)
     ]
     call = dispatch._Call(APIS[op].OP, request.spec, backward, device, interpreting())
-    otherwise = dispatch.otherwise(call, backward, "backward")
-    choice = dispatch.Choice(backward, configs[1], backward, otherwise)
+    fallback = dispatch.fallback_of(call, backward, "backward")
+    choice = dispatch.Choice(backward, configs[1], backward, fallback)
     outputs, gradients = _forward_and_backward(
         op,
         modules[0],

@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from ato_jax import dispatch, tuning
+from ato_jax.backend import Residuals
 from ato_jax.device import Device, compiling_for
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import StepSpec
@@ -53,7 +54,7 @@ def programs_of_row(op: str, row: support.Row) -> Iterator[Program]:
         forward = functools.partial(module.forward, spec, config)
         outputs = jax.eval_shape(forward, request.inputs)
         yield forward, (request.inputs,)
-        residuals = api.OP.residuals(request.inputs, outputs)
+        residuals = Residuals(request.inputs, outputs)
         yield functools.partial(module.backward, spec, config), (residuals, outputs)
         return
 

@@ -261,7 +261,9 @@ def test_few_queries(dtype: str, options: dict[str, Any], monkeypatch: pytest.Mo
         arrays[0] = arrays[0].at[1, 1:].set(jnp.nan)
     calls = []
     own = paged.forward
-    monkeypatch.setattr(paged, "forward", lambda *call: calls.append(call) or own(*call))
+    monkeypatch.setattr(
+        paged.SPECIAL_FORWARD, "forward", lambda *call: calls.append(call) or own(*call)
+    )
     with ato_jax.interpret():
         found = ato_jax.attention(*arrays, return_lse=True, implementation="triton", **options)
     assert calls
@@ -289,12 +291,12 @@ def test_who_takes_few_queries() -> None:
 
 def test_short_caches_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = api.prepare(*qkv()).spec
-    assert paged.takes(spec, GPUS[90]) and not paged.takes(spec, device.Device("cpu"))
+    assert paged.serves(spec, GPUS[90]) and not paged.serves(spec, device.Device("cpu"))
     monkeypatch.undo()
     for B, T, H, G, fewest in ((16, 1, 32, 8, 512), (8, 1, 16, 16, 4096), (1, 16, 32, 8, 8192)):
         spec = dataclasses.replace(spec, B=B, T=T, H=H, G=G)
         takes = [
-            paged.takes(dataclasses.replace(spec, S=S), GPUS[90]) for S in (fewest - 1, fewest)
+            paged.serves(dataclasses.replace(spec, S=S), GPUS[90]) for S in (fewest - 1, fewest)
         ]
         assert takes == [False, True]
 

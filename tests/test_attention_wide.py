@@ -164,10 +164,12 @@ def test_gradients_by_kept_products(monkeypatch, request, sizes, slices, options
     rule = wide.default_config
     tiles = {**SMALL_TILES, **BACKWARD_TILES, "slices": slices, "backward_slices": slices}
     monkeypatch.setattr(
-        wide, "default_config", lambda *problem: dataclasses.replace(rule(*problem), **tiles)
+        wide.BACKEND,
+        "default_config",
+        lambda *problem: dataclasses.replace(rule(*problem), **tiles),
     )
-    tuning.config.cache_clear()
-    request.addfinalizer(tuning.config.cache_clear)
+    tuning._config.cache_clear()
+    request.addfinalizer(tuning._config.cache_clear)
     kept = []
     find = wide_backward.kept_products
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 import ato_jax
 from ato_jax import device, dispatch, programs, tuning
+from ato_jax.backend import Backend, SpecialForward
 from tests import numerics
 
 H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
@@ -132,17 +134,84 @@ def test_explain_knows_its_functions_from_their_namesakes(op: str) -> None:
 def test_unsupported_lists_every_backend() -> None:
     """With implementation=None the error tells each backend's reason."""
 
-    def backend(reason: str) -> Any:
-        return types.SimpleNamespace(unsupported=lambda spec, phase: reason)
-
     class Op(dispatch.Op):
         def backend(self, name: str) -> Any:
-            return backend(f"not {name}")
+            return types.SimpleNamespace(
+                unsupported_device=lambda device, interpreted: None,
+                unsupported=lambda spec, phase: f"not {name}",
+            )
 
     op = Op("toy", ("xla", "reference"), "toy")
     call = dispatch._Call(op, Spec(64), None, device.Device("cpu"), False)
     with pytest.raises(ato_jax.UnsupportedError, match="xla: not xla; reference: not reference"):
         dispatch.choose(call, "forward")
+
+
+# -- the protocol --------------------------------------------------------------------------------
+
+
+OPS = {op: api.OP for op, api in numerics.APIS.items()}
+
+
+def methods_of(protocol: type) -> list[str]:
+    named = vars(protocol).items()
+    return [name for name, found in named if inspect.isfunction(found) and name[0] != "_"]
+
+
+def takes_what_is_passed(protocol: type, method: str, found: Any) -> bool:
+    """Whether it can be called with the positional arguments that the protocol lists."""
+    passed = list(inspect.signature(getattr(protocol, method)).parameters)[1:]  # without self
+    try:
+        inspect.signature(found).bind(*passed)
+    except TypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op in OPS for name in OPS[op].backends], ids=str
+)
+def test_every_backend_declares_itself(op: str, name: str) -> None:
+    """Its object implements the protocol, by the functions of its module and by no others."""
+    backend, module = OPS[op].backend(name), OPS[op].module(name)
+    assert Backend in type(backend).__mro__
+    declared = set(vars(type(backend))) & set(methods_of(Backend))
+    assert declared >= Backend.__abstractmethods__
+    for method in methods_of(Backend):
+        found = getattr(backend, method)
+        assert takes_what_is_passed(Backend, method, found), method
+        in_module = getattr(module, method, None)
+        assert (found is in_module) == (method in declared), method
+        assert (in_module is not None) == (method in declared), f"{method} is not declared"
+    assert dataclasses.is_dataclass(module.Config)
+    assert ("needs_fallback" in declared) == ("backward_with_fallback" in declared)
+
+
+@pytest.mark.parametrize(
+    ("op", "owner", "name"), [(op, *pair) for op in OPS for pair in OPS[op].special], ids=str
+)
+def test_every_special_forward_declares_itself(op: str, owner: str, name: str) -> None:
+    assert owner in OPS[op].backends
+    special, module = OPS[op].special_forward(name), OPS[op].module(name)
+    assert isinstance(special, SpecialForward)
+    for method in methods_of(SpecialForward):
+        found = getattr(special, method)
+        assert found is getattr(module, method)
+        assert takes_what_is_passed(SpecialForward, method, found), method
+
+
+def test_defaults_of_a_backend() -> None:
+    """What is not declared: no device refused, no arrays kept, no fallback."""
+    backend = OPS["attention"].backend("reference")
+    spec: Any = Spec(64)
+    assert backend.unsupported_device(H200, False) is None
+    assert backend.beats_later_backends(spec, H200, True) and not backend.needs_fallback(spec)
+    q, k, v = arrays("attention")
+    request = numerics.APIS["attention"].prepare(q, k, v)
+    config = backend.default_config(request.spec, H200)
+    kept = backend.forward_for_own_backward(request.spec, config, request.inputs)
+    outputs = backend.forward(request.spec, config, request.inputs)
+    assert jax.tree.all(jax.tree.map(lambda one, other: (one == other).all(), kept, outputs))
 
 
 # -- tuning --------------------------------------------------------------------------------------
@@ -167,7 +236,7 @@ class Spec:
         return {"D": self.D, "dtype": self.dtype}
 
 
-class Backend:
+class ByRule:
     @staticmethod
     def default_config(spec: Spec, device: device.Device) -> Config:
         return Config(32, 4)
@@ -222,7 +291,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, text in TABLES.items():
         (tmp_path / "tuned" / f"{name}.toml").write_text(text)
     monkeypatch.setattr(tuning.resources, "files", lambda package: tmp_path)
-    cached = (tuning.table, tuning.measured_architectures, tuning.order, tuning.config)
+    cached = (tuning.table, tuning.measured_architectures, tuning.order, tuning._config)
     for one in cached:
         one.cache_clear()
     yield
@@ -253,7 +322,7 @@ def test_block_sizes(
     """The first entry that agrees, of the card and then of its architecture, overrides the fields
     that it names.
     """
-    assert tuning.config("attention", name, Backend, spec, card) == wanted
+    assert tuning.config("attention", name, ByRule, spec, card) == wanted
 
 
 IN_ORDER = ["triton", "cudnn", "xla"]

@@ -1,7 +1,7 @@
 """Imports go one way, and `import ato_jax` brings JAX and nothing else of weight.
 
-    ato_torch, nn -> ops/*/api -> spec, dispatch -> tuning -> device
-    a backend -> spec, device, Pallas; never another backend
+    ato_torch, nn -> ops/*/api -> spec, dispatch -> tuning -> backend -> device
+    a backend -> spec, backend, device, Pallas; never another backend
 
 Read from the sources: what a module imports, also inside functions and for types alone.
 """
@@ -71,7 +71,10 @@ def backends() -> list[str]:
     return [name for name in modules() for folder in folders if within(name, folder)]
 
 
-SHARED = tuple(f"ato_jax.{name}" for name in ("autodiff", "device", "launch", "meshes", "shapes"))
+SHARED = tuple(
+    f"ato_jax.{name}"
+    for name in ("autodiff", "backend", "device", "launch", "meshes", "shapes")
+)
 
 
 def test_backends_are_found() -> None:
@@ -99,10 +102,12 @@ def test_backends(name: str) -> None:
         ("ato_jax.shapes", ()),
         ("ato_jax.programs", ("ato_jax.device",)),
         ("ato_jax.launch", ("ato_jax.device", "ato_jax.meshes")),
-        ("ato_jax.tuning", ("ato_jax.device",)),
+        ("ato_jax.backend", ("ato_jax.device",)),
+        ("ato_jax.tuning", ("ato_jax.backend", "ato_jax.device")),
         (
             "ato_jax.dispatch",
             (
+                "ato_jax.backend",
                 "ato_jax.tuning",
                 "ato_jax.device",
                 "ato_jax.autodiff",
@@ -112,10 +117,16 @@ def test_backends(name: str) -> None:
             ),
         ),
         ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.shapes")),
-        ("ato_jax.ops.attention.spec", ("ato_jax.meshes",)),
+        ("ato_jax.ops.attention.spec", ("ato_jax.backend", "ato_jax.device", "ato_jax.meshes")),
         (
             "ato_jax.ops.linear_attention.spec",
-            ("ato_jax.ops.linear_attention.features", "ato_jax.meshes", "ato_jax.shapes"),
+            (
+                "ato_jax.backend",
+                "ato_jax.device",
+                "ato_jax.ops.linear_attention.features",
+                "ato_jax.meshes",
+                "ato_jax.shapes",
+            ),
         ),
     ],
 )

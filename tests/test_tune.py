@@ -189,8 +189,8 @@ def test_steps_name_the_configs_fields(op):
     Except for what the rule of attention finds by the sizes of a call, or for a device.
     """
     rules = {"parts", "dq_parts", "dkv_parts", "fast_exp2"} if op == "attention" else set()
-    backend = tune.OPS[op].api.OP.backend(tune.BACKEND)
-    fields = {field.name: field.type for field in dataclasses.fields(backend.Config)}
+    config = tune.OPS[op].api.OP.module(tune.BACKEND).Config
+    fields = {field.name: field.type for field in dataclasses.fields(config)}
     named = set()
     for case in tune.OPS[op].CASES:
         for step in tune.OPS[op].steps(spec_of(op, case), H200):

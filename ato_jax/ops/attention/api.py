@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ato_jax import dispatch, shapes
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.common import (
     axes,
     bind_lengths,
@@ -26,7 +26,7 @@ from ato_jax.ops.common import (
 
 # The kernel for a few queries of each sequence and a long cache, in pages or not.
 PAGED = "triton.paged"
-OP = dispatch.Op(
+OP: dispatch.Op[AttentionSpec, Inputs, Outputs] = dispatch.Op(
     "attention",
     ("triton.wide", "triton", "cudnn", "xla", "reference"),
     package="ato_jax.ops.attention",

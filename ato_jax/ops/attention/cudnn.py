@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff, device
+from ato_jax.backend import Backend
 from ato_jax.device import AMPERE
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
 
@@ -30,8 +31,8 @@ class Config:
     """Nothing to tune: cuDNN chooses."""
 
 
-def refuses(device: device.Device, interpreted: bool) -> str | None:
-    """Why not on this device: JAX asks cuDNN for what it has from Ampere on."""
+def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
+    """JAX calls cuDNN's flash attention from Ampere on."""
     if device.capability is None or device.capability < AMPERE:
         found = f", and this one, {device.name}, has {device.architecture or 'none that is known'}"
         return f"needs an NVIDIA GPU of compute capability 8.0 or more{found}"
@@ -127,3 +128,14 @@ def _attention(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
         local_window_size=None if spec.left is None else (spec.left, 0),
         implementation="cudnn",
     )
+
+
+class _Cudnn(Backend[AttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    unsupported_device = staticmethod(unsupported_device)
+
+
+BACKEND = _Cudnn()

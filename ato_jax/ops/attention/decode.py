@@ -236,7 +236,7 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
     if named or (implementation is None and here.platform == "gpu"):
         from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
 
-        paged = OP.backend(PAGED)
+        paged = OP.module(PAGED)
         reason = paged.unsupported(spec, here, k_pages)
         if named and reason is not None:
             raise UnsupportedError(f"decode_attention: triton: {reason}")
@@ -304,7 +304,7 @@ def _plain(spec: AttentionSpec, name: str, inputs: CacheInputs) -> tuple[jax.Arr
 def _by_kernel(
     spec: AttentionSpec, here: Device, interpret: bool, inputs: CacheInputs
 ) -> tuple[jax.Array, jax.Array]:
-    paged = OP.backend(PAGED)
+    paged = OP.module(PAGED)
     config = paged.default_config(spec, here, inputs)
     with device.interpret(interpret):
         return paged.attend(spec, config, inputs)

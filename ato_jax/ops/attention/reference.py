@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff
+from ato_jax.backend import Backend
+from ato_jax.device import Device
 from ato_jax.ops.attention.spec import (
     AttentionSpec,
     Inputs,
@@ -36,7 +37,7 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
     return None
 
 
-def default_config(spec: AttentionSpec, device: Any) -> Config:
+def default_config(spec: AttentionSpec, device: Device) -> Config:
     return Config()
 
 
@@ -115,3 +116,13 @@ def backward(
     return autodiff.gradient(
         functools.partial(forward, spec, config), residuals.inputs, cotangents
     )
+
+
+class _Reference(Backend[AttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+
+BACKEND = _Reference()

@@ -36,11 +36,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ato_jax import autodiff
+from ato_jax.backend import Backend
 from ato_jax.ops.attention import blocks
 from ato_jax.ops.attention.blocks import Config, default_config
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals, dropout_keep
-
-__all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:
@@ -176,3 +175,13 @@ def backward(
     return autodiff.gradient(
         functools.partial(forward, spec, config), residuals.inputs, cotangents
     )
+
+
+class _Xla(Backend[AttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+
+BACKEND = _Xla()

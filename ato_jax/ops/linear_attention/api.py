@@ -24,9 +24,9 @@ from ato_jax.ops.common import (
     with_batch,
 )
 from ato_jax.ops.linear_attention import features, segments
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
-OP = dispatch.Op(
+OP: dispatch.Op[LinearAttentionSpec, Inputs, Outputs] = dispatch.Op(
     "linear_attention",
     ("mosaic_gpu", "triton", "xla", "reference"),
     package="ato_jax.ops.linear_attention",

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff
+from ato_jax.backend import Backend
+from ato_jax.device import Device
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -38,7 +40,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     return None
 
 
-def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
+def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     return Config()
 
 
@@ -140,3 +142,13 @@ def backward(
     return autodiff.gradient(
         functools.partial(forward, spec, config), residuals.inputs, cotangents
     )
+
+
+class _Reference(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+
+BACKEND = _Reference()

@@ -138,7 +138,7 @@ def _kernel(
     spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
 ) -> tuple[jax.Array, LinearState]:
     with device.interpret(interpret):
-        return OP.backend(KERNEL).step(spec, here, inputs)
+        return OP.module(KERNEL).step(spec, here, inputs)
 
 
 @_kernel.defjvp
@@ -158,7 +158,7 @@ def _step(
     if here.platform == "gpu":
         from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
 
-        kernel = OP.backend(KERNEL)
+        kernel = OP.module(KERNEL)
         if kernel.unsupported(inputs, here) is None:
             return _kernel(spec, here, interpret, inputs)
         if kernel.out_of_range(inputs, here) is None:

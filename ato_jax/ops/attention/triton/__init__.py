@@ -11,13 +11,12 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ato_jax.backend import Backend
 from ato_jax.device import Device, of_call
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.backward import backward
 from ato_jax.ops.attention.triton.common import SMALLEST_TILE, row_size
 from ato_jax.ops.attention.triton.forward import forward
-
-__all__ = ["Config", "unsupported", "default_config", "forward", "backward"]
 
 # Beyond this the gradients of a tile's rows no longer fit the registers.
 WIDEST_HEAD = 512
@@ -236,3 +235,13 @@ def parts_of_queries(spec: AttentionSpec, tiles: Tiles, device: Device) -> int:
 
 def _parts(programs: int, blocks: int, device: Device) -> int:
     return max(1, min(device.multiprocessors // max(programs, 1), blocks // FEWEST_BLOCKS))
+
+
+class _Triton(Backend[AttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+
+BACKEND = _Triton()

@@ -41,6 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import device, launch
+from ato_jax.backend import SpecialForward
 from ato_jax.device import Device
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
@@ -646,7 +647,7 @@ def _fewest_keys(spec: AttentionSpec, here: Device) -> int:
     return FEWEST_KEYS_OF_MANY_ROWS if many else FEWEST_KEYS
 
 
-def takes(spec: AttentionSpec, here: Device) -> bool:
+def serves(spec: AttentionSpec, here: Device) -> bool:
     """Whether `forward` is for this call of attention: a few queries and many keys.
 
     Not where a backward follows that wants `Outputs.rest`: out is then attention's own kernel's,
@@ -674,3 +675,12 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         sinks=inputs.sinks,
     )
     return Outputs(*attend(spec, config, cache))
+
+
+class _FewQueries(SpecialForward[AttentionSpec, Config, Inputs, Outputs]):
+    serves = staticmethod(serves)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+
+
+SPECIAL_FORWARD = _FewQueries()

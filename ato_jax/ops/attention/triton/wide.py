@@ -1,7 +1,7 @@
 """Softmax attention of wide heads over few keys: all keys in one tile, columns block by block.
 
-wide_forward.py and wide_backward.py hold the kernels and their mathematics. `pays` is the rule by
-which `implementation=None` takes them.
+wide_forward.py and wide_backward.py hold the kernels and their mathematics. `implementation=None`
+takes them where `beats_later_backends` holds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ato_jax.backend import Backend
 from ato_jax.device import Device, of_call
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.wide_backward import backward
-from ato_jax.ops.attention.triton.wide_forward import Tiles, forward, keep
-
-__all__ = ["Config", "unsupported", "default_config", "forward", "backward", "keep", "pays"]
+from ato_jax.ops.attention.triton.wide_forward import Tiles, forward, forward_for_own_backward
 
 # Below, the kernels that hold whole rows have them in one tile.
 NARROWEST_HEAD = 257
@@ -152,7 +151,7 @@ def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
     return max(1, min(device.multiprocessors // max(1, programs(spec, choice)), most))
 
 
-def pays(spec: AttentionSpec, device: Device, _followed: bool) -> bool:
+def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:
     """Whether there are several blocks of queries.
 
     On an H200 a single one takes 12 to 20 us forward by the two kernels that slices need and as
@@ -162,3 +161,15 @@ def pays(spec: AttentionSpec, device: Device, _followed: bool) -> bool:
     """
     forward, _ = choices(spec, device)
     return programs(spec, forward) >= FEWEST_PROGRAMS
+
+
+class _Wide(Backend[AttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    forward_for_own_backward = staticmethod(forward_for_own_backward)
+    beats_later_backends = staticmethod(beats_later_backends)
+
+
+BACKEND = _Wide()

@@ -356,7 +356,7 @@ def options_for(spec: AttentionSpec, inputs: Inputs, block_q: int) -> Options:
     return options._replace(ranges=None)
 
 
-def keep(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
+def forward_for_own_backward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     """`forward` with the products, where the backward gains by them."""
     bytes_of_products = 4 * spec.T * spec.S
     bytes_of_rows = (spec.T + spec.S) * spec.D * inputs.q.dtype.itemsize

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import autodiff
+from ato_jax.backend import Backend
+from ato_jax.device import Device
 from ato_jax.meshes import varying_with
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
@@ -72,7 +74,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     return None
 
 
-def default_config(spec: LinearAttentionSpec, device: Any) -> Config:
+def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     """Measured on CPUs. Wider chunks spend more on squares, narrower ones on states.
 
     The states kept for the derivative weigh no more than a few times what q does in float32.
@@ -199,3 +201,13 @@ def backward(
     return autodiff.gradient(
         functools.partial(forward, spec, config), residuals.inputs, cotangents
     )
+
+
+class _Xla(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+
+BACKEND = _Xla()
