@@ -17,7 +17,7 @@ is ds itself, summed over the axes that it lacks (bias.py); a sink's is
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.common import (
     LOG2_E,
     ROWS_LAYOUT,
+    Blocks,
     Sliced,
     each,
     fitted,
@@ -65,28 +66,35 @@ from ato_jax.ops.attention.triton.weights import (
 )
 
 
+class DqReads(NamedTuple):
+    """What the dQ kernel reads beside the options: arrays, their block specs, or their refs."""
+
+    q: Any  # [B, T, H, D]
+    k: Any  # [B, S, G, D]
+    v: Any  # [B, S, G, V]
+    out: Any  # [B, T, H, V]
+    lse: Any  # [B, T, H] float32
+    do: Any  # [B, T, H, V]
+    rest: Any  # [B, T, H, V] int8; None where the forward kept none
+    dlse: Any  # [B, T, H] float32; None unless the call returns lse
+    gain: Any  # [B, G] float32; None unless float16
+
+
+class DqWrites(NamedTuple):
+    """What the dQ kernel writes: shapes, block specs or refs."""
+
+    dq: Any  # [B, T, H, D]
+    log2_norm: Any  # [B, H, T] float32, as `Rows.log2_norm`
+    delta: Any  # [B, H, T] float32, as `Rows.delta`
+    total: Any  # [B, H, T] float32, the sum of a query's weights; None unless float32
+
+
 def _dq_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    do_ref: Any,
-    rest_ref: Any | None,
-    dlse_ref: Any | None,
-    gain_ref: Any | None,
-    options: Options,
-    dq_ref: Any,
-    log2_norm_ref: Any,
-    delta_ref: Any,
-    total_ref: Any | None,
-    *,
-    spec: AttentionSpec,
-    block_q: int,
-    block_k: int,
-    parts: int,
-    fast_exp2: bool,
+    reads: DqReads, options: Options, writes: DqWrites, *, spec: AttentionSpec, blocks: Blocks
 ) -> None:
+    q_ref, k_ref, v_ref, out_ref, lse_ref, do_ref, rest_ref, dlse_ref, gain_ref = reads
+    dq_ref, log2_norm_ref, delta_ref, total_ref = writes
+    block_q, block_k, parts, fast_exp2 = blocks
     layout = spec.layout
     block, h = pl.program_id(0), pl.program_id(1)
     if spec.right is not None:
@@ -167,9 +175,7 @@ def _dkv_kernel(
     k_ref: Any,
     v_ref: Any,
     do_ref: Any,
-    log2_norm_ref: Any,
-    delta_ref: Any,
-    correction_ref: Any | None,
+    rows_refs: Rows,
     gain_ref: Any | None,
     options: Options,
     dk_ref: Any,
@@ -177,12 +183,11 @@ def _dkv_kernel(
     dbias_ref: Any | None,
     *,
     spec: AttentionSpec,
-    block_q: int,
-    block_k: int,
-    parts: int,
-    fast_exp2: bool,
+    blocks: Blocks,
 ) -> None:
-    """Tiles of pairs stand transposed, [block_k, block_q], ready for the sums over queries."""
+    """Tiles of pairs are transposed, [block_k, block_q], as the sums over queries need them."""
+    log2_norm_ref, delta_ref, correction_ref = rows_refs
+    block_q, block_k, parts, fast_exp2 = blocks
     layout = spec.layout
     share = spec.H // spec.G
     block, g = pl.program_id(0), pl.program_id(1)
@@ -263,66 +268,65 @@ def _query_gradient(
     share = spec.H // spec.G
     block_q, block_k = fitted(config.dq_block_q, spec.T), fitted(config.dq_block_k, spec.S)
     options = options_of(spec, inputs, "queries", block_q, block_k)
-    dlse = cotangents.lse if spec.return_lse else None
     per_query = jax.ShapeDtypeStruct((spec.B * parts, spec.H, spec.T), jnp.float32)
     inputs_rows = sequence_spec(layout, spec.T, None, block_q, parts=parts)
     rows_spec = sequence_spec(ROWS_LAYOUT, spec.T, None, block_q)
     queries = sequence_spec(layout, spec.T, spec.D, block_q, parts=parts)
     query_values = sequence_spec(layout, spec.T, spec.V, block_q, parts=parts)
     with_total = renormalises(spec)
-    dq, log2_norm, delta, total = pallas_call(
-        functools.partial(
-            _dq_kernel,
-            spec=spec,
-            block_q=block_q,
-            block_k=block_k,
-            parts=parts,
-            fast_exp2=config.fast_exp2,
-        ),
+    reads = DqReads(
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        out=outputs.out,
+        lse=outputs.lse,
+        do=cotangents.out,
+        rest=outputs.rest,
+        dlse=cotangents.lse if spec.return_lse else None,
+        gain=gain,
+    )
+    blocks = Blocks(block_q, block_k, parts, config.fast_exp2)
+    [[dq, log2_norm, delta, total]] = pallas_call(
+        functools.partial(_dq_kernel, spec=spec, blocks=blocks),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B * parts),
         in_specs=[
-            queries,
-            sequence_spec(layout, spec.S, spec.D, block_k, share=share, parts=parts),
-            sequence_spec(layout, spec.S, spec.V, block_k, share=share, parts=parts),
-            query_values,
-            inputs_rows,
-            query_values,
-            None if outputs.rest is None else query_values,
-            None if dlse is None else inputs_rows,
-            None if gain is None else gain_spec(share, parts),
+            DqReads(
+                q=queries,
+                k=sequence_spec(layout, spec.S, spec.D, block_k, share=share, parts=parts),
+                v=sequence_spec(layout, spec.S, spec.V, block_k, share=share, parts=parts),
+                out=query_values,
+                lse=inputs_rows,
+                do=query_values,
+                rest=None if reads.rest is None else query_values,
+                dlse=None if reads.dlse is None else inputs_rows,
+                gain=None if gain is None else gain_spec(share, parts),
+            ),
             jax.tree.map(whole_spec, options),
         ],
         out_specs=[
-            sequence_spec(layout, spec.T, spec.D, block_q),
-            rows_spec,
-            rows_spec,
-            rows_spec if with_total else None,
+            DqWrites(
+                dq=sequence_spec(layout, spec.T, spec.D, block_q),
+                log2_norm=rows_spec,
+                delta=rows_spec,
+                total=rows_spec if with_total else None,
+            )
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(
-                (spec.B * parts, *inputs.q.shape[1:]),
-                inputs.q.dtype if parts == 1 else jnp.float32,
-            ),
-            per_query,
-            per_query,
-            per_query if with_total else None,
+            DqWrites(
+                dq=jax.ShapeDtypeStruct(
+                    (spec.B * parts, *inputs.q.shape[1:]),
+                    inputs.q.dtype if parts == 1 else jnp.float32,
+                ),
+                log2_norm=per_query,
+                delta=per_query,
+                total=per_query if with_total else None,
+            )
         ],
         compiler_params=plgpu.CompilerParams(
             num_warps=config.dq_num_warps, num_stages=config.dq_num_stages
         ),
         name="attention_backward_dq",
-    )(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        outputs.out,
-        outputs.lse,
-        cotangents.out,
-        outputs.rest,
-        dlse,
-        gain,
-        options,
-    )
+    )(reads, options)
     if parts == 1:
         return dq, Rows(log2_norm, delta, total)
     dq = jnp.sum(parts_first(dq, parts), axis=0)
@@ -352,12 +356,7 @@ def _key_gradients(
     with_dbias = bias.of_keys(spec)
     dk, dv, dbias = pallas_call(
         functools.partial(
-            _dkv_kernel,
-            spec=spec,
-            block_q=block_q,
-            block_k=block_k,
-            parts=parts,
-            fast_exp2=config.fast_exp2,
+            _dkv_kernel, spec=spec, blocks=Blocks(block_q, block_k, parts, config.fast_exp2)
         ),
         grid=(pl.cdiv(spec.S, block_k), spec.G, spec.B * parts),
         in_specs=[
@@ -365,9 +364,7 @@ def _key_gradients(
             sequence_spec(layout, spec.S, spec.D, block_k, parts=parts),
             sequence_spec(layout, spec.S, spec.V, block_k, parts=parts),
             sequence_spec(layout, spec.T, spec.V, block_q, group=share, parts=parts),
-            rows_spec,
-            rows_spec,
-            None if rows.correction is None else rows_spec,
+            jax.tree.map(lambda _: rows_spec, rows),
             None if gain is None else gain_spec(1, parts),
             jax.tree.map(whole_spec, options),
         ],
@@ -392,7 +389,7 @@ def _key_gradients(
             num_warps=config.dkv_num_warps, num_stages=config.dkv_num_stages
         ),
         name="attention_backward_dkv",
-    )(inputs.q, inputs.k, inputs.v, do, *rows, gain, options)
+    )(inputs.q, inputs.k, inputs.v, do, rows, gain, options)
     if parts > 1:
         dk, dv, dbias = (
             None if array is None else jnp.sum(parts_first(array, parts), axis=0)

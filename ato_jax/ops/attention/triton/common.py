@@ -57,6 +57,21 @@ def padded(size: int) -> int:
     return max(SMALLEST_TILE, pl.next_power_of_2(size))
 
 
+class Blocks(NamedTuple):
+    """How a kernel cuts a problem, and what its exponentials are.
+
+    Attributes:
+      q, k: the queries and the keys in a tile.
+      parts: how many programs share the blocks that one program's rows go over.
+      fast_exp2: take NVIDIA's instruction for 2^x (`exp2`).
+    """
+
+    q: int
+    k: int
+    parts: int
+    fast_exp2: bool
+
+
 # Whole rows, [rows, D] or [rows, V], as the tiles of `column_slices`.
 Sliced = tuple[jax.Array, ...]
 

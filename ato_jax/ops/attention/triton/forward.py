@@ -35,6 +35,7 @@ from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Output
 from ato_jax.ops.attention.triton.common import (
     LN_2,
     LOG2_E,
+    Blocks,
     Sliced,
     each,
     exp2,
@@ -97,13 +98,11 @@ def _kernel(
     rest_ref: Any | None,
     *,
     spec: AttentionSpec,
-    block_q: int,
-    block_k: int,
+    blocks: Blocks,
     strands: int,
-    parts: int,
-    fast_exp2: bool,
 ) -> None:
     layout = spec.layout
+    block_q, block_k, parts, fast_exp2 = blocks
     block, h = pl.program_id(0), pl.program_id(1)
     if spec.right is not None:
         # The last queries see the most keys: started first, they do not end last.
@@ -192,12 +191,9 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
         functools.partial(
             _kernel,
             spec=spec,
-            block_q=block_q,
-            block_k=block_k,
+            blocks=Blocks(block_q, block_k, parts, config.fast_exp2),
             # A shorter block's strands would be too short for the tensor cores.
             strands=config.strands if block_q == config.block_q else 1,
-            parts=parts,
-            fast_exp2=config.fast_exp2,
         ),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B * parts),
         in_specs=[

@@ -57,6 +57,7 @@ from ato_jax.ops.attention.triton.weights import (
 )
 from ato_jax.ops.attention.triton.wide_forward import (
     Cut,
+    Cuts,
     Matrix,
     Pair,
     Rows,
@@ -117,28 +118,41 @@ def _load_dlse(spec: AttentionSpec, ref: Any, rows: Rows) -> jax.Array | None:
     return load_tile(spec.layout, ref, None, *rows)[:, None]
 
 
+class Factors(NamedTuple):
+    """The factors of all products: arrays, block specs or refs."""
+
+    q: Any  # [B, T, H, D]
+    k: Any  # [B, S, G, D]
+    v: Any  # [B, S, G, V]
+    do: Any  # [B, T, H, V]
+
+
+class Gradients(NamedTuple):
+    """What the one kernel writes: arrays, shapes, block specs or refs."""
+
+    dq: Any  # [B, T, H, D]
+    dk: Any  # [B, S, G, D]
+    dv: Any  # [B, S, G, V]
+    dsink: Any  # [B, H, T] float32, the gradient of each query's sink; None without sinks
+
+
 def _kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    do_ref: Any,
+    factors: Factors,
     dlse_ref: Any | None,
     gain_ref: Any | None,
     scores_ref: Any | None,
     dp_ref: Any | None,
     options: Options,
-    dq_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    dsink_ref: Any | None,
+    gradients: Gradients,
     *,
     spec: AttentionSpec,
     block_q: int,
-    columns: Cut,
-    value_columns: Cut,
+    cuts: Cuts,
     fast_exp2: bool,
 ) -> None:
     """All queries and keys of one head."""
+    (q_ref, k_ref, v_ref, do_ref), (columns, value_columns) = factors, cuts
+    dq_ref, dk_ref, dv_ref, dsink_ref = gradients
     n, h, b = (pl.program_id(axis) for axis in range(3))
     tile = tile_of(spec, options, b, h, 0, block_q)
     queries, keys = own_rows(tile, 0)
@@ -301,8 +315,8 @@ def _by_one_kernel(
     cotangents: Outputs,
     gain: jax.Array | None,
     parts: tuple[jax.Array | None, jax.Array | None],
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """dq, dk, dv and the gradients of each query's sink, [B, H, T]."""
+) -> Gradients:
+    """All gradients by one kernel."""
     layout, slices = spec.layout, tiles.slices
     block_q, block_k = padded(spec.T), padded(spec.S)
     queries, values = (
@@ -310,40 +324,36 @@ def _by_one_kernel(
     )
     keys, key_values = (sequence_spec(layout, spec.S, width, block_k) for width in (spec.D, spec.V))
     rows = sequence_spec(layout, spec.T, None, block_q)
+    rows_spec = sequence_spec(ROWS_LAYOUT, spec.T, None, block_q)
+    per_query = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
     dlse = cotangents.lse if spec.return_lse else None
-    return pallas_call(
+    [found] = pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
             block_q=block_q,
-            columns=Cut.of(spec.D, tiles.block_d, slices),
-            value_columns=Cut.of(spec.V, tiles.block_v, slices),
+            cuts=Cuts(Cut.of(spec.D, tiles.block_d, slices), Cut.of(spec.V, tiles.block_v, slices)),
             fast_exp2=fast_exp2,
         ),
         grid=(slices, spec.H, spec.B),
         in_specs=[
-            queries,
-            keys,
-            key_values,
-            values,
+            Factors(q=queries, k=keys, v=key_values, do=values),
             None if dlse is None else rows,
             None if gain is None else gain_spec(1, 1),
             *(None if part is None else parts_spec(part.shape[2], spec, block_q) for part in parts),
             jax.tree.map(whole_spec, options),
         ],
-        out_specs=[
-            queries,
-            keys,
-            key_values,
-            sequence_spec(ROWS_LAYOUT, spec.T, None, block_q) if spec.sinks else None,
-        ],
+        out_specs=[Gradients(queries, keys, key_values, rows_spec if spec.sinks else None)],
         out_shape=[
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3]),
-            jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32) if spec.sinks else None,
+            Gradients(
+                *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)],
+                per_query if spec.sinks else None,
+            )
         ],
         compiler_params=tiles.compiler_params,
         name="attention_wide_backward",
-    )(*inputs[:3], cotangents.out, dlse, gain, *parts, options)
+    )(Factors(inputs.q, inputs.k, inputs.v, cotangents.out), dlse, gain, *parts, options)
+    return found
 
 
 def _by_several_kernels(
@@ -355,8 +365,8 @@ def _by_several_kernels(
     cotangents: Outputs,
     gain: jax.Array | None,
     parts: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """The same, by way of p and ds in memory, [B, H, T, S]."""
+) -> Gradients:
+    """All gradients by way of p and ds in memory, [B, H, T, S]."""
     layout, slices = spec.layout, tiles.slices
     share = spec.H // spec.G
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
@@ -441,7 +451,7 @@ def _by_several_kernels(
     dk = key_sums("attention_wide_dk", ds, inputs.q, inputs.k, gain, spec.scale)
     dropped_scale = 1 / (1 - spec.dropout_rate)
     dv = key_sums("attention_wide_dv", p, cotangents.out, inputs.v, None, dropped_scale)
-    return dq, dk, dv, dsink
+    return Gradients(dq, dk, dv, dsink)
 
 
 # Of p, which is held beside ds while dv's, dq's and dk's blocks are made.

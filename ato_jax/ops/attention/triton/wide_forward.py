@@ -104,6 +104,13 @@ class Cut(NamedTuple):
         return lax.fori_loop(first, end, block, carry)
 
 
+class Cuts(NamedTuple):
+    """The columns of q and k, and those of v and out."""
+
+    keys: Cut
+    values: Cut
+
+
 class Matrix(NamedTuple):
     """Rows of one head of an array, read and written by blocks of columns.
 
@@ -248,11 +255,11 @@ def _kernel(
     *,
     spec: AttentionSpec,
     block_q: int,
-    columns: Cut,
-    value_columns: Cut,
+    cuts: Cuts,
     fast_exp2: bool,
 ) -> None:
-    layout, slices = spec.layout, value_columns.slices
+    layout, (columns, value_columns) = spec.layout, cuts
+    slices = value_columns.slices
     n, h, b = (pl.program_id(axis) for axis in range(3))
     block, n = block_and_slice(n, slices)
     start = block * block_q
@@ -381,8 +388,7 @@ def forward(
             _kernel,
             spec=spec,
             block_q=block_q,
-            columns=Cut.of(spec.D, tiles.block_d, 1),
-            value_columns=Cut.of(spec.V, tiles.block_v, slices),
+            cuts=Cuts(Cut.of(spec.D, tiles.block_d, 1), Cut.of(spec.V, tiles.block_v, slices)),
             fast_exp2=config.fast_exp2,
         ),
         grid=(pl.cdiv(spec.T, block_q) * slices, spec.H, spec.B),
