@@ -69,7 +69,7 @@ SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
 APART = {"mosaic_gpu": ("linear_attention", "spec.py", "features.py", "mosaic_gpu/*.py")}
 # Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
-    "decode_attention": ("attention", "attention/triton/paged.py"),
+    "decode_attention": ("attention", "attention/triton/paged*.py"),
     "wide_attention": ("attention", "attention/triton/wide*.py"),
     "channel_gates": (
         "linear_attention",

@@ -17,7 +17,7 @@ import pytest
 import ato_jax
 from ato_jax import device
 from ato_jax.ops.attention import api, reference
-from ato_jax.ops.attention.triton import paged
+from ato_jax.ops.attention.triton import paged, paged_tiles
 from tests import numerics
 from tests.test_attention_paged import GPUS
 
@@ -183,7 +183,8 @@ def test_values_in_the_keys(D: int, V: int, form: str) -> None:
 def test_values_are_cut_as_keys_are(D: int, V: int) -> None:
     spec = dataclasses.replace(api.prepare(*qkv()).spec, D=D, V=V)
     for in_words in (False, True):
-        values, keys = paged._value_parts(spec, True, in_words), paged._parts(D, in_words)
+        values = paged_tiles.value_slices_of(spec, True, in_words)
+        keys = paged_tiles.slices_of(D, in_words)
         for width, parts in ((V, values), (D, keys)):
             columns = [part.start + part.step * n for part in parts for n in range(part.width)]
             assert sorted(columns) == list(range(width))

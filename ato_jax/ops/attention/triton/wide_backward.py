@@ -346,8 +346,10 @@ def _by_one_kernel(
         out_specs=[Gradients(queries, keys, key_values, rows_spec if spec.sinks else None)],
         out_shape=[
             Gradients(
-                *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)],
-                per_query if spec.sinks else None,
+                dq=jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
+                dk=jax.ShapeDtypeStruct(inputs.k.shape, inputs.k.dtype),
+                dv=jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
+                dsink=per_query if spec.sinks else None,
             )
         ],
         compiler_params=tiles.compiler_params,
