@@ -1,10 +1,10 @@
-"""Checks of values that nobody knows when a program is traced, where they are asked for.
+"""Optional checks of values that are unknown while a program is traced.
 
     error, out = ato_jax.checked(step)(cache, k, v)
     error.throw()
 
-A check costs: its error is an output, and what it looks at cannot be left out of the program. So
-none is in a program unless `checked` is around it.
+A check costs time: its error is an output of the program, and what it reads cannot be optimised
+away. So a program holds no check unless `checked` is around it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 import jax
 from jax.experimental import checkify
 
-# A part of what jit remembers programs by: one that was traced without checks is traced again.
+# Part of the keys of JAX's caches, so a function that was traced without checks is traced again.
 _checking = jax.make_user_context(False)
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the checks of what would otherwise be masked, or told by a flag alone.
+    """`function` with checks of values that would otherwise be masked or only set a flag.
 
     The checks are: a length out of range, in every op; in linear attention a decay above 0, and
-    features whose sums overflow float32; a page id out of range in `decode_attention`; and whatever
-    a `PagedCache` refuses. jit may be inside, around or both.
+    features whose sums overflow float32; a page id out of range in `decode_attention`; and every
+    refusal of a `PagedCache`. jit may be inside, around or both.
 
     Args:
-      function: any that JAX can trace.
+      function: any function that JAX can trace.
 
     Returns:
       A function of the same arguments that returns (error, what `function` returns), as
       `jax.experimental.checkify.checkify` does: `error.get()` is the message or None, and
-      `error.throw()` raises it. `checkify.check` in `function` is honoured, too.
+      `error.throw()` raises it. Calls of `checkify.check` in `function` count, too.
     """
     if not callable(function):
         raise ValueError(f"function must be callable, got {function!r}")
@@ -47,11 +47,11 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checking() -> bool:
-    """Whether `checked` is around what is being traced."""
+    """Whether the code that is being traced is inside `checked`."""
     return bool(_checking.value)
 
 
 def check(holds: jax.Array, message: str, **numbers: Any) -> None:
-    """An error of `checked` unless it holds; the message may have fields for numbers."""
+    """An error of `checked` unless `holds` is true; the message may have fields for `numbers`."""
     if checking():
         checkify.check(holds, message, **numbers)

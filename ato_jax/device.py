@@ -1,4 +1,4 @@
-"""What the device is that a call will run on: the facts from which block sizes follow."""
+"""The device that a call runs on, as the facts that block sizes and support depend on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ SHARED_MEMORY = {
     (12, 0): 101_376,
     (12, 1): 101_376,
 }
-# Of every GPU, NVIDIA's from sm_75 on and AMD's (a compute unit's 64 KiB).
+# A block may use this much on every GPU: NVIDIA's from sm_75 on, and AMD's, whose compute units
+# have 64 KiB.
 SMALLEST_SHARED_MEMORY = 65_536
-# The oldest architecture that Triton makes machine code for.
+# The oldest architecture that Triton compiles for.
 AMPERE = (8, 0)
-# AMD's architectures of data centers, whose waves have 64 threads (gfx90a, gfx942); in a wave of
-# its other ones, gfx10 and later, are 32.
+# AMD's data center architectures (gfx90a, gfx942), whose waves have 64 threads. The waves of gfx10
+# and later have 32.
 WIDE_WAVES = "gfx9"
 
 _interpreting = contextvars.ContextVar("ato_jax_interpreting", default=False)
@@ -41,10 +42,15 @@ _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """`platform` is "cpu", "gpu" or "tpu"; the other facts are a GPU's.
+    """A kind of device.
 
-    An NVIDIA GPU has a compute capability, an AMD GPU the name of its architecture, `gfx`; where
-    JAX tells neither, nothing is known of the GPU but that it is one.
+    Attributes:
+      platform: "cpu", "gpu" or "tpu". All else describes a GPU.
+      name: as JAX calls the kind of device.
+      capability: an NVIDIA GPU's compute capability; None where JAX does not tell it.
+      multiprocessors: how many the GPU has.
+      shared_memory: bytes that one block may use.
+      gfx: an AMD GPU's architecture; "" otherwise.
     """
 
     platform: str
@@ -65,15 +71,15 @@ class Device:
 
     @property
     def warp_size(self) -> int:
-        """The threads of a warp, which AMD calls a wave."""
+        """The threads of a warp; AMD calls it a wave."""
         return 64 if self.gfx.startswith(WIDE_WAVES) else 32
 
     def waves(self, warps: int) -> int:
-        """How many of the device's warps have the threads of so many warps of 32."""
+        """How many of the device's warps have as many threads as `warps` warps of 32."""
         return max(1, warps * 32 // self.warp_size)
 
     def lacks_triton(self) -> str | None:
-        """Why no kernel can be compiled by Triton for this GPU; None if it can."""
+        """The reason why Triton cannot compile for this GPU; None if it can."""
         if self.is_amd or self.capability is not None and self.capability >= AMPERE:
             return None
         needs = "needs an NVIDIA GPU of compute capability 8.0 or more, or an AMD GPU"
@@ -82,11 +88,11 @@ class Device:
         return f"{needs}, and this one, {self.name}, has {'.'.join(map(str, self.capability))}"
 
 
-def describe(device: Any) -> Device:
+def describe(device: jax.Device) -> Device:
     """A JAX device as a `Device`."""
     if device.platform not in ("gpu", "cuda", "rocm"):
         return Device(device.platform, device.device_kind)
-    # "9.0" of NVIDIA's, "gfx942:sramecc+:xnack-" of AMD's.
+    # "9.0" for NVIDIA, "gfx942:sramecc+:xnack-" for AMD.
     text = str(getattr(device, "compute_capability", ""))
     numbers = re.fullmatch(r"(\d+)\.(\d+)", text)
     capability = (int(numbers[1]), int(numbers[2])) if numbers else None
@@ -102,8 +108,10 @@ def describe(device: Any) -> Device:
 
 
 def shared_memory_of(capability: tuple[int, int] | None) -> int:
-    """What a block may use; of an unknown capability the least of those of its generation, or of
-    all from sm_80 on where that is newer than any known.
+    """Bytes of shared memory that a block may use.
+
+    For an unknown capability it is the least of those with the same major number, and where there
+    are none of those, the least of all from sm_80 on.
     """
     if capability is None or capability < AMPERE:
         return SMALLEST_SHARED_MEMORY
@@ -112,7 +120,7 @@ def shared_memory_of(capability: tuple[int, int] | None) -> int:
 
 
 def of_call(arrays: Any) -> Device:
-    """The device of a call: that of its concrete arrays, else JAX's default device."""
+    """The device of a call: that of its first concrete array, else JAX's default device."""
     for array in jax.tree.leaves(arrays):
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return describe(next(iter(array.devices())))
@@ -128,7 +136,7 @@ def interpreting() -> bool:
 
 
 def interpret(value: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside this context Pallas interprets the kernels, on any platform: slow, for tests."""
+    """Inside this context Pallas interprets the kernels, on any platform. It is slow, for tests."""
     if not isinstance(value, bool):
         raise ValueError(f"interpret's value must be True or False, got {value!r}")
     return _interpreted(value)
@@ -145,7 +153,7 @@ def _interpreted(value: bool) -> Iterator[None]:
 
 @functools.cache
 def _has_amd_gpu() -> bool:
-    """Whether JAX runs on AMD GPUs; one process has those of one maker alone."""
+    """Whether JAX runs on AMD GPUs. One process never has GPUs of two makers."""
     try:
         return bool(jax.local_devices(backend="rocm"))
     except RuntimeError:
@@ -153,9 +161,9 @@ def _has_amd_gpu() -> bool:
 
 
 def takes_ptx() -> bool:
-    """Whether a kernel that is traced here may hold inline PTX: compiled for an NVIDIA GPU.
+    """Whether the kernel that is traced now will be compiled for an NVIDIA GPU.
 
-    Elsewhere a kernel takes the portable form of the same arithmetic.
+    Only then may it hold inline PTX. Elsewhere it takes the portable form of the same arithmetic.
     """
     if interpreting():
         return False
@@ -167,7 +175,7 @@ def takes_ptx() -> bool:
 def compiling_for(target: str) -> Iterator[None]:
     """Inside this context kernels are traced for "cuda" or "rocm", on a machine without a GPU.
 
-    JAX keeps what it traced without knowing of the target, so its caches are emptied on both ends.
+    The target is no part of the keys of JAX's caches, so these are emptied on entry and on exit.
     """
     if _target.get() == target:
         yield

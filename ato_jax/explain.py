@@ -1,4 +1,4 @@
-"""What a call would run, told without running it."""
+"""Which backend and block sizes a call would run, without running it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
 
     Args:
       op: `ato_jax.attention` or `ato_jax.linear_attention`, or the name of one.
-      *args, **kwargs: the call's own, arrays or `jax.ShapeDtypeStruct`s.
+      *args, **kwargs: the call's own arguments, as arrays or `jax.ShapeDtypeStruct`s.
 
-    Raises what the call itself would raise for wrong arguments. Nothing is computed.
+    Raises the errors that the call itself would raise for wrong arguments. Nothing is computed.
     """
-    # By identity: ato_torch has functions of the same names, which mean other things.
+    # By identity, since ato_torch has functions of the same names with other meanings.
     names = {getattr(api, name): name for name, api in APIS.items()} | {name: name for name in APIS}
     unwrapped = inspect.unwrap(op) if callable(op) else op
     name = names.get(unwrapped) if isinstance(unwrapped, Hashable) else None
@@ -42,7 +42,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
         index: leaf
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-        # Traced, these would be narrowed; as they are, `prepare` refuses them.
+        # Tracing would narrow these two; untraced, `prepare` refuses them.
         and str(leaf.dtype) not in ("float64", "complex128")
     }
     found: list[dispatch.Explanation] = []

@@ -1,8 +1,8 @@
-"""How kernels are launched: Pallas's own call, which inside `jax.shard_map` has to be told more.
+"""How Triton kernels are launched: Pallas's own call, with types that `jax.shard_map` accepts.
 
-Kernels for Triton take Pallas's part for Triton from here, as `launch.triton`. JAX has deprecated
-that part and a later JAX may lack it: `no_triton` then is the reason, which the backends for Triton
-give as theirs, and all else works.
+Kernels import Pallas's Triton part from here, as `launch.triton`, and nowhere else. JAX has
+deprecated that part, and a later JAX may lack it. `no_triton` is then the reason, which the Triton
+backends give as theirs, and everything else works.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from jax.experimental import pallas as pl
 from ato_jax import device, meshes
 
 LOWERING = "jax.experimental.pallas.triton"
-# All that the kernels take from it.
+# All names that the kernels use of it.
 NAMES = ("CompilerParams", "debug_barrier", "dot", "elementwise_inline_asm", "load", "store")
 
 
 class _Missing:
-    """Stands for the missing module, so that the kernels' modules can be imported."""
+    """A stand-in for the missing module, so that the kernels' modules can be imported."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which tools look for in every object
+        if name.startswith("__"):  # tools look for such names in every object
             raise AttributeError(name)
         raise NotImplementedError(f"a Triton kernel {self._reason}")
 
 
 def _import_triton() -> tuple[Any, str | None]:
-    """Pallas's part for Triton, or a stand-in and the reason why there is none."""
+    """Pallas's Triton part and None, or a stand-in and the reason why there is none."""
     try:
         module = importlib.import_module(LOWERING)
     except ImportError:
@@ -57,7 +57,7 @@ _not_yet_warned = threading.Lock()
 
 
 def warn_of_no_triton() -> None:
-    """Tells the user, once a process, that a call on a GPU runs without Triton kernels."""
+    """Warns once per process that a call on a GPU runs without Triton kernels."""
     if _not_yet_warned.acquire(blocking=False):
         warnings.warn(
             f"ato_jax's Triton backend {no_triton}: calls on a GPU that it would run, or run a "
@@ -71,7 +71,7 @@ DEPRECATION = "jax-pallas-triton"
 
 
 class _Deprecations:
-    """JAX's module of that name, but for the warning that it will remove the lowering to Triton."""
+    """JAX's `deprecations` module, without the warning about the lowering to Triton."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -85,13 +85,13 @@ class _Deprecations:
 
 
 def _quiet_params() -> Any:
-    """A kind of `triton.CompilerParams` whose kernels are lowered without a deprecation warning.
+    """A subclass of `triton.CompilerParams` whose kernels lower without a deprecation warning.
 
-    JAX warns at each lowering, which a user of this library can do nothing about, and which their
-    own `-W error` would make an error. JAX looks up how to lower a kernel by the type of its
-    parameters, so a type of our own has a rule of its own: JAX's, without the warning. The user's
-    own kernels still warn, and no filter of warnings is touched, which all threads would share.
-    Where JAX has no such rule it does not warn at this place, and its own type is as good.
+    JAX warns at each lowering. A user of this library can do nothing about that, and their own `-W
+    error` would turn it into an error. JAX finds the lowering rule of a kernel by the type of its
+    parameters, so a type of our own can have JAX's rule without the warning. The user's own kernels
+    still warn, and the filters of warnings, which all threads share, stay as they are. A JAX
+    without such rules does not warn at this place; then None, and JAX's own type is used.
     """
     if no_triton is not None:
         return None
@@ -116,7 +116,7 @@ def _quiet_params() -> Any:
     base: Any = triton.CompilerParams
 
     class QuietCompilerParams(base):
-        """`triton.CompilerParams`, by another name."""
+        """`triton.CompilerParams` under a type of our own."""
 
     register(QuietCompilerParams, quiet, "gpu")
     return QuietCompilerParams
@@ -126,7 +126,7 @@ QuietCompilerParams = _quiet_params()
 
 
 def _quiet(params: Any) -> Any:
-    """The parameters of a kernel for Triton, as they are lowered without JAX's warning."""
+    """The compiler parameters of a Triton kernel, of the type that lowers without a warning."""
     kind = triton.CompilerParams if QuietCompilerParams is None else QuietCompilerParams
     return kind() if params is None else kind(**dataclasses.asdict(params))
 
@@ -134,8 +134,10 @@ def _quiet(params: Any) -> Any:
 def pallas_call(
     kernel: Callable[..., None], *, out_shape: Any, compiler_params: Any = None, **options: Any
 ) -> Any:
-    """`pl.pallas_call` of a kernel for Triton, interpreted inside `device.interpret()`; what it
-    writes varies over the axes of a mesh that any of the arrays varies over.
+    """`pl.pallas_call` of a Triton kernel, interpreted inside `device.interpret()`.
+
+    Inside `jax.shard_map`, the outputs vary over every mesh axis that one of the arrays varies
+    over.
     """
     params = _quiet(compiler_params)
 

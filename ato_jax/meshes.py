@@ -1,8 +1,8 @@
-"""Arrays whose types say where they lie: on a mesh with explicit axes, and inside `jax.shard_map`.
+"""Arrays whose types hold their sharding: on a mesh with explicit axes, and inside `jax.shard_map`.
 
-Explicit axes (`AxisType.Explicit`, as `jax.make_mesh` makes them) are automatic inside an op: where
-XLA puts a product or a scan's carry is not what the op's mathematics is about. Its outputs say
-again how they are sharded, like the inputs that they follow.
+Inside an op, explicit axes (`AxisType.Explicit`, as `jax.make_mesh` makes them) become automatic:
+XLA shards the op's products and the carries of its scans. The types of the outputs hold their
+sharding again, which follows that of the inputs.
 """
 
 from __future__ import annotations
@@ -17,40 +17,48 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 InputsT = TypeVar("InputsT")
 OutputsT = TypeVar("OutputsT")
 Tree = TypeVar("Tree")
+AxisNames = str | tuple[str, ...] | None
 
 
-def partition(array: Any) -> tuple[Any, ...]:
-    """Which mesh axes each axis of an array is explicitly sharded over, None for none."""
+def partition(array: jax.Array) -> tuple[AxisNames, ...]:
+    """The mesh axes that each axis of an array is explicitly sharded over, None for none."""
     spec = tuple(jax.typeof(array).sharding.spec)
     return spec + (None,) * (array.ndim - len(spec))
 
 
-def sharded(*axes: Any) -> Any:
-    """A `PartitionSpec`, in the place of an array in a tree of arrays."""
+def sharded(*axes: AxisNames) -> Any:
+    """A `PartitionSpec`, typed so that it can stand for an array in a tree of arrays."""
     return PartitionSpec(*axes)
 
 
-def varying_with(arrays: Any, others: Any) -> Any:
-    """`arrays`, or their shapes, with types that say over which of `jax.shard_map`'s axes those of
-    `others` vary, too. A scan's carry has to start as it goes on.
+def varying_with(arrays: Tree, others: Any) -> Tree:
+    """`arrays` with types that vary over every `jax.shard_map` axis that one of `others` varies
+    over.
+
+    The carry of a scan needs it: its type at the start must be that after a step.
+
+    Args:
+      arrays: a tree of arrays or of `jax.ShapeDtypeStruct`s.
+      others: a tree of arrays.
     """
     kinds = [jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(others)]
     axes = frozenset(axis for kind in kinds for axis in kind.varying)
     if not axes:
         return arrays
 
-    def cast(array: Any) -> Any:
+    def cast(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
         if isinstance(array, jax.ShapeDtypeStruct):
             kind = next(kind for kind in kinds if kind.varying).update(varying=axes)
             return array.update(manual_axis_type=kind)
         missing = axes - jax.typeof(array).manual_axis_type.varying
         return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
-    return jax.tree.map(cast, arrays)
+    found: Tree = jax.tree.map(cast, arrays)
+    return found
 
 
 def nowhere() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mesh is set: what is traced is of one device, as a kernel's body is."""
+    """A context without a mesh, to trace code for one device, such as a kernel's body."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -59,13 +67,15 @@ def call(
     inputs: InputsT,
     partition_of_outputs: Callable[[], OutputsT],
 ) -> OutputsT:
-    """`function(inputs)`, with explicit axes of the mesh automatic inside, and inside
-    `jax.shard_map` with inputs that all vary alike: a custom derivative gives each cotangent as
-    varying as its input.
+    """`function(inputs)`, with the mesh's explicit axes automatic inside.
+
+    Inside `jax.shard_map` all inputs are made to vary over the same axes, since a custom derivative
+    gives each cotangent the type of its input.
 
     Args:
-      function, inputs: a call on a tree of arrays.
-      partition_of_outputs: gives the outputs' tree with a `PartitionSpec` for each array.
+      function: a function of a tree of arrays.
+      inputs: the tree.
+      partition_of_outputs: returns the outputs' tree with a `PartitionSpec` for each array.
     """
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(inputs))
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)

@@ -1,13 +1,14 @@
-"""How many compiled programs stay in memory: all that is compiled by shape goes through here.
+"""A limit on compiled programs in memory. Everything that is compiled by shape goes through here.
 
-A program takes memory for good: on a CPU 0.5 to 7 MiB and 60 to 200 of the 65,530 memory mappings
-that Linux grants a process, on a GPU its machine code. A process that meets ever new lengths would
-end in a segmentation fault. So there is a limit, and the program that was not used for longest is
-dropped for a new one; a call that needs it again compiles it again.
+JAX never frees a compiled program by itself. On a CPU it takes 0.5 to 7 MiB and 60 to 200 of the
+65,530 memory mappings that Linux grants a process, on a GPU its machine code. A process that meets
+ever new lengths would end in a segmentation fault. Beyond the limit, the program that was unused
+for longest is dropped; a call that needs it again compiles it again.
 
     ato_jax.program_limit(1000)         or, before the start, ATO_PROGRAM_LIMIT=1000
 
-What a caller compiles, by `jax.jit` around an op of ours, belongs to the caller.
+A program that the caller compiles, by `jax.jit` around an op of this library, belongs to the caller
+and does not count.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import jax
 from ato_jax import device
 
 VARIABLE = "ATO_PROGRAM_LIMIT"
-# By platform: a program for a CPU consists of many small mappings of memory.
+# By platform. A CPU's is lower, since a program for it takes many memory mappings.
 DEFAULT_LIMITS = collections.defaultdict(lambda: 512, {"cpu": 128})
-# Hashes of keys whose programs were dropped; a set of more is emptied.
+# How many hashes of dropped programs' keys are kept, before the set is emptied.
 MOST_REMEMBERED = 1 << 14
 
 Parameters = ParamSpec("Parameters")
@@ -36,10 +37,14 @@ Result = TypeVar("Result")
 
 
 class Program:
-    """What is compiled for one key. Only a `Programs` holds on to it.
+    """The program of one key. Only a `Programs` keeps a reference to it.
 
-    `used` is set by each use but the first. `known_as` are dictionaries in which it is a value as
-    well, by their keys; it is removed from these when it is dropped.
+    Attributes:
+      platform: the platform whose limit it counts for.
+      used: whether it was used again since it was made, or since its mark was cleared.
+      is_dropped: whether it was dropped.
+      known_as: other dictionaries that have a value for it, each by the key there. The values are
+        removed when the program is dropped.
     """
 
     def __init__(self, platform: str) -> None:
@@ -49,15 +54,15 @@ class Program:
         self.known_as: dict[Any, dict[Any, Any]] = {}
 
     def is_pinned(self) -> bool:
-        """Whether it has to stay, beyond any limit."""
+        """Whether it must stay in memory whatever the limit is."""
         return False
 
 
 class Programs:
-    """Programs by keys, up to the limit for each platform.
+    """Programs by keys, up to the limit of each platform.
 
-    The order is that of a clock: the oldest program is dropped, unless it was used since it was
-    looked at last; then its mark is cleared, and it becomes the youngest. So a use costs no lock.
+    Which one is dropped follows the clock algorithm: the oldest, unless its `used` mark is set;
+    then the mark is cleared and the program becomes the youngest. So a use takes no lock.
     """
 
     def __init__(self) -> None:
@@ -87,7 +92,7 @@ class Programs:
             program = make()
             limit = _limit(program.platform)
             order = self._orders[program.platform]
-            # Before it is added: where all others are in use, the new one would be dropped.
+            # Before the new one is added, or it would be dropped where all others were used.
             self._trim(order, limit - 1)
             self._found[key] = program
             order.append(key)
@@ -96,20 +101,20 @@ class Programs:
         return program
 
     def also_known(self, program: Any, mapping: dict[Any, Any], key: Any, value: Any) -> None:
-        """Puts a value into a dictionary, from which it is removed when the program is dropped."""
+        """Puts a value into a dictionary, until the program is dropped."""
         with self._lock:
             if not program.is_dropped:
                 program.known_as[key] = mapping
                 mapping[key] = value
 
     def trim(self) -> None:
-        """Drops what is beyond the limits."""
+        """Drops programs until each platform is within its limit."""
         with self._lock:
             for platform, order in self._orders.items():
                 self._trim(order, _limit(platform))
 
     def clear(self) -> None:
-        """Drops all."""
+        """Drops all programs."""
         with self._lock:
             for order in self._orders.values():
                 while order:
@@ -117,7 +122,7 @@ class Programs:
             self._dropped.clear()
 
     def _trim(self, order: collections.deque[Any], limit: int) -> None:
-        # Twice around: the first time clears marks.
+        # Two rounds, since the first may only clear marks.
         for _ in range(2 * len(order)):
             if len(order) <= limit:
                 return
@@ -142,20 +147,21 @@ class Programs:
 _everyone: weakref.WeakSet[Programs] = weakref.WeakSet()
 
 
-def program_limit(limit: Any) -> None:
+def program_limit(limit: int | None) -> None:
     """Sets how many compiled programs stay in memory, on each platform.
 
-    The calls of ato_jax outside of `jax.jit`, and those of ato_torch, are counted apart. A program
-    is a call with its options, shapes and dtypes, forward and backward. Beyond the limit the
-    program that was not used for longest is dropped, and its memory is given back; a warning says
-    once if it is needed again. Programs that were captured into a CUDA graph are never dropped.
+    A program is a call with its options, shapes and dtypes, forward and backward. The calls of
+    ato_jax outside of `jax.jit` and those of ato_torch are counted separately. Beyond the limit the
+    program that was unused for longest is dropped, and its memory is freed. A warning says once if
+    a dropped program is needed again. Programs that a CUDA graph has captured are never dropped.
 
     Args:
-      limit: a number of at least 1; None for the one of the environment's ATO_PROGRAM_LIMIT, or
-        else 128 on a CPU and 512 on a GPU.
+      limit: an int of at least 1. None means the environment's ATO_PROGRAM_LIMIT, or 128 on a CPU
+        and 512 on a GPU where that is not set.
     """
     global _chosen
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    given: object = limit  # of any type, whatever the annotation says
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise ValueError(f"limit must be None or an int of at least 1, got {limit!r}")
     _chosen = limit
     for each in list(_everyone):
@@ -166,7 +172,7 @@ _chosen: int | None = None
 
 
 def clear() -> None:
-    """Drops all programs: what `jax.clear_caches` is to JAX's own."""
+    """Drops all programs, as `jax.clear_caches` drops JAX's own."""
     for each in list(_everyone):
         each.clear()
 
@@ -186,7 +192,7 @@ _warned = False
 
 
 def _warn(limit: int) -> None:
-    """Says once that the limit costs time: to compile takes about a second."""
+    """Warns once that the limit costs time: compiling takes about a second."""
     global _warned
     if _warned:
         return
@@ -209,10 +215,10 @@ _jitted = Programs()
 
 
 def jit(static: int = 0) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """`jax.jit`, the first `static` arguments static, whose programs are subject to the limit.
+    """`jax.jit` with the first `static` arguments static, and the limit on its programs.
 
-    JAX keeps what it compiled as long as the jitted function exists. So each set of static
-    arguments, shapes and dtypes has a function of its own.
+    JAX keeps a compiled program as long as the jitted function exists. So each combination of
+    static arguments, shapes and dtypes has a jitted function of its own.
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

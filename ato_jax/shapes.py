@@ -1,10 +1,10 @@
-"""Axis letters bound to sizes, and every error about a shape or a dtype.
+"""Binding axis letters to sizes, and the errors about shapes, dtypes and numbers.
 
     B batch, T queries, S keys, H query heads, G key/value heads (H % G == 0),
     D key size, V value size
 
-A shape is bound letter by letter: the first array that carries a letter fixes its size, every
-later one must agree. The error names the argument, what came and what was needed.
+A shape is bound letter by letter: the first array with a letter fixes its size, and every later one
+must agree. An error names the argument, what it got and what it needs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 FLOATS = ("bfloat16", "float16", "float32")
 INT32 = np.iinfo(np.int32)
@@ -24,7 +25,7 @@ MOST = float(np.finfo(np.float32).max)
 
 
 def refuse_masked(name: str, array: Any) -> None:
-    """A ValueError for a masked array of NumPy, alone or in a list: its mask would be ignored."""
+    """A ValueError for a NumPy masked array, alone or in a list: its mask would be ignored."""
     leaves = jax.tree.leaves(array) if isinstance(array, list | tuple) else [array]
     if any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves):
         raise ValueError(
@@ -34,7 +35,7 @@ def refuse_masked(name: str, array: Any) -> None:
 
 
 def dtype_name(name: str, array: Any) -> str:
-    """The dtype as it came, before JAX could narrow it."""
+    """The name of an argument's dtype before JAX narrows it; a ValueError unless it is an array."""
     refuse_masked(name, array)
     if hasattr(array, "dtype"):
         return str(array.dtype)
@@ -42,13 +43,13 @@ def dtype_name(name: str, array: Any) -> str:
         found = str(np.asarray(array).dtype)
     except ValueError:
         found = "object"
-    if found == "object":  # None, or whatever else NumPy makes no numbers of
+    if found == "object":  # None, or anything else that NumPy cannot turn into numbers
         raise ValueError(f"{name} must be an array, got {array!r}")
     return found
 
 
 def as_array(name: str, array: Any) -> jax.Array:
-    """`array` as a JAX array; a ValueError where it has a dtype, and no values."""
+    """`array` as a JAX array; a ValueError where it has a dtype but no values."""
     refuse_masked(name, array)
     try:
         return jnp.asarray(array)
@@ -57,9 +58,9 @@ def as_array(name: str, array: Any) -> jax.Array:
 
 
 def float_dtype(name: str, dtype: Any) -> str:
-    """The name of one of `FLOATS`; a ValueError for whatever is none."""
+    """A dtype's name, one of `FLOATS`; a ValueError for anything else."""
     try:
-        # None would be read as float64, and an array as its own dtype.
+        # jnp.dtype would read None as float64, and an array as its dtype.
         found = jnp.dtype(dtype).name if isinstance(dtype, str | type | np.dtype) else dtype
     except (TypeError, ValueError):
         found = dtype
@@ -74,9 +75,14 @@ def bind(
     letters: Sequence[str],
     where: str = "",
 ) -> None:
-    """Binds the axes of `shape` to `letters`, in place; a ValueError where they disagree.
+    """Binds the axes of `shape` to `letters` in `sizes`; a ValueError where they disagree.
 
-    `where` is the condition under which it has these axes.
+    Args:
+      sizes: the size of each letter bound so far; gets the new ones.
+      name: the argument's name.
+      shape: its shape.
+      letters: a letter for each axis.
+      where: added to the error, the condition under which the argument has these axes.
     """
     agrees = len(shape) == len(letters) and all(
         sizes.get(letter, size) == size for letter, size in zip(letters, shape, strict=True)
@@ -94,14 +100,14 @@ def bind(
 def bind_batch(
     sizes: dict[str, int], name: str, shape: tuple[int, ...], batched: bool = True
 ) -> None:
-    """Binds [B]; where q has no batch axis, a scalar or [1]."""
+    """Binds [B]; where q has no batch axis, a scalar or [1] instead."""
     bind(sizes, name, shape, "B" if batched or shape == (1,) else "")
 
 
 def broadcastable(
     sizes: dict[str, int], name: str, shape: tuple[int, ...], letters: str
 ) -> tuple[int, ...]:
-    """`shape` with leading ones added, one axis a letter; each must be 1 or the letter's size."""
+    """`shape` with leading ones, an axis for each letter, of size 1 or the letter's."""
     full = (1,) * (len(letters) - len(shape)) + tuple(shape)
     fits = len(full) == len(letters) and all(
         size in (1, sizes[letter]) for letter, size in zip(letters, full, strict=True)
@@ -129,9 +135,9 @@ def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
 def integers(name: str, array: Any) -> jax.Array:
     """`array` as a JAX array; a ValueError unless it holds integers.
 
-    Those of the host become int32, and a ValueError where they do not fit. An array of JAX's own
-    keeps its dtype, which may be wider: its values are not waited for, `clipped` narrows them.
-    An empty list holds no integers, and nothing else.
+    Values on the host become int32, with a ValueError where they do not fit. A JAX array keeps its
+    dtype, which may be wider, because its values are not waited for: `clipped` narrows them. An
+    empty list is taken for no integers.
     """
     if isinstance(array, list | tuple) and not array:
         return jnp.zeros(0, jnp.int32)
@@ -148,13 +154,13 @@ def integers(name: str, array: Any) -> jax.Array:
     return jnp.asarray(host, jnp.int32)
 
 
-def fits_int32(dtype: Any) -> bool:
+def fits_int32(dtype: DTypeLike) -> bool:
     """Whether int32 holds every integer of this dtype."""
     return bool(jnp.iinfo(dtype).max <= INT32.max)
 
 
 def clipped(array: jax.Array, low: int, high: int) -> jax.Array:
-    """Integers as int32 between low and high, clipped before they are narrowed."""
+    """Integers clipped to [low, high] as int32; they are clipped before they are narrowed."""
     if fits_int32(array.dtype):
         array = array.astype(jnp.int32)
     low = max(low, int(jnp.iinfo(array.dtype).min))
@@ -162,7 +168,7 @@ def clipped(array: jax.Array, low: int, high: int) -> jax.Array:
 
 
 def within(name: str, array: Any, low: int, high: int, high_name: str) -> None:
-    """A ValueError unless values on the host lie there; those on a device are not waited for."""
+    """A ValueError unless the values lie in [low, high]; those on a device are not waited for."""
     if isinstance(array, jax.Array):
         return
     host = np.asarray(array)
@@ -177,7 +183,7 @@ def _span(host: np.ndarray) -> str:
 def lengths(
     name: str, array: Any, sizes: dict[str, int], axis: str, batched: bool = True
 ) -> jax.Array:
-    """Lengths [B] as int32 between 0 and the axis' size."""
+    """Lengths [B] as int32, between 0 and the size of the axis."""
     found = integers(name, array)
     bind_batch(sizes, name, found.shape, batched)
     within(name, array, 0, sizes[axis], f"{axis}={sizes[axis]}")
@@ -185,7 +191,10 @@ def lengths(
 
 
 def number(name: str, value: Any) -> float:
-    """A Python number, NaN and infinity too; a traced one is none to build a kernel for."""
+    """A Python number, NaN and infinity included; a ValueError for a traced one.
+
+    A kernel is compiled for the number, so it must be known while tracing.
+    """
     if isinstance(value, jax.core.Tracer):
         instead = "multiply q by it" if name == "scale" else "make it a static argument of jit"
         raise ValueError(f"{name} must be a concrete number, got a traced one; {instead}")
@@ -198,7 +207,7 @@ def number(name: str, value: Any) -> float:
 
 
 def static_number(name: str, value: Any) -> float:
-    """A Python number that float32 can hold."""
+    """A Python number within float32's range; a ValueError for any other."""
     found = number(name, value)
     if not abs(found) <= MOST:
         raise ValueError(f"{name} must be finite, as a float32, got {found}")
@@ -206,7 +215,7 @@ def static_number(name: str, value: Any) -> float:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether float() keeps what this says: it takes text and truth values, too."""
+    """Whether it is a real number. float() alone would also take text and truth values."""
     if isinstance(value, np.ma.MaskedArray):
         return False
     if hasattr(value, "dtype"):
@@ -216,7 +225,7 @@ def _is_real(value: Any) -> bool:
 
 
 def positive(name: str, value: Any) -> float:
-    """A number above 0, as a float32, too."""
+    """A number that is above 0 as a float32; a ValueError for any other."""
     found = static_number(name, value)
     if found < LEAST:
         least = f" (at least {LEAST:.2g}, float32's least)" if found > 0 else ""
@@ -236,14 +245,15 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A plain True or False; an array or a tracer would be decided too late for a kernel."""
+    """A plain True or False; a ValueError for an array or a tracer, which no kernel can branch
+    on."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
-def draw(name: str, key: Any, sample: Callable[[Any], jax.Array]) -> jax.Array:
-    """`sample(key)`, of a single JAX random key, typed or raw."""
+def draw(name: str, key: Any, sample: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`sample(key)`; a ValueError unless `key` is a single JAX random key, typed or raw."""
     try:
         return sample(key)
     except (TypeError, ValueError, OverflowError) as error:

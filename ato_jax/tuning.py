@@ -1,8 +1,8 @@
-"""What was measured of a card: which backend is tried first, and block sizes.
+"""Tables of what was measured on a card: the order of the backends, and block sizes.
 
-Tables lie in `tuned/`. The one named after the card (`nvidia_h200.toml`) is read first, then the
-one named after its architecture (`sm_90.toml`): a card needs a table of its own only where it
-differs from its architecture. In each, the first entry that agrees with a call counts.
+The tables are in `tuned/`. The one named after the card (`nvidia_h200.toml`) is read first, then
+the one named after its architecture (`sm_90.toml`). A card needs a table of its own only where it
+differs from its architecture. In each table the first entry that agrees with a call counts.
 
     [[attention.first]]                     backends to try before the others
     when = {dtype = "bfloat16", D = {least = 65, most = 128}, causal = true}
@@ -18,26 +18,26 @@ differs from its architecture. In each, the first entry that agrees with a call 
     when = {dtype = "bfloat16", D = 64, causal = false}
     config = {block_t = 128, num_warps = 4}
 
-`when` names traits of the spec (`spec.traits()`), `sizes` its lengths (`sizes_of`). A value is one
-to be equal to, a list of those allowed, or bounds, each inclusive. `phase` is "forward", a call
-whose derivative is not taken, or "training", both passes of one whose derivative is; without it an
-entry counts for both. Block sizes never depend on lengths, so their entries have no `sizes`, and
-nothing is tuned at call time. "triton" in `last` means all kernels of that family.
+`when` names traits of the spec (`spec.traits()`) and `sizes` its lengths (`sizes_of`). A condition
+is one value, a list of allowed values, or inclusive bounds. `phase` is "forward", for a call whose
+derivative is not taken, or "training", for both passes of a call whose derivative is taken; an
+entry without it counts for both. Block sizes never depend on lengths, so their entries have no
+`sizes`, and nothing is tuned at call time. "triton" in `last` means all kernels of that family.
 
 Cards and architectures without a table follow a rule:
 
-- Block sizes are the backend's own rule (`default_config`), by the shared memory of a block and the
-  number of multiprocessors. Cards with 227 KiB (sm_90, sm_100, sm_103) get the sizes measured on
-  Hopper, those with 99 KiB (sm_86, sm_89, sm_120) and 163 KiB (sm_80) smaller ones.
-- `first` entries count for the architecture that they were measured on alone. So on sm_80, sm_86,
+- Block sizes follow the backend's own rule (`default_config`), by the shared memory of a block and
+  the number of multiprocessors. Cards with 227 KiB (sm_90, sm_100, sm_103) get the sizes measured
+  on Hopper, those with 99 KiB (sm_86, sm_89, sm_120) and 163 KiB (sm_80) smaller ones.
+- `first` entries count only for the architecture that they were measured on. So on sm_80, sm_86,
   sm_89, sm_100 and sm_120 softmax attention runs this library's Triton kernels, which take every
   option and give the same bits each time; cuDNN runs there where a call names it.
-- `last` entries count for every NVIDIA architecture without a table, by the nearest one that has
-  one: a kernel whose factors or sums do not fit the registers is slow on all of them.
-- AMD GPUs have `amd.toml`: the Triton kernels compile for gfx90a and gfx942, but no such card has
-  run them, so XLA comes first there. A wave of gfx9 has 64 threads where NVIDIA's warp has 32:
-  kernels get half as many, so that a tile has as many threads as it was made for.
-- Below sm_80 Triton's compiler makes no code: XLA is all that there is.
+- `last` entries count for every NVIDIA architecture without a table, by the nearest architecture
+  with one: a kernel whose factors or accumulators do not fit the registers is slow on all of them.
+- AMD GPUs have `amd.toml`. The Triton kernels compile for gfx90a and gfx942, but were never run on
+  such a card, so XLA comes first there. A gfx9 wave has 64 threads where NVIDIA's warp has 32, so
+  kernels get half as many warps: a tile then has the number of threads that it was made for.
+- Below sm_80 Triton does not compile, and XLA runs everything.
 
 `python -m benchmarks run --suite=choices` measures a card and prints the entries that it lacks.
 """
@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from typing import Any, Protocol
 
-from ato_jax.backend import Spec
+from ato_jax.backend import ConfigT, Spec
 from ato_jax.device import Device
 
 FORWARD, TRAINING = "forward", "training"
@@ -67,7 +67,7 @@ def table_name(device_name: str) -> str:
 
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    """The table of that name; empty where there is none."""
+    """The table of that name; an empty one where there is none."""
     path = resources.files("ato_jax") / "tuned" / f"{table_name(name)}.toml"
     return tomllib.loads(path.read_text()) if table_name(name) and path.is_file() else {}
 
@@ -86,7 +86,7 @@ def _nearest(device: Device) -> str:
     if device.capability is None or not measured:
         return ""
     here = _number(device.capability)
-    # Of two that are as near, the older.
+    # The older of two that are equally near.
     major, minor = min(measured, key=lambda one: (abs(_number(one) - here), one))
     return f"sm_{major}{minor}"
 
@@ -96,7 +96,7 @@ def _number(capability: tuple[int, int]) -> int:
 
 
 def tables_of(device: Device, kind: str) -> list[str]:
-    """The names of the tables that are asked for entries of this kind, in that order."""
+    """The names of the tables with entries of this kind for the device, in the order of reading."""
     names = [table_name(device.name), device.architecture]
     if device.is_amd:
         names.append("amd")
@@ -106,7 +106,7 @@ def tables_of(device: Device, kind: str) -> list[str]:
 
 
 def sizes_of(spec: Spec) -> dict[str, int]:
-    """What an entry's `sizes` may name: `rows` are the queries of all heads and sequences."""
+    """The lengths that an entry's `sizes` may name; `rows` counts the queries of all heads."""
     return {
         "T": spec.T,
         "S": spec.S,
@@ -126,7 +126,7 @@ def _agrees(wanted: Any, found: Any) -> bool:
 
 
 def _entries(op: str, kind: str, device: Device) -> Iterator[tuple[dict[str, Any], str]]:
-    """The entries of a kind, and the name of each one's table, in the order in which they count."""
+    """The entries of a kind, each with its table's name, in the order of reading."""
     for name in tables_of(device, kind):
         for entry in table(name).get(op, {}).get(kind, []):
             yield entry, name
@@ -134,7 +134,7 @@ def _entries(op: str, kind: str, device: Device) -> Iterator[tuple[dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Backends to try first and last, each with the name of the table that says so."""
+    """The backends to try first and last, each with the name of the table that says so."""
 
     first: Mapping[str, str]
     last: Mapping[str, str]
@@ -148,7 +148,7 @@ class Order:
 
 @functools.lru_cache(maxsize=4096)
 def order(op: str, spec: Spec, device: Device, phase: str) -> Order:
-    """What the tables say of the order in which backends are tried."""
+    """The backends that the tables put first or last for this spec."""
     traits, sizes = spec.traits(), sizes_of(spec)
 
     def agreeing(kind: str) -> Iterator[tuple[str, str]]:
@@ -166,7 +166,7 @@ def order(op: str, spec: Spec, device: Device, phase: str) -> Order:
 def overrides(
     op: str, backend: str, traits: Mapping[str, Any], device: Device
 ) -> tuple[dict[str, Any], str]:
-    """The config's fields that a table names, and the table's name; empty where none does."""
+    """The config's fields that a table sets, and the table's name; both empty where none does."""
     for entry, name in _entries(op, backend, device):
         if _agree(entry["when"], traits):
             return entry["config"], name
@@ -193,10 +193,11 @@ def _config(
     return dataclasses.replace(rule, **found) if found else rule
 
 
-def in_waves(config: Any, device: Device) -> Any:
-    """A config whose warps are of 32 threads, with as many threads in the device's waves."""
+def in_waves(config: ConfigT, device: Device) -> ConfigT:
+    """The config, made for warps of 32 threads, with as many threads in the device's warps."""
     if device.warp_size == 32:
         return config
-    names = [field.name for field in dataclasses.fields(config) if field.name.endswith("warps")]
+    fields: Any = config  # a frozen dataclass, as all configs are
+    names = [field.name for field in dataclasses.fields(fields) if field.name.endswith("warps")]
     waves = {name: device.waves(getattr(config, name)) for name in names}
-    return dataclasses.replace(config, **waves)
+    return dataclasses.replace(fields, **waves)

@@ -1,4 +1,4 @@
-"""What both ops' argument checks share: layouts, missing batch axes, lengths, precision."""
+"""Argument checks that all ops share: layouts, missing batch axes, lengths, precision."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ato_jax import checking, shapes
 
 LAYOUTS = ("bthd", "bhtd")
 
-# float32 inputs: "exact" multiplies in full float32, "tf32" may round the factors to TF32.
+# How float32 inputs are multiplied: "exact" in full float32, "tf32" with factors that may be
+# rounded to TF32.
 PRECISIONS = {
     None: "exact",
     "highest": "exact",
@@ -28,6 +30,7 @@ PRECISIONS = {
 
 
 def precision_of(precision: Any, dtype: str) -> str:
+    """Either "exact" or "tf32", by the argument `precision`; "exact" for 16-bit inputs."""
     try:
         found = PRECISIONS[precision]
     except (KeyError, TypeError):
@@ -39,12 +42,12 @@ def precision_of(precision: Any, dtype: str) -> str:
 
 
 def axes(layout: str, letters: str) -> str:
-    """The letters of an array with time before heads, in the order of the layout."""
+    """The letters of an array's axes in the layout's order; `letters` has time before heads."""
     return letters if layout == "bthd" else letters[0] + letters[2] + letters[1] + letters[3:]
 
 
 def with_batch(array: jax.Array, ndim: int) -> jax.Array:
-    """`array` with a leading batch axis of 1 where it comes one axis short of `ndim`."""
+    """`array` with a leading batch axis of size 1 where it has one axis less than `ndim`."""
     return array[None] if array.ndim == ndim - 1 else array
 
 
@@ -58,9 +61,9 @@ def is_batched(q: jax.Array, letters: str) -> bool:
 
 
 def check_heads(sizes: dict[str, int], layout: str | None = None) -> None:
-    """No axis of a head is empty, and the query heads fall into groups of one kv head each.
+    """A ValueError for an empty axis of heads, or unless H is a multiple of G.
 
-    `layout` is the caller's, where there is one that may be wrong.
+    `layout` is the caller's, which the error names as a possible cause.
     """
     for letter in "HGDV":
         if sizes[letter] < 1:
@@ -76,7 +79,8 @@ def check_heads(sizes: dict[str, int], layout: str | None = None) -> None:
 
 
 def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict[str, int], bool]:
-    """q, k, v with a batch axis, the sizes of their axes, and whether they came with one."""
+    """[q, k, v] with a batch axis, the sizes of their axes, and whether q came with a batch
+    axis."""
     shapes.one_of("layout", layout, LAYOUTS)
     q = shapes.floating("q", q)
     k, v = (
@@ -95,7 +99,10 @@ def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict
 def bind_lengths(
     q_lengths: Any, kv_lengths: Any, sizes: dict[str, int], batched: bool
 ) -> tuple[jax.Array | None, jax.Array | None, bool]:
-    """Both lengths, and whether they are the same: where T = S, one given gives both."""
+    """Both lengths [B] int32 or None, and whether the two are the same.
+
+    Where T = S, giving one of them gives both.
+    """
     shared = sizes["T"] == sizes["S"] and (
         q_lengths is None or kv_lengths is None or q_lengths is kv_lengths
     )
@@ -116,8 +123,8 @@ def bind_lengths(
     return bound("q_lengths", q_lengths, "T"), bound("kv_lengths", kv_lengths, "S"), shared
 
 
-def check_lengths(name: str, found: Any, axis: str, size: int) -> None:
-    """An error of `checked` unless lengths lie between 0 and the axis' size, wherever they are."""
+def check_lengths(name: str, found: ArrayLike, axis: str, size: int) -> None:
+    """An error of `checked` unless the lengths lie between 0 and the size of the axis."""
     if checking.checking():
         found = jnp.asarray(found)
         nearest = shapes.clipped(found, -1, size + 1)
@@ -135,7 +142,7 @@ def bind_segments(
     sizes: dict[str, int],
     batched: bool,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Segment ids of queries [B, T] and keys [B, S], the same array where given for both."""
+    """Segment ids of queries [B, T] and keys [B, S], one array where one is given for both."""
     if (q_segment_ids is None) != (kv_segment_ids is None):
         missing = "q_segment_ids" if q_segment_ids is None else "kv_segment_ids"
         raise ValueError(f"{missing} must be given with its counterpart, or use segment_ids")
@@ -167,7 +174,7 @@ def bind_segments(
 
 
 def _narrow_ids(*sides: jax.Array) -> list[jax.Array]:
-    """Ids [B, N] of one or both sides as int32, equal where they were equal and only there."""
+    """Ids [B, T] or [B, S] of each side as int32, which are equal exactly where the ids were."""
     if all(shapes.fits_int32(ids.dtype) for ids in sides):
         return [ids.astype(jnp.int32) for ids in sides]
     both = jnp.result_type(*sides)
@@ -177,14 +184,14 @@ def _narrow_ids(*sides: jax.Array) -> list[jax.Array]:
         raise ValueError(
             f"q_segment_ids and kv_segment_ids must have one dtype, got {found}; convert one"
         )
-    # An id's place among all the ids, sorted.
+    # The rank of an id among the sorted ids of both sides.
     ordered = jnp.sort(jnp.concatenate(sides, axis=1), axis=1)
     place = jax.vmap(jnp.searchsorted)
     return [place(ordered, ids.astype(both)).astype(jnp.int32) for ids in sides]
 
 
 def pad_to_one(array: jax.Array, axis: int) -> jax.Array:
-    """An empty axis made one long: callers hide what is added behind a length of 0."""
+    """`array` with an empty axis padded to size 1; callers hide the padding by a length of 0."""
     if array.shape[axis]:
         return array
     shape = list(array.shape)

@@ -2,9 +2,9 @@
 
 `forward.py`, `backward.py` and `bias.py` hold the kernels and their mathematics, `block_sizes.py` a
 table of their tiles. The kernels share tiles and products (`common.py`), the ranges of blocks and
-the masks of pairs (`visibility.py`), the options of pairs (`pairs.py`), and the backward kernels the
-weights (`weights.py`). `wide.py` is the backend for wider heads, `paged.py` the forward pass for a
-few queries and a long cache.
+the masks of pairs (`visibility.py`), the options of pairs (`pairs.py`), and the backward kernels
+the weights (`weights.py`). `wide.py` is the backend for wider heads, `paged.py` the forward pass
+for a few queries and a long cache.
 """
 
 from __future__ import annotations
