@@ -1,19 +1,19 @@
-"""How plain JAX cuts softmax attention into pieces: per kv head, per strip, per block of queries.
+"""How the XLA backend divides softmax attention: by kv head, by strip, by block of queries.
 
     s[i,j] = softcap(scale * q_i . k_j) + bias[i,j]      -inf where query i may not see key j
 
-Everything here speaks of one kv head and the R = H // G query heads that read it, in arrays named
-by a dictionary (`Arrays`); optional ones are absent:
+All functions here work on one kv head and the R = H // G query heads that read it. The arrays are
+in a dictionary (`Arrays`), which lacks the optional ones that are not given:
 
     q [R,T,D]  k [S,D]  v [S,V]  bias, mask [R|1,T|1,S|1]  sinks, h [R]  q_segments [T]
     kv_segments [S]  first, b, q_lengths, kv_lengths []  seed [2]  i0, j0 []
 
-`first` is the position of query 0 among the keys, `b` and `h` are the indices that dropout
-hashes, `i0` and `j0` the indices of the first query and the first key that the arrays hold.
+`first` is the position of query 0 among the keys, `b` and `h` are the indices that dropout hashes,
+`i0` and `j0` are the indices of the first query and the first key that the arrays hold.
 
-A *strip* is a run of queries and the run of keys that it can see, by causality and window, known
-before the arrays are: what lies outside is never multiplied. Inside a strip, `over_queries` goes
-block by block over the queries, each against all the strip's keys.
+A *strip* is a run of queries with the run of keys that causality and window let it see. Strips
+follow from the spec alone, so keys outside of a strip are never multiplied. Inside a strip,
+`over_queries` goes over blocks of queries, each against all keys of the strip.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ from ato_jax.ops.attention.spec import (
 
 Arrays = dict[str, jax.Array]
 
-# Which axis, from the end, runs over queries and over keys; bias and mask may leave out either.
+# The axis, counted from the end, that runs over queries and over keys; a bias or a mask may have
+# size 1 there.
 T_AXES = {"q": 2, "bias": 2, "mask": 2, "q_segments": 1, "lse": 1}
 S_AXES = {"k": 2, "v": 2, "bias": 1, "mask": 1, "kv_segments": 1}
 
-# Strips where only one side is bounded have keys of different lengths, so each is a program of
-# its own: n of them cost (n + 1) / 2n of the square, and n times the compilation.
+# With a bound on one side alone, each strip has another number of keys and is compiled by itself: n
+# strips multiply (n + 1) / 2n of all pairs, and take n times the compilation.
 MOST_STRIPS = 8
 SHORTEST_STRIP = 256
-# A band's strip is that part of the window long: its keys are then 1 + 1/4 windows.
+# With bounds on both sides a strip is this fraction of the window long, and has keys of 1 + 1/4
+# windows.
 STRIPS_PER_WINDOW = 4
 
-
-# How many scores to hold at once. On a CPU 4 MB of them: they stay in its caches, while the
-# products are large enough. Accelerators want long programs: 256 MB.
+# How many scores are held at once: on a CPU 4 MB, which stay in its caches while the products are
+# large enough; on accelerators, which need large products, 256 MB.
 SCORES_AT_ONCE = {"cpu": 1 << 20}
 SCORES_AT_ONCE_ELSEWHERE = 1 << 26
-# Below so many rows, products wait for the memory of their keys; above, nothing is gained.
+# Products of fewer rows are bound by loading the keys; more rows than the second number gain
+# nothing.
 FEWEST_ROWS = 64
 MOST_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Queries to a block and to a strip; kv heads and batch entries computed together."""
+    """Queries in a block and in a strip; kv heads and batch entries that are computed together."""
 
     block_t: int
     strip_t: int
@@ -69,7 +71,7 @@ class Config:
 
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
-    """As many scores at once as the platform likes: first queries, then heads, then batch."""
+    """Fills the platform's number of scores with queries first, then heads, then batch entries."""
     limit = SCORES_AT_ONCE.get(device.platform, SCORES_AT_ONCE_ELSEWHERE)
     repeats = spec.H // spec.G
     rows = min(max(limit // spec.S, FEWEST_ROWS), MOST_ROWS)
@@ -90,7 +92,7 @@ def _strip_length(spec: AttentionSpec) -> int:
 
 
 def _divisor(size: int, limit: int) -> int:
-    """The largest divisor of `size` up to `limit`, at least 1."""
+    """The largest divisor of `size` that is at most `limit`; at least 1."""
     return next(d for d in range(max(1, min(size, limit)), 0, -1) if size % d == 0)
 
 
@@ -100,7 +102,7 @@ def dot_precision(spec: AttentionSpec) -> lax.Precision:
 
 
 def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
-    """The arrays behind two leading axes [B|1, G|1], of size 1 where entries share them."""
+    """The arrays with two leading axes [B|1, G|1], of size 1 where all entries share one array."""
     B, H, G = spec.B, spec.H, spec.G
 
     def heads_first(x: jax.Array) -> jax.Array:
@@ -113,7 +115,7 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
 
     bias = inputs.bias
     if bias is not None and not all(spec.bias or ()):
-        # Its gradient is a sum over blocks, and a sum is kept in float32.
+        # Its gradient is summed over blocks, and sums are accumulated in float32.
         bias = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
     found: dict[str, jax.Array | None] = {
         "q": grouped(heads_first(inputs.q)),
@@ -137,10 +139,9 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
 
 
 def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
-    """One kv head's arrays with q, k and v in float32.
+    """One kv head's arrays with q, k and v in float32, and 0 in place of padding.
 
-    What lies beyond the lengths becomes 0, so that NaN in it goes nowhere: as 0 * NaN it would
-    come back in the gradients.
+    Padding may hold NaN, which would reach the gradients as 0 * NaN.
     """
 
     def wide(name: str, lengths: str) -> jax.Array:
@@ -152,9 +153,9 @@ def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
     found = {"q": wide("q", "q_lengths"), "k": wide("k", "kv_lengths")}
     if "v" in arrays:
         found["v"] = wide("v", "kv_lengths")
-    # JAX's derivative of a loop over heads computes what is the same for all of them once, ahead
-    # of it: the visible pairs, and all T * S of them. So whatever they follow from is tied to i0,
-    # which comes per head.
+    # JAX's derivative of a loop over heads would move the visible pairs, all T * S of them, out of
+    # the loop, since they are the same for each head. The barrier ties their inputs to i0, which
+    # every head has for itself.
     undifferentiated = {
         name: array
         for name, array in arrays.items()
@@ -166,7 +167,7 @@ def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
 def per_head(
     spec: AttentionSpec, config: Config, function: Callable[[Arrays], Any], arrays: Arrays
 ) -> Any:
-    """`function` of every kv head's arrays, its results [R, ...] stacked to [B, H, ...]."""
+    """`function` of every kv head's arrays; its results [R, ...] are stacked to [B, H, ...]."""
 
     def entry(arrays: Arrays) -> Any:
         return _each(lambda head: function(ready(spec, head)), arrays, spec.G, config.heads)
@@ -176,9 +177,10 @@ def per_head(
 
 
 def _each(function: Callable[[Arrays], Any], arrays: Arrays, size: int, together: int) -> Any:
-    """`function` of every entry of the leading axis, `together` at once, the results stacked.
+    """`function` of every entry of the leading axis, `together` at once; the results are stacked.
 
-    An array with a leading 1 is shared by the entries: never expanded, its gradient summed.
+    All entries share an array whose leading axis is 1: it is not expanded, and its gradient is
+    summed.
     """
     shared = {name: array[0] for name, array in arrays.items() if array.shape[0] == 1}
     own = {name: array for name, array in arrays.items() if name not in shared}
@@ -192,12 +194,12 @@ def _each(function: Callable[[Arrays], Any], arrays: Arrays, size: int, together
 
 
 def _has(axes: dict[str, int], name: str, array: jax.Array) -> bool:
-    """Whether the array runs over queries (`T_AXES`) or keys (`S_AXES`)."""
+    """Whether the array has an axis of queries (`T_AXES`) or keys (`S_AXES`)."""
     return name in axes and (name not in ("bias", "mask") or array.shape[-axes[name]] > 1)
 
 
 def _cut(arrays: Arrays, axes: dict[str, int], start: int, stop: int) -> Arrays:
-    """`arrays` with only the entries from `start` to `stop` of an axis, where they have it."""
+    """`arrays` with the entries from `start` to `stop` of an axis, where they have that axis."""
     return arrays | {
         name: lax.slice_in_dim(array, start, stop, axis=array.ndim - axes[name])
         for name, array in arrays.items()
@@ -206,7 +208,7 @@ def _cut(arrays: Arrays, axes: dict[str, int], start: int, stop: int) -> Arrays:
 
 
 def _bounds(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    """`left` and `right` where they hide keys and can be known beforehand, else None."""
+    """`left` and `right`; None where the bound hides no key or is unknown while tracing."""
     if spec.offset is None:
         return None, None
     left, right = spec.left, spec.right
@@ -220,7 +222,7 @@ def _bounds(spec: AttentionSpec) -> tuple[int | None, int | None]:
 def strips(
     spec: AttentionSpec, config: Config, function: Callable[[Arrays], Any], arrays: Arrays
 ) -> Any:
-    """`function` of every strip's arrays, its results [R, T, ...] joined along the queries."""
+    """`function` of every strip's arrays; its results are joined along the queries, [R, T, ...]."""
     left, right = _bounds(spec)
     if left is not None and right is not None:
         return _band(spec, min(config.strip_t, spec.T), function, arrays)
@@ -230,7 +232,7 @@ def strips(
         low = 0 if left is None else (spec.offset or 0) + start - left
         high = spec.S if right is None else (spec.offset or 0) + stop + right
         low = min(max(low, 0), spec.S - 1)
-        high = min(max(high, low + 1), spec.S)  # one key at least: it is masked
+        high = min(max(high, low + 1), spec.S)  # at least one key, which the mask may hide
         strip = _cut(_cut(arrays, T_AXES, start, stop), S_AXES, low, high)
         strip |= {"i0": arrays["i0"] + start, "j0": arrays["j0"] + low}
         results.append(function(strip))
@@ -240,20 +242,20 @@ def strips(
 def _band(
     spec: AttentionSpec, length: int, function: Callable[[Arrays], Any], arrays: Arrays
 ) -> Any:
-    """The strips of a window, one after the other, so that time and gradients follow the band.
+    """The strips of a window with two bounds, in a loop whose cost is linear in T.
 
-    The keys are laid out beforehand, strip by strip (they overlap: about 1 + STRIPS_PER_WINDOW
-    times their memory). A slice cut from all keys inside the loop would be as quick forward, but
-    its gradient is as long as all keys, for every strip.
+    The keys of all strips are laid out before the loop. They overlap, and take about
+    1 + STRIPS_PER_WINDOW times the memory. A slice of all keys inside the loop would be as fast
+    forward, but its gradient has the size of all keys, for every strip.
     """
     left, right = _bounds(spec)
     assert left is not None and right is not None and spec.offset is not None
     count = -(-spec.T // length)
     spans = -(-(length + left + right) // length)  # a strip's keys, in strip lengths
-    first_key = spec.offset - left  # of strip 0; may lie outside of the keys
+    first_key = spec.offset - left  # of strip 0; may be outside of the keys
 
     def from_first_key(array: jax.Array, axis: int) -> jax.Array:
-        """Cut or padded to the keys that the strips see: (count + spans - 1) * length."""
+        """Sliced or padded to the keys of all strips: (count + spans - 1) * length."""
         pads = [(0, 0, 0)] * array.ndim
         pads[-axis] = (-first_key, (count + spans - 1) * length + first_key - spec.S, 0)
         return lax.pad(array, jnp.zeros((), array.dtype), pads)
@@ -267,7 +269,7 @@ def _band(
 
     stacked: Arrays = {"strip": jnp.arange(count)}
     shared: Arrays = {}
-    rectangular = []  # [R|1, T, S]: rows by strip, columns cut inside the loop
+    rectangular = []  # [R|1, T, S]: rows by strip, columns sliced inside the loop
     for name, array in arrays.items():
         has_s = _has(S_AXES, name, array)
         if _has(T_AXES, name, array):
@@ -303,7 +305,7 @@ def _blocks(array: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _joined(results: Any, T: int) -> Any:
-    """[n, R, length, ...] -> [R, T, ...], what was padded cut off"""
+    """[n, R, length, ...] -> [R, T, ...] without the padding"""
 
     def join(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 0, 1)  # [R, n, length, ...]
@@ -313,9 +315,9 @@ def _joined(results: Any, T: int) -> Any:
 
 
 def by_query_block(arrays: Arrays, block_t: int) -> tuple[Arrays, Arrays]:
-    """What is the same for all blocks of queries, and what each has, stacked in front."""
+    """The arrays that all blocks of queries share, and those of each block, stacked in front."""
     T = arrays["q"].shape[-2]
-    length = -(-T // -(-T // block_t))  # as many blocks, of even length: little padding
+    length = -(-T // -(-T // block_t))  # the same number of blocks, with the least padding
     own = {
         name: _blocks(_padded(array, T_AXES[name], length), T_AXES[name], length)
         for name, array in arrays.items()
@@ -327,7 +329,8 @@ def by_query_block(arrays: Arrays, block_t: int) -> tuple[Arrays, Arrays]:
 
 
 def over_queries(function: Callable[[Arrays], Any], arrays: Arrays, block_t: int) -> Any:
-    """`function` of every block of queries, its results [R, block, ...] joined to [R, T, ...]."""
+    """`function` of every block of queries; its results [R, block, ...] are joined to [R, T,
+    ...]."""
     shared, own = by_query_block(arrays, block_t)
     return _joined(
         lax.map(lambda entry: function(shared | entry), own), arrays["q"].shape[-2]
@@ -335,20 +338,20 @@ def over_queries(function: Callable[[Arrays], Any], arrays: Arrays, block_t: int
 
 
 def indices(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """The indices of the queries, [T,1], and of the keys, [1,S], that the arrays hold."""
+    """The indices of the queries [T, 1] and of the keys [1, S] that the arrays hold."""
     i = arrays["i0"] + jnp.arange(arrays["q"].shape[-2])[:, None]
     j = arrays["j0"] + jnp.arange(arrays["k"].shape[-2])[None, :]
     return i, j
 
 
 def visible(spec: AttentionSpec, arrays: Arrays) -> jax.Array | None:
-    """Which query may see which key, [R|1, T|1, S|1]; None where all see all."""
+    """Which query may see which key, [R|1, T|1, S|1]; None where every query sees every key."""
     i, j = indices(arrays)
-    rules = []
+    rules: list[jax.Array] = []
     if spec.left is not None or spec.right is not None:
         rules.append(within_bounds(spec, arrays["first"] + i, j))
     if None not in _bounds(spec):
-        rules.append((j >= 0) & (j < spec.S))  # the last strips' keys run over the ends
+        rules.append((j >= 0) & (j < spec.S))  # outer strips' keys extend beyond the ends
     if "q_lengths" in arrays:
         rules.append(i < arrays["q_lengths"])
     if "kv_lengths" in arrays:
@@ -366,9 +369,9 @@ def visible(spec: AttentionSpec, arrays: Arrays) -> jax.Array | None:
 
 
 def scores(spec: AttentionSpec, arrays: Arrays) -> jax.Array:
-    """s, [R, T, S]: -inf where hidden. Only a select there, so no gradient can become NaN."""
+    """s, [R, T, S], -inf where hidden. That is a select, so no gradient becomes NaN."""
     s = jnp.einsum("rtd,sd->rts", arrays["q"], arrays["k"], precision=dot_precision(spec))
-    s = s * spec.scale  # not q: it would be rounded once more, which large scores show
+    s = s * spec.scale  # a scaled q would be rounded once more, which large scores show
     if spec.softcap is not None:
         s = spec.softcap * _tanh(s / spec.softcap)
     if "bias" in arrays:
@@ -384,7 +387,7 @@ def _tanh(x: jax.Array) -> jax.Array:
 
 @_tanh.defjvp
 def _tanh_jvp(primals: Any, tangents: Any) -> Any:
-    """1 - tanh(x)^2 without the difference, of which float32 has no digit left beyond |x| = 8."""
+    """1 - tanh(x)^2 without the subtraction, which cancels in float32 beyond |x| = 8."""
     (x,), (d_x,) = primals, tangents
     slope = 4 * jax.nn.sigmoid(2 * x) * jax.nn.sigmoid(-2 * x)
     return _tanh(x), jnp.where(slope > SMALLEST_SLOPE, slope, 0) * d_x

@@ -1,4 +1,4 @@
-"""The arrays of decoding: a few queries of each sequence, and the cache that they read."""
+"""The arrays of decoding: a few queries per sequence, and the cache that they read."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import NamedTuple
 
 import jax
 
-# Of a cache in 8 bits, where every row has a factor of its own.
+# The dtypes of a cache in 8 bits, where every row has a scale of its own.
 EIGHT_BITS = ("int8", "float8_e4m3fn")
 # More queries than this are a prefill.
 MOST_QUERIES = 16
 
 
 class CacheInputs(NamedTuple):
-    """Key j of sequence b is row j % page of page table[b, j // page]; a page's number may be
-    wrong, and then nobody sees its keys. Without a table it is row j of entry b: P = B, page = S.
+    """The arrays of one decoding call.
 
-    Of a cache in 8 bits, k and v are its rows times their scales. Where a spec's layout is "bhtd",
-    so are q and, without a table, k and v.
+    Key j of sequence b is row j % page of page table[b, j // page]. No query sees the keys of a
+    page whose number is out of range. Without a table it is row j of entry b: P = B, page = S.
+
+    In a cache of 8 bits the keys are k times `k_scales`, and the values v times `v_scales`. A
+    spec's layout "bhtd" is that of q and, without a table, of k and v.
     """
 
     q: jax.Array  # [B, T, H, D]

@@ -1,9 +1,9 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-Only what cuDNN means exactly as the contract does is passed on to it: 16-bit inputs, all keys,
-causal from the top left (position of query 0 = 0), and windows to the left of that. Whatever
-could hide every key from a query is refused, as cuDNN then does not answer 0; so are lengths, as
-a NaN in the padding would come through.
+Only requests for which cuDNN gives what the reference defines are supported: 16-bit inputs, all
+keys, causality with query 0 at position 0 (top left), and windows to the left of that. Options that
+could hide every key from a query are refused, since cuDNN does not return 0 there. Lengths are
+refused, since a NaN in the padding would reach the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ato_jax.backend import Backend
 from ato_jax.device import AMPERE
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
 
-# What jax._src.cudnn asks of the head size.
+# JAX's conditions on the head size.
 HEAD_MULTIPLE = 8
 WIDEST_HEAD = 256
 WIDEST_HEAD_BEFORE_HOPPER = 128
@@ -28,7 +28,7 @@ HOPPER = (9, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Nothing to tune: cuDNN chooses."""
+    """No block sizes: cuDNN chooses them."""
 
 
 def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
@@ -41,8 +41,9 @@ def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    """Why JAX cannot call cuDNN at all, such as a cuDNN that is not there or too old for the card;
-    None where it can, or where this process has no GPU to ask.
+    """The reason why JAX cannot call cuDNN, such as a missing one or one too old for the card.
+
+    None where it can, or where this process has no GPU.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -101,18 +102,18 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     if spec.keep_rest:
-        # The call that the backward repeats: compiled together, XLA makes one of the two.
+        # The backward pass makes the same call; compiled together, XLA runs it once.
         out, _ = jax.vjp(functools.partial(_attention, spec), inputs)
     else:
         out = _attention(spec, inputs)
-    # No caller asked for lse. NaN, so that no backward pass takes it for one unnoticed.
+    # cuDNN's lse is not available. NaN makes a backward pass that reads it fail visibly.
     return Outputs(out, jnp.full((spec.B, spec.T, spec.H), jnp.nan, jnp.float32))
 
 
 def backward(
     spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    """By jax's own derivative of its function, which runs cuDNN's forward once more."""
+    """JAX's derivative of its function, which runs cuDNN's forward pass once more."""
     return autodiff.gradient(
         functools.partial(_attention, spec), residuals.inputs, cotangents.out
     )

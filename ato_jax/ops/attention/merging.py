@@ -11,12 +11,13 @@ from jax import lax
 
 
 def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out [N, ..., V] and lse [N, ...] of N parts, merged in float32 to out's dtype and float32.
+    """Merges N parts, out [N, ..., V] and lse [N, ...], into out [..., V] and lse [...] float32.
 
-    A part with lse -inf counts for nothing, whatever its out holds.
+    The sums are in float32, and out has the parts' dtype. A part with lse -inf has weight 0,
+    whatever its out holds.
     """
     lse = lse.astype(jnp.float32)
-    # Compared for equality, so that a NaN is not taken for a piece that saw nothing.
+    # An equality, so that a NaN does not count as a part that saw nothing.
     saw = lse != -jnp.inf
     top = jnp.max(lax.stop_gradient(lse), axis=0)
     top = jnp.where(top == -jnp.inf, 0, top)

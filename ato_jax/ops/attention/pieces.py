@@ -1,4 +1,4 @@
-"""Attention in pieces: merging the results of parts of the keys, and what each key received.
+"""Attention in pieces: merging results over parts of the keys, and the attention per key.
 
     combine          lse = log sum_n exp(lse_n),  out = sum_n exp(lse_n - lse) out_n
     total_attention  total_j = sum_i exp(s[i,j] - lse_i)
@@ -61,7 +61,7 @@ def combine(outs: Any, lses: Any, *, layout: str = "bthd") -> tuple[jax.Array, j
 
 
 def _stacked(name: str, pieces: Any) -> jax.Array:
-    """A sequence of pieces, or an array of them, as one array with the pieces in front."""
+    """A sequence of pieces, or an array of stacked ones, as one array with the pieces in front."""
     if not isinstance(pieces, Sequence):
         return shapes.floating(name, pieces)
     arrays = [shapes.floating(f"{name}[{n}]", piece) for n, piece in enumerate(pieces)]
@@ -131,21 +131,21 @@ def total_attention(
     sizes = {"B": spec.B, "T": request.T, "H": spec.H}
     shapes.bind(sizes, "lse", lse.shape, axes(layout, "BTH")[0 if request.batched else 1 :])
 
-    def partition() -> Any:
-        """Batch and heads as those of q, all keys together."""
+    def partition() -> jax.Array:
+        """Batch and heads are sharded as those of q, keys are not sharded."""
         found = list(meshes.partition(inputs.q)[:3])
         found[layout.index("t")] = None
         return meshes.sharded(*found)
 
     given = inputs, with_batch(lse, 3).astype(jnp.float32)
     total = meshes.call(functools.partial(_total, spec, request.T), given, partition)
-    # S may have been 0.
+    # S may be 0, which `prepare` pads to 1.
     total = total[:, : k.shape[-3]] if layout == "bthd" else total[..., : k.shape[-2]]
     return total if request.batched else total[0]
 
 
 def _total(spec: AttentionSpec, T: int, given: tuple[Inputs, jax.Array]) -> jax.Array:
-    """[B, S, H] or [B, H, S], of inputs and the lse of their first T queries."""
+    """[B, S, H] or [B, H, S] from the inputs and the lse of their first T queries."""
     inputs, lse = given
     lse = lse.swapaxes(1, 2) if spec.layout == "bthd" else lse  # [B, H, T]
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, spec.T - T)))
@@ -158,7 +158,7 @@ def _total(spec: AttentionSpec, T: int, given: tuple[Inputs, jax.Array]) -> jax.
 
     @jax.checkpoint
     def of_block(arrays: blocks.Arrays) -> jax.Array:
-        saw = arrays["lse"] != -jnp.inf  # [R, block], so that a NaN stays one
+        saw = arrays["lse"] != -jnp.inf  # [R, block]; true for NaN, which must stay NaN
         s = blocks.scores(spec, arrays)  # [R, block, S]
         p = jnp.exp(s - jnp.where(saw, arrays["lse"], 0)[..., None])
         return jnp.sum(jnp.where(saw[..., None], p, 0), axis=1)  # [R, S]

@@ -1,4 +1,4 @@
-"""Softmax attention by its definition: quadratic, in float32 or float64, no cleverness.
+"""Softmax attention by its definition: quadratic in T and S, in float32 or float64.
 
     s[i,j] = scale * q_i . k_j ; softcap: c * tanh(s / c) ; + bias ; masked where not visible
     out_i  = softmax over j (and over the sink logit, which has no value) . v
@@ -30,7 +30,7 @@ EXACT = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Nothing to tune."""
+    """No block sizes."""
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:
@@ -89,7 +89,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         logits = jnp.concatenate([s, sink], axis=-1)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     top = jnp.where(top > -jnp.inf, top, 0)
-    # exp is taken of 0 where hidden, and its result dropped: no gradient passes an infinity.
+    # Hidden logits are replaced before the exponential, so that no gradient passes an infinity.
     hidden = logits == -jnp.inf
     weights = jnp.where(hidden, 0, jnp.exp(jnp.where(hidden, 0, logits - top)))
     total = jnp.sum(weights, axis=-1)  # [B, H, T]
@@ -103,7 +103,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         p = jnp.where(keep, p / (1 - spec.dropout_rate), 0)
     out = jnp.einsum("bhts,bhsv->bhtv", p, v, precision=EXACT).astype(inputs.v.dtype)
     out = jnp.where(asked, out, 0)
-    # Padded queries leave the sinks alone, too, and NaN in their cotangents goes nowhere.
+    # Padded queries give the sinks no gradient, and NaN in their cotangents reaches nothing.
     lse = jnp.where(asked[..., 0], lse, jax.lax.stop_gradient(lse))
     if spec.layout == "bthd":
         out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)

@@ -1,4 +1,4 @@
-"""Softmax attention: what one call is, its arrays, and the rules that every backend shares."""
+"""Softmax attention: the spec of a call, its arrays, and the rules that all backends share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ato_jax.meshes import partition, sharded
 
 Broadcast = tuple[bool, bool, bool, bool]
 
-# Rounding takes at most half of a last place, 127 of these shares of the number.
+# Units of `Outputs.rest`, as a share of the rounded number: rounding changes it by at most half a
+# unit in the last place, which is 127 of these.
 REST_UNITS = {"bfloat16": 2.0**-8 / 127, "float16": 2.0**-11 / 127}
 
-# A softcap's slope, 1 - tanh^2, is 0 from here on: half of float64's epsilon, so that a saturated
-# score has no gradient in any precision.
+# A softcap's slope, 1 - tanh^2, counts as 0 below this, half of float64's epsilon, so that a
+# saturated score has no gradient in any precision.
 SMALLEST_SLOPE = 2.0**-53
 
 
@@ -25,11 +26,15 @@ SMALLEST_SLOPE = 2.0**-53
 class AttentionSpec:
     """Everything static about one call.
 
-    `left` and `right` bound the keys around a query's position, None for no bound; `causal` is
-    `right = 0`. `offset` is the position of query 0 among the keys where it is static, None where
-    it follows from `query_offset` or the lengths. `bias` and `mask` tell, for each axis of
-    [B, H, T, S], whether the array has it in full (False: broadcast, of size 1). `keep_rest` asks
-    for `Outputs.rest`.
+    Attributes:
+      left, right: the bounds of the keys around a query's position, None for no bound; `causal` is
+        `right = 0`.
+      offset: the position of query 0 among the keys; None where it follows from `query_offset` or
+        the lengths and is known only at run time.
+      bias, mask: for each axis of [B, H, T, S], whether the array has its full size; False means
+        size 1, broadcast. None where there is no such array.
+      query_offset, segments, q_lengths, kv_lengths, sinks: whether the arrays are given.
+      keep_rest: whether the outputs hold `Outputs.rest`.
     """
 
     B: int
@@ -59,11 +64,11 @@ class AttentionSpec:
     keep_rest: bool = False
 
     def for_backward(self) -> AttentionSpec:
-        """The same, of a forward whose outputs a backward will read."""
+        """The spec of a forward pass whose outputs a backward pass reads."""
         return dataclasses.replace(self, keep_rest=self.dtype != "float32")
 
     def traits(self) -> dict[str, Any]:
-        """What block sizes may depend on."""
+        """The facts that block sizes may depend on."""
         return {
             "dtype": self.dtype,
             "D": self.D,
@@ -81,14 +86,14 @@ class AttentionSpec:
 
 
 def _extent(full: Broadcast | None) -> str:
-    """Of a bias or a mask: a number for every pair takes memory and loads that others do not."""
+    """Whether a bias or mask has an element for every pair, which costs memory and loads."""
     if full is None:
         return "none"
     return "pairs" if full[2] and full[3] else "broadcast"
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call, in `spec.layout`; the optional ones None where not given."""
+    """The arrays of one call, in `spec.layout`; optional ones that are not given are None."""
 
     q: jax.Array  # [B, T, H, D]
     k: jax.Array  # [B, S, G, D]
@@ -104,17 +109,18 @@ class Inputs(NamedTuple):
     dropout_seed: jax.Array | None = None  # [2] uint32
 
     def partition_of_outputs(self, layout: str) -> Outputs:
-        """`Outputs` of how each is sharded."""
+        """`Outputs` with a `PartitionSpec` in place of each array."""
         rows = partition(self.q)[:3]
         return Outputs(sharded(*rows, None), sharded(*rows))
 
 
 class Outputs(NamedTuple):
-    """Out and lse always; `lse`'s cotangent is zero unless `spec.return_lse`.
+    """The outputs of a forward pass. `lse`'s cotangent is zero unless `spec.return_lse`.
 
-    `rest` is what rounding took from `out`, from backends that keep it. The gradients are made of
-    do . v_j - do . out, which is small where one key has nearly all of a query's weight. In
-    its place `triton.wide` leaves for its own backward what that makes them of.
+    `rest` is the part of `out` that rounding removed, from backends that keep it. The gradients are
+    made of do . v_j - do . out, which nearly cancels where one key has almost all of a query's
+    weight. The forward pass of `triton.wide` keeps its products in `rest` instead, which only its
+    own backward pass reads.
     """
 
     out: jax.Array  # [B, T, H, V], v's dtype
@@ -122,7 +128,7 @@ class Outputs(NamedTuple):
     rest: jax.Array | None = None  # [B, T, H, V] int8, in `REST_UNITS` of out
 
     def plain(self) -> Outputs:
-        """Without what only a backward reads."""
+        """`out` and `lse`, without what only a backward pass reads."""
         return self._replace(rest=None)
 
 
@@ -130,7 +136,7 @@ Residuals = backend.Residuals[Inputs, Outputs]
 
 
 def positions_of_first_query(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
-    """The position of query 0 among the keys, [B] int32: query i stands i further on."""
+    """The position of query 0 among the keys, [B] int32; query i is at that position + i."""
     if spec.offset is not None:
         return jnp.full((spec.B,), spec.offset, jnp.int32)
     if inputs.query_offset is not None:
@@ -151,17 +157,17 @@ def within_bounds(spec: AttentionSpec, position: Any, key: Any) -> Any:
 
 
 def _mix(bits: Any) -> Any:
-    """A 32-bit finaliser (Ettinger's lowbias32): every input bit reaches every output bit."""
+    """A 32-bit hash (Ettinger's lowbias32): every input bit affects every output bit."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
     return bits ^ (bits >> 16)
 
 
 def dropout_keep(rate: float, seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Which weights dropout keeps: a hash of the seed and of the position (b, h, i, j) alone.
+    """Which weights dropout keeps, by a hash of the seed and the position (b, h, i, j) alone.
 
-    `seed` holds two uint32 scalars, the indices broadcast against each other. The same bits
-    come out in forward and backward, on every backend, for every tile size.
+    So forward and backward agree, on every backend and for every tile size. `seed` holds two uint32
+    scalars, and the indices broadcast against each other.
     """
 
     def word(x: Any) -> Any:
@@ -169,6 +175,6 @@ def dropout_keep(rate: float, seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
     row = _mix(_mix(_mix(seed[0] ^ word(b)) + word(h)) + word(i))
     bits = _mix(_mix(row ^ seed[1]) + word(j))
-    # 24 bits, so that the threshold is exact in a float32 and the comparison in an int32.
+    # With 24 bits the threshold is exact in float32 and the comparison exact in int32.
     threshold = round(rate * (1 << 24))
     return (bits >> 8).astype(jnp.int32) >= threshold

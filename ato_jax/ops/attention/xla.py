@@ -1,6 +1,6 @@
 """Softmax attention in plain JAX: every option, on every platform, memory linear in T.
 
-For one kv head, a block of queries i and all the keys j that its strip can see (`blocks`):
+For one kv head, a block of queries i, and all keys j that its strip can see (`blocks.py`):
 
     s[i,j] = softcap(scale * q_i . k_j) + bias[i,j]         -inf where i may not see j
     m_i    = max_j s[i,j], the sink too                     0 where that is -inf
@@ -9,20 +9,20 @@ For one kv head, a block of queries i and all the keys j that its strip can see 
     out_i  = sum_j dropped(p[i,j]) v_j / l_i                0 where l_i = 0
     lse_i  = m_i + log l_i                                  -inf where l_i = 0
 
-m only keeps exp in range: neither out nor lse depends on it, so it is a constant to every
-derivative. The softmax has a derivative of its own, in forward mode, which JAX transposes and
+m only keeps exp in range. Neither out nor lse depends on it, so every derivative takes it for a
+constant. The softmax has a custom derivative in forward mode, which JAX transposes and
 differentiates to any order:
 
     dlse_i = sum_j w[i,j] ds[i,j]                 w = p / l, and the sink's term
     dw[i,j] = w[i,j] (ds[i,j] - dlse_i)
 
-so that the gradient of s is w (dp - sum_j w dp) with the same rounded terms dp in both places.
-It is exactly 0 where a query sees one key, and its rounding errors are small beside what is left
-where the two terms nearly cancel. Of each block the forward pass keeps m and l, and the backward
-pass computes the weights again, as a flash kernel does.
+The gradient of s is then w (dp - sum_j w dp), with the same rounded dp in both terms. It is exactly
+0 where a query sees one key, and where the two terms nearly cancel, its rounding error is small
+beside the difference. The forward pass keeps m and l of each block, and the backward pass computes
+the weights again, as a flash kernel does.
 
 Causality and windows skip what they hide where the position of query 0 is static
-(`spec.offset`); where it is not, as with a traced `query_offset`, they are masks alone.
+(`spec.offset`). Elsewhere, as with a traced `query_offset`, they only mask.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
 
     out, lse = blocks.per_head(spec, config, head, blocks.per_kv_head(spec, inputs))
     if inputs.q_lengths is not None:
-        # These rows hold that already; the selects keep NaN in their cotangents out.
+        # The rows hold these values already; the selects keep NaN in their cotangents from the
+        # gradients.
         held = jnp.arange(spec.T) < inputs.q_lengths[:, None, None]  # [B, 1, T]
         out = jnp.where(held[..., None], out, 0)
         lse = jnp.where(held, lse, lax.stop_gradient(lse))
@@ -71,7 +72,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
 
 
 def _block(spec: AttentionSpec, arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
-    """out [R, block, V] and lse [R, block] of a block of queries, from all of their keys."""
+    """out [R, block, V] and lse [R, block] of a block of queries against all keys of its strip."""
     by_query = None
     if spec.bias is not None and not spec.bias[3]:
         arrays = dict(arrays)
@@ -79,8 +80,8 @@ def _block(spec: AttentionSpec, arrays: blocks.Arrays) -> tuple[jax.Array, jax.A
     s = blocks.scores(spec, arrays)  # [R, block, S]
     sinks = arrays["sinks"][:, None, None] if spec.sinks else None  # [R, 1, 1]
     if by_query is not None:
-        # A bias that a query's keys share moves lse, and the keys against the sink. Its gradient
-        # then needs no sum of ds over the keys, whose terms cancel.
+        # A bias that all keys of a query share only shifts lse, and the keys against the sink.
+        # Added there, its gradient needs no sum of ds over the keys, whose terms cancel.
         s = jnp.where(by_query == -jnp.inf, -jnp.inf, s)
         by_query = jnp.where(jnp.max(s, axis=-1, keepdims=True) == -jnp.inf, 0, by_query)
     keep = None
