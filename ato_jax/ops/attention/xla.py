@@ -104,8 +104,8 @@ def _softmax(
 ) -> tuple[jax.Array, jax.Array]:
     """out [R, block, V] and lse [R, block, 1], from scores and sinks [R, block|1, 1].
 
-    `by_query` [R|1, block|1, 1] is to be added to all scores of a query: for the weights that is
-    the same as taken from its sink, and `s` does not have it.
+    `by_query` [R|1, block|1, 1] is a bias that all scores of a query share, and that `s` lacks. For
+    the weights, adding it to the scores is the same as subtracting it from the sink.
     """
     m, total = _normaliser(s, _beside(sinks, by_query))
     out = _values(spec, _dropped(spec, jnp.exp(s - m), keep), v) / _not_zero(total)
@@ -129,7 +129,7 @@ def _softmax_jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> Any:
         d_lse = d_lse + share * d_sinks
         mean = mean + share * (d_sinks if by_query is None else d_sinks - d_by_query)
     if by_query is not None:
-        # Not as 1 - share, of which little is left where the sink has nearly all the weight.
+        # 1 - share would cancel where the sink has nearly all the weight.
         d_lse = d_lse + jnp.sum(p, axis=-1, keepdims=True) * d_by_query
     out = _values(spec, _dropped(spec, p, keep), v)
     d_out = _values(spec, _dropped(spec, p * (d_s - mean), keep), v)

@@ -1,15 +1,15 @@
-"""The backward kernels: dQ by query blocks, then dK and dV by key blocks. No atomics.
+"""The backward kernels: dQ by query blocks, then dK and dV by key blocks, without atomics.
 
-With p_ij = exp(s_ij - lse_i), all of it recomputed tile by tile (see weights.py),
+With p_ij = exp(s_ij - lse_i), recomputed tile by tile (`weights.py`),
 
     dv_j    = sum_i p_ij do_i
     ds_ij   = p_ij (dp_ij - delta_i)          times 1 - tanh^2 with a softcap
     dq_i    = scale * sum_j ds_ij k_j
     dk_j    = scale * sum_i ds_ij q_i
 
-where the sums for dk and dv run over the query heads of the group, too. The first kernel finds
-delta for its queries and leaves it for the second, with lse in units of log2. A bias's gradient
-is ds itself, summed over the axes that it lacks (bias.py); a sink's is
+where the sums for dk and dv also run over the query heads of the group. The first kernel computes
+delta for its queries and stores it for the second, with lse in units of log2. A bias's gradient is
+ds summed over the axes that the bias lacks (`bias.py`); a sink's is
 
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 """
@@ -98,7 +98,7 @@ def _dq_kernel(
     layout = spec.layout
     block, h = pl.program_id(0), pl.program_id(1)
     if spec.right is not None:
-        # The last queries see the most keys: started first, they do not end last.
+        # The last queries see the most keys, so their programs start first.
         block = pl.num_programs(0) - 1 - block
     b, part = batch_and_part(pl.program_id(2), parts)
     pairs = Pairs.of(spec, options, b, "queries")
@@ -121,7 +121,7 @@ def _dq_kernel(
         delta = delta - load_tile(layout, dlse_ref, None, i0, block_q, q_length)
     if gain is not None:
         delta = delta * gain
-    # A query that sees nothing has lse -inf; with +inf in its place every weight of it is 0.
+    # A query that sees nothing has lse -inf. With +inf instead, all of its weights are 0.
     sees = lse > -jnp.inf
     exists = query.indices[:, 0] < q_length if spec.q_lengths else None
     if exists is not None:
@@ -203,7 +203,7 @@ def _dkv_kernel(
     ranges = pairs.ranges(block, block_k, block_q, part, parts)
 
     def head(r: Any, sums: tuple[Sliced, Sliced]) -> tuple[Sliced, Sliced]:
-        """Adds the terms of the group's query head r, None where there is but one."""
+        """Adds the terms of the group's query head r; None where the group has one head."""
         h = g if r is None else g * share + jnp.int32(r)
 
         def step(
@@ -262,7 +262,7 @@ def _query_gradient(
     cotangents: Outputs,
     gain: jax.Array | None,
 ) -> tuple[jax.Array, Rows]:
-    """dq, and what it leaves for the other kernels."""
+    """dq, and the rows that its kernel stores for the other kernels."""
     inputs, outputs = residuals
     layout, parts = spec.layout, config.dq_parts
     share = spec.H // spec.G
@@ -346,7 +346,7 @@ def _key_gradients(
     rows: Rows,
     gain: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dk, dv, and a bias's gradient summed over the queries, [B, H, S], if it has keys alone."""
+    """dk, dv, and for a bias with keys but no queries ds summed over the queries, [B, H, S]."""
     layout, parts = spec.layout, config.dkv_parts
     share = spec.H // spec.G
     block_q, block_k = fitted(config.dkv_block_q, spec.T), fitted(config.dkv_block_k, spec.S)

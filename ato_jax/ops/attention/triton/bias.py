@@ -1,15 +1,16 @@
-"""The bias's gradient: ds summed over the axes that the bias lacks, and never formed beyond that.
+"""The bias's gradient: ds summed over the axes that the bias lacks, without storing all of ds.
 
     dbias[b, h, i, j] = ds_ij of query head h = p_ij (dp_ij - delta_i)
 
-Over all keys of a query, ds sums up to what lse's cotangent and the sink leave of it:
+The sum of ds over all keys of a query follows from lse's cotangent and the sink:
 
     sum_j ds_ij = out_i . do_i - (1 - share_i) delta_i = dlse_i + share_i delta_i
 
-where share_i is the sink's part of the weights: nothing is to be computed for a bias without keys.
-For one without queries, the kernel for dk and dv sums over its queries on the way, and XLA over
-heads and batch, as far as the bias lacks these. For one that has both there is the kernel here,
-whose programs own a tile of dbias each and sum over the heads and batch entries that it lacks.
+where share_i is the sink's share of the weights. So the gradient of a bias without keys needs no
+kernel. For a bias with keys and no queries, the kernel for dk and dv also sums ds over its queries,
+and XLA sums that over the heads and batch entries that the bias lacks. For a bias with both, each
+program of the kernel here owns a tile of dbias and sums over the heads and batch entries that the
+bias lacks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SINGLE_EPSILON = float(np.finfo(np.float32).eps)
 
 
 def of_keys(spec: AttentionSpec) -> bool:
-    """Whether the bias has keys, but no queries."""
+    """Whether the bias has an axis of keys, but none of queries."""
     return spec.bias is not None and spec.bias[3] and not spec.bias[2]
 
 
@@ -65,7 +66,7 @@ def gradient(
     gain: jax.Array | None,
     by_key: jax.Array | None,
 ) -> jax.Array:
-    """dbias; `by_key` is ds summed over the queries, [B, H, S], for a bias that has none."""
+    """dbias; `by_key` is ds summed over the queries, [B, H, S], for a bias without queries."""
     assert spec.bias is not None and inputs.bias is not None
     if by_key is not None:
         found = by_key[:, :, None]  # [B, H, 1, S]
@@ -86,8 +87,8 @@ def _by_query(
     if spec.return_lse:
         dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
         found = found + dlse
-    # A share is as exact as lse. Where it may be 1, the query saw the sink alone, or as good as
-    # that, and the two terms cancel.
+    # A share is as exact as lse. Where it rounds to 1, the keys have practically no weight, and the
+    # two terms would cancel.
     rounding = SINGLE_EPSILON * (2 + jnp.abs(rows.log2_norm + shift(spec)))
     keys_count = (rows.log2_norm < jnp.inf) & (shares < 1 - rounding)
     return jnp.where(keys_count, found, 0.0)
@@ -147,7 +148,7 @@ def _kernel(
             return sums + without_powers(spec, p * (dp - row(rows_refs.delta)), gain)
 
         ranges = pairs.ranges(n, block_q, block_k, 0, 1)
-        # One turn or none: what is common to [m, m + 1) and the blocks with visible pairs.
+        # One iteration or none: the intersection of [m, m + 1) and the blocks with visible pairs.
         start, stop = jnp.maximum(ranges.first, m), jnp.minimum(ranges.end, m + 1)
         return lax.fori_loop(start, stop, step, sums)
 
@@ -186,7 +187,7 @@ def _by_tile(
     options = options_of(spec, inputs, "queries", block_q, block_k)._replace(sinks=None)
 
     def sequence(heads: int, length: int, width: int, block: int) -> pl.BlockSpec:
-        """All heads of all batch entries."""
+        """The whole array, padded to the block and the padded row."""
         time = max(length, block)
         axes = (time, heads) if spec.layout == "bthd" else (heads, time)
         return pl.BlockSpec((spec.B, *axes, row_size(width)), lambda n, m, z: (0, 0, 0, 0))

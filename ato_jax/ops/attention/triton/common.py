@@ -1,16 +1,16 @@
-"""What the attention kernels share: tiles, products, scores.
+"""Tiles, products and scores, which all attention kernels share.
 
-A tile is a power of two in each direction, at least 16, as Triton's dots ask. Rows and columns
+Each side of a tile is a power of two of at least 16, as Triton's dots require. Rows and columns
 past the end of an array are masked at the load and read 0.
 
-Scores live in units of log2, so that every exponential is an exp2:
+Scores are in units of log2, so that every exponential is an exp2:
 
     s[i,j] * log2(e) = raw[i,j] * factor
     raw = q_i . k_j                          factor = scale * log2(e)
     raw = tanh(q_i . k_j * scale / c)        factor = c * log2(e)       with a softcap c
 
-`factor` is positive, so the maximum over raw scores is found before the multiplication, which
-then merges with the subtraction of the maximum into one multiply-add per score.
+`factor` is positive, so the maximum is taken over the raw scores, before the multiplication. That
+and the subtraction of the maximum are then one multiply-add per score.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
-# Triton's dots take no side shorter than this.
+# The shortest side that Triton's dots accept.
 SMALLEST_TILE = 16
 
-# float32 operands as sums of three bfloat16 pieces, which hold all of their bits, and the six
-# largest of the nine products of pieces: on the tensor cores, and closer to the exact sum than
-# float32 multiply-adds in sequence, which also run at a quarter of the speed.
+# float32 products on the tensor cores: each operand is the sum of three bfloat16 numbers, which
+# hold all of its bits, and the six largest of the nine products are added. The result is closer to
+# the exact sum than float32 multiply-adds in sequence, which run at a quarter of the speed.
 EXACT_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
-
-# Rows up to this are not cut: products of so few columns are not what takes the time.
+# Shorter rows are not cut into slices: products of so few columns take little time.
 SHORTEST_SLICED = 64
-# Beyond this a tile of whole rows no longer fits the registers: it is cut into slices of so many.
+# Tiles of longer rows do not fit the registers, and are cut into slices of LONGEST_SLICE columns.
 LONGEST_ROW = 256
 LONGEST_SLICE = 128
 
-# The rows that one backward kernel leaves for the others, [B, H, T] float32 whatever the layout, so
-# that a tile's are contiguous.
+# The layout of the rows that one backward kernel stores for the others, [B, H, T] float32 whatever
+# the call's layout is, so that a tile's are contiguous.
 ROWS_LAYOUT = "bhtd"
 
 
@@ -77,7 +76,7 @@ Sliced = tuple[jax.Array, ...]
 
 
 class Columns(NamedTuple):
-    """Some of a tile's columns: `size` from `start` on, of which `width` exist."""
+    """`size` columns of a row from `start` on, of which `width` exist."""
 
     start: int
     size: int
@@ -85,10 +84,10 @@ class Columns(NamedTuple):
 
 
 def column_slices(width: int) -> tuple[Columns, ...]:
-    """A row of `width` elements in one slice or in several, each a power of two.
+    """The slices of a row of `width` elements, each of which is a power of two long.
 
-    Two slices where they hold less than one would: 64 + 32 for 96, 128 + 64 for 192. Rows too long
-    for one tile come in many.
+    Two slices where they are shorter than one would be: 64 + 32 for 96, 128 + 64 for 192. Rows
+    longer than LONGEST_ROW have slices of LONGEST_SLICE.
     """
     first = padded(width)
     if width > LONGEST_ROW:
@@ -103,7 +102,7 @@ def column_slices(width: int) -> tuple[Columns, ...]:
 
 
 def fitted(block: int, length: int) -> int:
-    """The configured block, or less where the whole sequence is shorter."""
+    """The block, or a shorter one where the whole sequence is shorter."""
     return min(block, padded(length))
 
 
@@ -118,7 +117,7 @@ def span(start: Any, count: int) -> jax.Array:
 
 
 def row_size(width: int) -> int:
-    """The columns of all slices."""
+    """The columns of all slices, padding included."""
     return sum(columns.size for columns in column_slices(width))
 
 
@@ -132,11 +131,18 @@ def sequence_spec(
     share: int = 1,
     parts: int = 1,
 ) -> pl.BlockSpec:
-    """`group` heads of one batch entry over their whole sequence: a ref for `load_tile`.
+    """The block spec of whole sequences, whose ref `load_tile` reads.
 
-    The grid is (blocks, heads, batch); `share` programs along its heads and `parts` along its
-    batch read the same ones. A row vector such as lse has no `width`. `block` is the tallest tile
-    that will be read.
+    The grid is (blocks, heads, batch).
+
+    Args:
+      layout: "bthd" or "bhtd".
+      length: T or S.
+      width: the columns of a row; None for a vector such as lse.
+      block: the tallest tile that will be read.
+      group: how many heads a program reads.
+      share: how many programs along the grid's heads read the same head.
+      parts: how many programs along the grid's batch axis read the same batch entry.
     """
     rows = max(length, block)
     columns = () if width is None else (row_size(width),)
@@ -153,7 +159,7 @@ def sequence_spec(
 
 
 def whole_spec(array: Any) -> pl.BlockSpec:
-    """The whole array, for every program: a ref that is indexed by batch entry and head."""
+    """The block spec of a whole array, whose ref kernels index by batch entry and head."""
     return pl.BlockSpec(array.shape, lambda n, h, b: (0,) * array.ndim)
 
 
@@ -172,7 +178,7 @@ def _place(
 
 
 def _inside(start: Any, rows: int, length: Any, columns: Columns | None) -> jax.Array | None:
-    """Which elements of a tile exist; None where the sizes say that all do."""
+    """The mask of the elements of a tile that exist; None where the sizes show that all do."""
     mask = None
     if not isinstance(length, int) or length % rows:
         mask = span(start, rows) < length
@@ -198,10 +204,16 @@ def load_tile(
     whole: bool = False,
     batch: Any = None,
 ) -> jax.Array:
-    """Rows `start` to `start + rows` of one head, 0 from `length` on, which may be traced.
+    """Rows `start` to `start + rows` of one head: [rows, columns.size], or [rows] of a vector.
 
-    `head` and `batch` are None where the ref holds a single one; `whole` promises that all of the
-    rows exist. A row vector such as lse has no `columns`.
+    Args:
+      layout: "bthd" or "bhtd".
+      ref: of whole sequences (`sequence_spec`).
+      head, batch: their indices; None where the ref holds a single one.
+      start, rows: which rows.
+      length: rows from here on read 0; it may be traced.
+      columns: which columns; None for a vector such as lse.
+      whole: promises that all of the rows exist.
     """
     mask = _inside(start, rows, rows if whole else length, columns)
     place = _place(layout, ref, batch, head, start, rows, columns)
@@ -219,7 +231,7 @@ def load_rows(
     whole: bool = False,
     batch: Any = None,
 ) -> Sliced:
-    """`load_tile` of whole rows, slice by slice: tiles [rows, size]."""
+    """`load_tile` of whole rows of `width` columns: a tile [rows, size] for each slice."""
     return tuple(
         load_tile(layout, ref, head, start, rows, length, columns, whole, batch)
         for columns in column_slices(width)
@@ -265,7 +277,7 @@ def inner(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
 
 
 def sum_of_products(a: Sliced, b: Sliced) -> jax.Array:
-    """Each row of a times the same row of b, in float32."""
+    """The inner product of each row of a with the same row of b, in float32: [rows]."""
     first, *others = (
         jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
         for x, y in zip(a, b, strict=True)
@@ -279,7 +291,7 @@ def plus_product(spec: AttentionSpec, sums: Sliced, a: jax.Array, rows: Sliced) 
 
 
 def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
-    """a . b or a . b^T, accumulated in float32; float32 operands are rounded only if asked."""
+    """a . b or a . b^T, accumulated in float32; float32 is rounded to TF32 only where asked for."""
     precision: Any = None
     if spec.dtype == "float32":
         if device.interpreting():
@@ -289,10 +301,10 @@ def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = Fals
 
 
 def _interpreted_dot(a: jax.Array, b: jax.Array, trans_b: bool) -> jax.Array:
-    """A float32 product, added up in float64.
+    """A float32 product with sums in float64.
 
-    The order in which XLA adds up on a CPU depends on the shapes and on what surrounds the
-    product, and so would the last bit of a score (`multiply_add`).
+    XLA's order of summation on a CPU depends on the shapes and on the surrounding program, and so
+    would the last bit of a score (`multiply_add`).
     """
     with jax.enable_x64(True):
         dimensions = (((1,), (1 if trans_b else 0,)), ((), ()))
@@ -301,10 +313,10 @@ def _interpreted_dot(a: jax.Array, b: jax.Array, trans_b: bool) -> jax.Array:
 
 
 def multiply_add(a: jax.Array, b: Any, c: jax.Array) -> jax.Array:
-    """a * b + c, rounded once, as NVIDIA's compilers and AMD's make it.
+    """a * b + c, rounded once, as the compilers for NVIDIA and AMD do it.
 
-    The CPU's compiler does so in some loops and not in others. Two kernels that are interpreted
-    would then differ by the last bit of a score, and a score of 1000 by 6e-5 in its weight.
+    The CPU's compiler rounds once in some loops and twice in others. Scores of two interpreted
+    kernels would then differ in the last bit, and the weights of a score of 1000 by 6e-5.
     """
     if not device.interpreting():
         return a * b + c
@@ -314,9 +326,9 @@ def multiply_add(a: jax.Array, b: Any, c: jax.Array) -> jax.Array:
 
 
 def exp2(x: jax.Array, fast: bool) -> jax.Array:
-    """2^x; `fast` by the bare instruction, which flushes results below 1e-38 to 0.
+    """2^x. With `fast` it is NVIDIA's instruction alone, which flushes results below 1e-38 to 0.
 
-    Without it NVIDIA's compiler adds three instructions per element to get those right.
+    Otherwise NVIDIA's compiler adds three instructions per element for such results.
     """
     if not fast or not device.takes_ptx():
         return jnp.exp2(x)
@@ -349,11 +361,11 @@ def raw_scores(spec: AttentionSpec, products: jax.Array) -> jax.Array:
 def raw_scores_and_slope(
     spec: AttentionSpec, products: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`raw_scores` and the softcap's 1 - tanh^2, None without one.
+    """`raw_scores` and the softcap's slope 1 - tanh^2; None without a softcap.
 
-    With e = exp(-2|x|), tanh |x| is 1 - u where u = 2 e / (1 + e), and the slope is u (2 - u). The
-    difference 1 - tanh^2 has no digit left beyond |x| = 8. 1 - u is right to float32's epsilon of
-    1, and the scores that lse is made of need more where they are small: `raw_scores` has it.
+    With e = exp(-2|x|) and u = 2 e / (1 + e), tanh |x| = 1 - u and the slope is u (2 - u). The
+    subtraction 1 - tanh^2 would cancel in float32 beyond |x| = 8. 1 - u has an absolute error of
+    float32's epsilon, which is enough for 16-bit inputs; float32 takes tanh itself.
     """
     if spec.softcap is None:
         return raw_scores(spec, products), None

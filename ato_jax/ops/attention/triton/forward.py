@@ -1,20 +1,20 @@
 """The forward kernel: one program per (query block, head, batch entry), keys block by block.
 
-With scores s in units of log2 (see common.py), each block of keys updates
+With scores s in units of log2 (`common.py`), each block of keys updates
 
     m'    = max(m, max_j s_j)
     p_j   = exp2(s_j - m')
     total = total * exp2(m - m') + sum_j p_j
     acc   = acc * exp2(m - m') + sum_j dropped(p_j) v_j
 
-and at the end out = acc / total, lse = ln(2) * m + ln(total). A sink is where m starts, with a
-total of 1. Where queries are too few to fill the card, several programs share the keys of a query
-block, and `merge` puts their parts together.
+and at the end out = acc / total, lse = ln(2) * m + ln(total). With a sink, m starts at the sink's
+logit and total at 1. Where the queries are too few to fill the card, several programs share the
+keys of a query block, and `merge` merges their parts.
 
-Within a warp an exponential waits for the product that it is of, and the tensor cores meanwhile
-for nothing. So a block of queries may be cut into `strands`, each with an m, total and acc of its
-own: q k^T of all of them comes first, and then, under the exponentials of one strand, the
-products of the strand before it.
+The exponentials depend on q k^T, so with one block of queries the tensor cores idle until the
+exponentials finish. A block of queries may therefore be cut into `strands`, each with its own m,
+total and acc. q k^T of all strands comes first; then the exponentials of one strand overlap with
+the products of the strand before it.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from ato_jax.ops.attention.triton.common import (
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, Side, batch_and_part, options_of
 from ato_jax.ops.attention.triton.visibility import for_blocks
 
-# Where m starts: finite, so that rows which have seen nothing yet subtract no infinities, and
-# below every score, so that exp2(m - m') is then 0.
+# The initial m: finite, so that rows which have seen no key yet subtract no infinities, and below
+# every score, so that exp2(m - m') is 0 at the first key.
 FLOOR = float(np.finfo(np.float32).min)
 
 Carry = tuple[jax.Array, jax.Array, Sliced]  # m, total, acc
 
 
 class Strand(NamedTuple):
-    """Some of a program's queries, from the sequence's row `start` on."""
+    """Some of a program's queries, from row `start` of the sequence on."""
 
     start: Any
     query: Side  # [rows, 1]
@@ -71,7 +71,7 @@ class Strand(NamedTuple):
 
 
 def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: int) -> Carry:
-    """What a query has that has seen no key: its sink, which the first part counts."""
+    """m, total and acc of queries that have seen no key; the first part counts the sink."""
     acc = zeros(rows, spec.V)
     if sinks_ref is None:
         return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), acc
@@ -105,13 +105,14 @@ def _kernel(
     block_q, block_k, parts, fast_exp2 = blocks
     block, h = pl.program_id(0), pl.program_id(1)
     if spec.right is not None:
-        # The last queries see the most keys: started first, they do not end last.
+        # The last queries see the most keys, so their programs start first.
         block = pl.num_programs(0) - 1 - block
     b, part = batch_and_part(pl.program_id(2), parts)
     pairs = Pairs.of(spec, options, b, "queries")
     q_length, kv_length = pairs.limits.q_length, pairs.limits.kv_length
     rows = block_q // strands
-    # A number says that tiles of `rows` do not cross it; where blocks do, a strand may lie beyond.
+    # An int means that no tile crosses the end and needs a mask. Where a block crosses it, a whole
+    # strand may lie beyond, so `end` is an array there.
     end: Any = spec.T if spec.T % block_q == 0 else jnp.int32(spec.T)
     if not spec.q_lengths:
         q_length = end
@@ -126,7 +127,7 @@ def _kernel(
     def weigh(
         masked: bool, query: Side, key: Side, product: jax.Array, m: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The new m, what it takes sums from the old one's scale by, and p: [rows, block_k]."""
+        """m', the factor exp2(m - m') for the sums so far, and p [rows, block_k]."""
         raw, factor = pairs.biased(h, raw_scores(spec, product), query, key)
         seen = pairs.visible(h, masked, query, key)
         if seen is not None:
@@ -149,7 +150,7 @@ def _kernel(
             kept = pairs.kept(h, query, key)
             if kept is not None:
                 p = jnp.where(kept, p, 0.0)
-            # No sooner: it would wait in registers where nothing is loaded ahead.
+            # Loaded here, since without prefetching it would occupy registers until it is used.
             v = v or load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
             # mypy infers no type for a lambda with a default.
             acc = each(lambda tile, by=correction: tile * by[:, None], acc)  # type: ignore[misc]
@@ -184,7 +185,7 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     share = spec.H // spec.G
     options = options_of(spec, inputs, "queries", block_q, block_k)
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
-    # Parts are rounded only once they are merged.
+    # Parts are rounded after they are merged.
     out_dtype = inputs.v.dtype if parts == 1 else jnp.float32
     in_kernel = spec.keep_rest and parts == 1
     out, lse, rest = pallas_call(
@@ -192,7 +193,7 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
             _kernel,
             spec=spec,
             blocks=Blocks(block_q, block_k, parts, config.fast_exp2),
-            # A shorter block's strands would be too short for the tensor cores.
+            # The strands of a shorter block would be too short for the tensor cores.
             strands=config.strands if block_q == config.block_q else 1,
         ),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B * parts),
@@ -220,7 +221,7 @@ def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
     if parts > 1:
         out, lse = merge(*(parts_first(array, parts) for array in (out, lse)))
         if spec.keep_rest:
-            # Not by casts to and fro, which XLA takes the liberty to leave out.
+            # XLA may remove a pair of casts, but not this.
             figures = jnp.finfo(inputs.v.dtype)
             rest = _rest(spec, out, lax.reduce_precision(out, figures.nexp, figures.nmant))
     return Outputs(out.astype(inputs.v.dtype), lse, rest)

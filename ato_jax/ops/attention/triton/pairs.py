@@ -1,7 +1,7 @@
-"""What the options say of the pairs of a tile: which are hidden, biased, dropped.
+"""The options as functions of a tile's pairs: which are hidden, which bias, which are dropped.
 
 Each option is a function of two indices, `query` and `key`, that broadcast against each other:
-[block_q, 1] and [1, block_k], or transposed. Its arrays are whole refs, read where the indices say.
+[block_q, 1] and [1, block_k], or transposed. Its arrays are whole refs, read at these indices.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ato_jax.ops.attention.triton.visibility import (
     segment_ranges,
 )
 
-# Offsets into an array of up to 2^32 bytes are 32 bits wide, and signed: too few for so many bytes.
+# Triton's offsets into arrays of up to 2^32 bytes are signed 32-bit numbers, which do not reach
+# beyond this many bytes.
 WIDEST_BYTES = 1 << 31
 
 
 class Options(NamedTuple):
-    """Arrays beside q, k and v, or their refs; None where not asked for."""
+    """The arrays beside q, k and v, or their refs; None for options that are not given."""
 
     limits: Any = None  # [B, 4] int32
     ranges: Any = None  # [B, blocks, 4] int32
@@ -48,7 +49,7 @@ class Options(NamedTuple):
 def options_of(
     spec: AttentionSpec, inputs: Inputs, own: str, rows: int, block: int
 ) -> Options:
-    """The arrays for programs that own `rows` queries or keys and go over the others' blocks."""
+    """The arrays for programs that own `rows` queries or keys and go over blocks of the other."""
     ranges = None
     if inputs.q_segments is not None and inputs.kv_segments is not None:
         sides = (inputs.q_segments, inputs.kv_segments)
@@ -69,7 +70,7 @@ def options_of(
 
 
 class Side(NamedTuple):
-    """A tile's queries or keys: their indices, and their segments where these matter."""
+    """A tile's queries or keys: their indices, and their segment ids where these are compared."""
 
     indices: jax.Array
     segments: jax.Array | None = None
@@ -77,7 +78,7 @@ class Side(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The pairs of one batch entry `b`, for a program that owns queries, keys, or tiles of both."""
+    """The pairs of batch entry `b`, for a program that owns queries, keys, or tiles of both."""
 
     spec: AttentionSpec
     refs: Options
@@ -98,8 +99,8 @@ class Pairs:
         start = n * rows
         ranges = block_ranges(bounds, start, rows, length, block)
         if not isinstance(own_length, int):
-            # Pallas's Triton lowering gives a choice between two Python ints the type of its
-            # condition, bool: where the other side's length is static, `ranges.end` is one.
+            # Pallas's Triton lowering gives a select between two Python ints the dtype of its
+            # condition, bool; `ranges.end` is an int where the other side's length is static.
             end = jnp.where(start < own_length, jnp.int32(ranges.end), 0)
             ranges = Ranges(*(jnp.minimum(bound, end) for bound in ranges))
         if self.refs.ranges is not None:
@@ -120,7 +121,7 @@ class Pairs:
         return Side(indices, plgpu.load(segments.at[self.b, indices], mask=mask, other=0))
 
     def visible(self, h: Any, masked: bool, query: Side, key: Side) -> jax.Array | None:
-        """Which pairs see each other; None where all do, as positions do unless `masked`."""
+        """Which pairs are visible; None where all are. Positions hide none unless `masked`."""
         rules = []
         if masked:
             limits = self.limits
@@ -128,7 +129,7 @@ class Pairs:
                 rules.append(key.indices >= query.indices + limits.low)
             if limits.high is not None:
                 rules.append(key.indices <= query.indices + limits.high)
-            # The program's own rows beyond their length are replaced in the end.
+            # Results of the program's own rows beyond their length are replaced at the end.
             if self.own != "keys":
                 rules.append(key.indices < limits.kv_length)
             if self.own != "queries":
@@ -146,7 +147,7 @@ class Pairs:
         return seen
 
     def biased(self, h: Any, raw: jax.Array, query: Side, key: Side) -> tuple[jax.Array, float]:
-        """Scores and the factor that brings them to units of log2, the bias added."""
+        """Scores with the bias added, and the factor that brings them to units of log2."""
         factor = score_factor(self.spec)
         if self.spec.bias is None:
             return raw, factor
@@ -162,7 +163,7 @@ class Pairs:
         return dropout_keep(rate, seed, self.b, h, query.indices, key.indices)
 
     def _plane(self, ref: Any, full: Broadcast, h: Any, query: Side, key: Side) -> jax.Array:
-        """A tile of bias or mask, broadcast along the axes that the array lacks."""
+        """A tile of a bias or mask, of size 1 along the axes that the array lacks."""
         of_batch, of_head, of_query, of_key = full
         index = (
             self.b if of_batch else 0,
@@ -186,6 +187,6 @@ class Pairs:
 
 
 def batch_and_part(z: Any, parts: int) -> tuple[Any, Any]:
-    """The batch entry of a program, and which part of the other side is its own."""
+    """The batch entry of a program, and the part of the other side that it goes over."""
     b = quotient(z, parts)
     return b, z - b * parts

@@ -1,17 +1,16 @@
-"""Which pairs of a tile see each other, and which tiles hold such pairs.
+"""Which queries of a tile see which keys, and which tiles hold visible pairs.
 
     low <= j - i <= high                    causality and windows, from position(i) = offset + i
     i < q_length,  j < kv_length
     q_segment_i = kv_segment_j
 
-A program owns some rows, queries or keys, and goes over the blocks of the other side. Those that
-hold visible pairs are a range, and inside it lies a range of blocks that hold nothing else:
+A program owns some rows, queries or keys, and goes over blocks of the other side. The blocks with
+visible pairs form a range, and inside it is a range of blocks in which every pair is visible:
 
     first ... whole ... whole_end ... end
 
-Each rule has such ranges of its own, and all rules together have their intersection. Rows of the
-program's own that lie beyond their length need no rule: their inputs are read as 0, and their
-results are replaced.
+Each rule has its own ranges, and all rules together have the intersection. The program's own rows
+beyond their length need no rule: their inputs are read as 0, and their results are replaced.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from ato_jax import device
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, positions_of_first_query
 from ato_jax.ops.attention.triton.common import quotient
 
-# A block's segments as a set of so many bits, an id's bit being the id modulo that.
+# The segments of a block are a set of this many bits; the bit of an id is the id modulo that.
 SEGMENT_BITS = 256
 WORD = 32
 
-# Further than any position is from another; sums of two stay in int32.
+# Larger than any distance between positions; the sum of two fits int32.
 FAR = (1 << 30) - 1
 
 Carry = TypeVar("Carry")
@@ -41,7 +40,7 @@ Bounds = tuple[Any, Any]
 
 
 class Limits(NamedTuple):
-    """What bounds a batch entry's pairs: ints where they are static, else traced scalars."""
+    """The bounds of a batch entry's pairs: ints where they are static, traced scalars elsewhere."""
 
     low: Any  # None: no bound
     high: Any
@@ -50,7 +49,8 @@ class Limits(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Blocks first, ..., end - 1 hold all visible pairs; whole, ..., whole_end - 1 no others."""
+    """Blocks first, ..., end - 1 hold all visible pairs; whole, ..., whole_end - 1 no hidden
+    ones."""
 
     first: Any
     whole: Any
@@ -59,7 +59,7 @@ class Ranges(NamedTuple):
 
 
 def key_bounds(spec: AttentionSpec, offset: int) -> Bounds:
-    """Query i sees keys from i + low to i + high, None for no bound, or for one that hides none."""
+    """(low, high): query i sees keys i + low to i + high; None for a bound that hides no key."""
     low = None if spec.left is None else offset - spec.left
     high = None if spec.right is None else offset + spec.right
     if low is not None and low <= 1 - spec.T:
@@ -70,18 +70,18 @@ def key_bounds(spec: AttentionSpec, offset: int) -> Bounds:
 
 
 def query_bounds(bounds: Bounds) -> Bounds:
-    """Key j is seen by queries from j + low to j + high, given the bounds of queries."""
+    """(low, high): queries j + low to j + high see key j, from the bounds of `key_bounds`."""
     low, high = bounds
     return None if high is None else -high, None if low is None else -low
 
 
 def limits_array(spec: AttentionSpec, inputs: Inputs) -> jax.Array | None:
-    """The limits of every batch entry, [B, 4] int32, where some are known only at run time."""
+    """The limits of every batch entry, [B, 4] int32; None where all are static."""
     if spec.offset is not None and not (spec.q_lengths or spec.kv_lengths):
         return None
     nothing = jnp.zeros((spec.B,), jnp.int32)
     position = jnp.clip(positions_of_first_query(spec, inputs), -FAR, FAR)
-    # Beyond these, a bound hides all or none, whatever its value.
+    # Clipped where a bound hides all pairs or none, whatever its value.
     low, high = (
         nothing if reach is None else jnp.clip(position + reach, -spec.T, spec.S)
         for reach in (None if spec.left is None else -spec.left, spec.right)
@@ -93,7 +93,7 @@ def limits_array(spec: AttentionSpec, inputs: Inputs) -> jax.Array | None:
 
 
 def limits_of(spec: AttentionSpec, ref: Any, b: Any) -> Limits:
-    """The limits of a batch entry, read where they are not static."""
+    """The limits of a batch entry; those that are not static are read from the ref."""
     if spec.offset is not None:
         low, high = key_bounds(spec, spec.offset)
     else:
@@ -105,9 +105,9 @@ def limits_of(spec: AttentionSpec, ref: Any, b: Any) -> Limits:
 
 
 def block_ranges(bounds: Bounds, start: Any, rows: int, length: Any, block: int) -> Ranges:
-    """Which blocks of the other side the items from `start` to `start + rows` pair with.
+    """The blocks of the other side that the rows from `start` to `start + rows` pair with.
 
-    Item x pairs with x + low to x + high, below `length`. Bounds that are known while tracing stay
+    Row x pairs with x + low to x + high, below `length`. Results that are known while tracing are
     Python ints.
     """
     low, high = bounds
@@ -138,7 +138,7 @@ def intersection(a: Ranges, b: Ranges) -> Ranges:
 
 
 def part_of(ranges: Ranges, part: Any, parts: int) -> Ranges:
-    """One of `parts` programs' share of the blocks."""
+    """The share of the blocks that one of `parts` programs has."""
     count = ranges.end - ranges.first
     start = ranges.first + quotient(count * part, parts)
     stop = ranges.first + quotient(count * (part + 1), parts)
@@ -148,9 +148,9 @@ def part_of(ranges: Ranges, part: Any, parts: int) -> Ranges:
 def segment_ranges(own: jax.Array, other: jax.Array, rows: int, block: int) -> jax.Array:
     """The ranges that segments allow, [B, blocks of rows, 4], from ids [B, T] and [B, S].
 
-    Two blocks may hold an id in common if their ids' intervals overlap, which tells sorted ids
-    apart, and their sets of bits do, which tells others apart. What is wrongly held for common
-    costs time, nothing else.
+    Two blocks may have an id in common if the intervals of their ids overlap, which is exact for
+    sorted ids, and their sets of bits do, which separates most others. A block that is visited
+    without need costs time and nothing else.
     """
     low, high, sets = (x[..., :, None] for x in _segments_of_blocks(own, rows))
     other_low, other_high, other_sets = (x[..., None, :] for x in _segments_of_blocks(other, block))
@@ -188,9 +188,9 @@ def _loop(lower: Any, upper: Any, body: Callable[[Any, Carry], Carry], carry: Ca
         if lower >= upper:
             return carry
         if upper == lower + 1 and not device.interpreting():
-            # A loop known to run once is inlined, and its neighbour then spills a thousand bytes.
+            # A loop known to run once is inlined, and the next loop then spills 1000 bytes.
             upper = upper + jnp.minimum(pl.program_id(0), 0)
-    # Python ints would count in JAX's default integer.
+    # Python ints would become JAX's default integer, which may be int64.
     lower, upper = (np.int32(n) if isinstance(n, int) else n for n in (lower, upper))
     return lax.fori_loop(lower, upper, body, carry)
 
@@ -198,7 +198,7 @@ def _loop(lower: Any, upper: Any, body: Callable[[Any, Carry], Carry], carry: Ca
 def for_blocks(
     ranges: Ranges, step: Callable[[bool, Any, Carry], Carry], carry: Carry
 ) -> Carry:
-    """`step(masked, n, carry)` over the blocks of the ranges, in order, by separate loops."""
+    """`step(masked, n, carry)` over the blocks in order; a loop for each masked or whole range."""
     first, whole, whole_end, end = ranges
 
     def masked(n: Any, carry: Carry) -> Carry:

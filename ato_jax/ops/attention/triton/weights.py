@@ -1,18 +1,18 @@
-"""What the backward kernels share: the weights found again from lse, and powers of two.
+"""The weights, recomputed from lse, and float16's powers of two, for all backward kernels.
 
     p_ij    = exp(s_ij - lse_i)
     dp_ij   = do_i . v_j                      with dropout, 0 where it dropped p_ij
     delta_i = out_i . do_i - dlse_i
     ds_ij   = p_ij (dp_ij - delta_i)
 
-float16 holds nothing below 6e-8 and little below 6e-5, where p and ds lie for long sequences, so
-there both carry powers of two into the products, taken out of the sums: 2^WEIGHT_SHIFT in p, which
-is at most 1, and `gain` in dp - delta besides, a power of two per group that keeps the product
-within 2^WEIGHT_SHIFT whatever the size of v and do.
+float16 loses precision below 6e-5 and flushes below 6e-8, where p and ds are for long sequences. In
+float16 both are therefore scaled by powers of two in the products, which the sums take out again:
+p, which is at most 1, by 2^WEIGHT_SHIFT, and dp - delta by `gain`, a power of two per group that
+keeps the product within 2^WEIGHT_SHIFT whatever the size of v and do.
 
-A large lse is rounded by more than float32's budget for p: at 1000 by 3e-5. So for float32 the
-kernel for dq sums each query's weights as it finds them from lse, divides its dq by that sum, which
-should be 1, and leaves the inverse for the other kernels to multiply with.
+A large lse is rounded by more than float32's budget for p: at 1000 by 3e-5. So in float32 the
+kernel for dq sums each query's recomputed weights, divides dq by that sum, which should be 1, and
+stores the inverse for the other kernels to multiply with.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ato_jax.ops.attention.triton.common import (
 )
 from ato_jax.ops.attention.triton.pairs import Pairs, Side
 
-# 2^15 is half of what float16 holds: room for weights that rounding puts above 1.
+# 2^15 is half of float16's largest number, which leaves room for weights that round above 1.
 WEIGHT_SHIFT = 15
 
 
 class Rows(NamedTuple):
-    """What the first kernel leaves for the others, each [B, H, T] float32."""
+    """Rows that the dQ kernel stores for the other kernels, each [B, H, T] float32."""
 
     log2_norm: jax.Array  # lse in units of log2, less the shift; +inf where nothing is seen
     delta: jax.Array  # times the gain
-    correction: jax.Array | None  # what makes the weights' sum 1, float32 alone
+    correction: jax.Array | None  # factor that makes the weights' sum 1; None unless float32
 
 
 def shift(spec: AttentionSpec) -> int:
@@ -55,7 +55,7 @@ def renormalises(spec: AttentionSpec) -> bool:
 
 
 def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """[B, T, H, V] with 0 in place of what lies beyond the lengths, whatever it is."""
+    """[B, T, H, V] with 0 beyond the lengths, whatever the padding holds."""
     if lengths is None:
         return array
     time = 1 if layout == "bthd" else 2
@@ -64,7 +64,7 @@ def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -
 
 
 def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:
-    """float16: for each group a power of two times |dp - delta| that is at most 1, [B, G]."""
+    """In float16 a power of two per group, [B, G], with gain * |dp - delta| <= 1; else None."""
     if spec.dtype != "float16":
         return None
     heads = 2 if spec.layout == "bthd" else 1
@@ -92,7 +92,7 @@ def load_gain(gain_ref: Any | None) -> jax.Array | None:
 def weight_gradient(
     spec: AttentionSpec, dp: jax.Array, kept: jax.Array | None, gain: jax.Array | None
 ) -> jax.Array:
-    """do . v as the gradient of p, which dropout passes on where it kept p; times the gain."""
+    """The gradient of p from dp = do . v, 0 where dropout dropped p, times the gain."""
     if kept is not None:
         dp = jnp.where(kept, dp * (1 / (1 - spec.dropout_rate)), 0.0)
     return dp if gain is None else dp * gain
@@ -116,7 +116,7 @@ def weights(
     log2_norm: jax.Array,
     fast_exp2: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """p * 2^shift from q . k, and the softcap's slope. `log2_norm` lacks the shift already."""
+    """p * 2^shift from q . k, and the softcap's slope. The shift is subtracted in `log2_norm`."""
     raw, slope = raw_scores_and_slope(pairs.spec, products)
     raw, factor = pairs.biased(h, raw, query, key)
     seen = pairs.visible(h, masked, query, key)
@@ -132,7 +132,7 @@ def inverse(total: jax.Array) -> jax.Array:
 def sink_shares(
     spec: AttentionSpec, sinks: jax.Array | None, rows: Rows
 ) -> jax.Array | float:
-    """What of each query's weights the sink has, [B, H, T]."""
+    """The sink's share of each query's weights, [B, H, T]."""
     if sinks is None:
         return 0.0
     shares = jnp.exp2(sinks[:, None] * LOG2_E - (rows.log2_norm + shift(spec)))

@@ -1,7 +1,6 @@
-"""Softmax attention of wide heads over few keys: all keys in one tile, columns block by block.
+"""Softmax attention of wide heads over few keys: all keys in one tile, blocks of columns.
 
-wide_forward.py and wide_backward.py hold the kernels and their mathematics. `implementation=None`
-takes them where `beats_later_backends` holds.
+`wide_forward.py` and `wide_backward.py` hold the kernels and their mathematics.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.wide_backward import backward
 from ato_jax.ops.attention.triton.wide_forward import Tiles, forward, forward_for_own_backward
 
-# Below, the kernels that hold whole rows have them in one tile.
+# The kernels for whole rows hold narrower heads in one tile.
 NARROWEST_HEAD = 257
 WIDEST_HEAD = 8192
-# Scores of so many keys and a block of queries fill the registers.
+# The scores of more keys and a block of queries do not fit the registers.
 LONGEST = 256
-# The weights of more float32 keys, in their pieces, do not fit the 99 KiB of consumer cards.
+# The weights of more keys in float32, as sums of bfloat16 numbers, do not fit the 99 KiB of
+# consumer cards.
 MOST_FLOAT32_KEYS_OF_SMALL_CARDS = 64
 LARGE_SHARED_MEMORY = 160 * 1024
 
@@ -64,7 +64,7 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
             return f"{name} must be at most {LONGEST}, got {length}"
     if spec.dtype not in ("float32", "float16", "bfloat16"):
         return f"dtype must be float32, float16 or bfloat16, got {spec.dtype}"
-    # Nor a forward for one: it leaves `rest` for its own backward alone.
+    # Nor a forward pass for a call with one: only this backend's backward reads its `rest`.
     if spec.bias is not None and (phase == "backward" or spec.keep_rest):
         return "has no kernel for a bias's gradient"
     here = of_call(())
@@ -84,9 +84,9 @@ Choice = tuple[int, int, int, int, int]
 # Forward and backward, by the most keys and the narrowest heads that they are for.
 Table = tuple[tuple[int, int, Choice, Choice], ...]
 
-# With 228 KiB of shared memory, for up to 64 keys the fastest of those tried on an H200 at
-# T = S = 64 that compile without spills (exact float32's backward spills 64 bytes where it makes
-# the scores again); for more keys what fits.
+# With 228 KiB of shared memory. For up to 64 keys the fastest of those tried on an H200 at T = S =
+# 64 that compile without spills (exact float32's backward kernel spills 64 bytes where it
+# recomputes the scores).
 LARGE_HALF: Table = (
     (64, 4096, (64, 128, 128, 4, 5), (64, 128, 128, 8, 3)),
     (64, 1024, (64, 128, 128, 4, 3), (64, 128, 128, 8, 3)),
@@ -97,8 +97,8 @@ LARGE_FLOAT32: Table = (
     (64, 4096, (64, 32, 64, 4, 3), (64, 64, 32, 4, 3)),
     (64, 0, (64, 32, 64, 4, 3), (64, 32, 32, 4, 4)),
 )
-# A block of columns is what fills the shared memory in several stages beside the tile of weights;
-# what compiles without spills for sm_90 and fits it. Not measured.
+# For more keys and for less shared memory: blocks of columns that fill the shared memory in several
+# stages beside the tile of weights, and that compile without spills for sm_90. Not measured.
 HALF: Table = (
     (64, 0, (64, 64, 64, 4, 4), (64, 64, 64, 4, 3)),
     (128, 0, (64, 64, 64, 4, 3), (128, 64, 64, 8, 2)),
@@ -110,7 +110,7 @@ FLOAT32: Table = (
     (256, 0, (64, 32, 32, 8, 2), (64, 32, 32, 8, 2)),
 )
 ENOUGH_FOR_LARGE = 200 * 1024
-# A slice of fewer columns takes less time than the launch of the kernel that merges it.
+# A slice of fewer columns saves less time than the launch of the kernel that merges it takes.
 SHORTEST_SLICE = 256
 FEWEST_PROGRAMS = 8
 
@@ -127,7 +127,8 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
 
 
 def choices(spec: AttentionSpec, device: Device) -> tuple[Choice, Choice]:
-    """Forward and backward."""
+    """The sizes of the forward and of the backward kernels: the first row of the tables that
+    fits."""
     table, large = HALF, LARGE_HALF
     if spec.dtype == "float32":
         table, large = FLOAT32, LARGE_TF32 if spec.precision == "tf32" else LARGE_FLOAT32
@@ -141,23 +142,23 @@ def choices(spec: AttentionSpec, device: Device) -> tuple[Choice, Choice]:
 
 
 def programs(spec: AttentionSpec, choice: Choice) -> int:
-    """Of a kernel without slices: one for each block of queries."""
+    """The programs of a kernel without slices: one for each block of queries."""
     return pl.cdiv(spec.T, choice[0]) * spec.H * spec.B
 
 
 def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
-    """How many programs share the columns of a block of queries, so that they fill the card."""
+    """How many programs share the columns of a block of queries, to fill the card."""
     most = max(spec.D, spec.V) // SHORTEST_SLICE
     return max(1, min(device.multiprocessors // max(1, programs(spec, choice)), most))
 
 
 def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:
-    """Whether there are several blocks of queries.
+    """Whether there are enough blocks of queries.
 
-    On an H200 a single one takes 12 to 20 us forward by the two kernels that slices need and as
-    long by XLA's, 10 to 21 us; forward and backward XLA's are the faster in most sizes, 22 to 37 us
-    against 31 to 105. Eight of them (B8 H1 T64 D2048 in bfloat16) take 13 us against 24, and 28
-    against 54 forward and backward.
+    On an H200 a single block takes 12 to 20 us forward, by the two kernels that slices need, where
+    XLA takes 10 to 21 us; forward and backward XLA is faster at most sizes, 22 to 37 us against 31
+    to 105 us. Eight blocks (B8 H1 T64 D2048, bfloat16) take 13 us where XLA takes 24 us, and
+    forward and backward 28 us where XLA takes 54 us.
     """
     forward, _ = choices(spec, device)
     return programs(spec, forward) >= FEWEST_PROGRAMS

@@ -1,8 +1,8 @@
-"""Wide heads, backward: the weights found again whole, as in `wide_forward.py`. No atomics.
+"""Wide heads, backward: the weights of all keys recomputed, as in `wide_forward.py`, no atomics.
 
-With the scores of all keys at hand, kept or made again, neither out nor lse is read:
+The scores of all keys are kept or recomputed, so neither out nor lse is read:
 
-    p_ij    = exp(s_ij) / sum_j exp(s_ij)     the sink's term in the sum, too
+    p_ij    = exp(s_ij) / sum_j exp(s_ij)     with the sink's term in the sum
     dp_ij   = do_i . v_j                      with dropout, 0 where it dropped p_ij
     delta_i = sum_j p_ij dp_ij - dlse_i
     ds_ij   = p_ij (dp_ij - delta_i)          times 1 - tanh^2 with a softcap
@@ -11,13 +11,13 @@ With the scores of all keys at hand, kept or made again, neither out nor lse is 
     dq_i    = scale * sum_j ds_ij k_j
     dk_j    = scale * sum_i ds_ij q_i
 
-Where one tile has all queries of a head, and no other head reads its keys, that is one kernel: it
+Where one tile has all queries of a head, and no other head reads its keys, one kernel does all: it
 goes over the columns of q and k for the scores, unless they were kept, over those of v and do for
-dp and dv, and over those of q and k for dq and dk. Where the columns are shared among `slices` of
-programs, another kernel before it leaves the parts of q . k and do . v.
+dp and dv, and over those of q and k for dq and dk. Where `slices` programs share the columns, a
+kernel before it stores the parts of q . k and do . v.
 
-Otherwise sums for dk and dv run over several programs' weights: those leave p and ds in memory,
-and products of these with do, q and k are kernels of their own.
+Otherwise the sums for dk and dv need the weights of several programs. One kernel then stores p and
+ds, and further kernels multiply these with do, q and k.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from ato_jax.ops.attention.triton.wide_forward import (
 
 
 class Found(NamedTuple):
-    """A tile's weights, times 2^shift: what products and gradients take of them."""
+    """A tile's weights times 2^shift, as the products and gradients use them."""
 
     p: jax.Array  # [block_q, block_k]
     dropped: jax.Array  # p as it multiplies v, in the dtype of the products
@@ -98,8 +98,7 @@ def found_weights(tile: Pair, product: jax.Array, fast_exp2: bool) -> Found:
 def score_gradient(
     tile: Pair, found: Found, dp: jax.Array, dlse: Any, gain: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """ds times 2^shift and the gain, in the dtype of the products, and the gradients of the sink,
-    [block_q, 1]."""
+    """ds times 2^shift and the gain, in the dtype of the products, and dsink [block_q, 1]."""
     spec = tile.pairs.spec
     dp = weight_gradient(spec, dp, found.kept, gain)
     delta = jnp.sum(found.p * dp, axis=1, keepdims=True) * 2.0 ** -shift(spec)
@@ -182,7 +181,7 @@ def _kernel(
     dp = value_columns.each(n, values, dp)
     ds, dsink = score_gradient(tile, found, dp, _load_dlse(spec, dlse_ref, queries), gain)
     if dsink_ref is not None:
-        # Each slice has the same.
+        # All slices store the same values.
         store_tile(ROWS_LAYOUT, dsink_ref, None, 0, dsink[:, 0], spec.T)
 
     def keys_and_queries(start: Any, nothing: Any) -> Any:
@@ -230,7 +229,7 @@ def _weights_kernel(
 def _load_weights(
     spec: AttentionSpec, ref: Any, head: Any, i0: Any, rows: int, j0: Any, columns: int
 ) -> jax.Array:
-    """A tile of [T, S], 0 beyond."""
+    """A tile of [T, S], 0 past its end: [rows, columns]."""
     i, j = span(i0, rows)[:, None], span(j0, columns)[None, :]
     index = (i, j) if head is None else (head, i, j)
     return plgpu.load(ref.at[index], mask=(i < spec.T) & (j < spec.S), other=0)
@@ -248,7 +247,7 @@ def _query_sums_kernel(
     cut: Cut,
     scale: float,
 ) -> None:
-    """w . x for the columns of one block: the sums over keys."""
+    """w . x for the columns of one slice: the sums over keys."""
     n, h, b = (pl.program_id(axis) for axis in range(3))
     block, n = block_and_slice(n, cut.slices)
     start = block * block_q
@@ -279,7 +278,7 @@ def _key_sums_kernel(
     cut: Cut,
     scale: float,
 ) -> None:
-    """w^T . x for some columns: the sums over the queries of all heads of a group."""
+    """w^T . x for the columns of one slice: the sums over the queries of all heads of a group."""
     n, g, b = (pl.program_id(axis) for axis in range(3))
     block, n = block_and_slice(n, cut.slices)
     j0 = block * block_k
@@ -456,7 +455,7 @@ def _by_several_kernels(
     return Gradients(dq, dk, dv, dsink)
 
 
-# Of p, which is held beside ds while dv's, dq's and dk's blocks are made.
+# The largest tile of p, which is held beside ds during the blocks of dv, dq and dk.
 LARGEST_TILE_BYTES = 32 * 1024
 
 

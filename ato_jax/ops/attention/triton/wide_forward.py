@@ -1,23 +1,23 @@
-"""Wide heads, forward: few enough keys that a query's scores are one row in the registers.
+"""Wide heads, forward: few enough keys that all scores of a query fit the registers.
 
-A program owns some queries of one head. It goes over the columns of q and k, block by block,
+A program owns some queries of one head. It goes over blocks of columns of q and k,
 
     products = sum over blocks of columns  q[:, block] . k[:, block]^T
 
-has with it the whole scores of its queries, and so their weights at once, without the running
-maximum of `forward.py`; and then goes over the columns of v, each block of which is finished as it
-is met:
+then has all scores of its queries, and their weights without the running maximum of `forward.py`,
+and goes over blocks of columns of v, each of which gives final columns of out:
 
     out[:, block] = p . v[:, block] / total
 
-So a tile holds some columns of all keys in place of some keys with all of their columns, and every
-input is read once per block of queries, whatever the width. Where the programs are too few to fill
-the card, `slices` of them share the columns: one kernel leaves the products that its slices of q
-and k add up to, and each program of the next sums these and has a slice of v.
+A tile holds some columns of all keys, where `forward.py`'s holds all columns of some keys. Every
+input is read once per block of queries, whatever the width is. Where the programs are too few to
+fill the card, `slices` programs share the columns: one kernel stores the product of each slice of q
+and k, and each program of the next kernel sums these and has a slice of v.
 
-`keep` leaves the products of q and k in `Outputs.rest`, [B, H, slices, T, S] float32 of which the
-slices add up: the backward then need not read q and k for them. They are 4 bytes for each pair,
-written and read, in place of rows of q and of k read, and are kept where that is less.
+`forward_for_own_backward` keeps the products of q and k in `Outputs.rest`, [B, H, slices, T, S]
+float32, whose sum over the slices is q . k^T. The backward pass then does not read q and k for
+them. They take 4 bytes per pair to write and to read, and are kept where that is less than the rows
+of q and k.
 """
 
 from __future__ import annotations
@@ -54,8 +54,14 @@ from ato_jax.ops.attention.triton.pairs import Options, Pairs, Side, options_of
 
 
 class Tiles(NamedTuple):
-    """How a kernel goes over a problem: queries in a tile, columns in a block of q and k and of v,
-    warps, pipeline stages, and how many programs share the columns."""
+    """Block sizes of a kernel.
+
+    Attributes:
+      block_q: queries in a tile.
+      block_d, block_v: columns in a block of q and k, and of v.
+      num_warps, num_stages: warps and pipeline stages.
+      slices: how many programs share the columns.
+    """
 
     block_q: int
     block_d: int
@@ -70,7 +76,7 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of a sequence: `size` from `start` on, of which those below `length` exist."""
+    """`size` rows of a sequence from `start` on, of which those below `length` exist."""
 
     start: Any
     size: int
@@ -78,7 +84,7 @@ class Rows(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Columns of a row of `width`, in blocks of `block`, shared among so many `slices`."""
+    """The columns of a row of `width`, in blocks of `block`, shared among `slices` programs."""
 
     width: int
     block: int
@@ -89,7 +95,7 @@ class Cut(NamedTuple):
         return cls(width, fitted(block, width), slices)
 
     def each(self, n: Any, step: Any, carry: Any) -> Any:
-        """`step(start, carry)` over the blocks of the n-th slice, by the column they start at."""
+        """`step(start, carry)` over the blocks of the n-th slice, by their first columns."""
         blocks = pl.cdiv(self.width, self.block)
         own = pl.cdiv(blocks, self.slices)
         first: Any = np.int32(0)
@@ -112,9 +118,9 @@ class Cuts(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Rows of one head of an array, read and written by blocks of columns.
+    """Rows of one head of an array, loaded and stored by blocks of columns.
 
-    `head` is None where the ref holds a single one. Rows and columns past the end read 0.
+    `head` is None where the ref holds a single head. Rows and columns past the end read 0.
     """
 
     layout: str
@@ -158,7 +164,7 @@ def products(spec: AttentionSpec, a: Matrix, b: Matrix, n: Any) -> jax.Array:
 
 
 class Pair(NamedTuple):
-    """Which tile of pairs a program has: some queries of one head, all keys."""
+    """A program's tile of pairs: some queries of one head, and all keys."""
 
     pairs: Pairs
     h: Any
@@ -167,7 +173,7 @@ class Pair(NamedTuple):
 
     @property
     def mask(self) -> jax.Array:
-        """Those that the array of all pairs, [T, S], has."""
+        """The pairs of the tile that exist in an array of all pairs, [T, S]."""
         spec = self.pairs.spec
         return (self.query.indices < spec.T) & (self.key.indices < spec.S)
 
@@ -176,7 +182,7 @@ class Pair(NamedTuple):
 
 
 def load_parts(ref: Any, tile: Pair) -> jax.Array:
-    """[parts, T, S] summed over its parts: [block_q, block_k]."""
+    """A tile of [parts, T, S], summed over the parts: [block_q, block_k]."""
 
     def add(n: Any, total: jax.Array) -> jax.Array:
         return total + plgpu.load(ref.at[(jnp.int32(n), *tile.place())], mask=tile.mask, other=0)
@@ -186,7 +192,7 @@ def load_parts(ref: Any, tile: Pair) -> jax.Array:
 
 
 class Weights(NamedTuple):
-    """exp2(score - m) and their sum, the sink's included; `slope` is the softcap's."""
+    """p = exp2(score - m), and the sum of p with the sink's term; `slope` is the softcap's."""
 
     m: jax.Array  # [block_q, 1]
     total: jax.Array  # [block_q, 1]
@@ -206,7 +212,7 @@ def weigh(tile: Pair, product: jax.Array, fast_exp2: bool) -> Weights:
         seen = exists if seen is None else seen & exists
     if seen is not None:
         raw = jnp.where(seen, raw, -jnp.inf)
-    # Finite, so that a row that sees nothing subtracts no infinities.
+    # Finite, so that a row that sees no key subtracts no infinities.
     m = jnp.maximum(jnp.max(raw, axis=1, keepdims=True) * factor, FLOOR)
     sink: Any = 0.0
     if pairs.refs.sinks is not None:
@@ -231,14 +237,14 @@ def tile_of(
 
 
 def own_rows(tile: Pair, start: Any) -> tuple[Rows, Rows]:
-    """The rows of the tile's queries and keys."""
+    """The rows of the tile's queries, and of its keys."""
     limits = tile.pairs.limits
     queries = Rows(start, tile.query.indices.shape[0], limits.q_length)
     return queries, Rows(0, tile.key.indices.shape[1], limits.kv_length)
 
 
 def block_and_slice(n: Any, slices: int) -> tuple[Any, Any]:
-    """The block of queries of a program and its slice: those of one block run side by side."""
+    """A program's block of queries and its slice; the slices of a block are adjacent programs."""
     block = quotient(n, slices)
     return block, n - block * slices
 
@@ -324,9 +330,10 @@ def parts_shape(slices: int, spec: AttentionSpec) -> jax.ShapeDtypeStruct:
 def parts_of_products(
     spec: AttentionSpec, tiles: Tiles, options: Options, *factors: tuple[jax.Array, jax.Array]
 ) -> list[jax.Array]:
-    """For each (a, b): a . b^T of every head's queries and keys, by the slices of their columns.
+    """a . b^T of every head, by slices of the columns: [B, H, slices, T, S] float32 for each (a,
+    b).
 
-    Each [B, H, slices, T, S] float32.
+    a has queries, such as q or do; b has keys, such as k or v.
     """
     layout, slices = spec.layout, tiles.slices
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
@@ -358,13 +365,13 @@ def parts_of_products(
 
 
 def options_for(spec: AttentionSpec, inputs: Inputs, block_q: int) -> Options:
-    """No ranges of blocks: all keys are one block, which every query sees."""
+    """The options without ranges of blocks, since all keys are one block."""
     options = options_of(spec, inputs, "queries", block_q, padded(spec.S))
     return options._replace(ranges=None)
 
 
 def forward_for_own_backward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
-    """`forward` with the products, where the backward gains by them."""
+    """`forward`, which keeps the products where that saves the backward pass time."""
     bytes_of_products = 4 * spec.T * spec.S
     bytes_of_rows = (spec.T + spec.S) * spec.D * inputs.q.dtype.itemsize
     return forward(spec, config, inputs, 2 * bytes_of_products < bytes_of_rows)
@@ -380,7 +387,7 @@ def forward(
     parts = None
     if slices > 1:
         (parts,) = parts_of_products(spec, tiles, options, (inputs.q, inputs.k))
-    # The parts are what is kept, where there are any.
+    # With slices, the parts of the products are in memory already, and are what is kept.
     stores = keeps_products and parts is None
     rows = (spec.T, spec.H) if layout == "bthd" else (spec.H, spec.T)
     out, lse, products = pallas_call(

@@ -1,14 +1,14 @@
 """Linear attention in plain JAX: every option, time and memory linear in T, any derivative.
 
-Time is cut into chunks. A chunk's queries meet its own keys as a square of features' products,
-and all earlier keys through the state that they left (`chunk.py` has the mathematics).
-`lax.scan` carries the state from chunk to chunk, and the states ahead are kept for the
-derivative: `jax.checkpoint` computes a chunk again instead of storing its squares.
+The sequence is cut into chunks. A chunk's queries meet its own keys in a matrix of products of
+features, and all earlier keys through the state that these add up to (`chunk.py` has the
+mathematics). `lax.scan` carries the state from chunk to chunk. For the derivative it keeps the
+states before each chunk, and `jax.checkpoint` recomputes a chunk's matrix instead of storing it.
 
-Both ways at once (a decay or segments without causality) is the same with the whole square and
-with a second state, which comes from the right. Without either, one state serves every query.
+A decay or segments without causality take the whole matrix and a second state, which comes from the
+right. Without causality, decay and segments, one state serves every query.
 
-Queries stand on the keys' own timeline where query i is at a known distance from key i. Else
+Where query i is at a known distance from key i, the queries are on the keys' timeline. Elsewhere
 (lengths or segments of their own) both are sorted onto one timeline (`timeline.py`).
 """
 
@@ -53,17 +53,19 @@ from ato_jax.ops.linear_attention.xla.timeline import (
     zero_unless,
 )
 
-# Elements of the features of a wide chunk, and its steps where there are many heads.
+# The most elements of a wide chunk's features, and its fewest steps where there are many heads.
 WIDE_CHUNK_SIZE = 1 << 23
 LEAST_WIDE_CHUNK = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Steps per chunk, powers of two: `chunk` where queries meet keys one by one.
+    """Steps per chunk, powers of two.
 
-    `wide_chunk` at most where they only meet the state: no square there, and fewer, larger
-    products, which several cores share.
+    Attributes:
+      chunk: where queries meet the chunk's keys in a matrix.
+      wide_chunk: the most where they only meet the state; larger products, which several cores
+        share, are then faster.
     """
 
     chunk: int
@@ -75,20 +77,20 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    """Measured on CPUs. Wider chunks spend more on squares, narrower ones on states.
+    """Measured on CPUs. Wider chunks spend more time on their matrices, narrower ones on states.
 
-    The states kept for the derivative weigh no more than a few times what q does in float32.
+    The states that are kept for the derivative take at most a few times the memory of q in float32.
     """
     chunk = min(max(64, power_of_two(max(spec.F, spec.V)) // 2), MOST_STEPS)
     if spec.decay == "channel":
-        chunk = 32  # a product for every doubling, not one in all
+        chunk = 32  # it takes log2(chunk) products instead of one
     row = spec.B * spec.H * max(spec.F, spec.V)
     wide = power_of_two(max(1, WIDE_CHUNK_SIZE // max(1, row)))
     return Config(chunk, wide_chunk=max(LEAST_WIDE_CHUNK, wide))
 
 
 def scan(body: Any, carry: Any, chunks: Any, reverse: bool = False) -> Any:
-    """`lax.scan` that keeps the carries ahead for the derivative."""
+    """`lax.scan` whose derivative keeps the carries and recomputes the body."""
     carry = varying_with(carry, chunks)
     return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, chunks, reverse=reverse)
 
@@ -109,7 +111,7 @@ def sum_keys(
 def read_state(
     spec: LinearAttentionSpec, most: int, parameters: Any, state: Carry, timeline: Timeline
 ) -> jax.Array:
-    """out [B, G, R, T, V], every query reading the same state."""
+    """out [B, G, R, T, V] of queries that all read the same state."""
     size = little_padding(most, timeline.length)
 
     def body(state: Carry, steps: Timeline) -> tuple[Carry, jax.Array]:
@@ -176,7 +178,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         carry, out = attend(spec, config.chunk, parameters, carry, timeline, both_ways)
         out = jax.vmap(lambda out, slot: jnp.take(out, slot, axis=2))(out, slots)
     else:
-        # Keys that stand before the first query, or less than 0: queries before the first key.
+        # The number of keys before the first query; negative: of queries before the first key.
         ahead = spec.offset if spec.causal and spec.offset is not None else 0
         if ahead > 0:
             carry = sum_keys(

@@ -1,4 +1,4 @@
-"""One chunk of C steps: what its keys add to a state, and what its queries read.
+"""One chunk of C steps: the contribution of its keys to a state, and the reads of its queries.
 
     w[i,j]  = (phi(q_i) . phi(k_j)) * exp(sum decay[j+1..i])            j <= i, both in the chunk
     num_i   = sum_j w[i,j] v_j + exp(sum decay[first..i]) phi(q_i) . kv
@@ -6,15 +6,15 @@
     kv'     = exp(sum decay[first..last]) kv + sum_j exp(sum decay[j+1..last]) phi(k_j) v_j^T
     k_sum'  = exp(sum decay[first..last]) k_sum + sum_j exp(sum decay[j+1..last]) phi(k_j)
 
-(kv, k_sum) is the carry: what all keys to the left add up to. It belongs to one run of equal
-segment ids, and where another begins it starts anew. Both ways, w has j > i too, where it
-carries exp(sum decay[i+1..j]), and a second carry comes from the right:
+(kv, k_sum) is the carry, the sum over all keys to the left. It belongs to one run of equal segment
+ids, and starts from 0 at the next run. Without causality, w also has pairs j > i, with
+exp(sum decay[i+1..j]), and a second carry comes from the right:
 
     num_i  += exp(sum decay[i+1..last]) phi(q_i) . kv
     kv'     = exp(sum decay[first..last]) kv + sum_j exp(sum decay[first..j]) phi(k_j) v_j^T
 
-which is the first with the decays up to a step and those after it exchanged: an `Edge` each. No
-exponent is ever positive, and none is a difference of sums that could cancel.
+That is the first formula with the decays up to a step and those after it exchanged, so both share
+their code, given an `Edge`. No exponent is positive, and none is a difference of sums that cancel.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ato_jax import autodiff
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.xla.timeline import Timeline, zero_unless
 
-# The largest chunk, and a decay so strong that nothing weaker matters: exp of it is 0 in float32.
+# The largest chunk, and the decay to which stronger ones are clamped: exp of it is 0 in float32.
 MOST_STEPS = 512
 LEAST_DECAY = -128.0
-# float32 adds multiples of it without rounding up to 2^24 of them, here 65,536: `MOST_STEPS` of
+# float32 adds multiples of this exactly up to 2^24 times it, 65,536, which is `MOST_STEPS` times
 # the strongest decay.
 GRID = 2.0**-8
 
 
 class Carry(NamedTuple):
-    """What the keys on one side of an edge between chunks add up to."""
+    """The sums over the keys on one side of an edge between chunks."""
 
     kv: jax.Array  # [B, G, F, V]
     k_sum: jax.Array  # [B, G, F]
@@ -48,14 +48,14 @@ class Carry(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """One edge of a chunk: the decays between it and each step, and the run that touches it."""
+    """One edge of a chunk: the decays between it and each step, and the run at the edge."""
 
     decay: Any  # [B, G, C, 1 or F]
     run: Any  # [B]
 
 
 class Chunk(NamedTuple):
-    """C steps, cleared of padding and mapped to features; None as in the timeline."""
+    """C steps, mapped to features, with 0 in place of padding; None as in `Timeline`."""
 
     q: Any  # [B, G, R, C, F]
     k: Any  # [B, G, C, F]
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
 
 def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> Chunk:
-    """A chunk of the timeline; what the timeline lacks, the chunk lacks."""
+    """A chunk of the timeline; it lacks the arrays that the timeline lacks."""
     given = (steps.k if steps.q is None else steps.q).dtype
     dtype = jnp.promote_types(given, jnp.float32)
     exact = dtype == given and spec.precision == "exact"
@@ -86,7 +86,8 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
         if steps.q_decay is not None:
             q = q * jnp.exp(steps.q_decay.astype(dtype))[:, :, None]
     if steps.k is not None:
-        # Masked before phi, so that a NaN in padding goes nowhere, and after: phi(0) may not be 0.
+        # Masked before phi, so that NaN in padding reaches nothing, and after, as phi(0) may not be
+        # 0.
         k = zero_unless(steps.real, phi(zero_unless(steps.real, steps.k)))
         v = zero_unless(steps.real, steps.v).astype(dtype)
     if steps.decay is not None:
@@ -113,7 +114,7 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
 
 
 def absorb(chunk: Chunk, carry: Carry, edge: Edge) -> Carry:
-    """The carry from beyond the other edge, and the chunk's keys, as seen at `edge`."""
+    """The carry at `edge`: that at the other edge, decayed, plus the sums over the chunk's keys."""
     k, kv, k_sum = chunk.k, carry.kv, carry.k_sum
     if chunk.decay is not None:
         k = k * jnp.exp(edge.decay)
@@ -129,7 +130,7 @@ def absorb(chunk: Chunk, carry: Carry, edge: Edge) -> Carry:
 
 
 def read(chunk: Chunk, carry: Carry, edge: Edge) -> tuple[jax.Array, jax.Array]:
-    """num [B, G, R, C, V] and den [B, G, R, C] of the carry from beyond `edge`."""
+    """num [B, G, R, C, V] and den [B, G, R, C] of the queries with the carry at `edge`."""
     q = chunk.q
     if edge.decay is not None:
         q = q * jnp.exp(edge.decay)[:, :, None]
@@ -149,7 +150,7 @@ def weights(chunk: Chunk, both_ways: bool) -> jax.Array:
         if chunk.decay is not None:
             w *= jnp.exp(pair_decay(chunk.decay, chunk.real))[:, :, None]
     else:
-        # The diagonal has no decay; every other pair has one level, at which a middle parts it.
+        # The diagonal has no decay. Every other pair has one level at which a middle separates it.
         w = jnp.sum(chunk.q * chunk.k[:, :, None], axis=-1, keepdims=True)  # [B, G, R, C, 1]
         for level, exponent in enumerate(chunk.halves):
             factor = jnp.exp(exponent)  # [B, G, C, F]
@@ -168,7 +169,7 @@ def output(spec: LinearAttentionSpec, num: jax.Array, den: jax.Array) -> jax.Arr
     """num [..., C, V], den [..., C] -> out [..., C, V]."""
     if not spec.normalize:
         return spec.scale * num
-    # Not jnp.maximum, which passes on half of the gradient where both are equal.
+    # jnp.maximum would pass on half of the gradient where both are equal.
     return autodiff.quotient(num, jnp.where(den > spec.eps, den, spec.eps)[..., None])
 
 
@@ -179,9 +180,9 @@ def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
 def pair_decay(decay: jax.Array, real: jax.Array | None) -> jax.Array:
     """[B, G, C, 1] -> [B, G, C, C]: the sums of the decays between two steps, either way.
 
-    A difference of running sums would lose the small decays that follow a large one. So they are
-    taken apart: multiples of the grid, which float32 adds exactly, and what is left, at most half
-    the grid a step.
+    A difference of prefix sums would lose the small decays that follow a large one. So each decay
+    is split into a multiple of the grid, which float32 adds exactly, and a rest of at most half the
+    grid.
     """
     coarse = jax.lax.stop_gradient(jnp.round(decay / GRID) * GRID)
     i, j = pair_indices(decay.shape[2])
@@ -201,11 +202,11 @@ def pair_decay(decay: jax.Array, real: jax.Array | None) -> jax.Array:
 
 
 def middles(size: int) -> list[np.ndarray]:
-    """By level, the middle of each step's block of 2, 4, 8, ... steps.
+    """For each level, the middle of each step's block of 2, 4, 8, ... steps.
 
-    Two steps lie in one block, on either side of its middle, at the level of the highest bit in
-    which they differ. So the decays between them are those from the one to the middle and from
-    there to the other: sums of numbers of one sign, two factors that are at most 1.
+    Two steps are in one block, on either side of its middle, at the level of the highest bit in
+    which their numbers differ. The decays between them are then those from the one to the middle
+    plus those from the middle to the other, both of one sign, so both factors are at most 1.
     """
     step = np.arange(size)
     halves = [1 << level for level in range(size.bit_length() - 1)]
@@ -215,8 +216,9 @@ def middles(size: int) -> list[np.ndarray]:
 def sums_to_edges(decay: jax.Array, edges: list[Any]) -> jax.Array:
     """[B, G, C, X] -> [edges, B, G, C, X]: the sums of the decays between each step and an edge.
 
-    Edge e lies before step e; it is a number, or one for each step. Behind itself is where a step
-    stands: its own decay came first. As products with zeros and ones, nothing cancels.
+    Edge e is before step e; it is a number, or one for each step. A step is behind its own decay,
+    so its sum to an earlier edge includes that. The sums are products with zeros and ones, so
+    nothing cancels.
     """
     step = np.arange(decay.shape[2])
     edge = np.stack([np.broadcast_to(edge, step.shape) for edge in edges])[..., None]

@@ -1,4 +1,4 @@
-"""Queries and keys in time, whatever their layout, lengths, segments and positions."""
+"""Queries and keys on one timeline, for any layout, lengths, segments and positions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 
 class Timeline(NamedTuple):
-    """N steps, at each a query, a key or both, heads first; None for what there is none of.
+    """N steps, each with a query, a key or both, heads before time; absent arrays are None.
 
-    R = H / G query heads share a kv head. `cut` puts an axis of chunks in front and C in N's place.
+    R = H / G query heads share a kv head. `cut` adds an axis of chunks in front, and has C steps in
+    place of N.
     """
 
     q: Any = None  # [B, G, R, N, D]
@@ -44,12 +45,12 @@ def time_slice(timeline: Timeline, start: int, stop: int) -> Timeline:
 
 
 def power_of_two(size: int) -> int:
-    """The least that is no less than `size`."""
+    """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def little_padding(most: int, length: int) -> int:
-    """The largest power of two up to `most` in chunks of which few steps are padding."""
+    """The largest power of two up to `most` whose chunks hold at most an eighth of padding."""
     size = min(most, power_of_two(length))
     while size > 1 and -length % size * 8 > length:
         size //= 2
@@ -57,7 +58,7 @@ def little_padding(most: int, length: int) -> int:
 
 
 def cut(timeline: Timeline, size: int) -> Timeline:
-    """The timeline in chunks of `size` steps, or of the power of two that holds them all."""
+    """The timeline in chunks of `size` steps, or in one of the power of two that holds all."""
     length = timeline.length
     size = min(size, power_of_two(length))
     tail = -length % size
@@ -89,7 +90,7 @@ def join(chunks: jax.Array, length: int) -> jax.Array:
 
 
 def zero_unless(mask: jax.Array | None, array: jax.Array) -> jax.Array:
-    """array [B, G, ..., N, X] where mask [B, N], else 0, whatever the array holds there."""
+    """array [B, G, ..., N, X] where mask [B, N] is true; elsewhere 0, whatever the array holds."""
     if mask is None:
         return array
     between = tuple(range(1, array.ndim - 2))
@@ -97,7 +98,7 @@ def zero_unless(mask: jax.Array | None, array: jax.Array) -> jax.Array:
 
 
 def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Timeline]:
-    """The queries alone and the keys alone."""
+    """A timeline of the queries, and one of the keys."""
     B, G = spec.B, spec.G
     q, k, v = inputs.q, inputs.k, inputs.v
     decay: Any = inputs.decay
@@ -122,9 +123,10 @@ def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Ti
 def merge(
     spec: LinearAttentionSpec, inputs: Inputs, queries: Timeline, keys: Timeline
 ) -> tuple[Timeline, jax.Array, jax.Array]:
-    """Both sorted onto one timeline of T + S steps; which queries see anything, and their steps.
+    """Both sorted onto one timeline of T + S steps.
 
-    The last two are [B, T].
+    Returns:
+      the timeline, which queries see any key [B, T], and the steps of the queries [B, T].
     """
     S = spec.S
     run, q_run = keys.run, inputs.q_segments
