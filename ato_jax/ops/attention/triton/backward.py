@@ -28,6 +28,7 @@ from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs, Residuals
 from ato_jax.ops.attention.triton import bias
+from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
     LOG2_E,
     ROWS_LAYOUT,
@@ -257,7 +258,7 @@ def _dkv_kernel(
 
 def _query_gradient(
     spec: AttentionSpec,
-    config: Any,
+    config: Config,
     residuals: Residuals,
     cotangents: Outputs,
     gain: jax.Array | None,
@@ -340,7 +341,7 @@ def _query_gradient(
 
 def _key_gradients(
     spec: AttentionSpec,
-    config: Any,
+    config: Config,
     inputs: Inputs,
     do: jax.Array,
     rows: Rows,
@@ -398,7 +399,9 @@ def _key_gradients(
     return dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype), dbias
 
 
-def backward(spec: AttentionSpec, config: Any, residuals: Residuals, cotangents: Outputs) -> Inputs:
+def backward(
+    spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
     inputs = residuals.inputs
     gain = gradient_gain(spec, inputs, cotangents)
     dq, rows = _query_gradient(spec, config, residuals, cotangents, gain)

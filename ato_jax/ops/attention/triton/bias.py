@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
     fitted,
@@ -59,7 +60,7 @@ def of_keys(spec: AttentionSpec) -> bool:
 
 def gradient(
     spec: AttentionSpec,
-    config: Any,
+    config: Config,
     inputs: Inputs,
     cotangents: Outputs,
     rows: Rows,
@@ -176,7 +177,7 @@ def _kernel(
 
 def _by_tile(
     spec: AttentionSpec,
-    config: Any,
+    config: Config,
     inputs: Inputs,
     do: jax.Array,
     rows: Rows,

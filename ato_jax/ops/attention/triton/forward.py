@@ -32,6 +32,7 @@ from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
     LN_2,
     LOG2_E,
@@ -179,7 +180,7 @@ def _kernel(
             store_rows(layout, rest_ref, None, start, rest, end, spec.V)
 
 
-def forward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
+def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     layout, parts = spec.layout, config.parts
     block_q, block_k = fitted(config.block_q, spec.T), fitted(config.block_k, spec.S)
     share = spec.H // spec.G

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jax.experimental import pallas as pl
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device, of_call
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.wide_backward import backward
-from ato_jax.ops.attention.triton.wide_forward import Tiles, forward, forward_for_own_backward
+from ato_jax.ops.attention.triton.wide_forward import (
+    Config,
+    forward,
+    forward_for_own_backward,
+)
 
 # The kernels for whole rows hold narrower heads in one tile.
 NARROWEST_HEAD = 257
@@ -24,33 +26,6 @@ LONGEST = 256
 # consumer cards.
 MOST_FLOAT32_KEYS_OF_SMALL_CARDS = 64
 LARGE_SHARED_MEMORY = 160 * 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The fields of `Tiles`, for the forward kernels and for the backward ones."""
-
-    block_q: int
-    block_d: int
-    block_v: int
-    num_warps: int
-    num_stages: int
-    slices: int
-    backward_block_q: int
-    backward_block_d: int
-    backward_block_v: int
-    backward_num_warps: int
-    backward_num_stages: int
-    backward_slices: int
-    fast_exp2: bool = False
-
-    @property
-    def tiles(self) -> Tiles:
-        return Tiles(*(getattr(self, name) for name in Tiles._fields))
-
-    @property
-    def backward_tiles(self) -> Tiles:
-        return Tiles(*(getattr(self, f"backward_{name}") for name in Tiles._fields))
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:
@@ -79,10 +54,10 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 
 
 # (queries, columns of q and k, columns of v, warps, stages)
-Choice = tuple[int, int, int, int, int]
+Sizes = tuple[int, int, int, int, int]
 
 # Forward and backward, by the most keys and the narrowest heads that they are for.
-Table = tuple[tuple[int, int, Choice, Choice], ...]
+Table = tuple[tuple[int, int, Sizes, Sizes], ...]
 
 # With 228 KiB of shared memory. For up to 64 keys the fastest of those tried on an H200 at T = S =
 # 64 that compile without spills (exact float32's backward kernel spills 64 bytes where it
@@ -126,7 +101,7 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     )
 
 
-def choices(spec: AttentionSpec, device: Device) -> tuple[Choice, Choice]:
+def choices(spec: AttentionSpec, device: Device) -> tuple[Sizes, Sizes]:
     """The sizes of the forward and of the backward kernels: the first row of the tables that
     fits."""
     table, large = HALF, LARGE_HALF
@@ -141,15 +116,15 @@ def choices(spec: AttentionSpec, device: Device) -> tuple[Choice, Choice]:
     )
 
 
-def programs(spec: AttentionSpec, choice: Choice) -> int:
+def programs(spec: AttentionSpec, sizes: Sizes) -> int:
     """The programs of a kernel without slices: one for each block of queries."""
-    return pl.cdiv(spec.T, choice[0]) * spec.H * spec.B
+    return pl.cdiv(spec.T, sizes[0]) * spec.H * spec.B
 
 
-def slices_of(spec: AttentionSpec, choice: Choice, device: Device) -> int:
+def slices_of(spec: AttentionSpec, sizes: Sizes, device: Device) -> int:
     """How many programs share the columns of a block of queries, to fill the card."""
     most = max(spec.D, spec.V) // SHORTEST_SLICE
-    return max(1, min(device.multiprocessors // max(1, programs(spec, choice)), most))
+    return max(1, min(device.multiprocessors // max(1, programs(spec, sizes)), most))
 
 
 def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:

@@ -56,6 +56,7 @@ from ato_jax.ops.attention.triton.weights import (
     without_powers,
 )
 from ato_jax.ops.attention.triton.wide_forward import (
+    Config,
     Cut,
     Cuts,
     Matrix,
@@ -473,7 +474,9 @@ def kept_products(outputs: Outputs) -> jax.Array | None:
     return rest if rest is not None and rest.dtype == jnp.float32 else None
 
 
-def backward(spec: AttentionSpec, config: Any, residuals: Residuals, cotangents: Outputs) -> Inputs:
+def backward(
+    spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
     inputs = residuals.inputs
     tiles = config.backward_tiles
     gain = gradient_gain(spec, inputs, cotangents)

@@ -22,6 +22,7 @@ of q and k.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -73,6 +74,33 @@ class Tiles(NamedTuple):
     @property
     def compiler_params(self) -> plgpu.CompilerParams:
         return plgpu.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields of `Tiles`, for the forward kernels and for the backward ones."""
+
+    block_q: int
+    block_d: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    slices: int
+    backward_block_q: int
+    backward_block_d: int
+    backward_block_v: int
+    backward_num_warps: int
+    backward_num_stages: int
+    backward_slices: int
+    fast_exp2: bool = False
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(*(getattr(self, name) for name in Tiles._fields))
+
+    @property
+    def backward_tiles(self) -> Tiles:
+        return Tiles(*(getattr(self, f"backward_{name}") for name in Tiles._fields))
 
 
 class Rows(NamedTuple):
@@ -370,7 +398,7 @@ def options_for(spec: AttentionSpec, inputs: Inputs, block_q: int) -> Options:
     return options._replace(ranges=None)
 
 
-def forward_for_own_backward(spec: AttentionSpec, config: Any, inputs: Inputs) -> Outputs:
+def forward_for_own_backward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     """`forward`, which keeps the products where that saves the backward pass time."""
     bytes_of_products = 4 * spec.T * spec.S
     bytes_of_rows = (spec.T + spec.S) * spec.D * inputs.q.dtype.itemsize
@@ -378,7 +406,7 @@ def forward_for_own_backward(spec: AttentionSpec, config: Any, inputs: Inputs) -
 
 
 def forward(
-    spec: AttentionSpec, config: Any, inputs: Inputs, keeps_products: bool = False
+    spec: AttentionSpec, config: Config, inputs: Inputs, keeps_products: bool = False
 ) -> Outputs:
     layout, tiles, slices = spec.layout, config.tiles, config.slices
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
