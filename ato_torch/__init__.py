@@ -1,15 +1,15 @@
-"""ato_jax on PyTorch's tensors: where they live, with gradients, by DLPack without copies.
+"""ato_jax on PyTorch's tensors, on the device they are on, with gradients and without copies.
 
     ato_torch.attention(query, key, value, attn_mask=None, ...)   as F.scaled_dot_product_attention
     ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
     ato_torch.linear_attention_step(query, key, value, state)     one token of it
-    ato_torch.combine(outs, lses)                                 attention in pieces, merged
-    ato_torch.explain(ato_torch.attention, query, ...)            how a call gets to the kernels
+    ato_torch.combine(outs, lses)                                 merges attention to parts of keys
+    ato_torch.explain(ato_torch.attention, query, ...)            says how a call is launched
     ato_torch.register_hf()                                       "ato" in transformers' models
-    ato_torch.sdpa_override()                                     PyTorch's models as they are
+    ato_torch.sdpa_override()                                     serves unchanged PyTorch models
 
-Tensors are [B, H, T, D]. Import this before JAX starts on a GPU: it asks JAX not to take most of
-the memory for itself.
+Tensors are [B, H, T, D]. Import this package before JAX starts on a GPU: it keeps JAX from
+reserving most of the GPU's memory.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from ato_torch.hugging_face import register_hf
 from ato_torch.override import sdpa_override
 
 _bridge.share_the_gpu()
-_direct.is_on()  # refuses another value in the environment at once
+_direct.is_on()  # refuses a wrong value in the environment at once
 
 __all__ = [
     "attention",

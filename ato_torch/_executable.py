@@ -1,21 +1,19 @@
-"""What XLA compiled for an NVIDIA GPU: machine code, and in which order to launch it on what.
+"""Reads a program that XLA compiled for an NVIDIA GPU: its kernels and the order of their launches.
 
     executable = read(compiled.runtime_executable().serialize())
 
-JAX hands out a compiled program as bytes, into which XLA puts the very steps ("thunks") that it
-would run itself (seen from JAX 0.11 on): a launch has the kernel's machine code, its grid, and its
-arguments as slices of numbered allocations, among which are the program's parameters, its results
-and scratch. From the outside in:
+JAX serializes a compiled program to bytes. From JAX 0.11 on these hold the steps ("thunks") that
+XLA itself would run. A launch has the kernel's machine code, its grid, and its arguments as slices
+of numbered allocations; the program's parameters, its results and its scratch memory are such
+allocations. From the outside in, the bytes are:
 
-    a header of IFRT's, its length before it
-    ExecutableAndOptionsProto       protocol buffers
-    a Riegeli file of records       chunks compressed by Snappy, in blocks of 64 KiB
-    GpuExecutableProto              in several records, which a first one lists
+    a header of IFRT, preceded by its length
+    ExecutableAndOptionsProto       protocol buffers (`_protobuf`)
+    a Riegeli file of records       chunks compressed by Snappy, in blocks of 64 KiB (`_riegeli`)
+    GpuExecutableProto              split over several records, which the first record lists
 
-JAX hands out no schema, so `FIELDS` holds the part of XLA's that is needed: the fields of each
-message, by the names and numbers of XLA's sources, where a field keeps its number for good. What is
-not known here is never passed over: a field, a step, a compression that has no name in this file is
-an `UnknownError`.
+Nothing unknown is skipped: a field, a step or a compression that has no name in these modules is an
+`UnknownError`.
 
 This module imports neither PyTorch nor JAX, and needs no GPU.
 """
@@ -25,152 +23,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-ELF = b"\x7fELF"
+from ato_torch._protobuf import (
+    KIND_BITS64_ABSOLUTE,
+    Message,
+    UnknownError,
+    read_varint,
+    write_field,
+)
+from ato_torch._riegeli import SIGNATURE, records
 
-# The fields that a message may have. Those that no code below reads do not change what a launch
-# does: they describe the program (its HLO, its name, the shapes of its arguments) or what it was
-# compiled for. `gpu_topology`, new in JAX 0.12, is of the latter kind: how many cards the process
-# sees, and what XLA knows about their model, the driver and the host's processor. The machine code
-# itself is for one architecture, and the driver loads it on no other.
-FIELDS = {
-    "xla.ExecutableAndOptionsProto": {
-        1: "serialized_executable",
-        2: "compile_options",
-        3: "pjrt_client_name",
-    },
-    "xla.SplitProtoManifest": {1: "result_proto_type", 2: "records"},
-    "xla.Record": {2: "proto_merge_record", 3: "field_override_record"},
-    "xla.Record.FieldOverrideRecord": {1: "field_path", 2: "field_type"},
-    "xla.Record.FieldOverrideRecord.FieldPathPart": {1: "field_number"},
-    "xla.gpu.GpuExecutableProto": {
-        1: "hlo_module_with_config",
-        2: "buffer_assignment",
-        3: "asm_text",
-        4: "binary",
-        5: "dnn_compiled_graphs",
-        6: "gpu_compute_capability",
-        8: "module_name",
-        9: "program_shape",
-        10: "buffer_allocations",
-        11: "output_info_map",
-        12: "constants",
-        13: "thunks",
-        14: "executable_abi_version",
-        15: "cpu_target_machine_options",
-        16: "buffer_allocations_debug_summary",
-        17: "gpu_topology",
-    },
-    "xla.gpu.GpuExecutableProto.RepeatedBufferAllocations": {1: "values"},
-    "xla.gpu.GpuExecutableProto.OutputInfoMapEntry": {1: "shape_index", 2: "output_info"},
-    "xla.gpu.GpuExecutableProto.OutputInfoProto": {
-        1: "allocation_index",
-        2: "passthrough",
-        3: "alias_config",
-    },
-    "xla.gpu.GpuExecutableProto.ConstantInfoProto": {
-        1: "symbol_name",
-        2: "content",
-        3: "allocation_index",
-    },
-    "xla.ShapeIndexProto": {1: "indexes"},
-    "xla.BufferAllocationProto": {
-        1: "index",
-        2: "size",
-        3: "is_thread_local",
-        5: "is_entry_computation_parameter",
-        6: "parameter_number",
-        7: "maybe_live_out",
-        8: "color",
-        9: "assigned",
-        10: "parameter_shape_index",
-        11: "is_tuple",
-        12: "is_constant",
-    },
-    "xla.buffer_assignment.BufferAllocationSliceProto": {
-        1: "offset",
-        2: "size",
-        3: "buffer_allocation_index",
-        4: "element_type",
-    },
-    "xla.ShapedSliceProto": {1: "slice", 2: "shape"},
-    # Of some fifty kinds of steps those that are read here, and those that are refused by name.
-    "xla.gpu.ThunkProto": {
-        1: "thunk_info",
-        2: "sequential_thunk",
-        6: "conditional_thunk",
-        7: "while_thunk",
-        8: "kernel_thunk",
-        9: "gemm_thunk",
-        13: "device_to_device_copy_thunk",
-        15: "cudnn_thunk",
-        19: "memzero_thunk",
-        22: "cublas_lt_matmul_thunk",
-        28: "memset32bit_value_thunk",
-        30: "custom_call_thunk",
-        36: "custom_kernel_thunk",
-        57: "async_start_thunk",
-        58: "async_done_thunk",
-    },
-    "xla.gpu.SequentialThunkProto": {1: "thunks"},
-    "xla.gpu.DeviceToDeviceCopyThunkProto": {1: "copy_thunk"},
-    "xla.gpu.CopyThunkProto": {1: "source_buffer", 2: "destination_buffer", 3: "mem_size"},
-    "xla.gpu.MemzeroThunkProto": {1: "dest_buffer"},
-    "xla.gpu.Memset32BitValueThunkProto": {1: "dest_buffer", 2: "value"},
-    "xla.gpu.KernelThunkProto": {
-        1: "args",
-        2: "written",
-        3: "kernel_name",
-        4: "launch_dimensions",
-        5: "cluster_dim",
-        6: "shmem_bytes",
-        7: "tma_metadata",
-        8: "args_shape",
-        9: "zeroed_output_buffer_indices",
-        10: "use_pdl",
-    },
-    "xla.gpu.LaunchDimensionsProto": {1: "block_counts", 2: "thread_counts_per_block"},
-    "xla.gpu.CustomKernelThunkProto": {
-        1: "args",
-        2: "written",
-        3: "custom_kernel",
-        4: "use_pdl",
-        5: "zeroed_output_buffer_indices",
-        6: "tma_metadata",
-    },
-    "xla.gpu.CustomKernelProto": {
-        1: "name",
-        2: "kernel_spec",
-        3: "block_dims",
-        4: "thread_dims",
-        5: "cluster_dim",
-        6: "shared_memory_bytes",
-    },
-    "stream_executor.KernelLoaderSpecProto": {
-        2: "cubin",
-        3: "arity",
-        4: "kernel_name",
-        5: "kernel_args_packing_spec",
-    },
-    "stream_executor.CudaCubinProto": {1: "data"},
-    "stream_executor.KernelArgsPackingSpecProto": {1: "kernel_arguments"},
-    "stream_executor.KernelArgPackingSpecProto": {1: "relocations", 2: "data"},
-    "stream_executor.KernelArgPackingRelocationProto": {1: "kind", 2: "argument_index"},
-    "stream_executor.BlockDimProto": {2: "coordinates"},
-    "stream_executor.ThreadDimProto": {1: "coordinates"},
-    "stream_executor.ClusterDimProto": {3: "coordinates"},
-    "stream_executor.Dim3DProto": {1: "x", 2: "y", 3: "z"},
-}
-# A KernelArgPackingRelocationProto's kind: an address of 64 bits, as it is.
-KIND_BITS64_ABSOLUTE = 1
-
-
-class UnknownError(Exception):
-    """What in an executable is not understood."""
+ELF = b"\x7fELF"  # the first bytes of machine code
+WORD = 4  # bytes: the unit of a fill
+# A field 1 that holds bytes or a message starts with this tag.
+FIRST_FIELD_IS_BYTES = write_field(1, b"")[:1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """`size` bytes of an allocation."""
+    """`size` bytes of the allocation with the number `allocation`, from the byte `offset` on."""
 
     allocation: int
     offset: int
@@ -179,7 +49,11 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """`parameter` is its number, where it is one; an `is_constant` one is part of the code."""
+    """`size` bytes of device memory.
+
+    `parameter` is the number of the program's parameter that it holds, or None. An allocation that
+    `is_constant` is part of the machine code.
+    """
 
     size: int
     parameter: int | None
@@ -188,7 +62,7 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel: the machine code that holds it by that name, and its arguments, all addresses."""
+    """A launch of the kernel `name` in the machine code `code`; all arguments are addresses."""
 
     name: str
     code: bytes = dataclasses.field(repr=False)
@@ -201,7 +75,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Bytes from one place on the device to another."""
+    """A copy from one slice of device memory to another."""
 
     source: Slice
     target: Slice
@@ -217,7 +91,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """Words of 32 bits, all of them `value`."""
+    """Sets every 32-bit word of a slice to `value`."""
 
     target: Slice
     value: int
@@ -236,10 +110,10 @@ Step = Launch | Copy | Fill
 
 @dataclasses.dataclass(frozen=True)
 class Executable:
-    """`results` are the numbers of the allocations that hold them, each the whole of it.
+    """A program: its steps, and the allocations that they read and write, by number.
 
-    `constants` are the numbers of those that lie in the machine code `code`, with the names that
-    they have there.
+    `results` are the allocations of the program's results, each filled completely. `constants` maps
+    allocations inside the machine code `code` to their symbols there.
     """
 
     allocations: dict[int, Allocation]
@@ -250,7 +124,11 @@ class Executable:
 
 
 def read(data: bytes) -> Executable:
-    """The executable in what `serialize` returned, or `UnknownError`."""
+    """The executable in the bytes that `serialize` returned.
+
+    Raises:
+      UnknownError: a part of it is not understood.
+    """
     try:
         return _executable(_payload(data))
     except (IndexError, ValueError, UnicodeDecodeError) as error:
@@ -258,180 +136,11 @@ def read(data: bytes) -> Executable:
 
 
 def _payload(data: bytes) -> bytes:
-    size, start = _varint(data, 0)
+    size, start = read_varint(data, 0)
     name, data = "xla.ExecutableAndOptionsProto", data[start + size :]
-    if data.startswith(SIGNATURE):  # from some version on; before, it is a message at once
+    if data.startswith(SIGNATURE):  # older versions store the message without a file of records
         data = _joined(name, data)
     return Message(name, data).part("serialized_executable")
-
-
-# Protocol buffers
-
-
-class Message:
-    """The fields of a message by their names in `FIELDS`; one that has no name there is refused."""
-
-    def __init__(self, name: str, data: bytes) -> None:
-        self.name = name.rpartition(".")[2]
-        self.fields: dict[str, list[int | bytes]] = {}
-        known = FIELDS[name]
-        place = 0
-        while place < len(data):
-            tag, place = _varint(data, place)
-            number, kind = tag >> 3, tag & 7
-            value: int | bytes
-            if kind == 0:
-                value, place = _varint(data, place)
-            else:
-                if kind == 2:
-                    size, place = _varint(data, place)
-                elif kind in (1, 5):
-                    size = 8 if kind == 1 else 4
-                else:
-                    raise UnknownError(f"{name} has a field of kind {kind}")
-                value, place = data[place : place + size], place + size
-                if place > len(data):
-                    raise UnknownError(f"{name} ends in the middle of a field")
-            if number not in known:
-                raise UnknownError(f"{name} has a field {number}")
-            self.fields.setdefault(known[number], []).append(value)
-
-    def __contains__(self, field: str) -> bool:
-        return field in self.fields
-
-    def parts(self, field: str) -> list[bytes]:
-        """A repeated field."""
-        found = self.fields.get(field, [])
-        if not all(isinstance(value, bytes) for value in found):
-            raise UnknownError(f"{self.name}.{field} is a number")
-        return found  # type: ignore[return-value]
-
-    def part(self, field: str) -> bytes:
-        """A field that has to be there, once."""
-        found = self.parts(field)
-        if len(found) != 1:
-            raise UnknownError(f"{self.name}.{field} is there {len(found)} times, not once")
-        return found[0]
-
-    def number(self, field: str) -> int:
-        """A number; one that is 0 is left out."""
-        found = self.fields.get(field, [0])
-        if len(found) != 1 or not isinstance(found[0], int):
-            raise UnknownError(f"{self.name}.{field} is not one number")
-        return found[0]
-
-    def numbers(self, field: str) -> list[int]:
-        """Repeated ones, as one field or as many."""
-        found: list[int] = []
-        for value in self.fields.get(field, []):
-            found += [value] if isinstance(value, int) else _varints(value)
-        return found
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """(the number, where it ends)"""
-    value = shift = 0
-    while True:
-        byte = data[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
-
-
-def _varints(data: bytes) -> list[int]:
-    found, place = [], 0
-    while place < len(data):
-        value, place = _varint(data, place)
-        found.append(value)
-    return found
-
-
-# Riegeli and Snappy
-
-BLOCK, BLOCK_HEADER, CHUNK_HEADER = 1 << 16, 24, 40
-SIGNATURE = bytes.fromhex(
-    "83af70d10d884a3f00000000000000004000000000000000"
-    "91bac23c9287e1a90000000000000000e19f13c0e9b1c37273000000000000000000000000000000"
-)
-
-
-def records(data: bytes) -> Iterator[bytes]:
-    """The records of a Riegeli file."""
-    if not data.startswith(SIGNATURE):
-        raise UnknownError("it is not in XLA's format of records")
-    # A header before each block of the file, wherever in a chunk that is, belongs to no chunk.
-    data = b"".join(
-        data[start + BLOCK_HEADER : start + BLOCK] for start in range(0, len(data), BLOCK)
-    )
-    place = CHUNK_HEADER  # past the signature's own chunk
-    while place < len(data):
-        header = data[place : place + CHUNK_HEADER]
-        size, decoded = (int.from_bytes(header[n : n + 8], "little") for n in (8, 32))
-        kind, count = header[24:25], int.from_bytes(header[25:32], "little")
-        start = place + CHUNK_HEADER
-        chunk, place = data[start : start + size], start + size
-        # Chunks of no more bytes than records are padded.
-        if kind != b"r" or place > len(data) or count > size:
-            raise UnknownError(f"it has a chunk of {count} records of kind {kind!r}")
-        length, begin = _varint(chunk, 1)
-        sizes = _varints(_decompressed(chunk[:1], chunk[begin : begin + length]))
-        values = _decompressed(chunk[:1], chunk[begin + length :])
-        if len(sizes) != count or sum(sizes) != decoded or len(values) != decoded:
-            raise UnknownError("the records of a chunk are not as long as it says")
-        end = 0
-        for size in sizes:
-            end += size
-            yield values[end - size : end]
-
-
-def _decompressed(kind: bytes, data: bytes) -> bytes:
-    if kind == b"\0":
-        return data
-    if kind != b"s":
-        raise UnknownError(f"it is compressed by a method {kind!r}")
-    size, place = _varint(data, 0)
-    return _unsnapped(data[place:], size)
-
-
-def _unsnapped(data: bytes, size: int) -> bytes:
-    """What Snappy compressed."""
-    stated, place = _varint(data, 0)
-    found = bytearray()
-    while place < len(data):
-        tag = data[place]
-        place += 1
-        kind, length = tag & 3, (tag >> 2) + 1
-        if kind == 0:  # bytes as they are
-            if length > 60:
-                wide = length - 60
-                length = int.from_bytes(data[place : place + wide], "little") + 1
-                place += wide
-            found += data[place : place + length]
-            place += length
-            continue
-        # Bytes that were there before.
-        if kind == 1:
-            length = (tag >> 2 & 7) + 4
-            back = (tag >> 5) << 8 | data[place]
-            place += 1
-        else:
-            wide = 2 if kind == 2 else 4
-            back = int.from_bytes(data[place : place + wide], "little")
-            place += wide
-        start = len(found) - back
-        if back == 0 or start < 0:
-            raise UnknownError("its compressed bytes point outside")
-        part = found[start : start + length]
-        while len(part) < length:  # what it copies begins with what it wrote
-            part += part[: length - len(part)]
-        found += part
-    if not len(found) == stated == size:
-        raise UnknownError("its compressed bytes are not as many as they say")
-    return bytes(found)
-
-
-# XLA's messages
 
 
 def _executable(data: bytes) -> Executable:
@@ -440,7 +149,7 @@ def _executable(data: bytes) -> Executable:
     thunks = fields.parts("thunks")
     if not thunks:
         raise UnknownError("XLA gave no steps with it")
-    # Of a field that merged from several records, the last one counts.
+    # Where several records hold a field that is not repeated, the last one counts.
     code = [b"", *fields.parts("binary")][-1]
     steps = tuple(step for thunk in thunks for step in _steps(thunk, code))
     wrapped = Message(f"{name}.RepeatedBufferAllocations", fields.part("buffer_allocations"))
@@ -455,7 +164,7 @@ def _executable(data: bytes) -> Executable:
 
 
 def _joined(name: str, data: bytes) -> bytes:
-    """One message of the records: some are fields, the others parts of the whole."""
+    """The message `name`, put together from its records: single fields and partial messages."""
     found = list(records(data))
     manifest = Message("xla.SplitProtoManifest", found[0])
     if manifest.part("result_proto_type") != name.encode():
@@ -464,29 +173,17 @@ def _joined(name: str, data: bytes) -> bytes:
     for said, record in zip(manifest.parts("records"), found[1:], strict=True):
         how = Message("xla.Record", said)
         if "field_override_record" in how:
-            record = _as_field(_overridden(how.part("field_override_record")), record)
+            record = write_field(_overridden(how.part("field_override_record")), record)
         parts.append(record)
-    # That is how protocol buffers merge.
+    # Concatenated messages of one type are their merge.
     return b"".join(parts)
 
 
 def _overridden(data: bytes) -> int:
-    """The number of the field that a record is."""
+    """The number of the field that a record holds."""
     name = "xla.Record.FieldOverrideRecord"
     path = Message(name, data).part("field_path")
     return Message(f"{name}.FieldPathPart", path).number("field_number")
-
-
-def _as_field(number: int, value: bytes) -> bytes:
-    return _as_varint(number << 3 | 2) + _as_varint(len(value)) + value
-
-
-def _as_varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*found, value])
 
 
 def _allocation(data: bytes) -> tuple[int, Allocation]:
@@ -503,7 +200,7 @@ def _allocation(data: bytes) -> tuple[int, Allocation]:
 
 
 def _results(entries: list[bytes]) -> tuple[int, ...]:
-    """The numbers of the allocations, in the order of the results."""
+    """The numbers of the results' allocations, in the order of the results."""
     name = "xla.gpu.GpuExecutableProto"
     found: dict[tuple[int, ...], int] = {}
     for data in entries:
@@ -516,7 +213,7 @@ def _results(entries: list[bytes]) -> tuple[int, ...]:
             raise UnknownError("a result is a parameter")
         found[index] = info.number("allocation_index")
     if len(found) > 1:
-        # Of a tuple there is one more, its table of addresses, which nobody reads.
+        # A tuple has one more entry, its table of addresses, which no caller reads.
         found.pop((), None)
     elif () in found:
         found = {(0,): found[()]}
@@ -527,8 +224,10 @@ def _results(entries: list[bytes]) -> tuple[int, ...]:
 
 
 def _constants(entries: list[bytes]) -> Iterator[tuple[int, str]]:
-    """(allocation, symbol) of each constant in the machine code. Others have a `content`, with
-    which XLA fills them."""
+    """(allocation, symbol) of each constant in the machine code.
+
+    XLA fills a constant that has a `content` itself; those are not in the machine code.
+    """
     for data in entries:
         info = Message("xla.gpu.GpuExecutableProto.ConstantInfoProto", data)
         if not any(info.parts("content")):
@@ -536,7 +235,7 @@ def _constants(entries: list[bytes]) -> Iterator[tuple[int, str]]:
 
 
 def _check(found: Executable) -> None:
-    """What holds where all was understood rightly."""
+    """Refuses parts that contradict each other, which parts that were read correctly never do."""
     allocations, steps, results = found.allocations, found.steps, found.results
     for number in found.constants:
         if number not in allocations or not allocations[number].is_constant:
@@ -561,7 +260,7 @@ def _check(found: Executable) -> None:
 
 
 def _steps(data: bytes, code: bytes) -> Iterator[Step]:
-    """The steps of a ThunkProto; kernels that bring no code are in that of all."""
+    """The steps of a ThunkProto; kernels without machine code of their own are in `code`."""
     fields = Message("xla.gpu.ThunkProto", data)
     kinds = set(fields.fields) - {"thunk_info"}
     if len(kinds) != 1:
@@ -594,7 +293,7 @@ def _steps(data: bytes, code: bytes) -> Iterator[Step]:
 
 def _fill(fields: Message, value: int) -> Fill:
     target = _slice(fields.part("dest_buffer"))
-    if target.size % 4 or target.offset % 4:
+    if target.size % WORD or target.offset % WORD:
         raise UnknownError(f"{target} is filled, which is not of whole words")
     return Fill(target, value)
 
@@ -655,10 +354,11 @@ def _launch(
 
 
 def _check_plain(fields: Message) -> None:
-    """That a launch of either kind is of the addresses alone.
+    """Refuses launches that need more than a grid and addresses.
 
-    One that may use programmatic dependent launch (`use_pdl`) begins before the kernel ahead of it
-    has ended, and waits for that itself. Where it is not launched so, there is nothing to wait for.
+    A kernel that allows programmatic dependent launch (`use_pdl`) may start before the kernel ahead
+    of it has ended, and waits for it itself. An ordinary launch is also correct: then the kernel
+    ahead has always ended.
     """
     if fields.number("use_pdl") not in (0, 1):
         raise UnknownError(f"{fields.name}.use_pdl is {fields.number('use_pdl')}")
@@ -676,7 +376,7 @@ def _check_no_clusters(fields: Message) -> None:
 
 
 def _check_packing(data: bytes, count: int) -> None:
-    """That the kernel gets the addresses as they are listed."""
+    """Refuses a kernel whose parameters are not the addresses in the order of its arguments."""
     spec = Message("stream_executor.KernelArgsPackingSpecProto", data)
     packed = spec.parts("kernel_arguments")
     for n, each in enumerate(packed):
@@ -693,7 +393,7 @@ def _check_packing(data: bytes, count: int) -> None:
 
 
 def _dimensions(of: str, data: bytes) -> tuple[int, int, int]:
-    """How many blocks, threads in a block, or blocks in a cluster there are."""
+    """The sizes in x, y and z of a grid ("Block"), a block ("Thread") or a cluster ("Cluster")."""
     wrapped = Message(f"stream_executor.{of}DimProto", data).part("coordinates")
     sizes = Message("stream_executor.Dim3DProto", wrapped)
     x, y, z = (sizes.number(axis) for axis in "xyz")
@@ -703,8 +403,11 @@ def _dimensions(of: str, data: bytes) -> tuple[int, int, int]:
 
 
 def _slice(data: bytes) -> Slice:
-    """A slice, or what holds one and its shape: the first field of that is a message."""
-    if data[:1] == _as_varint(1 << 3 | 2):
+    """The slice in a BufferAllocationSliceProto or in a ShapedSliceProto, which wraps one.
+
+    The first field of the former is a number, that of the latter a message.
+    """
+    if data[:1] == FIRST_FIELD_IS_BYTES:
         data = Message("xla.ShapedSliceProto", data).part("slice")
     fields = Message("xla.buffer_assignment.BufferAllocationSliceProto", data)
     return Slice(

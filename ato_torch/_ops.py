@@ -23,10 +23,10 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _direct, _programs
+from ato_torch import _bridge, _calls, _direct, _programs
 
 Tensors = Sequence[torch.Tensor]
-PARAMETERS = _programs.PARAMETERS
+PARAMETERS = _calls.PARAMETERS
 TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 
 
@@ -64,7 +64,7 @@ def program_of(
     options: dict[str, Any],
 ) -> _programs.Program:
     interpreting = device.interpreting()
-    call = _programs.Call(op, arrays, tuple(options.items()), differentiates, interpreting)
+    call = _calls.Call(op, arrays, tuple(options.items()), differentiates, interpreting)
     place = _bridge.jax_device(tensors[0].device)
     facts = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
     try:
@@ -195,7 +195,7 @@ def _text(
     op: str, arrays: tuple[str, ...], training: bool, names: tuple[str, ...], *values: Any
 ) -> str:
     options = tuple(zip(names, values, strict=True))
-    return _programs.Call(op, arrays, options, training, device.interpreting()).text
+    return _calls.Call(op, arrays, options, training, device.interpreting()).text
 
 
 def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -203,7 +203,7 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
     if isinstance(feature_map, str):
         return feature_map, {}
     if not torch.compiler.is_compiling():
-        feature_map, arrays = _programs.resolve(feature_map)
+        feature_map, arrays = _calls.resolve(feature_map)
         parameters = tuple(_bridge.from_jax(array, place) for array in arrays)
     elif torch.compiler.is_dynamo_compiling() and not TELLS_FUNCTIONS_APART:
         raise NotImplementedError(
@@ -221,7 +221,7 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
 def _parameters(
     feature_map: Any, identity: int, place: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(_bridge.from_jax(array, place) for array in _programs.resolve(feature_map)[1])
+    return tuple(_bridge.from_jax(array, place) for array in _calls.resolve(feature_map)[1])
 
 
 def static(value: Any) -> Any:
@@ -431,19 +431,19 @@ def _backward(
     return [gradient.contiguous() for gradient in gradients]
 
 
-def _shapes(tensors: Tensors) -> _programs.Shapes:
+def _shapes(tensors: Tensors) -> _calls.Shapes:
     return [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
 
 
 @_forward.register_fake
 def _(call: str, tensors: Tensors) -> Tensors:
-    shapes = _programs.output_shapes(_programs.parse(call), _shapes(tensors))
+    shapes = _programs.output_shapes(_calls.parse(call), _shapes(tensors))
     return [tensors[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
 
 
 @_backward.register_fake
 def _(call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]) -> Tensors:
-    shapes = _programs.gradient_shapes(_programs.parse(call), _shapes(tensors))
+    shapes = _programs.gradient_shapes(_calls.parse(call), _shapes(tensors))
     return [
         tensor.new_empty(shape)
         for is_needed, tensor, (shape, _) in zip(needed, tensors, shapes, strict=False)
@@ -475,6 +475,6 @@ _backward.register_autograd(lambda ctx, cotangents: _refuse_second_order())
 @_forward.register_vmap
 def _(info: Any, in_dims: Any, call: str, tensors: Tensors) -> tuple[Tensors, list[int]]:
     _, dims = in_dims
-    mapped = _programs.parse(call).inside(_level(dims)).text
+    mapped = _calls.parse(call).inside(_level(dims)).text
     outputs = _forward(mapped, _in_front(tensors, dims))
     return outputs, [0] * len(outputs)

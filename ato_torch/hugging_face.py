@@ -1,21 +1,21 @@
-"""Models of Hugging Face's transformers with `ato_torch.attention`, and nothing of them changed.
+"""Runs unchanged models of Hugging Face's transformers with `ato_torch.attention`.
 
     ato_torch.register_hf()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ato")
 
-transformers tells an attention function who sees whom by a mask, which it makes once per forward
-from small functions of two positions: causality, windows, packed sequences. With padding these are
+transformers makes one mask per forward pass, out of small functions of two positions: causality,
+windows, packed sequences. Together with padding these are
 
     visible[b,i,j] = -left <= j - (query_offset + i) <= right  and  q_ids[b,i] = kv_ids[b,j]
 
-which the kernels compute with, so that no mask [B, 1, T, S] is ever in memory: `Rules` is a tensor
-of that shape which becomes one only where a model looks into it. Padding is an id of its own among
-the keys. Other patterns, and all that torch.compile traces, come as the boolean masks that "sdpa"
-gets; and where that gets none, because causality from the first key on or nothing is all there is
-to say, none is made here.
+The kernels take these rules, so that no mask [B, 1, T, S] is in memory: `Rules` is a tensor of that
+shape without memory, which becomes a real mask only if a model reads it. Padded keys have an id
+that no query has. For other patterns, and under torch.compile, the mask is the boolean one that
+"sdpa" gets. Where "sdpa" gets none (causal from the first key on, or everything visible), none is
+made here either.
 
-A kernel is compiled for its sizes. While text is generated, each token adds one key: so that not
-each is a size of its own, the keys of few queries are filled up to one of four sizes per doubling.
+A kernel is compiled for fixed sizes, and every generated token adds a key. To limit the number of
+compilations, the keys of a few queries are padded to one of four sizes per doubling.
 """
 
 from __future__ import annotations
@@ -30,25 +30,34 @@ from torch.utils import _pytree as pytree
 from ato_torch.functional import attention
 
 NAME = "ato"
-# What a model may pass that is not honoured. The last three belong to kernels that find out
-# themselves which keys are seen.
+# Arguments of models that are refused. The last three select keys inside other kernels.
 REFUSED = (
     *("output_attentions", "head_mask", "layer_head_mask", "sinks"),
     *("cache", "block_table", "indices", "block_indices"),
 )
-# Of keys that nobody sees: no query has it.
+# The id of padded keys, which no query has.
 PADDING = -1
-# So many queries after the first forward are new tokens, one or some that were guessed ahead.
+# The most queries of a step of generation: one new token, or several speculative ones.
 FEW = 16
 
 
 def register_hf() -> None:
-    """Adds "ato" to the names that `attn_implementation` takes in Hugging Face's transformers.
+    """Registers "ato" as an `attn_implementation` of Hugging Face's transformers.
 
     Causal and bidirectional attention, masks, padding, sliding windows, soft caps, sinks, position
-    biases, grouped heads, dropout, packed sequences and caches are honoured. What is not raises an
-    error with its name when the model is called: attention weights (`output_attentions`), head
-    masks, paged caches, and keys that are picked by their indices.
+    biases, grouped heads, dropout, packed sequences and caches are honoured. Attention weights
+    (`output_attentions`), head masks, paged caches and keys picked by their indices raise an error
+    that names them when the model is called.
+
+    Raises:
+      ImportError: transformers is not installed, or has no AttentionMaskInterface.
+
+    Example:
+      >>> import ato_torch
+      >>> ato_torch.register_hf()  # doctest: +SKIP
+      >>> model = AutoModelForCausalLM.from_pretrained(
+      ...     name, attn_implementation="ato"
+      ... )  # doctest: +SKIP
     """
     try:
         from transformers import AttentionInterface
@@ -79,23 +88,32 @@ def attend(
     cu_seq_lens_k: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers calls it.
+    """Computes attention with the arguments that transformers passes.
 
     Args:
+      module: The calling layer.
       query: [B, H, T, D].
       key: [B, G, S, D].
       value: [B, G, S, V].
-      attention_mask: what `mask` made, or a mask of the caller's own, boolean or added.
-      is_causal: the module's own unless given. It counts without a mask alone: then several
-        queries begin with the first key, and a single one sees all.
-      sliding_window: how many keys, its own included, a query sees to either side; without a mask
-        alone, which says it otherwise.
-      s_aux: the sinks, [H].
-      position_bias: broadcastable to [B, H, T, S], added to the scores, with a gradient.
-      cu_seq_lens_q, cu_seq_lens_k: where packed sequences end, [0, ..., T]; without a mask alone.
+      attention_mask: The result of `mask`, or a mask of the caller, boolean or added to the scores.
+      dropout: Probability with which a weight is dropped.
+      scaling: Factor of the scores; D ** -0.5 unless given.
+      is_causal: Query i sees the keys up to i; the module's attribute unless given. Without a mask
+        only; then a single query sees all keys.
+      sliding_window: The number of keys, its own included, that a query sees to either side.
+        Without a mask only, since a mask includes it.
+      softcap: c > 0: the scores are limited to (-c, c).
+      s_aux: The sinks [H].
+      position_bias: Broadcastable to [B, H, T, S], added to the scores, with a gradient.
+      cu_seq_lens_q: The ends of packed sequences, [0, ..., T]. Without a mask only.
+      cu_seq_lens_k: The same for the keys, [0, ..., S].
+      others: Refused by name if they would change the result, otherwise ignored.
 
     Returns:
-      [B, T, H, V], and None for the weights.
+      The pair (out [B, T, H, V], None in place of the weights).
+
+    Raises:
+      ValueError: An argument is not supported.
     """
     for name in REFUSED:
         given = others.get(name)
@@ -143,7 +161,7 @@ def attend(
         dropout,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        # To the right, 0 is causality, and may stand beside a mask.
+        # A right bound of 0 is causality. Unlike `is_causal` it may be combined with a mask.
         window=None if left is None and right is None else (left, right),
         softcap=softcap,
         sinks=s_aux,
@@ -153,21 +171,21 @@ def attend(
 
 
 def _ids(ends: torch.Tensor, B: int, length: int) -> torch.Tensor:
-    """[B, length]: which of the sequences that end at ends[1:] each position belongs to."""
+    """[B, length]: the index of each position's sequence; the sequences end at ends[1:]."""
     positions = torch.arange(length, device=ends.device, dtype=ends.dtype)
     ids = torch.searchsorted(ends[1:].contiguous(), positions, right=True, out_int32=True)
     return ids.expand(B, length)
 
 
 def _biased(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """A bias and a mask as one mask that is added."""
+    """A bias and a mask as one mask to be added to the scores."""
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def mask(**request: Any) -> torch.Tensor | None:
-    """A mask function as transformers calls it: `Rules`, or what "sdpa" gets."""
+    """Makes a mask from the arguments that transformers passes: `Rules`, or what "sdpa" gets."""
     from transformers.masking_utils import sdpa_mask
 
     if "q_offset" not in request:  # in older versions of transformers
@@ -175,7 +193,7 @@ def mask(**request: Any) -> torch.Tensor | None:
     from transformers.utils.import_utils import is_tracing
 
     padding = request.get("attention_mask")
-    # What traces can neither look into the functions nor wait to see what is padding.
+    # A tracer can neither inspect the functions nor read which keys are padding.
     pattern = None if is_tracing(padding) else _pattern(request["mask_function"])
     if pattern is None:
         return sdpa_mask(**request)
@@ -184,7 +202,7 @@ def mask(**request: Any) -> torch.Tensor | None:
     device = torch.device(request.get("device", "cpu"))
     kv_ids = pattern.ids
     if padding is not None:
-        # A cache may hold keys that are yet to be written.
+        # A cache may have room for keys that are not written yet.
         padding = torch.nn.functional.pad(padding, (0, max(0, first + S - padding.shape[1])))
         padding = padding[:, first : first + S].bool()
         if not padding.all():
@@ -197,7 +215,7 @@ def mask(**request: Any) -> torch.Tensor | None:
 
 
 class Pattern(NamedTuple):
-    """Keys from position - left to position + right, of the query's own id."""
+    """A query sees the keys from its position - left to its position + right, of its own id."""
 
     left: int | None = None
     right: int | None = None
@@ -205,10 +223,10 @@ class Pattern(NamedTuple):
 
 
 class Rules(torch.Tensor):
-    """The booleans [B, 1, T, S] of a mask, said by what the kernels compute with.
+    """A boolean mask [B, 1, T, S] without memory, as arguments of `ato_torch.attention`.
 
-    `left` and `right` are bounds, and `seen` are other arguments of `ato_torch.attention`, to keys
-    of which there are `filled`: S, or more where `seen` has their lengths.
+    `left` and `right` are the window, and `seen` has the other arguments. `filled` is the number of
+    keys that they are for: S, or more if the keys are to be padded and `seen` has their lengths.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -238,7 +256,7 @@ class Rules(torch.Tensor):
         if self.grows():
             self.filled = _filled(S)
             lengths = torch.full((B,), S, dtype=torch.int32, device=device)
-            # Of that length, the last query is at the last key.
+            # Without an offset, the last query stands at the last key of that length.
             self.seen = {"query_offset": None, "kv_lengths": lengths}
         if kv_ids is not None:
             q_ids = kv_ids.new_zeros(B, T) if q_ids is None else q_ids
@@ -249,13 +267,13 @@ class Rules(torch.Tensor):
             }
 
     def grows(self) -> bool:
-        """Whether the queries are the newest tokens after others, with as many keys as tokens."""
+        """Whether this is a step of generation: few queries, the last tokens of all the keys."""
         *_, T, S = self.shape
         counted = not isinstance(self.offset, torch.Tensor)
         return counted and self.right == 0 and T <= FEW and bool(0 < self.offset == S - T)
 
     def are_understood(self) -> bool:
-        """Whether `attend` would do the same without a mask."""
+        """Whether `attend` does the same without a mask."""
         if self.seen.keys() != {"query_offset"} or isinstance(self.offset, torch.Tensor):
             return False
         *_, T, S = self.shape
@@ -266,6 +284,7 @@ class Rules(torch.Tensor):
         return self.right == self.offset == 0 and T > 1
 
     def in_full(self) -> torch.Tensor:
+        """The mask with its values in memory."""
         B, _, T, S = self.shape
         position = torch.arange(T, device=self.device)[:, None] + self.offset
         key = torch.arange(S, device=self.device)
@@ -291,13 +310,13 @@ class Rules(torch.Tensor):
 
 
 def _filled(S: int) -> int:
-    """S rounded up, to one of four sizes per doubling, from 64 on."""
+    """S rounded up to one of four sizes per doubling; at least a multiple of 64."""
     step = max(64, 1 << (S - 1).bit_length() >> 3)
     return -(-S // step) * step
 
 
 def _pattern(function: Callable[..., Any]) -> Pattern | None:
-    """What a mask function of transformers says; None where it is one that is not known."""
+    """The pattern of a mask function of transformers; None if the function is unknown."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return None
     given = inspect.getclosurevars(function).nonlocals
@@ -313,7 +332,7 @@ def _pattern(function: Callable[..., Any]) -> Pattern | None:
         case "packed_sequence_mask_function":
             return Pattern(ids=given["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence":
-            # Within a sequence positions count up by one, as indices do; the ids see to the rest.
+            # Within a sequence positions differ as indices do; ids separate the sequences.
             return _pattern(given["mask_function"])
         case "and_masks":
             return _all([_pattern(part) for part in given["mask_functions"]])

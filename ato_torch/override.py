@@ -1,16 +1,17 @@
-"""PyTorch models as they are, with `ato_torch.attention` in place of PyTorch's own.
+"""Runs unchanged PyTorch models with `ato_torch.attention` in place of PyTorch's own.
 
     with ato_torch.sdpa_override() as calls:
         out = model(x)
     print(calls)
 
-Inside, `torch.nn.functional.scaled_dot_product_attention` is a function that calls the kernels, or
-PyTorch's own where `ato_torch.attention` refuses, and `calls` tells which and why. It is the same
-function by name, for all threads, since backward runs in threads of its own and may compute a
-forward again; what took it by `from ... import` before keeps PyTorch's. `nn.MultiheadAttention` and
-`nn.TransformerEncoderLayer` have a path past that name, which is switched off: rows of padding,
-which it puts to zero, then hold numbers without a meaning. Where weights are asked for, they
-compute them without that name. torch.compile looks whether the name is what it was.
+Within the block `torch.nn.functional.scaled_dot_product_attention` is replaced by a function that
+calls the kernels, or PyTorch's own function where `ato_torch.attention` refuses; `calls` counts
+both, with the reasons. The replacement holds for all threads, because the backward pass runs in
+threads of its own and may compute a forward pass again. Code that imported the function by `from
+... import` before keeps PyTorch's. `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a
+fast path that does not use that name; it is switched off, and the rows of padding that it sets to
+zero then hold arbitrary numbers. If attention weights are asked for, these modules compute them
+without that name. torch.compile checks that the name still refers to the same function.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ato_torch.functional import attention
 
 F = torch.nn.functional
-# Stand for plain ones where torch.compile traces a call that it did not look into.
+# Tensors that torch.compile traces with, where it does not look into a call.
 TRACING = (FakeTensor, FunctionalTensor)
 PLAIN = (torch.Tensor, torch.nn.Parameter, *TRACING)
 TRACED = "inside of what was compiled"
@@ -45,9 +46,9 @@ NOTHING = (
 
 
 class Calls:
-    """How many calls went where: `taken`, by what they were, and `left`, by the reason.
+    """Counts of calls: `taken` by the kind of call, and `left` to PyTorch by the reason.
 
-    What torch.compile traces counts once, when it does.
+    A call that torch.compile traces counts once, when it is traced.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Calls:
         return "\n".join(lines) or "no attention was called"
 
     def _count(self, which: collections.Counter[str], kind: str) -> bool:
-        """Whether it is the first of its kind."""
+        """Counts a call; returns whether it is the first of its kind."""
         with self._lock:
             which[kind] += 1
             return which[kind] == 1
@@ -69,22 +70,35 @@ class Calls:
 
 _active: list[Calls] = []
 _lock = threading.Lock()
-# Of PyTorch, as they were outside: both functions, and whether the path past them is on.
+# PyTorch's two functions, and whether its fast path is on, as they were before the block.
 _outside: Any = None
 
 
 @contextlib.contextmanager
 def sdpa_override() -> Iterator[Calls]:
-    """Inside, PyTorch's `scaled_dot_product_attention` is `ato_torch.attention` where that can.
+    """Makes PyTorch's `scaled_dot_product_attention` call `ato_torch.attention`, within `with`.
 
     Everything that calls it by its name in `torch.nn.functional` is served, in all threads:
-    `nn.MultiheadAttention` and what is built of it, models of other libraries, what is traced by
-    torch.compile. Forward and backward both belong inside where a checkpoint computes a forward
-    again. A choice by `torch.nn.attention.sdpa_kernel` has no effect on what is taken, which has no
-    second derivatives. What cannot be taken is left to PyTorch, and said in a warning once for each
-    reason.
+    `nn.MultiheadAttention` and what is built on it, models of other libraries, code that
+    torch.compile traces. A call that `ato_torch.attention` refuses is left to PyTorch, and a
+    warning says so once for each reason. With checkpointing, which computes a forward pass again,
+    the backward pass belongs inside as well. `torch.nn.attention.sdpa_kernel` has no effect on
+    calls that are taken, and these have no second derivatives.
 
-    Returns, as what `with` binds: `Calls`, with the counts of `taken` and `left`.
+    Yields:
+      Counters: `taken`, by the kind of call, and `left`, by the reason. Printing shows both.
+
+    Raises:
+      RuntimeError: A kernel's launch fails. Such a call is not left to PyTorch.
+
+    Example:
+      >>> import torch, ato_torch
+      >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+      >>> x = torch.ones(1, 4, 8)
+      >>> with ato_torch.sdpa_override() as calls:
+      ...     out, _ = model(x, x, x, need_weights=False)
+      >>> print(calls)
+      taken, 1 times: torch.float32 query [1, 2, 4, 4], key [1, 2, 4, 4]
     """
     calls = Calls()
     with _lock:
@@ -126,7 +140,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """In place of PyTorch's."""
+    """Replaces PyTorch's function of this name."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query_offset = 0
     if isinstance(attn_mask, CausalBias) and not is_causal:
@@ -151,7 +165,7 @@ def scaled_dot_product_attention(
             _took(TRACED if traced else _kind(query, key, attn_mask))
             return out
     _left(reason)
-    if isinstance(arguments[3], CausalBias):  # which knows PyTorch's function by its name
+    if isinstance(arguments[3], CausalBias):  # its code refers to the function by name
         function = F.scaled_dot_product_attention
         return CausalBias.__torch_function__(function, (CausalBias,), arguments)
     own, *_ = _outside
@@ -159,8 +173,8 @@ def scaled_dot_product_attention(
 
 
 def multi_head_attention_forward(*arguments: Any, **options: Any) -> Any:
-    """PyTorch's own, watched: with weights it calls no other function for its attention."""
-    # Its 16th argument.
+    """PyTorch's own function; calls that ask for weights are counted as left to PyTorch."""
+    # need_weights is the 16th positional argument.
     if options.get("need_weights", arguments[15] if len(arguments) > 15 else True):
         _left(WEIGHTS)
     _, own, _ = _outside
@@ -168,8 +182,8 @@ def multi_head_attention_forward(*arguments: Any, **options: Any) -> Any:
 
 
 def _reason(*tensors: Any) -> str | None:
-    """Why not even to try."""
-    if torch.compiler.is_compiling():  # its tensors stand for plain ones
+    """Why a call is left to PyTorch without trying it, or None."""
+    if torch.compiler.is_compiling():  # its tensors stand for plain tensors
         return None
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and type(tensor) not in PLAIN:
@@ -182,7 +196,7 @@ def _kind(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> 
     return f"{query.dtype} query {list(query.shape)}, key {list(key.shape)}{masked}"
 
 
-# What is compiled says it once, while it is.
+# Compiled code counts and warns once, while it is compiled.
 @torch.compiler.assume_constant_result
 def _took(kind: str) -> None:
     for calls in list(_active):

@@ -23,7 +23,7 @@ def test_the_tests_that_it_names_exist():
 
 
 def test_the_messages_of_xla_are_those_that_are_read():
-    assert MESSAGES == list(without_torch("_executable").FIELDS)
+    assert MESSAGES == list(without_torch("_protobuf").FIELDS)
 
 
 @pytest.mark.parametrize(

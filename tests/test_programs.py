@@ -159,7 +159,7 @@ torch = pytest.importorskip(
 )
 
 import ato_torch  # noqa: E402
-from ato_torch import _direct, _programs, functional  # noqa: E402
+from ato_torch import _kernels, _programs, functional  # noqa: E402
 
 
 def gradients(T):
@@ -249,13 +249,13 @@ def test_kernels_of_many_lengths_are_unloaded_on_a_gpu():
         attend(draw(T))
     torch.cuda.synchronize()
     gc.collect()
-    loaded = [each for each in gc.get_objects() if type(each) is _direct.Kernels]
+    loaded = [each for each in gc.get_objects() if type(each) is _kernels.Kernels]
     assert sum(each.loaded.is_captured for each in loaded) == 2
     # A forward and a backward of each program that is kept, and of what others' tests hold.
     assert len(_programs.kept) == 2 and len(loaded) <= 4, loaded
     with torch.cuda.device(0):
-        _direct._unload_retired()
-    assert not _direct._retired
+        _kernels.unload_retired()
+    assert not _kernels.retired
     for tensor in found:
         tensor.zero_()
     graph.replay()

@@ -19,7 +19,7 @@ F = torch.nn.functional
 import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
 from ato_jax import LinearState, UnsupportedError  # noqa: E402
-from ato_torch import _bridge, functional  # noqa: E402
+from ato_torch import _bridge, _checks  # noqa: E402
 
 B, H, T, S, D = 2, 4, 7, 9, 16
 SHAPES = ((B, H, T, D), (B, H, S, D), (B, H, S, D))
@@ -673,7 +673,7 @@ def test_without_a_batch_axis_lengths_are_scalars():
 def test_wide_integers_are_narrowed_by_their_meaning():
     """As on a GPU, where no value is waited for."""
     wide = 1 << 32
-    found = functional._narrow(
+    found = _checks.narrow(
         {
             "q_segment_ids": torch.tensor([[5, 5 + wide, 5, 9]]),
             "kv_segment_ids": torch.tensor([[5 + wide, 5, 5 - wide]], dtype=torch.int64),
@@ -685,7 +685,7 @@ def test_wide_integers_are_narrowed_by_their_meaning():
     wanted = [[False, True, False], [True, False, False], [False, True, False], [False] * 3]
     assert same.tolist() == wanted
     assert found["kv_lengths"].tolist() == [2**31 - 1, -(2**31)]
-    narrow = functional._narrow({"segment_ids": torch.tensor([[5, -6]], dtype=torch.int32)})
+    narrow = _checks.narrow({"segment_ids": torch.tensor([[5, -6]], dtype=torch.int32)})
     assert narrow["segment_ids"].tolist() == [[5, -6]]
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
 
 import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
-from ato_torch import _bridge, _ops, _programs  # noqa: E402
+from ato_torch import _bridge, _calls, _ops, _programs  # noqa: E402
 
 B, H, T, D = 2, 4, 7, 16
 FAVOR = ato_jax.favor(jax.random.key(0), 8, D)
@@ -186,16 +186,16 @@ def test_exported_for_any_batch_and_length():
 
 
 def text(op, names, options, **changes):
-    call = _programs.Call(op, tuple(names), tuple(options.items()), True, False)
+    call = _calls.Call(op, tuple(names), tuple(options.items()), True, False)
     return call._replace(**changes).text
 
 
 def test_a_text_says_the_call():
     options = {"feature_map": "elu1", "scale": 0.1, "window": (2, None), "causal": True}
-    call = _programs.Call("attention", ("q", "k"), tuple(options.items()), False, False)
-    assert _programs.parse(call.text) == call
+    call = _calls.Call("attention", ("q", "k"), tuple(options.items()), False, False)
+    assert _calls.parse(call.text) == call
     level = call.inside((True, False))
-    assert _programs.parse(level.text) == level != call
+    assert _calls.parse(level.text) == level != call
     json.loads(call.text)
 
 
@@ -259,14 +259,14 @@ def test_options_that_change_are_compiled_each():
 
 def test_equal_feature_maps_share_a_handle_and_no_other_process_has_it():
     def text_of(function):
-        found, _ = _programs.resolve(function)
+        found, _ = _calls.resolve(function)
         return text("linear_attention", "qkv", {"feature_map": found})
 
     first = text_of(lambda x: jax.numpy.exp(x) + 3)
     assert text_of(lambda x: jax.numpy.exp(x) + 3) == first != text_of(lambda x: x + 3)
-    elsewhere = first.replace(_programs._process, "0" * 32)
+    elsewhere = first.replace(_calls._process, "0" * 32)
     with pytest.raises(ValueError, match="feature_map is a function of the process that exported"):
-        _programs.parse(elsewhere)
+        _calls.parse(elsewhere)
 
 
 def test_threads_that_count_at_once_give_two_functions_two_handles(monkeypatch):
@@ -280,19 +280,19 @@ def test_threads_that_count_at_once_give_two_functions_two_handles(monkeypatch):
                 both.wait(0.5)
             return found
 
-    monkeypatch.setattr(_programs, "_handles", Counted())
-    maps = [_programs.resolve(lambda x, n=n: jax.numpy.exp(x) + n)[0] for n in (3.0, 4.0)]
+    monkeypatch.setattr(_calls, "_handles", Counted())
+    maps = [_calls.resolve(lambda x, n=n: jax.numpy.exp(x) + n)[0] for n in (3.0, 4.0)]
     found = [None, None]
 
     def ask(n):
-        found[n] = _programs._in_words(maps[n])
+        found[n] = _calls._in_words(maps[n])
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [_programs._from_words(words) for words in found] == maps
+    assert [_calls._from_words(words) for words in found] == maps
     assert found[0] != found[1] and maps[0] != maps[1]
 
 
@@ -377,7 +377,7 @@ def test_derivatives_inside_of_what_is_compiled(monkeypatch):
     first = torch.func.grad(loss, argnums=(0, 1, 2))
     compiled = torch.compile(first, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*tensors), first(*tensors))
-    assert texts and all(_programs.parse(text).training for text in texts)
+    assert texts and all(_calls.parse(text).training for text in texts)
     targets = []
 
     def backend(module, inputs):

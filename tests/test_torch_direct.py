@@ -28,11 +28,15 @@ import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
 from ato_torch import (  # noqa: E402
     _bridge,
+    _calls,
+    _checked_calls,
     _direct,
+    _driver,
     _executable,
+    _kernels,
     _ops,
+    _plan,
     _programs,
-    functional,
 )
 from ato_torch._executable import Allocation, Copy, Executable, Fill, Launch, Slice  # noqa: E402
 from tests import numerics  # noqa: E402
@@ -46,7 +50,7 @@ STATE = {"state.kv": (B, G, D, D), "state.k_sum": (B, G, D)}
 
 
 def call_of(op, options, training=False, names=("q", "k", "v")):
-    return _programs.Call(op, tuple(names), tuple(options.items()), training, False)
+    return _calls.Call(op, tuple(names), tuple(options.items()), training, False)
 
 
 def test_without_a_name_kernels_are_those_that_go_this_road():
@@ -135,11 +139,11 @@ class Driver:
         return 0
 
     def cuEventQuery(self, event):
-        assert self.mode == _direct.RELAXED_CAPTURE and self.pushed == 77
+        assert self.mode == _driver.RELAXED_CAPTURE and self.pushed == 77
         return 600 * (event.value - 1000 in self.busy)
 
     def destroy(self, kind, handle):
-        assert self.mode == _direct.RELAXED_CAPTURE and self.pushed == 77 and handle.value
+        assert self.mode == _driver.RELAXED_CAPTURE and self.pushed == 77 and handle.value
         self.destroyed.append(kind)
         return 0
 
@@ -230,8 +234,8 @@ class Driver:
         return 0
 
     def cuGraphInstantiateWithFlags(self, ready, graph, flags):
-        assert flags.value == 0 and self.mode == _direct.RELAXED_CAPTURE
-        assert not _direct.is_capturing(), "not permitted when stream is capturing"
+        assert flags.value == 0 and self.mode == _driver.RELAXED_CAPTURE
+        assert not _plan.is_capturing(), "not permitted when stream is capturing"
         ready._obj.value = graph.value
         return 0
 
@@ -272,7 +276,7 @@ class Driver:
 def driver(monkeypatch):
     """The stand-in, for tensors on a CPU."""
     found = Driver()
-    monkeypatch.setattr(_direct, "_driver", lambda: found)
+    monkeypatch.setattr(_driver, "library", lambda: found)
     stream = types.SimpleNamespace(query=lambda: None, cuda_stream=5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -282,8 +286,8 @@ def driver(monkeypatch):
         assert type(size) is type(stride) is tuple
         return torch.empty_strided(size, stride, dtype=dtype)
 
-    monkeypatch.setattr(_direct, "empty_strided", empty_strided)
-    monkeypatch.setattr(_direct, "is_capturing", lambda: False)
+    monkeypatch.setattr(_plan, "empty_strided", empty_strided)
+    monkeypatch.setattr(_plan, "is_capturing", lambda: False)
     return found
 
 
@@ -348,7 +352,7 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
     driver.context = None
     one_by_one = [("add", [2, 1, 1, 32, 1, 1, 50_000], 5), ("times", [1, 1, 1, 64, 2, 1, 0], 5)]
     for capturing in (True, False, False, True, False):
-        monkeypatch.setattr(_direct, "is_capturing", lambda capturing=capturing: capturing)
+        monkeypatch.setattr(_plan, "is_capturing", lambda capturing=capturing: capturing)
         x, y = torch.randn(2, 1, 2, 3)
         driver.calls.clear()
         (out,) = made([x, y])
@@ -358,7 +362,7 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
         assert driver.contexts == [77] * bool(driver.graphs)
     assert len(driver.graphs) == 1 and driver.mode == 0
     assert torch.equal(made([x, y], as_graph=False)[0], out) and driver.calls[-1] == one_by_one[-1]
-    driver.errors = [_direct.INVALID_CONTEXT]
+    driver.errors = [_driver.INVALID_CONTEXT]
     assert torch.equal(made([x, y])[0], out) and driver.contexts == [77, 77]
     # Another stream has its own: launches of one graph would wait for each other.
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7)
@@ -400,7 +404,7 @@ def kernels_alone():
 
 
 def test_what_is_dropped_is_unloaded_after_its_launches(driver, monkeypatch):
-    monkeypatch.setattr(_direct, "_retired", retired := collections.deque())
+    monkeypatch.setattr(_kernels, "retired", retired := collections.deque())
     x, y = torch.randn(2, 1, 2, 3)
     made = plan(kernels_alone(), results=1)
     for stream in (0, 5, 7):
@@ -408,49 +412,49 @@ def test_what_is_dropped_is_unloaded_after_its_launches(driver, monkeypatch):
         made([x, y])
     turned = made.turned([True])
     del made
-    _direct._unload_retired()
+    _kernels.unload_retired()
     assert not driver.destroyed and not retired
     # It is retired with its last reference, in whatever thread that is: nothing is asked there.
     del turned
     assert len(retired) == 1 and not driver.destroyed
     driver.busy, driver.capturing = {5}, {7}
     for _ in range(2):
-        _direct._unload_retired()
+        _kernels.unload_retired()
         assert len(retired) == 1 and not driver.destroyed and driver.mode == 0
         assert set(retired[0].events) == {0, 5}
     driver.capturing = set()
-    _direct._unload_retired()
+    _kernels.unload_retired()
     assert len(retired) == 1 and not driver.destroyed
     driver.busy = set()
-    _direct._unload_retired()
+    _kernels.unload_retired()
     wanted = ["event"] * 3 + ["ready graph", "graph"] * 3 + ["module"] * 2
     assert driver.destroyed == wanted and not retired and driver.pushed is None
 
 
 def test_what_a_cuda_graph_captured_stays(driver, monkeypatch):
-    monkeypatch.setattr(_direct, "_retired", retired := collections.deque())
+    monkeypatch.setattr(_kernels, "retired", retired := collections.deque())
     program = _programs.Program(call_of("attention", ATTENTION), jax.devices()[0])
     program.answer.plans["shapes"] = made = plan(kernels_alone(), results=1)
     program.forward.plans["shapes"] = _direct.ClosedError("planted")
     x, y = torch.randn(2, 1, 2, 3)
     made([x, y])
     assert not program.is_pinned()
-    monkeypatch.setattr(_direct, "is_capturing", lambda: True)
+    monkeypatch.setattr(_plan, "is_capturing", lambda: True)
     made.turned([True])([x, y])
-    monkeypatch.setattr(_direct, "is_capturing", lambda: False)
+    monkeypatch.setattr(_plan, "is_capturing", lambda: False)
     assert program.is_pinned()
     del made
     program.answer.plans.clear()
-    _direct._unload_retired()
+    _kernels.unload_retired()
     assert not driver.destroyed and not retired
 
 
 def test_what_nothing_reads_has_a_place_for_all(driver, monkeypatch):
     x, y = torch.randn(2, 1, 2, 3)
-    nowhere = _direct._nowhere(torch.device("cpu"))
+    nowhere = _plan.unread_memory(torch.device("cpu"))
     assert torch.equal(plan()([x, y])[0], (x + y) * y)
     assert torch.equal(nowhere[:SIZE].view(torch.float32), ((x + y) ** 2).flatten())
-    monkeypatch.setattr(_direct, "UNREAD_BYTES", SIZE - 1)
+    monkeypatch.setattr(_plan, "UNREAD_BYTES", SIZE - 1)
     made, nowhere[:SIZE] = plan(), 0
     assert torch.equal(made([x, y])[0], (x + y) * y) and made.scratch_bytes == 512
     assert not nowhere[:SIZE].any()
@@ -461,18 +465,18 @@ def test_a_plan_keeps_the_memory_that_it_writes_to(driver, monkeypatch):
     found = []
 
     def its_own(place):
-        memory = torch.empty(_direct.UNREAD_BYTES, dtype=torch.uint8)
+        memory = torch.empty(_plan.UNREAD_BYTES, dtype=torch.uint8)
         found.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(_direct, "_nowhere", its_own)
+    monkeypatch.setattr(_plan, "unread_memory", its_own)
     made = plan().turned([True, False])
-    assert found[0]().data_ptr() == made.nowhere
+    assert found[0]().data_ptr() == made.fixed[0]
 
 
 def test_kernels_are_loaded_once(driver):
     plan()
-    maximum = ("shared", _direct.MAX_DYNAMIC_SHARED_SIZE_BYTES, 50_000)
+    maximum = ("shared", _driver.MAX_DYNAMIC_SHARED_SIZE_BYTES, 50_000)
     assert driver.calls == [("load", b"ELF 1"), maximum, ("load", b"ELF 2")]
 
 
@@ -494,12 +498,12 @@ def test_tensors_as_they_lie(driver):
 def test_threads_without_a_context_and_errors(driver):
     made = plan()
     x, y = torch.randn(2, 1, 2, 3)
-    driver.errors = [_direct.INVALID_CONTEXT]
+    driver.errors = [_driver.INVALID_CONTEXT]
     assert torch.equal(made([x, y])[0], (x + y) * y) and driver.contexts == [77]
     driver.errors = [700]
     with pytest.raises(RuntimeError, match="launched from PyTorch: a sticky error"):
         made([x, y])
-    driver.errors = [_direct.OUT_OF_MEMORY]
+    driver.errors = [_driver.OUT_OF_MEMORY]
     with pytest.raises(torch.OutOfMemoryError, match="launched from PyTorch"):
         made([x, y])
 
@@ -654,7 +658,7 @@ def test_the_environment_turns_the_road_off(building, driver, unwarned, monkeypa
         warnings.simplefilter("error")
         road = explaining._road(function, tensors)
         out, _ = _direct.execute(function, tensors)
-    told = "through JAX (ATO_TORCH_DIRECT=0 in the environment turns the direct road off)"
+    told = "through JAX (ATO_TORCH_DIRECT=0 in the environment turns direct launches off)"
     assert str(road) == told
     assert torch.equal(out, torch.full((1, 2, 3), 2.0)) and not driver.calls
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -705,7 +709,7 @@ def test_memory_may_suffice_another_time(building, driver, monkeypatch, error):
         tries.append(len(kinds) + 1)
         if len(tries) < 7:
             if error is None:
-                driver.errors.append(_direct.OUT_OF_MEMORY)
+                driver.errors.append(_driver.OUT_OF_MEMORY)
             else:
                 raise error
         return compiled(*arguments)
@@ -745,12 +749,12 @@ def test_a_known_call_waits_for_memory_too(building, driver, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(_bridge, "has_gpu", lambda: True)
     monkeypatch.setattr(_direct, "execute", lambda function, tensors: [tensors[0]])
-    functional._plans.clear()
+    _checked_calls.checked.clear()
     _programs.kept.clear()
     tensors = [torch.randn(1, 2, 5, 4) for _ in range(3)]
     for _ in range(3):
         ato_torch.attention(*tensors)
-    (plan,) = functional._plans.values()
+    (plan,) = _checked_calls.checked.values()
     assert plan.ready is None and plan.program.waits_for_memory
     is_short[0] = False
     monkeypatch.setattr(_direct, "_build", lambda *_: Zeros(plan.program.answer, tensors))
@@ -843,7 +847,7 @@ def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(_bridge, "has_gpu", lambda: True)
     monkeypatch.setattr(_direct, "_build", build)
-    functional._plans.clear()
+    _checked_calls.checked.clear()
     _programs.kept.clear()
     shape = (1, 2, 5, 4)
     drawn = [torch.randn(shape) for _ in range(3)]
@@ -877,7 +881,7 @@ def test_a_known_call_is_what_it_was(known, name, turned):
         known.clear()
         wanted = step(weight)
         # The first call of its kind goes through the checks, the second one here.
-        functional._plans.clear()
+        _checked_calls.checked.clear()
         for _ in range(3):
             found = step(weight)
         for ours, theirs in zip(found, wanted, strict=True):
@@ -901,7 +905,7 @@ def test_a_known_call_is_what_it_was(known, name, turned):
 
 def test_a_batch_of_cotangents(known):
     """PyTorch's older vmap, of a first call and of known ones: a loop."""
-    functional._plans.clear()
+    _checked_calls.checked.clear()
     leaves = [x[:, :, :9].clone().requires_grad_() for x in inputs(torch.float32, "cpu")]
     for name in ("attention", "attention", "attention", "linear state"):
         out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
@@ -1091,7 +1095,7 @@ def test_as_they_lie():
     """Permuted, misaligned and negated tensors, and cotangents that are not dense."""
     plain = inputs(where="cuda")
     permuted = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
-    functional._plans.clear()
+    _checked_calls.checked.clear()
     misaligned = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in plain]
     for name in ("causal", "linear causal"):
         found = []
@@ -1110,7 +1114,7 @@ def test_as_they_lie():
             assert torch.equal(ours, theirs)
         told = ato_torch.explain(CALLS[name], *leaves)
         assert told.forward.road == told.backward.road == "direct", told
-    plans = [plan for plan in functional._plans.values() if plan.transposed]
+    plans = [plan for plan in _checked_calls.checked.values() if plan.transposed]
     assert plans and all(plan.ready for plan in plans)
 
 

@@ -12,6 +12,7 @@ from tests import aot_executables
 from tests.aot_executables import without_torch
 
 _executable = without_torch("_executable")
+_protobuf, _riegeli = without_torch("_protobuf"), without_torch("_riegeli")
 Allocation, Copy, Fill = _executable.Allocation, _executable.Copy, _executable.Fill
 Slice, UnknownError = _executable.Slice, _executable.UnknownError
 
@@ -47,8 +48,8 @@ def message(*fields):
 def fields_of(data):
     found, place = [], 0
     while place < len(data):
-        tag, place = _executable._varint(data, place)
-        value, place = _executable._varint(data, place)
+        tag, place = _protobuf.read_varint(data, place)
+        value, place = _protobuf.read_varint(data, place)
         if tag & 7 == 2:
             value, place = data[place : place + value], place + value
         found.append((tag >> 3, value))
@@ -71,19 +72,19 @@ def file_of(records, compressed=True, kind=b"r", method=b"s"):
     chunk = (method if compressed else b"\0") + number(len(sizes)) + sizes + pack(values)
     header = bytes(8) + len(chunk).to_bytes(8, "little") + bytes(8) + kind
     header += len(records).to_bytes(7, "little") + len(values).to_bytes(8, "little")
-    data = _executable.SIGNATURE[24:] + header + chunk
-    size = _executable.BLOCK - _executable.BLOCK_HEADER
+    data = _riegeli.SIGNATURE[24:] + header + chunk
+    size = _riegeli.BLOCK - _riegeli.BLOCK_HEADER
     parts = [data[start : start + size] for start in range(0, len(data), size)]
-    first = _executable.SIGNATURE[:24]
+    first = _riegeli.SIGNATURE[:24]
     return b"".join((bytes(24) if n else first) + part for n, part in enumerate(parts))
 
 
 def executable(name="linear_attention"):
     """The fields of a sample, and what writes others as an executable."""
     data = sample(name)
-    size, start = _executable._varint(data, 0)
-    wrapper, payload, options = _executable.records(data[start + size :])
-    manifest, *overrides, rest = _executable.records(payload)
+    size, start = _protobuf.read_varint(data, 0)
+    wrapper, payload, options = _riegeli.records(data[start + size :])
+    manifest, *overrides, rest = _riegeli.records(payload)
 
     def written(fields, **how):
         inner = file_of([manifest, *overrides, message(*fields)], **how)
@@ -164,8 +165,8 @@ def test_how_it_is_written_does_not_matter(name):
         # Field 1 is the HLO, which nobody reads.
         assert _executable.read(written([(1, b"h" * 200_000), *fields], **how)) == wanted
     data = sample(name)
-    size, start = _executable._varint(data, 0)
-    _, payload, _ = _executable.records(data[start + size :])
+    size, start = _protobuf.read_varint(data, 0)
+    _, payload, _ = _riegeli.records(data[start + size :])
     assert _executable.read(data[: start + size] + message((1, payload), (2, b""))) == wanted
 
 
@@ -185,9 +186,9 @@ def test_how_it_is_written_does_not_matter(name):
 def test_snappy(data, wanted):
     if wanted is None:
         with pytest.raises(UnknownError, match="compressed bytes"):
-            _executable._unsnapped(data, data[0])
+            _riegeli.decompress_snappy(data, data[0])
     else:
-        assert _executable._unsnapped(data, len(wanted)) == wanted
+        assert _riegeli.decompress_snappy(data, len(wanted)) == wanted
 
 
 def slice_of(allocation, offset, size):
@@ -360,7 +361,7 @@ requires_plugin = pytest.mark.skipif(
 def test_fields_are_named_as_in_xla():
     schema = aot_executables.schema(aot_executables.plugin())
     is_newest = jax.__version_info__ >= (0, 12)
-    for message_name, fields in _executable.FIELDS.items():
+    for message_name, fields in _protobuf.FIELDS.items():
         theirs = schema[message_name]
         # A field that is newer than the oldest JAX is missing there, and none is another one.
         assert {n: name for n, name in fields.items() if n in theirs or is_newest} == {
@@ -368,7 +369,7 @@ def test_fields_are_named_as_in_xla():
         }, message_name
     # A field that XLA adds here would close the direct road for every program.
     name = "xla.gpu.GpuExecutableProto"
-    assert schema[name].keys() <= _executable.FIELDS[name].keys(), schema[name]
+    assert schema[name].keys() <= _protobuf.FIELDS[name].keys(), schema[name]
 
 
 @requires_plugin

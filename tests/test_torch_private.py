@@ -8,7 +8,7 @@ torch = pytest.importorskip(
 )
 
 from ato_jax import device  # noqa: E402
-from ato_torch import _direct, _private  # noqa: E402
+from ato_torch import _direct, _plan, _private  # noqa: E402
 from tests import private_names  # noqa: E402
 from tests.test_torch_direct import building, driver  # noqa: E402, F401  fixtures
 
@@ -43,14 +43,14 @@ def test_a_name_of_the_direct_road_that_is_gone(building, monkeypatch, name):  #
 
 def test_an_allocator_without_the_private_one(monkeypatch):
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", "private", raising=False)
-    assert _direct._allocator() == "private"
+    assert _plan.allocator() == "private"
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda")
     asked = []
     monkeypatch.setattr(torch, "empty_strided", lambda *size, **where: asked.append((size, where)))
-    _direct._allocator()((2, 3), (3, 1), torch.float16)
+    _plan.allocator()((2, 3), (3, 1), torch.float16)
     assert asked == [(((2, 3), (3, 1)), {"dtype": torch.float16, "device": "cuda"})]
     monkeypatch.delattr(torch._C._dynamo, "guards")
-    assert callable(_direct._allocator())
+    assert callable(_plan.allocator())
 
 
 @pytest.mark.gpu
