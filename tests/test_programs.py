@@ -159,7 +159,7 @@ torch = pytest.importorskip(
 )
 
 import ato_torch  # noqa: E402
-from ato_torch import _kernels, _programs, functional  # noqa: E402
+from ato_torch import _checked_calls, _kernels, _programs  # noqa: E402
 
 
 def gradients(T):
@@ -175,7 +175,7 @@ def test_many_lengths_from_pytorch_take_bounded_memory():
     for T in range(3, 7):
         gradients(T)
         taken.append(mappings())
-    assert len(_programs.kept) == 2 and len(functional._plans) == 2
+    assert len(_programs.kept) == 2 and len(_checked_calls.checked) == 2
     assert max(taken) - taken[0] < 20, taken
     with pytest.warns(RuntimeWarning, match="compiled again"):
         again = gradients(2)
