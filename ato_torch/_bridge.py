@@ -1,18 +1,17 @@
-"""A jitted function of JAX on PyTorch's tensors: `execute`, by DLPack, without copies.
+"""Runs a jitted JAX function on PyTorch's tensors by DLPack, without copies: `execute`.
 
-Memory: an array made from a tensor is the tensor's memory and keeps it alive, and the other way
-round. A tensor is copied only where its memory is not dense in the order of its axes, or does not
-start at a multiple of `ALIGNMENT` bytes. No output shares memory with an input or with another
-output: JAX hands an input on where a result equals it, PyTorch may write to a result.
+Memory: an array made from a tensor shares the tensor's memory and keeps it alive, and vice versa. A
+tensor is copied only if it is not contiguous or not aligned to `ALIGNMENT` bytes. No output shares
+memory with an input or another output: JAX may return an input as a result, and PyTorch may write
+to a result.
 
-Order: on a GPU, JAX waits for what the current PyTorch stream holds so far, and the current
-PyTorch stream for JAX, each by an event, without a block of the host. So work on other PyTorch
-streams, and JAX code of the caller's own that reuses memory which a PyTorch kernel still reads,
-need an order of their own. On a CPU PyTorch has no streams, so a call returns when its results
-are there.
+Order: on a GPU, JAX waits for the work in the current PyTorch stream, and that stream then waits
+for JAX, each by an event and without blocking the host. Work in other PyTorch streams, and the
+caller's own JAX code that reuses memory which a PyTorch kernel still reads, must be ordered by the
+caller. On a CPU PyTorch has no streams, so a call returns when its results are complete.
 
-Cost: the public functions of JAX and PyTorch look at every array anew, its device, its stream, its
-version of the protocol. Here that is looked at once, and what is passed is the protocol's capsule.
+Cost: the public functions of JAX and PyTorch query device, stream and protocol version for every
+array. Here this is done once for each device, and DLPack capsules are passed on directly.
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ import torch
 
 from ato_torch import _private
 
-_private.check()  # this module is imported first, and the others need the names
+_private.check()  # this module is imported before those that use the names
 
-# Not public, nor is anything else that tells whether JAX has started: where a version lacks it, no
-# warning tells that JAX came first.
+# Private. No public name says whether JAX has started. Without it there is no warning if it has.
 backends_are_initialized: Any
 try:
     from jax._src.xla_bridge import backends_are_initialized
 except ImportError:
     backends_are_initialized = None
 
-# Not public: where a version of JAX lacks them, its public functions do the same more slowly.
+# Private. Without it JAX's public functions do the same more slowly.
 jaxlib: Any
 try:
     from jax._src.lib import _jax as jaxlib
 except ImportError:
     jaxlib = None
 
-# The kernels load 16 bytes at a time; a misaligned load ends the process's CUDA context.
+# Bytes: kernels load 16 bytes at a time, and a misaligned load makes CUDA unusable in the process.
 ALIGNMENT = 16
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -55,28 +53,28 @@ to_capsule, from_capsule = torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from
 def execute(
     function: Callable[..., Sequence[jax.Array]], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`function`, jitted, of the tensors: all on one device, where the results are, too."""
+    """The results of a jitted function of tensors on one device, as tensors on that device."""
     place = tensors[0].device
     on_gpu = place.type == "cuda"
     tensors = dense(tensors)
-    road = _road(place)
+    exchange = _exchange(place)
     if on_gpu:
         current = torch.cuda.current_stream(place)
-        incoming = road.device.get_stream_for_external_ready_events()
+        incoming = exchange.device.get_stream_for_external_ready_events()
         stream = torch.cuda.ExternalStream(incoming, device=place)
         stream.wait_event(current.record_event())
-        # 1 is the protocol's name for the default stream, whose handle is 0.
+        # DLPack names the default stream 1; its handle is 0.
         outgoing = current.cuda_stream or 1
     else:
         incoming = outgoing = None
-    arrays = function(*[road.into_jax(tensor, incoming) for tensor in tensors])
+    arrays = function(*[exchange.into_jax(tensor, incoming) for tensor in tensors])
     if outgoing is None:
         for array in arrays:
             array.block_until_ready()
     taken = {tensor.data_ptr() for tensor in tensors}
     results = []
     for array in arrays:
-        result = road.out_of_jax(array, outgoing)
+        result = exchange.out_of_jax(array, outgoing)
         pointer = result.data_ptr()
         if pointer:  # an empty tensor has none
             result = result.clone() if pointer in taken else result
@@ -86,8 +84,11 @@ def execute(
 
 
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As they are, where a kernel can read them so; else copies. PyTorch's zeros that take no
-    memory have no address."""
+    """The tensors, with copies of those that a kernel cannot read as they are.
+
+    These are tensors that are not contiguous, not aligned or lazily negated, and PyTorch's zero
+    tensors without memory, which have no address.
+    """
     return [
         tensor
         if tensor.is_contiguous()
@@ -99,11 +100,11 @@ def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-class _Road:
-    """How memory goes to one JAX device and comes back: `into_jax`, `out_of_jax`.
+class _Exchange:
+    """Passes memory to a JAX device and back, `into_jax` and `out_of_jax`.
 
-    The streams of both are handles: the one that waited for the tensors, the one that will wait
-    for the arrays; None on a CPU.
+    The streams are handles: of the stream that has waited for the tensors, and of the stream that
+    will wait for the arrays. They are None on a CPU.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -119,7 +120,7 @@ class _Road:
         raise RuntimeError("this version of JAX does not take PyTorch's tensors by DLPack")
 
     def _private(self, probe: torch.Tensor) -> list[tuple[Any, Any]]:
-        """By the names that JAX's own functions end in; from some version on the kind is named."""
+        """By private functions of JAX; newer versions also take the kind of device."""
         kind = int(probe.__dlpack_device__()[0])
         device = self.device
 
@@ -146,13 +147,13 @@ def _public_out(array: jax.Array, stream: int | None) -> torch.Tensor:
 
 
 @functools.cache
-def _road(place: torch.device) -> _Road:
-    return _Road(place)
+def _exchange(place: torch.device) -> _Exchange:
+    return _Exchange(place)
 
 
 @functools.cache
 def jax_device(place: torch.device) -> jax.Device:
-    """The JAX device with that memory."""
+    """The JAX device that is PyTorch's device `place`."""
     if place.type == "cpu":
         return jax.local_devices(backend="cpu")[0]
     by_number = {device.local_hardware_id: device for device in jax.local_devices(backend="gpu")}
@@ -165,7 +166,7 @@ def jax_device(place: torch.device) -> jax.Device:
 
 
 def from_jax(array: jax.Array, place: torch.device) -> torch.Tensor:
-    """An array that JAX made, as a tensor there."""
+    """A JAX array as a tensor on the device `place`."""
     return torch.from_dlpack(jax.device_put(array, jax_device(place)))
 
 
@@ -184,21 +185,20 @@ def _has_gpu() -> bool:
 
 
 def _preallocates() -> bool:
-    """Whether JAX, started as the environment is now, takes most of a GPU's memory at once."""
+    """Whether JAX, with the environment as it is, reserves most of a GPU's memory at once."""
     value = os.environ.get(PREALLOCATE, "")
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     return value not in ("false", "False", "0") and allocator in ("default", "bfc")
 
 
 def _platform_started() -> str | None:
-    """The platform that JAX computes on by default; None where it has not started one yet, or does
-    not tell."""
+    """JAX's default platform, or None if JAX has not started yet or does not say."""
     has_started = backends_are_initialized is not None and backends_are_initialized()
     return jax.default_backend() if has_started else None
 
 
 def share_the_gpu() -> None:
-    """Leaves PyTorch its part of the GPU's memory: JAX is to take what it needs when it does."""
+    """Makes JAX allocate GPU memory as needed, so that PyTorch has its part of it."""
     if _platform_started() == "gpu" and _preallocates():
         warnings.warn(
             "JAX started on a GPU before ato_torch was imported, and has taken most of its memory, "
@@ -206,5 +206,5 @@ def share_the_gpu() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-    # JAX reads it when it starts.
+    # JAX reads this variable when it starts.
     os.environ.setdefault(PREALLOCATE, "false")

@@ -1,16 +1,17 @@
-"""One call of ato_jax as one differentiable function of PyTorch's tensors.
+"""A call of ato_jax as one differentiable function of PyTorch's tensors.
 
-Two ops carry every call, so that PyTorch's compilers and transforms see through it:
+Two custom ops stand for every call, so that PyTorch's compilers and transforms can handle it:
 
     ato::forward(call, tensors) -> outputs
     ato::backward(call, tensors, needed, given) -> gradients
 
-`call` is the text of a `Call`; backward's tensors are forward's, then its outputs, then those
-cotangents that are `given`; `needed` tells of each of forward's tensors whether its gradient is.
-Where nothing traces, the same two functions run without the ops, whose way takes longer.
+`call` is the text of a `Call`. The backward op takes the tensors of the forward op, its outputs,
+and the cotangents that are `given`; `needed` says for each tensor of the forward op whether its
+gradient is needed. Where nothing traces, the same two functions run without the ops, which takes
+less time on the host.
 
-vmap maps the program inside JAX. Derivatives of second order and forward mode are refused. A CUDA
-graph would not hold what JAX launches: the ops' tag keeps compilers from trying.
+vmap maps the program inside JAX. Derivatives of second order and of forward mode are refused. A
+CUDA graph cannot capture what JAX launches; the ops' tag keeps compilers from trying.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 
 
 def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Tensors:
-    """The op's outputs. `tensors` holds what `prepare` takes, in canonical shapes, all on one
-    device; `options` its other arguments.
+    """The op's outputs.
 
-    Canonical: `prepare` keeps the shape and the dtype of every argument that has a gradient.
+    Args:
+      op: The op's name, a key of `_adapters.OPS`.
+      tensors: The arrays that the op's `prepare` takes, by name, on one device. Their shapes and
+        dtypes are such that `prepare` changes neither for an argument with a gradient.
+      options: The other arguments of `prepare`.
     """
     leaves = list(tensors.values())
     _refuse_forward_mode(leaves)
@@ -44,7 +48,7 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
     if torch.compiler.is_compiling():
         names, values = tuple(options), options.values()
         transformed = _is_transformed()
-        # There no tensor tells whether torch.func asks for its gradient.
+        # Inside a transform no tensor shows whether torch.func needs its gradient.
         training = differentiates or (transformed and torch.is_grad_enabled())
         text = _text(op, tuple(tensors), training, names, *values)
         return _transformed(text, *leaves) if transformed else _forward(text, leaves)
@@ -69,13 +73,15 @@ def program_of(
     facts = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
     try:
         return _programs.of_call(call, place, facts)
-    except TypeError:  # a symbol of PyTorch's; an option without a hash is refused where it is read
+    except TypeError:  # a size is a PyTorch symbol; an option without a hash is refused later
         return _programs.Program(call, place)
 
 
 def _facts(tensors: Tensors) -> tuple[Any, ...]:
-    """What tells programs of one call apart: nothing while sizes are PyTorch's symbols, which have
-    no hash, and nothing is compiled."""
+    """Shapes and dtypes, the key of a call's programs.
+
+    Empty while sizes are PyTorch's symbols, which have no hash; then nothing is compiled.
+    """
     found = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
     try:
         hash(found)
@@ -89,9 +95,9 @@ def program_of_text(text: str, tensors: Tensors) -> _programs.Program:
 
 
 def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bool) -> Tensors:
-    """The outputs, where `runs_plainly`."""
+    """The outputs of a program on plain tensors, for which `runs_plainly` is true."""
     if differentiates:
-        # Past a preparation for torch.func, which takes as long as all of the rest.
+        # Skips a preparation for torch.func that takes half of the host's time.
         return super(torch.autograd.Function, _Call).apply(program, *tensors)
     return _direct.execute(program.answer, tensors)
 
@@ -99,11 +105,11 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
 def ready(
     program: _programs.Program, tensors: Tensors, differentiates: bool, turned: bool
 ) -> Callable[[Tensors], Tensors] | None:
-    """What `run_plainly` does with q, k and v of such shapes and strides, without looking again;
-    None where there is no such way.
+    """A function that does what `run_plainly` does, for q, k and v of these shapes and strides.
 
-    `turned` ones are given with their second and third axis exchanged, but not in memory, and so
-    are the outputs returned.
+    It skips all checks of its tensors. None where there is no direct launch. If `turned`, the
+    tensors that it takes and the outputs have their second and third axis exchanged while their
+    memory is unchanged.
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
@@ -116,17 +122,19 @@ def ready(
 
 
 class _Known:
-    """A program for a gradient, and its plan for tensors of known shapes and strides."""
+    """A program with a gradient, and its plans for tensors of known shapes and strides."""
 
     def __init__(self, program: _programs.Program, plan: _direct.Plan, turned: bool) -> None:
         self.program, self.plan, self.turned = program, plan, turned
         self.answers = program.answers
-        # Of the backward, by what is needed: the plan, and the strides that it is for.
+        # Plans of the backward pass by the gradients needed, each with the strides it is for.
         self.backwards: dict[Any, tuple[_direct.Plan | None, list[Any]]] = {}
 
     def backward(self, needed: tuple[bool, ...], tensors: list[torch.Tensor]) -> Any:
-        """The gradients that are needed, of q, k, v, the outputs and the first one's cotangent;
-        None where there is no such way."""
+        """The needed gradients, from q, k, v, the outputs and the cotangent of the first output.
+
+        None where there is no plan for their strides.
+        """
         out, cotangent = tensors[len(needed)], tensors[-1]
         if cotangent.stride() != out.stride():
             tensors[-1] = torch.empty_like(out).copy_(cotangent)
@@ -149,7 +157,7 @@ class _Known:
     def turned_ones(
         self, needed: tuple[bool, ...], given: tuple[bool, ...]
     ) -> tuple[list[bool], list[bool]]:
-        """Which of the backward's tensors, and which gradients, have their axes exchanged."""
+        """Which tensors of the backward pass, and which gradients, have their axes exchanged."""
         timed = self.program.timed[: len(given)]
         of_given = [each for each, is_given in zip(timed, given, strict=True) if is_given]
         tensors = [*(True for _ in needed), *timed, *of_given]
@@ -157,8 +165,10 @@ class _Known:
 
 
 def runs_plainly(tensors: Tensors) -> bool:
-    """Whether nobody looks on: no compiler, no transform, no mode, and no kind of tensor of its
-    own, such as a fake one."""
+    """Whether no compiler, transform or mode is active, and all tensors are of PyTorch's own type.
+
+    A fake tensor, for one, is not.
+    """
     if torch.compiler.is_compiling() or _is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     for tensor in tensors:
@@ -167,18 +177,19 @@ def runs_plainly(tensors: Tensors) -> bool:
     return True
 
 
-# Asked of when it traces: what torch.compile itself makes of an empty stack is not None.
+# Evaluated while tracing: torch.compile would replace the empty stack by a value other than None.
 @torch.compiler.assume_constant_result
 def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:
+    """Whether PyTorch's forward mode is on."""
     return forward_ad._current_level >= 0
 
 
 def _refuse_forward_mode(tensors: Tensors) -> None:
-    """An op without a rule for it would drop the tangents and say nothing."""
+    """Refuses forward mode: an op without a rule for it would silently drop the tangents."""
     if not is_forward_mode():
         return
     transforms = torch._C._functorch.get_interpreter_stack() or ()
@@ -211,8 +222,8 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
             "does not tell functions of the same code apart. Name one, or leave the call out of "
             "what is compiled by torch.compiler.disable"
         )
-    else:  # `_text` resolves it: no compiler looks into a FeatureMap
-        # By its id, the program is for this very function: by itself, for all of the same code.
+    else:  # `_text` resolves it, since compilers cannot trace a FeatureMap
+        # The id makes the compiled program one for this function, not for all of the same code.
         parameters = _parameters(feature_map, id(feature_map), place)
     return feature_map, dict(zip(PARAMETERS, parameters, strict=False))
 
@@ -225,8 +236,10 @@ def _parameters(
 
 
 def static(value: Any) -> Any:
-    """A number that a compiler keeps as a symbol, for what it is in this call: kernels are built
-    for one. Of a tuple or a list, each."""
+    """The value of a number that a compiler keeps as a symbol; of a tuple or a list, each.
+
+    Kernels are compiled for one value.
+    """
     if isinstance(value, tuple | list):
         return tuple(map(static, value))
     symbols = (int, float, torch.SymInt, torch.SymFloat)
@@ -273,7 +286,7 @@ class _Call(torch.autograd.Function):
 
 
 class _KnownCall(torch.autograd.Function):
-    """(a known program, q, k, v) -> the outputs asked for, where nobody looks on."""
+    """(a known program, q, k, v) -> the outputs asked for, where `runs_plainly`."""
 
     @staticmethod
     def forward(ctx: Any, known: _Known, *tensors: torch.Tensor) -> Any:
@@ -309,14 +322,14 @@ class _KnownCall(torch.autograd.Function):
         return None, *_placed(needed, _exchanged(gradients, of_gradients))
 
 
-# Of `is_grads_batched` and `jacobian(vectorize=True)`, whose vmap is an older one.
+# True for the batches of `is_grads_batched` and `jacobian(vectorize=True)`, made by an older vmap.
 is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any]) -> Any:
-    """The backward of each member of a batch of cotangents."""
+    """The backward pass of each member of a batch of cotangents, stacked."""
     mapped = [each is not None and is_batch(each) for each in cotangents]
-    # At level 1, the outermost; the size, here 1 too, matters where there is no batch.
+    # Level 1 is the outermost. The size, also 1 here, matters only for tensors without a batch.
     plain = [
         torch._remove_batch_dim(each, 1, 1, 0) if is_mapped else each
         for each, is_mapped in zip(cotangents, mapped, strict=True)
@@ -351,7 +364,7 @@ def _exchanged(tensors: Tensors, turned: Sequence[bool]) -> list[torch.Tensor]:
 
 
 class _Gradient(torch.autograd.Function):
-    """(program, needed, given, *tensors) -> the gradients that are needed."""
+    """(program, needed, given, *tensors) -> the needed gradients."""
 
     @staticmethod
     def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
@@ -378,7 +391,7 @@ class _Gradient(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def _transformed(call: str, *tensors: torch.Tensor) -> Tensors:
-    """The outputs where torch.compile meets torch.func, which takes no gradient of a custom op."""
+    """The outputs for torch.func inside torch.compile; it cannot differentiate a custom op."""
     program = program_of_text(call, tensors)
     return _Call.apply(program, *tensors)
 
@@ -413,7 +426,7 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = program_of_text(call, tensors)
-    # Of the strides that are foretold below.
+    # Contiguous, as `register_fake` below says.
     return [tensor.contiguous() for tensor in _direct.execute(program.forward, tensors)]
 
 
@@ -471,7 +484,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(lambda ctx, cotangents: _refuse_second_order())
 
 
-# Where torch.compile meets torch.func: elsewhere vmap meets `_Call` first.
+# For torch.func inside torch.compile; elsewhere vmap is handled by `_Call`.
 @_forward.register_vmap
 def _(info: Any, in_dims: Any, call: str, tensors: Tensors) -> tuple[Tensors, list[int]]:
     _, dims = in_dims

@@ -1,5 +1,7 @@
-"""Looks for the private names of PyTorch that calls on every device need: a release may remove one,
-and an import that says so beats a call that fails. docs/private_names.md has all private names.
+"""Checks at import that PyTorch has the private names that calls on every device need.
+
+A release may remove one, and an error at import is clearer than a failing call.
+docs/private_names.md lists all private names.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ NEEDED = (
 
 
 def check() -> None:
-    """ImportError where one is missing."""
+    """Raises an ImportError that lists the names of `NEEDED` that PyTorch does not have."""
     missing = [name for name in NEEDED if not _is_there(name)]
     if missing:
         first, last = TESTED

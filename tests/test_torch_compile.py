@@ -518,13 +518,13 @@ def test_other_versions_of_jax(monkeypatch, missing):
 
     _bridge_jaxlib = _bridge.jaxlib
     monkeypatch.setattr(_bridge, "jaxlib", None if missing == "private" else Older)
-    _bridge._road.cache_clear()
+    _bridge._exchange.cache_clear()
     try:
         torch.testing.assert_close(causal(*draw()), wanted)
-        chosen = _bridge._road(torch.device("cpu")).into_jax
+        chosen = _bridge._exchange(torch.device("cpu")).into_jax
         assert (chosen is _bridge._public_in) == (missing == "private")
     finally:
-        _bridge._road.cache_clear()
+        _bridge._exchange.cache_clear()
 
 
 def test_a_tensor_that_is_negated_when_read():
