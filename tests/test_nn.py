@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 import ato_jax
 from ato_jax import nn
-from ato_jax.nn import common
+from ato_jax.nn import masks, rotary
 from ato_jax.ops.linear_attention import features
 from tests import layers
 
@@ -137,7 +137,7 @@ def test_attention_options() -> None:
 def test_rope() -> None:
     """A pair is turned by position * theta^(-2d/D), and only distances matter."""
     x = inputs(B, T, 3, 4)
-    turned = common.rotate(x, jnp.arange(T)[None], 100.0)
+    turned = rotary.rotate(x, jnp.arange(T)[None], 100.0)
     angle = np.arange(T)[:, None] * np.array([1.0, 0.1])
     pairs = np.asarray(x)[..., :2] + 1j * np.asarray(x)[..., 2:]
     pairs = pairs * np.exp(1j * angle)[:, None]
@@ -242,7 +242,7 @@ def test_hidden_keys_are_nothing(dtype: str) -> None:
     keys = np.array([[True, False, True, True]])
 
     def mapped(name: str, key: jax.Array) -> jax.Array:
-        hidden, _, extended = common.hide_keys(key, key, keys, maps[name])
+        hidden, _, extended = masks.hide_keys(key, key, keys, maps[name])
         return features.NAMED.get(name, extended)(hidden)
 
     @jax.jit

@@ -1,9 +1,7 @@
 """Softmax attention as a layer: nnx.MultiHeadAttention's parameters and results, ato_jax's kernels.
 
-    out = softmax(query(x) . key(y) / sqrt(D)) . value(y)
-
-and beyond Flax's: causality, windows, a softcap and sinks inside the kernels, rotary positions, and
-prompts of any length in the cache.
+Beyond Flax's layer it has causality, windows, a softcap and sinks inside the kernels, rotary
+positions, a paged cache, and decoding that takes prompts of any length.
 """
 
 from __future__ import annotations
@@ -15,49 +13,77 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Initializer
+from flax.typing import Dtype, Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import (
-    Call,
-    MultiHead,
-    append,
+from ato_jax.nn.arguments import (
     as_implementation,
     as_input_shape,
-    bind_mask,
     refuse_no_dtype,
     refuse_no_initialiser,
 )
+from ato_jax.nn.caches import append
+from ato_jax.nn.call import Call
+from ato_jax.nn.masks import bind_mask
+from ato_jax.nn.multi_head import MultiHead
 from ato_jax.ops.attention import decode
 from ato_jax.ops.attention.api import OP, attention, bounds
 from ato_jax.paged_cache import PagedCache
 
 
 class Attention(MultiHead):
-    """Exact attention in memory linear in T and S; loads nnx.MultiHeadAttention's checkpoints.
+    """Softmax attention as a layer, with nnx.MultiHeadAttention's parameters.
+
+        z = out(softmax over j (query(x_i) . key(y_j) / sqrt(D)) . value(y_j))
+
+    Memory is linear in T and S. Checkpoints of nnx.MultiHeadAttention load, and the results are
+    Flax's, with these differences:
+
+    - A query that sees no key has 0 before the last projection, not the mean of all values.
+    - float32 is multiplied in full float32 on every device, unless `precision` says otherwise.
+    - Each weight is dropped independently, whatever `broadcast_dropout` is.
+
+    With `decode=True` a call takes any number of tokens, causal among themselves: first a prompt,
+    then one token at a time. Its mask covers the cache, [batch..., H, T, max_length], as in Flax. A
+    call for which the cache has no room raises an error, or gives NaN inside jit, where the number
+    of tokens is not known. A paged cache is an `ato_jax.PagedCache` in the variable `paged_cache`,
+    whose sequences may be forked or freed between calls. A call appends to allocated sequences
+    only, and a free one has 0 before the last projection.
 
     Args:
-      num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, rngs and
-        every name in `options` (dtype, dropout_rate, normalize_qk, kernel_metadata, ...): as in
-        nnx.MultiHeadAttention. `attention_fn` is refused.
-      causal: query i sees the keys up to i.
-      window: (left, right): keys from i - left to i + right, None for no bound.
-      softcap: c, limits the scores to (-c, c).
-      sinks: one more learned logit for every query of a head: the parameter `sinks` [H].
-      sinks_init: what it starts as; 0 unless given. nnx.with_partitioning is honoured.
-      rope_theta, implementation: as in `MultiHead`.
+      num_heads: H, the number of query heads.
+      in_features: Size of `inputs_q`.
+      qkv_features: Size of all query heads together, H D; in_features unless given.
+      out_features: Size of the outputs; in_features unless given.
+      num_kv_heads: G, the number of key/value heads, which divides H; H unless given.
+      in_kv_features: Size of `inputs_k` and `inputs_v`; in_features unless given.
+      causal: Query i sees the keys up to i (T = S).
+      window: (left, right): query i sees the keys from i - left to i + right. Each is an int >= 0,
+        or None for no bound.
+      softcap: c > 0: the scores are limited to (-c, c).
+      sinks: Add the parameter `sinks` [H]: one more logit in the softmax of every query of a head,
+        without a value.
+      sinks_init: Initialiser of `sinks`.
+      rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
+        none. It needs an even D.
+      implementation: A backend of `ato_jax.attention` by name; None takes the fastest.
+      rngs: Random keys: the stream `params` for the parameters and for dropout.
+      options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
+        precision, use_bias, normalize_qk, decode, kernel_init and kernel_metadata. `attention_fn`
+        is refused.
 
-    Surprises:
-      - `broadcast_dropout` makes no difference: each weight is dropped by itself.
-      - A query that sees nothing gives 0 before the last projection, not the mean of all values.
-      - float32 is multiplied in full float32, also on a GPU, unless `precision` says otherwise.
-      - decode=True takes any number of tokens, causal among themselves: a prompt first, then one
-        token at a time. Its mask is one over the cache, [batch..., H, T, max_length], as in Flax.
-      - Beyond the cache's length, or its pages, there is an error, or NaN inside jit, where the
-        count of tokens is not known.
-      - A cache in pages is one `ato_jax.PagedCache`, in the variable `paged_cache`: between calls
-        its sequences may be forked or freed. The call goes to those that are allocated; for a
-        free slot nothing is kept, and it gives 0 before the last projection.
+    Raises:
+      ValueError: An argument has a wrong type or value. The message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = ato_jax.nn.Attention(
+      ...     num_heads=4, in_features=16, num_kv_heads=2, causal=True, rngs=nnx.Rngs(0)
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape  # [B, T, in_features] -> [B, T, out_features]
+      (2, 8, 16)
     """
 
     def __init__(
@@ -105,6 +131,7 @@ class Attention(MultiHead):
         self.paged_cache: nnx.Cache[PagedCache] | None = nnx.data(None)
 
     def attend(self, call: Call) -> jax.Array:
+        """The attention of a call, [B, T, H, V]; with `decode` to all tokens in the cache."""
         if call.decode and self.paged_cache is not None:
             return self._attend_pages(call, self.paged_cache)
         query, key, value = call.query, call.key, call.value
@@ -118,7 +145,7 @@ class Attention(MultiHead):
                 cached_key=(self.cached_key, call.key),
                 cached_value=(self.cached_value, call.value),
             )
-            # The lengths of both sides are said: where T = S, one would stand for the other, too.
+            # Both lengths are given: if T = S, a missing one would be taken from the other.
             options = {
                 "causal": True,
                 "query_offset": held,
@@ -127,7 +154,7 @@ class Attention(MultiHead):
             }
         out = self._attention(call, key, value, **options)
         if call.decode:
-            # Inside jit a full cache cannot be refused; it must not pass unnoticed either.
+            # Inside jit a full cache cannot be refused. NaN makes it noticed.
             out = jnp.where(held + T <= key.shape[1], out, jnp.nan)
         return out
 
@@ -185,7 +212,7 @@ class Attention(MultiHead):
                 q_lengths=jnp.full(B, T, jnp.int32),
                 kv_lengths=cache.lengths,
             )
-        # As in a full cache without pages.
+        # NaN where there was no page left, as for a full cache without pages.
         return jnp.where(fits, out, jnp.nan)
 
     def _held(self) -> jax.Array:
@@ -196,19 +223,36 @@ class Attention(MultiHead):
     def init_cache(
         self,
         input_shape: Sequence[int],
-        dtype: Any = jnp.float32,
+        dtype: Dtype = jnp.float32,
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
     ) -> None:
-        """Makes an empty cache for inputs of shape [batch..., max_length, features].
+        """Makes an empty cache for decoding.
 
-        `dtype` is that of the keys: the layer's, or where it has none that of its inputs and
-        parameters together.
+        Args:
+          input_shape: [batch..., max_length, in_features]: the batch of later calls, and the most
+            tokens that a sequence will have.
+          dtype: Dtype of the keys and values: the layer's, or if it has none the promoted dtype of
+            its inputs and parameters.
+          page_size: Tokens in a page, which divides max_length. It makes a paged cache with one
+            sequence for each batch entry.
+          num_pages: The number of pages; enough for max_length tokens in every sequence unless
+            given.
 
-        With a `page_size`, which must divide max_length, it is one in pages, the variable
-        `paged_cache`, with a sequence for every entry of the batch. There are `num_pages` of them:
-        enough for all sequences to grow to max_length, unless given.
+        Raises:
+          ValueError: An argument has a wrong type or value, or `num_pages` comes without
+            `page_size`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import ato_jax.nn
+          >>> from flax import nnx
+          >>> layer = ato_jax.nn.Attention(num_heads=4, in_features=16, rngs=nnx.Rngs(0))
+          >>> layer.init_cache((2, 32, 16))
+          >>> prompt = layer(jnp.ones((2, 5, 16)), decode=True)
+          >>> layer(jnp.ones((2, 1, 16)), decode=True).shape  # the 6th token
+          (2, 1, 16)
         """
         *batch, max_length, _ = shape = as_input_shape(input_shape, self.in_features)
         refuse_no_dtype(dtype=dtype)

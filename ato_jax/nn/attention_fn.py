@@ -3,21 +3,22 @@
     nnx.MultiHeadAttention(..., attention_fn=ato_jax.nn.softmax_attention_fn())
     linen.MultiHeadDotProductAttention(..., attention_fn=ato_jax.nn.linear_attention_fn())
 
-What they return is called as Flax calls `dot_product_attention`: arrays [batch..., T, H, D], any
-number of batch axes or none; `bias` and `mask` broadcastable to [batch..., H, T, S]. What Flax
-hands over is honoured exactly or refused by name, never ignored:
+Flax calls these functions like `dot_product_attention`, with arrays [batch..., T, H, D] with any
+number of batch axes, and `bias` and `mask` broadcastable to [batch..., H, T, S]. Every argument is
+honoured exactly, or refused by an error that names it:
 
-- The softmax function computes Flax's numbers, with two differences. A query that sees nothing
-  gives 0, where Flax gives the mean of all values. And `precision=None` multiplies float32 in
-  float32 on every device, where Flax leaves it to the device.
-- Dropout drops weights after the softmax. With `broadcast_dropout=True`, Flax's default, all of a
-  batch and all heads share one [T, S] pattern. The kernels draw for each batch entry and head, so
-  it is drawn here, from Flax's bits, and costs a mask [T, S] and a second pass for the normaliser.
-  `broadcast_dropout=False` drops inside the kernel, by bits that are not Flax's.
-- Linear attention honours key-padding and causal masks, and forms no weights to bias or to drop.
+- The softmax function gives Flax's numbers, with two differences. A query that sees no key gives 0,
+  where Flax gives the mean of all values. `precision=None` multiplies float32 in full float32 on
+  every device, where Flax leaves it to the device.
+- Dropout drops weights after the softmax. With `broadcast_dropout=True`, Flax's default, all batch
+  entries and heads share one pattern [T, S]. The kernels draw a pattern for each batch entry and
+  head, so the shared one is drawn here, with Flax's random bits. It costs a mask [T, S] and a
+  second pass for the normaliser. `broadcast_dropout=False` drops inside the kernel, with other
+  random bits.
+- Linear attention honours key-padding and causal masks. It has no weights to bias or to drop.
 - Neither forms weights that a module could sow.
 
-They are frozen and compare by their options, so that equal ones do not compile anew.
+The functions are frozen and compare by their options, so that equal ones share compiled programs.
 """
 
 from __future__ import annotations
@@ -30,49 +31,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from flax.typing import Dtype
+from jax.typing import ArrayLike
 
 import ato_jax
 from ato_jax import shapes
-from ato_jax.nn.common import (
-    Call,
+from ato_jax.nn.arguments import (
+    FeatureMapLike,
+    Mask,
     as_implementation,
-    bind_mask,
-    factor_mask,
-    hide_keys,
-    hide_queries,
-    one_batch_axis,
     refuse_no_dtype,
     refuse_no_key,
     refuse_no_promotion,
 )
+from ato_jax.nn.call import Call, one_batch_axis
+from ato_jax.nn.masks import bind_mask, factor_mask, hide_keys, hide_queries
 from ato_jax.ops.attention import api as softmax
 from ato_jax.ops.linear_attention import api as linear
 from ato_jax.ops.linear_attention.features import Favor
 
 
 class AttentionFn:
-    """The call that Flax makes; a subclass says what attention is."""
+    """Checks a call as Flax makes it; a subclass implements `attend`."""
 
     def attend(
         self, call: Call, bias: Any, dropout_rate: float, broadcast_dropout: bool, precision: Any
     ) -> jax.Array:
-        """[B, T, H, V]; `call.dropout_key` is None where nothing is dropped."""
+        """The attention [B, T, H, V]; `call.dropout_key` is None where nothing is dropped."""
         raise NotImplementedError
 
-    # Linen passes only the arguments that it finds named here, so each has its place.
+    # Linen looks up the names in this signature and passes no other arguments.
     def __call__(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: Mask | None = None,
         broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
+        dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        dtype: Any = None,
-        precision: Any = None,
+        dtype: Dtype | None = None,
+        precision: jax.lax.PrecisionLike = None,
         module: Any = None,
         promote_dtype: Any = flax_promote_dtype,
         is_causal: bool = False,
@@ -81,6 +82,7 @@ class AttentionFn:
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
     ) -> jax.Array:
+        """Computes attention with the arguments of `nnx.dot_product_attention`."""
         for name, argument in {
             "sow_weights": module,
             "einsum_dot_general": einsum_dot_general,
@@ -105,26 +107,26 @@ class AttentionFn:
             refuse_no_key("dropout_rng", dropout_rng)
         refuse_no_dtype(dtype=dtype)
         refuse_no_promotion("promote_dtype", promote_dtype)
-        # With a dtype, others are converted to it; without one they would be narrowed unasked.
+        # With a dtype, arrays are converted to it. Without one, float64 would be narrowed silently.
         read = shapes.floating if dtype is None else shapes.as_array
         named = (("query", query), ("key", key), ("value", value))
         arrays = tuple(read(name, array) for name, array in named)
-        query, key, value = promote_dtype(arrays, dtype=dtype)
-        batch = query.shape[:-3]
-        for name, array in (("key", key), ("value", value)):
-            if array.ndim != query.ndim or array.shape[:-3] != batch:
+        promoted: tuple[jax.Array, ...] = promote_dtype(arrays, dtype=dtype)
+        batch = promoted[0].shape[:-3]
+        for name, array in zip(("key", "value"), promoted[1:], strict=True):
+            if array.ndim != promoted[0].ndim or array.shape[:-3] != batch:
                 raise ValueError(
                     f"{name} must have query's batch axes {batch}, got shape {array.shape}"
                 )
         if mask is not None and not isinstance(mask, jax.Array):
-            shapes.dtype_name("mask", mask)  # or the error that it is no array
+            shapes.dtype_name("mask", mask)  # raises an error if it is no array
             mask = np.asarray(mask)
-        q, k, v = (one_batch_axis(array, 3) for array in (query, key, value))
+        q, k, v = (one_batch_axis(array, 3) for array in promoted)
         call = Call(
             q,
             k,
             v,
-            inputs_q=q,  # what was projected is not known here; only gates would read it
+            inputs_q=q,  # the unprojected inputs are not known here; only gates read them
             inputs_k=k,
             batch=batch,
             mask=mask,
@@ -138,7 +140,7 @@ class AttentionFn:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxAttentionFn(AttentionFn):
-    """What `softmax_attention_fn` returns."""
+    """Softmax attention as an `attention_fn`: see `softmax_attention_fn`."""
 
     causal: bool
     window: tuple[int | None, int | None] | None
@@ -152,7 +154,7 @@ class SoftmaxAttentionFn(AttentionFn):
         q, k, v = call.query, call.key, call.value
         T, S = q.shape[1], k.shape[1]
         mask = bind_mask(call.mask, call)
-        # A single query at the last key sees all keys that the mask leaves, causal or not.
+        # A single query stands at the last key and sees all keys that the mask shows.
         placed = "window" if self.window is not None else "causal" if self.causal and T > 1 else ""
         if placed and mask is not None and T != S:
             raise ValueError(
@@ -176,16 +178,16 @@ class SoftmaxAttentionFn(AttentionFn):
         if not broadcast_dropout:
             options |= {"dropout_rate": dropout_rate, "dropout_key": call.dropout_key}
             return ato_jax.attention(q, k, v, mask=mask, **options)
-        shape = (1,) * (len(call.batch) + 1) + (T, S)  # Flax's, and so are the bits
+        shape = (1,) * (len(call.batch) + 1) + (T, S)  # the shape, and so the random bits, of Flax
         keep = jax.random.bernoulli(call.dropout_key, 1 - dropout_rate, shape)
         return _dropped(q, k, v, keep.reshape(1, 1, T, S), dropout_rate, mask, options)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttentionFn(AttentionFn):
-    """What `linear_attention_fn` returns."""
+    """Linear attention as an `attention_fn`: see `linear_attention_fn`."""
 
-    feature_map: Any
+    feature_map: FeatureMapLike
     causal: bool
     normalize: bool | None
     scale: float | None
@@ -206,7 +208,7 @@ class LinearAttentionFn(AttentionFn):
         if T != S and (call.causal or (self.causal and T > 1)):
             asked = "is_causal" if call.causal else "causal"
             raise ValueError(f"{asked} needs as many keys as queries, got T={T}, S={S}")
-        # The last query of all sees every key: that is decoding, one token at a time.
+        # A single query sees all keys: it decodes one token.
         visible = factor_mask(call._replace(causal=call.causal or (self.causal and T == S)))
         k, v, feature_map = hide_keys(call.key, call.value, visible.keys, self.feature_map)
         out = ato_jax.linear_attention(
@@ -232,16 +234,41 @@ def softmax_attention_fn(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> SoftmaxAttentionFn:
-    """`ato_jax.attention` as the `attention_fn` of Flax's layers, nnx's and Linen's.
+    """Returns `ato_jax.attention` as the `attention_fn` of Flax's layers, nnx's and Linen's.
+
+    The layers keep their own parameters and their own cache. Query i stands at position S - T + i
+    among the keys, or at i if the layer asks for `is_causal`, as in Flax. With a mask and T != S
+    the positions are not known, since the mask may hide the end of a cache: then `window` is
+    refused, and so is `causal` for more than one query. A layer with a window cannot decode with
+    Flax's cache; `ato_jax.nn.Attention` can.
 
     Args:
-      causal, window, softcap, scale, implementation: as in `ato_jax.attention`, besides what the
-        layer asks for. `causal` needs no mask [T, S] in memory and skips what it hides.
+      causal: Query i sees the keys up to its position, in addition to what the layer asks for. It
+        needs no mask [T, S] in memory.
+      window: (left, right): a query sees the keys from its position - left to its position + right.
+        Each is an int >= 0, or None for no bound.
+      softcap: c > 0: the scores are limited to (-c, c).
+      scale: Factor of the scores; D ** -0.5 unless given.
+      implementation: A backend of `ato_jax.attention` by name; None takes the fastest.
 
-    Query i stands at position S - T + i among the keys, and where the layer asks for `is_causal`,
-    at i: Flax aligns the first query with the first key. With a mask and T != S the positions are
-    not known, and `window` is refused, as is `causal` of more than one query. So a layer with a
-    window cannot decode by Flax's cache; `ato_jax.nn.Attention` can.
+    Returns:
+      A function with the arguments of `nnx.dot_product_attention`. Two with equal options are
+      equal, so that they share compiled programs.
+
+    Raises:
+      ValueError: An option has a wrong type or value. The returned function raises it for
+        arguments that it cannot honour, such as `sow_weights`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = nnx.MultiHeadAttention(
+      ...     num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0),
+      ...     attention_fn=ato_jax.nn.softmax_attention_fn(causal=True),
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape
+      (2, 8, 16)
     """
     left, right = softmax.bounds(causal=False, window=window)
     return SoftmaxAttentionFn(
@@ -255,23 +282,47 @@ def softmax_attention_fn(
 
 def linear_attention_fn(
     *,
-    feature_map: Any = "elu1",
+    feature_map: FeatureMapLike = "elu1",
     causal: bool = False,
     normalize: bool | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> LinearAttentionFn:
-    """`ato_jax.linear_attention` as the `attention_fn` of Flax's layers, nnx's and Linen's.
+    """Returns `ato_jax.linear_attention` as the `attention_fn` of Flax's layers.
+
+    It serves nnx's and Linen's layers. Key-padding and causal masks are honoured; any other mask, a
+    bias, and dropout are refused. Flax's layers decode with a cache of all keys, also with this
+    function. `ato_jax.nn.LinearAttention` has a cache of constant size.
 
     Args:
-      feature_map, causal, normalize, scale, eps, implementation: as in
-        `ato_jax.linear_attention`, where causal needs T = S or a single query, which sees all.
-        A map that holds arrays, as `ato_jax.favor` does, belongs in a layer that has them among
-        its variables: `ato_jax.nn.Performer`.
+      feature_map: phi: a name or an elementwise JAX function, as in `ato_jax.linear_attention`. One
+        of `ato_jax.favor` holds arrays, which belong into a layer: `ato_jax.nn.Performer`.
+      causal: Query i sees the keys up to i. It needs T = S, or a single query, which sees all.
+      normalize: Divide by the sum of the weights. None does so where phi is known to be
+        non-negative.
+      scale: Factor of the sums for normalize=False; D ** -0.5 unless given.
+      eps: The smallest denominator.
+      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
 
-    Flax's layers decode with a cache of keys also around this function; the layer whose cache is
-    a state of constant size is `ato_jax.nn.LinearAttention`.
+    Returns:
+      A function with the arguments of `nnx.dot_product_attention`. Two with equal options are
+      equal, so that they share compiled programs.
+
+    Raises:
+      ValueError: An option has a wrong type or value. The returned function raises it for
+        arguments that it cannot honour, such as `bias`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = nnx.MultiHeadAttention(
+      ...     num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0),
+      ...     attention_fn=ato_jax.nn.linear_attention_fn(feature_map="relu"),
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape
+      (2, 8, 16)
     """
     if isinstance(feature_map, Favor):
         raise ValueError(
@@ -289,7 +340,7 @@ def linear_attention_fn(
 
 
 def _bind_bias(bias: jax.Array, call: Call) -> jax.Array:
-    """What broadcasts to [batch..., H, T, S], with one batch axis."""
+    """A bias that broadcasts to [batch..., H, T, S], with one batch axis."""
     wanted = (*call.batch, call.query.shape[2], call.query.shape[1], call.key.shape[1])
     shape = (1,) * (len(wanted) - bias.ndim) + bias.shape
     fits = len(shape) == len(wanted) and all(
@@ -311,13 +362,13 @@ def _dropped(
     v: jax.Array,
     keep: jax.Array,
     dropout_rate: float,
-    mask: Any,
+    mask: Mask | None,
     options: dict[str, Any],
 ) -> jax.Array:
-    """Attention with weights dropped where `keep` [1, 1, T, S] is False, not normalised anew.
+    """Attention with the weights dropped where `keep` [1, 1, T, S] is False.
 
-    Attention to the kept keys alone divides by their own sum, exp(lse_kept), where the sum over
-    all visible keys, exp(lse), is wanted.
+    Attention to the kept keys alone divides by their sum exp(lse_kept). Dropout divides by the sum
+    over all visible keys, exp(lse), so the result is multiplied by exp(lse_kept - lse).
     """
     kept = keep if mask is None else keep & jnp.asarray(mask)
     out, lse_kept = ato_jax.attention(q, k, v, mask=kept, return_lse=True, **options)

@@ -1,12 +1,12 @@
-"""Gated linear attention: how fast a head forgets follows from the input.
+"""Gated linear attention: the input determines how fast the state of a head decays.
 
     S_t = diag(exp(decay_t)) S_{t-1} + phi(k_t) v_t^T        decay_t = log sigmoid(f(y_t)) / tau
     o_t = phi(q_t) . S_t * D**-0.5                           z = out(rms_norm(o) * silu(g(x)))
 
-`gate="vector"` forgets channel by channel, with f of a low rank (GLA, Yang et al., 2023);
-`gate="scalar"` forgets head by head, as Mamba-2 and simple GLA do, and is faster. The norm is over
-the values of one head, with a scale that all heads share. Beside nnx.MultiHeadAttention's
-parameters there are
+With `gate="vector"` each channel has its own decay, and f has a low rank (GLA, Yang et al., 2023).
+With `gate="scalar"` each head has one decay, as in Mamba-2 and simple GLA, which is faster. The
+norm is over the values of one head, with a scale that all heads share. Beside the parameters of
+nnx.MultiHeadAttention there are
 
     forget_gate         kernel [in_kv_features, G], bias [G]      f, gate="scalar"
     forget_gate_down    kernel [in_kv_features, gate_rank]        f, gate="vector"
@@ -18,7 +18,7 @@ parameters there are
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,37 +27,62 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.common import Call, refuse_no_initialiser
+from ato_jax.nn.arguments import FeatureMapLike, refuse_no_initialiser
+from ato_jax.nn.call import Call
 from ato_jax.nn.linear_attention import LinearAttention
 
 
 class GatedLinearAttention(LinearAttention):
-    """Linear attention that decays as the input says, its output normalised and gated.
+    """Linear attention with a decay that depends on the input, its output normalised and gated.
+
+        S_t = diag(exp(decay_t)) S_{t-1} + phi(k_t) v_t^T     decay_t = log sigmoid(f(y_t)) / tau
+        z_t = out(rms_norm(D**-0.5 phi(q_t) S_t) * silu(g(x_t)))
+
+    gate="vector" is gated linear attention (Yang et al., 2023); gate="scalar" has the decay of
+    Mamba-2. A hidden step (a mask of padding) adds nothing and does not decay the state, so prompts
+    of different lengths, padded on either side, can share a batch and a cache. Masks and decoding
+    are otherwise those of `LinearAttention`. The decay is computed in float32 from logits in the
+    layer's dtype.
 
     Args:
-      num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, rngs and
-        every name in `options` (dtype, param_dtype, use_bias, decode, rope_theta, implementation,
-        kernel_metadata, ...): as in `LinearAttention`.
-      gate: "vector", a decay per channel [B, S, G, D], or "scalar", one per head [B, S, G].
-      gate_rank: the rank of the vector gate, 16 unless given; a scalar gate has none.
-      temperature: tau, which divides the log of the gate: the larger, the longer the memory. Where
-        f is 0, half of the state is left after tau steps.
-      feature_map, normalize: as in `ato_jax.linear_attention`.
-      causal: True unless said otherwise; False decays by the steps between a query and a key.
-      use_output_gate: False leaves the output gate away, but not the norm.
-      norm_epsilon: the norm's.
-      kernel_init, bias_init: as in nnx.MultiHeadAttention, and for `output_gate` and the kernel of
-        `forget_gate_up`, whose axes are those of `query`.
-      gate_kernel_init: for the kernel of `forget_gate` or `forget_gate_down`, of two axes.
-      gate_bias_init: for the bias of `forget_gate` [G] or `forget_gate_up` [G, D], which is always
-        there: it says how long the memory is before anything is learned.
-      norm_scale_init: for the scale of `norm`.
+      num_heads: H, the number of query heads.
+      in_features: Size of `inputs_q`.
+      qkv_features: Size of all query heads together, H D; in_features unless given.
+      out_features: Size of the outputs; in_features unless given.
+      num_kv_heads: G, the number of key/value heads, which divides H; H unless given.
+      in_kv_features: Size of `inputs_k` and `inputs_v`; in_features unless given.
+      gate: "vector" for a decay per channel [B, S, G, D], or "scalar" for one per head [B, S, G].
+      gate_rank: Rank of f for gate="vector"; 16 unless given.
+      temperature: tau > 0. A larger one gives a longer memory: where f is 0, half of the state is
+        left after tau steps.
+      feature_map: phi, as in `LinearAttention`.
+      normalize: As in `LinearAttention`; with "identity" it is off unless given.
+      causal: Query i sees the keys up to i (T = S). False decays by the number of steps between a
+        query and a key, in both directions.
+      use_output_gate: Multiply by silu(g(x)). The norm is applied in any case.
+      norm_epsilon: Epsilon of the norm.
+      kernel_init: Initialiser of the kernels of nnx.MultiHeadAttention, `output_gate` and
+        `forget_gate_up`.
+      bias_init: Initialiser of the biases of nnx.MultiHeadAttention and `output_gate`.
+      gate_kernel_init: Initialiser of the kernel of `forget_gate` or `forget_gate_down`.
+      gate_bias_init: Initialiser of the bias of `forget_gate` [G] or `forget_gate_up` [G, D], which
+        sets the memory before training. This bias exists whatever `use_bias` is.
+      norm_scale_init: Initialiser of the scale of `norm`.
+      rngs: Random keys: the stream `params` for the parameters.
+      options: As in `LinearAttention`, with `rope_theta` and `implementation` among them.
 
-    Surprises:
-      - A hidden step (a mask of padding) adds nothing and lets no time pass: the rest comes out as
-        if the step were not there. Prompts of any lengths, padded on either side, can share a
-        batch and a cache. Masks and the cache are otherwise those of `LinearAttention`.
-      - The decay is computed in float32 from logits in the layer's dtype.
+    Raises:
+      ValueError: An argument has a wrong type or value. The message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = ato_jax.nn.GatedLinearAttention(
+      ...     num_heads=4, in_features=16, gate="scalar", rngs=nnx.Rngs(0)
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape  # [B, T, in_features] -> [B, T, out_features]
+      (2, 8, 16)
     """
 
     def __init__(
@@ -69,10 +94,10 @@ class GatedLinearAttention(LinearAttention):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
-        gate: str = "vector",
+        gate: Literal["vector", "scalar"] = "vector",
         gate_rank: int | None = None,
         temperature: float = 16.0,
-        feature_map: Any = "identity",
+        feature_map: FeatureMapLike = "identity",
         normalize: bool | None = None,
         causal: bool = True,
         use_output_gate: bool = True,
@@ -166,7 +191,7 @@ class GatedLinearAttention(LinearAttention):
         )
 
     def decay(self, call: Call) -> jax.Array:
-        """The log of each step's factor, float32 [B, S, G] or [B, S, G, D]."""
+        """The natural logarithm of each step's factor, float32 [B, S, G] or [B, S, G, D]."""
         if self.gate == "scalar":
             logits = self.forget_gate(call.inputs_k)
         else:

@@ -5,15 +5,16 @@
     s[i,j] = (a_i . key(c_j) + rotate(b_i) . r_j) / sqrt(N + R)                       for each head
     z_i = out(sum_j softmax(s)[i,j] value(c_j))
 
-The cache holds c and r, C + R numbers a token, whatever the number of heads. It can be read in two
-ways, which differ only in the order of the products:
+The cache holds c and r, C + R numbers a token, whatever the number of heads. There are two orders
+of the products:
 
     expanded    key(c_j) and value(c_j) are formed for every j; heads of N + R and V
     absorbed    a_i . key(c_j) = (a_i . key^T) . c_j, and value is applied to sum_j w[i,j] c_j: all
                 heads read c itself, as attention with one kv head of D = C + R and V = C
 
-Expanded pays for every key once, absorbed for every pair, so that prompts are best expanded and
-single tokens absorbed: the layer takes what multiplies less. Its parameters are
+The extra work of the expanded order is per key, that of the absorbed order per pair of query and
+key. The layer takes the order with fewer multiplications: expanded for prompts, absorbed for single
+tokens. Its parameters are
 
     query_down   kernel [in_features, q_lora_rank], query_norm scale [q_lora_rank], or neither
     query        kernel [q_lora_rank or in_features, H, N + R], without positions first
@@ -33,30 +34,28 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
-from flax.typing import Initializer
+from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ato_jax import shapes
-from ato_jax.nn.common import (
-    Call,
-    append,
+from ato_jax.nn.arguments import (
+    Mask,
+    Sharding,
     as_decode,
     as_dropout_rate,
     as_implementation,
     as_input_shape,
-    as_positions,
-    bind_mask,
-    caches_restored,
     dropout_key,
-    made,
-    one_batch_axis,
     optional_flag,
     refuse_no_array,
     refuse_no_dtype,
     refuse_no_initialiser,
     refuse_no_sharding,
     refuse_rngs_without,
-    rotate,
 )
+from ato_jax.nn.caches import append, caches_restored, made
+from ato_jax.nn.call import Call, one_batch_axis
+from ato_jax.nn.masks import bind_mask
+from ato_jax.nn.rotary import as_positions, rotate
 from ato_jax.ops.attention.api import OP, attention
 from ato_jax.ops.attention.cached import MOST_QUERIES
 from ato_jax.ops.attention.decode import BACKENDS, decode_attention
@@ -64,37 +63,65 @@ from ato_jax.ops.common import precision_of
 
 
 class LatentAttention(nnx.Module):
-    """Exact attention whose cache is one latent and one rotated key a token.
+    """Multi-head latent attention: exact attention with a small cache (DeepSeek-V2, 2024).
+
+        c_j = rms_norm(kv_down(x_j)), r_j = rotate(rope_key(x_j))           the cache, C + R numbers
+        (a_i, b_i) = query(x_i), or query(rms_norm(query_down(x_i)))
+        s[i,j] = (a_i . key(c_j) + rotate(b_i) . r_j) / sqrt(N + R)           for each head
+        z_i = out(sum_j softmax(s)[i,j] value(c_j))
+
+    - A query that sees no key has 0 before the last projection, not the mean of all values.
+    - Each weight is dropped independently, the same ones in both orders of the products.
+    - DeepSeek's own weights pair neighbouring channels for the rotation, not the halves of R. To
+      load them, put the even ones of the last R columns of `query` and of `rope_key` before the odd
+      ones.
+    - With `decode=True` a call takes any number of tokens, causal among themselves: first a prompt,
+      then one token at a time. Its mask covers the cache, [batch..., H, T, max_length]. A call for
+      which the cache has no room raises an error, or gives NaN inside jit.
 
     Args:
-      num_heads: H.
-      in_features: the size of the inputs.
-      out_features: that of the outputs, in_features unless given.
-      kv_lora_rank: C, the size of the latent.
-      q_lora_rank: that of the queries' latent; None projects the inputs directly.
-      qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R (even) and V, all for one head. These
-        and the ranks are called as in DeepSeek's configurations, and the defaults are theirs.
-      rope_theta: the base of the rotation, whose pairs are the halves of R, as in nnx.RoPE.
-      causal: True unless said otherwise: query i sees the keys up to i.
-      dtype, param_dtype, precision, dropout_rate, deterministic, keep_rngs, decode, rngs: as in
-        nnx.MultiHeadAttention.
-      kernel_init: for `query`, `key` and `value`, of three axes, the second that of the heads.
-      out_kernel_init: for `out`, whose first axis is that of the heads; None means kernel_init.
-      down_kernel_init: for `query_down`, `kv_down` and `rope_key`, of two axes.
-      use_bias, bias_init: for `query_down`, `kv_down`, `rope_key` and `out`; the projections out
-        of a latent have none, or they could not be absorbed.
-      norm_epsilon, norm_scale_init: for `query_norm` and `kv_norm`.
-      implementation: as in `ato_jax.attention`.
+      num_heads: H, the number of heads.
+      in_features: Size of the inputs.
+      out_features: Size of the outputs; in_features unless given.
+      kv_lora_rank: C, the size of the latent. This and the next names and defaults are those of
+        DeepSeek's configurations.
+      q_lora_rank: Size of the queries' latent; None projects the inputs directly.
+      qk_nope_head_dim: N, the part of a head's query and key without positions.
+      qk_rope_head_dim: R, the part with positions, even.
+      v_head_dim: V, the size of a head's value.
+      rope_theta: Base of the rotary positions.
+      causal: Query i sees the keys up to i.
+      dtype: Dtype of the computation; None promotes that of inputs and parameters.
+      param_dtype: Dtype of the parameters.
+      precision: Precision of the products, as in nnx.MultiHeadAttention.
+      dropout_rate: Probability in [0, 1) with which a weight is dropped.
+      deterministic: Whether to drop nothing; a call may decide it.
+      kernel_init: Initialiser of `query`, `key` and `value`, kernels [size, H, size of a head].
+      out_kernel_init: Initialiser of `out`; kernel_init unless given.
+      down_kernel_init: Initialiser of `query_down`, `kv_down` and `rope_key`.
+      use_bias: Whether `query_down`, `kv_down`, `rope_key` and `out` have a bias. The projections
+        out of a latent have none, since a bias could not be absorbed.
+      bias_init: Initialiser of the biases.
+      norm_epsilon: Epsilon of `query_norm` and `kv_norm`.
+      norm_scale_init: Initialiser of their scales.
+      keep_rngs: Keep the stream `dropout` of `rngs` in the layer.
+      decode: Whether calls append to the cache; a call may decide it.
+      implementation: A backend of `ato_jax.attention` by name; None takes the fastest.
+      rngs: Random keys: the stream `params` for the parameters, and `dropout`.
 
-    Surprises:
-      - Each weight is dropped by itself, as in `Attention`; both orders of products drop the same.
-      - A query that sees nothing gives 0 before the last projection, not the mean of all values.
-      - DeepSeek's own weights pair neighbours, not halves: to load them, put the even ones of the
-        last R columns of `query` and of `rope_key` before the odd ones.
-      - decode=True takes any number of tokens, causal among themselves: a prompt first, then one
-        token at a time. Its mask is one over the cache, [batch..., H, T, max_length].
-      - Beyond the cache's length there is an error, or NaN inside jit, where the count of tokens
-        is not known.
+    Raises:
+      ValueError: An argument has a wrong type or value. The message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = ato_jax.nn.LatentAttention(
+      ...     num_heads=4, in_features=16, kv_lora_rank=8, qk_nope_head_dim=4,
+      ...     qk_rope_head_dim=2, v_head_dim=4, rngs=nnx.Rngs(0),
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape  # [B, T, in_features] -> [B, T, out_features]
+      (2, 8, 16)
     """
 
     def __init__(
@@ -110,9 +137,9 @@ class LatentAttention(nnx.Module):
         v_head_dim: int = 128,
         rope_theta: float = 10000.0,
         causal: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         kernel_init: Initializer = default_kernel_init,
@@ -223,30 +250,36 @@ class LatentAttention(nnx.Module):
         self,
         inputs_q: jax.Array,
         *,
-        mask: Any = None,
+        mask: Mask | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
-        out_sharding: Any = None,
+        out_sharding: Sharding | None = None,
     ) -> jax.Array:
-        """Attention of `inputs_q` to itself, or with `decode` also to what came before.
+        """Computes the attention of `inputs_q` to itself, or with `decode` to the cache.
 
         Args:
           inputs_q: [batch..., T, in_features].
-          mask: broadcastable to [batch..., H, T, T], with `decode` to [batch..., H, T, max_length];
-            False or 0 hides.
-          deterministic, rngs: as in Flax; they decide about dropout.
-          decode: append to the cache and attend to what is in it; None means the constructor's,
-            and there False.
-          is_causal: causal for this call.
-          input_positions: [batch..., T], what to rotate by; None counts from 0, or from the tokens
-            already in the cache. It does not change who sees whom.
-          out_sharding: as in nnx.MultiHeadAttention.
+          mask: Booleans that broadcast to [batch..., H, T, T], with `decode` to [batch..., H, T,
+            max_length]; False or 0 hides a key.
+          deterministic: Whether to drop nothing; None takes the constructor's value.
+          rngs: Random keys for dropout; None takes the layer's own.
+          decode: Append to the cache and attend to all tokens in it; None takes the constructor's
+            value, and False where that is None.
+          is_causal: Query i sees the keys up to i in this call.
+          input_positions: [batch..., T], the positions to rotate by. None counts from 0, or from
+            the number of tokens in the cache. They do not change which keys a query sees.
+          out_sharding: Sharding of the result, as in nnx.LinearGeneral.
 
         Returns:
           [batch..., T, out_features].
+
+        Raises:
+          ValueError: An argument has a wrong shape, type or value, or `decode` has no cache, or one
+            without room. The cache is then as it was.
+          UnsupportedError: The backend `implementation` does not support the call.
         """
         refuse_no_array("inputs_q", inputs_q)
         refuse_no_sharding(out_sharding=out_sharding)
@@ -282,14 +315,14 @@ class LatentAttention(nnx.Module):
         turned = rotate(turned, positions, self.rope_theta)
 
         options: dict[str, Any] = {"causal": causal}
-        # Side by side, as the absorbed order reads them: in a cache, where one copies all of it.
+        # Joined, as the absorbed order reads them. Joining them later would copy the whole cache.
         joint = jnp.concatenate((latent, rope_key), axis=-1)  # [B, T, C + R]
         with caches_restored(self):
             if decode:
                 [joint], _ = append(
                     self.cache_index, tuple(batch), cached_latent=(self.cached_latent, joint)
                 )
-                # Both lengths are said: where T = S, one would stand for the other, too.
+                # Both lengths are given: if T = S, a missing one would be taken from the other.
                 B = inputs.shape[0]
                 options = {
                     "causal": True,
@@ -313,12 +346,12 @@ class LatentAttention(nnx.Module):
             attend = self._absorbed if self._absorbs(T, S) else self._expanded
             x = attend(plain, turned, joint, options, decode)  # [B, T, H, V]
             if decode:
-                # Inside jit a full cache cannot be refused; it must not pass unnoticed either.
+                # Inside jit a full cache cannot be refused. NaN makes it noticed.
                 x = jnp.where(held + T <= S, x, jnp.nan)
             return self.out(x.reshape(*batch, *x.shape[1:]), out_sharding=out_sharding)
 
     def _absorbs(self, T: int, S: int) -> bool:
-        """Whether absorbed is the order that multiplies less, for T queries and S keys."""
+        """Whether the absorbed order has fewer multiplications for T queries and S keys."""
         rank, nope, rope = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
         V = self.v_head_dim
         absorbed = T * rank * (nope + V) + T * S * (rank + rope + rank)
@@ -333,7 +366,7 @@ class LatentAttention(nnx.Module):
         options: dict[str, Any],
         decode: bool,
     ) -> jax.Array:
-        """Every head with keys and values of its own: [B, T, H, V]."""
+        """The attention with keys and values formed for each head: [B, T, H, V]."""
         latent, rope_key = jnp.split(joint, (self.kv_lora_rank,), axis=-1)
         key, value = self.key(latent), self.value(latent)
         shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:-1], rope_key.shape[-1]))
@@ -352,7 +385,7 @@ class LatentAttention(nnx.Module):
         options: dict[str, Any],
         decode: bool,
     ) -> jax.Array:
-        """Every head with the latent for key and value: [B, T, H, V]."""
+        """The attention with the latent as key and value of all heads: [B, T, H, V]."""
         kernels = self.key.kernel[...], self.value.kernel[...]
         key, value = promote_dtype(kernels, dtype=joint.dtype)
         inward = jnp.einsum("bthn,chn->bthc", plain, key, precision=self.precision)
@@ -377,11 +410,30 @@ class LatentAttention(nnx.Module):
             mean = attention(query, joint, joint[..., : self.kv_lora_rank], **options)
         return jnp.einsum("bthc,chv->bthv", mean, value, precision=self.precision)
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
-        """Makes an empty cache for inputs of shape [batch..., max_length, features].
+    def init_cache(self, input_shape: Sequence[int], dtype: Dtype = jnp.float32) -> None:
+        """Makes an empty cache for decoding.
 
-        `dtype` is that of latent and rotated key: the layer's, or where it has none that of its
-        inputs and parameters together.
+        Args:
+          input_shape: [batch..., max_length, in_features]: the batch of later calls, and the most
+            tokens that a sequence will have.
+          dtype: Dtype of the latent and the rotated key: the layer's, or if it has none the
+            promoted dtype of its inputs and parameters.
+
+        Raises:
+          ValueError: An argument has a wrong type or value.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import ato_jax.nn
+          >>> from flax import nnx
+          >>> layer = ato_jax.nn.LatentAttention(
+          ...     num_heads=4, in_features=16, kv_lora_rank=8, qk_nope_head_dim=4,
+          ...     qk_rope_head_dim=2, v_head_dim=4, rngs=nnx.Rngs(0),
+          ... )
+          >>> layer.init_cache((2, 32, 16))
+          >>> prompt = layer(jnp.ones((2, 5, 16)), decode=True)
+          >>> layer.cached_latent.shape  # [B, max_length, C + R]
+          (2, 32, 10)
         """
         shape = as_input_shape(input_shape, self.in_features)[:-1]
         refuse_no_dtype(dtype=dtype)
@@ -390,10 +442,14 @@ class LatentAttention(nnx.Module):
         self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
 
     def set_view(self, deterministic: bool | None = None, decode: bool | None = None) -> None:
-        """What `nnx.view(model, ...)` sets, and `model.train()` and `model.eval()`.
+        """Sets what `nnx.view(model, ...)`, `model.train()` and `model.eval()` set.
 
         Args:
-          deterministic, decode: as in the constructor; None leaves them.
+          deterministic: As in the constructor; None leaves it.
+          decode: As in the constructor; None leaves it.
+
+        Raises:
+          ValueError: A value is neither True, False nor None.
         """
         optional_flag("deterministic", deterministic)
         if deterministic is not None:

@@ -2,8 +2,8 @@
 
     w[i,j] = phi(query(x_i)) . phi(key(y_j))        out_i = sum_j w[i,j] value(y_j) / sum_j w[i,j]
 
-`LinearAttention` takes any elementwise phi, `Performer` the random features for which w estimates
-the weights of softmax attention. What they remember of a sequence has one size, however long it is.
+`LinearAttention` takes any elementwise phi. `Performer` has random features, for which w estimates
+the weights of softmax attention. Their state has the same size for every length of a sequence.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype
 
 from ato_jax import shapes
-from ato_jax.nn.common import (
-    Call,
-    MultiHead,
+from ato_jax.nn.arguments import (
+    FeatureMapLike,
     as_implementation,
     as_input_shape,
-    blank_steps,
-    factor_mask,
-    hide_inputs,
-    hide_keys,
-    hide_queries,
-    made,
     optional_flag,
     refuse_no_dtype,
     refuse_rngs_without,
 )
+from ato_jax.nn.caches import made
+from ato_jax.nn.call import Call
+from ato_jax.nn.masks import blank_steps, factor_mask, hide_inputs, hide_keys, hide_queries
+from ato_jax.nn.multi_head import MultiHead
 from ato_jax.ops.linear_attention.api import OP, linear_attention
 from ato_jax.ops.linear_attention.features import Favor, favor, resolve
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -39,29 +37,54 @@ from ato_jax.ops.linear_attention.step import linear_attention_step
 
 
 class LinearAttention(MultiHead):
-    """Attention in time linear in T and S; loads nnx.MultiHeadAttention's checkpoints.
+    """Linear attention as a layer, with nnx.MultiHeadAttention's parameters.
+
+        w[i,j] = phi(query(x_i)) . phi(key(y_j))
+        z_i = out(sum_j w[i,j] value(y_j) / sum_j w[i,j])
+
+    Time is linear in T and S. Checkpoints of nnx.MultiHeadAttention load.
+
+    - A mask may be causal, or hide keys for all queries alike, [batch..., 1, 1, S], or both. Padded
+      queries have 0 before the last projection. Any other mask is a ValueError, and inside jit so
+      is every mask with an axis of queries, since its values are not known there.
+    - With `decode=True` a call takes any number of tokens, causal among themselves: first a prompt,
+      then one token at a time. Its mask covers these tokens, not a cache of keys: earlier keys
+      exist only as sums.
+    - The cache is a state of float32 sums of a constant size, and is never full.
+    - A single token is multiplied exactly, whatever `precision` is, and takes the fast path only if
+      `implementation` is None.
 
     Args:
-      num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, rngs and
-        every name in `options` (dtype, normalize_qk, kernel_metadata, ...): as in
-        nnx.MultiHeadAttention. `attention_fn` is refused, and so is a `dropout_rate`: there are no
-        weights to drop; nnx.Dropout after the layer is the usual place.
-      feature_map: phi, as in `ato_jax.linear_attention`: a name or an elementwise JAX function.
-      causal: query i sees the keys up to i.
-      normalize: as in `ato_jax.linear_attention`; None divides where phi is known not to be
-        negative.
-      rope_theta, implementation: as in `MultiHead`; the rotation comes before phi.
+      num_heads: H, the number of query heads.
+      in_features: Size of `inputs_q`.
+      qkv_features: Size of all query heads together, H D; in_features unless given.
+      out_features: Size of the outputs; in_features unless given.
+      num_kv_heads: G, the number of key/value heads, which divides H; H unless given.
+      in_kv_features: Size of `inputs_k` and `inputs_v`; in_features unless given.
+      feature_map: phi: a name or an elementwise JAX function, as in `ato_jax.linear_attention`.
+      causal: Query i sees the keys up to i (T = S).
+      normalize: Divide by the sum of the weights. None does so where phi is known to be
+        non-negative.
+      rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
+        none. It needs an even D.
+      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
+      rngs: Random keys: the stream `params` for the parameters.
+      options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
+        precision, use_bias, normalize_qk, decode, kernel_init and kernel_metadata. `attention_fn`
+        is refused and so is a `dropout_rate`: there are no weights to drop.
 
-    Surprises:
-      - A mask may be causal, or hide keys for all queries alike, [batch..., 1, 1, S], with holes
-        anywhere; queries of padding give 0 before the last projection. Any other is a ValueError,
-        and inside jit so is every mask with an axis of queries, whose values nobody knows there.
-      - decode=True takes any number of tokens, causal among themselves: a prompt first, then one
-        token at a time. Its mask is one over these tokens, not over a cache: there is no such
-        thing as the keys of earlier tokens any more.
-      - A single token is multiplied exactly, whatever `precision` says of prompts; it takes the
-        fastest way only where `implementation` is None.
-      - The cache is a state of sums, float32 whatever `init_cache`'s dtype, and never full.
+    Raises:
+      ValueError: An argument has a wrong type or value. The message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = ato_jax.nn.LinearAttention(
+      ...     num_heads=4, in_features=16, feature_map="relu", causal=True, rngs=nnx.Rngs(0)
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape  # [B, T, in_features] -> [B, T, out_features]
+      (2, 8, 16)
     """
 
     def __init__(
@@ -73,7 +96,7 @@ class LinearAttention(MultiHead):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
-        feature_map: Any = "elu1",
+        feature_map: FeatureMapLike = "elu1",
         causal: bool = False,
         normalize: bool | None = None,
         rope_theta: float | None = None,
@@ -111,22 +134,23 @@ class LinearAttention(MultiHead):
         self.cached_kv: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cached_k_sum: nnx.Cache[jax.Array] | None = nnx.data(None)
 
-    def _features(self) -> tuple[Any, int]:
-        """phi and its number of features."""
+    def _features(self) -> tuple[FeatureMapLike, int]:
+        """phi, and F, its number of features."""
         return self.feature_map, self.head_dim
 
     def decay(self, call: Call) -> jax.Array | None:
-        """The log-decay of the call's keys, [G], [B, S, G] or [B, S, G, D]; None for none.
+        """The natural logarithm of the decay, [G], [B, S, G] or [B, S, G, D]; None for no decay.
 
-        That of a hidden step is ignored if it is one by steps: no time passes there.
+        A decay per step is taken as 0 in hidden steps: the state does not decay there.
         """
         return None
 
     def _finish(self, out: jax.Array, call: Call) -> jax.Array:
-        """What comes between the attention and the last projection, both [B, T, H, V]."""
+        """Applied between the attention and the last projection, [B, T, H, V] to [B, T, H, V]."""
         return out
 
     def attend(self, call: Call) -> jax.Array:
+        """The attention of a call, [B, T, H, V]; with `decode` it continues the state."""
         visible = factor_mask(call._replace(causal=call.causal or call.decode))
         call = hide_inputs(call, visible)
         feature_map, _ = self._features()
@@ -148,8 +172,8 @@ class LinearAttention(MultiHead):
             )
         else:
             state = self._state(call)
-            # The step is exact, and chooses its backend itself: one that is named runs as it would
-            # for a prompt.
+            # The step is exact and chooses its backend itself, so a backend asked for by name gets
+            # the token as a prompt of length 1.
             if call.query.shape[1] == 1 and self.implementation is None:
                 if decay is not None and decay.ndim > 1:
                     decay = decay[:, 0]
@@ -174,7 +198,7 @@ class LinearAttention(MultiHead):
         return hide_queries(self._finish(out, call), visible.queries)
 
     def _state(self, call: Call) -> LinearState:
-        """The cache with a single batch axis."""
+        """The cache as a state with a single batch axis."""
         kv, k_sum = made(self.cached_kv), made(self.cached_k_sum)
         G, V = call.value.shape[2:]
         wanted = (*call.batch, G, self._features()[1], V)
@@ -192,11 +216,27 @@ class LinearAttention(MultiHead):
         k_sum[...] = state.k_sum.reshape(k_sum.shape)
         index[...] += call.key.shape[1]
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
-        """Makes an empty cache for inputs of shape [batch..., length, features].
+    def init_cache(self, input_shape: Sequence[int], dtype: Dtype = jnp.float32) -> None:
+        """Makes an empty cache for decoding: a state of zeros, float32.
 
-        Of the shape only the batch matters, and `dtype` not at all: they are there so that a model
-        can make the caches of all its layers alike. The state is float32, of one size.
+        Args:
+          input_shape: [batch..., length, in_features]. Only the batch axes matter: the state has
+            one size for every length.
+          dtype: Has no effect. It is there so that a model can make the caches of all its layers
+            by the same call.
+
+        Raises:
+          ValueError: An argument has a wrong type or value.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import ato_jax.nn
+          >>> from flax import nnx
+          >>> layer = ato_jax.nn.LinearAttention(num_heads=4, in_features=16, rngs=nnx.Rngs(0))
+          >>> layer.init_cache((2, 32, 16))
+          >>> prompt = layer(jnp.ones((2, 5, 16)), decode=True)
+          >>> layer(jnp.ones((2, 1, 16)), decode=True).shape  # the 6th token
+          (2, 1, 16)
         """
         features = self._features()[1]
         refuse_no_dtype(dtype=dtype)
@@ -207,24 +247,53 @@ class LinearAttention(MultiHead):
 
 
 class RandomFeatures(nnx.Variable):
-    """What a `Performer` has drawn: saved and restored with the model, not trained."""
+    """A `Performer`'s random features: saved and restored with the model, not trained."""
 
 
 class Performer(LinearAttention):
-    """FAVOR+ (Choromanski et al., 2021): linear attention that approximates softmax attention.
+    """Linear attention with random features that approximates softmax attention (FAVOR+).
 
-    phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(M), x' = x / D^(1/4), with M random rows w, so that the
-    mean of phi(q) . phi(k) over the draws is exp(q . k / sqrt(D)).
+        phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(M)        x' = x / D^(1/4), w [M, D]
+        mean of phi(q) . phi(k) over draws of w = exp(q . k / sqrt(D))
+
+    (Choromanski et al., "Rethinking Attention with Performers", 2021.) The rows of w are drawn from
+    the stream `params` of `rngs` and kept in the variable `random_features` [M, D], which is not
+    trained, until `redraw`. A state of nnx.MultiHeadAttention loads with nnx.update, which leaves
+    that variable as it is. Masks and decoding are those of `LinearAttention`.
 
     Args:
-      num_features: M; the error falls as 1 / sqrt(M). D log D, rounded up, unless given.
-      All others: as in `LinearAttention`, less `feature_map` and `normalize`.
+      num_heads: H, the number of query heads.
+      in_features: Size of `inputs_q`.
+      qkv_features: Size of all query heads together, H D; in_features unless given.
+      out_features: Size of the outputs; in_features unless given.
+      num_kv_heads: G, the number of key/value heads, which divides H; H unless given.
+      in_kv_features: Size of `inputs_k` and `inputs_v`; in_features unless given.
+      num_features: M. The error of the weights falls as 1 / sqrt(M). D log D, rounded up, unless
+        given.
+      causal: Query i sees the keys up to i (T = S).
+      rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
+        none. It needs an even D.
+      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
+      rngs: Random keys: the stream `params` for the parameters and w.
+      options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
+        precision, use_bias, normalize_qk, decode, kernel_init and kernel_metadata. `attention_fn`
+        is refused, as are `dropout_rate`,
+        `feature_map` and `normalize`.
 
-    Surprises:
-      - The rows are drawn from the stream `params` of `rngs`, lie in the variable `random_features`
-        [M, D], a `RandomFeatures` and no nnx.Param, and stay until `redraw`. They belong to this
-        layer: a state of nnx.MultiHeadAttention loads by nnx.update, which leaves them alone.
-      - A cache is worth nothing after `redraw`: call `init_cache` again.
+    Raises:
+      ValueError: An argument has a wrong type or value. The message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> layer = ato_jax.nn.Performer(
+      ...     num_heads=4, in_features=16, num_features=32, rngs=nnx.Rngs(0)
+      ... )
+      >>> layer(jnp.ones((2, 8, 16))).shape  # [B, T, in_features] -> [B, T, out_features]
+      (2, 8, 16)
+      >>> layer.random_features.shape
+      (32, 4)
     """
 
     def __init__(
@@ -264,13 +333,29 @@ class Performer(LinearAttention):
         drawn = favor(rngs.params(), num_features, self.head_dim)
         self.random_features = RandomFeatures(drawn.projection)
 
-    def _features(self) -> tuple[Any, int]:
+    def _features(self) -> tuple[FeatureMapLike, int]:
         return Favor(self.random_features[...]), self.random_features.shape[0]
 
     def redraw(self, rngs: nnx.Rngs) -> None:
-        """Draws the features anew, from the stream `params` of `rngs`; also inside jit.
+        """Draws the random features anew; also inside jit.
 
-        Of a stack of layers, as nnx.vmap makes them, each has its own.
+        In a stack of layers, as nnx.vmap makes it, each layer gets its own. A cache has to be made
+        again by `init_cache` afterwards.
+
+        Args:
+          rngs: Random keys: the stream `params`.
+
+        Raises:
+          ValueError: `rngs` is no nnx.Rngs with such a stream.
+
+        Example:
+          >>> import ato_jax.nn
+          >>> from flax import nnx
+          >>> layer = ato_jax.nn.Performer(num_heads=4, in_features=16, rngs=nnx.Rngs(0))
+          >>> before = layer.random_features[...]
+          >>> layer.redraw(nnx.Rngs(1))
+          >>> bool((layer.random_features[...] == before).any())
+          False
         """
         refuse_rngs_without("params", rngs)
         *stack, num_features, head_dim = self.random_features.shape

@@ -3,14 +3,14 @@
     linen.MultiHeadDotProductAttention(num_heads=8)
     ato_jax.nn.to_linen(ato_jax.nn.Attention, num_heads=8)
 
-The second stands where the first stood: the parameters have the same names, shapes and dtypes
-(`query`, `key`, `value` and `out`, each with `kernel` and `bias`; `query_ln` and `key_ln` with
-`scale`), in the module's own scope, so that
+The second replaces the first: its parameters have the same names, shapes and dtypes (`query`,
+`key`, `value` and `out`, each with `kernel` and `bias`; `query_ln` and `key_ln` with `scale`), in
+the module's own scope, so that
 
     module.apply({"params": params}, inputs)
 
-takes the `params` of a checkpoint that Linen saved. nnx.bridge.ToLinen does the work; added are
-what Linen infers from its inputs and the random keys.
+takes the `params` of a checkpoint that Linen saved. The module is built on nnx.bridge.ToLinen, and
+adds the sizes that Linen infers from its inputs, and the random keys.
 """
 
 from __future__ import annotations
@@ -26,41 +26,49 @@ from flax.core import FrozenDict, meta
 from flax.traverse_util import flatten_dict
 
 from ato_jax import shapes
-from ato_jax.nn.common import (
-    MultiHead,
-    as_decode,
-    optional_flag,
-    refuse_no_array,
-    refuse_no_key,
-)
+from ato_jax.nn.arguments import as_decode, optional_flag, refuse_no_array, refuse_no_key
 from ato_jax.nn.latent import LatentAttention
+from ato_jax.nn.multi_head import MultiHead
 
 
-def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAttention:
-    """A layer of this package as a Linen module, in place of MultiHeadDotProductAttention.
+def to_linen(
+    cls: type[MultiHead] | type[LatentAttention], *, name: str | None = None, **options: Any
+) -> LinenAttention:
+    """Returns a layer of this package as a Linen module.
+
+    It stands in for `linen.MultiHeadDotProductAttention` and loads its checkpoints.
 
     Args:
-      cls: `Attention`, `LinearAttention` or another layer of this package.
-      name: the module's name in Linen. Checkpoints of a model that named its attention by
-        default need Linen's name, "MultiHeadDotProductAttention_0" and so on.
-      options: the arguments of its constructor, `rngs` left out. `in_features` and
-        `in_kv_features` need not be given: they are those of the inputs.
-
-        `decode=True` is refused, to the call as well: Linen makes its cache in `init`, empty and
-        as long as the inputs, where these layers make theirs in `init_cache`, which no Linen
-        module calls. Decode with the layer itself, in nnx, from the same parameters.
-
-        The initialisers are nnx's, of plain arrays: those of Linen's with_partitioning, which
-        box what they return, do not work here. The axes' names go into `kernel_metadata` and the
-        like: kernel_metadata={"out_sharding": (None, "heads", None)}, under a mesh, as in nnx.
+      cls: `Attention`, `LinearAttention` or another layer class of this package.
+      name: The module's name in Linen. Checkpoints of a model that left the name to Linen need that
+        one: "MultiHeadDotProductAttention_0" and so on.
+      options: Arguments of the class's constructor without `rngs`. `in_features` and
+        `in_kv_features` are taken from the inputs unless given. `decode=True` is refused, in the
+        call as well, because Linen has no counterpart to `init_cache`; decode with the layer
+        itself, in nnx, with the same parameters. Initialisers are nnx's: axis names go into
+        `kernel_metadata` and the like, as in nnx, not into Linen's with_partitioning.
 
     Returns:
-      A module to be called as the layer is, but with `dropout_rng` in place of `rngs`. Dropout
-      takes that key, or the module's rng named "dropout". Other than in Linen, variables that
-      the layer does not have are refused.
+      A Linen module that is called like the layer, with `dropout_rng` in place of `rngs`. Dropout
+      takes that key, or the module's rng named "dropout". Unlike in Linen, variables that the layer
+      does not have are refused.
+
+    Raises:
+      ValueError: `cls` is no layer class, `name` no string, or an option cannot be given. Wrong
+        constructor arguments raise it in `init` and `apply`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> module = ato_jax.nn.to_linen(ato_jax.nn.Attention, num_heads=4, causal=True)
+      >>> x = jnp.ones((2, 8, 16))
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> module.apply(variables, x).shape
+      (2, 8, 16)
     """
-    if not (inspect.isclass(cls) and issubclass(cls, (MultiHead, LatentAttention))):
-        raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {cls!r}")
+    given: Any = cls  # which may be anything, whatever its type says
+    if not (inspect.isclass(given) and issubclass(given, (MultiHead, LatentAttention))):
+        raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {given!r}")
     if not (name is None or isinstance(name, str)):
         raise ValueError(f"name must be None or a string, got {name!r}")
     for taken in {"rngs", "keep_rngs"} & set(options):
@@ -70,7 +78,7 @@ def to_linen(cls: Any, *, name: str | None = None, **options: Any) -> LinenAtten
 
 
 class LinenAttention(linen.Module):
-    """What `to_linen` returns: the layer `cls(**options)`, its variables in Linen's collections."""
+    """The layer `cls(**options)` with its variables in Linen's collections: see `to_linen`."""
 
     cls: Any
     options: Mapping[str, Any]
@@ -83,6 +91,7 @@ class LinenAttention(linen.Module):
         inputs_v: jax.Array | None = None,
         **call_options: Any,
     ) -> jax.Array:
+        """Computes the layer's call, with `dropout_rng` in place of `rngs`."""
         _refuse_decode(call_options)
         if "rngs" in call_options:
             raise ValueError("rngs cannot be given in Linen: the key for dropout is dropout_rng")
@@ -91,13 +100,13 @@ class LinenAttention(linen.Module):
             arguments["in_kv_features"] = (
                 arguments["in_features"] if inputs_k is None else _features("inputs_k", inputs_k)
             )
-        arguments["keep_rngs"] = False  # the keys for dropout come with the call
+        arguments["keep_rngs"] = False  # the call brings the keys for dropout
         arguments |= self.options
 
         def build(rngs: nnx.Rngs) -> nnx.Module:
             if self.is_initializing():
                 return self.cls(**arguments, rngs=rngs)
-            # Every value comes from Linen's collections: none is drawn only to be replaced.
+            # Shapes alone: all values come from Linen's collections, so none need be drawn.
             layer = nnx.eval_shape(lambda: self.cls(**arguments, rngs=nnx.Rngs(0)))
             _require_variables(layer, meta.unbox(bridge.variables), inputs_q, inputs_k)
             return layer
@@ -108,15 +117,15 @@ class LinenAttention(linen.Module):
         key = call_options.pop("dropout_rng", None)
         deterministic = call_options.get("deterministic", self.options.get("deterministic"))
         optional_flag("deterministic", deterministic)
-        undecided = deterministic is None  # which the layer refuses where it would drop
+        undecided = deterministic is None  # the layer refuses this if it would drop
         rate = shapes.static_number("dropout_rate", self.options.get("dropout_rate", 0.0))
         if key is not None:
             refuse_no_key("dropout_rng", key)
         if rate > 0 and not (undecided or deterministic):
-            # The bridge would make up a key where there is none, the same for every step.
+            # Without a key the bridge would use a constant one, the same for every step.
             call_options["rngs"] = nnx.Rngs(dropout=self._drawn() if key is None else key)
         bridge = _Bridge(build)
-        linen.share_scope(self, bridge)  # or the parameters would lie one level deeper
+        linen.share_scope(self, bridge)  # else the parameters would be one level deeper
         return bridge(inputs_q, **call_options)
 
     def _drawn(self) -> jax.Array:
@@ -146,7 +155,7 @@ def _refuse_decode(options: Mapping[str, Any]) -> None:
 
 
 class _Bridge(nnx.bridge.ToLinen):
-    """Takes all that its scope holds for the layer's: it must not see what Linen captured there."""
+    """A bridge that does not take what Linen captured in its scope for the layer's variables."""
 
     @property
     def variables(self) -> Mapping[str, Mapping[str, Any]]:
@@ -160,9 +169,9 @@ class _Bridge(nnx.bridge.ToLinen):
 def _require_variables(
     layer: nnx.Module, collections: Mapping[str, Any], inputs_q: Any, inputs_k: Any
 ) -> None:
-    """A ValueError unless the collections hold the layer's variables, in their shapes, and no more.
+    """Refuses collections that do not hold exactly the layer's variables, in their shapes.
 
-    The bridge would go on with a fresh one in place of what is missing, and stumbles over others.
+    The bridge would use fresh values in place of missing ones, and fail with others.
     """
     given = {
         path: (collection, jnp.shape(value))

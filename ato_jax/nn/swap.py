@@ -1,32 +1,34 @@
-"""Other attention in a model that is built already.
+"""Replaces the attention in a model that is already built.
 
     replace_attention(model, ato_jax.nn.Attention)
     replace_attention(model, ato_jax.nn.LinearAttention, causal=True)
 
-Each nnx.MultiHeadAttention in the model becomes a layer of this package around the very same
+Each nnx.MultiHeadAttention in the model becomes a layer of this package around the same
 projections: the modules `query`, `key`, `value`, `out`, `query_ln` and `key_ln` and the stream of
-random keys are those of the old layer, not copies. Paths and parameters stay what they were, so
-that the optimizer's state and checkpoints still fit. A stack of layers with leading axes (made by
-nnx.vmap, run by nnx.scan) is one layer here, and its axes stay.
+random keys are those of the old layer, not copies. Paths and parameters are unchanged, so the
+optimizer's state and checkpoints still fit. A stack of layers with leading axes (made by nnx.vmap,
+run by nnx.scan) is treated as one layer and keeps its axes.
 
-What the new layer cannot do is said, with the layer's path, before anything is changed.
+A layer that cannot be replaced raises an error with its path before anything is changed.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
-from ato_jax.nn.common import MultiHead, takes
+from ato_jax.nn.arguments import takes
 from ato_jax.nn.gated import GatedLinearAttention
+from ato_jax.nn.multi_head import MultiHead
 
+Layer = TypeVar("Layer", bound=MultiHead)
 Path = tuple[Any, ...]  # names of attributes, keys and indices
 
-# Constructor arguments that a layer keeps as attributes of the same name.
+# Constructor arguments that a layer stores as attributes of the same name.
 KEPT = (
     "num_heads",
     "in_features",
@@ -51,45 +53,62 @@ KEPT = (
     "qkv_dot_general_cls",
     "out_dot_general_cls",
 )
-# Those that may be decided anew, as the projections have no part in them. All others of
-# nnx.MultiHeadAttention's are theirs; `attention_fn` the layers refuse themselves.
+# Arguments of nnx.MultiHeadAttention that do not concern the projections and may be changed. The
+# layers themselves refuse `attention_fn`.
 FREE = ("broadcast_dropout", "dropout_rate", "deterministic", "decode", "keep_rngs", "attention_fn")
-# Those that also make the gates of a gated layer, which are new.
+# Arguments that also apply to the new gates of a gated layer.
 OF_GATES = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
 SHARED = ("query", "key", "value", "out", "query_ln", "key_ln", "rngs")
 
 
 def replace_attention(
     model: nnx.Module,
-    cls: Any,
+    cls: type[MultiHead],
     *,
     where: nnx.filterlib.Filter = ...,
     rngs: nnx.Rngs | None = None,
     **options: Any,
 ) -> tuple[Path, ...]:
-    """Replaces, in place, the nnx.MultiHeadAttention layers of a model.
+    """Replaces the nnx.MultiHeadAttention layers of a model, in place.
+
+    The new layers share the projections and the parameters of the old ones. Only
+    nnx.MultiHeadAttention itself with Flax's own attention function is replaced. A subclass or
+    another `attention_fn` is refused, since what it does would be lost, unless `where` leaves it
+    out. Layers of this package stay as they are. `GatedLinearAttention` and `Performer` add
+    variables, which older checkpoints and optimizer states lack.
 
     Args:
-      model: any nnx.Module; layers are found in attributes, lists, dicts, tuples and modules.
-      cls: the class to replace them by: `Attention`, `LinearAttention`, ...
-      where: which of them, an nnx filter: a function of (path, layer), nnx.PathContains("encoder"),
-        ...; all unless given.
-      rngs: draws what the new layers have and the old ones do not: Performer's projection, the
-        parameters that GatedLinearAttention adds, keys for dropout where there was none.
-      options: arguments of the new layers' constructor that the old ones leave open, or that they
-        decide otherwise, as `causal=True`. What the projections are made of is theirs and cannot
-        be changed: sizes, dtypes, precision, initialisers, metadata. GatedLinearAttention alone
-        takes `kernel_init`, `bias_init` and their metadata, for its gates.
+      model: An nnx.Module, list or dict. Layers are found in attributes, lists, dicts, tuples and
+        modules.
+      cls: The class of the new layers: `Attention`, `LinearAttention`, ...
+      where: An nnx filter that selects layers: nnx.PathContains("encoder"), a function of (path,
+        layer), ...; all unless given.
+      rngs: Random keys for what new layers have and old ones do not: `Performer`'s projection, the
+        gates of `GatedLinearAttention`, the stream for dropout.
+      options: Constructor arguments of the new layers that are not about the projections, such as
+        `causal=True`. Sizes, dtypes, precision, initialisers and metadata are those of the old
+        layers; `GatedLinearAttention` alone takes `kernel_init`, `bias_init` and their metadata,
+        for its gates.
 
     Returns:
-      The paths of the replaced layers; a layer that the model holds twice counts once.
+      The paths of the replaced layers. A layer that the model holds twice is listed once.
 
-    Only nnx.MultiHeadAttention itself is replaced, with Flax's own attention function: a subclass
-    or an `attention_fn` does something of its own, which would be lost, and is refused unless
-    `where` leaves it out. Layers of this package are left alone.
+    Raises:
+      ValueError: There is nothing to replace, a layer cannot be replaced, or an argument is wrong.
+        The message names the layer's path, and the model is unchanged.
 
-    GatedLinearAttention adds parameters of its own, its gates and its norm, to those that the
-    model had: checkpoints and an optimizer's state from before lack them.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(
+      ...     nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
+      ...     nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(1)),
+      ... )
+      >>> ato_jax.nn.replace_attention(model, ato_jax.nn.LinearAttention, causal=True)
+      (('layers', 1),)
+      >>> model(jnp.ones((2, 5, 8))).shape
+      (2, 5, 16)
     """
     if not isinstance(model, nnx.Module | list | dict):
         raise ValueError(
@@ -137,21 +156,38 @@ def replace_attention(
 
 def convert_attention(
     layer: nnx.MultiHeadAttention,
-    cls: Any,
+    cls: type[Layer],
     *,
     rngs: nnx.Rngs | None = None,
     **options: Any,
-) -> MultiHead:
-    """A layer of class `cls` around the projections of `layer`, which it shares, not copies.
+) -> Layer:
+    """Returns a layer of class `cls` that shares the projections of `layer`.
 
     Args:
-      layer, cls, rngs, options: as in `replace_attention`; GatedLinearAttention adds parameters
-        here, too.
+      layer: An nnx.MultiHeadAttention, and no subclass.
+      cls: The class of the new layer: `Attention`, `LinearAttention`, ...
+      rngs: Random keys for what the new layer has and `layer` does not, as in `replace_attention`.
+      options: Constructor arguments that are not about the projections, as in `replace_attention`.
+
+    Returns:
+      The new layer. Its projections are the modules of `layer` themselves, not copies.
+
+    Raises:
+      ValueError: `layer` cannot be converted, or an argument is wrong.
+
+    Example:
+      >>> import ato_jax.nn
+      >>> from flax import nnx
+      >>> old = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+      >>> new = ato_jax.nn.convert_attention(old, ato_jax.nn.Attention, causal=True)
+      >>> new.query is old.query
+      True
     """
-    if not (inspect.isclass(cls) and issubclass(cls, MultiHead)):
+    given: Any = cls  # which may be anything, whatever its type says
+    if not (inspect.isclass(given) and issubclass(given, MultiHead)):
         raise ValueError(
             "cls must be a layer of ato_jax.nn with nnx.MultiHeadAttention's parameters, a class, "
-            f"got {cls!r}"
+            f"got {given!r}"
         )
     if type(layer) is not nnx.MultiHeadAttention:
         raise ValueError(
@@ -176,18 +212,18 @@ def convert_attention(
             "made already"
         )
     arguments = {name: getattr(layer, name) for name in KEPT} | options
-    # A layer that drops has a stream of keys unless it was told to keep none.
+    # A layer with dropout has a stream of keys unless it was built with keep_rngs=False.
     arguments.setdefault("keep_rngs", layer.rngs is not None or not layer.dropout_rate)
 
-    def build(rngs: nnx.Rngs) -> MultiHead:
+    def build(rngs: nnx.Rngs) -> Layer:
         return cls(**arguments, rngs=rngs)
 
-    # Shapes alone: most of what the constructor draws is there already.
+    # Shapes alone: the old layer has most of what the constructor would draw.
     new = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     expected = new.query.kernel.shape
     shared = set(SHARED)
     if layer.rngs is None or new.rngs is None:
-        shared.remove("rngs")  # one of them drops nothing or keeps no stream
+        shared.remove("rngs")  # one of them has no dropout or keeps no stream
     own = {
         path: leaf
         for path, leaf in nnx.iter_graph(new, graph=True)
@@ -223,7 +259,7 @@ def _draw(
     key: jax.Array,
     stacked: tuple[int, ...],
 ) -> list[jax.Array]:
-    """The variables at `paths` of a new layer, or of a stack of layers with these leading axes."""
+    """Values of the variables at `paths` in a new layer, or in a stack with these leading axes."""
 
     def draw(key: jax.Array) -> list[jax.Array]:
         variables = dict(nnx.to_flat_state(nnx.state(build(nnx.Rngs(key)))))
@@ -231,14 +267,14 @@ def _draw(
 
     for _ in stacked:
         draw = jax.vmap(draw)
-    # Inside jit the projections are not drawn, as nobody reads them.
+    # Inside jit XLA removes the drawing of the projections, which are not read.
     return jax.jit(draw)(jax.random.split(key, stacked) if stacked else key)
 
 
 def _substitute(value: Any, replaced: dict[int, MultiHead], visited: set[int]) -> Any:
-    """`value` with the replaced layers in it, by the id of the old ones.
+    """`value` with its old layers replaced; `replaced` has the new ones by the ids of the old.
 
-    Modules, lists and dicts are changed in place, tuples and other pytrees are built anew.
+    Modules, lists and dicts are changed in place; tuples and other pytrees are rebuilt.
     """
     if id(value) in replaced:
         return replaced[id(value)]

@@ -1,0 +1,39 @@
+"""Rotary positions (RoPE): queries and keys turned by their positions.
+
+    (x[d], x[d + D/2]) is turned by the angle position * theta^(-2d/D),  d = 0 .. D/2 - 1
+
+The halves of a head are paired, as in nnx.RoPE.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax import shapes
+
+
+def as_positions(positions: Any) -> jax.Array:
+    """`input_positions` as a JAX array of numbers."""
+    found = shapes.dtype_name("input_positions", positions)
+    if not found.startswith(("int", "uint", "float", "bfloat")):
+        raise ValueError(f"input_positions must hold integers or floats, got {found}")
+    return shapes.as_array("input_positions", positions)
+
+
+@functools.partial(jax.jit, static_argnames="theta", inline=True)  # one program, not a dozen
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """x [B, T, H, D], its pairs turned by the positions [B|1, T].
+
+    Angles and products are float32; the result has x's dtype.
+    """
+    size = x.shape[-1]
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)  # [D/2]
+    angles = (positions[..., None].astype(jnp.float32) * frequencies)[:, :, None]  # [B, T, 1, D/2]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,0 +1,107 @@
+"""Docstrings of the public objects of ato_jax.nn and ato_torch: sections, names, examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+PACKAGES = [
+    name
+    for name, needs in (("ato_jax.nn", "flax"), ("ato_torch", "torch"))
+    if importlib.util.find_spec(needs) is not None
+]
+# Methods that users call. An example of the class stands for `__call__`; models call `set_view`.
+METHODS = {"__call__": False, "init_cache": True, "redraw": True, "set_view": False}
+SECTIONS = ("Args", "Returns", "Yields", "Raises", "Example")
+
+
+def public() -> Iterator[tuple[str, Any, bool]]:
+    """Each public function, class and method by its name, and whether it needs an example."""
+    seen: list[Any] = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            found = getattr(module, name)
+            yield f"{package}.{name}", found, True
+            for method, needs_example in METHODS.items() if inspect.isclass(found) else ():
+                function = getattr(found, method, None)
+                # Not those that are Flax's, nor once more those that a class inherits.
+                if getattr(function, "__module__", "").startswith(package) and function not in seen:
+                    seen.append(function)
+                    yield f"{package}.{name}.{method}", function, needs_example
+
+
+PUBLIC = list(public())
+
+
+def sections(found: Any) -> dict[str, str]:
+    """The text of each section of a docstring, and under "" what stands before them."""
+    parts = re.split(rf"^({'|'.join(SECTIONS)}):\n", inspect.getdoc(found) or "", flags=re.M)
+    return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def faults(found: Callable[..., Any], needs_example: bool) -> list[str]:
+    """What a docstring lacks."""
+    parts = sections(found)
+    wanted = {"Raises"} | ({"Example"} if needs_example else set())
+    # A class of Flax hides its constructor's signature.
+    signature = inspect.signature(found.__init__ if inspect.isclass(found) else found)
+    names = [name for name in signature.parameters if name != "self"]
+    if names:
+        wanted.add("Args")
+    returned = str(signature.return_annotation)
+    if not inspect.isclass(found) and returned != "None":
+        wanted.add("Yields" if "Iterator" in returned else "Returns")
+    missing = [f"no section {name}" for name in sorted(wanted - set(parts))]
+    summary = parts[""].split("\n\n")[0]
+    if not summary.endswith(".") or "\n" in summary.strip():
+        missing.append(f"the summary is no sentence of one line: {summary!r}")
+    documented = re.findall(r"^  (\w+): ", parts.get("Args", ""), re.M)
+    if documented != names:
+        missing.append(f"Args has {documented}, the signature {names}")
+    return missing
+
+
+@pytest.mark.parametrize(
+    ("found", "needs_example"), [row[1:] for row in PUBLIC], ids=[row[0] for row in PUBLIC]
+)
+def test_sections(found: Any, needs_example: bool) -> None:
+    assert not faults(found, needs_example)
+
+
+EXAMPLES = [(name, found) for name, found, _ in PUBLIC if "Example" in sections(found)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("found", [row[1] for row in EXAMPLES], ids=[row[0] for row in EXAMPLES])
+def test_examples(found: Any) -> None:
+    """They run as they stand, on a CPU too, and print what they say."""
+    examples = doctest.DocTestParser().get_doctest(
+        inspect.getdoc(found) or "", {}, found.__qualname__, None, None
+    )
+    assert examples.examples
+    told: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    result = runner.run(examples, out=told.append)
+    assert not result.failed, "".join(told)
+
+
+def test_faults_are_found() -> None:
+    def flawed(first: int, second: int) -> int:
+        """Adds
+        numbers.
+
+        Args:
+          first: A number.
+          third: None of them.
+        """
+        return first + second
+
+    assert len(faults(flawed, True)) == 5
