@@ -25,8 +25,9 @@ except ImportError as error:
 from ato_jax import __version__ as __version__
 from ato_torch import _bridge, _direct
 from ato_torch.explain import explain
-from ato_torch.functional import attention, combine, linear_attention, linear_attention_step
+from ato_torch.functional import attention, combine
 from ato_torch.hugging_face import register_hf
+from ato_torch.linear import linear_attention, linear_attention_step
 from ato_torch.override import sdpa_override
 
 _bridge.share_the_gpu()

@@ -7,15 +7,27 @@ for a GPU and nothing traces: lengths, segment ids, offsets and decays in the ho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import jax
 import numpy as np
 import torch
 
 from ato_jax import LinearState, shapes
 from ato_jax.ops.attention import api as attention_api
 from ato_torch import _bridge, _ops
+
+Layout = Literal["bhtd", "bthd"]
+# Lengths, segment ids and offsets.
+Integers = torch.Tensor | np.ndarray | Sequence[Any]
+# A name, or an elementwise JAX function such as `ato_jax.favor` returns.
+FeatureMapLike = (
+    Literal["elu1", "relu", "exp", "softplus", "identity", "silu", "relu2"]
+    | Callable[[jax.Array], jax.Array]
+)
+# (kv [B, G, D, V], k_sum [B, G, D]), as a `LinearState` or a plain pair.
+State = LinearState | tuple[torch.Tensor, torch.Tensor]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Integers that may not fit in int32.
