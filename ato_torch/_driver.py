@@ -74,6 +74,12 @@ def library() -> ctypes.CDLL:
     driver.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     driver.cuModuleGetGlobal_v2.argtypes = [pointer, pointer, pointer, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    driver.cuMemcpyHtoDAsync_v2.argtypes = [
+        ctypes.c_uint64,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ]
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     return driver

@@ -13,7 +13,8 @@ allocations. From the outside in, the bytes are:
     GpuExecutableProto              split over several records, which the first record lists
 
 Nothing unknown is skipped: a field, a step or a compression that has no name in these modules is an
-`UnknownError`.
+`UnknownError`. The one exception is the HLO, the program before it was compiled: only the values of
+constants are taken from it.
 
 This module imports neither PyTorch nor JAX, and needs no GPU.
 """
@@ -21,7 +22,8 @@ This module imports neither PyTorch nor JAX, and needs no GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from ato_torch._protobuf import (
     KIND_BITS64_ABSOLUTE,
@@ -36,6 +38,13 @@ ELF = b"\x7fELF"  # the first bytes of machine code
 WORD = 4  # bytes: the unit of a fill
 # A field 1 that holds bytes or a message starts with this tag.
 FIRST_FIELD_IS_BYTES = write_field(1, b"")[:1]
+
+# XLA names a constant in the machine code after its instruction, in letters that symbols may have.
+SYMBOL_PREFIX = "buffer_for_"
+NOT_IN_SYMBOLS = re.compile(r"[^A-Za-z0-9_]")
+# The fields of a literal: numbers as they lie in memory, or varints, by their bytes in memory.
+FIXED_WIDTH = ("f32s", "f64s", "f16s", "bf16s", "s8s", "u8s")
+VARINTS = {"preds": 1, "s32s": 4, "u32s": 4, "s64s": 8, "u64s": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +118,29 @@ Step = Launch | Copy | Fill
 
 
 @dataclasses.dataclass(frozen=True)
+class Constant:
+    """An array in the machine code: its symbol there, and its bytes.
+
+    XLA reserves the memory in the machine code, filled with zeros unless the array has one element,
+    and writes the bytes there after loading. So must whoever loads the machine code.
+    """
+
+    symbol: str
+    content: bytes = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Executable:
     """A program: its steps, and the allocations that they read and write, by number.
 
-    `results` are the allocations of the program's results, each filled completely. `constants` maps
-    allocations inside the machine code `code` to their symbols there.
+    `results` are the allocations of the program's results, each filled completely. `constants` are
+    the allocations inside the machine code `code`.
     """
 
     allocations: dict[int, Allocation]
     steps: tuple[Step, ...]
     results: tuple[int, ...]
-    constants: dict[int, str] = dataclasses.field(default_factory=dict)
+    constants: dict[int, Constant] = dataclasses.field(default_factory=dict)
     code: bytes = dataclasses.field(default=b"", repr=False)
 
 
@@ -157,7 +178,9 @@ def _executable(data: bytes) -> Executable:
     if len(allocations) != len(wrapped.parts("values")):
         raise UnknownError("two allocations have one number")
     results = _results(fields.parts("output_info_map"))
-    constants = dict(_constants(fields.parts("constants")))
+    # Messages in several records are merged where they are concatenated.
+    literals = _literals(b"".join(fields.parts("hlo_module_with_config")))
+    constants = dict(_constants(fields.parts("constants"), literals))
     found = Executable(allocations, steps, results, constants, code)
     _check(found)
     return found
@@ -223,23 +246,65 @@ def _results(entries: list[bytes]) -> tuple[int, ...]:
     return tuple(found[index] for index in order)
 
 
-def _constants(entries: list[bytes]) -> Iterator[tuple[int, str]]:
-    """(allocation, symbol) of each constant in the machine code.
+def _literals(data: bytes) -> dict[str, bytes | None]:
+    """The values of the HLO's constants by their symbols; None where two have one symbol."""
+    found: dict[str, bytes | None] = {}
+    module = Message("xla.HloModuleProtoWithConfig", data)
+    computations = Message("xla.HloModuleProto", b"".join(module.parts("hlo_module")))
+    for computation in computations.parts("computations"):
+        for each in Message("xla.HloComputationProto", computation).parts("instructions"):
+            instruction = Message("xla.HloInstructionProto", each)
+            if instruction.part("opcode") == b"constant" and "literal" in instruction:
+                name = NOT_IN_SYMBOLS.sub("_", instruction.part("name").decode())
+                symbol = SYMBOL_PREFIX + name
+                known = symbol in found
+                found[symbol] = None if known else _literal(instruction.part("literal"))
+    return found
 
-    XLA fills a constant that has a `content` itself; those are not in the machine code.
+
+def _literal(data: bytes) -> bytes | None:
+    """An array's bytes; None for an array of another type than those above."""
+    literal = Message("xla.LiteralProto", data)
+    kinds = list(literal.fields)
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    if kind in FIXED_WIDTH:
+        return b"".join(literal.parts(kind))
+    width = VARINTS[kind]
+    # A negative number is written as 64 bits of two's complement.
+    modulus = 1 << 8 * width
+    return b"".join(
+        (number % modulus).to_bytes(width, "little") for number in literal.numbers(kind)
+    )
+
+
+def _constants(
+    entries: list[bytes], literals: Mapping[str, bytes | None]
+) -> Iterator[tuple[int, Constant]]:
+    """(allocation, constant) of each constant whose value is known.
+
+    XLA writes either the value, or leaves it to be found in the HLO.
     """
     for data in entries:
         info = Message("xla.gpu.GpuExecutableProto.ConstantInfoProto", data)
-        if not any(info.parts("content")):
-            yield info.number("allocation_index"), info.part("symbol_name").decode()
+        symbol = info.part("symbol_name").decode()
+        content = literals.get(symbol)
+        if any(info.parts("content")):
+            dense = Message("xla.gpu.DenseDataIntermediateProto", b"".join(info.parts("content")))
+            content = dense.part("data")
+        if content is not None:
+            yield info.number("allocation_index"), Constant(symbol, content)
 
 
 def _check(found: Executable) -> None:
     """Refuses parts that contradict each other, which parts that were read correctly never do."""
     allocations, steps, results = found.allocations, found.steps, found.results
-    for number in found.constants:
+    for number, constant in found.constants.items():
         if number not in allocations or not allocations[number].is_constant:
             raise UnknownError(f"the constant {number} is not in the allocations")
+        if len(constant.content) != allocations[number].size:
+            raise UnknownError(f"{constant} has {len(constant.content)} bytes")
     if found.constants and not found.code.startswith(ELF):
         raise UnknownError("its constants have no machine code that holds them")
     for step in steps:
@@ -248,7 +313,7 @@ def _check(found: Executable) -> None:
             if whole is None or each.offset + each.size > whole.size or not each.size:
                 raise UnknownError(f"{each} is not in the allocations")
             if whole.is_constant and each.allocation not in found.constants:
-                raise UnknownError("a step reads a constant that its machine code does not hold")
+                raise UnknownError("a step reads a constant whose value is not known")
         for each in step.written:
             if allocations[each.allocation].parameter is not None:
                 raise UnknownError("a step writes to a parameter")

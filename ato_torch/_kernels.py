@@ -141,14 +141,30 @@ class Kernels:
             self.of_launches[launch] = kernel
         # The addresses of the executable's constants, in the order of `executable.constants`.
         self.constants: list[int] = []
-        for number, symbol in executable.constants.items():
+        for constant in executable.constants.values():
             address, size = ctypes.c_uint64(), ctypes.c_size_t()
             places = ctypes.byref(address), ctypes.byref(size)
-            module = module_of(executable.code)
-            _driver.check(driver.cuModuleGetGlobal_v2(*places, module, symbol.encode()))
-            if size.value != executable.allocations[number].size:
-                raise ClosedError(f"the constant {symbol!r} has {size.value} bytes")
+            module, symbol = module_of(executable.code), constant.symbol.encode()
+            _driver.check(driver.cuModuleGetGlobal_v2(*places, module, symbol))
+            if size.value != len(constant.content):
+                raise ClosedError(f"{constant} has {size.value} bytes in the machine code")
+            _write(address, constant.content)
             self.constants.append(address.value)
+
+
+def _write(address: ctypes.c_uint64, content: bytes) -> None:
+    """Writes bytes to the device, and waits until they are there."""
+    driver = _driver.library()
+    stream = ctypes.c_size_t(torch.cuda.current_stream().cuda_stream)
+    size = ctypes.c_size_t(len(content))
+    # Otherwise the capture of another thread would forbid this call.
+    mode = ctypes.c_int(_driver.RELAXED_CAPTURE)
+    _driver.check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    try:
+        _driver.check(driver.cuMemcpyHtoDAsync_v2(address, content, size, stream))
+        _driver.check(driver.cuStreamSynchronize(stream))
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _parameters(kernel: ctypes.c_void_p) -> list[tuple[int, int]]:

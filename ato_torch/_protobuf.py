@@ -20,7 +20,8 @@ import enum
 # launch: they describe the program (its HLO, its name, the shapes of its arguments) or the machine
 # that it was compiled for. `gpu_topology`, new in JAX 0.12, describes that machine: the number of
 # cards that the process sees, their model, the driver and the host's processor. The machine code
-# is for one architecture, and the driver refuses to load it on another.
+# is for one architecture, and the driver refuses to load it on another. Messages of the HLO have
+# here only the fields that lead to the values of constants (`DESCRIPTIONS`).
 FIELDS = {
     "xla.ExecutableAndOptionsProto": {
         1: "serialized_executable",
@@ -60,6 +61,24 @@ FIELDS = {
         1: "symbol_name",
         2: "content",
         3: "allocation_index",
+    },
+    "xla.gpu.DenseDataIntermediateProto": {1: "data"},
+    "xla.HloModuleProtoWithConfig": {1: "hlo_module"},
+    "xla.HloModuleProto": {3: "computations"},
+    "xla.HloComputationProto": {2: "instructions"},
+    "xla.HloInstructionProto": {1: "name", 2: "opcode", 8: "literal"},
+    "xla.LiteralProto": {
+        2: "preds",
+        3: "u8s",
+        4: "s32s",
+        5: "s64s",
+        6: "u32s",
+        7: "u64s",
+        8: "f32s",
+        9: "f64s",
+        11: "f16s",
+        13: "bf16s",
+        15: "s8s",
     },
     "xla.ShapeIndexProto": {1: "indexes"},
     "xla.BufferAllocationProto": {
@@ -175,6 +194,16 @@ class UnknownError(Exception):
     """A part of an executable that this package cannot read."""
 
 
+# Messages whose fields without a name are skipped.
+DESCRIPTIONS = {
+    "xla.HloModuleProtoWithConfig",
+    "xla.HloModuleProto",
+    "xla.HloComputationProto",
+    "xla.HloInstructionProto",
+    "xla.LiteralProto",
+}
+
+
 class Message:
     """A message's fields by their names in `FIELDS`.
 
@@ -183,7 +212,8 @@ class Message:
       data: its bytes.
 
     Raises:
-      UnknownError: a field has no name in `FIELDS`, or a wire type of its own.
+      UnknownError: a field has no name in `FIELDS`, unless the message is one of `DESCRIPTIONS`, or
+        it has an unknown wire type.
     """
 
     def __init__(self, name: str, data: bytes) -> None:
@@ -208,6 +238,8 @@ class Message:
                 if place > len(data):
                     raise UnknownError(f"{name} ends in the middle of a field")
             if number not in known:
+                if name in DESCRIPTIONS:
+                    continue
                 raise UnknownError(f"{name} has a field {number}")
             self.fields.setdefault(known[number], []).append(value)
 

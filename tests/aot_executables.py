@@ -126,7 +126,7 @@ def _describe(found: dict[str, dict[int, str]], outer: str, message: bytes) -> N
 
 
 def compile_all() -> dict[str, list[str]]:
-    """Of each program below what its steps are, or why it is not understood."""
+    """The steps of each program below, or why it is not understood; and its constants."""
     # Tests switch XLA's optimizations off, which makes other steps.
     environment = aot_mosaic.environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     done = subprocess.run(
@@ -233,8 +233,13 @@ def main() -> None:
             lowered = jitted.trace(*inputs).lower(lowering_platforms=("cuda",))
         data = lowered.compile().runtime_executable().serialize()
         try:
-            steps = _executable.read(data).steps
+            executable = _executable.read(data)
+            steps = executable.steps
             found[name] = [getattr(step, "name", type(step).__name__) for step in steps]
+            found[f"{name}: constants"] = [
+                f"{sum(map(bool, constant.content))} of {len(constant.content)} bytes are not 0"
+                for constant in executable.constants.values()
+            ]
         except _executable.UnknownError as error:
             found[name] = [f"refused: {error}"]
     print(READ + json.dumps(found))

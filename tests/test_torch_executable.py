@@ -14,7 +14,8 @@ from tests.aot_executables import without_torch
 _executable = without_torch("_executable")
 _protobuf, _riegeli = without_torch("_protobuf"), without_torch("_riegeli")
 Allocation, Copy, Fill = _executable.Allocation, _executable.Copy, _executable.Fill
-Slice, UnknownError = _executable.Slice, _executable.UnknownError
+Constant, Slice = _executable.Constant, _executable.Slice
+UnknownError = _executable.UnknownError
 
 SAMPLES = Path(__file__).parent / "executables"
 NEW = ("linear_attention_step", "attention_sinks_gradient")
@@ -228,36 +229,80 @@ def test_a_kernel_in_the_code_of_all():
     )
 
 
-def with_a_constant(number=3, info=((1, b"zeros"), (3, 3)), code=b"\x7fELF of all"):
+SYMBOL = b"buffer_for_constant_22_0"
+CONSTANT_SIZE = 1048576
+
+
+def hlo(name=b"constant.22_0", opcode=b"constant", literal=((8, b"\1" * CONSTANT_SIZE),), count=1):
+    """Instructions with a literal, and with fields that the reader has no name for."""
+    instruction = message((1, name), (2, opcode), (35, 7), (8, message((1, b"shape"), *literal)))
+    computation = message((1, b"main"), *[(2, instruction)] * count)
+    return message((1, message((1, b"module"), (3, computation))), (2, b"the configuration"))
+
+
+def with_a_constant(
+    number=3, info=((1, SYMBOL), (3, 3)), code=b"\x7fELF of all", program=None, size=CONSTANT_SIZE
+):
     """A sample in which an allocation, the third parameter's, is a constant."""
     fields, written = executable()
     every = [fields_of(each) for _, each in fields_of(dict(fields)[10])]
     constant = [
         (1, number),
-        (2, _executable.read(sample(NAMES[0])).allocations[number].size),
+        (2, size if number == 3 else _executable.read(sample(NAMES[0])).allocations[number].size),
         (12, 1),
     ]
     allocations = [constant if (1, number) in each else each for each in every]
     whole = message(*((1, message(*each)) for each in allocations))
-    rest = [field for field in fields if field[0] not in (4, 10)]
-    return written([*rest, (4, code), (10, whole), (12, message(*info))])
+    rest = [field for field in fields if field[0] not in (1, 4, 10)]
+    described = (1, hlo() if program is None else program)
+    return written([*rest, described, (4, code), (10, whole), (12, message(*info))])
 
 
 def test_a_constant_in_the_machine_code():
+    """XLA reserves its memory there, and takes its value from the HLO when it loads the code."""
     found = _executable.read(with_a_constant())
-    assert found.constants == {3: "zeros"} and found.code == b"\x7fELF of all"
-    assert found.allocations[3] == Allocation(1048576, None, True)
+    assert found.constants == {3: Constant(SYMBOL.decode(), b"\1" * CONSTANT_SIZE)}
+    assert found.code == b"\x7fELF of all"
+    assert found.allocations[3] == Allocation(CONSTANT_SIZE, None, True)
+    # Or it writes the value beside the name.
+    beside = ((1, SYMBOL), (3, 3), (2, message((1, b"\2" * CONSTANT_SIZE))))
+    found = _executable.read(with_a_constant(info=beside, program=b""))
+    assert found.constants[3].content == b"\2" * CONSTANT_SIZE
+    short = ((8, b"\1" * 4),)
     for changes, reason in [
-        ({"info": ((1, b"zeros"), (3, 3), (2, message((1, b"0" * 4))))}, "does not hold"),
-        ({"info": ((1, b"zeros"), (3, 1))}, "the constant 1 is not in the allocations"),
-        ({"info": ((1, b"zeros"), (3, 99))}, "the constant 99 is not in the allocations"),
+        ({"program": b""}, "whose value is not known"),
+        ({"program": hlo(name=b"constant.23")}, "whose value is not known"),
+        ({"program": hlo(opcode=b"iota")}, "whose value is not known"),
+        ({"program": hlo(count=2)}, "whose value is not known"),
+        ({"program": hlo(literal=((12, b"complex"),))}, "whose value is not known"),
+        ({"program": hlo(literal=short)}, "has 4 bytes"),
+        ({"info": ((1, SYMBOL), (3, 1))}, "the constant 1 is not in the allocations"),
+        ({"info": ((1, SYMBOL), (3, 99))}, "the constant 99 is not in the allocations"),
         ({"info": ((3, 3),)}, "symbol_name is there 0 times"),
-        ({"info": ((1, b"zeros"), (3, 3), (4, 1))}, "ConstantInfoProto has a field 4"),
+        ({"info": ((1, SYMBOL), (3, 3), (4, 1))}, "ConstantInfoProto has a field 4"),
         ({"code": b""}, "no machine code that holds them"),
-        ({"number": 10, "info": ((1, b"zeros"), (3, 10))}, "a step writes to a constant"),
     ]:
         with pytest.raises(UnknownError, match=reason):
             _executable.read(with_a_constant(**changes))
+    written = ((1, SYMBOL), (3, 10), (2, message((1, b"\2" * found.allocations[10].size))))
+    with pytest.raises(UnknownError, match="a step writes to a constant"):
+        _executable.read(with_a_constant(10, written))
+
+
+@pytest.mark.parametrize(
+    ("literal", "content"),
+    [
+        ((8, b"abcdefgh"), b"abcdefgh"),  # f32s
+        ((4, b"\5" + b"\xff" * 9 + b"\1"), b"\5\0\0\0\xff\xff\xff\xff"),  # s32s: 5 and -1
+        ((2, b"\0\1\1\0\1\1\0\0"), b"\0\1\1\0\1\1\0\0"),  # preds
+        ((7, b"\x80\1"), b"\x80\0\0\0\0\0\0\0"),  # u64s: 128
+    ],
+)
+def test_values_of_constants(literal, content):
+    made = with_a_constant(program=hlo(literal=(literal,)), size=8)
+    with pytest.raises(UnknownError, match="is not in the allocations"):  # a step reads more of it
+        _executable.read(made)
+    assert _executable._literals(hlo(literal=(literal,))) == {SYMBOL.decode(): content}
 
 
 # What is refused
@@ -302,7 +347,7 @@ def to(value):
         ((13,), to(message((1, b""), (62, b""))), "ThunkProto has a field 62"),
         ((13,), to(message((1, b""))), "a step is"),
         ((10, 1), plus((8, 5)), "in the memory space 5"),
-        ((10, 1), plus((12, 1)), "a step reads a constant that its machine code does not hold"),
+        ((10, 1), plus((12, 1)), "a step reads a constant whose value is not known"),
         ((10, 1), plus((13, 1)), "BufferAllocationProto has a field 13"),
         ((10,), plus((1, message((2, 4)))), "two allocations have one number"),
         ((11, 2), to(message((2, 1))), "a result is a parameter"),
@@ -379,12 +424,15 @@ def test_fields_are_named_as_in_xla():
 )
 def test_programs_that_xla_compiles_are_read():
     found = aot_executables.compile_all()
-    assert not [f"{name}: {steps}" for name, steps in found.items() if "refused" in steps[0]]
+    told = {name: steps for name, steps in found.items() if not name.endswith(": constants")}
+    assert not [f"{name}: {steps}" for name, steps in told.items() if "refused" in steps[0]]
     assert found["attention"] == ["attention_forward"]
     assert found["attention, backward"] == ["attention_backward_dq", "attention_backward_dkv"]
     assert found["one query, lengths"][-1] == "attention_forward"
     assert found["linear"][-1] == "linear_attention_output"
-    # A step of it reads a constant.
+    # A step of it reads a constant: ones in a triangle, [64, 128] in float32.
     assert "linear_attention_causal_output" in found["decay"], found["decay"]
+    [constant] = found["decay: constants"]
+    assert constant.endswith(f"of {4 * 64 * 128} bytes are not 0") and not constant.startswith("0 ")
     assert found["states, backward"][-3] == "linear_attention_causal_key_gradient"
     assert found["step"] == ["Copy", "linear_attention_step"]
