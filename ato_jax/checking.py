@@ -11,29 +11,49 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.experimental import checkify
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 # Part of the keys of JAX's caches, so a function that was traced without checks is traced again.
 _checking = jax.make_user_context(False)
 
 
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with checks of values that would otherwise be masked or only set a flag.
+def checked(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, tuple[checkify.Error, Result]]:
+    """Adds to a function the checks of values that are not known when it is traced.
 
-    The checks are: a length out of range, in every op; in linear attention a decay above 0, and
-    features whose sums overflow float32; a page id out of range in `decode_attention`; and every
-    refusal of a `PagedCache`. jit may be inside, around or both.
+    They are: in every op, a length out of range; in linear attention, a decay above 0 and features
+    whose sums overflow float32; in `decode_attention`, a page id out of range; and whatever a
+    `PagedCache` refuses. Without `checked` such a value is clipped or masked, or told by a returned
+    flag alone. `jit` may be inside, around or both. A check costs time: the errors are outputs of
+    the program.
 
     Args:
-      function: any function that JAX can trace.
+      function: Any function that JAX can trace.
 
     Returns:
-      A function of the same arguments that returns (error, what `function` returns), as
-      `jax.experimental.checkify.checkify` does: `error.get()` is the message or None, and
-      `error.throw()` raises it. Calls of `checkify.check` in `function` count, too.
+      A function of the same arguments that returns (error, result). `error.get()` is the message
+      or None, and `error.throw()` raises it, as for `jax.experimental.checkify.checkify`, whose
+      own checks in `function` are found, too.
+
+    Raises:
+      ValueError: `function` is not callable.
+
+    Example:
+      >>> import ato_jax, jax, jax.numpy as jnp
+      >>> q = k = v = jnp.ones((2, 16, 4, 8))
+      >>> @jax.jit
+      ... def attend(q, k, v, lengths):
+      ...     return ato_jax.attention(q, k, v, kv_lengths=lengths)
+      >>> error, out = ato_jax.checked(attend)(q, k, v, jnp.array([3, 99]))
+      >>> error.get()
+      'kv_lengths must lie between 0 and S=16, got [ 3 99] (`check` failed)'
     """
     if not callable(function):
         raise ValueError(f"function must be callable, got {function!r}")

@@ -136,7 +136,28 @@ def interpreting() -> bool:
 
 
 def interpret(value: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside this context Pallas interprets the kernels, on any platform. It is slow, for tests."""
+    """Makes a context in which Pallas interprets the kernels, on any platform.
+
+    Interpreted kernels are slow: use small arrays. Inside it a kernel backend can be named on a
+    machine without a GPU, to test a kernel or a call's options.
+
+    Args:
+      value: False switches it off again, inside another such context.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: `value` is no bool.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q = k = v = jnp.ones((1, 8, 1, 8))
+      >>> with ato_jax.interpret():
+      ...     out = ato_jax.attention(q, k, v, implementation="triton")
+      >>> out.shape
+      (1, 8, 1, 8)
+    """
     if not isinstance(value, bool):
         raise ValueError(f"interpret's value must be True or False, got {value!r}")
     return _interpreted(value)

@@ -36,7 +36,20 @@ PHASES = ("forward", "backward")
 
 
 class UnsupportedError(NotImplementedError):
-    """The request is right, but this backend cannot run it."""
+    """The request is right, but the backend that was asked for does not support it.
+
+    The message lists the reason of each backend that was considered. A request that is wrong for
+    every backend raises a ValueError.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q = k = v = jnp.ones((1, 8, 2, 16))
+      >>> try:
+      ...     ato_jax.attention(q, k, v, implementation="cudnn")
+      ... except ato_jax.UnsupportedError as error:
+      ...     print(error)  # on a CPU
+      attention, forward: cudnn: needs a GPU, and this call runs on cpu
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -449,16 +462,20 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a call would run, and why nothing else: `print` it, or read its fields.
+    """What a call would run, and why nothing else: what `ato_jax.explain` returns.
+
+    A `Choice` is a backend, its block sizes and what chose them.
 
     Attributes:
-      op: the op's name.
-      spec: everything static about the call.
-      device: the device that it would run on.
-      forward: the `Choice` (backend, config) of the forward pass of a call whose derivative is not
-        taken; None where no backend fits.
-      recorded, backward: the two passes of a call whose derivative is taken, likewise.
-      reasons: `reasons[backend][phase]` is why the backend cannot run the phase; None if it can.
+      op: "attention" or "linear_attention".
+      spec: Everything static about the call.
+      device: Where it would run.
+      forward: The `Choice` of the forward pass where no derivative is taken; None where no backend
+        supports it.
+      recorded: The `Choice` of the forward pass where a derivative is taken.
+      backward: The `Choice` of the backward pass.
+      reasons: reasons[backend][phase] is None where the backend supports the phase ("forward" or
+        "backward"), or the reason why it does not.
     """
 
     op: str
@@ -471,6 +488,7 @@ class Explanation:
 
     @property
     def implementation(self) -> str | None:
+        """The backend of the forward pass, or None."""
         return self.forward.backend if self.forward else None
 
     def __str__(self) -> str:

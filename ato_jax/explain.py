@@ -19,13 +19,27 @@ APIS: dict[str, Any] = {
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Explanation:
-    """Which backend and block sizes a call would run, and each other backend's reason.
+    """Tells, without running it, which backend and block sizes a call would use, and why.
 
     Args:
-      op: `ato_jax.attention` or `ato_jax.linear_attention`, or the name of one.
-      *args, **kwargs: the call's own arguments, as arrays or `jax.ShapeDtypeStruct`s.
+      op: `ato_jax.attention` or `ato_jax.linear_attention`, or the name of one of them.
+      *args: The call's own arguments: arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: The call's own options.
 
-    Raises the errors that the call itself would raise for wrong arguments. Nothing is computed.
+    Returns:
+      An `Explanation`: print it, or read its fields.
+
+    Raises:
+      ValueError: `op` is none of these, or the call itself would raise it.
+
+    Example:
+      >>> import ato_jax, jax, jax.numpy as jnp
+      >>> q = k = v = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
+      >>> explanation = ato_jax.explain(ato_jax.attention, q, k, v, causal=True)
+      >>> explanation.implementation  # on a CPU
+      'xla'
+      >>> explanation.reasons["cudnn"]["forward"]
+      'needs a GPU, and this call runs on cpu'
     """
     # By identity, since ato_torch has functions of the same names with other meanings.
     names = {getattr(api, name): name for name, api in APIS.items()} | {name: name for name in APIS}

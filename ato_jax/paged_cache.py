@@ -22,34 +22,55 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from ato_jax import checking, programs, shapes
+from ato_jax.ops.common import Integers
 
 # Pages that `defragment` moves in one step: what it needs beside the cache.
 MOVED_AT_ONCE = 64
 
 
 class PagedCache(NamedTuple):
-    """A cache in pages for `decode_attention`: immutable, every operation returns the next one.
+    """A cache of keys and values in pages, for `decode_attention`.
 
-        cache = ato_jax.PagedCache.empty(
-            16, 4096, num_pages=2048, page_size=16, num_kv_heads=8, head_dim=128
-        )
-        cache, slot = cache.allocate()
-        cache, fits = cache.append(k, v, slots=slot[None])  # [1, T, G, D]: a prompt
-        cache, fits = cache.append(k, v)  # [B, 1, G, D]: a token for every sequence
-        out = ato_jax.decode_attention(
-            q, cache.k_pages, cache.v_pages, cache.page_table, cache.lengths
-        )
+        key j of the sequence in slot b is row j % page of page page_table[b, j // page]
 
-    Everything works inside jit, where the sizes are static and nothing else is, and in place where
-    the caller's jit donates the cache: `jax.jit(step, donate_argnums=0)`. Outside of jit, or
-    without donation, an operation that writes into pages copies them all. (So does XLA on a CPU
-    where they are bfloat16, as of JAX 0.10.2.)
+    It is immutable: every operation returns the next cache. All operations work inside `jit`, where
+    only the sizes are static, and in place where the caller's `jit` donates the cache:
+    `jax.jit(step, donate_argnums=0)`. Outside of `jit`, or without donation, an operation that
+    writes into pages copies them all. (XLA does so on a CPU for bfloat16 pages, as of JAX 0.10.2.)
 
-    What cannot be done is not done at all: nothing is written, no page is taken. Outside of jit
-    that is a ValueError; inside, where no value is known, the flag or the slot that is returned
-    says so, and `ato_jax.checked` finds an error with the same message.
+    An operation that cannot be carried out changes nothing. Outside of `jit` it raises a
+    ValueError. Inside, where values are not known, the flag or the slot that it returns says so,
+    and `ato_jax.checked` reports an error with the same message.
+
+    Make one with `PagedCache.empty`.
+
+    Attributes:
+      k_pages: [P, page, G, D].
+      v_pages: [P, page, G, V].
+      page_table: int32 [B, pages]: the pages of each slot's sequence, -1 beyond its last one.
+      lengths: int32 [B]: keys of each sequence.
+      active: bool [B]: the slots that are allocated.
+      references: int32 [P]: in how many entries of page_table each page is.
+      free_pages: int32 [P]: the free pages, as a stack of `available` entries.
+      available: int32 []: how many pages are free.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> cache = ato_jax.PagedCache.empty(
+      ...     2, 64, num_pages=8, page_size=16, num_kv_heads=2, head_dim=32, dtype=jnp.float32
+      ... )
+      >>> cache, slot = cache.allocate()
+      >>> prompt = jnp.ones((1, 20, 2, 32))  # [N, T, G, D]
+      >>> cache, fits = cache.append(prompt, prompt, slots=slot[None])
+      >>> q = jnp.ones((2, 1, 8, 32))  # [B, T, H, D]: one query for each slot
+      >>> out = ato_jax.decode_attention(
+      ...     q, cache.k_pages, cache.v_pages, cache.page_table, cache.lengths
+      ... )
+      >>> out.shape, cache.lengths.tolist()
+      ((2, 1, 8, 32), [20, 0])
     """
 
     k_pages: jax.Array  # [P, page, G, D]
@@ -72,16 +93,33 @@ class PagedCache(NamedTuple):
         num_kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
     ) -> PagedCache:
-        """A cache that holds nothing.
+        """Makes a cache that holds nothing.
 
         Args:
-          num_slots: B, how many sequences there can be at a time.
-          max_length: how long each can get, up to whole pages.
-          num_pages, page_size: P pages of `page` keys each, shared by all sequences.
-          num_kv_heads, head_dim, v_head_dim: G, D and V; V is D unless given.
+          num_slots: B, the most sequences at a time.
+          max_length: The most keys of a sequence, rounded up to whole pages.
+          num_pages: P, pages that all sequences share.
+          page_size: page, keys in a page.
+          num_kv_heads: G.
+          head_dim: D.
+          v_head_dim: V; D unless given.
           dtype: float16, bfloat16 or float32.
+
+        Returns:
+          The cache, every page free and no slot allocated.
+
+        Raises:
+          ValueError: A size is no int of at least 1, or dtype is none of these.
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> cache.k_pages.shape, int(cache.available)
+          ((4, 4, 1, 8), 4)
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         B, length, P, page, G, D, V = (
@@ -112,7 +150,19 @@ class PagedCache(NamedTuple):
         """Takes a slot for a new, empty sequence.
 
         Returns:
-          (the cache, the slot): -1 inside jit where all slots are taken.
+          (cache, slot): slot is an int32 scalar. Inside `jit` it is -1 where all slots are taken.
+
+        Raises:
+          ValueError: All slots are taken (outside of `jit`).
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> cache, slot = cache.allocate()
+          >>> int(slot)
+          0
         """
         sizes = _bind(self)
         cache, slot, fine = _allocate(self)
@@ -120,22 +170,43 @@ class PagedCache(NamedTuple):
         return cache, slot
 
     def append(
-        self, k: Any, v: Any, *, slots: Any = None, counts: Any = None
+        self,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        slots: Integers | None = None,
+        counts: Integers | None = None,
     ) -> tuple[PagedCache, jax.Array]:
-        """Puts T new keys and values behind those of each sequence, or of some.
+        """Appends up to T keys and values to N sequences.
+
+        A last page that is shared with another sequence and partly filled is copied first.
 
         Args:
-          k: [N, T, G, D], in the cache's dtype.
-          v: [N, T, G, V].
-          slots: [N] integers, whose they are, none twice; -1 is nobody. None means all slots,
-            N = B, and then the free ones take nothing.
-          counts: [N] integers from 0 to T, how many of the T are there; the rest is padding. None
-            means all.
+          k: [N, T, G, D] in the cache's dtype.
+          v: [N, T, G, V] in the cache's dtype.
+          slots: Integers [N]: whose keys they are, no slot twice; -1 drops the entry. None means
+            every slot: N = B, and entries of slots that are not allocated are dropped.
+          counts: Integers [N] from 0 to T: how many of the T there are, the rest being padding.
+            None means T.
 
         Returns:
-          (the cache, whether it all fitted): False inside jit where there were too few pages, or a
-          sequence would get longer than its row of the table, or an argument is not as above. Then
-          the cache is what it was.
+          (cache, fits): fits is a bool scalar. Inside `jit` it is False where there are too few
+          pages, a sequence would outgrow its row of the table, or slots or counts are wrong; the
+          cache is then unchanged.
+
+        Raises:
+          ValueError: Shapes or dtypes are wrong; or, outside of `jit`, any of the above.
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> cache, slot = cache.allocate()
+          >>> token = jnp.ones((2, 1, 1, 8))  # [B, T, G, D]: an entry for every slot
+          >>> cache, fits = cache.append(token, token)
+          >>> bool(fits), cache.lengths.tolist()
+          (True, [1, 0])
         """
         sizes = _bind(self)
         k, v = (
@@ -171,17 +242,35 @@ class PagedCache(NamedTuple):
         _require(fine, messages, numbers | given)
         return cache, fits
 
-    def fork(self, slot: Any, length: Any = None) -> tuple[PagedCache, jax.Array]:
-        """Takes a slot for a sequence that goes on from another, whose pages it shares.
+    def fork(
+        self, slot: ArrayLike, length: ArrayLike | None = None
+    ) -> tuple[PagedCache, jax.Array]:
+        """Takes a slot for a sequence that continues another one, and shares its pages.
+
+        To take keys back from a sequence, fork it with a smaller `length` and free it.
 
         Args:
-          slot: an integer, the other's.
-          length: how many of its keys; None means all. To take keys back from a sequence, fork it
-            with fewer and free it.
+          slot: An integer: the slot of the sequence to continue.
+          length: An integer: how many of its keys the new sequence has; None means all.
 
         Returns:
-          (the cache, the new slot): -1 inside jit where all slots are taken, or there is no such
-          sequence, or it is shorter.
+          (cache, new slot): the slot is an int32 scalar. Inside `jit` it is -1 where all slots are
+          taken, `slot` is not allocated or its sequence is shorter than `length`.
+
+        Raises:
+          ValueError: An argument is no integer; or, outside of `jit`, any of the above.
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> cache, slot = cache.allocate()
+          >>> prompt = jnp.ones((1, 6, 1, 8))
+          >>> cache, _ = cache.append(prompt, prompt, slots=slot[None])
+          >>> cache, other = cache.fork(slot)
+          >>> cache.lengths.tolist(), int(cache.available)  # 6 keys in 2 of the 4 pages, shared
+          ([6, 6], 2)
         """
         sizes = _bind(self)
         given = {"slot": _scalar("slot", slot)}  # as they came, for the messages
@@ -198,12 +287,28 @@ class PagedCache(NamedTuple):
         _require(fine, messages, numbers | given)
         return cache, new
 
-    def free(self, slots: Any) -> PagedCache:
-        """Ends sequences: their slots are free, and so are the pages that no other one shares.
+    def free(self, slots: Integers) -> PagedCache:
+        """Ends sequences: frees their slots, and the pages that no other sequence shares.
 
         Args:
-          slots: an integer or [N] of them; -1 is nobody. Inside jit, what is no sequence's is
-            left out.
+          slots: An integer or integers [N]; -1 is ignored. Inside `jit`, so is a slot that is not
+            allocated.
+
+        Returns:
+          The cache.
+
+        Raises:
+          ValueError: slots are no integers; or, outside of `jit`, one of them is not allocated.
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> cache, slot = cache.allocate()
+          >>> cache = cache.free(slot)
+          >>> cache.active.tolist()
+          [False, False]
         """
         sizes = _bind(self)
         slots = shapes.integers("slots", slots).reshape(-1)
@@ -212,18 +317,53 @@ class PagedCache(NamedTuple):
         return cache
 
     def defragment(self) -> PagedCache:
-        """Moves pages so that those in use are the first: no other page is needed to hold them.
+        """Moves the pages in use to the front, so that a shorter array would hold them.
 
-        Only pages that lie behind the last place move. Their ids change in the table, what the
-        sequences hold does not.
+        Only pages at or beyond the number of pages in use are moved. Their ids in the table change;
+        the keys and values of the sequences do not.
+
+        Returns:
+          The cache.
+
+        Raises:
+          ValueError: The cache's arrays are not as a `PagedCache` has them.
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> prompts = jnp.ones((2, 3, 1, 8))
+          >>> cache, first = cache.allocate()
+          >>> cache, second = cache.allocate()
+          >>> cache, _ = cache.append(prompts, prompts)
+          >>> cache = cache.free(first)
+          >>> cache.page_table[second].tolist(), cache.defragment().page_table[second].tolist()
+          ([1, -1], [0, -1])
         """
         _bind(self)
         return _defragment(self)
 
     def contiguous(self) -> tuple[jax.Array, jax.Array]:
-        """Copies of all keys and values in a row, [B, S, G, D] and [B, S, G, V], S = pages * page.
+        """Copies each slot's keys and values into one row, S = pages * page.
 
-        Beyond a sequence's length is whatever the pages hold: give `attention` the lengths.
+        Beyond a sequence's length a row holds whatever the pages hold: give `attention` the
+        lengths.
+
+        Returns:
+          (k, v): [B, S, G, D] and [B, S, G, V].
+
+        Raises:
+          ValueError: The cache's arrays are not as a `PagedCache` has them.
+
+        Example:
+          >>> import ato_jax, jax.numpy as jnp
+          >>> cache = ato_jax.PagedCache.empty(
+          ...     2, 8, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+          ... )
+          >>> k, v = cache.contiguous()
+          >>> k.shape
+          (2, 8, 1, 8)
         """
         _bind(self)
 

@@ -151,18 +151,26 @@ def program_limit(limit: int | None) -> None:
     """Sets how many compiled programs stay in memory, on each platform.
 
     A program is a call with its options, shapes and dtypes, forward and backward. The calls of
-    ato_jax outside of `jax.jit` and those of ato_torch are counted separately. Beyond the limit the
-    program that was unused for longest is dropped, and its memory is freed. A warning says once if
-    a dropped program is needed again. Programs that a CUDA graph has captured are never dropped.
+    ato_jax outside of `jax.jit` and those of ato_torch are counted apart. Beyond the limit the
+    least recently used program is dropped and its memory is freed. If it is needed again, it is
+    compiled again, and a warning says so once. Programs captured into a CUDA graph are kept.
 
     Args:
-      limit: an int of at least 1. None means the environment's ATO_PROGRAM_LIMIT, or 128 on a CPU
-        and 512 on a GPU where that is not set.
+      limit: At least 1. None for the value of the environment variable ATO_PROGRAM_LIMIT, or, where
+        that is not set, 128 on a CPU and 512 on a GPU.
+
+    Raises:
+      ValueError: `limit` is neither None nor an int of at least 1.
+
+    Example:
+      >>> import ato_jax
+      >>> ato_jax.program_limit(1000)
+      >>> ato_jax.program_limit(None)
     """
     global _chosen
     given: object = limit  # of any type, whatever the annotation says
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise ValueError(f"limit must be None or an int of at least 1, got {limit!r}")
+        raise ValueError(f"limit must be None or an int of at least 1, got {given!r}")
     _chosen = limit
     for each in list(_everyone):
         each.trim()

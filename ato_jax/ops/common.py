@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ato_jax import checking, shapes
+
+# Lengths, ids and offsets: an array, or a list on the host.
+Integers = ArrayLike | Sequence[int]
+Precision = jax.lax.PrecisionLike
 
 LAYOUTS = ("bthd", "bhtd")
 

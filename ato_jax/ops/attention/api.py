@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ato_jax import dispatch, shapes
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.common import (
+    Integers,
+    Precision,
     axes,
     bind_lengths,
     bind_qkv,
@@ -23,6 +26,9 @@ from ato_jax.ops.common import (
     pad_to_one,
     precision_of,
 )
+
+# (left, right): keys to the left and to the right of a query's position, None for no bound.
+Window = tuple[int | None, int | None]
 
 # The kernel for a few queries of each sequence and a long cache, in pages or not.
 PAGED = "triton.paged"
@@ -231,66 +237,129 @@ def dropout_seed(key: Any) -> jax.Array:
     return shapes.draw("dropout_key", key, lambda key: jax.random.bits(key, (2,), jnp.uint32))
 
 
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, causal: bool = ..., window: Window | None = ...,
+    query_offset: Integers | None = ..., bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ..., segment_ids: Integers | None = ...,
+    q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
+    q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
+    softcap: float | None = ..., sinks: ArrayLike | None = ..., scale: float | None = ...,
+    dropout_rate: float = ..., dropout_key: jax.Array | None = ...,
+    return_lse: Literal[False] = ..., layout: str = ..., precision: Precision = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, causal: bool = ..., window: Window | None = ...,
+    query_offset: Integers | None = ..., bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ..., segment_ids: Integers | None = ...,
+    q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
+    q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
+    softcap: float | None = ..., sinks: ArrayLike | None = ..., scale: float | None = ...,
+    dropout_rate: float = ..., dropout_key: jax.Array | None = ...,
+    return_lse: Literal[True], layout: str = ..., precision: Precision = ...,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
     causal: bool = False,
-    window: Any = None,
-    query_offset: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    segment_ids: Any = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    softcap: Any = None,
-    sinks: Any = None,
-    scale: Any = None,
-    dropout_rate: Any = 0.0,
-    dropout_key: Any = None,
+    window: Window | None = None,
+    query_offset: Integers | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    segment_ids: Integers | None = None,
+    q_segment_ids: Integers | None = None,
+    kv_segment_ids: Integers | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     return_lse: bool = False,
     layout: str = "bthd",
-    precision: Any = None,
+    precision: Precision = None,
     implementation: str | None = None,
-) -> Any:
-    """Exact softmax attention, in memory linear in T and S.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes exact softmax attention, in memory linear in T and S.
 
-        s[i,j] = scale * q_i . k_j ; softcap: c * tanh(s / c) ; + bias ; masked where hidden
+        s[i,j] = scale * q_i . k_j ; softcap: c * tanh(s / c) ; + bias ; masked where not visible
         out_i  = softmax over j (and over the sink logit, which has no value) . v
 
+    Sums are float32 for every input dtype. The gradients of q, k, v, bias and sinks are computed
+    block by block, too: no pass holds an array of T times S elements.
+
     Args:
-      q: [B, T, H, D]; the batch axis may be missing, here and everywhere.
-      k: [B, S, G, D] with H % G == 0: query head h reads kv head h // (H // G).
-      v: [B, S, G, V].
-      causal: query i sees key j iff j <= position(i) = kv_length - q_length + i: the last query
-        sees the last key.
-      window: (left, right): keys from position - left to position + right, None for no bound.
-      query_offset: an int or [B]; puts query i at position query_offset + i (0: top left).
-      bias: added to the scores, broadcastable to [B, H, T, S], differentiable; -inf hides.
-      mask: boolean, broadcastable to [B, H, T, S]; False hides.
-      segment_ids: [B, T] for both sides, T = S; only equal ids see each other.
-      q_segment_ids, kv_segment_ids: [B, T] and [B, S], in place of `segment_ids`.
-      q_lengths, kv_lengths: [B]; what lies beyond is padding. Where T = S, one gives both.
-      softcap: c, limits the scores to (-c, c).
-      sinks: [H], one more logit for every query of a head.
-      scale: D**-0.5 unless given.
-      dropout_rate, dropout_key: weights dropped at random, keyed by position.
-      return_lse: return (out, lse).
-      layout: "bthd", or "bhtd" for [B, H, T, D] (and lse [B, H, T]; bias and mask as ever).
-      precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round to
-        TF32, but not with a softcap or sinks, whose gradients that would spoil.
-      implementation: None (the fastest that supports the request here), "triton", "cudnn",
-        "xla" or "reference"; "triton.wide" is those of Triton's kernels that take heads beyond
-        512, over up to 256 queries and keys. cuDNN, which None may mean, does not promise the same
-        gradients to the last bit from run to run; the others give them.
+      q: Queries [B, T, H, D], float16, bfloat16 or float32. B may be missing, and then it is
+        missing from every other argument and from the results.
+      k: Keys [B, S, G, D] in q's dtype. H is a multiple of G: query head h reads key/value head
+        h // (H // G).
+      v: Values [B, S, G, V] in q's dtype.
+      causal: Query i sees key j if and only if j <= position(i). Without `query_offset`,
+        position(i) = kv_length - q_length + i, so the last query sees the last key.
+      window: (left, right): query i sees the keys from position(i) - left to position(i) + right.
+        Each is an int >= 0, or None for no bound. Blocks outside the window are skipped.
+      query_offset: An int or integers [B]: position(i) = query_offset + i. The mask of
+        `torch.nn.functional.scaled_dot_product_attention(is_causal=True)` has query_offset = 0.
+      bias: Added to the scores: floats that broadcast to [B, H, T, S]. -inf hides a key. Its
+        gradient is summed over the axes that were broadcast.
+      mask: Booleans that broadcast to [B, H, T, S]. False hides a key.
+      segment_ids: Integers [B, T], for queries and keys alike (T = S). A query sees the keys of
+        its own id alone.
+      q_segment_ids: Integers [B, T], together with `kv_segment_ids` in place of `segment_ids`.
+      kv_segment_ids: Integers [B, S].
+      q_lengths: Integers [B]: queries from there on are padding and give 0. Where T = S, it also
+        sets a missing `kv_lengths`.
+      kv_lengths: Integers [B]: keys from there on are padding and are never seen; a NaN among them
+        reaches no output. Where T = S, it also sets a missing `q_lengths`.
+      softcap: c > 0: the scores are limited to (-c, c).
+      sinks: Floats [H]: one more logit in the softmax of every query of a head, without a value.
+      scale: Factor of the scores; D ** -0.5 unless given.
+      dropout_rate: Probability in [0, 1) with which a weight is dropped; the others are divided by
+        1 - dropout_rate.
+      dropout_key: JAX random key, needed where dropout_rate > 0. Which weights are dropped depends
+        on the key and on the position alone, in every backend.
+      return_lse: Return (out, lse) in place of out.
+      layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D] and lse [B, H, T]. Axes of bias and
+        mask stay [B, H, T, S].
+      precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
+        the factors to TF32. With a softcap or sinks the products are exact regardless, since TF32
+        would spoil these gradients. Other dtypes ignore it.
+      implementation: None for the fastest backend that supports the call on this device, or one of
+        "triton", "triton.wide" (heads beyond 512 and up to 256 queries and keys), "cudnn", "xla"
+        and "reference". Gradients by cuDNN, which None may choose, may differ in the last bit from
+        run to run; those of the other backends do not.
 
     Returns:
-      out [B, T, H, V] in v's dtype, or (out, lse) with `return_lse`: lse is the natural-log
-      normaliser, float32 [B, T, H], sink included. A query that sees nothing gives 0, and -inf
-      (the sink's logit where there is one; lse's gradient then goes to it, but for padded queries).
+      out [B, T, H, V] in v's dtype; with `return_lse` the pair (out, lse). lse is the natural
+      logarithm of the softmax's denominator, sink included: float32 [B, T, H], differentiable. For
+      a query that sees no key, out is 0 and lse is -inf, or the sink's logit where there are sinks.
+
+    Raises:
+      ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
+        names it, what it was and what it has to be.
+      UnsupportedError: The backend named by `implementation` does not support this call on this
+        device; the message says why.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q = jnp.ones((2, 16, 8, 32))  # [B, T, H, D]
+      >>> k = v = jnp.ones((2, 16, 2, 32))  # [B, S, G, D]
+      >>> out = ato_jax.attention(q, k, v, causal=True, window=(7, 0))
+      >>> out.shape
+      (2, 16, 8, 32)
+      >>> out, lse = ato_jax.attention(q, k, v, return_lse=True)
+      >>> lse.shape
+      (2, 16, 8)
     """
     request = prepare(
         q,

@@ -12,73 +12,122 @@ derivative, the pages are put in a row and `attention` goes over them.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ato_jax import checking, device, programs, shapes, tuning
 from ato_jax.device import Device
 from ato_jax.dispatch import UnsupportedError
-from ato_jax.ops.attention.api import OP, PAGED, attention, bind_sinks, bounds
+from ato_jax.ops.attention.api import OP, PAGED, Window, attention, bind_sinks, bounds
 from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import AttentionSpec
-from ato_jax.ops.common import check_heads, check_lengths, is_batched, with_batch
+from ato_jax.ops.common import Integers, check_heads, check_lengths, is_batched, with_batch
 
 # Those that None may mean; "reference" runs where it is named.
 BACKENDS = ("xla", "triton")
 
 
+@overload
 def decode_attention(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any = None,
-    page_table: Any = None,
-    lengths: Any = None,
+    q: ArrayLike, k_pages: ArrayLike, v_pages: ArrayLike | None = ...,
+    page_table: Integers | None = ..., lengths: Integers | None = ..., *,
+    value_dim: int | None = ..., k_scale_pages: ArrayLike | None = ...,
+    v_scale_pages: ArrayLike | None = ..., window: Window | None = ...,
+    softcap: float | None = ..., sinks: ArrayLike | None = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ..., implementation: str | None = ...,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def decode_attention(
+    q: ArrayLike, k_pages: ArrayLike, v_pages: ArrayLike | None = ...,
+    page_table: Integers | None = ..., lengths: Integers | None = ..., *,
+    value_dim: int | None = ..., k_scale_pages: ArrayLike | None = ...,
+    v_scale_pages: ArrayLike | None = ..., window: Window | None = ...,
+    softcap: float | None = ..., sinks: ArrayLike | None = ..., scale: float | None = ...,
+    return_lse: Literal[True], implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+def decode_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike | None = None,
+    page_table: Integers | None = None,
+    lengths: Integers | None = None,
     *,
     value_dim: int | None = None,
-    k_scale_pages: Any = None,
-    v_scale_pages: Any = None,
-    window: Any = None,
-    softcap: Any = None,
-    sinks: Any = None,
-    scale: Any = None,
+    k_scale_pages: ArrayLike | None = None,
+    v_scale_pages: ArrayLike | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:
-    """Attention of the T newest queries of each sequence against a cache, in pages or not.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes attention of each sequence's T newest queries against its cached keys and values.
 
-    The queries are causal among themselves; their own keys and values are in the cache already,
-    and counted in `lengths`. Only the pages that hold a sequence's first `lengths` keys are read:
-    the other ids in its row of the table may be anything, and no NaN in unused rows or pages gets
-    into an output. Of the pages that are used an id out of range is refused where table and
-    lengths are on the host; on a device its keys are read from nowhere and seen by nobody.
-    `ato_jax.checked` makes an error of it, and of a length beyond the table.
+        position(i) = lengths[b] - T + i ; query i sees key j iff j <= position(i)
+        key j of sequence b is row j % page of page page_table[b, j // page], or, without a table,
+        row j of sequence b
+        s[i,j] = scale * q_i . k_j ; softcap: c * tanh(s / c)
+        out_i  = softmax over j (and over the sink logit, which has no value) . v
+
+    The keys and values of the T queries are in the cache already, and `lengths` counts them. Only
+    pages that hold one of a sequence's first `lengths` keys are read: the other entries of
+    page_table may hold anything, and a NaN in an unused row or page reaches no output. A page id
+    out of range is an error where page_table and lengths are on the host. On a device, values are
+    not waited for: keys of such a page are skipped, and `ato_jax.checked` reports the id, as it
+    reports a length beyond the table.
 
     Args:
-      q: [B, T, H, D], T from 1 to 16; the batch axis may be missing, here and everywhere but in
-        pages: [pages] is the table of one sequence, and its length a scalar.
-      k_pages: [P, page, G, D] with H % G == 0; the query heads of a group share each key. Without
-        a table [B, S, G, D]: every sequence's keys in a row.
-      v_pages: [P, page, G, V], or [B, S, G, V]. None: the values are the first `value_dim` columns
-        of the keys, and read once, as latent attention has them.
-      page_table: [B, pages] integers: which page holds keys 0 to page - 1, which the next, ...
-      lengths: [B] integers, keys per sequence, the T newest included. Without a table None means
-        all S.
-      value_dim: V, where there are no `v_pages`.
-      k_scale_pages, v_scale_pages: float32 [P, page, G], or [B, S, G]: what each row is to be
-        multiplied by. For pages in int8 or float8_e4m3fn, and needed there.
-      window: (left, right): keys from position - left on, None for no bound.
-      softcap, sinks, scale, return_lse: as in `attention`.
-      implementation: "triton", the kernel that reads pages where they lie; "xla" or "reference",
-        which copy them; or None: the kernel where the device's table has it as the faster, else
-        XLA.
+      q: Queries [B, T, H, D] with T from 1 to 16: float16, bfloat16 or float32. B may be missing,
+        and then it is missing from `lengths`, `page_table`, caches without pages and results.
+      k_pages: Keys [P, page, G, D] in q's dtype, int8 or float8_e4m3fn. H is a multiple of G; the
+        query heads of a group share each key that is loaded. Without `page_table`: [B, S, G, D].
+      v_pages: Values [P, page, G, V] in k_pages' dtype, or [B, S, G, V] without `page_table`. None
+        means that the first `value_dim` columns of the keys are the values, as in latent attention.
+      page_table: Integers [B, pages]: the page of keys 0 to page - 1, the page of the next, ...
+      lengths: Integers [B]: keys of each sequence, its T newest included. Needed with a
+        `page_table`; without one, None means S.
+      value_dim: V, where `v_pages` is None.
+      k_scale_pages: float32 [P, page, G], or [B, S, G] without `page_table`: the factor of each
+        row of k_pages. Needed for 8-bit keys, refused for others.
+      v_scale_pages: The same for v_pages.
+      window: (left, right): query i sees keys from position(i) - left on; None for no bound. The
+        right bound has no effect, since decoding is causal.
+      softcap: c > 0: the scores are limited to (-c, c).
+      sinks: Floats [H]: one more logit in the softmax of every query of a head, without a value.
+      scale: Factor of the scores; D ** -0.5 unless given.
+      return_lse: Return (out, lse) in place of out.
+      implementation: "triton" reads the pages where they are; "xla" and "reference" first copy
+        each sequence's keys and values into one row. None takes the kernel where the tuned table
+        has it as the faster one on this device, and XLA elsewhere.
 
     Returns:
-      out [B, T, H, V] in q's dtype, or (out, lse) with `return_lse`: lse float32 [B, T, H]. A query
-      that sees nothing, as in an empty sequence, gives 0, and -inf (the sink's logit where there is
-      one).
+      out [B, T, H, V] in q's dtype; with `return_lse` the pair (out, lse), lse the natural
+      logarithm of the softmax's denominator, float32 [B, T, H]. For a query that sees no key, as in
+      an empty sequence, out is 0 and lse is -inf, or the sink's logit where there are sinks.
+
+    Raises:
+      ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
+        names it, what it was and what it has to be.
+      UnsupportedError: The backend named by `implementation` does not support this call on this
+        device; the message says why.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q = jnp.ones((2, 1, 8, 32))  # [B, T, H, D]
+      >>> pages = jnp.ones((6, 16, 2, 32))  # [P, page, G, D]
+      >>> page_table = [[3, 0], [5, -1]]  # sequence 1 fits into one page
+      >>> out = ato_jax.decode_attention(q, pages, pages, page_table, [20, 7])
+      >>> out.shape
+      (2, 1, 8, 32)
     """
     q = shapes.floating("q", q)
     k_pages = _pages("k_pages", k_pages, str(q.dtype))

@@ -13,34 +13,51 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from ato_jax import device, meshes, shapes
 from ato_jax.ops.attention import blocks
-from ato_jax.ops.attention.api import prepare
+from ato_jax.ops.attention.api import Window, prepare
 from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs
-from ato_jax.ops.common import LAYOUTS, axes, with_batch
+from ato_jax.ops.common import LAYOUTS, Integers, Precision, axes, with_batch
 
 
-def combine(outs: Any, lses: Any, *, layout: str = "bthd") -> tuple[jax.Array, jax.Array]:
-    """Merges attention over parts of the keys into attention over all of them.
+def combine(
+    outs: jax.Array | Sequence[ArrayLike],
+    lses: jax.Array | Sequence[ArrayLike],
+    *,
+    layout: str = "bthd",
+) -> tuple[jax.Array, jax.Array]:
+    """Merges attention over N parts of the keys into attention over all of them.
 
         lse = log sum_n exp(lse_n),  out = sum_n exp(lse_n - lse) out_n
 
-    Split-KV decoding, piecewise attention and context parallelism all end with this. A piece
-    with lse -inf saw nothing and counts for nothing, whatever its out holds; where no piece saw
-    anything, out is 0 and lse -inf, and so are their gradients 0. Sinks belong to one piece, also
-    for queries that see none of its keys: there lse is the sink's logit, and the only way by which
-    the gradient of what the other pieces found reaches it.
+    Split-KV decoding, piecewise attention and context parallelism all end with this sum. A part
+    with lse -inf saw nothing: its out is ignored, whatever it holds. Where no part saw anything,
+    out is 0, lse is -inf, and their gradients are 0. Give the sinks of a call to exactly one of the
+    parts, also for queries that see none of its keys; its lse is then the sink's logit there, and
+    carries the gradient.
 
     Args:
-      outs: N pieces [B, T, H, V], a sequence or stacked to [N, B, T, H, V]; the batch axis may
-        be missing.
-      lses: as many [B, T, H], float32: what `attention(..., return_lse=True)` returned.
-      layout: "bthd", or "bhtd" for [B, H, T, V] and [B, H, T].
+      outs: N arrays [B, T, H, V], as a sequence or stacked to [N, B, T, H, V]. B may be missing.
+      lses: N arrays [B, T, H], likewise, float32: from `attention(..., return_lse=True)`.
+      layout: "bthd", or "bhtd" for outs [B, H, T, V] and lses [B, H, T].
 
     Returns:
-      out in the pieces' dtype, and lse in float32.
+      (out, lse): out [B, T, H, V] in the parts' dtype and lse [B, T, H] float32.
+
+    Raises:
+      ValueError: There is no part, or the parts differ in shape or dtype, or lses do not fit outs.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q, k, v = (jnp.ones((1, 8, 2, 16)) for _ in range(3))  # [B, T, H, D]
+      >>> first = ato_jax.attention(q, k[:, :5], v[:, :5], return_lse=True)
+      >>> second = ato_jax.attention(q, k[:, 5:], v[:, 5:], return_lse=True)
+      >>> out, lse = ato_jax.combine(*zip(first, second))
+      >>> bool(jnp.allclose(out, ato_jax.attention(q, k, v)))
+      True
     """
     shapes.one_of("layout", layout, LAYOUTS)
     out, lse = _stacked("outs", outs), _stacked("lses", lses)
@@ -74,38 +91,65 @@ def _stacked(name: str, pieces: Any) -> jax.Array:
 
 
 def total_attention(
-    q: Any,
-    k: Any,
-    lse: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    lse: ArrayLike,
     *,
     causal: bool = False,
-    window: Any = None,
-    query_offset: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    segment_ids: Any = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    softcap: Any = None,
-    scale: Any = None,
+    window: Window | None = None,
+    query_offset: Integers | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    segment_ids: Integers | None = None,
+    q_segment_ids: Integers | None = None,
+    kv_segment_ids: Integers | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
     layout: str = "bthd",
-    precision: Any = None,
+    precision: Precision = None,
 ) -> jax.Array:
-    """The attention that each key received, summed over the queries: sum_i exp(s[i,j] - lse_i).
+    """Computes the attention that each key received, summed over the queries.
 
-    Which keys a cache may drop is decided by this. The options are those of the `attention` call
-    that returned `lse`; its sinks are in `lse` already, its dropout does not count. Memory is
-    linear in T and S, the result differentiable in q, k, lse and bias, to any order.
+        total_j = sum_i exp(s[i,j] - lse_i)
+
+    A cache can use it to choose which keys to drop. The options must be those of the `attention`
+    call that returned `lse`. Its sinks are part of `lse`; its dropout has no effect here. Memory is
+    linear in T and S. The result is differentiable in q, k, lse and bias, to any order.
 
     Args:
-      q: [B, T, H, D]; the batch axis may be missing, here and everywhere.
-      k: [B, S, G, D].
-      lse: [B, T, H] ([B, H, T] with layout "bhtd"), as `attention(..., return_lse=True)` gives it.
+      q: Queries [B, T, H, D]; B may be missing, as in `attention`.
+      k: Keys [B, S, G, D].
+      lse: float32 [B, T, H], as `attention(..., return_lse=True)` returns it.
+      causal: As in `attention`, like all that follow.
+      window: (left, right).
+      query_offset: An int or integers [B].
+      bias: Floats that broadcast to [B, H, T, S].
+      mask: Booleans that broadcast to [B, H, T, S].
+      segment_ids: Integers [B, T].
+      q_segment_ids: Integers [B, T].
+      kv_segment_ids: Integers [B, S].
+      q_lengths: Integers [B].
+      kv_lengths: Integers [B].
+      softcap: c > 0.
+      scale: D ** -0.5 unless given.
+      layout: "bthd", or "bhtd" for q, k [B, H, T, D], lse [B, H, T] and the result [B, H, S].
+      precision: How float32 inputs are multiplied.
 
     Returns:
-      [B, S, H] float32 ([B, H, S] with layout "bhtd").
+      [B, S, H] float32.
+
+    Raises:
+      ValueError: An argument is wrong: its shape, dtype or value.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q, k, v = (jnp.ones((1, 4, 2, 16)) for _ in range(3))
+      >>> _, lse = ato_jax.attention(q, k, v, causal=True, return_lse=True)
+      >>> total = ato_jax.total_attention(q, k, lse, causal=True)
+      >>> [round(float(x), 3) for x in total[0, :, 0]]  # 1 + 1/2 + 1/3 + 1/4, 1/2 + 1/3 + 1/4, ...
+      [2.083, 1.083, 0.583, 0.25]
     """
     request = prepare(
         q,
@@ -140,7 +184,8 @@ def total_attention(
     given = inputs, with_batch(lse, 3).astype(jnp.float32)
     total = meshes.call(functools.partial(_total, spec, request.T), given, partition)
     # S may be 0, which `prepare` pads to 1.
-    total = total[:, : k.shape[-3]] if layout == "bthd" else total[..., : k.shape[-2]]
+    S = jnp.shape(k)[-3 if layout == "bthd" else -2]
+    total = total[:, :S] if layout == "bthd" else total[..., :S]
     return total if request.batched else total[0]
 
 

@@ -8,13 +8,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ato_jax import checking, dispatch, shapes
 from ato_jax.ops.common import (
+    Integers,
+    Precision,
     axes,
     bind_lengths,
     bind_qkv,
@@ -25,6 +29,9 @@ from ato_jax.ops.common import (
 )
 from ato_jax.ops.linear_attention import features, segments
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
+
+# A name, or a function of one array, such as what `favor` returns.
+FeatureMapLike = str | Callable[[jax.Array], jax.Array]
 
 OP: dispatch.Op[LinearAttentionSpec, Inputs, Outputs] = dispatch.Op(
     "linear_attention",
@@ -260,68 +267,127 @@ def _sums(request: Request) -> jax.Array:
     return out
 
 
+@overload
 def linear_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, feature_map: FeatureMapLike = ...,
+    causal: bool = ..., decay: ArrayLike | None = ..., normalize: bool | None = ...,
+    scale: float | None = ..., eps: float = ..., segment_ids: Integers | None = ...,
+    q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
+    q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
+    initial_state: LinearState | None = ..., return_state: Literal[False] = ...,
+    layout: str = ..., precision: Precision = ..., implementation: str | None = ...,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def linear_attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, feature_map: FeatureMapLike = ...,
+    causal: bool = ..., decay: ArrayLike | None = ..., normalize: bool | None = ...,
+    scale: float | None = ..., eps: float = ..., segment_ids: Integers | None = ...,
+    q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
+    q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
+    initial_state: LinearState | None = ..., return_state: Literal[True],
+    layout: str = ..., precision: Precision = ..., implementation: str | None = ...,
+) -> tuple[jax.Array, LinearState]: ...  # fmt: skip
+
+
+def linear_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    feature_map: Any = "elu1",
+    feature_map: FeatureMapLike = "elu1",
     causal: bool = False,
-    decay: Any = None,
+    decay: ArrayLike | None = None,
     normalize: bool | None = None,
-    scale: Any = None,
-    eps: Any = 1e-6,
-    segment_ids: Any = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    initial_state: Any = None,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    segment_ids: Integers | None = None,
+    q_segment_ids: Integers | None = None,
+    kv_segment_ids: Integers | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    initial_state: LinearState | None = None,
     return_state: bool = False,
     layout: str = "bthd",
-    precision: Any = None,
+    precision: Precision = None,
     implementation: str | None = None,
-) -> Any:
-    """Linear attention, in time and memory linear in T and S.
+) -> jax.Array | tuple[jax.Array, LinearState]:
+    """Computes linear attention, in time and memory linear in T and S.
 
         w[i,j] = (phi(q_i) . phi(k_j)) * decay(i,j) * visible(i,j)
         out_i  = sum_j w[i,j] v_j / max(sum_j w[i,j], eps)     normalize=True
         out_i  = scale * sum_j w[i,j] v_j                      normalize=False
 
+    With `causal`, the sums are a recurrence over a state of constant size, decay_t being the decay
+    of step t:
+
+        kv_t    = exp(decay_t) kv_{t-1} + phi(k_t) v_t^T
+        k_sum_t = exp(decay_t) k_sum_{t-1} + phi(k_t)
+
     Args:
-      q: [B, T, H, D]; the batch axis may be missing, here and everywhere.
-      k: [B, S, G, D] with H % G == 0: query head h reads kv head h // (H // G).
-      v: [B, S, G, V].
-      feature_map: phi. "elu1" (elu(x) + 1), "relu", "exp", "softplus", "identity", "silu",
-        "relu2", any elementwise JAX function, or `ato_jax.favor(...)`. Features and their sums
-        are float32 in every backend and for every dtype, and are not shifted: the sums of
-        phi(k), of phi(k) v and of w[i,j] v_j must stay below 3.4e38 = exp(88.7), and with
-        `normalize` the sum of w[i,j] below 5.5e34 = exp(80), so that gradients divided by it
-        do not underflow. With "exp" that is max(q) + max(k) + log(D S) < 80. Beyond it the
-        result may be NaN or 0; `ato_jax.checked` reports it.
-      causal: query i sees key j iff j <= i + (S - T): the last query sees the last key.
-      decay: log of the factor per step, <= 0: [G], [B, S, G] or [B, S, G, D]. Causal: the pair
-        (i, j) carries exp(sum decay[j+1..i]); else (T = S) exp(sum decay[min+1..max]).
-      normalize: None means True where phi is known to be non-negative.
-      scale: for normalize=False; D**-0.5 unless given.
-      eps: the least denominator.
-      segment_ids: [B, T] for both sides, T = S; only equal ids see each other. Each segment is
-        one contiguous run: an id that returns starts a new one.
-      q_segment_ids, kv_segment_ids: [B, T] and [B, S], in place of `segment_ids`.
-      q_lengths, kv_lengths: [B]; what lies beyond is padding. Where T = S, one gives both.
-        With lengths, causality aligns the last valid query with the last valid key.
-      initial_state: a LinearState; causal (T = S): it continues the first segment; else it is
-        what earlier keys add to the sums.
-      return_state: return (out, state) with the state after the last valid key.
-      layout: "bthd", or "bhtd" for [B, H, T, D] (and decay [B, G, S], [B, G, S, D]).
-      precision: for float32 inputs; None multiplies exactly, "tf32" or "default" may round.
-      implementation: None (the fastest that supports the request here), "mosaic_gpu" (on Hopper,
-        in bfloat16 at D = V = 80, 96, 112 and 128, causal also 64, without a decay also 192 and
-        256), "triton", "xla" or "reference".
+      q: Queries [B, T, H, D], float16, bfloat16 or float32. B may be missing, and then it is
+        missing from every other argument and from the results.
+      k: Keys [B, S, G, D] in q's dtype. H is a multiple of G: query head h reads key/value head
+        h // (H // G).
+      v: Values [B, S, G, V] in q's dtype.
+      feature_map: phi: "elu1" (elu(x) + 1), "relu", "exp", "softplus", "identity", "silu" or
+        "relu2"; any elementwise JAX function; or what `ato_jax.favor` returns. Features and their
+        sums are float32 for every dtype and are not shifted by a maximum, so the sums of phi(k),
+        phi(k) v and w[i,j] v_j must stay below 3.4e38 = exp(88.7), and with `normalize` the sum of
+        w[i,j] below 5.5e34 = exp(80). For "exp" that means max(q) + max(k) + log(D S) < 80. Beyond
+        these limits the result may be NaN or 0; `ato_jax.checked` reports it.
+      causal: Query i sees key j if and only if j <= i + (S - T): the last query sees the last key.
+        With lengths, the last valid query sees the last valid key.
+      decay: Natural logarithm of the factor of each step, <= 0, as float32: [G], [B, S, G] or
+        [B, S, G, D] ([B, G, S] and [B, G, S, D] with layout "bhtd"). With `causal`, the pair (i, j)
+        is multiplied by exp(sum decay[j+1..i]); otherwise T = S, and it is multiplied by
+        exp(sum decay[min(i,j)+1..max(i,j)]).
+      normalize: Divide by the sum of the weights. None means True where phi is known to be
+        non-negative: "elu1", "relu", "exp", "softplus", "relu2" and `favor`.
+      scale: Factor of the result for normalize=False; D ** -0.5 unless given. Refused with
+        normalize=True, where it would cancel.
+      eps: The smallest denominator, > 0.
+      segment_ids: Integers [B, T], for queries and keys alike (T = S). A query sees the keys of
+        its own id alone. A segment is one contiguous run: an id that returns starts a new one.
+      q_segment_ids: Integers [B, T], together with `kv_segment_ids` in place of `segment_ids`.
+      kv_segment_ids: Integers [B, S].
+      q_lengths: Integers [B]: queries from there on are padding and give 0. Where T = S, it also
+        sets a missing `kv_lengths`.
+      kv_lengths: Integers [B]: keys from there on are padding and are never seen. Where T = S, it
+        also sets a missing `q_lengths`.
+      initial_state: A `LinearState`. With `causal` (T = S) the first segment continues from it;
+        otherwise it is added to the sums, as what earlier keys contribute.
+      return_state: Return (out, state) in place of out: the state after the last valid key, of the
+        last segment.
+      layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D].
+      precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
+        the factors to TF32. Other dtypes ignore it.
+      implementation: None for the fastest backend that supports the call on this device, or one of
+        "mosaic_gpu" (Hopper; bfloat16; D = V = 80, 96, 112 or 128, causal also 64, without a decay
+        also 192 and 256), "triton", "xla" and "reference".
 
     Returns:
-      out [B, T, H, V] in v's dtype, or (out, LinearState) with `return_state`. A query that
-      sees nothing gives 0.
+      out [B, T, H, V] in v's dtype; with `return_state` the pair (out, state). A query that sees no
+      key gives 0.
+
+    Raises:
+      ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
+        names it, what it was and what it has to be.
+      UnsupportedError: The backend named by `implementation` does not support this call on this
+        device; the message says why.
+
+    Example:
+      >>> import ato_jax, jax, jax.numpy as jnp
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))  # [B, T, H, D] each
+      >>> whole = ato_jax.linear_attention(q, k, v, causal=True)
+      >>> whole.shape
+      (2, 16, 4, 8)
+      >>> first, rest = [x[:, :10] for x in (q, k, v)], [x[:, 10:] for x in (q, k, v)]
+      >>> _, state = ato_jax.linear_attention(*first, causal=True, return_state=True)
+      >>> out = ato_jax.linear_attention(*rest, causal=True, initial_state=state)
+      >>> bool(jnp.allclose(out, whole[:, 10:], atol=1e-5))
+      True
     """
     request = prepare(
         q,

@@ -93,20 +93,41 @@ def _favor(x: jax.Array, projection: jax.Array) -> jax.Array:
 def favor(
     key: jax.Array, num_features: int, head_dim: int, *, orthogonal: bool = True
 ) -> Favor:
-    """A feature map that approximates softmax attention: FAVOR+ (Choromanski et al., 2021).
+    """Draws Performer's positive random features (FAVOR+), which approximate softmax attention.
 
-    phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(M), x' = x / D^(1/4), is not shifted by a maximum. A
-    feature is at most exp(|w|^2 / 2) / sqrt(M), with |w|^2 about D: float32 overflows only for
-    queries and keys along a row w where D is large, and `ato_jax.checked` reports it. A large x
-    has small features: where |x|^2 / sqrt(D) is beyond about 30, products of them can fall below
-    `eps`, and the output goes to 0.
+        x'     = x / D^(1/4)
+        phi(x) = exp(w x' - |x'|^2 / 2) / sqrt(M)          w [M, D], normally distributed rows
+        E[phi(q) . phi(k)] = exp(q . k / sqrt(D))
+
+    The features are not shifted by a maximum. A feature is at most exp(|w|^2 / 2) / sqrt(M), with
+    |w|^2 about D, so float32 overflows only where D is large and a query and a key lie along a row
+    of w; `ato_jax.checked` reports it. A large x has small features: where |x|^2 / sqrt(D) is above
+    about 30, their products can fall below `eps`, and the output goes to 0. (Choromanski et al.,
+    "Rethinking Attention with Performers", 2021.)
 
     Args:
-      key: JAX random key; a new one redraws the features.
-      num_features: M; the estimate's variance falls as 1/M.
-      head_dim: D of the queries and keys it will map.
-      orthogonal: rows orthogonal within each block of D, which lowers the variance and keeps
-        the estimate unbiased.
+      key: JAX random key. Another key draws other features.
+      num_features: M. The variance of the estimate falls as 1 / M.
+      head_dim: D of the queries and keys that the map will be given.
+      orthogonal: Make the rows of w orthogonal within each block of D. It lowers the variance, and
+        the estimate stays unbiased.
+
+    Returns:
+      A map from [..., D] to [..., M] to pass as `feature_map`. It is a pytree whose one leaf is w,
+      so it can be an argument of a jitted function.
+
+    Raises:
+      ValueError: `num_features` or `head_dim` is no int of at least 1, `orthogonal` no bool, or
+        `key` not a single random key.
+
+    Example:
+      >>> import ato_jax, jax, jax.numpy as jnp
+      >>> phi = ato_jax.favor(jax.random.key(0), num_features=256, head_dim=8)
+      >>> phi(jnp.ones((5, 8))).shape
+      (5, 256)
+      >>> q = k = v = jnp.ones((1, 16, 2, 8))
+      >>> ato_jax.linear_attention(q, k, v, feature_map=phi).shape
+      (1, 16, 2, 8)
     """
     num_features = shapes.positive_int("num_features", num_features)
     head_dim = shapes.positive_int("head_dim", head_dim)

@@ -65,7 +65,26 @@ class LinearAttentionSpec:
 
 
 class LinearState(NamedTuple):
-    """Unscaled float32 sums over the keys seen: of phi(k) v^T, and of phi(k)."""
+    """What causal linear attention remembers of the keys it has seen: two float32 sums.
+
+        kv    = sum_j phi(k_j) v_j^T
+        k_sum = sum_j phi(k_j)
+
+    Each key's term is multiplied by the decay since then; `scale` is not part of it, and padding
+    adds nothing. F is the number of features: D for an elementwise feature map, `num_features` for
+    `favor`. Gradients pass through a state, into a call and out of it.
+
+    Attributes:
+      kv: float32 [B, G, F, V].
+      k_sum: float32 [B, G, F].
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> q = k = v = jnp.ones((2, 16, 4, 8))
+      >>> _, state = ato_jax.linear_attention(q, k, v, causal=True, return_state=True)
+      >>> state.kv.shape, state.k_sum.shape
+      ((2, 4, 8, 8), (2, 4, 8))
+    """
 
     kv: jax.Array  # [B, G, F, V]
     k_sum: jax.Array  # [B, G, F]

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ato_jax import autodiff, checking, device, programs, shapes
 from ato_jax.device import Device
@@ -25,6 +26,7 @@ from ato_jax.ops.common import check_heads, with_batch
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import (
     OP,
+    FeatureMapLike,
     bind_state,
     check_sums,
     refuse_positive,
@@ -39,31 +41,55 @@ KERNEL = "triton.decode"
 
 
 def linear_attention_step(
-    q: Any,
-    k: Any,
-    v: Any,
-    state: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    state: LinearState,
     *,
-    feature_map: Any = "elu1",
-    decay: Any = None,
+    feature_map: FeatureMapLike = "elu1",
+    decay: ArrayLike | None = None,
     normalize: bool | None = None,
-    scale: Any = None,
-    eps: Any = 1e-6,
+    scale: float | None = None,
+    eps: float = 1e-6,
 ) -> tuple[jax.Array, LinearState]:
-    """One token of causal linear attention.
+    """Computes one token of causal linear attention from a state of constant size.
+
+        kv'    = exp(decay) kv + phi(k) v^T
+        k_sum' = exp(decay) k_sum + phi(k)
+        out    = phi(q) . kv' / max(phi(q) . k_sum', eps)     normalize=True
+        out    = scale * phi(q) . kv'                         normalize=False
+
+    A loop of steps equals `linear_attention(causal=True)` on the whole sequence. On an NVIDIA GPU
+    a step is one kernel. Where the caller's `jit` donates the state, it is updated in place.
 
     Args:
-      q: [B, H, D]; the batch axis may be missing, here and everywhere.
-      k: [B, G, D] with H % G == 0.
-      v: [B, G, V].
-      state: LinearState(kv [B, G, D, V], k_sum [B, G, D]), float32: what `linear_attention`
-        with `return_state` or the step before returned, or zeros. Donate it to the caller's
-        `jit`, and it is updated in place.
-      feature_map, normalize, scale, eps: as in `linear_attention`.
-      decay: log of this step's factor, <= 0: [G], [B, G] or [B, G, D].
+      q: Query [B, H, D], float16, bfloat16 or float32. B may be missing, and then it is missing
+        from every other argument and from the results.
+      k: Key [B, G, D] in q's dtype. H is a multiple of G.
+      v: Value [B, G, V] in q's dtype.
+      state: LinearState(kv [B, G, D, V], k_sum [B, G, D]), float32: what `linear_attention` with
+        `return_state`, or the step before, returned; zeros for an empty sequence.
+      feature_map: phi, as in `linear_attention`.
+      decay: Natural logarithm of this step's factor, <= 0: [G], [B, G] or [B, G, D].
+      normalize: Divide by the sum of the weights. None means True where phi is known to be
+        non-negative.
+      scale: Factor of the result for normalize=False; D ** -0.5 unless given.
+      eps: The smallest denominator, > 0.
 
     Returns:
-      (out [B, H, V] in v's dtype, the new state).
+      (out, state): out [B, H, V] in v's dtype, and the new state.
+
+    Raises:
+      ValueError: An argument is wrong: its shape, dtype or value. The message names it, what it was
+        and what it has to be.
+
+    Example:
+      >>> import ato_jax, jax.numpy as jnp
+      >>> state = ato_jax.LinearState(jnp.zeros((2, 4, 8, 8)), jnp.zeros((2, 4, 8)))
+      >>> q = k = v = jnp.ones((2, 4, 8))  # [B, H, D]
+      >>> out, state = ato_jax.linear_attention_step(q, k, v, state)
+      >>> out.shape
+      (2, 4, 8)
     """
     q = shapes.floating("q", q)
     k, v = (shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v)))
