@@ -41,6 +41,7 @@ OLDEST := .venv
 NEWEST := .venv-newest
 DEMO := .venv-demo
 CUDA := .venv-cuda13
+DOCS := .venv-docs
 
 PYTEST_FLAGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -71,6 +72,7 @@ help:
 	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
 	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
 	@echo 'make test-newest-torch  those of ato_torch there, with PyTorch for CUDA: 6 GB'
+	@echo 'make docs         the documentation site, built and checked, in site/'
 	@echo 'make gpu-test     the tests that need an NVIDIA GPU; writes tests/gpu_receipt.json'
 	@echo 'make venv         the virtual environment $(OLDEST), to work in'
 	@echo 'make clean        away with everything that was made here'
@@ -93,6 +95,12 @@ $(DEMO)/$(STAMP): pyproject.toml Makefile
 	$(call make_venv,$(PYTHON),$(DEMO))
 	$(DEMO)/bin/python $(INSTALL) $(TORCH)
 	$(DEMO)/bin/python $(INSTALL) --editable '.[bench,torch]'
+	touch $@
+
+# The same JAX as in the oldest: notebooks are executed by it.
+$(DOCS)/$(STAMP): pyproject.toml Makefile
+	$(call make_venv,$(PYTHON),$(DOCS))
+	$(DOCS)/bin/python $(INSTALL) $(OLDEST_JAX) --editable '.[docs]'
 	touch $@
 
 # In one step, so that pip finds a JAX and a PyTorch whose CUDA libraries agree.
@@ -152,6 +160,13 @@ ifndef NEWEST_PYTHON
 	@echo '*** No Python 3.13 or 3.12 found: the tests on the newest JAX were SKIPPED.' >&2
 endif
 
+# Notebooks are executed; a warning, a broken link or a figure without a text is an error.
+.PHONY: docs
+docs: $(DOCS)/$(STAMP)
+	NO_MKDOCS_2_WARNING=1 PYDEVD_DISABLE_FILE_VALIDATION=1 $(DOCS)/bin/mkdocs build --strict
+	$(DOCS)/bin/python docs/site/check.py site
+	@echo 'To read it: $(DOCS)/bin/python -m http.server --directory site'
+
 .PHONY: demo
 demo: $(if $(HAS_GPU),$(CUDA),$(DEMO))/$(STAMP)
 	$(<D)/bin/python -m benchmarks demo
@@ -184,6 +199,6 @@ endif
 
 .PHONY: clean
 clean:
-	rm -rf $(OLDEST) $(NEWEST) $(DEMO) $(CUDA) build dist
+	rm -rf $(OLDEST) $(NEWEST) $(DEMO) $(CUDA) $(DOCS) build dist site
 	rm -rf .aot_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -474,7 +474,7 @@ class Explanation:
         supports it.
       recorded: The `Choice` of the forward pass where a derivative is taken.
       backward: The `Choice` of the backward pass.
-      reasons: reasons[backend][phase] is None where the backend supports the phase ("forward" or
+      reasons: `reasons[backend][phase]` is None where the backend supports the phase ("forward" or
         "backward"), or the reason why it does not.
     """
 
