@@ -47,6 +47,8 @@ MARKDOWN_CELL = re.compile(
     re.DOTALL,
 )
 DOLLARS = re.compile(r"\$\$(?P<display>.+?)\$\$|\$(?P<inline>[^$\n]+?)\$", re.DOTALL)
+# nbconvert's text of a figure that code made.
+NO_TEXT = "No description has been provided for this image"
 MATHJAX = re.compile(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", re.DOTALL)
 
 
@@ -64,11 +66,16 @@ def outside_fences(text: str, change: Any) -> str:
     return "".join(parts)
 
 
+def in_docs(path: str) -> bool:
+    """Whether MkDocs itself finds the file; programs in docs/ are no part of the site."""
+    return path.startswith("docs/") and not path.endswith(".py")
+
+
 def home(path: str) -> str | None:
     """Where a file of the repository is in the site's sources; None for a folder, or nothing."""
     if path in PAGES:
         return PAGES[path]
-    if path.startswith("docs/"):
+    if in_docs(path):
         return path.removeprefix("docs/")
     if not (ROOT / path).is_file():
         return None
@@ -97,7 +104,7 @@ def on_files(files: Files, config: Any) -> Files:
             continue
         for match in LINK.finditer(Path(file.abs_src_path).read_text()):
             path = linked(source_of(file), match[3])
-            if path is None or path.startswith("docs/") or not (ROOT / path).is_file():
+            if path is None or in_docs(path) or not (ROOT / path).is_file():
                 continue
             copy = home(path)
             if copy is not None and files.get_file_from_path(copy) is None:
@@ -114,7 +121,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         path = linked(source, target)
         if path is None:
             return match[0]
-        if path.startswith("docs/") and source.startswith("docs/"):
+        if in_docs(path) and source.startswith("docs/"):
             return match[0]
         if (ROOT / path).is_dir():
             return text
@@ -149,5 +156,6 @@ def on_page_content(content: str, *, page: Any, config: Any, files: Files) -> st
         def cell(match: re.Match[str]) -> str:
             return match[1] + DOLLARS.sub(formula, match[2]) + match[3]
 
+        content = content.replace(f'alt="{NO_TEXT}"', 'alt="Figure made by the code above"')
         return MARKDOWN_CELL.sub(cell, content)
     return FORMULA.sub(lambda match: mathml(match["tex"], match["tag"] == "div", page), content)

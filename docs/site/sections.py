@@ -8,6 +8,11 @@ from typing import Any
 import griffe
 
 
+# Whose docstrings have no entry for each argument yet: no warning of these (and see the options in
+# docs/reference/nn.md and torch.md, and BEING_WRITTEN in tests/test_docs.py).
+BEING_WRITTEN = ("ato_jax.nn", "ato_torch")
+
+
 class Sections(griffe.Extension):
     """`Example:` is a section of `>>>` lines, and overloads are left to type checkers."""
 
@@ -16,6 +21,8 @@ class Sections(griffe.Extension):
             obj.docstring.value = re.sub(
                 r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
             )
+            if obj.path.startswith(BEING_WRITTEN):
+                obj.docstring.parser_options = {"warnings": False}
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         func.overloads = None
