@@ -65,7 +65,7 @@ STAMP := .complete
 
 .PHONY: help
 help:
-	@echo 'make test         linters, types, and the tests on the oldest and the newest JAX'
+	@echo 'make test         linters, types, the site, and the tests on the oldest and the newest JAX'
 	@echo 'make demo         linear attention against PyTorch, measured on this machine'
 	@echo 'make bench        the whole report, on a GPU: benchmarks/results and docs/results.md'
 	@echo 'make lint         linters and types alone'
@@ -122,7 +122,7 @@ IMPORTED := .imported
 ready:
 	@$(MAKE) --no-print-directory --jobs 2 SIDE_BY_SIDE=1 \
 		$(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
-		lint $(OLDEST)/$(IMPORTED) $(if $(NEWEST_PYTHON),$(NEWEST)/$(IMPORTED))
+		lint $(OLDEST)/$(IMPORTED) $(if $(NEWEST_PYTHON),$(NEWEST)/$(IMPORTED)) $(DOCS)/$(STAMP)
 
 .PHONY: lint
 lint: $(OLDEST)/$(STAMP)
@@ -155,17 +155,23 @@ test-newest-torch: $(CUDA)/$(STAMP)
 
 # Without a newer Python the newest JAX is left out, and said to be; REQUIRE_NEWEST=1 fails instead.
 .PHONY: test
-test: ready test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
+test: ready test-docs test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
 ifndef NEWEST_PYTHON
 	@echo '*** No Python 3.13 or 3.12 found: the tests on the newest JAX were SKIPPED.' >&2
 endif
 
-# Notebooks are executed; a warning, a broken link or a figure without a text is an error.
+# A warning, a broken link or a figure without a text is an error.
+BUILD_DOCS = NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir $(1) && \
+	$(DOCS)/bin/python docs/site/check.py $(1)
 .PHONY: docs
 docs: $(DOCS)/$(STAMP)
-	NO_MKDOCS_2_WARNING=1 PYDEVD_DISABLE_FILE_VALIDATION=1 $(DOCS)/bin/mkdocs build --strict
-	$(DOCS)/bin/python docs/site/check.py site
+	$(call BUILD_DOCS,site)
 	@echo 'To read it: $(DOCS)/bin/python -m http.server --directory site'
+
+# Without executing the notebooks, which tests/test_docs.py does.
+.PHONY: test-docs
+test-docs: $(DOCS)/$(STAMP)
+	EXECUTE_NOTEBOOKS=false $(call BUILD_DOCS,build/site)
 
 .PHONY: demo
 demo: $(if $(HAS_GPU),$(CUDA),$(DEMO))/$(STAMP)

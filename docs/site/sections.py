@@ -7,7 +7,6 @@ from typing import Any
 
 import griffe
 
-
 # Whose docstrings have no entry for each argument yet: no warning of these (and see the options in
 # docs/reference/nn.md and torch.md, and BEING_WRITTEN in tests/test_docs.py).
 BEING_WRITTEN = ("ato_jax.nn", "ato_torch")
