@@ -46,6 +46,8 @@ MARKDOWN_CELL = re.compile(
     r'(<div class="jp-RenderedHTMLCommon jp-RenderedMarkdown[^>]*>)(.*?)(</div>\s*</div>)',
     re.DOTALL,
 )
+# A link to another page in a notebook, which MkDocs leaves as it is.
+PAGE_LINK = re.compile(r'(<a href="(?![a-z]+:)[^"#]+)\.(?:md|ipynb)(?=[#"])')
 DOLLARS = re.compile(r"\$\$(?P<display>.+?)\$\$|\$(?P<inline>[^$\n]+?)\$", re.DOTALL)
 # nbconvert's text of a figure that code made.
 NO_TEXT = "No description has been provided for this image"
@@ -144,7 +146,7 @@ def mathml(tex: str, display: bool, page: Any) -> str:
 
 
 def on_page_content(content: str, *, page: Any, config: Any, files: Files) -> str:
-    """MathML in place of TeX."""
+    """MathML in place of TeX, and a notebook's links to pages as the site has them."""
     if page.file.src_uri.endswith(".ipynb"):
         # No script that would load MathJax from elsewhere.
         content = MATHJAX.sub("", content)
@@ -154,7 +156,8 @@ def on_page_content(content: str, *, page: Any, config: Any, files: Files) -> st
             return mathml(match["display"] if display else match["inline"], display, page)
 
         def cell(match: re.Match[str]) -> str:
-            return match[1] + DOLLARS.sub(formula, match[2]) + match[3]
+            text = PAGE_LINK.sub(r"\1.html", match[2])
+            return match[1] + DOLLARS.sub(formula, text) + match[3]
 
         content = content.replace(f'alt="{NO_TEXT}"', 'alt="Figure made by the code above"')
         return MARKDOWN_CELL.sub(cell, content)
