@@ -7,9 +7,9 @@ from typing import Any
 
 import griffe
 
-# Whose docstrings have no entry for each argument yet: no warning of these (and see the options in
-# docs/reference/nn.md and torch.md, and BEING_WRITTEN in tests/test_docs.py).
-BEING_WRITTEN = ("ato_jax.nn", "ato_torch")
+# They name `**options` without its stars, of which Griffe would warn; that each argument has its
+# entry tests/test_docs.py checks. (Options in docs/reference/nn.md and torch.md say so, too.)
+WITHOUT_STARS = ("ato_jax.nn", "ato_torch")
 
 
 class Sections(griffe.Extension):
@@ -20,7 +20,7 @@ class Sections(griffe.Extension):
             obj.docstring.value = re.sub(
                 r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
             )
-            if obj.path.startswith(BEING_WRITTEN):
+            if obj.path.startswith(WITHOUT_STARS):
                 obj.docstring.parser_options = {"warnings": False}
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
