@@ -66,7 +66,9 @@ SHARED_SOURCES = (
 )
 SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
 # Kernels in a folder of their own, with what they share with the op's others.
-APART = {"mosaic_gpu": ("linear_attention", "spec.py", "features.py", "mosaic_gpu/*.py")}
+APART = {
+    "mosaic_gpu": ("linear_attention", "spec.py", "features.py", "mosaic_gpu/*.py", "scans/*.py")
+}
 # Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
     "decode_attention": ("attention", "attention/triton/paged*.py"),
@@ -77,7 +79,11 @@ BESIDE = {
         "linear_attention/triton/prepared.py",
         "linear_attention/triton/steep.py",
     ),
-    "mosaic_channel_gates": ("mosaic_gpu", "linear_attention/mosaic_gpu/channel*.py"),
+    "mosaic_channel_gates": (
+        "mosaic_gpu",
+        "linear_attention/mosaic_gpu/channel*.py",
+        "linear_attention/scans/channel*.py",
+    ),
 }
 # The entries of a table that order backends.
 ORDER = ("first", "last")

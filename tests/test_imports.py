@@ -1,7 +1,8 @@
 """Imports go one way, and `import ato_jax` brings JAX and nothing else of weight.
 
     ato_torch, nn -> ops/*/api -> spec, dispatch -> tuning -> backend -> device
-    a backend -> spec, backend, device, Pallas; never another backend
+    a backend -> scans, spec, backend, device, Pallas; never another backend
+    scans -> spec, launch; never a backend
 
 Read from the sources: what a module imports, also inside functions and for types alone.
 """
@@ -91,6 +92,18 @@ def test_backends(name: str) -> None:
         assert imported not in (home, f"{home}.api"), f"{name} reaches {imported}"
         part = imported.removeprefix(f"{home}.").split(".")[0]
         assert part == own or part not in BACKENDS, f"{name} reaches another backend, {imported}"
+
+
+SCANS = "ato_jax.ops.linear_attention.scans"
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if within(name, SCANS)])
+def test_scans(name: str) -> None:
+    """What runs between a backend's kernels reaches the op's rules, and no backend."""
+    home = "ato_jax.ops.linear_attention"
+    rules = {f"{home}.{part}" for part in ("spec", "features", "decay")}
+    for imported in reached(name):
+        assert imported in SHARED or imported in rules or within(imported, SCANS), imported
 
 
 @pytest.mark.parametrize(

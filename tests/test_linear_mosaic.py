@@ -17,7 +17,8 @@ import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
-from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.scans import channel_flows, flows
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
 
@@ -238,7 +239,8 @@ def test_gradients_of_gates_of_channels(
     but from middle to middle more is lost than float32 holds; and another backend's where a chunk
     is steep, and these would be 0."""
     monkeypatch.setattr(by_channel, "CHUNKS", 2)
-    monkeypatch.setattr(by_channel, "RUN", 2 * frame.C)
+    for module in (by_channel, channel_flows):
+        monkeypatch.setattr(module, "RUN", 2 * frame.C)
     if kind == "mixed":
 
         def nothing(_spec: Any, _deal: Any, inputs: Inputs, *_arrays: Any) -> Inputs:

@@ -19,14 +19,8 @@ import ato_jax
 from ato_jax import launch
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
-from ato_jax.ops.linear_attention.mosaic_gpu import (
-    channel_flows,
-    edges,
-    flows,
-    frame,
-    gates,
-    totals,
-)
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.scans import channel_flows, edges, flows, gates, totals
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 from tests import aot
 

@@ -26,8 +26,9 @@ from jax.custom_batching import custom_vmap
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device
-from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, gates, narrow
+from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
+from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
 HOPPER = (9, 0)

@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
-from ato_jax.ops.linear_attention.mosaic_gpu.totals import add_up
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_output import whole_output
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient import whole_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_key_gradient import wide_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_query_gradient import wide_query_gradient
+from ato_jax.ops.linear_attention.scans.totals import add_up
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,

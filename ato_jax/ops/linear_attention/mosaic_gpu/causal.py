@@ -21,21 +21,21 @@ from jax.experimental import pallas as pl
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
-    flows,
     frame,
     wide_causal,
     wide_walk,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
-from ato_jax.ops.linear_attention.mosaic_gpu.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
-from ato_jax.ops.linear_attention.mosaic_gpu.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
+from ato_jax.ops.linear_attention.scans import flows
+from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
+from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,

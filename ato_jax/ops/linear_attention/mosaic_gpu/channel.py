@@ -30,6 +30,8 @@ from jax import lax
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C
+from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN as CHUNKS
+from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F16 = jnp.float16
@@ -43,11 +45,6 @@ MOST_TURNS = C // 2
 UNIT = 2.0**-8
 # How many halves 1, 2, .. turns have, but for the most turns, where none is steep.
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
-
-
-# Chunks of a run, for the gates' gradient, and its rows.
-CHUNKS = 4
-RUN = CHUNKS * C
 
 
 def run_of(item: frame.Item, chunk: Any) -> Any:

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.channel_flows import of_flows
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.edges import State, join_pieces
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
+from ato_jax.ops.linear_attention.scans.channel_flows import of_flows
+from ato_jax.ops.linear_attention.scans.edges import State, join_pieces
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 

@@ -24,14 +24,16 @@ from jax.experimental import pallas as pl
 
 from ato_jax import device, meshes
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow, width_of
+from ato_jax.ops.linear_attention.scans.chunks import ALIKE as ALIKE
+from ato_jax.ops.linear_attention.scans.chunks import LOG2_E as LOG2_E
+from ato_jax.ops.linear_attention.scans.chunks import MOST_LOST as MOST_LOST
+from ato_jax.ops.linear_attention.scans.chunks import PARTS as PARTS
+from ato_jax.ops.linear_attention.scans.chunks import C, heads_of_tile, is_steep
+from ato_jax.ops.linear_attention.scans.chunks import whole_chunks as whole_chunks
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-C = 64  # rows of a chunk
 F = V = 128
 HALF = V // 2
-LOG2_E = math.log2(math.e)
-# Of features, by half a chunk, as an exponent of 2: what is left is beside 2^-126 still large.
-MOST_LOST = 60.0
 # A key of which the feature is 0, with any decay.
 LEAST_KEY = -1024.0
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -41,10 +43,6 @@ MEMORY, FEATURES = 2, 3
 WARPGROUPS = 4
 # Registers of a thread: of all warpgroups together, and what is enough to load.
 REGISTERS, MEMORY_REGISTERS = 512, 24
-# The fewest columns that a product has: of vectors that are multiplied, all the same.
-ALIKE = 8
-# Or so many of what is rounded, and as many of what that leaves off.
-PARTS = ALIKE // 2
 
 TILE = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
@@ -142,12 +140,6 @@ class Deal:
 def is_wide(spec: LinearAttentionSpec) -> bool:
     """Whether a head has more columns than a tile."""
     return spec.D > F
-
-
-def heads_of_tile(spec: LinearAttentionSpec) -> int:
-    """Whose columns are a tile's: one head's of 128, or those of two heads of 64, which items, and
-    so `Deal.heads`, then count in pairs."""
-    return max(1, F // spec.D)
 
 
 def head_of(spec: LinearAttentionSpec, head: Any, half: Any) -> Any:
@@ -272,11 +264,6 @@ def copy_vector(
     for half, own in enumerate(by_heads(spec, vectors.at[slot])):
         source = ref.at[item.batch, head_of(spec, item.head, half), of_chunk]
         plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
-
-
-def whole_chunks(length: int) -> int:
-    """The rows of a sequence up to a whole chunk."""
-    return int(pl.cdiv(length, C)) * C
 
 
 def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
@@ -521,10 +508,6 @@ class Gates(NamedTuple):
     def left(self, layout: Any) -> jax.Array:
         """[C]: what is left of each key at the end of a steep chunk."""
         return self.if_steep(self.last - self.of(layout))
-
-
-def is_steep(middle: Any, last: Any) -> Any:
-    return jnp.minimum(middle, last - middle) < -MOST_LOST
 
 
 def gates_of(ref: Any, some_steep: bool = True) -> Gates:

@@ -55,7 +55,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     ALIKE,
     BF16,
@@ -75,6 +75,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import rounds_pairs
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries, spread
+from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY

@@ -56,7 +56,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import flows, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     ALIKE,
     BF16,
@@ -74,6 +74,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
     shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.

@@ -18,8 +18,14 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E, C, whole_chunks
+from ato_jax.ops.linear_attention.scans.chunks import (
+    LOG2_E,
+    C,
+    Cut,
+    heads_of_tile,
+    is_steep,
+    whole_chunks,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 LEAST_DECAY = -128.0  # exp of it is 0 in float32
@@ -82,12 +88,12 @@ class OfPieces(NamedTuple):
     steep: jax.Array  # which pieces of tiles have a steep chunk, [B, tiles, P] int32
 
 
-def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> OfPieces:
+def of_pieces(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPieces:
     """Of sums within chunks, [B, G, T up to a whole chunk]."""
     if launch.no_triton is not None:
         return _of_pieces_by_xla(spec, deal, gates)
     B, G, length = gates.shape
-    heads, count, in_piece = frame.heads_of_tile(spec), length // C, deal.rows // C
+    heads, count, in_piece = heads_of_tile(spec), length // C, deal.rows // C
     own = min(CHUNKS, pl.next_power_of_2(in_piece))
     ends = min(ENDS, pl.next_power_of_2(in_piece))
     programs = pl.cdiv(in_piece, own)
@@ -115,7 +121,7 @@ def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> 
                     before + jnp.sum(jnp.where(number < first, last, 0.0)),
                     whole + jnp.sum(last),
                     behind + jnp.sum(jnp.where(number >= first + own, last, 0.0)),
-                    steep + jnp.sum(frame.is_steep(middle, last), dtype=jnp.int32),
+                    steep + jnp.sum(is_steep(middle, last), dtype=jnp.int32),
                 )
 
             nothing = jnp.float32(0)
@@ -166,7 +172,7 @@ def of_pieces(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> 
     return OfPieces(*found)
 
 
-def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Array) -> OfPieces:
+def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPieces:
     B, G, length = gates.shape
     missing = deal.pieces * deal.rows - length
     rows = jnp.pad(gates, ((0, 0), (0, 0), (0, missing)))
@@ -175,8 +181,8 @@ def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: frame.Deal, gates: jax.Ar
     before = jnp.cumsum(last, axis=3) - last
     behind = jnp.flip(jnp.cumsum(jnp.flip(last, 3), axis=3), 3)  # of the chunk itself, too
     until, since = behind[..., None] - rows, before[..., None] + rows
-    steep = jnp.any(frame.is_steep(middle, last), axis=3)
-    of_tiles = jnp.any(steep.reshape(B, -1, frame.heads_of_tile(spec), deal.pieces), axis=2)
+    steep = jnp.any(is_steep(middle, last), axis=3)
+    of_tiles = jnp.any(steep.reshape(B, -1, heads_of_tile(spec), deal.pieces), axis=2)
     return OfPieces(
         until.reshape(B, G, -1)[:, :, :length],
         since.reshape(B, G, -1)[:, :, :length],

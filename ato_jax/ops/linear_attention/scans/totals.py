@@ -17,14 +17,8 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.edges import (
-    NUMBERS,
-    WARPS,
-    State,
-    in_rounds,
-    of_head,
-)
+from ato_jax.ops.linear_attention.scans.chunks import ALIKE, PARTS, C
+from ato_jax.ops.linear_attention.scans.edges import NUMBERS, WARPS, State, in_rounds, of_head
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 # Whose inverse is finite, float32's least but for denormal numbers.
@@ -60,8 +54,8 @@ def add_up(
     types = {
         "read": (size, jnp.bfloat16),
         "k_sum": (rows, jnp.float32),
-        "rows": (frame.ALIKE * rows, jnp.bfloat16),
-        "least": (frame.C, jnp.float32),
+        "rows": (ALIKE * rows, jnp.bfloat16),
+        "least": (C, jnp.float32),
     }
     if returned:
         types["kv"] = size, jnp.float32
@@ -117,11 +111,11 @@ def add_up(
             k_sum, exist = total("k_sum", in_columns), in_columns < rows
             store("k_sum", k_sum, in_columns, exist)
             rounded = k_sum.astype(jnp.bfloat16).astype(jnp.float32)
-            for row in range(frame.ALIKE):
-                part = rounded if row < frame.PARTS else k_sum - rounded
+            for row in range(ALIKE):
+                part = rounded if row < PARTS else k_sum - rounded
                 store("rows", part, row * rows + in_columns, exist)
-            of_chunk = jnp.arange(frame.C, dtype=jnp.int32)
-            store("least", jnp.full((frame.C,), spec.eps, jnp.float32) * unit, of_chunk)
+            of_chunk = jnp.arange(C, dtype=jnp.int32)
+            store("least", jnp.full((C,), spec.eps, jnp.float32) * unit, of_chunk)
 
     outputs = pallas_call(
         kernel,
@@ -133,7 +127,7 @@ def add_up(
         name="linear_attention_totals",
     )(*arrays.values())
     found = dict(zip(types, outputs, strict=True))
-    shapes = {"read": (rows, columns), "kv": (rows, columns), "rows": (frame.ALIKE, rows)}
+    shapes = {"read": (rows, columns), "kv": (rows, columns), "rows": (ALIKE, rows)}
     shaped = {name: x.reshape(B, G, *shapes.get(name, x.shape[2:])) for name, x in found.items()}
     return Totals(**shaped)
 
@@ -158,11 +152,11 @@ def _add_up_by_xla(
     read = kv * spec.scale if unit_of is None and not spec.normalize else kv
     rounded = lax.reduce_precision(k_sum, exponent_bits=8, mantissa_bits=7)
     parts = jnp.stack([rounded, k_sum - rounded], axis=2).astype(jnp.bfloat16)
-    least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, frame.C))
+    least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, C))
     return Totals(
         read.astype(jnp.bfloat16),
         k_sum,
-        jnp.repeat(parts, frame.PARTS, axis=2),
+        jnp.repeat(parts, PARTS, axis=2),
         least,
         kv if returned else None,
     )

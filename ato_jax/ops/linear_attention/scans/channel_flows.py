@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.linear_attention.mosaic_gpu import channel
+from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Of a tile; and so many programs for the columns of a run.
@@ -46,9 +46,9 @@ def of_flows(
         columns = part * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
         def of_rows(i: Any, crossing: jax.Array) -> jax.Array:
-            rows = run * channel.RUN + i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+            rows = run * RUN + i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
             at = rows[:, None], columns[None, :]
-            exist = None if spec.T % channel.RUN == 0 else (rows < spec.T)[:, None]
+            exist = None if spec.T % RUN == 0 else (rows < spec.T)[:, None]
 
             def load(ref: Any) -> jax.Array:
                 return plgpu.load(ref.at[at], mask=exist, other=None if exist is None else 0)
@@ -64,7 +64,7 @@ def of_flows(
             store(d_gates_ref, crossing[None, :] + (jax.lax.cumsum(passing, axis=0) - passing))
             return crossing + jnp.sum(passing, axis=0)
 
-        jax.lax.fori_loop(0, channel.RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
+        jax.lax.fori_loop(0, RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
 
     if spec.layout == "bthd":
         rows = pl.BlockSpec((None, spec.T, None, spec.D), lambda h, p, b: (b, 0, h, 0))
@@ -74,7 +74,7 @@ def of_flows(
     found = pallas_call(
         kernel,
         # Heads first: those of one row lie side by side.
-        grid=(spec.H, pl.cdiv(spec.T, channel.RUN) * slices, spec.B),
+        grid=(spec.H, pl.cdiv(spec.T, RUN) * slices, spec.B),
         in_specs=[rows, rows, rows, of_run],
         out_specs=[rows, rows],
         out_shape=[
@@ -99,9 +99,9 @@ def _of_flows_by_xla(
     passing = of_keys - of_queries
     passing = passing if spec.layout == "bhtd" else jnp.swapaxes(passing, 1, 2)
     runs = crossing.shape[2]
-    missing = runs * channel.RUN - spec.T
+    missing = runs * RUN - spec.T
     passing = jnp.pad(passing, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    passing = passing.reshape(spec.B, spec.H, runs, channel.RUN, spec.D)
+    passing = passing.reshape(spec.B, spec.H, runs, RUN, spec.D)
     d_gates = crossing[:, :, :, None] + (jnp.cumsum(passing, axis=3) - passing)
     d_gates = d_gates.reshape(spec.B, spec.H, -1, spec.D)[:, :, : spec.T]
     d_gates = d_gates if spec.layout == "bhtd" else jnp.swapaxes(d_gates, 1, 2)

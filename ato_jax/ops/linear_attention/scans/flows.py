@@ -39,10 +39,9 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.edges import of_head
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
-from ato_jax.ops.linear_attention.mosaic_gpu.gates import LEAST_DECAY
+from ato_jax.ops.linear_attention.scans.chunks import C, Cut, OfPiece, is_steep
+from ato_jax.ops.linear_attention.scans.edges import of_head
+from ato_jax.ops.linear_attention.scans.gates import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Y is known ahead of each of a piece's chunks whose number this divides, a power of two. A state is
@@ -77,26 +76,26 @@ def is_kept(chunk: Any) -> Any:
     return lax.rem(chunk, SPACING) == 0
 
 
-def _places_of_piece(deal: frame.Deal) -> int:
+def _places_of_piece(deal: Cut) -> int:
     return int(pl.cdiv(deal.rows // C, SPACING))
 
 
-def places(deal: frame.Deal) -> int:
+def places(deal: Cut) -> int:
     """For the chunks that are known; the last piece may leave some of its own."""
     return deal.pieces * _places_of_piece(deal)
 
 
-def place(deal: frame.Deal, item: frame.Item, chunk: Any) -> Any:
+def place(deal: Cut, item: OfPiece, chunk: Any) -> Any:
     return item.piece * _places_of_piece(deal) + lax.div(chunk, SPACING)
 
 
-def _chunk_of(deal: frame.Deal, place: Any) -> Any:
+def _chunk_of(deal: Cut, place: Any) -> Any:
     """Which is known there."""
     of_piece = _places_of_piece(deal)
     return place // of_piece * (deal.rows // C) + place % of_piece * SPACING
 
 
-def _place_before(deal: frame.Deal, chunk: Any) -> Any:
+def _place_before(deal: Cut, chunk: Any) -> Any:
     """The last, or the chunk's own."""
     chunks = deal.rows // C
     return chunk // chunks * _places_of_piece(deal) + chunk % chunks // SPACING
@@ -104,7 +103,7 @@ def _place_before(deal: frame.Deal, chunk: Any) -> Any:
 
 def decay_flows(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: Cut,
     gates: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
@@ -122,7 +121,7 @@ def decay_flows(
 
 
 def _known(
-    deal: frame.Deal,
+    deal: Cut,
     gates: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
@@ -160,7 +159,7 @@ def _known(
             middle = plgpu.load(gates_ref.at[chunk * C + (C // 2 - 1)])
             last = plgpu.load(gates_ref.at[chunk * C + (C - 1)])
             lost = middle - last if second else -middle
-            return jnp.where(frame.is_steep(middle, last), 0.0, lost)
+            return jnp.where(is_steep(middle, last), 0.0, lost)
 
         @pl.when((number > 0) & (first < count))
         def _inner() -> None:
@@ -218,7 +217,7 @@ def _known(
 
 def _of_steps(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: Cut,
     gates: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
@@ -275,7 +274,7 @@ def _of_steps(
             plgpu.load(gates_ref.at[batch, head, chunk * C + row], mask=head < H, other=0.0)
             for row in (C // 2 - 1, C - 1)
         )
-        crossing = jnp.where(frame.is_steep(middle, last), jnp.sum(reads, axis=1), crossing)
+        crossing = jnp.where(is_steep(middle, last), jnp.sum(reads, axis=1), crossing)
         found = lax.cumsum(passing, axis=1) - passing + of_rows(inside_ref) + crossing[:, None]
         exist &= (rows < spec.T)[None, :]
         if decay is None:
@@ -299,7 +298,7 @@ def _of_steps(
 
 
 def _known_by_xla(
-    deal: frame.Deal,
+    deal: Cut,
     gates: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
@@ -311,7 +310,7 @@ def _known_by_xla(
     inner = np.minimum(first, count - 1)[1:]  # where there is a chunk, else never read
     rows = gates.reshape(B, H, count, C)
     middle, last = rows[..., C // 2 - 1], rows[..., C - 1]
-    steep = frame.is_steep(middle, last)
+    steep = is_steep(middle, last)
     # S is as the middle of the chunk behind sees it, R as that of the chunk ahead.
     of_s = jnp.exp2(jnp.where(steep, 0.0, -middle))[:, :, inner]
     of_r = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
@@ -343,7 +342,7 @@ def _known_by_xla(
 
 def _of_steps_by_xla(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: Cut,
     gates: jax.Array,
     queries: OfQueries,
     keys: OfKeys,
@@ -369,7 +368,7 @@ def _of_steps_by_xla(
     crossing = start + known.before + missed * share
     # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
     rows = gates.reshape(B, H, count, C)
-    steep = frame.is_steep(rows[..., C // 2 - 1], rows[..., C - 1])
+    steep = is_steep(rows[..., C // 2 - 1], rows[..., C - 1])
     crossing = jnp.where(steep, jnp.sum(reads, axis=3), crossing)
     found = jnp.cumsum(passing, axis=3) - passing + keys.inside.reshape(B, H, count, C)
     found = (found + crossing[..., None]).reshape(B, H, length)[:, :, : spec.T]

@@ -1,0 +1,62 @@
+"""How a sequence is cut for these passes, and for the kernels between which they run.
+
+A sequence of T steps is cut into pieces of whole chunks, and a chunk has C steps. The decays of a
+chunk are prefix sums from its first step on, to base 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+C = 64  # steps of a chunk
+TILE_COLUMNS = 128  # columns of a tile: one head's, or those of two heads of 64
+LOG2_E = math.log2(math.e)
+# The largest log2 decay per half chunk. Features scaled by 2^-60 stay far above the smallest normal
+# float32, 2^-126.
+MOST_LOST = 60.0
+# WGMMA needs N >= 8, so a vector operand is replicated across 8 columns.
+ALIKE = 8
+# A vector that is rounded takes half of them, and what the rounding left takes the other half.
+PARTS = ALIKE // 2
+# Chunks over which the gradient of a decay per step and channel is summed at once, and their steps.
+CHUNKS_OF_RUN = 4
+RUN = CHUNKS_OF_RUN * C
+
+
+class Cut(Protocol):
+    """A sequence in `pieces` of `rows` steps each."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def pieces(self) -> int: ...
+
+
+class OfPiece(Protocol):
+    """Work on one piece."""
+
+    @property
+    def piece(self) -> Any: ...
+
+
+def whole_chunks(length: int) -> int:
+    """The length, rounded up to whole chunks."""
+    return int(pl.cdiv(length, C)) * C
+
+
+def heads_of_tile(spec: LinearAttentionSpec) -> int:
+    """How many heads share a tile's columns: one of 128, or two of 64."""
+    return max(1, TILE_COLUMNS // spec.D)
+
+
+def is_steep(middle: Any, last: Any) -> Any:
+    """Whether a chunk loses more than `MOST_LOST` in either half, from the prefix sums at the last
+    row of the first half and at the last row."""
+    return jnp.minimum(middle, last - middle) < -MOST_LOST
