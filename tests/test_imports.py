@@ -2,7 +2,8 @@
 
     ato_torch, nn -> ops/*/api -> spec, dispatch -> tuning -> backend -> device
     a backend -> scans, spec, backend, device, Pallas; never another backend
-    scans -> spec, launch; never a backend
+    scans -> spec, decay, launch; never a backend
+    triton, the kit of the Triton kernels -> launch, device; never an op
 
 Read from the sources: what a module imports, also inside functions and for types alone.
 """
@@ -72,9 +73,13 @@ def backends() -> list[str]:
     return [name for name in modules() for folder in folders if within(name, folder)]
 
 
-SHARED = tuple(
-    f"ato_jax.{name}"
-    for name in ("autodiff", "backend", "device", "launch", "meshes", "shapes")
+KIT = "ato_jax.triton"
+SHARED = (
+    *(
+        f"ato_jax.{name}"
+        for name in ("autodiff", "backend", "device", "launch", "meshes", "shapes")
+    ),
+    *(name for name in modules() if within(name, KIT)),
 )
 
 
@@ -92,6 +97,14 @@ def test_backends(name: str) -> None:
         assert imported not in (home, f"{home}.api"), f"{name} reaches {imported}"
         part = imported.removeprefix(f"{home}.").split(".")[0]
         assert part == own or part not in BACKENDS, f"{name} reaches another backend, {imported}"
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if within(name, KIT)])
+def test_the_kit_for_triton(name: str) -> None:
+    """It knows no op."""
+    below = {f"ato_jax.{part}" for part in ("device", "launch", "meshes")}
+    for imported in reached(name):
+        assert imported in below or within(imported, KIT), f"{name} reaches {imported}"
 
 
 SCANS = "ato_jax.ops.linear_attention.scans"
