@@ -18,6 +18,7 @@ from test_linear_mosaic import draw
 import ato_jax
 from ato_jax import launch
 from ato_jax.ops.linear_attention import api
+from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.scans import channel_flows, edges, flows, gates, totals
@@ -217,7 +218,7 @@ def test_what_is_steep() -> None:
 
 def test_gradient_of_heads() -> None:
     """Summed up; none of what is as strong as it gets."""
-    decay = jnp.array([-1.0, -jnp.inf, gates.LEAST_DECAY - 1])
+    decay = jnp.array([-1.0, -jnp.inf, LEAST_DECAY - 1])
     found = gates.gradient_of_heads(decay, jnp.ones((2, 3, 5)))
     assert found.tolist() == [10.0, 0.0, 0.0]
 
@@ -319,7 +320,7 @@ def test_flows(
         wanted = wanted.reshape(B, G, -1, frame.C).sum(axis=3)
     else:
         wanted = wanted if spec.layout == "bhtd" else wanted.swapaxes(1, 2)
-        wanted = np.where(exact(decay) < gates.LEAST_DECAY, 0, wanted)
+        wanted = np.where(exact(decay) < LEAST_DECAY, 0, wanted)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
     if B == 2:
         check_compiled(found_of, *arrays)
@@ -381,7 +382,7 @@ def test_sums_of_gates(B: int, T: int, G: int, layout: str) -> None:
     spec = api.prepare(q, q, q, causal=True, decay=decay, layout=layout).spec
     with ato_jax.interpret():
         found = gates.of_steps(spec, decay)
-    wanted = np.maximum(exact(decay), gates.LEAST_DECAY) * frame.LOG2_E
+    wanted = np.maximum(exact(decay), LEAST_DECAY) * frame.LOG2_E
     wanted = np.swapaxes(wanted, 1, 2) if layout == "bthd" else wanted
     wanted = np.pad(wanted, ((0, 0), (0, 0), (0, -T % frame.C))).reshape(B, G, -1, frame.C)
     wanted = np.cumsum(wanted, axis=3).reshape(B, G, -1)

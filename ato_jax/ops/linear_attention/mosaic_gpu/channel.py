@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ato_jax.ops.linear_attention.decay import LEAST_DECAY_IN_FLOAT16 as LEAST_DECAY
+from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_TURN as MOST_LOST
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN as CHUNKS
@@ -36,10 +38,6 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F16 = jnp.float16
 
-# Of a step, in nature's logarithm: exp of it is 2e-22.
-LEAST_DECAY = -50.0
-# Of half a turn, as an exponent of 2: more than one step loses.
-MOST_LOST = 80.0
 MOST_TURNS = C // 2
 # What float16 holds of gates: from 72 down to 2e-7 by its normal numbers.
 UNIT = 2.0**-8

@@ -26,7 +26,6 @@ from ato_jax import device, meshes
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow, width_of
 from ato_jax.ops.linear_attention.scans.chunks import ALIKE as ALIKE
 from ato_jax.ops.linear_attention.scans.chunks import LOG2_E as LOG2_E
-from ato_jax.ops.linear_attention.scans.chunks import MOST_LOST as MOST_LOST
 from ato_jax.ops.linear_attention.scans.chunks import PARTS as PARTS
 from ato_jax.ops.linear_attention.scans.chunks import C, heads_of_tile, is_steep
 from ato_jax.ops.linear_attention.scans.chunks import whole_chunks as whole_chunks

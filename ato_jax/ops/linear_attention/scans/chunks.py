@@ -6,20 +6,17 @@ chunk are prefix sums from its first step on, to base 2.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_CHUNK
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.triton.arithmetic import LOG2_E as LOG2_E
 
 C = 64  # steps of a chunk
 TILE_COLUMNS = 128  # columns of a tile: one head's, or those of two heads of 64
-LOG2_E = math.log2(math.e)
-# The largest log2 decay per half chunk. Features scaled by 2^-60 stay far above the smallest normal
-# float32, 2^-126.
-MOST_LOST = 60.0
 # WGMMA needs N >= 8, so a vector operand is replicated across 8 columns.
 ALIKE = 8
 # A vector that is rounded takes half of them, and what the rounding left takes the other half.
@@ -57,6 +54,6 @@ def heads_of_tile(spec: LinearAttentionSpec) -> int:
 
 
 def is_steep(middle: Any, last: Any) -> Any:
-    """Whether a chunk loses more than `MOST_LOST` in either half, from the prefix sums at the last
-    row of the first half and at the last row."""
-    return jnp.minimum(middle, last - middle) < -MOST_LOST
+    """Whether a chunk loses more than `MOST_LOST_OF_CHUNK` in either half, from the prefix sums at
+    the last row of the first half and at the last row."""
+    return jnp.minimum(middle, last - middle) < -MOST_LOST_OF_CHUNK

@@ -39,9 +39,9 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
+from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.scans.chunks import C, Cut, OfPiece, is_steep
 from ato_jax.ops.linear_attention.scans.edges import of_head
-from ato_jax.ops.linear_attention.scans.gates import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Y is known ahead of each of a piece's chunks whose number this divides, a power of two. A state is

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
+from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.scans.chunks import (
     LOG2_E,
     C,
@@ -28,7 +29,6 @@ from ato_jax.ops.linear_attention.scans.chunks import (
 )
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-LEAST_DECAY = -128.0  # exp of it is 0 in float32
 MOST_HEADS = 16  # of a tile
 WARPS = 2
 # Chunks that a program writes, and those of which it reads what they lose at once.
