@@ -28,12 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ato_jax import autodiff
+from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.xla.timeline import Timeline, zero_unless
 
-# The largest chunk, and the decay to which stronger ones are clamped: exp of it is 0 in float32.
-MOST_STEPS = 512
-LEAST_DECAY = -128.0
+MOST_STEPS = 512  # the largest chunk
 # float32 adds multiples of this exactly up to 2^24 times it, 65,536, which is `MOST_STEPS` times
 # the strongest decay.
 GRID = 2.0**-8
