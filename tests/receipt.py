@@ -64,20 +64,29 @@ SHARED_SOURCES = (
     "ato_jax/tuning.py",
     "ato_jax/tuned/*.toml",  # the op's own tables alone
 )
-SOURCES_OF_AN_OP = ("spec.py", "features.py", "triton.py", "triton/*.py")
+SOURCES_OF_AN_OP = ("spec.py", "features.py", "decay.py", "triton.py", "triton/**/*.py")
 # Kernels in a folder of their own, with what they share with the op's others.
 APART = {
-    "mosaic_gpu": ("linear_attention", "spec.py", "features.py", "mosaic_gpu/*.py", "scans/*.py")
+    "mosaic_gpu": (
+        "linear_attention",
+        "spec.py",
+        "features.py",
+        "decay.py",
+        "mosaic_gpu/*.py",
+        "scans/*.py",
+    )
 }
+# The kit for Triton, and the parts whose kernels are made of it.
+KIT = "ato_jax/triton/*.py"
+MADE_OF_THE_KIT = ("linear_attention", "mosaic_gpu")
 # Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
     "decode_attention": ("attention", "attention/triton/paged*.py"),
     "wide_attention": ("attention", "attention/triton/wide*.py"),
     "channel_gates": (
         "linear_attention",
-        "linear_attention/triton/channel.py",
-        "linear_attention/triton/prepared.py",
-        "linear_attention/triton/steep.py",
+        "linear_attention/triton/channel/*.py",
+        "linear_attention/triton/prepared/*.py",
     ),
     "mosaic_channel_gates": (
         "mosaic_gpu",
@@ -109,6 +118,7 @@ def source_files(part: str) -> list[Path]:
     below = BESIDE[part][0] if part in BESIDE else part
     folder, *names = APART.get(below, (below, *SOURCES_OF_AN_OP))
     patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in names)]
+    patterns += [KIT] if below in MADE_OF_THE_KIT else []
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 

@@ -12,7 +12,8 @@ import pytest
 from ato_jax import device
 from ato_jax.ops.linear_attention import api, triton
 from ato_jax.ops.linear_attention.spec import LinearState
-from ato_jax.ops.linear_attention.triton import scan, tiles
+from ato_jax.ops.linear_attention.triton import scan
+from ato_jax.triton import work
 
 OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several chunks.
@@ -75,7 +76,7 @@ def check(
 
 
 def test_sequences_have_several_pieces_of_several_chunks():
-    pieces = tiles.cut(110, 1, SMALL["piece_rows"], SMALL["output_block"], SMALL["programs"])
+    pieces = work.cut(110, 1, SMALL["piece_rows"], SMALL["output_block"], SMALL["programs"])
     assert pieces.count > 1 and pieces.rows > SMALL["output_block"]
     assert pieces.rows <= 70  # before which `mixed` gates are mild
 

@@ -8,7 +8,7 @@ import test_linear_channel as channel
 from ato_jax import device
 from ato_jax.ops.linear_attention import triton
 from ato_jax.ops.linear_attention.spec import LinearState
-from ato_jax.ops.linear_attention.triton import prepared
+from ato_jax.ops.linear_attention.triton.calls import is_prepared
 
 OP = "linear_attention"
 # Small enough that a short sequence has several runs of several tiles.
@@ -44,7 +44,7 @@ def check(T, S, H, G, D, V, gates, scale=1.0, layout="bthd", **options):
         q, k, v, decay = (jnp.swapaxes(array, 1, 2) for array in (q, k, v, decay))
     wanted = numerics.oracle(OP, q, k, v, decay=decay, causal=True, layout=layout, **options)
     spec = wanted.request.spec
-    assert prepared.applies(spec)
+    assert is_prepared(spec)
     for phase in ("forward", "backward"):
         assert triton.unsupported(spec, phase) is None
     with device.interpret():

@@ -19,7 +19,8 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import tiles, walk
+from ato_jax.ops.linear_attention.triton import config, products, walk
+from tests import regimes
 
 OP = "linear_attention"
 # Small enough that a short sequence has several pieces, and a piece several tiles.
@@ -262,7 +263,7 @@ def test_weights_are_multiplied_as_if_hardly_rounded(D):
 
     def kernel(w_ref, rows_ref, out_ref):
         zeros = jnp.zeros(out_ref.shape, jnp.float32)
-        out_ref[...] = tiles.add_weighted_sum(spec, zeros, w_ref[...], rows_ref[...])
+        out_ref[...] = products.add_weighted_sum(spec, zeros, w_ref[...], rows_ref[...])
 
     shape = jax.ShapeDtypeStruct((32, 16), jnp.float32)
     with device.interpret():
@@ -285,7 +286,8 @@ def test_where_values_are_cut():
         spec = spec_of(D, dtype, causal, V=V)
         config = triton.default_config(spec, GPUS[capability])
         for phase in ("forward", "backward"):
-            assert triton._blocks(spec, config, phase) == count, (D, V, dtype, capability, causal)
+            found = triton.blocks_of_values(spec, config, phase)
+            assert found == count, (D, V, dtype, capability, causal)
 
 
 def test_the_widest_blocks_unnormalised_in_the_other_layout():
@@ -416,3 +418,13 @@ def test_default_tiles_of_wide_values_and_of_small_gpus_fit(D, V, dtype, capabil
     for name, kernel in compiled(spec_of(D, dtype, causal, V=V), capability).items():
         assert kernel.fits, kernel
         assert kernel.spill_stores <= 2048, (name, kernel)
+
+
+def test_block_sizes_are_those_of_the_golden_file():
+    """`python -m tests.regimes` writes it anew."""
+    assert regimes.golden() == regimes.GOLDEN.read_text()
+
+
+def test_every_regime_is_in_the_golden_file():
+    """A row of the table that no call reaches would never be seen to change."""
+    assert regimes.regimes() == set(config.REGIMES)

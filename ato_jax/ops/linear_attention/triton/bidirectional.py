@@ -5,18 +5,18 @@ Forward, with S = sum_j phi(k_j) v_j^T [F, V] and z = sum_j phi(k_j) [F] (the st
     den_i = max(phi(q_i) . z, eps)            normalize, else 1 / scale
     out_i = S^T phi(q_i) / den_i
 
-Backward, with g_i = S do_i [F]; do_i . out_i is phi(q_i) . g_i / den_i, so that no output is
-formed, and the difference below is taken in float32:
+Backward, with y_i = S do_i [F]. do_i . out_i equals phi(q_i) . y_i / den_i, so no output is formed,
+and the difference below is taken in float32:
 
     e_i       = -(do_i . out_i), 0 where phi(q_i) . z <= eps or not normalize
     u_i       = phi(q_i) / den_i
-    d_phi_q_i = (g_i + e_i z) / den_i
+    d_phi_q_i = (y_i + e_i z) / den_i
     dS        = sum_i u_i do_i^T + the state's cotangent         dz = sum_i e_i u_i + likewise
     dv_j      = dS^T phi(k_j)
     d_phi_k_j = dS v_j + dz
 
-The first pass of the backward reads q and do, writes dq and leaves dS and dz of its pieces; the
-second reads k and v and writes dk and dv.
+The first pass of the backward reads q and do, writes dq, and leaves dS and dz of its pieces. The
+second pass reads k and v and writes dk and dv.
 """
 
 from __future__ import annotations
@@ -35,18 +35,24 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton.calls import SMALL_STATE, state_size
+from ato_jax.ops.linear_attention.triton.config import Config
+from ato_jax.ops.linear_attention.triton.gradients import normalizer_terms
 from ato_jax.ops.linear_attention.triton.states import piece_states
-from ato_jax.ops.linear_attention.triton.tiles import Config, Dealt, Pieces
+from ato_jax.triton import tiles, work
+from ato_jax.triton.launch import launch, piece_id
+from ato_jax.triton.tiles import Rows
+from ato_jax.triton.work import Dealt, Pieces
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    pieces = tiles.deal(spec.S, spec.B * spec.G, config.state_block, config.state_programs)
+    pieces = work.deal(spec.S, spec.B * spec.G, config.state_block, config.state_programs)
 
-    def keys_at(refs: dict[str, Any], start: Any, block: int) -> tiles.Rows:
+    def keys_at(refs: dict[str, Any], start: Any, block: int) -> Rows:
         return tiles.tile_rows(start, block, spec.S, pieces.whole, refs.get("kv_length"))
 
-    lengths = tiles.length_arrays(inputs)
+    lengths = sequences.length_arrays(inputs)
     kv, k_sum = piece_states(spec, config, inputs.k, inputs.v, pieces, keys_at, lengths)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
@@ -55,14 +61,14 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 
 
 def _stream(length: int, others: int, block: int, programs: int, rows: int) -> Pieces | Dealt:
-    """How a pass that only reads a finished state is cut."""
+    """How the rows of a pass that only reads a finished state go to programs."""
     if rows:
-        return tiles.cut(length, others, max(rows, block), block, 1)
-    return tiles.deal(length, others, block, programs)
+        return work.cut(length, others, max(rows, block), block, 1)
+    return work.deal(length, others, block, programs)
 
 
 def _state_blocks(spec: LinearAttentionSpec, group: int) -> list[pl.BlockSpec]:
-    """kv [F, V] and k_sum [F] of the kv head that a query head reads."""
+    """kv [F, V] and k_sum [F] of the key/value head that a query head reads."""
     return [
         pl.BlockSpec((None, None, spec.F, spec.V), lambda p, h, b: (b, h // group, 0, 0)),
         pl.BlockSpec((None, None, spec.F), lambda p, h, b: (b, h // group, 0)),
@@ -83,19 +89,19 @@ def _output(
     def kernel(
         lengths: dict[str, Any], q_ref: Any, kv_ref: Any, k_sum_ref: Any, out_ref: Any
     ) -> None:
-        piece = tiles.piece_id()
+        piece = piece_id()
         count = pieces.turns(piece, block)
-        kv = tiles.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
-        z = tiles.as_columns(spec, tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
+        kv = products.operand(spec, tiles.load_matrix(kv_ref, spec.F, spec.V), wide=True)  # [F, V]
+        z = products.as_columns(spec, tiles.load_vector(k_sum_ref, spec.F))  # [F, 16]
 
         def write_tile(i: Any, carry: None) -> None:
             first, length = pieces.first_row(piece, i, block), lengths.get("q_length")
             rows = tiles.tile_rows(first, block, spec.T, whole, length)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
-            features = tiles.operand(spec, tiles.features_of(spec, q, rows), wide=True)
-            out = tiles.product(spec, features, kv, wide=True)  # [T_block, V]
+            features = products.operand(spec, mapping.features_of(spec, q, rows), wide=True)
+            out = products.product(spec, features, kv, wide=True)  # [T_block, V]
             if spec.normalize:
-                den = jnp.sum(tiles.product(spec, features, z, wide=True), axis=1)  # [T_block]
+                den = jnp.sum(products.product(spec, features, z, wide=True), axis=1)  # [T_block]
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
             else:
                 out *= spec.scale
@@ -103,17 +109,17 @@ def _output(
 
         jax.lax.fori_loop(0, count, write_tile, None)
 
-    return tiles.launch(
+    return launch(
         kernel,
         "linear_attention_output",
         grid=(pieces.count, spec.H, spec.B),
         in_specs=[
-            tiles.step_blocks(lengths, lambda p, h, b: (b, h)),
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
+            sequences.step_blocks(lengths, sequences.own_head),
+            sequences.sequence_block(spec, spec.T, spec.D, sequences.own_head),
             *_state_blocks(spec, spec.H // spec.G),
         ],
-        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
-        out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
+        out_specs=sequences.sequence_block(spec, spec.T, spec.V, sequences.own_head),
+        out_shape=sequences.sequence_shape(spec, spec.T, spec.H, spec.V),
         warps=config.output_warps,
         stages=config.output_stages,
     )(lengths, q, *state)
@@ -123,11 +129,11 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs, outputs = residuals
-    lengths = tiles.length_arrays(inputs)
+    lengths = sequences.length_arrays(inputs)
     dq, dkv, dk_sum = _query_gradient(
         spec, config, inputs.q, outputs.state, cotangents.out, lengths
     )
-    # Over the pieces and over the query heads of each kv head.
+    # Summed over the pieces and over the query heads of each key/value head.
     dkv = jnp.sum(dkv.reshape(spec.B, spec.G, -1, spec.V, spec.F), axis=2)
     dk_sum = jnp.sum(dk_sum.reshape(spec.B, spec.G, -1, spec.F), axis=2)
     if spec.return_state:
@@ -140,6 +146,35 @@ def backward(
     return Inputs(dq, dk, dv, initial_state=d_state)
 
 
+# dS^T [V, F] and dz [F, 16], for each part of the features.
+Sums = list[tuple[jax.Array, jax.Array]]
+
+
+def _usual(spec: LinearAttentionSpec, z: list[jax.Array]) -> Any:
+    """A number like most den_i. dS and dz are sums of phi(q_i) * usual / den_i, and are divided by
+    `usual` at the end: where rows are all alike, so are the roundings of phi(q_i) / den_i, and
+    these would add up."""
+    if not spec.normalize:
+        return 1 / spec.scale if spec.scale else 1.0
+    usual = functools.reduce(jnp.add, [jnp.sum(jnp.abs(z_part)) for z_part in z])
+    return jnp.where(usual > 0, usual, 1.0)
+
+
+def _add_terms(
+    spec: LinearAttentionSpec, sums: Sums, do: jax.Array, us: list[jax.Array], e: jax.Array
+) -> Sums:
+    """The sums and what a tile of queries adds to them: u_i do_i^T and e_i u_i."""
+    return [
+        (
+            dkv + products.product(spec, do, u, wide=True, trans_a=True),  # [V, F]
+            dz + products.product(spec, u, e, wide=True, trans_a=True)  # [F, 16]
+            if spec.normalize
+            else dz,
+        )
+        for (dkv, dz), u in zip(sums, us, strict=True)
+    ]
+
+
 def _query_gradient(
     spec: LinearAttentionSpec,
     config: Config,
@@ -148,12 +183,15 @@ def _query_gradient(
     do: jax.Array,
     lengths: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; and dS^T [B, H, pieces, V, F] and dz [B, H, pieces, F] of each piece."""
+    """dq; and dS^T [B, H, pieces, V, F] and dz [B, H, pieces, F] of each piece.
+
+    Where dq is delayed, a tile's terms are added to dS and dz in the next tile's turn: these
+    products then do not wait for those that e and u depend on.
+    """
     block = config.dq_block
     delayed = config.dq_delayed
     parts = tiles.in_slices(spec.F) if delayed else [tiles.all_columns(spec.F)]
-    pieces = tiles.deal(spec.T, spec.B * spec.H, block, config.dq_programs)
-    whole = pieces.whole
+    pieces = work.deal(spec.T, spec.B * spec.H, block, config.dq_programs)
 
     def kernel(
         lengths: dict[str, Any],
@@ -165,67 +203,48 @@ def _query_gradient(
         dkv_ref: Any,
         dk_sum_ref: Any,
     ) -> None:
-        piece = tiles.piece_id()
+        piece = piece_id()
         count = pieces.turns(piece, block)
         kv = [  # [F, V], in parts of F
-            tiles.operand(spec, tiles.load_matrix(kv_ref, part, spec.V), wide=True)
+            products.operand(spec, tiles.load_matrix(kv_ref, part, spec.V), wide=True)
             for part in parts
         ]
         z = [tiles.load_vector(k_sum_ref, part)[None, :] for part in parts]  # [1, F]
-        # The sums are of phi(q_i) * usual / den_i, and divided by `usual` at the end: where rows
-        # are all alike, so are the roundings of phi(q_i) / den_i, and would add up.
-        usual: Any = 1 / spec.scale if spec.scale else 1.0
-        if spec.normalize:
-            usual = functools.reduce(jnp.add, [jnp.sum(jnp.abs(z_part)) for z_part in z])
-            usual = jnp.where(usual > 0, usual, 1.0)
-        one = tiles.identity(spec, parts[0].count)
+        usual = _usual(spec, z)
+        one = products.identity(spec, parts[0].count)
 
-        def rows_at(i: Any) -> tiles.Rows:
+        def rows_at(i: Any) -> Rows:
             first, length = pieces.first_row(piece, i, block), lengths.get("q_length")
-            return tiles.tile_rows(first, block, spec.T, whole, length)
+            return tiles.tile_rows(first, block, spec.T, pieces.whole, length)
 
         def load_do(i: Any) -> jax.Array:
             return tiles.load_tile(do_ref, rows_at(i), spec.V)  # [T_block, V]
 
-        def add(sums: Any, do: jax.Array, terms: Any) -> Any:
-            us, e = terms
-            return [
-                (
-                    dkv + tiles.product(spec, do, u, wide=True, trans_a=True),  # [V, F]
-                    dz + tiles.product(spec, u, e, wide=True, trans_a=True)  # [F, 16]
-                    if spec.normalize
-                    else dz,
-                )
-                for (dkv, dz), u in zip(sums, us, strict=True)
-            ]
-
         def write_tile(i: Any, carry: Any) -> Any:
             rows = rows_at(i)
             do = load_do(i)
-            features, slopes, g = [], [], []  # [T_block, F]
+            features, slopes, y = [], [], []  # [T_block, F], in parts of F
             for part, kv_part in zip(parts, kv, strict=True):
-                q = tiles.load_tile(q_ref, rows, part)
-                mapped = tiles.features_and_slopes(spec, tiles.as_accumulated(q, one), rows, part)
+                q = products.as_accumulated(tiles.load_tile(q_ref, rows, part), one)
+                mapped = mapping.features_and_slopes(spec, q, rows, part)
                 features.append(mapped[0])
                 slopes.append(mapped[1])
-                g.append(tiles.product(spec, do, kv_part, wide=True, trans_b=True))
+                y.append(products.product(spec, do, kv_part, wide=True, trans_b=True))
             if spec.normalize:
-                e, inverse = normalizer_terms(spec, features, g, z)
-                g = [g_part + e[:, None] * z_part for g_part, z_part in zip(g, z, strict=True)]
+                e, inverse = normalizer_terms(spec, features, y, z)
+                y = [y_part + e[:, None] * z_part for y_part, z_part in zip(y, z, strict=True)]
             else:
                 e = jnp.zeros((block,), jnp.float32)
                 inverse = jnp.full((block,), spec.scale, jnp.float32)
             factor = inverse[:, None]
-            for part, g_part, slope in zip(parts, g, slopes, strict=True):
-                tiles.store_tile(dq_ref, rows, part, g_part * (factor * slope))
-            us = [
-                tiles.operand(spec, feature * (factor * usual), wide=True) for feature in features
-            ]
-            terms = us, tiles.as_columns(spec, e)
+            for part, y_part, slope in zip(parts, y, slopes, strict=True):
+                tiles.store_tile(dq_ref, rows, part, y_part * (factor * slope))
+            us = [products.operand(spec, x * (factor * usual), wide=True) for x in features]
+            terms = us, products.as_columns(spec, e)
             if not delayed:
-                return add(carry, do, terms)
+                return _add_terms(spec, carry, do, *terms)
             sums, before = carry
-            return add(sums, load_do(jnp.maximum(i - 1, 0)), before), terms
+            return _add_terms(spec, sums, load_do(jnp.maximum(i - 1, 0)), *before), terms
 
         sums = [
             (
@@ -239,55 +258,32 @@ def _query_gradient(
             us = [jnp.zeros((block, part.count), dtype) for part in parts]
             before = us, jnp.zeros((block, tiles.COLUMNS), dtype)
             sums, before = jax.lax.fori_loop(0, count, write_tile, (sums, before))
-            sums = add(sums, load_do(count - 1), before)
+            sums = _add_terms(spec, sums, load_do(count - 1), *before)
         else:
             sums = jax.lax.fori_loop(0, count, write_tile, sums)
         for part, (dkv, dz) in zip(parts, sums, strict=True):
             tiles.store_matrix(dkv_ref, spec.V, part, dkv / usual)
             tiles.store_vector(dk_sum_ref, part, jnp.sum(dz, axis=1) / usual)
 
-    return tiles.launch(
+    queries = sequences.sequence_block(spec, spec.T, spec.D, sequences.own_head)
+    return launch(
         kernel,
         "linear_attention_query_gradient",
         grid=(pieces.count, spec.H, spec.B),
         in_specs=[
-            tiles.step_blocks(lengths, lambda p, h, b: (b, h)),
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
-            tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
+            sequences.step_blocks(lengths, sequences.own_head),
+            queries,
+            sequences.sequence_block(spec, spec.T, spec.V, sequences.own_head),
             *_state_blocks(spec, spec.H // spec.G),
         ],
-        out_specs=[
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
-            pl.BlockSpec((None, None, None, spec.V, spec.F), lambda p, h, b: (b, h, p, 0, 0)),
-            pl.BlockSpec((None, None, None, spec.F), lambda p, h, b: (b, h, p, 0)),
-        ],
+        out_specs=[queries, *sequences.state_blocks(spec, lambda p, h, b: (b, h, p))],
         out_shape=[
-            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
-            jax.ShapeDtypeStruct((spec.B, spec.H, pieces.count, spec.V, spec.F), jnp.float32),
-            jax.ShapeDtypeStruct((spec.B, spec.H, pieces.count, spec.F), jnp.float32),
+            sequences.sequence_shape(spec, spec.T, spec.H, spec.D),
+            *sequences.state_shapes(spec, spec.H, pieces.count),
         ],
         warps=config.dq_warps,
         stages=config.dq_stages,
     )(lengths, q, do, *state)
-
-
-def normalizer_terms(
-    spec: LinearAttentionSpec,
-    features: list[jax.Array],
-    g: list[jax.Array],
-    z: list[jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """e and 1 / den, [T_block], from phi(q), g and each row's z, [T_block or 1, F] in parts."""
-
-    def row_sums(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
-        # Of the parts together: each sum over a row may take two barriers between the warps.
-        products = [a * b for a, b in zip(left, right, strict=True)]
-        return jnp.sum(functools.reduce(jnp.add, products), axis=1)
-
-    weight = row_sums(features, z)
-    inverse = 1 / jnp.maximum(weight, spec.eps)
-    e = jnp.where(weight > spec.eps, -inverse * row_sums(features, g), 0.0)
-    return e, inverse
 
 
 def _key_gradient(
@@ -303,8 +299,9 @@ def _key_gradient(
     block = config.dkv_block
     pieces = _stream(spec.S, spec.B * spec.G, block, config.dkv_programs, config.dkv_rows)
     whole = pieces.whole
-    # dS is a factor both ways round, and each way its three parts lie in shared memory.
-    in_parts = tiles.state_size(spec) <= tiles.SMALL_STATE
+    # dS is the right factor of one product and, transposed, of the other. An exact product holds
+    # three parts of it in shared memory each time, for which only a small one leaves room.
+    in_parts = state_size(spec) <= SMALL_STATE
 
     def kernel(
         lengths: dict[str, Any],
@@ -315,9 +312,10 @@ def _key_gradient(
         dk_ref: Any,
         dv_ref: Any,
     ) -> None:
-        piece = tiles.piece_id()
+        piece = piece_id()
         count = pieces.turns(piece, block)
-        dkv = tiles.operand(spec, tiles.load_matrix(dkv_ref, spec.V, spec.F), wide=True)  # [V, F]
+        dkv = tiles.load_matrix(dkv_ref, spec.V, spec.F)  # [V, F]
+        dkv = products.operand(spec, dkv, wide=True)
         dz = tiles.load_vector(dk_sum_ref, spec.F)  # [F]
 
         def write_tile(i: Any, carry: None) -> None:
@@ -325,26 +323,26 @@ def _key_gradient(
             rows = tiles.tile_rows(first, block, spec.S, whole, length)
             k = tiles.load_tile(k_ref, rows, spec.D)  # [S_block, D]
             v = tiles.load_tile(v_ref, rows, spec.V)  # [S_block, V]
-            # dk is written before dv is begun: side by side they would take all registers.
-            d_features = tiles.product(spec, v, dkv, wide=True, in_parts=in_parts)
+            # dk is written before dv is computed: both at once would take all registers.
+            d_features = products.product(spec, v, dkv, wide=True, in_parts=in_parts)
             d_features += dz[None, :]  # [S_block, F]
-            features, slopes = tiles.features_and_slopes(spec, k, rows)  # [S_block, F]
+            features, slopes = mapping.features_and_slopes(spec, k, rows)  # [S_block, F]
             tiles.store_tile(dk_ref, rows, spec.D, d_features * slopes)
-            dv = tiles.product(  # [S_block, V]
+            dv = products.product(  # [S_block, V]
                 spec, features, dkv, wide=True, trans_b=True, in_parts=in_parts
             )
             tiles.store_tile(dv_ref, rows, spec.V, dv)
 
         jax.lax.fori_loop(0, count, write_tile, None)
 
-    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
-    values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
-    return tiles.launch(
+    keys = sequences.sequence_block(spec, spec.S, spec.D, sequences.own_head)
+    values = sequences.sequence_block(spec, spec.S, spec.V, sequences.own_head)
+    return launch(
         kernel,
         "linear_attention_key_gradient",
         grid=(pieces.count, spec.G, spec.B),
         in_specs=[
-            tiles.step_blocks(lengths, lambda p, g, b: (b, g)),
+            sequences.step_blocks(lengths, sequences.own_head),
             keys,
             values,
             pl.BlockSpec((None, None, spec.V, spec.F), lambda p, g, b: (b, g, 0, 0)),
@@ -352,8 +350,8 @@ def _key_gradient(
         ],
         out_specs=[keys, values],
         out_shape=[
-            tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
-            tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+            sequences.sequence_shape(spec, spec.S, spec.G, spec.D),
+            sequences.sequence_shape(spec, spec.S, spec.G, spec.V),
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,

@@ -1,7 +1,7 @@
 """One program walks a piece chunk by chunk, its running state in registers (`causal.py`).
 
-The backward here is that of calls without a decay: the gradient of one needs the state and its
-cotangent of the same place, and either walk knows one of the two (`walk.py`).
+The backward here is that of calls without a decay. The gradient of a decay needs the state and its
+cotangent at the same place, and each of the two walks knows only one of them (`steps.py`).
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton import tiles
-from ato_jax.ops.linear_attention.triton.bidirectional import normalizer_terms
-from ato_jax.ops.linear_attention.triton.pairs import (
-    CAUSAL_GATES,
+from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton.config import Config
+from ato_jax.ops.linear_attention.triton.gradients import (
     Normalizer,
     QueryGradient,
-    State,
-    add_weighted,
     feature_gradient,
+    normalizer_terms,
+)
+from ato_jax.ops.linear_attention.triton.pairs import CAUSAL_GATES, add_weighted, pairs_of
+from ato_jax.ops.linear_attention.triton.reads import (
+    State,
     load_cotangent,
     load_state,
-    pairs_of,
     read_for_features,
     read_for_gradient,
     read_for_output,
     read_for_values,
-    state_blocks,
 )
 from ato_jax.ops.linear_attention.triton.scan import Edges
-from ato_jax.ops.linear_attention.triton.tiles import Config
-from ato_jax.ops.linear_attention.triton.walk import Steps, Walk, gates
+from ato_jax.ops.linear_attention.triton.steps import Steps, gates
+from ato_jax.ops.linear_attention.triton.walk import Walk
+from ato_jax.triton import tiles
+from ato_jax.triton.launch import launch, piece_id
 
 
 def output(
@@ -45,14 +47,13 @@ def output(
     sides: list[Edges],
 ) -> jax.Array:
     block = config.output_block
-    group = spec.H // spec.G
     arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
 
     def kernel(
         refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
     ) -> None:
-        piece = walk.with_queries + tiles.piece_id()
-        one = tiles.identity(spec, tiles.padded(spec.D))
+        piece = walk.with_queries + piece_id()
+        one = products.identity(spec, tiles.padded(spec.D))
 
         def write_chunk(i: Any, state: State) -> State:
             start = piece * walk.pieces.rows + i * block
@@ -61,21 +62,22 @@ def output(
             q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-            phi_q = tiles.features_of(spec, tiles.as_accumulated(q, one), queries)  # [C, F]
-            features = tiles.features_of(spec, k, keys)  # [C, F]
-            phi_k = tiles.operand(spec, features, wide=tiles.wide_features(spec))
+            phi_q = mapping.features_of(spec, products.as_accumulated(q, one), queries)  # [C, F]
+            features = mapping.features_of(spec, k, keys)  # [C, F]
+            phi_k = products.operand(spec, features, wide=mapping.wide_features(spec))
             pairs = pairs_of(walk, refs, chunk, chunk)
-            w = tiles.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
+            w = products.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
             w = pairs.weigh(w)
 
             out, den = read_for_output(spec, refs, "reads", start, phi_q, state)
             if den is not None:
-                # Of the rounded weights, so that what rounds them all alike cancels.
-                den += jnp.sum(tiles.rounded(spec, w, wide=True), axis=1)
-                out += tiles.product(spec, w, v, wide=True)
+                # The weights are summed as they are rounded for the product: roundings that are
+                # alike cancel.
+                den += jnp.sum(products.rounded(spec, w, wide=True), axis=1)
+                out += products.product(spec, w, v, wide=True)
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
             else:
-                out += tiles.weighted_sum(spec, w, v)
+                out += products.weighted_sum(spec, w, v)
                 out *= spec.scale
             tiles.store_tile(out_ref, queries, spec.V, out)
             return _add_keys(spec, refs, chunk, state, features, phi_k, v)
@@ -83,22 +85,26 @@ def output(
         state = load_state(spec, side_refs, block)
         jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, state)
 
-    return tiles.launch(
+    return launch(
         kernel,
         "linear_attention_causal_output",
         grid=(walk.pieces.count - walk.with_queries, spec.H, spec.B),
         in_specs=[
-            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
-            tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
-            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
-            state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            sequences.step_blocks(arrays, sequences.head_of_group(spec)),
+            *sequences.query_blocks(spec),
+            _states_of_queries(spec, walk),
         ],
-        out_specs=tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
-        out_shape=tiles.sequence_shape(spec, spec.T, spec.H, spec.V),
+        out_specs=sequences.sequence_block(spec, spec.T, spec.V, sequences.own_head),
+        out_shape=sequences.sequence_shape(spec, spec.T, spec.H, spec.V),
         warps=config.output_warps,
         stages=config.output_stages,
     )(arrays, inputs.q, inputs.k, inputs.v, [sides[0].kv, sides[0].k_sum])
+
+
+def _states_of_queries(spec: LinearAttentionSpec, walk: Walk) -> list[pl.BlockSpec]:
+    """The state ahead of the piece whose queries a program takes."""
+    group = spec.H // spec.G
+    return sequences.state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p))
 
 
 def _add_keys(
@@ -110,19 +116,21 @@ def _add_keys(
     phi_k: jax.Array,
     v: jax.Array,
 ) -> State:
-    """The state [V, F], [C, F] behind a chunk, whose keys have these features [C, F]; phi_k is
-    the operand of them."""
+    """The state behind a chunk, kv [V, F] and z [C, F], from that ahead of it.
+
+    `features` are phi(k) [C, F] of the chunk's keys in float32, and phi_k is their operand.
+    """
     kv, z = state
     start, block = steps
-    wide = tiles.wide_features(spec)
+    wide = mapping.wide_features(spec)
     if "adds" in refs:
         keep = refs["keeps"][start // block]
         kv, z = keep * kv, keep * z
         wide = True
-        phi_k = tiles.operand(spec, tiles.scale_rows(features, refs["adds"], start), wide=wide)
+        phi_k = products.operand(spec, tiles.scale_rows(features, refs["adds"], start), wide=wide)
     if spec.normalize:
-        z += tiles.product(spec, jnp.ones((block, block), jnp.float32), phi_k, wide=wide)
-    return kv + tiles.product(spec, v, phi_k, wide=wide, trans_a=True), z
+        z += products.product(spec, jnp.ones((block, block), jnp.float32), phi_k, wide=wide)
+    return kv + products.product(spec, v, phi_k, wide=wide, trans_a=True), z
 
 
 def query_gradient(
@@ -135,7 +143,6 @@ def query_gradient(
     do: jax.Array,
 ) -> QueryGradient:
     block = config.dq_block
-    group = spec.H // spec.G
     count = walk.pieces.count - walk.with_queries
     arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
     if "reads" in arrays:
@@ -153,8 +160,8 @@ def query_gradient(
         d_side_refs: Any,
         normalizer_refs: Any,
     ) -> None:
-        piece = walk.with_queries + tiles.piece_id()
-        one = tiles.identity(spec, tiles.padded(spec.D))
+        piece = walk.with_queries + piece_id()
+        one = products.identity(spec, tiles.padded(spec.D))
 
         def write_chunk(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             state, (dkv, dz) = carry
@@ -165,35 +172,35 @@ def query_gradient(
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             do = tiles.load_tile(do_ref, queries, spec.V)  # [C, V]
-            q = tiles.as_accumulated(q, one)
-            phi_q, slopes = tiles.features_and_slopes(spec, q, queries)  # [C, F]
-            wide = tiles.wide_features(spec)
-            features = tiles.features_of(spec, k, keys)  # [C, F]
-            phi_k = tiles.operand(spec, features, wide=wide)
+            q = products.as_accumulated(q, one)
+            phi_q, slopes = mapping.features_and_slopes(spec, q, queries)  # [C, F]
+            wide = mapping.wide_features(spec)
+            features = mapping.features_of(spec, k, keys)  # [C, F]
+            phi_k = products.operand(spec, features, wide=wide)
             pairs = pairs_of(walk, refs, chunk, chunk)
-            dw = tiles.product(spec, do, v, trans_b=True)  # [C, C]
+            dw = products.product(spec, do, v, trans_b=True)  # [C, C]
             dw = pairs.weigh(dw)
 
             from_state = read_for_gradient(spec, refs, "reads", start, do, state)
-            g = from_state[0] + tiles.product(spec, dw, phi_k, wide=True)
+            y = from_state[0] + products.product(spec, dw, phi_k, wide=True)
             e = z_seen = None
             inverse = jnp.full((block,), spec.scale, jnp.float32)
             if spec.normalize:
                 z_seen = pairs.add_keys(spec, from_state[1], phi_k, wide)
-                e, inverse = normalizer_terms(spec, [phi_q], [g], [z_seen])
+                e, inverse = normalizer_terms(spec, [phi_q], [y], [z_seen])
                 tiles.store_rows(normalizer_refs[0], queries, e)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
 
-            d_phi_q = feature_gradient(g, z_seen, e, inverse)
+            d_phi_q = feature_gradient(y, z_seen, e, inverse)
             tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
             u = phi_q * inverse[:, None]
             if "reads_of_piece" in refs:
                 u = tiles.scale_rows(u, refs["reads_of_piece"], start)
-            u = tiles.operand(spec, u, wide=True)
-            dkv += tiles.product(spec, do, u, wide=True, trans_a=True)
+            u = products.operand(spec, u, wide=True)
+            dkv += products.product(spec, do, u, wide=True, trans_a=True)
             if e is not None:
-                columns = tiles.as_columns(spec, e)
-                dz += tiles.product(spec, u, columns, wide=True, trans_a=True)
+                columns = products.as_columns(spec, e)
+                dz += products.product(spec, u, columns, wide=True, trans_a=True)
             state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
             return state, (dkv, dz)
 
@@ -206,33 +213,26 @@ def query_gradient(
         tiles.store_matrix(dkv_ref, spec.V, spec.F, dkv)
         tiles.store_vector(dk_sum_ref, spec.F, jnp.sum(dz, axis=1))
 
-    per_row = pl.BlockSpec((None, None, spec.T), lambda p, h, b: (b, h, 0))
-    row_shape = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32)
+    per_row, row_shape = sequences.row_vectors(spec)
     normalizers = 2 if spec.normalize else 0
-    side_shape = [
-        jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.V, spec.F), jnp.float32),
-        jax.ShapeDtypeStruct((spec.B, spec.H, count, spec.F), jnp.float32),
-    ]
-    dq, d_side, normalizer = tiles.launch(
+    dq, d_side, normalizer = launch(
         kernel,
         "linear_attention_causal_query_gradient",
         grid=(count, spec.H, spec.B),
         in_specs=[
-            tiles.step_blocks(arrays, lambda p, h, b: (b, h // group)),
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
-            tiles.sequence_block(spec, spec.S, spec.D, lambda p, h, b: (b, h // group)),
-            tiles.sequence_block(spec, spec.S, spec.V, lambda p, h, b: (b, h // group)),
-            tiles.sequence_block(spec, spec.T, spec.V, lambda p, h, b: (b, h)),
-            state_blocks(spec, lambda p, h, b: (b, h // group, walk.with_queries + p)),
+            sequences.step_blocks(arrays, sequences.head_of_group(spec)),
+            *sequences.query_blocks(spec),
+            sequences.sequence_block(spec, spec.T, spec.V, sequences.own_head),
+            _states_of_queries(spec, walk),
         ],
         out_specs=[
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, h, b: (b, h)),
-            state_blocks(spec, lambda p, h, b: (b, h, p)),
+            sequences.sequence_block(spec, spec.T, spec.D, sequences.own_head),
+            sequences.state_blocks(spec, lambda p, h, b: (b, h, p)),
             [per_row] * normalizers,
         ],
         out_shape=[
-            tiles.sequence_shape(spec, spec.T, spec.H, spec.D),
-            side_shape,
+            sequences.sequence_shape(spec, spec.T, spec.H, spec.D),
+            sequences.state_shapes(spec, spec.H, count),
             [row_shape] * normalizers,
         ],
         warps=config.dq_warps,
@@ -253,11 +253,12 @@ def key_gradient(
     normalizer: Normalizer | None,
     do: jax.Array,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """dk and dv, summed over the query heads of each kv head; nothing for a decay's gradient."""
+    """dk and dv, summed over the query heads of each key/value head, and no array for a decay's
+    gradient."""
     block = config.dkv_block
     group = spec.H // spec.G
     chunks = walk.pieces.rows // block
-    axis = tiles.heads_axis(spec)
+    axis = sequences.heads_axis(spec)
     arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
 
     def kernel(
@@ -271,8 +272,8 @@ def key_gradient(
         dk_ref: Any,
         dv_ref: Any,
     ) -> None:
-        piece = tiles.piece_id()
-        one = tiles.identity(spec, tiles.padded(spec.D))
+        piece = piece_id()
+        one = products.identity(spec, tiles.padded(spec.D))
 
         def write_chunk(i: Any, sums: State) -> State:  # dS^T [V, F], and dz in parts [16, F]
             start = piece * walk.pieces.rows + (chunks - 1 - i) * block
@@ -280,9 +281,9 @@ def key_gradient(
             queries, keys = walk.rows_at(spec, refs, start, block)
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
-            k = tiles.as_accumulated(k, one)
-            features, slopes = tiles.features_and_slopes(spec, k, keys)  # [C, F]
-            phi_k = tiles.operand(spec, features, wide=True)
+            k = products.as_accumulated(k, one)
+            features, slopes = mapping.features_and_slopes(spec, k, keys)  # [C, F]
+            phi_k = products.operand(spec, features, wide=True)
 
             dv = read_for_values(spec, refs, "adds", start, phi_k, sums)
             d_features = read_for_features(spec, refs, "adds", start, v, sums)
@@ -299,27 +300,29 @@ def key_gradient(
                 if spec.normalize:
                     e = tiles.load_rows(normalizer_refs[0], queries, head)  # [C]
                     inverse = tiles.load_rows(normalizer_refs[1], queries, head)  # [C]
-                u = tiles.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
+                u = mapping.features_of(spec, q, queries) * inverse[:, None]  # [C, F]
                 carried = u
                 if "reads" in refs:
                     carried = tiles.scale_rows(u, refs["reads"], start)
-                dw = tiles.product(spec, v, do, trans_b=True)  # [C keys, C queries]
+                dw = products.product(spec, v, do, trans_b=True)  # [C keys, C queries]
                 if e is not None:
                     dw += e[None, :]
-                w = tiles.product(spec, phi_k, u, wide=True, trans_b=True)
+                w = products.product(spec, phi_k, u, wide=True, trans_b=True)
                 w = pairs.weigh(w)
                 dv = add_weighted(spec, dv, w, do)
-                # These are a difference, and where features are all alike nothing averages.
-                d_features += tiles.weighted_sum(spec, pairs.weigh(dw), u)
+                # dw is a difference, and where features are all alike its roundings do not average
+                # out.
+                d_features += products.weighted_sum(spec, pairs.weigh(dw), u)
                 dkv, dz = sums
-                dkv += tiles.product(spec, do, carried, wide=True, trans_a=True)
+                dkv += products.product(spec, do, carried, wide=True, trans_a=True)
                 if e is not None:
-                    dz += tiles.row_parts(tiles.rounded(spec, carried, wide=True) * e[:, None])
+                    rounded = products.rounded(spec, carried, wide=True)
+                    dz += products.row_parts(rounded * e[:, None])
                 return dv, d_features, (dkv, dz)
 
             carry = dv, d_features, sums
             if group == 1:
-                # Not a loop of one turn: loads ahead are those of the loop they stand in.
+                # Not a loop of one turn: the compiler loads ahead within one loop only.
                 dv, d_features, sums = add_head(0, carry)
             else:
                 dv, d_features, sums = jax.lax.fori_loop(0, group, add_head, carry)
@@ -329,26 +332,26 @@ def key_gradient(
 
         jax.lax.fori_loop(0, chunks, write_chunk, load_cotangent(spec, side_refs))
 
-    keys = tiles.sequence_block(spec, spec.S, spec.D, lambda p, g, b: (b, g))
-    values = tiles.sequence_block(spec, spec.S, spec.V, lambda p, g, b: (b, g))
-    per_row = pl.BlockSpec((None, group, spec.T), lambda p, g, b: (b, g, 0))
-    dk, dv = tiles.launch(
+    keys = sequences.sequence_block(spec, spec.S, spec.D, sequences.own_head)
+    values = sequences.sequence_block(spec, spec.S, spec.V, sequences.own_head)
+    per_row = sequences.group_row_vectors(spec)
+    dk, dv = launch(
         kernel,
         "linear_attention_causal_key_gradient",
         grid=(walk.pieces.count, spec.G, spec.B),
         in_specs=[
-            tiles.step_blocks(arrays, lambda p, g, b: (b, g)),
-            tiles.sequence_block(spec, spec.T, spec.D, lambda p, g, b: (b, g), group),
+            sequences.step_blocks(arrays, sequences.own_head),
+            sequences.sequence_block(spec, spec.T, spec.D, sequences.own_head, group),
             keys,
             values,
-            tiles.sequence_block(spec, spec.T, spec.V, lambda p, g, b: (b, g), group),
-            state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
+            sequences.sequence_block(spec, spec.T, spec.V, sequences.own_head, group),
+            sequences.state_blocks(spec, lambda p, g, b: (b, g, p + 1)),
             [per_row] * len(normalizer or ()),
         ],
         out_specs=[keys, values],
         out_shape=[
-            tiles.sequence_shape(spec, spec.S, spec.G, spec.D),
-            tiles.sequence_shape(spec, spec.S, spec.G, spec.V),
+            sequences.sequence_shape(spec, spec.S, spec.G, spec.D),
+            sequences.sequence_shape(spec, spec.S, spec.G, spec.V),
         ],
         warps=config.dkv_warps,
         stages=config.dkv_stages,

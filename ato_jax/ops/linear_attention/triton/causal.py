@@ -4,39 +4,39 @@ With offset = S - T the last query sees the last key. The positions are cut into
 into chunks of C rows. Position p is key p and query p - offset, so that in the same chunk row i
 sees row j iff j <= i. One state per piece is summed (`states.py`) and accumulated over the pieces
 (`scan.py`). Then either one program walks each piece chunk by chunk, its running state S [F, V]
-and z [F] in registers (`carried.py`); or the pieces are short, and there is a program for each
-chunk, which reads its piece's state and goes through the piece's chunks (`stored.py`). With
+and z [F] in registers (`carried.py`), or the pieces are short, and there is a program for each
+chunk, which reads its piece's state and goes through the piece's chunks (`stored/`). With
 seen[i, j] = 1 iff j <= i:
 
     num = phi(q) S + w v              w = seen * (phi(q) phi(k)^T)
     den = phi(q) . z + w 1
     out = num / max(den, eps)         normalize, else scale * num
 
-Backward, the same walk for dq. With dw = seen * (do v^T), the weights' gradient without the
-normaliser, and row i's own z_i = z + sum_{j<=i} phi(k_j):
+Backward, a walk in the same order finds dq. With dw = seen * (do v^T), the weights' gradient
+without the normaliser, and row i's own z_i = z + sum_{j<=i} phi(k_j):
 
-    g_i       = S do_i + sum_j dw[i, j] phi(k_j)
-    e_i       = -(phi(q_i) . g_i) / den_i, 0 where phi(q_i) . z_i <= eps or not normalize
+    y_i       = S do_i + sum_j dw[i, j] phi(k_j)
+    e_i       = -(phi(q_i) . y_i) / den_i, 0 where phi(q_i) . z_i <= eps or not normalize
     d_num_i   = do_i / den_i
     d_den_i   = e_i / den_i
-    d_phi_q_i = (g_i + e_i z_i) / den_i
+    d_phi_q_i = (y_i + e_i z_i) / den_i
 
-and a walk from the end for dk and dv, with dS = sum phi(q_i) d_num_i^T and dz = sum d_den_i
-phi(q_i) over the queries i of later chunks; d_den and 1 / den were left by the walk before, in
-float32. 1 / den goes with phi(q), not with do: one tile then serves dv, d_phi_k and dS, and weights
-that may all be alike round differently from query to query.
+and a walk from the end finds dk and dv, with dS = sum phi(q_i) d_num_i^T and dz = sum d_den_i
+phi(q_i) over the queries i of later chunks. The walk before left e and 1 / den in float32. 1 / den
+multiplies phi(q), not do: one tile then serves dv, d_phi_k and dS, and weights that may all be
+alike round differently from query to query.
 
     dv_j      = dS^T phi(k_j) + sum_i seen[i, j] (phi(q_i) . phi(k_j)) d_num_i
     d_phi_k_j = dS v_j + dz   + sum_i seen[i, j] (d_num_i . v_j + d_den_i) phi(q_i)
 
-With a decay or segments a pair's weight, and what goes through a state, are multiplied by the
-factors of `walk.py`, `pair`, `reads`, `adds` and `keeps`: w and dw by `pair`, S and z where a
-query reads them by `reads`, phi(k_j) where it goes into them by `adds`, and so on backwards.
+A decay or segments multiply a pair's weight, and what goes through a state, by the factors `pair`,
+`reads`, `adds` and `keeps` (`steps.py`): w and dw by `pair`, S and z where a query reads them by
+`reads`, phi(k_j) where it goes into them by `adds`, and likewise backwards.
 
-Both ways at once is the same with a pair for all i and j and a second state, of the keys in later
-chunks; a piece is then one chunk, so that there is a stored state on either side of each.
+Both ways, a pair has a weight for all i and j, and there is a second state, of the keys in later
+chunks. A piece is then one chunk, so that there is a stored state on either side of each.
 
-The states' kv are held transposed, [V, F]: what the state pass leaves.
+The states' kv are held transposed, [V, F], as the state pass leaves them.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from ato_jax.ops.linear_attention.spec import (
     Residuals,
 )
 from ato_jax.ops.linear_attention.triton import carried, stored
+from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.ops.linear_attention.triton.scan import Edges, scan_states
+from ato_jax.ops.linear_attention.triton.sequences import sum_over_group
 from ato_jax.ops.linear_attention.triton.states import piece_states
-from ato_jax.ops.linear_attention.triton.tiles import Config
-from ato_jax.ops.linear_attention.triton.walk import (
+from ato_jax.ops.linear_attention.triton.steps import (
     Steps,
-    Walk,
     decay_flows,
     edge_flows,
     gates,
     lay_out,
-    plan,
 )
+from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
 
 def _lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> tuple[Steps, Any]:
@@ -81,7 +81,8 @@ def _lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> tuple[Ste
 def _sides(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, walk: Walk, steps: Steps
 ) -> list[Edges]:
-    """The states that the queries read: of the keys before each edge, and both ways behind it."""
+    """The states that the queries read: sums over the keys before each edge, and both ways also
+    over those behind it."""
     names = ("adds", "keeps", "adds_right", "keeps_right")
     of_pieces = gates(spec, walk, steps, walk.pieces.rows, names)
 
@@ -132,10 +133,9 @@ def backward(
     found = kernels.query_gradient(spec, config, inputs, walk, steps, states, cotangents.out)
 
     def of_group(array: jax.Array) -> jax.Array:
-        """Over the query heads of each kv head; pieces that hold keys alone add nothing."""
-        array = jnp.sum(array.reshape(spec.B, spec.G, -1, *array.shape[2:]), axis=2)
-        before = array.shape[2] * walk.with_queries // (walk.pieces.count - walk.with_queries)
-        return jnp.pad(array, [(0, 0), (0, 0), (before, 0)] + [(0, 0)] * (array.ndim - 3))
+        # The array has an entry per piece that holds queries, or per step of these.
+        first = array.shape[2] * walk.with_queries // (walk.pieces.count - walk.with_queries)
+        return sum_over_group(spec, array, first)
 
     end = None
     if spec.return_state:
@@ -167,7 +167,7 @@ def _decay_gradient(
     reads: list[jax.Array],
     flows: list[jax.Array],
 ) -> jax.Array:
-    """The gradient of each step's decay, [B, G, steps] (`walk.py`)."""
+    """The gradient of each step's decay, [B, G, steps] (`steps.py`)."""
     ends, starts, *right = flows
 
     def edges(side: Edges, part: slice) -> tuple[jax.Array, jax.Array]:

@@ -1,15 +1,15 @@
-"""One token against the state of each kv head: read once, written once, in place.
+"""One token against the state of each key/value head: read once, written once, in place.
 
     kv'    = exp(decay) kv + phi(k) v^T            [F, V]
     k_sum' = exp(decay) k_sum + phi(k)             [F]
     out_r  = kv'^T phi(q_r) / max(phi(q_r) . k_sum', eps)     normalize, else scale * kv'^T phi(q_r)
 
 for every query head r of the group that shares the state. A program holds all F rows of a block
-of columns of one state in its registers, so that nothing but the sums over F passes between its
-threads; with 32 consecutive float32 values a row is at least one line of 128 bytes, and 4 values
-of it a thread's load. The vectors phi(k), phi(q_r) and k_sum' are made again by each program, and
-all that it reads is asked for before it writes: a program that waits at its end keeps its place on
-the multiprocessor from one that would load.
+of columns of one state in its registers, so that only the sums over F pass between its threads.
+With 32 consecutive float32 values a row is at least one line of 128 bytes, and a thread loads 4
+values of it. Each program computes the vectors phi(k), phi(q_r) and k_sum' again, and issues all
+its loads before it writes: a program that waits for loads at its end occupies the multiprocessor
+while no other program can load.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
-from ato_jax.ops.linear_attention.triton import unsupported_map
+from ato_jax.ops.linear_attention.triton.support import unsupported_map
 
 LARGEST_FEATURES = 256
-# A state of 128 x 128 is one program's: 64 values a thread with 8 warps, two programs at a time
-# on a multiprocessor, whose loads in flight are 128 KiB: several times latency * bandwidth.
+# One program takes a state of 128 x 128, 64 values a thread with 8 warps. Two programs run at a
+# time on a multiprocessor, whose loads in flight are 128 KiB, several times latency * bandwidth.
 LARGEST_TILE = 128 * 128
 FEWEST_COLUMNS = 16
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -42,7 +42,7 @@ def unsupported(inputs: StepInputs, here: Device) -> str | None:
 
 
 def out_of_range(inputs: StepInputs, here: Device) -> str | None:
-    """What is against the kernel where JAX can lower it."""
+    """Why the kernel cannot take the call although JAX can lower it; None where it can."""
     if here.platform != "gpu" or here.capability is None or here.capability < (8, 0):
         return "needs an NVIDIA GPU of compute capability 8.0 or more"
     if inputs.state.kv.shape[2] > LARGEST_FEATURES:
@@ -53,7 +53,7 @@ def out_of_range(inputs: StepInputs, here: Device) -> str | None:
 
 
 def _columns(heads: int, size: int, V: int, multiprocessors: int) -> int:
-    """Of a state [size, V], how many columns a program takes: fewer where there are few states."""
+    """How many columns of a state [size, V] a program takes: fewer where there are few states."""
     block = min(pl.next_power_of_2(V), LARGEST_TILE // pl.next_power_of_2(size))
     wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     while block > FEWEST_COLUMNS and heads * pl.cdiv(V, block) < wanted:
@@ -68,19 +68,19 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
     group = H // G
     phi = spec.feature_map
     if unsupported_map(phi) is not None:
-        # What cannot be traced into the kernel is done before it, on [B, H + G, D] alone.
+        # A map that cannot be traced into the kernel runs before it, on [B, H + G, D] alone.
         q, k = (phi(x.astype(jnp.float32), *parameters) for x in (q, k))
         phi = features.NAMED["identity"]
     block = _columns(B * G, size, V, here.multiprocessors)
     blocks = pl.cdiv(V, block)
     height = pl.next_power_of_2(size)
     warps = 8 if height * block > LARGEST_TILE // 2 else 4
-    # Whether one thread alone holds each of the values, as is not so for k_sum's.
+    # Whether each value of kv is held by one thread alone, as those of k_sum are not.
     apart = height * block >= WIDEST_WAVE * warps
 
     def barrier() -> None:
-        """What several threads hold was loaded by each: first all of them, then one overwrites."""
-        if not device.interpreting():  # which knows no threads
+        """All threads have loaded the values that several hold, before one overwrites them."""
+        if not device.interpreting():  # the interpreter has no threads
             plgpu.debug_barrier()
 
     def kernel(
@@ -151,7 +151,7 @@ def step(spec: StepSpec, here: Device, inputs: StepInputs) -> tuple[jax.Array, L
                 (None, None, decay.shape[2]), lambda p, g, b: (0 if shared else b, g, 0)
             )
         )
-    # k_sum in place only where a single program reads it: others could meet it overwritten.
+    # k_sum in place only where a single program reads it: others could read it overwritten.
     aliases = {3: 1, 4: 2} if blocks == 1 else {3: 1}
     out, *new_state = pallas_call(
         kernel,

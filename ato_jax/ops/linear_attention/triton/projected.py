@@ -4,18 +4,18 @@
     d_x     = (d phi(x) / d x)^T d_phi_x                         for x = q and x = k
     d_param = sum over q and k of (d phi(x) / d param)^T d_phi_x
 
-phi(x) [.., F] is formed in float32 and rounded once, to what the kernels multiply. The forward in
-bfloat16 takes bfloat16. All else takes features, v and cotangents in float32. float32 calls are
-multiplied as they ask, exactly or in TF32, and all others in TF32: in float16 features could leave
-its range, and backward in bfloat16 the pull-back is a difference, of the projection's rows and x,
-that would bring out the rounding of dS and of d_phi_x: dk came out over its budget, and with TF32
-at half of it.
+phi(x) [.., F] is computed in float32 and rounded once, to the dtype that the kernels multiply. The
+forward in bfloat16 takes bfloat16. The other kernels take features, v and cotangents in float32.
+float32 calls are multiplied as they ask, exactly or in TF32, and all others in TF32: in float16
+features could leave its range, and backward in bfloat16 the pull-back is a difference, of the
+projection's rows and x, in which the roundings of dS and of d_phi_x dominate: dk was over its
+budget, and with TF32 at half of it.
 
-What the map costs, for a row of q or k in bfloat16 at D = 64, F = 128: the features, written once
+The cost of the map, for a row of q or k in bfloat16 at D = 64, F = 128: the features, written once
 and read once, are 512 bytes, 0.12 ns at 4.3 TB/s; the 2 * D * F = 16 kflop of the projection in
-full float32 are 0.27 ns at 60 TFLOP/s. A row of exact attention over S keys is 2 * S * (D + V)
+full float32 take 0.27 ns at 60 TFLOP/s. A row of exact attention over S keys is 2 * S * (D + V)
 flop, at S = 4096 and 600 TFLOP/s 1.7 ns: the map is small beside that, and does not grow with S.
-Backward maps again and pulls back, three such products; nothing of size F is kept in between.
+The backward maps again and pulls back, three such products; no array of size F is kept in between.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""States of pieces to states before or after each piece: one operator, whatever the gate.
+"""States of pieces to states before or after each piece: one operator, whatever the decay.
 
     S[0] = start,  S[p + 1] = keep[p] S[p] + piece[p]          forward: S[p] is ahead of piece p
     S[P] = start,  S[p] = keep[p] S[p + 1] + piece[p]          reversed: S[p + 1] is behind it
 
-and what is stored may be those states times `reads`, and what is added the pieces times `adds`:
-what their readers would multiply them by (`prepared.py`).
+The states may be stored times `reads`, and the pieces added times `adds`, the factors that their
+readers would multiply them by (`prepared/`).
 
-A state is kv [V, F] and k_sum [F]; keep[p] is what is left of a state after piece p, a number
-from 0 to 1, or one for each of the F columns. Nothing here mixes rows of kv, so that a program has
+A state is kv [V, F] and k_sum [F]. keep[p] is what is left of a state after piece p, a number from
+0 to 1, or one for each of the F columns. The operator does not mix rows of kv, so a program has
 some of them to itself and walks the pieces in order. It loads several pieces ahead of adding them,
-or each would wait for memory.
+or each addition would wait for memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.triton import tiles
+from ato_jax.triton.launch import launch, piece_id
 
 State = tuple[jax.Array, jax.Array]
 
@@ -34,11 +35,66 @@ class Edges(NamedTuple):
     end_kv: jax.Array  # [B, G, V, F]
 
 
-# Elements of kv in one program, so many of a thread, and pieces that are loaded ahead. Factors of
-# the columns are loaded by every program, so that with these it pays to have fewer.
+# Elements of kv in one program, and pieces that are loaded ahead. Every program loads the factors
+# of the columns, so that with these it pays to have fewer programs.
 PROGRAM_SIZE, PIECES_AHEAD = 1024, 8
 FACTORED_SIZE, FACTORED_AHEAD = 4096, 4
 WARPS = 4
+
+
+class Block(NamedTuple):
+    """The part of the states that a program has, and which edges it stores."""
+
+    rows: jax.Array  # [V_block, 1]
+    columns: jax.Array  # [F]
+    within: jax.Array  # [V_block, F], which elements exist
+    real: jax.Array  # [F], which columns exist
+    once: jax.Array  # [F], which of them this program stores of k_sum, that one program does
+
+    def load(self, refs: dict[str, Any], name: str, *index: Any, also: Any = True) -> State:
+        """kv [V_block, F] and k_sum [F] in float32."""
+        kv_ref, k_sum_ref = refs[f"{name}kv"], refs[f"{name}k_sum"]
+        at = kv_ref.at[(*index, self.rows, self.columns[None])]
+        kv = plgpu.load(at, mask=self.within & also, other=0)
+        return (
+            kv.astype(jnp.float32),
+            plgpu.load(k_sum_ref.at[(*index, self.columns)], mask=self.real & also, other=0),
+        )
+
+    def factors(self, refs: dict[str, Any], name: str, number: Any, also: Any = True) -> jax.Array:
+        """A factor for each column, [F], zero where `also` is false."""
+        ref = refs[name]
+        return plgpu.load(ref.at[number, self.columns], mask=self.real & also, other=0)
+
+    def kept_after(self, refs: dict[str, Any], number: Any) -> Any:
+        """The factor of a state over a piece: a number, or one for each column [F]."""
+        if "keep" not in refs:
+            return 1.0
+        if len(refs["keep"].shape) == 1:
+            return refs["keep"][number]
+        return self.factors(refs, "keep", number)
+
+    def store(
+        self, refs: dict[str, Any], outs: tuple[Any, Any], edge: Any, state: State, exists: Any
+    ) -> None:
+        """The state at an edge, as it is read there."""
+        (kv_out, k_sum_out), (kv, k_sum) = outs, state
+        if "reads" in refs:
+            factor = self.factors(refs, "reads", edge, exists)
+            kv, k_sum = factor * kv, factor * k_sum
+        kv = kv.astype(kv_out.dtype)
+        plgpu.store(
+            kv_out.at[edge, self.rows, self.columns[None]], kv, mask=self.within & exists
+        )
+        plgpu.store(k_sum_out.at[edge, self.columns], k_sum, mask=self.once & exists)
+
+
+def _block_of(program: Any, rows: int, V: int, width: int) -> Block:
+    first = program * rows
+    index = first + jnp.arange(rows, dtype=jnp.int32)[:, None]
+    columns = jnp.arange(tiles.padded(width), dtype=jnp.int32)
+    real = columns < width
+    return Block(index, columns, (index < V) & real[None, :], real, real & (first == 0))
 
 
 def scan_states(
@@ -60,72 +116,20 @@ def scan_states(
       reads: [B, G, P + 1, F]; None: ones.
     """
     B, G, count, V, width = pieces[0].shape
-    padded = tiles.padded(width)
     factored = adds is not None or reads is not None
     size, at_once = (
         (FACTORED_SIZE, FACTORED_AHEAD) if factored else (PROGRAM_SIZE, PIECES_AHEAD)
     )
-    block = max(1, size // padded)
+    block = max(1, size // tiles.padded(width))
     inputs: dict[str, jax.Array] = {"kv": pieces[0], "k_sum": pieces[1]}
-    specs = {
-        "kv": pl.BlockSpec((None, None, count, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
-        "k_sum": pl.BlockSpec((None, None, count, width), lambda r, g, b: (b, g, 0, 0)),
-    }
     if start is not None:
         inputs |= {"start_kv": start[0], "start_k_sum": start[1]}
-        specs |= {
-            "start_kv": pl.BlockSpec((None, None, V, width), lambda r, g, b: (b, g, 0, 0)),
-            "start_k_sum": pl.BlockSpec((None, None, width), lambda r, g, b: (b, g, 0)),
-        }
-    if keeps is not None:
-        shared = keeps.shape[1] == 1
-        inputs["keep"] = keeps
-        rest = (0,) * (keeps.ndim - 3)
-        specs["keep"] = pl.BlockSpec(
-            (None, None, *keeps.shape[2:]), lambda r, g, b: (b, 0 if shared else g, 0, *rest)
-        )
-
-    for name, array in (("adds", adds), ("reads", reads)):
-        if array is not None:
-            inputs[name] = array
-            specs[name] = pl.BlockSpec(
-                (None, None, *array.shape[2:]), lambda r, g, b: (b, g, 0, 0)
-            )
+    factors = {"keep": keeps, "adds": adds, "reads": reads}
+    inputs |= {name: array for name, array in factors.items() if array is not None}
 
     def kernel(refs: dict[str, Any], kv_out: Any, k_sum_out: Any, end_out: Any) -> None:
-        first = tiles.piece_id() * block
-        rows = first + jnp.arange(block, dtype=jnp.int32)[:, None]
-        columns = jnp.arange(padded, dtype=jnp.int32)
-        real = columns < width
-        within = (rows < V) & real[None, :]  # [V_block, F]
-        once = real & (first == 0)  # k_sum is written by one program
-
-        def load(name: str, *index: Any, also: Any = True) -> tuple[jax.Array, jax.Array]:
-            kv_ref, k_sum_ref = refs[f"{name}kv"], refs[f"{name}k_sum"]
-            kv = plgpu.load(kv_ref.at[(*index, rows, columns[None])], mask=within & also, other=0)
-            return (
-                kv.astype(jnp.float32),
-                plgpu.load(k_sum_ref.at[(*index, columns)], mask=real & also, other=0),
-            )
-
-        def store(edge: Any, state: tuple[jax.Array, jax.Array], exists: Any = True) -> None:
-            kv, k_sum = state
-            if reads is not None:
-                factor = factors("reads", edge, exists)
-                kv, k_sum = factor * kv, factor * k_sum
-            kv = kv.astype(kv_out.dtype)
-            plgpu.store(kv_out.at[edge, rows, columns[None]], kv, mask=within & exists)
-            plgpu.store(k_sum_out.at[edge, columns], k_sum, mask=once & exists)
-
-        def factors(name: str, number: Any, also: Any = True) -> jax.Array:  # [F]
-            return plgpu.load(refs[name].at[number, columns], mask=real & also, other=0)
-
-        def kept_after(number: Any) -> Any:
-            if keeps is None:
-                return 1.0
-            if keeps.ndim == 3:
-                return refs["keep"][number]
-            return factors("keep", number)
+        part = _block_of(piece_id(), block, V, width)
+        outs = kv_out, k_sum_out
 
         def add_pieces(i: Any, state: State) -> State:
             steps = [i * at_once + ahead for ahead in range(at_once)]
@@ -134,12 +138,12 @@ def scan_states(
                 for step in steps
             ]
             loaded = [
-                load("", number, also=step < count)
+                part.load(refs, "", number, also=step < count)
                 for step, number in zip(steps, numbers, strict=True)
             ]
-            kept = [kept_after(number) for number in numbers]
+            kept = [part.kept_after(refs, number) for number in numbers]
             if adds is not None:
-                added = [factors("adds", number) for number in numbers]
+                added = [part.factors(refs, "adds", number) for number in numbers]
                 loaded = [
                     (factor * kv, factor * k_sum)
                     for factor, (kv, k_sum) in zip(added, loaded, strict=True)
@@ -148,31 +152,41 @@ def scan_states(
                 if keeps is not None:
                     keep = jnp.where(step < count, keep, 1.0)
                 state = (keep * state[0] + piece[0], keep * state[1] + piece[1])
-                store(number + (0 if reverse else 1), state, step < count)
+                part.store(refs, outs, number + (0 if reverse else 1), state, step < count)
             return state
 
-        state = (jnp.zeros((block, padded), jnp.float32), jnp.zeros((padded,), jnp.float32))
+        zeros = jnp.zeros((block, tiles.padded(width)), jnp.float32)
+        state = (zeros, jnp.zeros((tiles.padded(width),), jnp.float32))
         if start is not None:
-            state = load("start_")
-        store(jnp.int32(count if reverse else 0), state)
+            state = part.load(refs, "start_")
+        part.store(refs, outs, jnp.int32(count if reverse else 0), state, True)
         state = jax.lax.fori_loop(0, pl.cdiv(count, at_once), add_pieces, state)
-        plgpu.store(end_out.at[rows, columns[None]], state[0], mask=within)
+        plgpu.store(end_out.at[part.rows, part.columns[None]], state[0], mask=part.within)
 
-    found = tiles.launch(
+    def of_head(array: Any, shared: bool = False) -> pl.BlockSpec:
+        """All that one head has of an array, or the only head, which is `shared`."""
+        rest = (0,) * (array.ndim - 2)
+        return pl.BlockSpec(
+            (None, None, *array.shape[2:]), lambda r, g, b: (b, 0 if shared else g, *rest)
+        )
+
+    shapes = [
+        jax.ShapeDtypeStruct((B, G, count + 1, V, width), pieces[0].dtype),
+        jax.ShapeDtypeStruct((B, G, count + 1, width), jnp.float32),
+        jax.ShapeDtypeStruct((B, G, V, width), jnp.float32),
+    ]
+    found = launch(
         kernel,
         "linear_attention_scan",
         grid=(pl.cdiv(V, block), G, B),
-        in_specs=[specs],
-        out_specs=[
-            pl.BlockSpec((None, None, count + 1, V, width), lambda r, g, b: (b, g, 0, 0, 0)),
-            pl.BlockSpec((None, None, count + 1, width), lambda r, g, b: (b, g, 0, 0)),
-            pl.BlockSpec((None, None, V, width), lambda r, g, b: (b, g, 0, 0)),
+        in_specs=[
+            {
+                name: of_head(array, name == "keep" and array.shape[1] == 1)
+                for name, array in inputs.items()
+            }
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((B, G, count + 1, V, width), pieces[0].dtype),
-            jax.ShapeDtypeStruct((B, G, count + 1, width), jnp.float32),
-            jax.ShapeDtypeStruct((B, G, V, width), jnp.float32),
-        ],
+        out_specs=[of_head(shape) for shape in shapes],
+        out_shape=shapes,
         warps=WARPS,
         stages=1,
     )(inputs)

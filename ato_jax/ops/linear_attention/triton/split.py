@@ -6,9 +6,9 @@ With v, do and the states' kv cut along V into blocks c, and the features whole:
     dv[.., c]  = backward(q, k, v[.., c], do[.., c]).dv      likewise the states' kv
     dq         = sum over c of backward(..).dq               likewise dk and the rest
 
-since everything that flows back is linear in do, the normaliser's share too: each block takes
-phi(q) . g_i over its own columns. The sums are of float32, rounded once. The blocks are an axis of
-the kernels' grid, where XLA reads v and do in place and lays out what was cut once more.
+because everything that flows back is linear in do, the normaliser's share included: each block
+takes phi(q) . y_i over its own columns. The sums are of float32, rounded once. The blocks are an
+axis of the kernels' grid: XLA reads v and do in place, and copies only the results.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import tiles
+from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, unrounded
+from ato_jax.triton import tiles
 
-# Tiles of more columns of v, however narrow the features, leave the shared memory or spill most
-# of what they hold; and beside narrow features it costs little to read q and k once more.
+# Tiles of more columns of v, however narrow the features, exceed the shared memory or spill most of
+# what they hold. Beside narrow features it costs little to read q and k once more.
 LARGEST_BLOCK = 128
 
 
 def blocks(spec: LinearAttentionSpec, stored_columns: int = 0) -> int:
     """Into how many blocks V is cut.
 
-    Where a state is stored for every run of rows, no program has to hold it: then they may be as
+    Where a state is stored for every run of rows, no program has to hold it. Blocks may then be as
     wide as `stored_columns`, if that is more.
     """
-    most = max(1, tiles.LARGEST_STATE // tiles.padded(spec.F))
+    most = max(1, LARGEST_STATE // tiles.padded(spec.F))
     if spec.dtype == "bfloat16" and most <= LARGEST_BLOCK:
         most = max(most, stored_columns)
-    elif spec.decay != "channel":  # whose kernels take V whole
+    elif spec.decay != "channel":  # its kernels take V whole
         most = min(most, LARGEST_BLOCK)
     return pl.cdiv(spec.V, most)
 
@@ -55,7 +56,7 @@ def block_spec(spec: LinearAttentionSpec, count: int) -> LinearAttentionSpec:
 
 
 def cut(spec: LinearAttentionSpec, count: int, array: jax.Array) -> jax.Array:
-    """[.., V] as [.., blocks, V_block]; a last block that is not whole is filled up by zeros."""
+    """[.., V] as [.., blocks, V_block], the last block filled up by zeros."""
     missing = -spec.V % count
     if missing:
         array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
@@ -68,7 +69,8 @@ def joined(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
 
 
 def _cut_inputs(spec: LinearAttentionSpec, count: int, inputs: Inputs) -> tuple[Inputs, Any]:
-    """The inputs, v and the state's kv cut, and where `vmap` finds the blocks: at -2 of these."""
+    """The inputs with v and the state's kv cut, and the axes of the blocks for `vmap`: -2 of
+    these two."""
     axes: Any = Inputs._make([None] * len(inputs))
     state = inputs.initial_state
     if state is not None:
@@ -109,8 +111,8 @@ def backward(
     """`attend(spec, residuals, cotangents)` is the kernels' backward."""
 
     def block(inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Inputs:
-        unrounded = tiles.unrounded(block_spec(spec, count))
-        return attend(unrounded, Residuals(inputs, outputs), cotangents)
+        inner = unrounded(block_spec(spec, count))
+        return attend(inner, Residuals(inputs, outputs), cotangents)
 
     inputs, axes = _cut_inputs(spec, count, residuals.inputs)
     outputs, cotangents = (

@@ -1,86 +1,44 @@
-"""The steps that the chunked kernels walk along, and what decays and segments make of them.
+"""The steps that the chunked kernels walk along: their pieces, and the rows at each step.
 
-A step holds a key, a query, or both; the steps are cut into pieces, a piece into chunks of C.
-With g_t the log-decay of step t's key, `run` the steps' segments, and sums that start anew with
-each chunk, all kernels need of a gate is, in float32 and never above 1,
-
-    up[t]    = sum g[first..t]                 after[t] = sum g[t+1..last]
-    reads[t] = exp(up[t]),    0 unless run[t] is the run of the last step before the chunk
-    adds[t]  = exp(after[t]), 0 unless run[t] is the run of the chunk's last step
-    keeps[c] = exp(sum g[first..last]), 0 unless these two runs are the same
-
-the factors of the queries that read the state ahead of the chunk, of the keys that go into the
-state behind it, and of the state itself; for pieces the same, and within a chunk the pair (i, j)
-carries exp(up[i] - up[j]), 0 unless run[i] = run[j]. Both ways, mirrored,
-
-    reads_right[t] = exp(after[t])     adds_right[t] = exp(up[t])
-
-These are small arrays, [B, G, steps], which XLA makes. A query that stands behind its last key
-has a log-decay of its own on top, `own`.
-
-The decay's gradient. With M[i, j] what the pair adds to the loss's derivative by its own
-exponent, and F(t) that by g_t, the sum of M over the pairs with j < t <= i:
-
-    F(t) = X + sum_{i >= t} R_i + sum_{j < t} A_j + sum_{s >= t} (sum_j M[s, j] - sum_i M[i, s])
-
-with sums within the piece, R_i what query i reads from the state ahead of it, A_j what key j adds
-to the cotangent of the state behind it, and X what passes the whole piece: with S and z ahead of
-piece p and their cotangents dS and dz behind it,
-
-    X(p) = keeps[p] (<S, dS> + z . dz)
-
-The last sum holds each pair of two steps from t on twice, with opposite signs and the same bits.
-No other part is a difference. That takes a state and a cotangent for every piece, so the backward
-of a call with a decay stores them (`stored.py`). Running sums E(p + 1) = E(p) - sum R + sum A of
-what crosses the edges would need neither, but they gather the roundings of all their terms, and
-after a strong decay the difference E - sum R has none of its bits left.
+A step holds a key, a query, or both. With offset = S - T the last query sees the last key: step s
+is key s and query s - offset, counted from the first row of whichever sequence starts first. The
+steps are cut into pieces, a piece into chunks of C. A piece is what one program walks with its
+state in registers (`carried.py`), or a run of rows for which a state is stored (`stored/`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.alignment import runs_of_keys, sort_steps, sum_between
-from ato_jax.ops.linear_attention.spec import (
-    Inputs,
-    LinearAttentionSpec,
-    positions_of_first_query,
-)
-from ato_jax.ops.linear_attention.triton import tiles
-from ato_jax.ops.linear_attention.triton.tiles import Config, Pieces, Rows
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton.config import Config
+from ato_jax.triton import tiles, work
+from ato_jax.triton.tiles import Rows
+from ato_jax.triton.work import Pieces
 
-# A decay so strong that nothing weaker matters: exp of it is 0 in float32.
-LEAST_DECAY = -128.0
-# Multiples of it, up to 2^24 of them, are added by float32 without rounding.
-GRID = 2.0**-8
-# Rows over which one product with zeros and ones sums.
-SUMMED_AT_ONCE = 128
-# With a gate per channel the gates' gradient is exact at the edges of the pieces, and between them
-# a sum of rounded terms.
+# With a decay per step and channel its gradient is exact at the edges of the pieces, and between
+# them a sum of rounded terms: so the pieces are short.
 GATED_PIECE_ROWS = 1024
 
 
 class Walk(NamedTuple):
     """The pieces of the steps, and where the queries and the keys stand.
 
-    Step s is key `first_key` + s and query `first_query` + s; either may be negative, where the
-    other's sequence is the longer one. Where `indexed`, arrays say which step is which row.
+    Step s is key `first_key` + s and query `first_query` + s. Either may be negative, where the
+    other sequence is the longer one. Where `indexed`, arrays say which row each step holds.
     """
 
     pieces: Pieces
     first_key: int
     first_query: int
-    aligned: bool
-    with_queries: int
+    aligned: bool  # whether every step holds a query and a key
+    with_queries: int  # the first piece that holds queries
     indexed: bool
     both_ways: bool
-    # As `stores` says; in which dtype.
+    # Whether a state is stored for every piece, and in which dtype.
     stored: bool
     state_dtype: Any
 
@@ -91,7 +49,7 @@ class Walk(NamedTuple):
     def rows_at(
         self, spec: LinearAttentionSpec, refs: dict[str, Any], start: Any, block: int
     ) -> tuple[Rows, Rows]:
-        """The queries and the keys of the chunk that begins with step `start`."""
+        """The queries and the keys of the chunk of `block` steps that begins with step `start`."""
         return self.queries_at(spec, refs, start, block), self.keys_at(spec, refs, start, block)
 
     def queries_at(
@@ -113,7 +71,7 @@ class Walk(NamedTuple):
 
 
 def _check_blocks(config: Config, pieces: Pieces, in_pairs: bool) -> None:
-    """Kernels count the blocks of a piece, and the tiles of a pair: nothing may be left over."""
+    """Blocks have to divide a piece, and tiles of pairs a block: kernels leave no rows over."""
     names = ("state_block", "output_block", "dq_block", "dkv_block")
     for name in names:
         block = getattr(config, name)
@@ -158,7 +116,7 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
         length = max(spec.T, spec.S)
     stored = stores(spec, config, phase)
     if both_ways:
-        # A state for every chunk: queries read two of them, and all else is in the chunk.
+        # A state for every chunk: queries read the two beside it, and all else is in the chunk.
         pieces = Pieces(pl.cdiv(length, config.dq_block), config.dq_block, length)
     elif stored:
         most = _largest_block(config)
@@ -169,12 +127,12 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
         most_rows = config.piece_rows
         if spec.decay is not None:
             most_rows = min(most_rows, max(block, GATED_PIECE_ROWS))
-        pieces = tiles.cut(length, spec.B * spec.G, most_rows, block, config.programs)
+        pieces = work.cut(length, spec.B * spec.G, most_rows, block, config.programs)
     _check_blocks(config, pieces, stored and not both_ways)
     aligned = offset == 0 and not indexed and pieces.count * pieces.rows == length
-    # Earlier pieces hold keys alone, which the walks over queries leave out.
+    # Earlier pieces hold keys alone: the passes over queries leave them out.
     with_queries = max(0, offset) // pieces.rows
-    # Both ways, beside a gate, float32 is all that was tried.
+    # Both ways with a decay, only float32 was tried.
     rounded = stored and spec.dtype == "bfloat16" and (spec.decay is None or not both_ways)
     return Walk(
         pieces,
@@ -187,198 +145,3 @@ def plan(spec: LinearAttentionSpec, config: Config, phase: str = "forward") -> W
         stored,
         jnp.bfloat16 if rounded else jnp.float32,
     )
-
-
-class Steps(NamedTuple):
-    """What stands at each of the N = walk.steps steps: the rows, and what gates are made of."""
-
-    rows: dict[str, jax.Array]
-    decay: jax.Array | None  # [B, G, N]
-    own: jax.Array | None  # [B, G, N]
-    run: jax.Array | None  # [B, N]
-
-
-class Layout(NamedTuple):
-    """`Steps` but for the decays, which `place` takes from the inputs' array, linearly."""
-
-    rows: dict[str, jax.Array]
-    run: jax.Array | None
-    place: Any
-
-
-def lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> Layout:
-    T, S, count = spec.T, spec.S, walk.steps
-
-    def heads_first(decay: jax.Array) -> jax.Array:
-        """[B, G, S], of the real keys."""
-        if spec.decay == "head":
-            decay = jnp.broadcast_to(decay[:, None], (spec.B, spec.G, S))
-        elif spec.layout == "bthd":
-            decay = jnp.swapaxes(decay, 1, 2)
-        if inputs.kv_lengths is None:
-            return decay
-        return jnp.where(jnp.arange(S) < inputs.kv_lengths[:, None, None], decay, 0)
-
-    if not walk.indexed:
-        before, behind = -walk.first_key, count - S + walk.first_key
-
-        def pad(decay: jax.Array) -> tuple[jax.Array, None]:
-            return jnp.pad(heads_first(decay), ((0, 0), (0, 0), (before, behind))), None
-
-        run = runs_of_keys(spec, inputs)
-        if run is not None:
-            run = jnp.pad(run, ((0, 0), (before, behind)), mode="edge")
-        return Layout(tiles.length_arrays(inputs), run, pad)
-
-    q_lengths = jnp.full(spec.B, T) if inputs.q_lengths is None else inputs.q_lengths
-    kv_lengths = jnp.full(spec.B, S) if inputs.kv_lengths is None else inputs.kv_lengths
-    step = jnp.arange(count, dtype=jnp.int32)
-    if spec.segments == "cross":
-        runs = runs_of_keys(spec, inputs)
-        assert runs is not None and inputs.q_segments is not None
-        order = sort_steps(spec, inputs, runs)
-        # Steps at the end are none of the rows.
-        numbers = jnp.pad(order.steps, ((0, 0), (0, count - T - S)), constant_values=T + S)
-        key, query = numbers, jnp.where(numbers < S, T, numbers - S)
-        asked = jnp.take_along_axis(order.asked, jnp.minimum(query, T - 1), 1)
-        q_runs = jnp.where(order.asked, inputs.q_segments, runs[:, -1:])
-        run = jnp.where(
-            numbers < S,
-            jnp.take_along_axis(runs, jnp.minimum(key, S - 1), 1),
-            jnp.take_along_axis(q_runs, jnp.minimum(query, T - 1), 1),
-        )
-        run = jnp.where(step < T + S, run, run[:, T + S - 1, None])
-    else:
-        # From the first real row on, and round: what is passed over comes again, as padding.
-        run, order = None, None
-        offset = positions_of_first_query(spec, inputs)[:, None]
-        first = jnp.minimum(offset, 0)
-        key, query = (first + step) % count, (first - offset + step) % count
-        asked = (query < q_lengths[:, None]) & (query + offset >= -1)
-    real = key < kv_lengths[:, None]
-
-    def entries(number: jax.Array, real: jax.Array, length: int) -> jax.Array:
-        padding = jnp.where(number < length, -1 - number, length)
-        return jnp.where(real & (number < length), number, padding).astype(jnp.int32)
-
-    def gather(decay: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        decay = heads_first(decay)
-        index = jnp.minimum(key, S - 1)[:, None]
-        steps = jnp.where(real[:, None], jnp.take_along_axis(decay, index, 2), 0)
-        if order is None:
-            return steps, None
-        own = jax.vmap(sum_between)(decay[..., None], order.low, order.high)[..., 0]
-        index = jnp.minimum(query, T - 1)[:, None]
-        return steps, jnp.where(asked[:, None], jnp.take_along_axis(own, index, 2), 0)
-
-    return Layout({"query": entries(query, asked, T), "key": entries(key, real, S)}, run, gather)
-
-
-def _running(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., C] -> the sums up to each, itself included, and of those after it; no differences."""
-    size = values.shape[-1]
-    if size > SUMMED_AT_ONCE and size % SUMMED_AT_ONCE == 0:
-        parts = values.reshape(*values.shape[:-1], -1, SUMMED_AT_ONCE)
-        up, after = _running(parts)
-        totals = up[..., -1]
-        before, behind = (
-            jnp.einsum("...i,it->...t", totals, triangle, precision=jax.lax.Precision.HIGHEST)
-            for triangle in _triangles(totals.shape[-1], strict=True)
-        )
-        up, after = up + before[..., None], after + behind[..., None]
-        return up.reshape(values.shape), after.reshape(values.shape)
-    up, after = (
-        jnp.einsum("...i,it->...t", values, triangle, precision=jax.lax.Precision.HIGHEST)
-        for triangle in _triangles(size, strict=False)
-    )
-    return up, after
-
-
-def _triangles(size: int, strict: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[i, t]: 1 where i <= t, or i < t; and where i > t."""
-    i, t = np.arange(size)[:, None], np.arange(size)[None, :]
-    return ((i < t) if strict else (i <= t)).astype(np.float32), (i > t).astype(np.float32)
-
-
-def gates(
-    spec: LinearAttentionSpec, walk: Walk, steps: Steps, block: int, names: Sequence[str]
-) -> dict[str, jax.Array]:
-    """Those of the names that there are, for chunks of `block` steps; exponents are to base 2.
-
-    `up`, `fine`, `own` [B, G, N]; `run` [B, N]; reads, adds [B, G or 1, N]; keeps [.., chunks].
-    """
-    if steps.decay is None and steps.run is None:
-        return {}
-    count = walk.steps // block
-    found: dict[str, jax.Array] = {}
-    up: Any = 0.0
-    after: Any = 0.0
-    own: Any = 0.0
-    if steps.decay is not None:
-        log2 = jnp.maximum(steps.decay, LEAST_DECAY) * tiles.LOG2_E
-        log2 = log2.reshape(*log2.shape[:2], count, block)
-        up, after = _running(log2)
-        found["up"] = up
-        if spec.dtype == "float32" and spec.precision == "exact":
-            # A difference of sums loses what is small beside them: so they are taken apart.
-            coarse = jnp.round(log2 / GRID) * GRID
-            found["up"], found["fine"] = _running(coarse)[0], _running(log2 - coarse)[0]
-        if steps.own is not None:
-            own = jnp.maximum(steps.own, LEAST_DECAY) * tiles.LOG2_E
-            own = own.reshape(log2.shape)
-            found["own"] = own
-    here: Any = True
-    at_left = at_right = (here, here)
-    left_stays = right_stays = here
-    if steps.run is not None:
-        run = steps.run.reshape(-1, 1, count, block)  # [B, 1, chunks, C]
-        first, last = run[..., :1], run[..., -1:]
-        ahead = jnp.pad(last[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
-        behind = jnp.concatenate([first[:, :, 1:], last[:, :, -1:]], axis=2)
-        at_left, at_right = (run == ahead, run == last), (run == behind, run == first)
-        left_stays, right_stays = ahead == last, behind == first
-
-    def factor(exponent: Any, where: Any) -> jax.Array:
-        return jnp.where(where, jnp.exp2(jnp.asarray(exponent, jnp.float32)), 0.0)
-
-    total = up[..., -1:] if steps.decay is not None else 0.0
-    found |= {
-        "reads": factor(up + own, at_left[0]),
-        "adds": factor(after, at_left[1]),
-        "keeps": factor(total, left_stays),
-    }
-    if walk.both_ways:
-        found |= {
-            "reads_right": factor(after + own, at_right[0]),
-            "adds_right": factor(up, at_right[1]),
-            "keeps_right": factor(total, right_stays),
-        }
-    found = {
-        name: array.reshape(*array.shape[:2], -1) for name, array in found.items() if name in names
-    }
-    if steps.run is not None and "run" in names:
-        found["run"] = steps.run
-    return found
-
-
-def edge_flows(state: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> Any:
-    """<S, dS> + z . dz, [B, G, P], from kv [B, G, P, V, F] and k_sum [B, G, P, F] of both."""
-    kv = jnp.sum(state[0].astype(jnp.float32) * cotangent[0].astype(jnp.float32), axis=(3, 4))
-    return kv + jnp.sum(state[1] * cotangent[1], axis=3)
-
-
-def decay_flows(walk: Walk, starts: jax.Array, ends: jax.Array, passing: jax.Array) -> jax.Array:
-    """F at each step, [B, G, N] float32.
-
-    Args:
-      starts: [B, G, N], what counts for the later steps of its piece.
-      ends: [B, G, N], what counts for the earlier steps of its piece and its own.
-      passing: [B, G, P], X of each piece.
-    """
-    starts, ends = (
-        array.reshape(*array.shape[:2], -1, walk.pieces.rows) for array in (starts, ends)
-    )
-    # Not the sum up to a step less its own: before a strong decay that one may be all there is.
-    before = jnp.flip(_running(jnp.flip(starts, -1))[1], -1)
-    flow = ends + _running(ends)[1] + before + passing[..., None]
-    return flow.reshape(*flow.shape[:2], -1)
