@@ -1,4 +1,4 @@
-"""What all kernels share that Pallas lowers to Triton, whatever the op.
+"""The kit that all kernels lowered to Triton are made of, whatever the op.
 
     tiles        tiles of rows and columns: their masks, loads and stores
     work         how an axis is cut into pieces, or dealt out in blocks, to programs

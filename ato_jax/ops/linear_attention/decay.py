@@ -35,7 +35,7 @@ MOST_LOST_OF_CHUNK = 60.0
 # Hopper's kernels, a decay per step and channel: m is the middle of a turn of 2 to 64 rows, and a
 # half of two rows, which is one step, must never be steep.
 MOST_LOST_OF_TURN = 80.0
-# Triton's kernels, prepared features (`triton/prepared.py`): m is the middle of a run of 128 rows.
+# Triton's kernels, prepared features (`triton/prepared/`): m is the middle of a run of 128 rows.
 # Factors from 2^-70 to 2^70 leave the features as much again.
 MOST_LOST_OF_RUN = 70.0
 # Triton's kernels, a decay per step and channel: m is an edge of the chunk, so that the whole chunk

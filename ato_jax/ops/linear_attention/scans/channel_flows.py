@@ -1,7 +1,12 @@
-"""The last pass of the gradients with a gate for each step and channel (`channel_backward.py`).
+"""The last pass of the gradients with a decay per step and channel.
 
-Row by row but for a sum over the steps of a run, and all memory's: a kernel that Pallas lowers to
-Triton, or by XLA where JAX cannot lower to that.
+With the flows of the queries R = phi(q) d_phi_q and of the keys A = phi(k) d_phi_k, and E the
+product of the state at the start of a run and its cotangent there,
+
+    dk_t = A_t / (max(k_t, 0) + 1)           d_decay_t = E + sum_{s < t} (A_s - R_s)
+
+with sums over the steps of the run. It computes row by row except for that sum, and memory bounds
+it: one kernel that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Of a tile; and so many programs for the columns of a run.
+# The rows and columns of a tile; a run has a program for each tile of columns.
 ROWS, COLUMNS, WARPS = 32, 64, 4
 
 
@@ -29,7 +34,8 @@ def of_flows(
     of_keys: jax.Array,
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and the gates' gradient, from both flows and E [B, H, runs, D]."""
+    """dk and the decays' gradient, from both flows, arrays like k in float32, and E
+    [B, H, runs, D]."""
     if launch.no_triton is not None:
         return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing)
     slices = spec.D // COLUMNS
@@ -73,7 +79,7 @@ def of_flows(
     of_run = pl.BlockSpec((None, None, None, spec.D), lambda h, p, b: (b, h, p // slices, 0))
     found = pallas_call(
         kernel,
-        # Heads first: those of one row lie side by side.
+        # Heads first: those of one row lie side by side in memory.
         grid=(spec.H, pl.cdiv(spec.T, RUN) * slices, spec.B),
         in_specs=[rows, rows, rows, of_run],
         out_specs=[rows, rows],

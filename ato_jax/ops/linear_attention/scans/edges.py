@@ -1,8 +1,10 @@
-"""The sums of all pieces ahead of each, or behind it, from their own.
+"""The states ahead of each piece, or behind it, from the pieces' own sums.
 
-One pass over the states, by a kernel that Pallas lowers to Triton: XLA has one for S and one for z,
-and several more for what is left of them where there is a decay, each of which takes longer to
-start than to run. XLA makes them where JAX cannot lower to Triton.
+    S[0] = start,  S[p + 1] = keep[p] S[p] + piece[p]          and reversed from the last piece
+
+One pass over the states, by a kernel that Pallas lowers to Triton. XLA would launch one kernel for
+S and one for z, and several more where there is a decay, each of which takes longer to start than
+to run. XLA computes them where JAX cannot lower to Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 State = tuple[jax.Array, jax.Array]
 
-# Of a state, which a program adds up; and pieces that are loaded at once.
+# A program adds up so many numbers of a state, and loads so many pieces at once.
 NUMBERS, AT_ONCE, WARPS = 1024, 8, 4
 
 
@@ -33,7 +35,7 @@ class Edges(NamedTuple):
 
 
 def of_head(*shape: int) -> pl.BlockSpec:
-    """What a head has of an array [B, heads, ..], where a grid ends in heads and B."""
+    """The part of an array [B, heads, *shape] that one head has, for a grid (.., heads, B)."""
     zeros = (0,) * len(shape)
     return pl.BlockSpec((None, None, *shape), lambda _, head, b: (b, head, *zeros))
 
@@ -41,7 +43,8 @@ def of_head(*shape: int) -> pl.BlockSpec:
 def in_rounds(
     count: int, add_some: Callable[[Any, int, jax.Array], jax.Array], sums: jax.Array
 ) -> jax.Array:
-    """Carries `sums` through `add_some(done, some, sums)` for so many pieces, some at once."""
+    """The sums after `add_some(done, some, sums)` for `count` pieces, `some` of them at once and
+    `done` of them before."""
     rounds = count // AT_ONCE
     sums = lax.fori_loop(0, rounds, lambda i, sums: add_some(i * AT_ONCE, AT_ONCE, sums), sums)
     return add_some(rounds * AT_ONCE, count % AT_ONCE, sums)
@@ -50,9 +53,13 @@ def in_rounds(
 def join_pieces(
     pieces: State, start: State | None, keeps: jax.Array, reverse: bool = False
 ) -> State:
-    """kv [B, G, P, V, D] and k_sum [B, G, P, D] -> the sums of all pieces ahead of each edge, or
-    behind it, [B, G, P + 1, ..], from `start` [B, G, ..] on. keeps [B, G, P, D or 1]: what a piece
-    leaves of what is ahead of it."""
+    """The sums of all pieces ahead of each edge, or behind it, [B, G, P + 1, ..], by XLA.
+
+    Args:
+      pieces: kv [B, G, P, V, D] and k_sum [B, G, P, D].
+      start: [B, G, ..] each, what is ahead of the first piece, or behind the last.
+      keeps: [B, G, P, D or 1], what a piece leaves of the state ahead of it.
+    """
     kv, k_sum = pieces
     if start is None:
         kv_shape, k_sum_shape = ((*x.shape[:2], *x.shape[3:]) for x in pieces)
@@ -82,7 +89,7 @@ def _at_edges_by_xla(
     ends: bool,
     reverse: bool,
 ) -> Edges:
-    """`at_edges`, of `start` with kv [B, G, V, F]."""
+    """`at_edges`, with kv of `start` as [B, G, V, F]."""
     B, G, count = pieces[1].shape[:3]
     own = jnp.ones((B, G, count)) if keeps is None else keeps[:, :, first : first + count]
     kv, k_sum = join_pieces(pieces, start, own.astype(jnp.float32)[..., None], reverse)
@@ -105,9 +112,15 @@ def at_edges(
     ends: bool = False,
     reverse: bool = False,
 ) -> Edges:
-    """Of kv [B, G, P, V, F] and k_sum [B, G, P, F], from `start` on: with `ends` P edges and the
-    one behind all pieces, else P + 1. `reverse`: from the last piece to the first. `keeps`: what
-    all pieces of the sequence leave of what is ahead of them, of which these are from `first` on.
+    """The states at the edges of the pieces.
+
+    Args:
+      pieces: kv [B, G, P, V, F] and k_sum [B, G, P, F]; None: there is one edge, at the start.
+      start: the state ahead of the first piece, or behind the last one.
+      keeps: [B, G, pieces of the sequence], what a piece leaves of the state ahead of it.
+      first: which piece of the sequence is the first of these.
+      ends: P edges, and the last state in float32; else P + 1 edges.
+      reverse: from the last piece to the first.
     """
     own = None if start is None else (jnp.swapaxes(start.kv, 2, 3), start.k_sum)
     if pieces is None:
@@ -167,7 +180,7 @@ def at_edges(
         pl.when(program < blocks)(lambda: add_up(0, kv_ref, starts[0]))
         pl.when(program == blocks)(lambda: add_up(1, k_sum_ref, starts[1]))
 
-    # States as one row each.
+    # Each state as one row.
     flat = [pieces[0].reshape(B, G, count, size), pieces[1]]
     given = [] if own is None else [own[0].reshape(B, G, size), own[1]]
     given += [] if keeps is None else [keeps]

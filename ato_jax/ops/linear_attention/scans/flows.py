@@ -1,29 +1,29 @@
-"""The gradient of the causal decays, from what the kernels leave of each row.
+"""The gradient of a causal decay per head or step, from sums that the kernels leave of each row.
 
 With M[i, j] what the pair of query i and key j adds to the loss's derivative by its own exponent,
-the gradient of step t's logarithm is F(t), the sum of M over the pairs with j < t <= i. The kernels
-leave sums of M for each row, of all pairs of a query and of all of a key,
+the gradient of step t's decay is F(t), the sum of M over the pairs with j < t <= i. The kernels
+leave sums of M for each row, over all pairs of a query and over all pairs of a key,
 
     R_i = sum_j M[i, j]    A_j = sum_i M[i, j]    F(t + 1) = F(t) + A_t - R_t
 
-where each pair of two rows of a chunk is in both, and what it is rounded to is the same in both
-(`query_gradient.py`, `key_gradient.py`). In a steep chunk, where a pair may be small beside that of
-a row with itself, R and A are of pairs with rows of other chunks alone, and what is missing, I(t),
-is summed up by itself: with Y what crosses the start of the chunk and sums within it,
+in which each pair of two rows of a chunk occurs twice, with the same rounding. In a steep chunk a
+pair may be small beside that of a row with itself. So there R and A only have pairs with rows of
+other chunks, and the kernels sum up the missing pairs, I(t), on their own: with Y what crosses the
+start of the chunk and sums within it,
 
     F(t) = Y + sum_{j < t} A_j - sum_{i < t} R_i + I(t)
 
-Both kernels leave states, S and z ahead of every few chunks, and R and u behind those before them,
-as they are multiplied, and there
+Both kernels leave states as they are multiplied: S and z ahead of every `SPACING` chunks, and their
+cotangents dS and dz behind the chunk before. There
 
-    Y = <S, R> + z . u
+    Y = <S, dS> + z . dz
 
-Between, Y is summed up, and what the sums miss of the next one that is known is spread over the
-chunks between: one pass for what is known and the sums of chunks, another for each step. By the
-roundings of S and R Y is off, and alike in neighbouring chunks: in the gradient of a decay for each
-head, a sum over all steps, that adds up.
+is known. Between two such places Y is a running sum, and the difference from the next known Y is
+spread evenly over the chunks between. One pass computes the known Y and the sums of chunks, another
+the gradient of each step. The roundings of S and dS make Y wrong by a like amount in neighbouring
+chunks, which adds up in the gradient of a decay per head, a sum over all steps.
 
-Both passes are kernels that Pallas lowers to Triton, or XLA's where JAX cannot lower to that.
+Both passes are kernels that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton.
 """
 
 from __future__ import annotations
@@ -44,35 +44,36 @@ from ato_jax.ops.linear_attention.scans.chunks import C, Cut, OfPiece, is_steep
 from ato_jax.ops.linear_attention.scans.edges import of_head
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Y is known ahead of each of a piece's chunks whose number this divides, a power of two. A state is
-# as large as a chunk's q and k.
+# Y is known ahead of each chunk of a piece whose number this divides; a power of two. A stored
+# state is as large as a chunk's q and k.
 SPACING = 32
-# Of a state, which a program multiplies at once; and heads of a tile of steps.
+# A program multiplies so many numbers of a state at once; a tile of steps has so many heads.
 NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
 
 
 class OfQueries(NamedTuple):
-    flows: jax.Array  # what adds up to R_i, [1 or 2, B, H, T up to a whole chunk]
-    kv: jax.Array  # S ahead of the chunks that are known, [B, H, places, V, F] bfloat16
+    flows: jax.Array  # one or two parts of R_i, [1 or 2, B, H, T up to a whole chunk]
+    kv: jax.Array  # S ahead of the chunks where Y is known, [B, H, places, V, F] bfloat16
     k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
 
 
 class OfKeys(NamedTuple):
     flows: jax.Array  # A_j, [B, H, T up to a whole chunk]
-    inside: jax.Array  # I(t), alike
-    kv: jax.Array  # R behind the chunks before those, [B, H, places, V, F] bfloat16
-    k_sum: jax.Array  # u there, [B, H, places, F] float32
+    inside: jax.Array  # I(t), [B, H, T up to a whole chunk]
+    kv: jax.Array  # dS behind the chunks before those, [B, H, places, V, F] bfloat16
+    k_sum: jax.Array  # dz there, [B, H, places, F] float32
 
 
 class Known(NamedTuple):
-    """Float32."""
+    """The results of the first pass, in float32."""
 
     crossing: jax.Array  # Y, [B, H, places]
     before: jax.Array  # sums of A - R from the place before a chunk up to it, [B, H, chunks]
-    between: jax.Array  # up to the next place, [B, H, places]
+    between: jax.Array  # sums of A - R from each place to the next, [B, H, places]
 
 
 def is_kept(chunk: Any) -> Any:
+    """Whether the kernels leave their states at this chunk of a piece."""
     return lax.rem(chunk, SPACING) == 0
 
 
@@ -81,22 +82,23 @@ def _places_of_piece(deal: Cut) -> int:
 
 
 def places(deal: Cut) -> int:
-    """For the chunks that are known; the last piece may leave some of its own."""
+    """How many places there are for states; the last piece may leave some of its own unused."""
     return deal.pieces * _places_of_piece(deal)
 
 
 def place(deal: Cut, item: OfPiece, chunk: Any) -> Any:
+    """The place of a chunk whose states are kept."""
     return item.piece * _places_of_piece(deal) + lax.div(chunk, SPACING)
 
 
 def _chunk_of(deal: Cut, place: Any) -> Any:
-    """Which is known there."""
+    """The chunk at a place, numbered through all pieces."""
     of_piece = _places_of_piece(deal)
     return place // of_piece * (deal.rows // C) + place % of_piece * SPACING
 
 
 def _place_before(deal: Cut, chunk: Any) -> Any:
-    """The last, or the chunk's own."""
+    """The last place up to a chunk."""
     chunks = deal.rows // C
     return chunk // chunks * _places_of_piece(deal) + chunk % chunks // SPACING
 
@@ -110,8 +112,13 @@ def decay_flows(
     of_start: jax.Array | None,
     decay: jax.Array | None,
 ) -> jax.Array:
-    """The gradient of `decay`, that of each step as it is given; None is one for each head: sums of
-    F over each chunk, [B, H, chunks]. `of_start` [B, H] is Y there, None where there is no state.
+    """The gradient of `decay`, an array like it; or where that is None, because the decay is one
+    per head, the sums of F over each chunk, [B, H, chunks].
+
+    Args:
+      gates: the prefix sums of the decays, [B, H, T up to a whole chunk].
+      of_start: Y at the start of the sequence, [B, H]; None where there is no initial state.
+      decay: a decay per step as it was given, [B, T, H] or [B, H, T].
     """
     if launch.no_triton is not None:
         known = _known_by_xla(deal, gates, queries, keys, of_start)
@@ -127,21 +134,22 @@ def _known(
     keys: OfKeys,
     of_start: jax.Array | None,
 ) -> Known:
-    """A program has a place."""
+    """The first pass; a program has a place."""
     parts, B, H, length = queries.flows.shape
     count, size = length // C, queries.kv.shape[3] * queries.kv.shape[4]
 
     def kernel(
-        gates_ref: Any, reads_ref: Any, adds_ref: Any, s_ref: Any, r_ref: Any, *refs: Any
+        gates_ref: Any, reads_ref: Any, adds_ref: Any, s_ref: Any, ds_ref: Any, *refs: Any
     ) -> None:
         *given, crossing_ref, before_ref, between_ref = refs
-        z_ref, u_ref = (given.pop(0), given.pop(0)) if queries.k_sum is not None else (None, None)
+        z_ref, dz_ref = (given.pop(0), given.pop(0)) if queries.k_sum is not None else (None, None)
         start_ref = given.pop(0) if of_start is not None else None
         number = pl.program_id(0)
         first = _chunk_of(deal, number)
 
         def product(left_ref: Any, right_ref: Any, factors: tuple[Any, Any]) -> jax.Array:
-            """Of what queries left here and keys at the place before, times a factor each."""
+            """The product of what queries left here and keys at the place before, times a factor
+            each."""
             width = left_ref.shape[1]
             some = min(width, NUMBERS)
 
@@ -155,7 +163,7 @@ def _known(
             return jnp.sum(lax.fori_loop(0, width // some, add_some, nothing))
 
         def half_of(chunk: jax.Array, second: bool) -> jax.Array:
-            """What the chunk's half loses, with its sign, unless it is steep."""
+            """How much the chunk's half loses, at least 0; or 0 where the chunk is steep."""
             middle = plgpu.load(gates_ref.at[chunk * C + (C // 2 - 1)])
             last = plgpu.load(gates_ref.at[chunk * C + (C - 1)])
             lost = middle - last if second else -middle
@@ -163,12 +171,12 @@ def _known(
 
         @pl.when((number > 0) & (first < count))
         def _inner() -> None:
-            # S is as the middle of the chunk behind sees it, R as that of the chunk ahead: each may
-            # be so small that of their product float32 holds nothing.
+            # S is stored as decayed to the middle of the chunk behind, dS to that of the chunk
+            # ahead. Each factor may be so small that float32 cannot hold their product.
             factors = jnp.exp2(half_of(first, False)), jnp.exp2(half_of(first - 1, True))
-            found = product(s_ref, r_ref, factors)
+            found = product(s_ref, ds_ref, factors)
             if z_ref is not None:
-                found += product(z_ref, u_ref, factors)
+                found += product(z_ref, dz_ref, factors)
             plgpu.store(crossing_ref.at[number], found)
 
         @pl.when(number == 0)
@@ -224,7 +232,7 @@ def _of_steps(
     known: Known,
     decay: jax.Array | None,
 ) -> jax.Array:
-    """A program has a chunk of some heads."""
+    """The second pass; a program has a chunk of some heads."""
     parts, B, H, length = queries.flows.shape
     count = length // C
     heads = min(MOST_HEADS, pl.next_power_of_2(H))
@@ -269,7 +277,7 @@ def _of_steps(
         done, all_of_them = chunk - low, jnp.minimum(high, count) - low
         share = done.astype(jnp.float32) / all_of_them.astype(jnp.float32)
         crossing = start + before + missed * share
-        # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
+        # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
         middle, last = (
             plgpu.load(gates_ref.at[batch, head, chunk * C + row], mask=head < H, other=0.0)
             for row in (C // 2 - 1, C - 1)
@@ -311,15 +319,16 @@ def _known_by_xla(
     rows = gates.reshape(B, H, count, C)
     middle, last = rows[..., C // 2 - 1], rows[..., C - 1]
     steep = is_steep(middle, last)
-    # S is as the middle of the chunk behind sees it, R as that of the chunk ahead.
+    # S is stored as decayed to the middle of the chunk behind, dS to that of the chunk ahead.
     of_s = jnp.exp2(jnp.where(steep, 0.0, -middle))[:, :, inner]
-    of_r = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
+    of_ds = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
 
     def product(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-        """Of what queries left at each place but the first, and keys at the place before."""
+        """The product of what queries left at each place but the first, and keys at the place
+        before."""
         shape = B, H, len(first), -1
         left = of_queries.reshape(shape)[:, :, 1:].astype(jnp.float32) * of_s[..., None]
-        right = of_keys.reshape(shape)[:, :, :-1].astype(jnp.float32) * of_r[..., None]
+        right = of_keys.reshape(shape)[:, :, :-1].astype(jnp.float32) * of_ds[..., None]
         return jnp.sum(left * right, axis=3)
 
     crossing = product(queries.kv, keys.kv)
@@ -366,7 +375,7 @@ def _of_steps_by_xla(
         missed = jnp.where(is_known, missed, 0.0)
     share = ((chunk - low) / (np.minimum(high, count) - low)).astype(np.float32)
     crossing = start + known.before + missed * share
-    # Of a steep chunk's start nothing is left at its end, and Y is off by more than nothing.
+    # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
     rows = gates.reshape(B, H, count, C)
     steep = is_steep(rows[..., C // 2 - 1], rows[..., C - 1])
     crossing = jnp.where(steep, jnp.sum(reads, axis=3), crossing)

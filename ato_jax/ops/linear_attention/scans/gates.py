@@ -1,10 +1,11 @@
-"""The sums of a decay's logarithms, as the kernels read them: from each chunk's first row on, and
-over pieces.
+"""The prefix sums of the decays, as the kernels read them: within each chunk, and over each piece.
 
-Kernels that Pallas lowers to Triton make them: a transpose and a product with a triangle, as XLA
-has those of steps, take several times what their bytes do, and those over pieces it makes in many
-kernels, each of which takes longer to start than to run. XLA makes them where JAX cannot lower to
-Triton.
+    sums[t]  = log2(e) sum of decay[first step of t's chunk .. t]
+
+Kernels that Pallas lowers to Triton compute them. XLA would make those within a chunk by a
+transpose and a product with a triangle, which takes several times as long as its bytes do, and
+those over pieces in many kernels, each of which takes longer to start than to run. XLA computes
+them where JAX cannot lower to Triton.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from ato_jax.ops.linear_attention.scans.chunks import (
 )
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-MOST_HEADS = 16  # of a tile
+MOST_HEADS = 16  # of a tile of steps
 WARPS = 2
-# Chunks that a program writes, and those of which it reads what they lose at once.
+# A program writes so many chunks of a piece, and reads the decays of so many chunks at once.
 CHUNKS, ENDS, OF_PIECES_WARPS = 64, 512, 4
 
 
 def of_heads(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
-    """[B, G, T up to a whole chunk] to base 2, of decay [G]."""
+    """The prefix sums [B, G, T up to a whole chunk] of a decay per head [G]."""
     up = _to_base_2(decay)[:, None] * jnp.arange(1, C + 1, dtype=jnp.float32)  # [G, C]
     length = whole_chunks(spec.T)
     shape = (spec.B, spec.G, length // C, C)
@@ -44,7 +45,7 @@ def of_heads(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 def of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
-    """The same of decay [B, T, G], or [B, G, T]."""
+    """The prefix sums [B, G, T up to a whole chunk] of a decay per step [B, T, G], or [B, G, T]."""
     if launch.no_triton is not None:
         return _of_steps_by_xla(spec, decay)
     heads = min(MOST_HEADS, pl.next_power_of_2(spec.G))
@@ -82,14 +83,16 @@ def _of_steps_by_xla(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 class OfPieces(NamedTuple):
-    until: jax.Array  # of the later rows of each row's piece, [B, G, T up to a whole chunk]
-    since: jax.Array  # from each piece's first row to each row, alike
-    keeps: jax.Array  # what each piece leaves of what is ahead of it, [B, G, P]
-    steep: jax.Array  # which pieces of tiles have a steep chunk, [B, tiles, P] int32
+    """Sums over pieces, to base 2."""
+
+    until: jax.Array  # over the later rows of each row's piece, [B, G, T up to a whole chunk]
+    since: jax.Array  # from each piece's first row to each row, [B, G, T up to a whole chunk]
+    keeps: jax.Array  # what each piece leaves of the state ahead of it, [B, G, P]
+    steep: jax.Array  # which pieces of which tiles have a steep chunk, [B, tiles, P] int32
 
 
 def of_pieces(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPieces:
-    """Of sums within chunks, [B, G, T up to a whole chunk]."""
+    """From the prefix sums within chunks, [B, G, T up to a whole chunk]."""
     if launch.no_triton is not None:
         return _of_pieces_by_xla(spec, deal, gates)
     B, G, length = gates.shape
@@ -105,13 +108,14 @@ def of_pieces(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPiece
         first = program * own  # of the piece's chunks
 
         def last_of(head: Any, number: jax.Array, row: int = C - 1) -> jax.Array:
-            """What the piece's chunks sum up to, up to one of their rows; 0 where there is none."""
+            """The prefix sums of some of the piece's chunks at one of their rows; 0 where there is
+            no chunk."""
             chunk = piece * in_piece + number
             exist = (number < in_piece) & (chunk < count)
             return plgpu.load(gates_ref.at[head, chunk * C + row], mask=exist, other=0.0)
 
         def of_head(head: Any) -> jax.Array:
-            """How many chunks of it are steep."""
+            """Writes one head's sums; how many of its chunks are steep."""
 
             def add_ends(i: Any, sums: Any) -> Any:
                 before, whole, behind, steep = sums
@@ -179,7 +183,7 @@ def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) ->
     rows = rows.reshape(B, G, deal.pieces, -1, C)
     middle, last = rows[..., C // 2 - 1], rows[..., C - 1]  # [B, G, P, chunks]
     before = jnp.cumsum(last, axis=3) - last
-    behind = jnp.flip(jnp.cumsum(jnp.flip(last, 3), axis=3), 3)  # of the chunk itself, too
+    behind = jnp.flip(jnp.cumsum(jnp.flip(last, 3), axis=3), 3)  # of this chunk and those behind it
     until, since = behind[..., None] - rows, before[..., None] + rows
     steep = jnp.any(is_steep(middle, last), axis=3)
     of_tiles = jnp.any(steep.reshape(B, -1, heads_of_tile(spec), deal.pieces), axis=2)
@@ -192,7 +196,8 @@ def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) ->
 
 
 def gradient_of_heads(decay: jax.Array, of_chunks: jax.Array) -> jax.Array:
-    """Of the decay of heads, of its steps' summed up over chunks, [B, G, chunks]."""
+    """The gradient of a decay per head [G], from its steps' gradients summed over each chunk,
+    [B, G, chunks]."""
     return jnp.where(decay < LEAST_DECAY, 0.0, jnp.sum(of_chunks, axis=(0, 2)))
 
 

@@ -1,8 +1,8 @@
-"""The sums over all pieces, in the forms in which products read them.
+"""The state of a whole sequence: the sums over all pieces, in the forms that products read.
 
-One pass each, by a kernel that Pallas lowers to Triton: XLA has one for S, one for z, and one for
-each form of these, each of which takes longer to start than to run. XLA makes them where JAX cannot
-lower to Triton.
+One pass, by a kernel that Pallas lowers to Triton. XLA would launch one kernel for S, one for z,
+and one for each form of these, each of which takes longer to start than to run. XLA computes them
+where JAX cannot lower to Triton.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ato_jax.ops.linear_attention.scans.chunks import ALIKE, PARTS, C
 from ato_jax.ops.linear_attention.scans.edges import NUMBERS, WARPS, State, in_rounds, of_head
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
-# Whose inverse is finite, float32's least but for denormal numbers.
+# The least number whose inverse is finite: float32's smallest normal one.
 LEAST_USUAL = 2.0**-126
 
 
 class Totals(NamedTuple):
-    """[B, G, ..], float32 but for what products read."""
+    """[B, G, ..] each, float32 except for what products read."""
 
     read: jax.Array  # kv [F, V] in bfloat16; unnormalised, scaled
     k_sum: jax.Array  # [F]
-    rows: jax.Array  # k_sum in 8 rows of bfloat16: 4 rounded, 4 what that left off
-    least: jax.Array  # eps as often as a chunk has rows, in the unit of the sums
+    rows: jax.Array  # [8, F] bfloat16: 4 rows of k_sum rounded, 4 of what the rounding left
+    least: jax.Array  # [C], eps in the unit of the sums
     kv: jax.Array | None = None  # [F, V], where it is returned
 
 
@@ -43,9 +43,15 @@ def add_up(
     *,
     returned: bool,
 ) -> Totals:
-    """Of kv [B, G, P, F, V] and k_sum [B, G, P, F], and of what is added to them. `unit_of`, k_sum
-    [B, G, F]: ahead of that all is divided by the sum of its absolute values; unnormalised, it is
-    multiplied by the scale."""
+    """The sums over the pieces, and over `added`.
+
+    Args:
+      pieces: kv [B, G, P, F, V] and k_sum [B, G, P, F].
+      added: a state that is added as it is.
+      unit_of: a k_sum [B, G, F]. The pieces are divided by the sum of its absolute values, or
+        multiplied by the scale in a call that is not normalised.
+      returned: whether kv is returned in float32 as well.
+    """
     if launch.no_triton is not None:
         return _add_up_by_xla(spec, pieces, added, unit_of, returned)
     B, G, count, rows, columns = pieces[0].shape
