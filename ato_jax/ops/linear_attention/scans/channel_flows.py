@@ -57,6 +57,7 @@ def of_flows(
             exist = None if spec.T % RUN == 0 else (rows < spec.T)[:, None]
 
             def load(ref: Any) -> jax.Array:
+                # [ROWS, COLUMNS]
                 return plgpu.load(ref.at[at], mask=exist, other=None if exist is None else 0)
 
             def store(ref: Any, tile: jax.Array) -> None:
@@ -70,6 +71,7 @@ def of_flows(
             store(d_gates_ref, crossing[None, :] + (jax.lax.cumsum(passing, axis=0) - passing))
             return crossing + jnp.sum(passing, axis=0)
 
+        # [COLUMNS]
         jax.lax.fori_loop(0, RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
 
     if spec.layout == "bthd":

@@ -151,6 +151,7 @@ def at_edges(
             edge_ref, end_ref = outputs[which], outputs[2 + which] if ends else None
 
             def load(ref: Any) -> jax.Array:
+                # [NUMBERS]
                 return plgpu.load(ref, mask=exist, other=None if exist is None else 0.0)
 
             def store(ref: Any, sums: jax.Array) -> None:
@@ -164,7 +165,7 @@ def at_edges(
                     edge = piece + int(not ends) if reverse else piece
                     store(edge_ref.at[edge, numbers], sums)
                     if keeps_ref is not None:
-                        sums *= plgpu.load(keeps_ref.at[first + piece])
+                        sums *= plgpu.load(keeps_ref.at[first + piece])  # a number
                     sums += added
                 return sums
 

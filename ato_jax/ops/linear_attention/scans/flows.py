@@ -155,8 +155,8 @@ def _known(
 
             def add_some(part: Any, total: jax.Array) -> jax.Array:
                 at = part * some + jnp.arange(some, dtype=jnp.int32)
-                left = plgpu.load(left_ref.at[number, at]).astype(jnp.float32)
-                right = plgpu.load(right_ref.at[number - 1, at]).astype(jnp.float32)
+                left = plgpu.load(left_ref.at[number, at]).astype(jnp.float32)  # [some]
+                right = plgpu.load(right_ref.at[number - 1, at]).astype(jnp.float32)  # [some]
                 return total + (left * factors[0]) * (right * factors[1])
 
             nothing = jnp.zeros((some,), jnp.float32)
@@ -189,7 +189,7 @@ def _known(
         rows = chunk[:, None] * C + jnp.arange(C, dtype=jnp.int32)[None, :]
 
         def load(ref: Any, *part: Any) -> jax.Array:
-            return plgpu.load(ref.at[(*part, rows)], mask=exist[:, None], other=0.0)
+            return plgpu.load(ref.at[(*part, rows)], mask=exist[:, None], other=0.0)  # [SPACING, C]
 
         passing = load(adds_ref)
         for part in range(parts):
@@ -256,9 +256,10 @@ def _of_steps(
         at, exist = (batch, head[:, None], rows[None, :]), (head < H)[:, None]
 
         def of_rows(ref: Any, *part: Any) -> jax.Array:
-            return plgpu.load(ref.at[(*part, *at)], mask=exist, other=0.0)
+            return plgpu.load(ref.at[(*part, *at)], mask=exist, other=0.0)  # [heads, C]
 
         def of_heads(ref: Any, number: Any, mask: Any = True) -> jax.Array:
+            # [heads]
             return plgpu.load(ref.at[batch, head, number], mask=(head < H) & mask, other=0.0)
 
         reads = of_rows(reads_ref, jnp.int32(0))
@@ -279,6 +280,7 @@ def _of_steps(
         crossing = start + before + missed * share
         # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
         middle, last = (
+            # [heads]
             plgpu.load(gates_ref.at[batch, head, chunk * C + row], mask=head < H, other=0.0)
             for row in (C // 2 - 1, C - 1)
         )
@@ -291,7 +293,7 @@ def _of_steps(
             return
         of_decay = at[1:] if spec.layout == "bhtd" else at[:0:-1]
         (decay_ref,) = decay_refs
-        given = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=exist, other=0.0)
+        given = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=exist, other=0.0)  # [heads, C]
         found = jnp.where(given < LEAST_DECAY, 0.0, found)
         plgpu.store(flows_ref.at[(batch, *of_decay)], found, mask=exist)
 

@@ -61,7 +61,7 @@ def of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
         given = exist & (rows < spec.T)[None, :]
         at = head[:, None], rows[None, :]
         of_decay = at if spec.layout == "bhtd" else at[::-1]
-        x = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=given, other=0.0)
+        x = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=given, other=0.0)  # [heads, C]
         sums = jax.lax.cumsum(_to_base_2(x), axis=1)
         plgpu.store(sums_ref.at[(batch, *at)], sums, mask=exist)
 
@@ -112,6 +112,7 @@ def of_pieces(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPiece
             no chunk."""
             chunk = piece * in_piece + number
             exist = (number < in_piece) & (chunk < count)
+            # [chunks]
             return plgpu.load(gates_ref.at[head, chunk * C + row], mask=exist, other=0.0)
 
         def of_head(head: Any) -> jax.Array:
@@ -139,7 +140,7 @@ def of_pieces(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPiece
             behind += jnp.sum(jnp.where(other >= of_chunk, last, 0.0), axis=1)
             exist = (of_chunk < in_piece) & (piece * in_piece + of_chunk < count)
             rows = (piece * in_piece + of_chunk) * C + jnp.arange(C, dtype=jnp.int32)[None, :]
-            sums = plgpu.load(gates_ref.at[head, rows], mask=exist, other=0.0)
+            sums = plgpu.load(gates_ref.at[head, rows], mask=exist, other=0.0)  # [CHUNKS, C]
             plgpu.store(until_ref.at[head, rows], behind[:, None] - sums, mask=exist)
             plgpu.store(since_ref.at[head, rows], before[:, None] + sums, mask=exist)
 

@@ -80,6 +80,7 @@ def add_up(
             limit = arrays[name].shape[-1]
             exist = None if limit % numbers.shape[0] == 0 else numbers < limit
             other = None if exist is None else 0.0
+            # [numbers]
             return plgpu.load(given[name].at[(*piece, numbers)], mask=exist, other=other)
 
         def store(name: str, x: jax.Array, numbers: jax.Array, exist: Any = None) -> None:

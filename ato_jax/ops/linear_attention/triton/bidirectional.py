@@ -225,7 +225,7 @@ def _query_gradient(
             do = load_do(i)
             features, slopes, y = [], [], []  # [T_block, F], in parts of F
             for part, kv_part in zip(parts, kv, strict=True):
-                q = products.as_accumulated(tiles.load_tile(q_ref, rows, part), one)
+                q = products.as_accumulated(tiles.load_tile(q_ref, rows, part), one)  # [T_block, f]
                 mapped = mapping.features_and_slopes(spec, q, rows, part)
                 features.append(mapped[0])
                 slopes.append(mapped[1])

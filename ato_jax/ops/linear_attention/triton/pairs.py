@@ -64,7 +64,7 @@ def pairs_of(
         at_query = tiles.load_steps(refs[name], *queries)  # [C]
         if keys is queries:
             return difference(at_query, at_query)
-        return difference(at_query, tiles.load_steps(refs[name], *keys))
+        return difference(at_query, tiles.load_steps(refs[name], *keys))  # [C]
 
     query, key = (jnp.arange(size, dtype=jnp.int32) for _, size in (queries, keys))
     later = difference(query, key)

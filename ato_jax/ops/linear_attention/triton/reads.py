@@ -189,6 +189,7 @@ def read_for_values(
         dv = _values_in_parts(spec, phi_k, sums[0][0])
     else:
         dv = products.product(spec, phi_k, sums[0], wide=True, trans_b=True)
+    # [C, 1]
     return dv * tiles.load_steps(refs[name], start, dv.shape[0])[:, None] if name in refs else dv
 
 
@@ -215,5 +216,5 @@ def read_for_features(
     else:
         found = products.read_state(spec, v, sums[0]) + dz
     if name in refs:
-        found *= tiles.load_steps(refs[name], start, found.shape[0])[:, None]
+        found *= tiles.load_steps(refs[name], start, found.shape[0])[:, None]  # [C, 1]
     return found

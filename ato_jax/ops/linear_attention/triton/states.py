@@ -103,6 +103,7 @@ def piece_states(
             if "adds" in refs:
                 features, wide = tiles.scale_rows(features, refs["adds"], first), True
             if weight_refs:
+                # [C, 1]
                 features, wide = features * tiles.load_rows(weight_refs[0], rows)[:, None], True
             elif weights is not None:
                 features, wide = features * weights.features, True
@@ -111,7 +112,7 @@ def piece_states(
             if weights is not None:
                 if weights.k_sum is None:
                     return kv, k_sum
-                features *= tiles.load_rows(weight_refs[1], rows)[:, None]
+                features *= tiles.load_rows(weight_refs[1], rows)[:, None]  # [C, 1]
             return kv, k_sum + jnp.sum(features.reshape(-1, apart, width), axis=0)
 
         sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((apart, width), jnp.float32)

@@ -133,7 +133,7 @@ def key_gradient(
         later = jnp.sum(kv * dkv, axis=0)  # [F]
         if spec.normalize or spec.return_state:
             z = tiles.load_vector(state_refs[1], spec.F)  # [F]
-            later += z * tiles.load_vector(cotangent_refs[1], spec.F)
+            later += z * tiles.load_vector(cotangent_refs[1], spec.F)  # [F]
         carry = (dkv, dz, later)
         walk_chunks(spec, config, walk.pieces, steepest_ref, config.dkv_block, write_chunk, carry)
 

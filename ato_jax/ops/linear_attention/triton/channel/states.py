@@ -147,7 +147,7 @@ def load_state(
     if wanted is not None:
         rows = Rows(rows.numbers, rows.exist, (rows.numbers < spec.V) & wanted)
     kv = tiles.load_tile(kv_ref, rows, spec.F)  # [V, F]
-    return kv, tiles.load_vector(k_sum_ref, spec.F)[None, :]
+    return kv, tiles.load_vector(k_sum_ref, spec.F)[None, :]  # [1, F]
 
 
 def is_mild(spec: LinearAttentionSpec, config: Config, steepest_ref: Any, block: int) -> jax.Array:

@@ -113,7 +113,7 @@ def finish(
             tiles.store_tile(d_gates_out, keys, columns, d_gates)
             return crossing + jnp.where(steep, -whole, whole)
 
-        jax.lax.fori_loop(0, 2, write_half, tiles.load_vector(crossing_ref, columns))
+        jax.lax.fori_loop(0, 2, write_half, tiles.load_vector(crossing_ref, columns))  # [f]
 
     queries = sequences.sequence_block(spec, spec.T, spec.D, sequences.own_head, group)
     keys = sequences.sequence_block(spec, spec.S, spec.D, sequences.own_head)

@@ -84,7 +84,7 @@ def over_runs(
     numbers = jnp.minimum(first + jnp.arange(RUNS, dtype=jnp.int32), last)
     kind = jnp.arange(2, dtype=jnp.int32)[None, :]
     # All turns at once, so that where no run is steep no load waits for another.
-    some = jnp.max(plgpu.load(turns_ref.at[numbers[:, None], kind])) > 0
+    some = jnp.max(plgpu.load(turns_ref.at[numbers[:, None], kind])) > 0  # [RUNS, 2]
 
     def look(number: Any, _: Any) -> None:
         run = jnp.minimum(first + number, last)
@@ -107,8 +107,8 @@ def load_state(
     """kv [V, F] and z [1, F] at one of the edges, of refs [edges, V, F] and [edges, F], or zeros
     where it is not wanted."""
     kv_ref, k_sum_ref = refs
-    kv = tiles.load_tile(kv_ref, tiles.all_rows(spec.V).only_if(wanted), spec.F, edge, 0)
-    z = tiles.load_rows(k_sum_ref, tiles.all_rows(spec.F).only_if(wanted), edge)
+    kv = tiles.load_tile(kv_ref, tiles.all_rows(spec.V).only_if(wanted), spec.F, edge, 0)  # [V, F]
+    z = tiles.load_rows(k_sum_ref, tiles.all_rows(spec.F).only_if(wanted), edge)  # [F]
     return kv.astype(jnp.float32), z[None, :]
 
 
