@@ -222,7 +222,7 @@ def kernels_of(lowered: jax.stages.Lowered) -> list[Kernel]:
     return [
         _kernel(ir.DictAttr(operation.attributes["mhlo.backend_config"]))
         for operation in _custom_calls(lowered.compiler_ir("stablehlo").operation)
-        if _target(operation) == TRITON_CALL
+        if target_of(operation) == TRITON_CALL
     ]
 
 
@@ -257,11 +257,14 @@ def _verify(ttir: str, num_warps: int, num_stages: int, capability: int) -> None
 
 def targets_of_calls(lowered: jax.stages.Lowered) -> list[str]:
     """What each custom call of it calls. As text, kernels would take longer to write than that."""
-    module = lowered.compiler_ir("stablehlo").operation
-    return [_target(operation) for operation in _custom_calls(module)]
+    return [target_of(call) for call in calls_of(lowered)]
 
 
-def _target(call: ir.Operation) -> str:
+def calls_of(lowered: jax.stages.Lowered) -> list[ir.Operation]:
+    return _custom_calls(lowered.compiler_ir("stablehlo").operation)
+
+
+def target_of(call: ir.Operation) -> str:
     return ir.StringAttr(call.attributes["call_target_name"]).value
 
 

@@ -1,0 +1,232 @@
+"""The text of every Mosaic GPU module that calls of linear attention lower to, and a record of it.
+
+    python -m tests.mosaic_text              compares all cases with the record
+    python -m tests.mosaic_text --write      records this JAX version's hashes
+    python -m tests.mosaic_text --dump DIR   writes each module's text below DIR, for `diff`
+    python -m tests.mosaic_text -k D128      only cases whose name contains that
+
+The exit status is 1 if a module differs. A refactoring of a kernel leaves its module's text as it
+is. The text is what XLA compiles, but for source locations and the kernel's own name, which are
+taken out: two equal texts become the same machine code. `tests/mosaic_text.json` holds a hash of
+each module's text, by JAX version, since lowerings differ between versions.
+
+Nothing is compiled and nothing is run: this needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+
+from ato_jax import device
+from ato_jax.ops.linear_attention import api, mosaic_gpu
+from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
+from tests import aot
+
+RECORD = Path(__file__).parent / "mosaic_text.json"
+HASH_DIGITS = 16
+H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call, forward and, if `gradients`, backward; both by the mosaic_gpu backend."""
+
+    D: int
+    B: int = 1
+    T: int = 4096
+    S: int | None = None
+    H: int = 8
+    G: int = 8
+    causal: bool = True
+    decay: str | None = None
+    layout: str = "bthd"
+    normalize: bool = True
+    states: bool = False
+    gradients: bool = True
+
+    @property
+    def name(self) -> str:
+        parts = [f"D{self.D}", "causal" if self.causal else "full"]
+        parts += [f"decay_{self.decay}"] if self.decay else []
+        parts += [f"B{self.B}T{self.T}" + (f"S{self.S}" if self.S else "")]
+        parts += [f"H{self.H}G{self.G}"] if self.H != self.G else []
+        parts += [self.layout]
+        parts += [] if self.normalize else ["unnormalised"]
+        parts += ["states"] if self.states else []
+        parts += [] if self.gradients else ["forward"]
+        return "-".join(parts)
+
+
+CASES = [
+    Case(128),
+    Case(128, B=2, T=1000, layout="bhtd", states=False),
+    Case(128, B=16, T=1024, layout="bhtd", states=True),
+    Case(128, H=32, T=8192, normalize=False, states=True, G=32),
+    Case(128, H=8, G=2, gradients=False),
+    Case(128, decay="step"),
+    Case(128, decay="step", layout="bhtd", normalize=False, states=True),
+    Case(128, decay="head", states=True),
+    Case(128, decay="step", H=8, G=2, T=1000, gradients=False),
+    Case(64),
+    Case(64, layout="bhtd", states=True, normalize=False),
+    Case(64, decay="step"),
+    Case(64, decay="head", layout="bhtd", states=True),
+    Case(80, layout="bhtd", states=True),
+    Case(96, decay="step"),
+    Case(112, decay="head", normalize=False, layout="bhtd"),
+    Case(192),
+    Case(192, normalize=False, states=True, layout="bhtd"),
+    Case(256, layout="bhtd"),
+    Case(128, decay="channel"),
+    Case(64, decay="channel", normalize=False, layout="bhtd"),
+    Case(128, decay="channel", H=8, G=2, states=True, gradients=False),
+    Case(128, causal=False, S=1000),
+    Case(128, causal=False, layout="bhtd", states=True, normalize=False, H=8, G=2),
+    Case(96, causal=False, layout="bhtd"),
+    Case(192, causal=False, S=1000, states=True, H=8, G=2),
+    Case(256, causal=False),
+]
+
+
+def lower(case: Case) -> jax.stages.Lowered:
+    """The case for a Hopper card, which need not be there."""
+    S = case.S or case.T
+    rows: Any = (case.B, S, case.G) if case.layout == "bthd" else (case.B, case.G, S)
+    queries = (case.B, case.T, case.H) if case.layout == "bthd" else (case.B, case.H, case.T)
+    arrays: list[Any] = [
+        jax.ShapeDtypeStruct((*of_rows, case.D), jnp.bfloat16) for of_rows in (queries, rows, rows)
+    ]
+    options: dict[str, Any] = {}
+    if case.decay is not None:
+        shape = {"head": (case.G,), "step": rows, "channel": (*rows, case.D)}[case.decay]
+        options["decay"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if case.states:
+        of_state = case.B, case.G, case.D, case.D
+        kv, k_sum = (jax.ShapeDtypeStruct(of_state[:n], jnp.float32) for n in (4, 3))
+        options["initial_state"] = LinearState(kv, k_sum)
+    found: list[Any] = []
+
+    def prepared(q: Any, k: Any, v: Any, options: Any) -> None:
+        found.append(
+            api.prepare(
+                q,
+                k,
+                v,
+                causal=case.causal,
+                layout=case.layout,
+                normalize=case.normalize,
+                return_state=case.states,
+                **options,
+            ).spec
+        )
+
+    jax.eval_shape(prepared, *arrays, options)
+    (spec,) = found
+    for phase in ("forward", "backward")[: 1 + case.gradients]:
+        if reason := mosaic_gpu.unsupported(spec, phase):
+            raise ValueError(f"{case.name}, {phase}: mosaic_gpu {reason}")
+    config = mosaic_gpu.default_config(spec, H200)
+
+    def call(q: Any, k: Any, v: Any, options: Any) -> Any:
+        inputs = Inputs(q, k, v, options.get("decay"), options.get("initial_state"))
+        kept = mosaic_gpu.keep(spec, config, inputs)
+        if not case.gradients:
+            return kept
+        residuals = Residuals(inputs, kept)
+        return mosaic_gpu.backward(spec, config, residuals, kept.plain(), _nothing)
+
+    kind = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(call).trace(*arrays, options).lower(lowering_platforms=("cuda",))
+
+
+def _nothing(_spec: Any, residuals: Residuals, _cotangents: Any) -> Inputs:
+    """In the place of another backend's gradients."""
+    return jax.tree.map(jnp.zeros_like, residuals.inputs)
+
+
+def modules_of(lowered: jax.stages.Lowered) -> list[tuple[str, str]]:
+    """The name and the text of each Mosaic GPU module of a lowered call, in their order."""
+    found: list[tuple[str, str]] = []
+    for call in aot.calls_of(lowered):
+        if not aot.target_of(call).startswith("mosaic_gpu"):
+            continue
+        config = ir.DictAttr(call.attributes["mhlo.backend_config"])
+        bytecode = ir.StringAttr(config["module"]).value_bytes
+        with call.context as context:
+            # Its operations are Mosaic GPU's, of a form that is kept between versions.
+            context.allow_unregistered_dialects = True
+            text = str(ir.Module.parse(bytecode))
+        (name,) = re.findall(r"^module @(\S+)", text, re.MULTILINE)
+        found.append((name, text.replace(name, "kernel")))
+    return found
+
+
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+
+
+def hashes_of(case: Case) -> list[str]:
+    """A kernel's name and the hash of its module's text, of each of the case's kernels."""
+    return [f"{name} {hash_of(text)}" for name, text in modules_of(lower(case))]
+
+
+def recorded() -> dict[str, list[str]] | None:
+    """By case, of the JAX that is installed; None where this version is not in the record."""
+    everything = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found: dict[str, list[str]] | None = everything.get(jax.__version__)
+    return found
+
+
+def write(found: dict[str, list[str]]) -> None:
+    everything = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    everything[jax.__version__] = everything.get(jax.__version__, {}) | found
+    RECORD.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--dump", type=Path)
+    parser.add_argument("-k", default="", metavar="PART")
+    arguments = parser.parse_args()
+    wanted, found = recorded() or {}, {}
+    differs = 0
+    for case in CASES:
+        if arguments.k not in case.name:
+            continue
+        modules = modules_of(lower(case))
+        hashes = [f"{name} {hash_of(text)}" for name, text in modules]
+        found[case.name] = hashes
+        if arguments.dump:
+            folder = arguments.dump / case.name
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, (name, text) in enumerate(modules):
+                (folder / f"{number}-{name}.mlir").write_text(text)
+        if hashes == wanted.get(case.name):
+            print(f"same      {case.name}", flush=True)
+            continue
+        differs += 1
+        print(f"differs   {case.name}", flush=True)
+        for line in sorted(set(hashes) ^ set(wanted.get(case.name, []))):
+            print(f"    {'now' if line in hashes else 'was'} {line}", flush=True)
+    if arguments.write:
+        write(found)
+        return 0
+    return int(differs > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
