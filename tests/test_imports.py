@@ -4,6 +4,7 @@
     a backend -> scans, spec, backend, device, Pallas; never another backend
     scans -> spec, decay, launch; never a backend
     triton, the kit of the Triton kernels -> launch, device; never an op
+    mosaic_gpu -> mosaic, the kit of Hopper kernels -> device, meshes; never an op
 
 Read from the sources: what a module imports, also inside functions and for types alone.
 """
@@ -81,6 +82,7 @@ SHARED = (
     ),
     *(name for name in modules() if within(name, KIT)),
 )
+HOPPER_KIT = "ato_jax.mosaic"
 
 
 def test_backends_are_found() -> None:
@@ -93,6 +95,8 @@ def test_backends(name: str) -> None:
     op, own = name.split(".")[2:4]
     home = f"ato_jax.ops.{op}"
     for imported in reached(name):
+        if own == "mosaic_gpu" and within(imported, HOPPER_KIT):
+            continue
         assert imported in SHARED or within(imported, home), f"{name} reaches {imported}"
         assert imported not in (home, f"{home}.api"), f"{name} reaches {imported}"
         part = imported.removeprefix(f"{home}.").split(".")[0]
@@ -158,6 +162,18 @@ def test_scans(name: str) -> None:
 )
 def test_layers(name: str, allowed: tuple[str, ...]) -> None:
     assert reached(name) <= set(allowed)
+
+
+def test_the_kit_of_hopper_kernels_knows_no_op() -> None:
+    """Nor do others than backends of Mosaic GPU know the kit."""
+    kit = [name for name in modules() if within(name, HOPPER_KIT)]
+    assert len(kit) > 5
+    for name in kit:
+        outside = {imported for imported in reached(name) if not within(imported, HOPPER_KIT)}
+        assert outside <= {"ato_jax.device", "ato_jax.meshes"}, f"{name} reaches {outside}"
+    for name in modules():
+        if not within(name, HOPPER_KIT) and ".mosaic_gpu" not in name:
+            assert not any(within(imported, HOPPER_KIT) for imported in imports(name)), name
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -15,6 +15,7 @@ import test_linear_channel as channel
 
 import ato_jax
 from ato_jax import dispatch
+from ato_jax.mosaic import program
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
@@ -26,7 +27,7 @@ OP = "linear_attention"
 
 
 def newest(test: Any) -> Any:
-    lacking = pytest.mark.skipif(frame.interpreter is None, reason="JAX interprets from 0.12 on")
+    lacking = pytest.mark.skipif(program.interpreter is None, reason="JAX interprets from 0.12 on")
     return pytest.mark.newest(lacking(test))
 
 
@@ -34,9 +35,9 @@ def newest(test: Any) -> Any:
 def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of warpgroups, and of the copy engine with them: the interpreter raises where one writes what
     another reads or writes, and no barrier says which comes first."""
-    if frame.interpreter is not None:
-        interpreter = functools.partial(frame.interpreter, detect_races=True)
-        monkeypatch.setattr(frame, "interpreter", interpreter)
+    if program.interpreter is not None:
+        interpreter = functools.partial(program.interpreter, detect_races=True)
+        monkeypatch.setattr(program, "interpreter", interpreter)
 
 
 def draw(

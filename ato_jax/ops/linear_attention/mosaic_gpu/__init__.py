@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ato_jax import mosaic
 from ato_jax.backend import Backend
 from ato_jax.device import Device
+from ato_jax.mosaic import program
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.scans import gates
@@ -49,7 +51,7 @@ ENOUGH_ROWS = 2**16
 def unsupported_device(device: Device, interpreted: bool) -> str | None:
     """Why not on this device."""
     if interpreted:
-        if frame.interpreter is None:
+        if program.interpreter is None:
             return "JAX interprets such kernels from 0.12 on"
         if int(os.environ.get("NPROC") or os.cpu_count() or 1) < INTERPRETER_THREADS:
             return (
@@ -69,14 +71,14 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.decay != "channel":
         sizes = *narrow.COLUMNS, *sizes
     if spec.causal:
-        sizes = frame.HALF, *sizes
+        sizes = mosaic.HALF, *sizes
     if spec.decay is None:
         sizes = *sizes, *WIDE
     if spec.V != spec.D or spec.D not in sizes:
         wanted = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])
         return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
-    if spec.D == frame.HALF and (spec.H != spec.G or spec.H % 2):
-        return f"needs H = G, and even, where D = {frame.HALF}, got {spec.H} and {spec.G}"
+    if spec.D == mosaic.HALF and (spec.H != spec.G or spec.H % 2):
+        return f"needs H = G, and even, where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
     if spec.feature_map.name != "elu1":
         return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if spec.segments or spec.q_lengths or spec.kv_lengths:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key_gradient
@@ -33,7 +34,7 @@ from ato_jax.ops.linear_attention.spec import (
 ITEM = 2.0
 
 
-def deal(spec: LinearAttentionSpec, config: Config, heads: int, length: int) -> frame.Deal:
+def deal(spec: LinearAttentionSpec, config: Config, heads: int, length: int) -> mosaic.Deal:
     """In so many pieces that blocks end together, few."""
     chunks = pl.cdiv(length, frame.C)
 
@@ -44,7 +45,7 @@ def deal(spec: LinearAttentionSpec, config: Config, heads: int, length: int) -> 
     wanted = config.pieces or min(range(1, min(chunks, config.blocks) + 1), key=cost)
     each = pl.cdiv(chunks, wanted)
     pieces = pl.cdiv(chunks, each)
-    return frame.Deal(spec.B, heads, length, each * frame.C, pieces, config.blocks)
+    return mosaic.Deal(spec.B, heads, length, each * frame.C, pieces, config.blocks)
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:

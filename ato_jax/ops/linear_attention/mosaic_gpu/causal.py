@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
@@ -87,12 +88,12 @@ def _chunks_at_once(spec: LinearAttentionSpec) -> int:
     return channel.CHUNKS if spec.decay == "channel" else 1
 
 
-def _deal(spec: LinearAttentionSpec, config: Config) -> frame.Deal:
+def _deal(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
     """All rows of all query heads."""
     pieces, unit = pieces_of(spec, config), _chunks_at_once(spec) * frame.C
     rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
     heads = spec.H // frame.heads_of_tile(spec)
-    return frame.Deal(spec.B, heads, spec.T, rows, pieces, config.blocks)
+    return mosaic.Deal(spec.B, heads, spec.T, rows, pieces, config.blocks)
 
 
 class Kept(NamedTuple):
@@ -130,7 +131,7 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bo
 
 
 def _keep_by_channel(
-    spec: LinearAttentionSpec, deal: frame.Deal, inputs: Inputs, features: bool
+    spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs, features: bool
 ) -> Kept:
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     assert gates is not None
@@ -155,7 +156,7 @@ def _keep_by_channel(
 
 def _states(
     spec: LinearAttentionSpec,
-    of_queries: frame.Deal,
+    of_queries: mosaic.Deal,
     inputs: Inputs,
     gates: OfPieces | None,
 ) -> Edges:
@@ -175,7 +176,7 @@ def _states(
     return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state)
 
 
-def _any_in_pieces(deal: frame.Deal, of_chunks: jax.Array) -> jax.Array:
+def _any_in_pieces(deal: mosaic.Deal, of_chunks: jax.Array) -> jax.Array:
     """Which pieces have one, [B, G, chunks] to [B, G, P]."""
     chunks = deal.pieces * (deal.rows // frame.C)
     missing = max(0, chunks - of_chunks.shape[2])

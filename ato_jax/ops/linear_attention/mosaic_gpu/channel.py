@@ -28,10 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, F32, HALF
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY_IN_FLOAT16 as LEAST_DECAY
 from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_TURN as MOST_LOST
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN as CHUNKS
 from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -45,7 +47,7 @@ UNIT = 2.0**-8
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
 
 
-def run_of(item: frame.Item, chunk: Any) -> Any:
+def run_of(item: mosaic.Item, chunk: Any) -> Any:
     """The run of a chunk of a piece, of which pieces are whole."""
     return lax.div(item.first_row, RUN) + lax.div(chunk, CHUNKS)
 
@@ -71,23 +73,23 @@ WHOLE = Turn(0, C, C // 2 - 1)
 
 def shared(spec: LinearAttentionSpec, *shape: int) -> Any:
     """Room for gates, and for what they are multiplied by."""
-    return frame.shared(spec, *shape, dtype=F16)
+    return frame.tiling(spec).shared(*shape, dtype=F16)
 
 
 def round_gates(gates_ref: Any, rounded_ref: Any) -> None:
     """[C, HALF] in float32 to float16, to base 2, divided by `UNIT`."""
-    gates = jnp.maximum(frame.load(gates_ref), LEAST_DECAY) * (frame.LOG2_E / UNIT)
+    gates = jnp.maximum(mosaic.load(gates_ref), LEAST_DECAY) * (frame.LOG2_E / UNIT)
     rounded_ref[...] = lax.optimization_barrier(gates.astype(F16))
 
 
 def sums_of(weights: Any, rounded_ref: Any) -> Any:
-    """weights @ the gates, [C, HALF], as `frame.multiply` takes it."""
-    return frame.zeros(C, HALF), [(weights, rounded_ref)]
+    """weights @ the gates, [C, HALF], as `mosaic.multiply` takes it."""
+    return mosaic.zeros(C, HALF), [(weights, rounded_ref)]
 
 
 def sums_by_channel(rounded_ref: Any, weights_ref: Any) -> Any:
     """The gates' transpose @ the transpose of weights [ALIKE, C], [HALF, ALIKE]."""
-    return frame.zeros(HALF, ALIKE), [(rounded_ref.T, weights_ref.T)]
+    return mosaic.zeros(HALF, ALIKE), [(rounded_ref.T, weights_ref.T)]
 
 
 def _units(where: jax.Array) -> jax.Array:
@@ -96,7 +98,7 @@ def _units(where: jax.Array) -> jax.Array:
 
 def since_middle(turn: Turn = WHOLE) -> jax.Array:
     """What sums up G_i - G_m; of rows that are not the turn's 0."""
-    row, column = frame.position(0), frame.position(1)
+    row, column = mosaic.position(0), mosaic.position(1)
     later = (column > turn.middle) & (column <= row) & turn.has(row)
     earlier = (column <= turn.middle) & (column > row) & turn.has(row)
     return (jnp.where(later, UNIT, 0.0) - jnp.where(earlier, UNIT, 0.0)).astype(F16)
@@ -104,11 +106,11 @@ def since_middle(turn: Turn = WHOLE) -> jax.Array:
 
 def until_end() -> jax.Array:
     """What sums up G_C - G_j for the chunk's last row C."""
-    return _units(frame.position(1) > frame.position(0))
+    return _units(mosaic.position(1) > mosaic.position(0))
 
 
 def of_halves() -> jax.Array:
-    return weights_of_halves(frame.position(0), frame.position(1))
+    return weights_of_halves(mosaic.position(0), mosaic.position(1))
 
 
 def weights_of_halves(row: jax.Array, column: jax.Array) -> jax.Array:
@@ -119,24 +121,24 @@ def weights_of_halves(row: jax.Array, column: jax.Array) -> jax.Array:
 
 def store_all(ref: Any) -> None:
     """What sums up all rows, in each row of a tile [ALIKE, C]."""
-    units = plgpu.layout_cast(jnp.full((C, ALIKE), UNIT, F16), frame.TILE)
-    frame.store_transposed(ref, units)
+    units = plgpu.layout_cast(jnp.full((C, ALIKE), UNIT, F16), mosaic.TILE)
+    mosaic.store_transposed(ref, units)
 
 
 def store_halves(ref: Any, turn: Turn = WHOLE) -> None:
     """What adds up a turn's first half, in half of a tile's rows [ALIKE, C]; then the other."""
     row, number = (
-        plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=axis, layout=frame.TILE)
+        plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=axis, layout=mosaic.TILE)
         for axis in (0, 1)
     )
     is_first = row <= turn.middle
     own = turn.has(row) & (is_first == (number < ALIKE // 2))
-    frame.store_transposed(ref, _units(own))
+    mosaic.store_transposed(ref, _units(own))
 
 
 def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[HALF] each, of what `store_halves` made them add up."""
-    number = plgpu.broadcasted_iota(jnp.int32, sums.shape, dimension=1, layout=frame.TILE)
+    number = plgpu.broadcasted_iota(jnp.int32, sums.shape, dimension=1, layout=mosaic.TILE)
     first = jnp.where(number < ALIKE // 2, sums, 0.0)
     first, both = jnp.sum(first, axis=1) * (2 / ALIKE), jnp.sum(sums, axis=1) * (2 / ALIKE)
     return first, both - first
@@ -144,12 +146,12 @@ def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def map_in_place(ref: Any, exponents: jax.Array, turn: Turn | None = None) -> None:
     """Features of a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows."""
-    found = frame.unrounded_decayed_features_of(frame.load(ref).astype(F32), exponents)
+    found = feature_maps.unrounded_decayed_features_of(mosaic.load(ref).astype(F32), exponents)
     if turn is not None:
-        row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=frame.TILE)
+        row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=mosaic.TILE)
         found = jnp.where(turn.has(row), found, 0.0)
         found = lax.optimization_barrier(found)
-    ref[...] = frame.rounded(found)
+    ref[...] = mosaic.rounded(found)
 
 
 def turns_of(least: jax.Array) -> jax.Array:

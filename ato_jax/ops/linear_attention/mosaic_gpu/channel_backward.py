@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
@@ -52,7 +53,7 @@ class Factors(NamedTuple):
     whole: jax.Array  # [B, H, P, D]: from the start of each piece to its end
 
 
-def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> Factors:
+def _factors(spec: LinearAttentionSpec, deal: mosaic.Deal, halves: jax.Array) -> Factors:
     B, H, chunks = halves.shape[:3]
     missing = deal.pieces * (deal.rows // frame.C) - chunks
     halves = jnp.pad(halves, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
@@ -77,7 +78,7 @@ def _factors(spec: LinearAttentionSpec, deal: frame.Deal, halves: jax.Array) -> 
 
 def gradients(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     inputs: Inputs,
     features: Features,
     states: State,

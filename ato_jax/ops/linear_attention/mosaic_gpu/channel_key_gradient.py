@@ -34,25 +34,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+from ato_jax import mosaic
+from ato_jax.mosaic import (
     ALIKE,
     BF16,
     F32,
     HALF,
     OF_COLUMNS,
     OF_ROWS,
-    C,
-    F,
     Item,
-    by_heads,
     load,
     multiply,
-    part,
-    shared,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import in_parts
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -65,7 +61,7 @@ OWN_REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
 
 def channel_key_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -83,20 +79,21 @@ def channel_key_gradient(
     Of q^ and k~ in q and k, R^T [B, H, P, D, V] in bfloat16 and u [B, H, P, D] behind each piece in
     r and u; onto: the root of what is left of both when a chunk's middle sees them, [B, H,
     chunks * D]; all else is `channel_query_gradient`'s."""
+    tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     dv_registers, dk_registers, state_registers = OWN_REGISTERS[heads]
     normalized = k_sum is not None
     scratch = dict(
-        q_s=frame.tiles(spec, STAGES),
-        g_s=frame.tiles(spec, STAGES),
-        k_s=frame.tiles(spec, K_STAGES),
-        v_s=frame.tiles(spec, K_STAGES),
-        r_s=shared(spec, F, spec.V),
-        kv_s=shared(spec, HALF, HALF),
-        dv_s=frame.tiles(spec, 1),
-        flow_s=shared(spec, 2, C, HALF, dtype=F32),
-        minus_e_s=shared(spec, heads * ALIKE, C),
+        q_s=tiling.tiles(STAGES),
+        g_s=tiling.tiles(STAGES),
+        k_s=tiling.tiles(K_STAGES),
+        v_s=tiling.tiles(K_STAGES),
+        r_s=tiling.shared(F, spec.V),
+        kv_s=tiling.shared(HALF, HALF),
+        dv_s=tiling.tiles(1),
+        flow_s=tiling.shared(2, C, HALF, dtype=F32),
+        minus_e_s=tiling.shared(heads * ALIKE, C),
         inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
         e_s=plgpu.SMEM((STAGES, heads * C), F32),
         onto_s=plgpu.SMEM((STAGES, F), F32),
@@ -162,11 +159,11 @@ def channel_key_gradient(
         quarters = list(itertools.product(range(2), range(spec.V // HALF)))
 
         def heads_of(item: Item) -> list[Any]:
-            return [frame.head_of(spec, item.head, head) for head in range(heads)]
+            return [tiling.head_of(item.head, head) for head in range(heads)]
 
         def in_heads(tiles: Any, slot: Any) -> list[Any]:
             """What is of each head in a slot."""
-            return [frame.head_in(spec, tiles, slot, head) for head in range(heads)]
+            return [tiling.head_in(tiles, slot, head) for head in range(heads)]
 
         def number_of(item: Item, chunk: Any) -> Any:
             return item.chunks - 1 - chunk
@@ -182,19 +179,19 @@ def channel_key_gradient(
                 rows = item.rows_from_the_end(chunk)
                 slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
                 number = lax.div(item.first_row, C) + number_of(item, chunk)
-                frame.wait_until_free(free, chunk, STAGES)
+                mosaic.wait_until_free(free, chunk, STAGES)
                 columns = pl.ds(number * spec.D, spec.D)
-                frame.copy_tile(spec, q_ref, item, rows, item.head, q_s, slot, loaded)
+                tiling.copy_tile(q_ref, item, rows, item.head, q_s, slot, loaded)
                 for ref, of_chunk, vectors in (
                     (inverse_ref, rows, inverse_s),
                     (e_ref, rows, e_s),
                     (onto_ref, columns, onto_s),
                 ):
-                    frame.copy_vector(spec, ref, item, of_chunk, vectors, slot, loaded)
-                frame.copy_tile(spec, g_ref, item, rows, item.head, g_s, slot, loaded)
-                frame.wait_until_free(k_free, chunk, K_STAGES)
+                    tiling.copy_vector(ref, item, of_chunk, vectors, slot, loaded)
+                tiling.copy_tile(g_ref, item, rows, item.head, g_s, slot, loaded)
+                mosaic.wait_until_free(k_free, chunk, K_STAGES)
                 for ref, tiles in ((k_ref, k_s), (v_ref, v_s)):
-                    frame.copy_tile(spec, ref, item, rows, item.head, tiles, k_slot, k_loaded)
+                    tiling.copy_tile(ref, item, rows, item.head, tiles, k_slot, k_loaded)
                 # Behind the loads of the next chunk, since each quarter waits for the one before.
                 pl.when(chunk > 0)(lambda: load_state(chunk - 1))
 
@@ -204,7 +201,7 @@ def channel_key_gradient(
             def load_quarters(chunk: Any) -> None:
                 run = run_of(item, chunk)
                 is_last_run = chunk < channel.CHUNKS
-                of_heads = list(zip(heads_of(item), by_heads(spec, k_sum_s), strict=True))
+                of_heads = list(zip(heads_of(item), tiling.by_heads(k_sum_s), strict=True))
                 for n, (half, number) in enumerate(quarters):
 
                     @pl.when(jnp.logical_or(jnp.logical_not(is_last_run), n > 0))
@@ -215,26 +212,26 @@ def channel_key_gradient(
                         for ref, (head, own) in itertools.product(k_sum_refs, of_heads):
                             source = ref.at[item.batch, head, run]
                             plgpu.copy_gmem_to_smem(source, own, k_sum_loaded)
-                    at = item.batch, frame.head_of(spec, item.head, half), run
-                    quarter = frame.columns_of(spec, half), pl.ds(number * HALF, HALF)
+                    at = item.batch, tiling.head_of(item.head, half), run
+                    quarter = tiling.columns_of(half), pl.ds(number * HALF, HALF)
                     plgpu.copy_gmem_to_smem(kv_ref.at[(*at, *quarter)], kv_s, kv_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
             load_state(item.chunks - 1)
-            frame.await_the_last(free, item.chunks, STAGES)
-            frame.await_the_last(k_free, item.chunks, K_STAGES)
+            mosaic.await_the_last(free, item.chunks, STAGES)
+            mosaic.await_the_last(k_free, item.chunks, K_STAGES)
             plgpu.barrier_wait(kv_free)
 
         def sum_piece(item: Item) -> None:
             halves = [pl.ds(half * HALF, HALF) for half in range(2)]
             for ref, starts in ((r_ref, r_s), (u_ref, u_start_s)):
-                for head, own in zip(heads_of(item), by_heads(spec, starts), strict=True):
+                for head, own in zip(heads_of(item), tiling.by_heads(starts), strict=True):
                     source = ref.at[item.batch, head, item.piece]
                     plgpu.copy_gmem_to_smem(source, own, start)
             plgpu.barrier_wait(start)
             sums = (
                 *(load(r_s.at[rows]).astype(F32) for rows in halves),
-                *(in_parts(load(u_start_s.at[rows], OF_ROWS)) for rows in halves),
+                *(mosaic.in_parts(load(u_start_s.at[rows], OF_ROWS)) for rows in halves),
             )
             plgpu.commit_smem()  # what was read, ahead of the first chunk's
 
@@ -242,14 +239,14 @@ def channel_key_gradient(
                 slot = slot_of(chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 onto = [load(onto_s.at[slot, rows], OF_ROWS) for rows in halves]
-                sums = [frame.times_squares(x, onto[n % 2]) for n, x in enumerate(sums)]
-                inverses = [load(own, OF_ROWS) for own in by_heads(spec, inverse_s.at[slot])]
+                sums = [chunk_decay.times_squares(x, onto[n % 2]) for n, x in enumerate(sums)]
+                inverses = [load(own, OF_ROWS) for own in tiling.by_heads(inverse_s.at[slot])]
                 for half in range(2):
-                    own, inverse = frame.half_of(spec, q_s, slot, half), inverses[half % heads]
-                    read = load(own).astype(F32) * frame.in_columns(inverse, HALF)
-                    own[...] = frame.rounded(read)
-                minus_es = by_heads(spec, minus_e_s)
-                for e, own in zip(by_heads(spec, e_s.at[slot]), minus_es, strict=True):
+                    own, inverse = tiling.half_of(q_s, slot, half), inverses[half % heads]
+                    read = load(own).astype(F32) * mosaic.in_columns(inverse, HALF)
+                    own[...] = mosaic.rounded(read)
+                minus_es = tiling.by_heads(minus_e_s)
+                for e, own in zip(tiling.by_heads(e_s.at[slot]), minus_es, strict=True):
                     spread(load(e, OF_ROWS), own)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
@@ -260,11 +257,11 @@ def channel_key_gradient(
 
                 for rows, own, parts in zip(halves, sums[:2], sums[2:], strict=True):
                     r_s.at[rows][...] = own.astype(BF16)
-                    u_s.at[rows][...] = frame.of_parts(parts)
+                    u_s.at[rows][...] = mosaic.of_parts(parts)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_ready)
 
-                turned = [frame.half_of(spec, q_s, slot, half).T for half in range(2)]
+                turned = [tiling.half_of(q_s, slot, half).T for half in range(2)]
                 both = in_heads(g_s, slot), [own.T for own in minus_es]
                 factors = [of_heads[half % heads] for of_heads in both for half in range(2)]
                 sums = multiply(
@@ -284,7 +281,7 @@ def channel_key_gradient(
                 plgpu.barrier_wait(k_sum_loaded)
                 for half in range(2):
                     of_keys = load(k_sum_s.at[pl.ds(half * HALF, HALF)], OF_ROWS)
-                    found[half] = frame.of_parts(sums[2 + half]) * of_keys
+                    found[half] = mosaic.of_parts(sums[2 + half]) * of_keys
             for half, number in quarters:
                 columns = slice(number * HALF, (number + 1) * HALF)
                 plgpu.barrier_wait(kv_loaded)
@@ -295,12 +292,12 @@ def channel_key_gradient(
                 crossing_s.at[pl.ds(half * HALF, HALF)][...] = found[half]
             plgpu.commit_smem()
             run = run_of(item, chunk)
-            for head, own in zip(heads_of(item), by_heads(spec, crossing_s), strict=True):
+            for head, own in zip(heads_of(item), tiling.by_heads(crossing_s), strict=True):
                 plgpu.copy_smem_to_gmem(own, crossing_ref.at[item.batch, head, run])
 
         def seen(x: jax.Array) -> jax.Array:
             """x [j, i] where query i sees key j, else 0."""
-            x = jnp.where(frame.position(1) >= frame.position(0), x, 0.0)
+            x = jnp.where(mosaic.position(1) >= mosaic.position(0), x, 0.0)
             # Rounded in pairs: behind the choice each would be by itself.
             return lax.optimization_barrier(x)
 
@@ -312,12 +309,12 @@ def channel_key_gradient(
             plgpu.barrier_arrive(k_free.at[k_slot])
             plgpu.barrier_wait(mapped.at[slot])
             pairs = zip(features, in_heads(q_s, slot), strict=True)
-            found = multiply(*((frame.zeros(C, C), [(k, q.T)]) for k, q in pairs))
-            weights = [frame.rounded(seen(a)) for a in found]
+            found = multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs))
+            weights = [mosaic.rounded(seen(a)) for a in found]
             plgpu.barrier_wait(r_ready)
-            factors = zip(features, by_heads(spec, r_s), weights, in_heads(g_s, slot), strict=True)
+            factors = zip(features, tiling.by_heads(r_s), weights, in_heads(g_s, slot), strict=True)
             found = multiply(
-                *((frame.zeros(C, spec.V), [(k, r), (a, g)]) for k, r, a, g in factors)
+                *((mosaic.zeros(C, spec.V), [(k, r), (a, g)]) for k, r, a, g in factors)
             )
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
@@ -326,24 +323,26 @@ def channel_key_gradient(
                 own[...] = dv.astype(BF16)
             plgpu.commit_smem()
             rows = item.rows_from_the_end(chunk)
-            frame.leave_tile(spec, dv_s, 0, dv_ref, item, rows, item.head)
+            tiling.leave_tile(dv_s, 0, dv_ref, item, rows, item.head)
 
         def keys_chunk(item: Item, chunk: Any) -> None:
             slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
             plgpu.barrier_wait(mapped.at[slot])
             queries, values = in_heads(q_s, slot), in_heads(v_s, k_slot)
-            minus_e = [frame.in_rows(-load(e, OF_COLUMNS), C) for e in by_heads(spec, e_s.at[slot])]
+            minus_e = [
+                mosaic.in_rows(-load(e, OF_COLUMNS), C) for e in tiling.by_heads(e_s.at[slot])
+            ]
             plgpu.barrier_wait(k_loaded.at[k_slot])
             pairs = zip(minus_e, values, in_heads(g_s, slot), strict=True)
             found = multiply(*((e, [(v, g.T)]) for e, v, g in pairs))
             parts = []
             for b in map(seen, found):
-                rounded = frame.rounded(b)
-                parts.append((rounded, frame.rounded(b - rounded.astype(F32))))
+                rounded = mosaic.rounded(b)
+                parts.append((rounded, mosaic.rounded(b - rounded.astype(F32))))
             plgpu.barrier_wait(r_ready)
-            of_others = [frame.in_rows(load(u, OF_COLUMNS), C) for u in by_heads(spec, u_s)]
+            of_others = [mosaic.in_rows(load(u, OF_COLUMNS), C) for u in tiling.by_heads(u_s)]
             plgpu.commit_smem()  # u and e were read, ahead of what overwrites them
-            factors = zip(of_others, values, by_heads(spec, r_s), parts, queries, strict=True)
+            factors = zip(of_others, values, tiling.by_heads(r_s), parts, queries, strict=True)
             dk = multiply(
                 *((u, [(v, r.T), *((b, q) for b in both)]) for u, v, r, both, q in factors)
             )
@@ -351,14 +350,14 @@ def channel_key_gradient(
             plgpu.barrier_arrive(free.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for half in range(2):
-                features = load(frame.half_of(spec, k_s, k_slot, half)).astype(F32)
+                features = load(tiling.half_of(k_s, k_slot, half)).astype(F32)
                 first = half * HALF % spec.D
                 flow_s.at[half][...] = features * dk[half % heads][:, first : first + HALF]
             plgpu.commit_smem()
             plgpu.barrier_arrive(k_free.at[k_slot])
             for half in range(2):
                 rows = item.rows_from_the_end(chunk)
-                target = part(spec, flow_ref, item, rows, item.head, half)
+                target = tiling.part(flow_ref, item, rows, item.head, half)
                 plgpu.copy_smem_to_gmem(flow_s.at[half], target)
 
         def walk(one: Callable[[Item, Any], None]) -> None:
@@ -368,26 +367,26 @@ def channel_key_gradient(
             deal.each(walk_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() == frame.MEMORY)
+        @pl.when(mosaic.group() == frame.MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
             deal.each(load_piece)
 
-        @pl.when(frame.group() == STATE)
+        @pl.when(mosaic.group() == STATE)
         def _state() -> None:
-            frame.set_registers(state_registers)
+            mosaic.set_registers(state_registers, frame.WARPGROUPS)
             deal.each(sum_piece)
             plgpu.barrier_wait(r_free)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() == DV)
+        @pl.when(mosaic.group() == DV)
         def _dv() -> None:
-            frame.set_registers(dv_registers)
+            mosaic.set_registers(dv_registers, frame.WARPGROUPS)
             walk(values_chunk)
 
-        @pl.when(frame.group() == DK)
+        @pl.when(mosaic.group() == DK)
         def _dk() -> None:
-            frame.set_registers(dk_registers)
+            mosaic.set_registers(dk_registers, frame.WARPGROUPS)
             walk(keys_chunk)
 
     out_type = (

@@ -30,25 +30,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+from ato_jax import mosaic
+from ato_jax.mosaic import (
     ALIKE,
     BF16,
     F32,
-    FEATURES,
     HALF,
-    MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    C,
-    F,
     Item,
     load,
     multiply,
-    part,
-    shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of q and k, of v, and of gates.
@@ -93,7 +89,7 @@ def each_step(
 
 def channel_output(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -110,22 +106,23 @@ def channel_output(
     If it keeps them q^ and k~, too, and the sums of the gates of both halves of each chunk to base
     2, [B, H, chunks, 2, F]: of the pieces that are not steep."""
     # An item each: what is loaded at its start is never loaded again.
+    tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     group_size = spec.H // spec.G
     scratch = dict(
-        q_s=frame.tiles(spec, STAGES),
-        k_s=frame.tiles(spec, STAGES),
-        v_s=shared(spec, V_STAGES, 2, C, HALF),
-        gates_s=shared(spec, GATES_STAGES, 2, C, HALF, dtype=F32),
+        q_s=tiling.tiles(STAGES),
+        k_s=tiling.tiles(STAGES),
+        v_s=tiling.shared(V_STAGES, 2, C, HALF),
+        gates_s=tiling.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
         rounded_s=channel.shared(spec, 2, C, HALF),
-        s_s=shared(spec, 2, HALF, spec.F),
-        out_s=shared(spec, 2, C, HALF),
+        s_s=tiling.shared(2, HALF, spec.F),
+        out_s=tiling.shared(2, C, HALF),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((STAGES, F), F32),
         den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
-        z_rows_s=shared(spec, 2, ALIKE, HALF),
-        ones_s=shared(spec, 2, ALIKE, C),
+        z_rows_s=tiling.shared(2, ALIKE, HALF),
+        ones_s=tiling.shared(2, ALIKE, C),
         halves_s=channel.shared(spec, 2, ALIKE, C),
         since_middle_s=channel.shared(spec, C, C),
         loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
@@ -186,7 +183,7 @@ def channel_output(
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
             for half in range(2):
-                head, own = frame.head_of(spec, kv_head, half), frame.columns_of(spec, half)
+                head, own = tiling.head_of(kv_head, half), tiling.columns_of(half)
                 for ref, start in ((z_ref, z_s), (s_ref, s_s)):
                     source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
@@ -195,25 +192,25 @@ def channel_output(
                 slot, rows = slot_of(chunk, STAGES), item.rows(chunk)
                 plgpu.barrier_wait(mapped.at[slot])
                 for own, ref in zip((q_s, k_s), kept_refs[:2], strict=True):
-                    frame.leave_tile(spec, own, slot, ref, item, rows, item.head)
+                    tiling.leave_tile(own, slot, ref, item, rows, item.head)
 
             def load_step(step: Any, chunk: Any, turn: Any, _last: Any, carried: Any) -> Any:
                 rows = item.rows(chunk)
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
-                frame.wait_until_free(gates_free, step, GATES_STAGES)
+                mosaic.wait_until_free(gates_free, step, GATES_STAGES)
                 for half in range(2):
-                    source = part(spec, gates_ref, item, rows, kv_head, half)
+                    source = tiling.part(gates_ref, item, rows, kv_head, half)
                     own = gates_s.at[gates_slot, half]
                     plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
-                frame.wait_until_free(free, step, STAGES)
+                mosaic.wait_until_free(free, step, STAGES)
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
-                    frame.copy_tile(spec, ref, item, rows, head, own, slot, loaded)
-                frame.wait_until_free(v_free, step, V_STAGES)
+                    tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
+                mosaic.wait_until_free(v_free, step, V_STAGES)
                 for half in range(2):
-                    source = part(spec, v_ref, item, rows, kv_head, half)
+                    source = tiling.part(v_ref, item, rows, kv_head, half)
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
                 if keeps_features and turn is None:
                     # Behind the loads of the next chunk.
@@ -222,23 +219,23 @@ def channel_output(
                 return carried
 
             steps = each(item, lambda _: None, load_step)
-            frame.await_the_last(gates_free, steps, GATES_STAGES)
-            frame.await_the_last(free, steps, STAGES)
-            frame.await_the_last(v_free, steps, V_STAGES)
+            mosaic.await_the_last(gates_free, steps, GATES_STAGES)
+            mosaic.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(v_free, steps, V_STAGES)
 
         def map_piece(item: Item, half: int) -> None:
             columns = pl.ds(half * HALF, HALF)
             own = (ref.at[half] for ref in (rounded_s, z_rows_s, ones_s, halves_s))
             rounded, z_rows, ones, halves = own
             plgpu.barrier_wait(start_loaded)
-            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
+            totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
 
             def leave_halves(chunk: Any, both: tuple[jax.Array, jax.Array]) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for number, total in enumerate(both):
                     both_s.at[half, number][...] = total
                 plgpu.commit_smem()
-                head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
+                head, own = tiling.head_of(item.head, half), tiling.columns_of(half)
                 at = item.batch, head, lax.div(item.first_row, C) + chunk
                 for number in range(2):
                     target = kept_refs[2].at[(*at, number, own)]
@@ -250,7 +247,7 @@ def channel_output(
                 totals, behind = carried
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
-                own_q, own_k = (frame.half_of(spec, tiles, slot, half) for tiles in (q_s, k_s))
+                own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (q_s, k_s))
                 if turn is not None:
                     channel.store_halves(halves, turn)
                 plgpu.barrier_wait(gates_loaded.at[gates_slot])
@@ -265,8 +262,8 @@ def channel_output(
                 # Its square is what is left of a state, and may be less than float32 holds.
                 onto = jnp.exp2((behind + first) * 0.5)
                 if spec.normalize:
-                    totals = frame.times_squares(totals, onto)
-                    frame.store_transposed(z_rows, totals.astype(BF16))
+                    totals = chunk_decay.times_squares(totals, onto)
+                    mosaic.store_transposed(z_rows, totals.astype(BF16))
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto
                 channel.map_in_place(own_q, since, turn)
@@ -277,7 +274,7 @@ def channel_output(
                     leave_halves(chunk, (first, second))
                 if spec.normalize:
                     den, totals = multiply(
-                        (frame.zeros(C, ALIKE), [(own_q, z_rows.T)]),
+                        (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]),
                         (totals, [(own_k.T, ones.T)]),
                     )
                     plgpu.barrier_wait(v_loaded.at[v_slot])  # what was there has been read
@@ -290,7 +287,7 @@ def channel_output(
             each(item, lambda _: (totals, none), map_step)
 
         def multiply_piece(item: Item) -> None:
-            half = frame.group()
+            half = mosaic.group()
             own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
             plgpu.barrier_wait(start_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
@@ -302,21 +299,21 @@ def channel_output(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 values = v_s.at[v_slot, half]
                 plgpu.barrier_wait(mapped.at[slot])
-                onto = frame.in_rows(load(onto_s.at[(slot, *own)], OF_COLUMNS), HALF)
+                onto = mosaic.in_rows(load(onto_s.at[(slot, *own)], OF_COLUMNS), HALF)
                 S = S * onto * onto
                 s_s.at[half][...] = S.astype(BF16)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
-                q, k = (frame.head_in(spec, tiles, slot, half) for tiles in (q_s, k_s))
+                q, k = (tiling.head_in(tiles, slot, half) for tiles in (q_s, k_s))
                 w, out, S = multiply(
-                    (frame.zeros(C, C), [(q, k.T)]),
-                    (frame.zeros(C, HALF), [(q, s_s.at[half].T)]),
+                    (mosaic.zeros(C, C), [(q, k.T)]),
+                    (mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]),
                     (S, [(values.T, k)]),
                 )
                 plgpu.barrier_arrive(free.at[slot])
-                w = jnp.where(frame.position(0) >= frame.position(1), w, 0.0)
+                w = jnp.where(mosaic.position(0) >= mosaic.position(1), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
-                w = frame.rounded(lax.optimization_barrier(w))
+                w = mosaic.rounded(lax.optimization_barrier(w))
                 (out,) = multiply((out, [(w, values)]))
                 factor: Any = spec.scale
                 if spec.normalize:
@@ -324,7 +321,7 @@ def channel_output(
                     plgpu.barrier_wait(den_known.at[v_slot])
                     for number in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, number], OF_ROWS)
-                    factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                    factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
                 plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
                 out = out * factor
@@ -340,27 +337,27 @@ def channel_output(
                 out_s.at[half][...] = out.astype(BF16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    out_s.at[half], part(spec, out_ref, item, item.rows(chunk), item.head, half)
+                    out_s.at[half], tiling.part(out_ref, item, item.rows(chunk), item.head, half)
                 )
 
             def start(in_turns: bool) -> Any:
-                return (S, frame.zeros(C, HALF)) if in_turns else (S,)
+                return (S, mosaic.zeros(C, HALF)) if in_turns else (S,)
 
             each(item, start, multiply_step)
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(mosaic.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(MEMORY_REGISTERS, WARPGROUPS)
             deal.each(load_piece)
             if keeps_features:
                 plgpu.wait_smem_to_gmem(0)
 
         for half in range(2):
 
-            @pl.when(frame.group() == FEATURES + half)
+            @pl.when(mosaic.group() == FEATURES + half)
             def _features(half: int = half) -> None:
-                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
+                mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE))
                 channel.store_halves(halves_s.at[half])
                 if half == 0:
                     since_middle_s[...] = channel.since_middle()
@@ -371,9 +368,9 @@ def channel_output(
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(mosaic.group() < MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 

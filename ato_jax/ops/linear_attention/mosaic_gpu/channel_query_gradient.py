@@ -34,24 +34,21 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+from ato_jax import mosaic
+from ato_jax.mosaic import (
     ALIKE,
     BF16,
     F32,
     HALF,
-    MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    C,
-    F,
     Item,
     load,
     multiply,
-    part,
-    shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k.
@@ -62,7 +59,7 @@ VALUES_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 def channel_query_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     x: jax.Array,
     q: jax.Array,
     k: jax.Array,
@@ -77,17 +74,18 @@ def channel_query_gradient(
 
     Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: the root
     of what is left of both when a chunk's middle sees them, [B, H, chunks * D]."""
+    tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
-        g_s=frame.tiles(spec, STAGES),
-        v_s=frame.tiles(spec, STAGES),
-        q_s=shared(spec, Q_STAGES, 2, C, HALF),  # where dq replaces q^
-        x_s=shared(spec, 2, C, HALF),
-        k_s=shared(spec, K_STAGES, 2, C, HALF),
-        s_s=shared(spec, 2, HALF, spec.V),
-        flow_s=shared(spec, 2, C, HALF, dtype=F32),
-        ones_s=shared(spec, ALIKE, C),
+        g_s=tiling.tiles(STAGES),
+        v_s=tiling.tiles(STAGES),
+        q_s=tiling.shared(Q_STAGES, 2, C, HALF),  # where dq replaces q^
+        x_s=tiling.shared(2, C, HALF),
+        k_s=tiling.shared(K_STAGES, 2, C, HALF),
+        s_s=tiling.shared(2, HALF, spec.V),
+        flow_s=tiling.shared(2, C, HALF, dtype=F32),
+        ones_s=tiling.shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((K_STAGES, F), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
@@ -147,7 +145,7 @@ def channel_query_gradient(
         def load_piece(item: Item) -> None:
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
             for half in range(2):
-                head, own = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
+                head, own = tiling.head_of(item.head, half), tiling.columns_of(half)
                 for ref, start in ((z_ref, z_s), (s_ref, s_s)):
                     source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
@@ -157,37 +155,37 @@ def channel_query_gradient(
                 number = lax.div(item.first_row, C) + chunk
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot = slot_of(chunk, K_STAGES)
-                frame.wait_until_free(free, chunk, STAGES)
+                mosaic.wait_until_free(free, chunk, STAGES)
                 for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    frame.copy_tile(spec, ref, item, rows, item.head, own, slot, loaded)
-                frame.wait_until_free(k_free, chunk, K_STAGES)
+                    tiling.copy_tile(ref, item, rows, item.head, own, slot, loaded)
+                mosaic.wait_until_free(k_free, chunk, K_STAGES)
                 own_columns = pl.ds(number * spec.D, spec.D)
-                frame.copy_vector(spec, onto_ref, item, own_columns, onto_s, k_slot, k_loaded)
+                tiling.copy_vector(onto_ref, item, own_columns, onto_s, k_slot, k_loaded)
                 for half in range(2):
-                    source = part(spec, k_ref, item, rows, item.head, half)
+                    source = tiling.part(k_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, k_s.at[k_slot, half], k_loaded.at[k_slot])
-                frame.wait_until_free(q_free, chunk, Q_STAGES)
+                mosaic.wait_until_free(q_free, chunk, Q_STAGES)
                 for half in range(2):
-                    source = part(spec, q_ref, item, rows, item.head, half)
+                    source = tiling.part(q_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, q_s.at[q_slot, half], q_loaded.at[q_slot])
-                frame.wait_until_free(x_free, chunk, 1)
+                mosaic.wait_until_free(x_free, chunk, 1)
                 for half in range(2):
-                    source = part(spec, x_ref, item, rows, item.head, half)
+                    source = tiling.part(x_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, x_s.at[half], x_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
-            frame.await_the_last(free, item.chunks, STAGES)
-            frame.await_the_last(k_free, item.chunks, K_STAGES)
-            frame.await_the_last(q_free, item.chunks, Q_STAGES)
-            frame.await_the_last(x_free, item.chunks, 1)
+            mosaic.await_the_last(free, item.chunks, STAGES)
+            mosaic.await_the_last(k_free, item.chunks, K_STAGES)
+            mosaic.await_the_last(q_free, item.chunks, Q_STAGES)
+            mosaic.await_the_last(x_free, item.chunks, 1)
 
         def multiply_piece(item: Item) -> None:
-            half = frame.group()
-            head = frame.head_of(spec, item.head, half)
+            half = mosaic.group()
+            head = tiling.head_of(item.head, half)
             columns = pl.ds(half * HALF, HALF)
 
             def sees() -> jax.Array:
-                return frame.position(0) >= frame.position(1)
+                return mosaic.position(0) >= mosaic.position(1)
 
             def give_back(chunk: Any) -> None:
                 """The slot from which dq was stored."""
@@ -199,7 +197,7 @@ def channel_query_gradient(
                 @pl.when(lax.rem(chunk, channel.CHUNKS) == 0)
                 def _() -> None:
                     run = channel.run_of(item, chunk)
-                    at = item.batch, head, run, frame.columns_of(spec, half)
+                    at = item.batch, head, run, tiling.columns_of(half)
                     plgpu.copy_smem_to_gmem(s_s.at[half], kv_ref.at[at])
                     if z_out is not None:
                         plgpu.copy_smem_to_gmem(z_s.at[half], z_out.at[at])
@@ -211,7 +209,7 @@ def channel_query_gradient(
                 features = k_s.at[k_slot, half]
                 plgpu.barrier_wait(k_loaded.at[k_slot])
                 onto = load(onto_s.at[k_slot, columns], OF_ROWS)
-                S = frame.times_squares(S, onto)
+                S = chunk_decay.times_squares(S, onto)
 
                 def publish() -> None:
                     s_s.at[half][...] = S.astype(BF16)
@@ -221,21 +219,21 @@ def channel_query_gradient(
                     keep_state(chunk)
 
                 if spec.normalize:
-                    totals = frame.times_squares(totals, onto)
+                    totals = chunk_decay.times_squares(totals, onto)
                 plgpu.barrier_wait(loaded.at[slot])
-                g, v = (frame.head_in(spec, tiles, slot, half) for tiles in (g_s, v_s))
-                (w,) = multiply((frame.zeros(C, C), [(g, v.T)]), meanwhile=publish)
+                g, v = (tiling.head_in(tiles, slot, half) for tiles in (g_s, v_s))
+                (w,) = multiply((mosaic.zeros(C, C), [(g, v.T)]), meanwhile=publish)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
-                rounded = frame.rounded(w)
-                rest = frame.rounded(w - rounded.astype(F32))
+                rounded = mosaic.rounded(w)
+                rest = mosaic.rounded(w - rounded.astype(F32))
                 reads = (g, s_s.at[half].T), (rounded, features), (rest, features)
                 sums = [
-                    (frame.zeros(C, HALF), reads),
+                    (mosaic.zeros(C, HALF), reads),
                     (S, [(features.T, v)]),
                 ]
                 if spec.normalize:
-                    z_before = frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+                    z_before = mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
                     seen = jnp.where(sees(), 1.0, 0.0).astype(BF16)
                     sums += [(z_before, [(seen, features)]), (totals, [(features.T, ones_s.T)])]
                 D, S, *of_keys = multiply(*sums)
@@ -265,17 +263,17 @@ def channel_query_gradient(
                         )
                     inverse = 1.0 / jnp.maximum(den, spec.eps)
                     e = jnp.where(den > spec.eps, total * inverse, 0.0)
-                    D = D - frame.in_columns(e, HALF) * z
-                    of_row, inverse = inverse, frame.in_columns(inverse, HALF)
+                    D = D - mosaic.in_columns(e, HALF) * z
+                    of_row, inverse = inverse, mosaic.in_columns(inverse, HALF)
                 read = read * inverse
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 pl.when(chunk > 0)(lambda: give_back(chunk - 1))
-                flow_s.at[half][...] = frame.rounded(read).astype(F32) * D
+                flow_s.at[half][...] = mosaic.rounded(read).astype(F32) * D
                 plgpu.barrier_wait(x_loaded)
                 # phi(x) = (max(x, 0) + 1) phi'(x)
                 over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
                 dq_s = q_s.at[q_slot, half]
-                dq_s[...] = frame.rounded(read * D / over)
+                dq_s[...] = mosaic.rounded(read * D / over)
                 if spec.normalize and heads == 1:
                     rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
                 elif spec.normalize:
@@ -285,7 +283,7 @@ def channel_query_gradient(
                 plgpu.barrier_arrive(x_free)
                 rows = item.rows(chunk)
                 for tile, ref in ((flow_s.at[half], flow_ref), (dq_s, dq_ref)):
-                    plgpu.copy_smem_to_gmem(tile, part(spec, ref, item, rows, item.head, half))
+                    plgpu.copy_smem_to_gmem(tile, tiling.part(ref, item, rows, item.head, half))
                 for number, ref in enumerate(row_refs if spec.normalize else ()):
                     target = ref.at[item.batch, head, rows]
                     if heads == 2:
@@ -300,24 +298,24 @@ def channel_query_gradient(
 
             plgpu.barrier_wait(start_loaded)
             S = load(s_s.at[half]).astype(F32)
-            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
+            totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
             plgpu.commit_smem()  # what was read, ahead of the first chunk's
             lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             give_back(item.chunks - 1)
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(mosaic.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(MEMORY_REGISTERS, WARPGROUPS)
             deal.each(load_piece)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(mosaic.group() < MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     of_runs = spec.B, spec.H, pl.cdiv(spec.T, channel.RUN)
     out_type: Any = (
         jax.ShapeDtypeStruct(q.shape, BF16),

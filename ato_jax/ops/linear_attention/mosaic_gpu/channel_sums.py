@@ -24,8 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, F32, HALF, Item
 from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, F, Item
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES, GATES_STAGES = 3, 1
@@ -34,25 +36,26 @@ VALUES_REGISTERS, FEATURES_REGISTERS = 96, 128
 
 
 def channel_sums(
-    spec: LinearAttentionSpec, deal: frame.Deal, k: jax.Array, v: jax.Array, gates: jax.Array
+    spec: LinearAttentionSpec, deal: mosaic.Deal, k: jax.Array, v: jax.Array, gates: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, alike; and
     what says how steep the chunks of each tile are (`channel.turns_of`). All in float32."""
     # An item each: there is room for the sums of one.
+    tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     scratch = dict(
-        k_s=frame.tiles(spec, STAGES),
-        v_s=frame.shared(spec, STAGES, 2, C, HALF),
-        gates_s=frame.shared(spec, GATES_STAGES, 2, C, HALF, dtype=F32),
+        k_s=tiling.tiles(STAGES),
+        v_s=tiling.shared(STAGES, 2, C, HALF),
+        gates_s=tiling.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
         rounded_s=channel.shared(spec, 2, C, HALF),
         keeps_s=plgpu.SMEM((STAGES, F), F32),
         least_s=plgpu.SMEM((2, C), F32),
         halves_s=channel.shared(spec, C, C),
         until_end_s=channel.shared(spec, C, C),
-        ones_s=frame.shared(spec, 2, ALIKE, C),
+        ones_s=tiling.shared(2, ALIKE, C),
         all_s=channel.shared(spec, 2, ALIKE, C),
-        total_s=frame.shared(spec, 2, HALF, F // 2, dtype=F32),
+        total_s=tiling.shared(2, HALF, F // 2, dtype=F32),
         columns_s=plgpu.SMEM((2, 2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=heads, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -101,33 +104,36 @@ def channel_sums(
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
                 rows = item.rows(chunk)
-                slot, gates_slot = frame.slot_of(chunk, STAGES), frame.slot_of(chunk, GATES_STAGES)
+                slot, gates_slot = (
+                    mosaic.slot_of(chunk, STAGES),
+                    mosaic.slot_of(chunk, GATES_STAGES),
+                )
 
                 @pl.when(chunk < summed(item))
                 def _load_summed() -> None:
-                    frame.wait_until_free(free, chunk, STAGES)
-                    frame.copy_tile(spec, k_ref, item, rows, item.head, k_s, slot, loaded)
+                    mosaic.wait_until_free(free, chunk, STAGES)
+                    tiling.copy_tile(k_ref, item, rows, item.head, k_s, slot, loaded)
                     for half in range(2):
-                        source = frame.part(spec, v_ref, item, rows, item.head, half)
+                        source = tiling.part(v_ref, item, rows, item.head, half)
                         plgpu.copy_gmem_to_smem(source, v_s.at[slot, half], v_loaded.at[slot])
 
-                frame.wait_until_free(gates_free, chunk, GATES_STAGES)
+                mosaic.wait_until_free(gates_free, chunk, GATES_STAGES)
                 for half in range(2):
-                    source = frame.part(spec, gates_ref, item, rows, item.head, half)
+                    source = tiling.part(gates_ref, item, rows, item.head, half)
                     own = gates_s.at[gates_slot, half]
                     plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
-            frame.await_the_last(free, summed(item), STAGES)
-            frame.await_the_last(gates_free, item.chunks, GATES_STAGES)
+            mosaic.await_the_last(free, summed(item), STAGES)
+            mosaic.await_the_last(gates_free, item.chunks, GATES_STAGES)
 
         def map_piece(item: Item, half: int) -> None:
             columns = pl.ds(half * HALF, HALF)
             rounded, ones = rounded_s.at[half], ones_s.at[half]
-            of_piece = item.batch, frame.head_of(spec, item.head, half), item.piece
+            of_piece = item.batch, tiling.head_of(item.head, half), item.piece
 
             def take_gates(chunk: Any) -> None:
-                slot = frame.slot_of(chunk, GATES_STAGES)
+                slot = mosaic.slot_of(chunk, GATES_STAGES)
                 plgpu.barrier_wait(gates_loaded.at[slot])
                 channel.round_gates(gates_s.at[slot, half], rounded)
                 plgpu.commit_smem()
@@ -143,10 +149,10 @@ def channel_sums(
 
             def map_chunk(chunk: Any, carried: Any) -> Any:
                 z, lost = carried  # [HALF, ALIKE] each
-                slot = frame.slot_of(chunk, STAGES)
-                own = frame.half_of(spec, k_s, slot, half)
+                slot = mosaic.slot_of(chunk, STAGES)
+                own = tiling.half_of(k_s, slot, half)
                 take_gates(chunk)
-                halves, until_end, total = frame.multiply(
+                halves, until_end, total = mosaic.multiply(
                     channel.sums_of(halves_s, rounded),
                     channel.sums_of(until_end_s, rounded),
                     channel.sums_by_channel(rounded, all_s.at[half]),
@@ -158,60 +164,60 @@ def channel_sums(
                 channel.map_in_place(own, until_end)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                (z,) = frame.multiply((z * keeps, [(own.T, ones.T)]))
+                (z,) = mosaic.multiply((z * keeps, [(own.T, ones.T)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return z, lost + total
 
             def classify_chunk(chunk: Any, _: None) -> None:
                 take_gates(chunk)
-                (halves,) = frame.multiply(channel.sums_of(halves_s, rounded))
+                (halves,) = mosaic.multiply(channel.sums_of(halves_s, rounded))
                 store_least(chunk, halves)
 
-            none = frame.zeros(HALF, ALIKE)
+            none = mosaic.zeros(HALF, ALIKE)
             found = lax.fori_loop(0, summed(item), map_chunk, (none, none))
             lax.fori_loop(summed(item), item.chunks, classify_chunk, None)
             for number, (ref, rows) in enumerate(zip((k_sum_ref, lost_ref), found, strict=True)):
                 columns_s.at[half, number][...] = jnp.sum(rows, axis=1) * (1 / ALIKE)
                 plgpu.commit_smem()
-                target = ref.at[(*of_piece, frame.columns_of(spec, half))]
+                target = ref.at[(*of_piece, tiling.columns_of(half))]
                 plgpu.copy_smem_to_gmem(columns_s.at[half, number], target)
 
         def multiply_piece(item: Item) -> None:
-            half = frame.group()
+            half = mosaic.group()
             own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
 
             def multiply_chunk(chunk: Any, total: jax.Array) -> jax.Array:
-                slot = frame.slot_of(chunk, STAGES)
+                slot = mosaic.slot_of(chunk, STAGES)
                 plgpu.barrier_wait(v_loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
-                keeps = frame.load(keeps_s.at[(slot, *own)], frame.OF_COLUMNS)
-                total *= frame.in_rows(keeps, HALF)
-                features = frame.head_in(spec, k_s, slot, half)
-                (total,) = frame.multiply((total, [(v_s.at[slot, half].T, features)]))
+                keeps = mosaic.load(keeps_s.at[(slot, *own)], mosaic.OF_COLUMNS)
+                total *= mosaic.in_rows(keeps, HALF)
+                features = tiling.head_in(k_s, slot, half)
+                (total,) = mosaic.multiply((total, [(v_s.at[slot, half].T, features)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return total
 
-            total = lax.fori_loop(0, summed(item), multiply_chunk, frame.zeros(HALF, spec.F))
-            of_piece = item.batch, frame.head_of(spec, item.head, half), item.piece
+            total = lax.fori_loop(0, summed(item), multiply_chunk, mosaic.zeros(HALF, spec.F))
+            of_piece = item.batch, tiling.head_of(item.head, half), item.piece
             for number in range(spec.F // HALF):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 total_s.at[half][...] = total[:, number * HALF : (number + 1) * HALF]
                 plgpu.commit_smem()
-                block = frame.columns_of(spec, half), pl.ds(number * HALF, HALF)
+                block = tiling.columns_of(half), pl.ds(number * HALF, HALF)
                 target = kv_ref.at[(*of_piece, *block)]
                 plgpu.copy_smem_to_gmem(total_s.at[half], target)
 
-        @pl.when(frame.group() == frame.MEMORY)
+        @pl.when(mosaic.group() == frame.MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, WARPGROUPS)
             deal.each(load_piece)
 
         for half in range(2):
 
-            @pl.when(frame.group() == frame.FEATURES + half)
+            @pl.when(mosaic.group() == frame.FEATURES + half)
             def _features(half: int = half) -> None:
-                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                frame.store_transposed(ones_s.at[half], frame.ones(C, ALIKE))
+                mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE))
                 channel.store_all(all_s.at[half])
                 if half:
                     halves_s[...] = channel.of_halves()
@@ -223,9 +229,9 @@ def channel_sums(
                 deal.each(lambda item: map_piece(item, half))
                 plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() < frame.MEMORY)
+        @pl.when(mosaic.group() < frame.MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 

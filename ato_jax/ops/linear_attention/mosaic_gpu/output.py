@@ -6,28 +6,50 @@ Per piece, with S [V, F] (bfloat16) and z [F] (float32) of the keys before it:
     out_i = (phi(q_i) S^T + sum_j w[i, j] v_j) / max(phi(q_i) . z + sum_j w[i, j], eps)
     S += v^T phi(k),  z += sum_j phi(k_j)          after each chunk
 
-    memory    loads S, z of a piece and its chunks, as slots come free, across pieces
-    features  two, half of F each: map q and k in place; z in every column of a tile [64, 8]; den_i
-    values    each a half of V: S_half [64, F] float32 in registers, w, out_half
+The state is loaded once for a piece and carried through its chunks. Warpgroups, and the barriers
+between them:
 
-so the state is loaded once for a piece and carried through its chunks. Both halves compute w: that
-is cheaper than to hand it over.
+    MEMORY (2)   loads S and z of a piece, and its chunks as slots come free, across pieces
+      |  |  \\___ sums, state: S, z loaded (once a piece) ________________________
+      |  \\______ values: v, gates loaded ________________________________        |
+      |  rows: q, k loaded                                                \\       |
+      v                                                                    |      |
+    FEATURES (3, 4)   a half of F each: map q and k in place, z, den       |      |
+      |  mapped: phi(q), phi(k) lie in the slot                            |      |
+      |  den_known: phi(q_i) . z of both halves                            |      |
+      v                                                                    v      v
+    VALUES (0, 1)   a half of V each: S_half [64, F] float32 in registers, w, out_half
+         rows, values consumed: by FEATURES and by VALUES, then MEMORY loads the slot again
 
-With a decay, of whose logarithms to base 2 G_i is the sum from the chunk's first row to row i:
+Both halves compute w: that is cheaper than to hand it over.
+
+    symbol      shape          what it is
+    q, k        [64, F]        a chunk's rows; features once they are mapped
+    v           [64, V]        a chunk's rows
+    S, z        [V, F], [F]    sums over all keys before the chunk
+    w           [64, 64]       weights of the chunk's pairs
+    den         [64]           the denominator
+    G_i         [64]           log2 of the decay from the chunk's first row to row i, summed
+    m           -              the chunk's middle row
+    to_end      -              what is left at the chunk's end of a state that its middle sees
+
+With a decay:
 
     w[i, j] carries exp2(G_i - G_j); out_i and its denominator read S and z times exp2(G_i)
     S = exp2(G_C) S + (exp2(G_C - G_j) v_j)^T phi(k_j), z alike    for the chunk's last row C
 
-phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and rows of out
+phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and z do; rows of out
 and its denominator are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, v and what is
 read of the state are scaled in registers.
 
-Where a tile is two heads', the halves are these, each with products of its own 64 columns.
+Where a tile is of two heads, the halves are these, each with products of its own 64 columns.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,36 +58,134 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+from ato_jax import mosaic
+from ato_jax.mosaic import (
     ALIKE,
     BF16,
     F32,
-    FEATURES,
     HALF,
-    MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    C,
+    Array,
+    Buffer,
     Item,
+    Ring,
+    Role,
+    Signal,
     load,
     multiply,
-    part,
-    shared,
-    slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Slots of q and k, which are loaded, mapped and multiplied; of v and G; and of what is stored.
+# Slots of q and k, which are loaded, mapped and multiplied; of v and gates; of what is stored.
 STAGES, V_STAGES, OUT_SLOTS = 4, 2, 1
-# Two for features, half of F each.
-WARPGROUPS = 5
-VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 176, 48, 32
+
+VALUES = Role("values", registers=176, warpgroups=2)
+MEMORY = Role("memory", registers=32)
+FEATURES = Role("features", registers=48, warpgroups=2, unrolled=True)
+ROLES = mosaic.Roles((VALUES, MEMORY, FEATURES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    adds: Array  # [2, 8, 64] what each key adds to z: 1, or what the chunk's end keeps of it
+    den: Array  # [V_STAGES, 2, 64] float32: phi(q_i) . z, of each half
+    gates: Array  # [V_STAGES, heads * 64] float32
+    k: Array  # [STAGES, 64, F], or two heads of [64, 64]
+    out: Array  # [2, OUT_SLOTS, 64, 64]
+    q: Array  # as k
+    s: Array  # [2, 64, F] S of each half of V
+    v: Array  # [V_STAGES, 2, 64, 64]
+    z_rows: Array  # [2, 8, 64] z of each half of F, rounded, in all 8 rows
+    z_start: Array  # [2, 64] float32: z ahead of the piece
+    rows: Ring  # of q and k
+    values: Ring  # of v and gates
+    state: Ring  # of s
+    sums: Ring  # of z_start
+    mapped: Signal
+    den_known: Signal
+
+    barriers = (
+        "den_known",
+        "rows.consumed",
+        "leave",
+        "rows.produced",
+        "mapped",
+        "state.consumed",
+        "state.produced",
+        "values.consumed",
+        "values.produced",
+        "sums.consumed",
+        "sums.produced",
+    )
+
+
+def storage_of(spec: LinearAttentionSpec) -> Storage:
+    tiling, gated = frame.tiling(spec), spec.decay is not None
+    heads, shared = tiling.heads, tiling.shared
+    q = Buffer(tiling.tiles(STAGES), copies=heads)
+    k = Buffer(tiling.tiles(STAGES), copies=heads)
+    v = Buffer(shared(V_STAGES, 2, C, HALF), copies=2)
+    gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
+    s = Buffer(shared(2, HALF, spec.F), copies=2)
+    z_start = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
+    return Storage(
+        adds=Buffer(shared(2, ALIKE, C)),
+        den=Buffer(plgpu.SMEM((V_STAGES, 2, C), F32)),
+        gates=gates,
+        k=k,
+        out=Buffer(shared(2, OUT_SLOTS, C, HALF)),
+        q=q,
+        s=s,
+        v=v,
+        z_rows=Buffer(shared(2, ALIKE, HALF)),
+        z_start=z_start,
+        rows=Ring.of(STAGES, filled=(q, k), readers=(FEATURES, VALUES)),
+        values=Ring.of(V_STAGES, (v, gates if gated else None), (FEATURES, VALUES)),
+        state=Ring.of(1, (s,), (VALUES,)),
+        sums=Ring.of(1, (z_start,), (FEATURES,)),
+        mapped=Signal((FEATURES,), STAGES),
+        den_known=Signal((FEATURES,), V_STAGES),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    q: Any
+    k: Any
+    v: Any
+    s: Any
+    z: Any
+    gates: Any = None
+    steep: Any = None
+    out: Any = None
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def gated(self) -> bool:
+        return self.spec.decay is not None
+
+    def kv_head(self, item: Item) -> Any:
+        return lax.div(item.head, self.spec.H // self.spec.G)
+
+    def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
+        rows = self.tiling.rows_in(self.own.gates, slot, half)
+        return chunk_decay.gates_of(rows, some_steep)
 
 
 def output(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -74,232 +194,212 @@ def output(
     gates: jax.Array | None,
     steep: jax.Array | None,
 ) -> jax.Array:
-    """out, of s [B, G, P or more, V, F] in bfloat16 and z [B, G, P or more, F] in float32, the sums
-    ahead of each piece; gates: [B, G, T up to a whole chunk], float32; steep: which pieces have a
-    steep chunk, [B, tiles, P], of G tiles or G / 2."""
-    group_size, gated = spec.H // spec.G, gates is not None
-    heads = frame.heads_of_tile(spec)
+    """out.
 
-    scratch = dict(
-        q_s=frame.tiles(spec, STAGES),
-        k_s=frame.tiles(spec, STAGES),
-        v_s=shared(spec, V_STAGES, 2, C, HALF),
-        gates_s=plgpu.SMEM((V_STAGES, heads * C), F32),
-        s_s=shared(spec, 2, HALF, spec.F),
-        out_s=shared(spec, 2, OUT_SLOTS, C, HALF),
-        z_s=plgpu.SMEM((2, HALF), F32),
-        den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
-        z_rows_s=shared(spec, 2, ALIKE, HALF),
-        adds_s=shared(spec, 2, ALIKE, C),
-        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
-        v_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=V_STAGES),
-        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        den_known=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
-        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
-        v_free=plgpu.Barrier(num_arrivals=4, num_barriers=V_STAGES),
-        s_loaded=plgpu.Barrier(num_arrivals=2),
-        s_free=plgpu.Barrier(num_arrivals=2),
-        z_loaded=plgpu.Barrier(num_arrivals=2),
-        z_free=plgpu.Barrier(num_arrivals=2),
-    )
-
-    def body(
-        *refs: Any,
-        q_s: Any,
-        k_s: Any,
-        v_s: Any,
-        gates_s: Any,
-        s_s: Any,
-        out_s: Any,
-        z_s: Any,
-        den_s: Any,
-        z_rows_s: Any,
-        adds_s: Any,
-        loaded: Any,
-        v_loaded: Any,
-        mapped: Any,
-        den_known: Any,
-        free: Any,
-        v_free: Any,
-        s_loaded: Any,
-        s_free: Any,
-        z_loaded: Any,
-        z_free: Any,
-    ) -> None:
-        q_ref, k_ref, v_ref, s_ref, z_ref, *gates_refs, out_ref = refs
-        gates_ref: Any
-        gates_ref, steep_ref = gates_refs if gated else (None, None)
-
-        def load_piece(item: Item) -> None:
-            kv_head = lax.div(item.head, group_size)
-
-            @pl.when(item.number > 0)
-            def _() -> None:
-                plgpu.barrier_wait(z_free)
-                plgpu.barrier_wait(s_free)
-
-            for half in range(2):
-                head, own = frame.head_of(spec, kv_head, half), frame.columns_of(spec, half)
-                for ref, start, barrier in ((z_ref, z_s, z_loaded), (s_ref, s_s, s_loaded)):
-                    source = ref.at[item.batch, head, item.piece, own]
-                    plgpu.copy_gmem_to_smem(source, start.at[half], barrier)
-
-            def load_chunk(chunk: Any, _: None) -> None:
-                step, rows = item.before + chunk, item.rows(chunk)
-                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                frame.wait_until_free(free, step, STAGES)
-                for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
-                    frame.copy_tile(spec, ref, item, rows, head, own, slot, loaded)
-                frame.wait_until_free(v_free, step, V_STAGES)
-                if gated:
-                    of_keys = item._replace(head=kv_head)
-                    frame.copy_vector(spec, gates_ref, of_keys, rows, gates_s, v_slot, v_loaded)
-                for half in range(2):
-                    source = part(spec, v_ref, item, rows, kv_head, half)
-                    plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
-
-            lax.fori_loop(0, item.chunks, load_chunk, None)
-
-        def map_piece(item: Item, half: int) -> None:
-            z_rows, adds = z_rows_s.at[half], adds_s.at[half]
-            plgpu.barrier_wait(z_loaded)
-            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
-            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-            plgpu.barrier_arrive(z_free)
-
-            def map_chunk(chunk: Any, carried: Any) -> Any:
-                totals, to_end = carried
-                step = item.before + chunk
-                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                own_q, own_k = (frame.half_of(spec, tiles, slot, half) for tiles in (q_s, k_s))
-                plgpu.barrier_wait(v_loaded.at[v_slot])
-                gates = of_keys = reads = None
-                if gated:
-                    gates = frame.gates_of(frame.rows_in(spec, gates_s, v_slot, half))
-                    totals, to_end = totals * (to_end * gates.to_middle()), gates.from_middle()
-                    of_keys = gates.up_to_middle()
-                    reads = gates.if_steep(gates.of(OF_ROWS))
-                    left = gates.if_steep(gates.last - gates.of(OF_ROWS))
-                    frame.store_transposed(adds, frame.in_columns(left, ALIKE).astype(BF16))
-                frame.store_transposed(z_rows, totals.astype(BF16))
-                if gates is not None:
-                    totals = totals * gates.if_steep(gates.last)
-                plgpu.barrier_wait(loaded.at[slot])
-                frame.map_in_place(own_q)
-                frame.map_keys_in_place(spec, own_k, half, of_keys)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(mapped.at[slot])
-                if spec.normalize:
-                    den, totals = multiply(
-                        (frame.zeros(C, ALIKE), [(own_q, z_rows.T)]),
-                        (totals, [(own_k.T, adds.T)]),
-                    )
-                    den = jnp.sum(den, axis=1) / ALIKE
-                    den_s.at[v_slot, half][...] = den if reads is None else den * reads
-                    plgpu.barrier_arrive(den_known.at[v_slot])
-                plgpu.barrier_arrive(free.at[slot])
-                plgpu.barrier_arrive(v_free.at[v_slot])
-                return totals, to_end
-
-            lax.fori_loop(0, item.chunks, map_chunk, (totals, jnp.float32(1)))
-
-        def multiply_piece(item: Item) -> None:
-            half = frame.group()
-            plgpu.barrier_wait(s_loaded)
-            S = load(s_s.at[half]).astype(F32)  # [HALF, F]
-
-            def multiply_chunk(some_steep: bool, chunk: Any, carried: Any) -> Any:
-                S, to_end = carried
-                step = item.before + chunk
-                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                out_slot = slot_of(step, OUT_SLOTS)
-                q, k = (frame.head_in(spec, tiles, slot, half) for tiles in (q_s, k_s))
-                values = v_s.at[v_slot, half]
-                gates: Any = None
-
-                def products(S: jax.Array, added: Any) -> Any:
-                    return multiply(
-                        (frame.zeros(C, C), [(q, k.T)]),
-                        (frame.zeros(C, HALF), [(q, s_s.at[half].T)]),
-                        (S, [(added, k)]),
-                    )
-
-                def when_steep() -> Any:
-                    added = frame.times_rows(values, gates.left(OF_COLUMNS))
-                    w, out, total = products(S * jnp.exp2(gates.last), added)
-                    reads = frame.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
-                    return w * gates.of_pairs(queries=0), out * reads, total
-
-                if gated:
-                    plgpu.barrier_wait(v_loaded.at[v_slot])
-                    gates = frame.gates_of(frame.rows_in(spec, gates_s, v_slot, half), some_steep)
-                    S, to_end = S * (to_end * gates.to_middle()), gates.from_middle()
-                s_s.at[half][...] = S.astype(BF16)
-                if not gated:
-                    plgpu.barrier_wait(v_loaded.at[v_slot])
-                plgpu.commit_smem()
-                plgpu.barrier_wait(mapped.at[slot])
-
-                def otherwise() -> Any:
-                    return products(S, values.T)
-
-                w, out, S = gates.either(when_steep, otherwise) if gated else otherwise()
-                plgpu.barrier_arrive(free.at[slot])
-                w = jnp.where(frame.position(0) >= frame.position(1), w, 0.0)
-                # Rounded in pairs: behind the choice each would be by itself.
-                w = frame.rounded(lax.optimization_barrier(w))
-                (out,) = multiply((out, [(w, values)]))
-                lasting: Any = jnp.exp2(gates.since_middle()) if gated else 1.0
-                factor = spec.scale * lasting
-                if spec.normalize:
-                    den = jnp.sum(w.astype(F32), axis=1)
-                    plgpu.barrier_wait(den_known.at[v_slot])
-                    for own in range(2) if heads == 1 else (half,):
-                        den = den + load(den_s.at[v_slot, own], OF_ROWS)
-                    factor = lasting / jnp.maximum(den * lasting, spec.eps)
-                if gated or spec.normalize:
-                    factor = frame.in_columns(factor, HALF)
-                plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
-                out_s.at[half, out_slot][...] = (out * factor).astype(BF16)
-                plgpu.commit_smem()  # also what was read of the gates
-                plgpu.barrier_arrive(v_free.at[v_slot])
-                plgpu.copy_smem_to_gmem(
-                    out_s.at[half, out_slot],
-                    part(spec, out_ref, item, item.rows(chunk), item.head, half),
-                )
-                return S, to_end
-
-            def multiply_chunks(some_steep: bool) -> None:
-                one = functools.partial(multiply_chunk, some_steep)
-                lax.fori_loop(0, item.chunks, one, (S, jnp.float32(1)))
-
-            frame.each_chunk(steep_ref, item, lax.div(item.head, group_size), multiply_chunks)
-            plgpu.barrier_arrive(s_free)
-
-        @pl.when(frame.group() == MEMORY)
-        def _memory() -> None:
-            frame.set_registers(MEMORY_REGISTERS, WARPGROUPS)
-            steps = deal.each(load_piece)
-            plgpu.barrier_wait(z_free)
-            plgpu.barrier_wait(s_free)
-            frame.await_the_last(free, steps, STAGES)
-            frame.await_the_last(v_free, steps, V_STAGES)
-
-        for half in range(2):
-
-            @pl.when(frame.group() == FEATURES + half)
-            def _features(half: int = half) -> None:
-                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                if not gated:
-                    frame.store_transposed(adds_s.at[half], frame.ones(C, ALIKE))
-                deal.each(lambda item: map_piece(item, half))
-
-        @pl.when(frame.group() < MEMORY)
-        def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
-            deal.each(multiply_piece)
-            plgpu.wait_smem_to_gmem(0)
-
-    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    Args:
+      s, z: [B, G, P or more, V, F] in bfloat16 and [B, G, P or more, F] in float32, the sums ahead
+        of each piece.
+      gates: log2 decays summed within each chunk, [B, G, T up to a whole chunk], float32.
+      steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
+    """
     arrays = (q, k, v, s, z) if gates is None or steep is None else (q, k, v, s, z, gates, steep)
-    return frame.launch(body, "output", deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        *inputs, out = refs
+        names = ("q", "k", "v", "s", "z", "gates", "steep")
+        return Walk(spec, deal, own, out=out, **dict(zip(names, inputs, strict=False)))
+
+    parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
+    program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
+    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    found: jax.Array = mosaic.launch(frame.name_of("output"), program, deal, out_type, arrays)
+    return found
+
+
+def memory(walk: Walk) -> None:
+    """Loads pieces and chunks."""
+    own = walk.own
+    steps = walk.deal.each(functools.partial(load_piece, walk))
+    own.sums.consumed.wait()
+    own.state.consumed.wait()
+    own.rows.drain(steps)
+    own.values.drain(steps)
+
+
+def load_piece(walk: Walk, item: Item) -> None:
+    own, tiling, kv_head = walk.own, walk.tiling, walk.kv_head(item)
+
+    @pl.when(item.number > 0)
+    def _() -> None:
+        own.sums.consumed.wait()
+        own.state.consumed.wait()
+
+    for half in range(2):
+        at = item.batch, tiling.head_of(kv_head, half), item.piece, tiling.columns_of(half)
+        # [64] and [64, F]
+        plgpu.copy_gmem_to_smem(walk.z.at[at], own.z_start.at[half], own.sums.produced.barrier)
+        plgpu.copy_gmem_to_smem(walk.s.at[at], own.s.at[half], own.state.produced.barrier)
+
+    def load_chunk(chunk: Any, _: None) -> None:
+        step, rows = item.before + chunk, item.rows(chunk)
+        slot, v_slot = own.rows.slot(step), own.values.slot(step)
+        own.rows.acquire(step)
+        for ref, tiles, head in ((walk.k, own.k, kv_head), (walk.q, own.q, item.head)):
+            tiling.copy_tile(ref, item, rows, head, tiles, slot, own.rows.produced)  # [64, F]
+        own.values.acquire(step)
+        if walk.gated:
+            of_keys = item._replace(head=kv_head)
+            produced = own.values.produced
+            tiling.copy_vector(walk.gates, of_keys, rows, own.gates, v_slot, produced)  # [64]
+        for half in range(2):
+            source = tiling.part(walk.v, item, rows, kv_head, half)  # [64, 64]
+            target = own.v.at[v_slot, half]
+            plgpu.copy_gmem_to_smem(source, target, own.values.produced.at[v_slot])
+
+    lax.fori_loop(0, item.chunks, load_chunk, None)
+
+
+def features(walk: Walk, half: int) -> None:
+    """Maps q and k in place, and makes phi(q_i) . z."""
+    if not walk.gated:
+        mosaic.store_transposed(walk.own.adds.at[half], mosaic.ones(C, ALIKE))
+    walk.deal.each(lambda item: map_piece(walk, half, item))
+
+
+def map_piece(walk: Walk, half: int, item: Item) -> None:
+    own = walk.own
+    own.sums.produced.wait()
+    totals = mosaic.in_columns(load(own.z_start.at[half], OF_ROWS), ALIKE)  # z [64, 8]
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    own.sums.consumed.arrive()
+    map_one = functools.partial(map_chunk, walk, half, item)
+    lax.fori_loop(0, item.chunks, map_one, (totals, jnp.float32(1)))
+
+
+def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> Any:
+    """Carries z's half [64, 8], and `to_end`."""
+    own, tiling, spec = walk.own, walk.tiling, walk.spec
+    z_rows, adds = own.z_rows.at[half], own.adds.at[half]
+    totals, to_end = carried
+    step = item.before + chunk
+    slot, v_slot = own.rows.slot(step), own.values.slot(step)
+    own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (own.q, own.k))
+    own.values.produced.wait(v_slot)
+    gates = of_keys = reads = None
+    if walk.gated:
+        gates = walk.gates_in(v_slot, half)
+        totals, to_end = totals * (to_end * gates.to_middle()), gates.from_middle()
+        of_keys = gates.up_to_middle()
+        reads = gates.if_steep(gates.of(OF_ROWS))
+        left = gates.if_steep(gates.last - gates.of(OF_ROWS))
+        mosaic.store_transposed(adds, mosaic.in_columns(left, ALIKE).astype(BF16))
+    mosaic.store_transposed(z_rows, totals.astype(BF16))
+    if gates is not None:
+        totals = totals * gates.if_steep(gates.last)
+    own.rows.produced.wait(slot)
+    feature_maps.map_in_place(own_q)
+    feature_maps.map_keys_in_place(spec, own_k, half, of_keys)
+    plgpu.commit_smem()
+    own.mapped.arrive(slot)
+    if spec.normalize:
+        den, totals = multiply(
+            (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]), (totals, [(own_k.T, adds.T)])
+        )
+        den = jnp.sum(den, axis=1) / ALIKE
+        own.den.at[v_slot, half][...] = den if reads is None else den * reads
+        own.den_known.arrive(v_slot)
+    own.rows.consumed.arrive(slot)
+    own.values.consumed.arrive(v_slot)
+    return totals, to_end
+
+
+def values(walk: Walk) -> None:
+    """Makes a half of out's columns, with the same half of S in registers."""
+    walk.deal.each(functools.partial(multiply_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def multiply_piece(walk: Walk, item: Item) -> None:
+    half = mosaic.group()
+    walk.own.state.produced.wait()
+    S = load(walk.own.s.at[half]).astype(F32)  # [64, F]
+
+    def multiply_chunks(some_steep: bool) -> None:
+        one = functools.partial(multiply_chunk, walk, half, item, some_steep)
+        lax.fori_loop(0, item.chunks, one, (S, jnp.float32(1)))
+
+    chunk_decay.each_chunk(walk.steep, item, walk.kv_head(item), multiply_chunks)
+    walk.own.state.consumed.arrive()
+
+
+def multiply_chunk(
+    walk: Walk, half: Any, item: Item, some_steep: bool, chunk: Any, carried: Any
+) -> Any:
+    """Carries S's half [64, F], and `to_end`."""
+    own, tiling = walk.own, walk.tiling
+    S, to_end = carried
+    step = item.before + chunk
+    slot, v_slot = own.rows.slot(step), own.values.slot(step)
+    out_slot = mosaic.slot_of(step, OUT_SLOTS)
+    q, k = (tiling.head_in(tiles, slot, half) for tiles in (own.q, own.k))
+    v = own.v.at[v_slot, half]
+    gates: Any = None
+    if walk.gated:
+        own.values.produced.wait(v_slot)
+        gates = walk.gates_in(v_slot, half, some_steep)
+        S, to_end = S * (to_end * gates.to_middle()), gates.from_middle()
+    own.s.at[half][...] = S.astype(BF16)
+    if not walk.gated:
+        own.values.produced.wait(v_slot)
+    plgpu.commit_smem()
+    own.mapped.wait(slot)
+
+    def products(S: jax.Array, added: Any) -> Any:
+        """w [64, 64], what is read of the state [64, 64], and S behind the chunk."""
+        return multiply(
+            (mosaic.zeros(C, C), [(q, k.T)]),
+            (mosaic.zeros(C, HALF), [(q, own.s.at[half].T)]),
+            (S, [(added, k)]),
+        )
+
+    def when_steep() -> Any:
+        added = mosaic.times_rows(v, gates.left(OF_COLUMNS))
+        w, out, total = products(S * jnp.exp2(gates.last), added)
+        reads = mosaic.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
+        return w * gates.of_pairs(queries=0), out * reads, total
+
+    def otherwise() -> Any:
+        return products(S, v.T)
+
+    w, out, S = gates.either(when_steep, otherwise) if walk.gated else otherwise()
+    own.rows.consumed.arrive(slot)
+    w = jnp.where(mosaic.position(0) >= mosaic.position(1), w, 0.0)
+    # Rounded in pairs: behind the choice each would be by itself.
+    w = mosaic.rounded(lax.optimization_barrier(w))
+    (out,) = multiply((out, [(w, v)]))
+    factor = factor_of(walk, half, v_slot, w, gates)
+    plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+    own.out.at[half, out_slot][...] = (out * factor).astype(BF16)
+    plgpu.commit_smem()  # also what was read of the gates
+    own.values.consumed.arrive(v_slot)
+    plgpu.copy_smem_to_gmem(
+        own.out.at[half, out_slot],
+        tiling.part(walk.out, item, item.rows(chunk), item.head, half),
+    )
+    return S, to_end
+
+
+def factor_of(walk: Walk, half: Any, v_slot: Any, w: jax.Array, gates: Any) -> Any:
+    """What rows of out are multiplied by, [64, 64], or the scale."""
+    spec, own = walk.spec, walk.own
+    lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0
+    factor = spec.scale * lasting
+    if spec.normalize:
+        den = jnp.sum(w.astype(F32), axis=1)
+        own.den_known.wait(v_slot)
+        for other in range(2) if walk.tiling.heads == 1 else (half,):
+            den = den + load(own.den.at[v_slot, other], OF_ROWS)
+        factor = lasting / jnp.maximum(den * lasting, spec.eps)
+    if walk.gated or spec.normalize:
+        factor = mosaic.in_columns(factor, HALF)
+    return factor

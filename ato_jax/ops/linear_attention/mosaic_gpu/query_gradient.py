@@ -27,7 +27,7 @@ gradient of phi(q_i) being called D_i here):
     w[i, j] carries exp2(G_i - G_j), as each phi(k_j) in z_i does; g_i S and z are times exp2(G_i)
     S = exp2(G_C) S + (exp2(G_C - G_j) phi(k_j))^T v_j, z alike    for the chunk's last row C
 
-phi(k) carries the decay up to the chunk's middle (`frame.Gates`), as S and z do, and D_i and z_i
+phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and z do, D_i and z_i
 what is left: their rows are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, pairs'
 decays in z_i, and what is read of the state are scaled in registers, phi(k) there for its sums.
 
@@ -56,24 +56,21 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+from ato_jax import mosaic
+from ato_jax.mosaic import (
     ALIKE,
     BF16,
     F32,
-    FEATURES,
     HALF,
-    MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    C,
     Item,
     load,
     multiply,
-    part,
-    shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
 from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -85,7 +82,7 @@ OWN_REGISTERS, GATED_REGISTERS = (216, 56), (224, 40)
 
 def query_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -100,7 +97,7 @@ def query_gradient(
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
     heads = frame.heads_of_tile(spec)
     sums_keys = _sums_keys(spec)
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
     if gated:
@@ -137,26 +134,27 @@ def rounds_pairs(spec: LinearAttentionSpec, some_steep: bool) -> bool:
 
 
 def _walk(
-    spec: LinearAttentionSpec, deal: frame.Deal, some_steep: bool
-) -> tuple[frame.Body, dict[str, Any]]:
+    spec: LinearAttentionSpec, deal: mosaic.Deal, some_steep: bool
+) -> tuple[mosaic.Body, dict[str, Any]]:
     """A kernel's body and scratch. With a decay, of the pieces of which some chunk is steep, or of
     the others alone: what the steep need would cost all others registers, in a loop beside theirs,
     too.
     """
+    tiling = frame.tiling(spec)
     gated, heads = spec.decay is not None, frame.heads_of_tile(spec)
     values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
     sums_keys = _sums_keys(spec)
     # In which w is multiplied: rounded, and what that leaves off.
     w_parts = 2 if gated and not rounds_pairs(spec, some_steep) else 1
     scratch = dict(
-        g_s=frame.tiles(spec, STAGES),
-        v_s=frame.tiles(spec, STAGES),
-        q_s=shared(spec, Q_STAGES, 2, C, HALF),
-        k_s=shared(spec, K_STAGES, 2, C, HALF),
-        s_s=shared(spec, 2, *((spec.V, HALF) if gated else (HALF, spec.V))),
+        g_s=tiling.tiles(STAGES),
+        v_s=tiling.tiles(STAGES),
+        q_s=tiling.shared(Q_STAGES, 2, C, HALF),
+        k_s=tiling.shared(K_STAGES, 2, C, HALF),
+        s_s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
         # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
-        dq_s=shared(spec, 2, 2 * C, HALF),
-        ones_s=shared(spec, ALIKE, C),
+        dq_s=tiling.shared(2, 2 * C, HALF),
+        ones_s=tiling.shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
         rows_s=plgpu.SMEM((2 * heads, 2, C), F32),
@@ -210,7 +208,7 @@ def _walk(
         gates_ref, steep_ref = refs[:2] if gated else (None, None)
         dq_ref, inverse_ref, e_ref, *flow_refs = refs[2 * gated :]
 
-        each = functools.partial(deal.each, takes=frame.takes_pieces(steep_ref, some_steep))
+        each = functools.partial(deal.each, takes=chunk_decay.takes_pieces(steep_ref, some_steep))
 
         def start_in(half: Any) -> Any:
             """S of a piece's start, before its first chunk."""
@@ -219,34 +217,32 @@ def _walk(
         def load_piece(item: Item) -> None:
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
             for half in range(2):
-                head, columns = frame.head_of(spec, item.head, half), frame.columns_of(spec, half)
+                head, columns = tiling.head_of(item.head, half), tiling.columns_of(half)
                 of_piece = item.batch, head, item.piece
                 source = s_ref.at[(*of_piece, slice(None), columns)]
                 plgpu.copy_gmem_to_smem(source, start_in(half), start_loaded)
-                plgpu.copy_gmem_to_smem(
-                    z_ref.at[(*of_piece, columns)], z_s.at[half], start_loaded
-                )
+                plgpu.copy_gmem_to_smem(z_ref.at[(*of_piece, columns)], z_s.at[half], start_loaded)
 
             def load_chunk(chunk: Any, _: None) -> None:
                 rows = item.rows(chunk)
                 slot = slot_of(chunk, STAGES)
-                frame.wait_until_free(free, chunk, STAGES)
+                mosaic.wait_until_free(free, chunk, STAGES)
                 for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    frame.copy_tile(spec, ref, item, rows, item.head, own, slot, loaded)
+                    tiling.copy_tile(ref, item, rows, item.head, own, slot, loaded)
                 for ref, own, stages, own_loaded, own_free in (
                     (k_ref, k_s, K_STAGES, k_loaded, k_free),
                     (q_ref, q_s, Q_STAGES, q_loaded, q_free),
                 ):
                     slot = slot_of(chunk, stages)
-                    frame.wait_until_free(own_free, chunk, stages)
+                    mosaic.wait_until_free(own_free, chunk, stages)
                     for half in range(2):
                         plgpu.copy_gmem_to_smem(
-                            part(spec, ref, item, rows, item.head, half),
+                            tiling.part(ref, item, rows, item.head, half),
                             own.at[slot, half],
                             own_loaded.at[slot],
                         )
                     if gated and ref is k_ref:
-                        frame.copy_vector(spec, gates_ref, item, rows, gates_s, slot, k_loaded)
+                        tiling.copy_vector(gates_ref, item, rows, gates_s, slot, k_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -256,10 +252,10 @@ def _walk(
                 plgpu.barrier_wait(k_loaded.at[slot])
                 exponents: list[Any] = [None] * heads
                 if gated:
-                    of_heads = frame.by_heads(spec, gates_s.at[slot])
-                    exponents = [frame.gates_of(own).up_to_middle() for own in of_heads]
+                    of_heads = tiling.by_heads(gates_s.at[slot])
+                    exponents = [chunk_decay.gates_of(own).up_to_middle() for own in of_heads]
                 for half in range(2):
-                    frame.map_keys_in_place(
+                    feature_maps.map_keys_in_place(
                         spec, k_s.at[slot, half], half, exponents[half % heads]
                     )
                 plgpu.commit_smem()
@@ -268,14 +264,14 @@ def _walk(
             lax.fori_loop(0, item.chunks, map_chunk, None)
 
         def multiply_piece(item: Item) -> None:
-            half = frame.group()
-            head = frame.head_of(spec, item.head, half)
+            half = mosaic.group()
+            head = tiling.head_of(item.head, half)
 
             def ones_where(seen: jax.Array) -> jax.Array:
                 return jnp.where(seen, 1.0, 0.0).astype(BF16)
 
             def sees() -> jax.Array:
-                return frame.position(0) >= frame.position(1)
+                return mosaic.position(0) >= mosaic.position(1)
 
             plgpu.barrier_wait(start_loaded)
 
@@ -286,7 +282,7 @@ def _walk(
                 def _() -> None:
                     at = item.batch, head, flows.place(deal, item, chunk)
                     kv_ref, *z_refs = flow_refs[1:]
-                    columns = frame.columns_of(spec, half)
+                    columns = tiling.columns_of(half)
                     kv = kv_ref.at[(*at, slice(None), columns)]
                     plgpu.copy_smem_to_gmem(s_s.at[half], kv)
                     for ref in z_refs:
@@ -297,11 +293,11 @@ def _walk(
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
                 features = k_s.at[k_slot, half]
-                g, v = (frame.head_in(spec, tiles, slot, half) for tiles in (g_s, v_s))
+                g, v = (tiling.head_in(tiles, slot, half) for tiles in (g_s, v_s))
 
                 def publish() -> None:
                     if gated:
-                        frame.store_transposed(s_s.at[half], S.astype(BF16))
+                        mosaic.store_transposed(s_s.at[half], S.astype(BF16))
                     else:
                         s_s.at[half][...] = S.astype(BF16)
                     if sums_keys:
@@ -314,23 +310,23 @@ def _walk(
 
                 def parts_of(x: jax.Array) -> list[jax.Array]:
                     """Rounded; with a decay, and what that leaves off."""
-                    rounded = frame.rounded(x)
-                    return [rounded, frame.rounded(x - rounded.astype(F32))][:w_parts]
+                    rounded = mosaic.rounded(x)
+                    return [rounded, mosaic.rounded(x - rounded.astype(F32))][:w_parts]
 
                 def z_before() -> jax.Array:
-                    return frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+                    return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
                 plgpu.barrier_wait(loaded.at[slot])
                 plgpu.barrier_wait(k_mapped.at[k_slot])
                 gates: Any = None
                 lasting: Any = None
                 if gated:
-                    gates = frame.gates_of(frame.rows_in(spec, gates_s, k_slot, half), some_steep)
+                    gates = chunk_decay.gates_of(tiling.rows_in(gates_s, k_slot, half), some_steep)
                     onto = to_end * gates.to_middle()
                     S, totals, to_end = S * onto, totals * onto, gates.from_middle()
                     lasting = jnp.exp2(gates.since_middle())
 
-                (w,) = multiply((frame.zeros(C, C), [(g, v.T)]), meanwhile=publish)
+                (w,) = multiply((mosaic.zeros(C, C), [(g, v.T)]), meanwhile=publish)
 
                 state = s_s.at[half] if gated else s_s.at[half].T
 
@@ -338,7 +334,7 @@ def _walk(
                     """D, z_i where it is needed, S and z behind the chunk."""
                     weights = parts_of(where_seen(w))
                     reads = [(g, state), *((part, features) for part in weights)]
-                    of_queries = [(frame.zeros(C, HALF), reads)]
+                    of_queries = [(mosaic.zeros(C, HALF), reads)]
                     if spec.normalize:
                         of_queries.append((z_before(), [(ones_where(sees()), features)]))
                     behind = [(S, [(features.T, v)])]
@@ -351,11 +347,11 @@ def _walk(
                 def one_by_one() -> tuple[Any, ...]:
                     """The same where the chunk may be steep, and what is read of the state: one
                     product after the other, as there are no registers for all factors."""
-                    left = frame.in_columns(gates.if_steep(gates.of(OF_ROWS)), HALF)
+                    left = mosaic.in_columns(gates.if_steep(gates.of(OF_ROWS)), HALF)
                     pairs = gates.of_pairs(queries=0)
-                    (D,) = multiply((frame.zeros(C, HALF), [(g, state)]))
+                    (D,) = multiply((mosaic.zeros(C, HALF), [(g, state)]))
                     D *= left
-                    phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
+                    phi_q = feature_maps.unrounded_features_of(load(q_s.at[q_slot, half]))
                     reads = [jnp.sum(phi_q * D, axis=1)]
                     weights = parts_of(where_seen(w * pairs))
                     (D,) = multiply((D, [(part, features) for part in weights]))
@@ -363,9 +359,9 @@ def _walk(
                     if spec.normalize:
                         before = z_before() * left
                         reads.append(jnp.sum(phi_q * before, axis=1))
-                        decays = frame.rounded(where_seen(pairs))
+                        decays = mosaic.rounded(where_seen(pairs))
                         z += multiply((before, [(decays, features)]))
-                    added = frame.times_rows(features, gates.left(OF_COLUMNS))
+                    added = mosaic.times_rows(features, gates.left(OF_COLUMNS))
                     keeps = gates.if_steep(gates.last)
                     (own_S,) = multiply((S * keeps, [(added, v)]))
                     own_totals = totals
@@ -393,7 +389,7 @@ def _walk(
 
                 if not some_steep:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
-                phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, half]))
+                phi_q = feature_maps.unrounded_features_of(load(q_s.at[q_slot, half]))
                 own_parts: Any = ()
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * D, axis=1), jnp.sum(phi_q * z[0], axis=1)
@@ -416,15 +412,15 @@ def _walk(
                         total, den = total * lasting, den * lasting
                     inverse = 1.0 / jnp.maximum(den, spec.eps)
                     e = jnp.where(den > spec.eps, total * inverse, 0.0)
-                    D -= frame.in_columns(e, HALF) * z[0]
+                    D -= mosaic.in_columns(e, HALF) * z[0]
                 scale = inverse * lasting if gated else inverse
                 if gated or spec.normalize:
-                    scale = frame.in_columns(scale, HALF)
+                    scale = mosaic.in_columns(scale, HALF)
                 dq = D * scale * jnp.minimum(phi_q, 1.0)
                 # Of the stores of two chunks ago: one of dq, and of rows.
                 plgpu.wait_smem_to_gmem(1 + heads * spec.normalize + gated, wait_read_only=True)
                 if gated:
-                    flow = jnp.sum(frame.rounded(phi_q * scale).astype(F32) * D, axis=1)
+                    flow = jnp.sum(mosaic.rounded(phi_q * scale).astype(F32) * D, axis=1)
                     if some_steep:
                         read = of_state[0] - e * of_state[1] if spec.normalize else of_state[0]
                         flow = jnp.where(gates.steep, read * inverse, flow)
@@ -438,7 +434,7 @@ def _walk(
                         rows_s.at[2 * half + number, parity][...] = own
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
-                plgpu.copy_smem_to_gmem(dq_slot, part(spec, dq_ref, item, rows, item.head, half))
+                plgpu.copy_smem_to_gmem(dq_slot, tiling.part(dq_ref, item, rows, item.head, half))
                 if gated:
                     of_half = half if heads == 1 else 0
                     target = flow_refs[0].at[of_half, item.batch, head, rows]
@@ -456,27 +452,27 @@ def _walk(
                 return S, totals, to_end
 
             # The start's transpose, which is what a product with the identity reads.
-            same = ones_where(frame.position(0) == frame.position(1))
-            (S,) = multiply((frame.zeros(HALF, spec.V), [(same, start_in(half).T)]))
-            totals = frame.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
+            same = ones_where(mosaic.position(0) == mosaic.position(1))
+            (S,) = multiply((mosaic.zeros(HALF, spec.V), [(same, start_in(half).T)]))
+            totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
             lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals, jnp.float32(1)))
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(mosaic.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
             steps = each(load_piece)
-            frame.await_the_last(free, steps, STAGES)
-            frame.await_the_last(k_free, steps, K_STAGES)
-            frame.await_the_last(q_free, steps, Q_STAGES)
+            mosaic.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(k_free, steps, K_STAGES)
+            mosaic.await_the_last(q_free, steps, Q_STAGES)
 
-        @pl.when(frame.group() == FEATURES)
+        @pl.when(mosaic.group() == FEATURES)
         def _features() -> None:
-            frame.set_registers(features_registers)
+            mosaic.set_registers(features_registers, frame.WARPGROUPS)
             each(map_piece)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(mosaic.group() < MEMORY)
         def _values() -> None:
-            frame.set_registers(values_registers)
+            mosaic.set_registers(values_registers, frame.WARPGROUPS)
             each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 

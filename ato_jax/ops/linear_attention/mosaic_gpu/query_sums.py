@@ -16,30 +16,32 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, BF16, F32, C
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, BF16, F32
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def map_queries(q_ref: Any, inverse: jax.Array) -> None:
     """phi(q_i) inverse_i in q's place, rounded once: inverse is of phi(q_i) in float32, too."""
-    features = frame.unrounded_features_of(frame.load(q_ref))
-    q_ref[...] = (features * frame.in_columns(inverse, features.shape[1])).astype(BF16)
+    features = feature_maps.unrounded_features_of(mosaic.load(q_ref))
+    q_ref[...] = (features * mosaic.in_columns(inverse, features.shape[1])).astype(BF16)
 
 
 def spread(e: jax.Array, minus_e_ref: Any) -> None:
     """-e [C] in the rows of minus_e [8, C]: rounded, and what that left off."""
-    minus_e = frame.in_columns(-e, ALIKE)
-    rounded = frame.rounded(minus_e)
-    rest = frame.rounded(minus_e - rounded.astype(F32))
-    column = plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=1, layout=frame.TILE)
-    frame.store_transposed(minus_e_ref, jnp.where(lax.rem(column, 2) == 0, rounded, rest))
+    minus_e = mosaic.in_columns(-e, ALIKE)
+    rounded = mosaic.rounded(minus_e)
+    rest = mosaic.rounded(minus_e - rounded.astype(F32))
+    column = plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=1, layout=mosaic.TILE)
+    mosaic.store_transposed(minus_e_ref, jnp.where(lax.rem(column, 2) == 0, rounded, rest))
 
 
 def query_sums(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     g: jax.Array,
     inverse: jax.Array,
@@ -57,19 +59,19 @@ def query_sums(
         e_ref: Any,
         gates_ref: Any = None,
     ) -> None:
-        inverse = frame.load(inverse_ref, frame.OF_ROWS)
+        inverse = mosaic.load(inverse_ref, mosaic.OF_ROWS)
         if gates_ref is not None:
-            inverse = inverse * jnp.exp2(frame.load(gates_ref, frame.OF_ROWS))
+            inverse = inverse * jnp.exp2(mosaic.load(gates_ref, mosaic.OF_ROWS))
         map_queries(q_ref, inverse)
-        spread(frame.load(e_ref, frame.OF_ROWS), minus_e_ref)
+        spread(mosaic.load(e_ref, mosaic.OF_ROWS), minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
-    return piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, frame.PARTS)
+    return piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, mosaic.PARTS)
 
 
 def channel_query_sums(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     g: jax.Array,
     inverse: jax.Array,
@@ -80,21 +82,23 @@ def channel_query_sums(
     what is ahead of its piece, [B, H, chunks * D]. u is of q^ itself, since q^ times the rest is
     rounded once more: it is part of a gradient, of a state that is given."""
 
+    tiling = frame.tiling(spec)
+
     def weigh(
         half: int, minus_e_ref: Any, inverse_ref: Any, e_ref: Any, since_ref: Any
     ) -> jax.Array:
-        e, inverse = (frame.load(ref, frame.OF_ROWS) for ref in (e_ref, inverse_ref))
+        e, inverse = (mosaic.load(ref, mosaic.OF_ROWS) for ref in (e_ref, inverse_ref))
         spread(e * inverse, minus_e_ref)
-        return frame.load(since_ref.at[frame.columns_of(spec, half)], frame.OF_ROWS)
+        return mosaic.load(since_ref.at[tiling.columns_of(half)], mosaic.OF_ROWS)
 
     def map_rows(
         half: int, q_ref: Any, _minus_e_ref: Any, inverse_ref: Any, _e_ref: Any, since_ref: Any
     ) -> None:
-        inverse = frame.in_columns(frame.load(inverse_ref, frame.OF_ROWS), frame.HALF)
-        own = since_ref.at[frame.columns_of(spec, half)]
-        since = frame.in_rows(frame.load(own, frame.OF_COLUMNS), C)
-        q_ref[...] = frame.rounded(frame.load(q_ref).astype(F32) * inverse * since)
+        inverse = mosaic.in_columns(mosaic.load(inverse_ref, mosaic.OF_ROWS), mosaic.HALF)
+        own = since_ref.at[tiling.columns_of(half)]
+        since = mosaic.in_rows(mosaic.load(own, mosaic.OF_COLUMNS), C)
+        q_ref[...] = mosaic.rounded(mosaic.load(q_ref).astype(F32) * inverse * since)
 
     vectors = [inverse, e, since]
     name = "channel_query_sums"
-    return piece_sums(spec, deal, name, q, g, vectors, map_rows, frame.PARTS, weigh)
+    return piece_sums(spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, weigh)

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import ALIKE, F32, HALF, C, Item
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, F32, HALF, Item
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
@@ -31,7 +33,7 @@ VALUES_REGISTERS, FEATURES_REGISTERS = 160, 64
 
 def sums(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     k: jax.Array,
     v: jax.Array,
     gates: jax.Array | None,
@@ -40,11 +42,11 @@ def sums(
     end, [B, G, T up to a whole chunk]."""
 
     def map_rows(half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
-        frame.store_transposed(adds_ref, frame.ones(C, ALIKE))
+        mosaic.store_transposed(adds_ref, mosaic.ones(C, ALIKE))
         exponents = None
         if gates_ref is not None:
-            exponents = frame.load(gates_ref, frame.OF_ROWS)
-        frame.map_keys_in_place(spec, k_ref, half, exponents)
+            exponents = mosaic.load(gates_ref, mosaic.OF_ROWS)
+        feature_maps.map_keys_in_place(spec, k_ref, half, exponents)
 
     vectors = [] if gates is None else [gates]
     return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE)
@@ -52,7 +54,7 @@ def sums(
 
 def piece_sums(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     name: str,
     x: jax.Array,
     y: jax.Array,
@@ -72,14 +74,15 @@ def piece_sums(
       weigh: (0 or 1, a^T, *vectors), makes a before: what is added up is then a_jc x_j, as it was
         loaded, times the numbers that it gives for the half's columns.
     """
+    tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
     by_values = weigh is None and heads == 1
     widths = [vector.shape[2] // pl.cdiv(spec.T, C) for vector in vectors]
     scratch = dict(
-        x_s=frame.tiles(spec, STAGES),
-        y_s=frame.shared(spec, STAGES, 2, C, HALF),
-        a_s=frame.shared(spec, STAGES, 2, ALIKE, C),
-        total_s=frame.shared(spec, 2, HALF, spec.D, dtype=F32),
+        x_s=tiling.tiles(STAGES),
+        y_s=tiling.shared(STAGES, 2, C, HALF),
+        a_s=tiling.shared(STAGES, 2, ALIKE, C),
+        total_s=tiling.shared(2, HALF, spec.D, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=heads * (1 + len(vectors)), num_barriers=STAGES),
         y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -110,32 +113,32 @@ def piece_sums(
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
-                slot = frame.slot_of(step, STAGES)
-                frame.wait_until_free(free, step, STAGES)
-                frame.copy_tile(spec, x_ref, item, rows, item.head, x_s, slot, loaded)
+                slot = mosaic.slot_of(step, STAGES)
+                mosaic.wait_until_free(free, step, STAGES)
+                tiling.copy_tile(x_ref, item, rows, item.head, x_s, slot, loaded)
                 number = lax.div(item.first_row, C) + chunk
                 for ref, own_name, width in zip(vector_refs, names, widths, strict=True):
                     columns, own = pl.ds(number * width, width), vectors_s[own_name]
-                    frame.copy_vector(spec, ref, item, columns, own, slot, loaded)
+                    tiling.copy_vector(ref, item, columns, own, slot, loaded)
                 for half in range(2):
-                    source = frame.part(spec, y_ref, item, rows, item.head, half)
+                    source = tiling.part(y_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, y_s.at[slot, half], y_loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def map_piece(item: Item, half: int) -> None:
             def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
-                slot = frame.slot_of(item.before + chunk, STAGES)
+                slot = mosaic.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                x, a = frame.half_of(spec, x_s, slot, half), a_s.at[slot, half]
+                x, a = tiling.half_of(x_s, slot, half), a_s.at[slot, half]
                 vectors = [
-                    frame.by_heads(spec, vectors_s[own_name].at[slot])[half % heads]
+                    tiling.by_heads(vectors_s[own_name].at[slot])[half % heads]
                     for own_name in names
                 ]
                 if weigh is not None:
-                    factors = frame.in_columns(weigh(half, a, *vectors), ALIKE)
+                    factors = mosaic.in_columns(weigh(half, a, *vectors), ALIKE)
                     plgpu.commit_smem()
-                    (own_columns,) = frame.multiply((frame.zeros(HALF, ALIKE), [(x.T, a.T)]))
+                    (own_columns,) = mosaic.multiply((mosaic.zeros(HALF, ALIKE), [(x.T, a.T)]))
                     columns = columns + own_columns * factors
                 map_rows(half, x, a, *vectors)
                 plgpu.commit_smem()
@@ -143,11 +146,11 @@ def piece_sums(
                 if by_values:
                     return columns
                 if weigh is None:
-                    (columns,) = frame.multiply((columns, [(x.T, a.T)]))
+                    (columns,) = mosaic.multiply((columns, [(x.T, a.T)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return columns
 
-            columns = lax.fori_loop(0, item.chunks, map_chunk, frame.zeros(HALF, ALIKE))
+            columns = lax.fori_loop(0, item.chunks, map_chunk, mosaic.zeros(HALF, ALIKE))
             if not by_values:
                 leave_columns(item, half, columns)
 
@@ -155,57 +158,57 @@ def piece_sums(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns_s.at[half][...] = jnp.sum(columns, axis=1) * (1 / of_columns)
             plgpu.commit_smem()
-            head = frame.head_of(spec, item.head, half)
-            target = columns_ref.at[item.batch, head, item.piece, frame.columns_of(spec, half)]
+            head = tiling.head_of(item.head, half)
+            target = columns_ref.at[item.batch, head, item.piece, tiling.columns_of(half)]
             plgpu.copy_smem_to_gmem(columns_s.at[half], target)
 
         def multiply_piece(item: Item) -> None:
-            half = frame.group()
+            half = mosaic.group()
 
             def multiply_chunk(chunk: Any, sums: list[jax.Array]) -> list[jax.Array]:
-                slot = frame.slot_of(item.before + chunk, STAGES)
+                slot = mosaic.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(y_loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
-                x, y = frame.head_in(spec, x_s, slot, half), y_s.at[slot, half]
+                x, y = tiling.head_in(x_s, slot, half), y_s.at[slot, half]
                 products = [(y.T, x)]
                 if by_values:
-                    own = frame.half_of(spec, x_s, slot, half)
+                    own = tiling.half_of(x_s, slot, half)
                     products.append((own.T, a_s.at[slot, half].T))
                 pairs = zip(sums, products, strict=True)
-                found = frame.multiply(*((before, [factors]) for before, factors in pairs))
+                found = mosaic.multiply(*((before, [factors]) for before, factors in pairs))
                 plgpu.barrier_arrive(free.at[slot])
                 return list(found)
 
-            start = [frame.zeros(HALF, spec.D)]
+            start = [mosaic.zeros(HALF, spec.D)]
             if by_values:
-                start.append(frame.zeros(HALF, ALIKE))
+                start.append(mosaic.zeros(HALF, ALIKE))
             total, *columns = lax.fori_loop(0, item.chunks, multiply_chunk, start)
             if columns:
                 leave_columns(item, half, columns[0])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             total_s.at[half][...] = total
             plgpu.commit_smem()
-            head = frame.head_of(spec, item.head, half)
-            target = total_ref.at[item.batch, head, item.piece, frame.columns_of(spec, half)]
+            head = tiling.head_of(item.head, half)
+            target = total_ref.at[item.batch, head, item.piece, tiling.columns_of(half)]
             plgpu.copy_smem_to_gmem(total_s.at[half], target)
 
-        @pl.when(frame.group() == frame.MEMORY)
+        @pl.when(mosaic.group() == frame.MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, WARPGROUPS)
             steps = deal.each(load_piece)
-            frame.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(free, steps, STAGES)
 
         for half in range(2):
 
-            @pl.when(frame.group() == frame.FEATURES + half)
+            @pl.when(mosaic.group() == frame.FEATURES + half)
             def _features(half: int = half) -> None:
-                frame.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
                 deal.each(lambda item: map_piece(item, half))
                 plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() < frame.MEMORY)
+        @pl.when(mosaic.group() < frame.MEMORY)
         def _values() -> None:
-            frame.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 

@@ -1,10 +1,10 @@
 """The gradients of keys and values that every query sees, of R [F, V] (bfloat16) and u [F]:
 
-    dv_j = R^T phi(k_j)
-    dk_j = (R v_j + u) phi'(k_j)
+dv_j = R^T phi(k_j)
+dk_j = (R v_j + u) phi'(k_j)
 
-    memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
-    gradients    three, each all of a chunk: phi(k) in registers, dk, then dv
+memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
+gradients    three, each all of a chunk: phi(k) in registers, dk, then dv
 """
 
 from __future__ import annotations
@@ -17,21 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    BF16,
-    F32,
-    OF_COLUMNS,
-    C,
-    F,
-    Item,
-    V,
-    load,
-    multiply,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, OF_COLUMNS, Item, load, multiply, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # The warpgroups before the one that loads. Slots of k and v are a multiple of them.
@@ -42,19 +31,20 @@ WORKER_REGISTERS = 160
 
 def whole_key_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     k: jax.Array,
     v: jax.Array,
     r: jax.Array,
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
+    tiling = frame.tiling(spec)
     scratch = dict(
-        k_s=shared(spec, STAGES, C, F),
-        v_s=shared(spec, STAGES, C, V),
-        r_s=shared(spec, STATES, F, V),
+        k_s=tiling.shared(STAGES, C, F),
+        v_s=tiling.shared(STAGES, C, V),
+        r_s=tiling.shared(STATES, F, V),
         u_s=plgpu.SMEM((STATES, F), F32),
-        out_s=shared(spec, WORKERS, 2, C, V),
+        out_s=tiling.shared(WORKERS, 2, C, V),
         loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         v_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
@@ -85,7 +75,7 @@ def whole_key_gradient(
     ) -> None:
         def load_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
-            frame.wait_until_free(r_free, item.number, STATES)
+            mosaic.wait_until_free(r_free, item.number, STATES)
             for ref, own in ((r_ref, r_s), (u_ref, u_s)):
                 source = ref.at[item.batch, item.head]
                 plgpu.copy_gmem_to_smem(source, own.at[state], r_loaded.at[state])
@@ -97,8 +87,8 @@ def whole_key_gradient(
                     (k_ref, k_s, loaded, free),
                     (v_ref, v_s, v_loaded, v_free),
                 ):
-                    frame.wait_until_free(own_free, step, STAGES)
-                    source = part(spec, ref, item, item.rows(chunk), item.head)
+                    mosaic.wait_until_free(own_free, step, STAGES)
+                    source = tiling.part(ref, item, item.rows(chunk), item.head)
                     plgpu.copy_gmem_to_smem(source, own.at[slot], own_loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -111,41 +101,41 @@ def whole_key_gradient(
                 slot = slot_of(item.before + chunk, STAGES)
 
                 def write(number: int, found: jax.Array, ref: Any) -> None:
-                    own_out = out_s.at[frame.group(), number]
+                    own_out = out_s.at[mosaic.group(), number]
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other's may go on
                     own_out[...] = found.astype(BF16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        own_out, part(spec, ref, item, item.rows(chunk), item.head)
+                        own_out, tiling.part(ref, item, item.rows(chunk), item.head)
                     )
 
                 plgpu.barrier_wait(loaded.at[slot])
                 x = load(k_s.at[slot])
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
-                phi_k = frame.features_of(frame.keys(spec, x))
-                of_sum = frame.in_rows(load(u_s.at[state], OF_COLUMNS), C)
+                phi_k = feature_maps.features_of(feature_maps.keys(spec, x))
+                of_sum = mosaic.in_rows(load(u_s.at[state], OF_COLUMNS), C)
                 plgpu.barrier_wait(v_loaded.at[slot])
                 (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
                 plgpu.barrier_arrive(v_free.at[slot])
                 write(0, dk * jnp.minimum(phi_k, 1).astype(F32), dk_ref)
-                (dv,) = multiply((frame.zeros(C, V), [(phi_k, r_s.at[state])]))
+                (dv,) = multiply((mosaic.zeros(C, V), [(phi_k, r_s.at[state])]))
                 write(1, dv, dv_ref)
 
-            frame.in_turn(item, WORKERS, write_chunk)
+            mosaic.in_turn(item, WORKERS, write_chunk)
             plgpu.barrier_arrive(r_free.at[state])
 
-        @pl.when(frame.group() == WORKERS)
+        @pl.when(mosaic.group() == WORKERS)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
             steps = deal.each(load_piece)
-            frame.await_the_last(free, steps, STAGES)
-            frame.await_the_last(v_free, steps, STAGES)
-            frame.await_the_last(r_free, deal.own, STATES)
+            mosaic.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(v_free, steps, STAGES)
+            mosaic.await_the_last(r_free, deal.own, STATES)
 
-        @pl.when(frame.group() < WORKERS)
+        @pl.when(mosaic.group() < WORKERS)
         def _gradients() -> None:
-            frame.set_registers(WORKER_REGISTERS)
+            mosaic.set_registers(WORKER_REGISTERS, frame.WARPGROUPS)
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 

@@ -19,19 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    ALIKE,
-    BF16,
-    C,
-    F,
-    Item,
-    load,
-    multiply,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, BF16, Item, load, multiply, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -40,18 +31,19 @@ WORKER_REGISTERS = 160
 
 
 def whole_output(
-    spec: LinearAttentionSpec, deal: frame.Deal, q: jax.Array, s: jax.Array, z_rows: jax.Array
+    spec: LinearAttentionSpec, deal: mosaic.Deal, q: jax.Array, s: jax.Array, z_rows: jax.Array
 ) -> jax.Array:
     """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16. `deal` counts items."""
+    tiling = frame.tiling(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
     width = spec.V // parts
     # Of q, a multiple of the workers; and of S and z: what there is room for.
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
     scratch = dict(
-        q_s=shared(spec, slots, C, spec.D),
-        s_s=shared(spec, states, spec.D, width),
-        z_rows_s=shared(spec, states, ALIKE, spec.D),
-        out_s=shared(spec, WORKERS, C, width),
+        q_s=tiling.shared(slots, C, spec.D),
+        s_s=tiling.shared(states, spec.D, width),
+        z_rows_s=tiling.shared(states, ALIKE, spec.D),
+        out_s=tiling.shared(WORKERS, C, width),
         loaded=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         s_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=states),
@@ -81,7 +73,7 @@ def whole_output(
             head, columns = share_of(item)
             of_head = item.batch, lax.div(head, group_size)
             state = slot_of(item.number, states)
-            frame.wait_until_free(s_free, item.number, states)
+            mosaic.wait_until_free(s_free, item.number, states)
             for source, own in (
                 (s_ref.at[(*of_head, slice(None), columns)], s_s),
                 (z_rows_ref.at[of_head], z_rows_s),
@@ -91,8 +83,8 @@ def whole_output(
             def load_chunk(chunk: Any, _: None) -> None:
                 step = item.before + chunk
                 slot = slot_of(step, slots)
-                frame.wait_until_free(free, step, slots)
-                source = part(spec, q_ref, item, item.rows(chunk), head)
+                mosaic.wait_until_free(free, step, slots)
+                source = tiling.part(q_ref, item, item.rows(chunk), head)
                 plgpu.copy_gmem_to_smem(source, q_s.at[slot], loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -100,7 +92,7 @@ def whole_output(
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)
             state = slot_of(item.number, states)
-            own_out = out_s.at[frame.group()]
+            own_out = out_s.at[mosaic.group()]
             plgpu.barrier_wait(s_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
@@ -109,41 +101,41 @@ def whole_output(
                 x = load(q_s.at[slot])
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
-                phi_q = frame.features_of(x)
+                phi_q = feature_maps.features_of(x)
                 factor: Any = None
                 # In columns of a width that leaves registers to the features.
                 for first in range(0, width, F):
                     size = min(F, width - first)
                     own = pl.ds(first, size)
-                    products = [(frame.zeros(C, size), [(phi_q, s_s.at[state, :, own])])]
+                    products = [(mosaic.zeros(C, size), [(phi_q, s_s.at[state, :, own])])]
                     if spec.normalize and not first:
-                        products.append((frame.zeros(C, ALIKE), [(phi_q, z_rows_s.at[state].T)]))
+                        products.append((mosaic.zeros(C, ALIKE), [(phi_q, z_rows_s.at[state].T)]))
                     out, *den = multiply(*products)
                     if den:
-                        factor = 1.0 / jnp.maximum(frame.of_parts(den[0]), spec.eps)
+                        factor = 1.0 / jnp.maximum(mosaic.of_parts(den[0]), spec.eps)
                     if factor is not None:
-                        out = out * frame.in_columns(factor, size)
+                        out = out * mosaic.in_columns(factor, size)
                     if not first:
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     own_out.at[:, own][...] = out.astype(BF16)
                 plgpu.commit_smem()
-                target = part(spec, out_ref, item, item.rows(chunk), head)
+                target = tiling.part(out_ref, item, item.rows(chunk), head)
                 target = target if parts == 1 else target.at[:, columns]
                 plgpu.copy_smem_to_gmem(own_out, target)
 
-            frame.in_turn(item, WORKERS, write_chunk)
+            mosaic.in_turn(item, WORKERS, write_chunk)
             plgpu.barrier_arrive(s_free.at[state])
 
-        @pl.when(frame.group() == WORKERS)
+        @pl.when(mosaic.group() == WORKERS)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
             steps = deal.each(load_piece)
-            frame.await_the_last(free, steps, slots)
-            frame.await_the_last(s_free, deal.own, states)
+            mosaic.await_the_last(free, steps, slots)
+            mosaic.await_the_last(s_free, deal.own, states)
 
-        @pl.when(frame.group() < WORKERS)
+        @pl.when(mosaic.group() < WORKERS)
         def _output() -> None:
-            frame.set_registers(WORKER_REGISTERS)
+            mosaic.set_registers(WORKER_REGISTERS, frame.WARPGROUPS)
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 

@@ -32,25 +32,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
+from ato_jax import mosaic
+from ato_jax.mosaic import (
     ALIKE,
     BF16,
     F32,
     HALF,
-    MEMORY,
     OF_COLUMNS,
     OF_ROWS,
-    C,
-    F,
     Item,
-    V,
     load,
     multiply,
-    part,
-    shared,
     slot_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 SUMS = 3  # the warpgroup of the sums; dq's are 0 and 1
@@ -61,7 +57,7 @@ COLUMNS = 32  # of R that are stored at once
 
 def whole_query_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     g: jax.Array,
     s: jax.Array,
@@ -70,17 +66,18 @@ def whole_query_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in bfloat16, z
     [B, G, F] and least [B, G, C], all the same, in float32."""
+    tiling = frame.tiling(spec)
     group_size = spec.H // spec.G
     scratch = dict(
-        q_s=shared(spec, STAGES, 2, C, HALF),
-        g_s=shared(spec, STAGES, C, V),
-        s_s=shared(spec, 2, HALF, V),
+        q_s=tiling.shared(STAGES, 2, C, HALF),
+        g_s=tiling.shared(STAGES, C, V),
+        s_s=tiling.shared(2, HALF, V),
         z_s=plgpu.SMEM((2, HALF), F32),
         least_s=plgpu.SMEM((C,), F32),
-        ones_s=shared(spec, ALIKE, C),
+        ones_s=tiling.shared(ALIKE, C),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # of chunks by turns, of each half, e and den
-        dq_s=shared(spec, 2, 2, C, HALF),
-        r_s=shared(spec, 2, HALF, COLUMNS, dtype=F32),
+        dq_s=tiling.shared(2, 2, C, HALF),
+        r_s=tiling.shared(2, HALF, COLUMNS, dtype=F32),
         u_s=plgpu.SMEM((2, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -135,32 +132,32 @@ def whole_query_gradient(
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
                 slot = slot_of(step, STAGES)
-                frame.wait_until_free(free, step, STAGES)
+                mosaic.wait_until_free(free, step, STAGES)
                 for half in range(2):
-                    source = part(spec, q_ref, item, rows, item.head, half)
+                    source = tiling.part(q_ref, item, rows, item.head, half)
                     plgpu.copy_gmem_to_smem(source, q_s.at[slot, half], loaded.at[slot])
-                source = part(spec, g_ref, item, rows, item.head)
+                source = tiling.part(g_ref, item, rows, item.head)
                 plgpu.copy_gmem_to_smem(source, g_s.at[slot], loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def write_piece(item: Item) -> None:
-            half = frame.group()
+            half = mosaic.group()
             plgpu.barrier_wait(s_loaded)
 
             def z() -> jax.Array:
                 """Read where it is needed: there are no registers to keep it in."""
-                return frame.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+                return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
             def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
                 plgpu.barrier_wait(loaded.at[slot])
-                G, phi_q = frame.multiply_while(
+                G, phi_q = mosaic.multiply_while(
                     [(g_s.at[slot], s_s.at[half].T)],
                     (C, HALF),
-                    lambda: frame.unrounded_features_of(load(own_q)),
+                    lambda: feature_maps.unrounded_features_of(load(own_q)),
                 )
                 mapped_q = phi_q
                 if spec.normalize:
@@ -175,8 +172,8 @@ def whole_query_gradient(
                     )
                     least = load(least_s, OF_ROWS)
                     inverse = 1.0 / jnp.maximum(den, least)
-                    e = frame.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
-                    inverse = frame.in_columns(inverse, HALF)
+                    e = mosaic.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
+                    inverse = mosaic.in_columns(inverse, HALF)
                     mapped_q = phi_q * inverse
                     total -= e * mapped_q
                     G = (G - e * z()) * inverse
@@ -187,15 +184,15 @@ def whole_query_gradient(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 plgpu.copy_smem_to_gmem(
-                    own_dq, part(spec, dq_ref, item, item.rows(chunk), item.head, half)
+                    own_dq, tiling.part(dq_ref, item, item.rows(chunk), item.head, half)
                 )
                 return total
 
-            total = lax.fori_loop(0, item.chunks, write_chunk, frame.zeros(C, HALF))
+            total = lax.fori_loop(0, item.chunks, write_chunk, mosaic.zeros(C, HALF))
             plgpu.barrier_arrive(s_free)
             # The sum over the rows, as a product: of what is rounded, and what that leaves off.
-            rounded = frame.rounded(total)
-            sums = frame.zeros(HALF, ALIKE)
+            rounded = mosaic.rounded(total)
+            sums = mosaic.zeros(HALF, ALIKE)
             for one in (rounded, (total - rounded.astype(F32)).astype(BF16)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dq_s.at[0, half][...] = one
@@ -204,9 +201,7 @@ def whole_query_gradient(
             u_s.at[half][...] = jnp.max(sums, axis=1)  # of columns that are alike
             plgpu.commit_smem()
             rows = pl.ds(half * HALF, HALF)
-            plgpu.copy_smem_to_gmem(
-                u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows]
-            )
+            plgpu.copy_smem_to_gmem(u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows])
 
         def sum_piece(item: Item) -> None:
             def sum_chunk(chunk: Any, halves: Any) -> Any:
@@ -221,7 +216,7 @@ def whole_query_gradient(
                 plgpu.barrier_arrive(free.at[slot])
                 return halves
 
-            start = frame.zeros(HALF, V), frame.zeros(HALF, V)
+            start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
             halves = lax.fori_loop(0, item.chunks, sum_chunk, start)
             of_piece = item.batch, item.head, item.piece
             for column in range(0, V, COLUMNS):
@@ -236,25 +231,25 @@ def whole_query_gradient(
                         r_s.at[half], r_ref.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
                     )
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(mosaic.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(s_free)
-            frame.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(free, steps, STAGES)
 
-        @pl.when(frame.group() == SUMS)
+        @pl.when(mosaic.group() == SUMS)
         def _sums() -> None:
-            frame.set_registers(SUMS_REGISTERS)
-            frame.store_transposed(ones_s, frame.ones(C, ALIKE))
+            mosaic.set_registers(SUMS_REGISTERS, frame.WARPGROUPS)
+            mosaic.store_transposed(ones_s, mosaic.ones(C, ALIKE))
             plgpu.commit_smem()
             plgpu.barrier_arrive(ones_stored)
             deal.each(sum_piece)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(mosaic.group() < MEMORY)
         def _dq() -> None:
-            frame.set_registers(DQ_REGISTERS)
+            mosaic.set_registers(DQ_REGISTERS, frame.WARPGROUPS)
             plgpu.barrier_wait(ones_stored)
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)

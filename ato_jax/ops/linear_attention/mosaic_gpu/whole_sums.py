@@ -23,20 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    C,
-    Item,
-    load,
-    multiply,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
@@ -51,7 +41,7 @@ def blocks_of_state(spec: LinearAttentionSpec) -> int:
 
 def whole_sums(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     name: str,
     x: jax.Array,
     y: jax.Array,
@@ -59,13 +49,14 @@ def whole_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """[B, heads, P, F, V] and [B, heads, P, F], float32. `of_rows`: inverse and e, [B, heads, T up
     to a whole chunk] float32, of queries; of keys none. `deal` counts items."""
+    tiling = frame.tiling(spec)
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
     scratch = dict(
-        x_s=shared(spec, STAGES, workers, C, HALF),
-        y_s=shared(spec, STAGES, C, spec.V),
-        total_s=shared(spec, workers, HALF, COLUMNS, dtype=F32),
+        x_s=tiling.shared(STAGES, workers, C, HALF),
+        y_s=tiling.shared(STAGES, C, spec.V),
+        total_s=tiling.shared(workers, HALF, COLUMNS, dtype=F32),
         vector_s=plgpu.SMEM((workers, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=workers + 1 + len(of_rows), num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=workers, num_barriers=STAGES),
@@ -93,11 +84,11 @@ def whole_sums(
             def load_chunk(chunk: Any, _: None) -> None:
                 step, rows = item.before + chunk, item.rows(chunk)
                 slot = slot_of(step, STAGES)
-                frame.wait_until_free(free, step, STAGES)
+                mosaic.wait_until_free(free, step, STAGES)
                 for worker in range(workers):
-                    source = part(spec, x_ref, item, rows, head, share * workers + worker)
+                    source = tiling.part(x_ref, item, rows, head, share * workers + worker)
                     plgpu.copy_gmem_to_smem(source, x_s.at[slot, worker], loaded.at[slot])
-                source = part(spec, y_ref, item, rows, head)
+                source = tiling.part(y_ref, item, rows, head)
                 plgpu.copy_gmem_to_smem(source, y_s.at[slot], loaded.at[slot])
                 for number, ref in enumerate(row_refs):
                     source = ref.at[item.batch, head, rows]
@@ -106,31 +97,29 @@ def whole_sums(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def sum_piece(item: Item) -> None:
-            worker = frame.group()
+            worker = mosaic.group()
             head, share = lax.div(item.head, parts), lax.rem(item.head, parts)
 
             def map_keys(x: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 """phi(k) of rows that there are, and their sum."""
-                phi = frame.features_of(x)
+                phi = feature_maps.features_of(x)
                 if deal.length % C:
                     here = deal.length - item.first_row - chunk * C
-                    phi = frame.rounded(
-                        jnp.where(frame.position(1) < here, phi.astype(F32), 0.0)
-                    )
+                    phi = mosaic.rounded(jnp.where(mosaic.position(1) < here, phi.astype(F32), 0.0))
                 return phi, jnp.sum(phi.astype(F32), axis=1)
 
             def map_queries(x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
                 inverse, e = (load(rows_s.at[slot, number], OF_COLUMNS) for number in range(2))
-                phi = frame.unrounded_features_of(x) * frame.in_rows(inverse, HALF)
-                return frame.rounded(phi), -jnp.sum(phi * frame.in_rows(e, HALF), axis=1)
+                phi = feature_maps.unrounded_features_of(x) * mosaic.in_rows(inverse, HALF)
+                return mosaic.rounded(phi), -jnp.sum(phi * mosaic.in_rows(e, HALF), axis=1)
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
                 total, vector = sums
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
-                x = frame.load_transposed(x_s.at[slot, worker])  # [HALF, C]
+                x = mosaic.load_transposed(x_s.at[slot, worker])  # [HALF, C]
                 if not of_rows:
-                    x = frame.keys(spec, x, worker * HALF, axis=0)
+                    x = feature_maps.keys(spec, x, worker * HALF, axis=0)
                 phi, added = map_queries(x, slot) if of_rows else map_keys(x, chunk)
                 (total,) = multiply((total, [(phi, y_s.at[slot])]))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -138,7 +127,7 @@ def whole_sums(
                 return total, vector + added
 
             nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-            start = frame.zeros(HALF, spec.V), nothing
+            start = mosaic.zeros(HALF, spec.V), nothing
             total, vector = lax.fori_loop(0, item.chunks, sum_chunk, start)
             of_piece = item.batch, head, item.piece
             rows = pl.ds((share * workers + worker) * HALF, HALF)
@@ -152,15 +141,15 @@ def whole_sums(
                 plgpu.copy_smem_to_gmem(total_s.at[worker], target)
             plgpu.copy_smem_to_gmem(vector_s.at[worker], vector_ref.at[(*of_piece, rows)])
 
-        @pl.when(frame.group() == workers)
+        @pl.when(mosaic.group() == workers)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, warpgroups)
             steps = deal.each(load_piece)
-            frame.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(free, steps, STAGES)
 
-        @pl.when(frame.group() < workers)
+        @pl.when(mosaic.group() < workers)
         def _sums() -> None:
-            frame.set_registers(frame.workers_registers(workers), warpgroups)
+            mosaic.set_registers(mosaic.workers_registers(workers), warpgroups)
             deal.each(sum_piece)
             plgpu.wait_smem_to_gmem(0)
 

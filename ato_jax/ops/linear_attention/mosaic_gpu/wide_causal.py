@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_walk import Role, wide_walk
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -18,7 +19,7 @@ State = tuple[jax.Array, jax.Array]
 
 def piece_sums(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     name: str,
     x: jax.Array,
     y: jax.Array,
@@ -32,7 +33,7 @@ def piece_sums(
 
 def output(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -45,7 +46,7 @@ def output(
 
 def query_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -58,7 +59,7 @@ def query_gradient(
     e is a quotient of what phi(q) as rounded makes. But inverse is multiplied by phi(q) before it
     is rounded: where all of a row are rounded alike, that would add up.
     """
-    length = frame.whole_chunks(spec.T)
+    length = mosaic.whole_chunks(spec.T)
     inverse = jnp.full((spec.B, spec.H, length), spec.scale, jnp.float32)
     e = jnp.zeros_like(inverse)
     if spec.normalize:
@@ -73,7 +74,7 @@ def query_gradient(
 
 def _rounded_over_unrounded(spec: LinearAttentionSpec, q: jax.Array, length: int) -> jax.Array:
     """The sum of each row's features as rounded over what it is unrounded, [B, H, length]."""
-    phi = frame.unrounded_features_of(q)
+    phi = feature_maps.unrounded_features_of(q)
     ratio = jnp.sum(jax.lax.reduce_precision(phi, 8, 7), axis=3) / jnp.sum(phi, axis=3)
     if spec.layout == "bthd":
         ratio = jnp.swapaxes(ratio, 1, 2)
@@ -82,7 +83,7 @@ def _rounded_over_unrounded(spec: LinearAttentionSpec, q: jax.Array, length: int
 
 def key_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -19,38 +19,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    BF16,
-    F32,
-    HALF,
-    OF_COLUMNS,
-    C,
-    Item,
-    load,
-    multiply,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def wide_key_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     k: jax.Array,
     v: jax.Array,
     r: jax.Array,
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
+    tiling = frame.tiling(spec)
     workers = spec.D // HALF
     warpgroups = workers + 1
     slots = 3 if workers > 3 else 6  # what R leaves room for
     scratch = dict(
-        x_s=shared(spec, slots, workers, C, HALF),
-        r_s=shared(spec, workers, HALF, spec.V),
+        x_s=tiling.shared(slots, workers, C, HALF),
+        r_s=tiling.shared(workers, HALF, spec.V),
         u_s=plgpu.SMEM((workers, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
@@ -80,7 +71,7 @@ def wide_key_gradient(
         r_loaded: Any,
         r_free: Any,
     ) -> None:
-        own = frame.group()
+        own = mosaic.group()
 
         def load_piece(item: Item) -> None:
             @pl.when(item.number > 0)
@@ -97,9 +88,9 @@ def wide_key_gradient(
                 for number, ref in enumerate((k_ref, v_ref)):
                     tile = 2 * (item.before + chunk) + number
                     slot = slot_of(tile, slots)
-                    frame.wait_until_free(free, tile, slots)
+                    mosaic.wait_until_free(free, tile, slots)
                     for block in range(workers):
-                        source = part(spec, ref, item, item.rows(chunk), item.head, block)
+                        source = tiling.part(ref, item, item.rows(chunk), item.head, block)
                         plgpu.copy_gmem_to_smem(source, x_s.at[slot, block], loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -126,11 +117,11 @@ def wide_key_gradient(
                 def write(slot: Any, found: jax.Array, ref: Any) -> None:
                     x_s.at[slot, own][...] = found.astype(BF16)
                     plgpu.commit_smem()
-                    target = part(spec, ref, item, item.rows(chunk), item.head, own)
+                    target = tiling.part(ref, item, item.rows(chunk), item.head, own)
                     plgpu.copy_smem_to_gmem(x_s.at[slot, own], target)
 
                 plgpu.barrier_wait(loaded.at[slot])
-                phi_k = frame.features_of(load(x_s.at[slot, own]))
+                phi_k = feature_maps.features_of(load(x_s.at[slot, own]))
                 x_s.at[slot, own][...] = phi_k
                 plgpu.commit_smem()
                 all_have(mapped)
@@ -139,12 +130,12 @@ def wide_key_gradient(
                     (x_s.at[slot, block], r_s.at[block, :, columns]) for block in range(workers)
                 ]
                 (dv,) = multiply(
-                    (frame.zeros(C, HALF), products), meanwhile=lambda: let_go(tile - 1)
+                    (mosaic.zeros(C, HALF), products), meanwhile=lambda: let_go(tile - 1)
                 )
                 all_have(k_multiplied)
                 write(slot, dv, dv_ref)
                 plgpu.barrier_wait(loaded.at[v_slot])
-                of_sum = frame.in_rows(load(u_s.at[own], OF_COLUMNS), C)
+                of_sum = mosaic.in_rows(load(u_s.at[own], OF_COLUMNS), C)
                 products = [
                     (x_s.at[v_slot, block], r_s.at[own, :, pl.ds(block * HALF, HALF)].T)
                     for block in range(workers)
@@ -158,14 +149,14 @@ def wide_key_gradient(
 
         @pl.when(own == workers)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, warpgroups)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(r_free)
-            frame.await_the_last(free, 2 * steps, slots)
+            mosaic.await_the_last(free, 2 * steps, slots)
 
         @pl.when(own < workers)
         def _gradients() -> None:
-            frame.set_registers(frame.workers_registers(workers), warpgroups)
+            mosaic.set_registers(mosaic.workers_registers(workers), warpgroups)
             steps = deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(free.at[slot_of(2 * steps - 1, slots)])

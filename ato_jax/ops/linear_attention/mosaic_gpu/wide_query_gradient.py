@@ -24,26 +24,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    BF16,
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    C,
-    Item,
-    load,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def wide_query_gradient(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     q: jax.Array,
     g: jax.Array,
     s: jax.Array,
@@ -52,15 +42,16 @@ def wide_query_gradient(
 ) -> tuple[jax.Array, ...]:
     """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32. Of
     s [B, G, F, V] in bfloat16, z [B, G, F] and least [B, G] in float32."""
+    tiling = frame.tiling(spec)
     group_size = spec.H // spec.G
     workers = spec.D // HALF
     warpgroups = workers + 1
     # Of q, and of g, which is there until the next chunk's product: what S leaves room for.
     q_slots, slots = (1, 2) if workers > 3 else (2, 4)
     scratch = dict(
-        q_s=shared(spec, q_slots, workers, C, HALF),
-        g_s=shared(spec, slots, workers, C, HALF),
-        s_s=shared(spec, workers, HALF, spec.V),
+        q_s=tiling.shared(q_slots, workers, C, HALF),
+        g_s=tiling.shared(slots, workers, C, HALF),
+        s_s=tiling.shared(workers, HALF, spec.V),
         # Of e and den; then of the first what is left of each row, inverse and e.
         parts_s=plgpu.SMEM((workers, 2, C), F32),
         q_loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
@@ -94,7 +85,7 @@ def wide_query_gradient(
         s_loaded: Any,
         s_free: Any,
     ) -> None:
-        own = frame.group()
+        own = mosaic.group()
 
         def load_piece(item: Item) -> None:
             of_head = item.batch, lax.div(item.head, group_size)
@@ -114,9 +105,9 @@ def wide_query_gradient(
                     (q_ref, q_s, q_slots, q_loaded, q_free),
                 ):
                     slot = slot_of(step, count)
-                    frame.wait_until_free(frees, step, count)
+                    mosaic.wait_until_free(frees, step, count)
                     for block in range(workers):
-                        source = part(spec, ref, item, rows, item.head, block)
+                        source = tiling.part(ref, item, rows, item.head, block)
                         plgpu.copy_gmem_to_smem(source, tiles.at[slot, block], barriers.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -128,7 +119,7 @@ def wide_query_gradient(
             def z() -> jax.Array:
                 """Read where it is needed: there are no registers to keep it in."""
                 of_own = z_ref.at[(*of_head, pl.ds(own * HALF, HALF))]
-                return frame.in_rows(load(of_own, OF_COLUMNS, optimized=False), C)
+                return mosaic.in_rows(load(of_own, OF_COLUMNS, optimized=False), C)
 
             def write_chunk(chunk: Any, _carry: None) -> None:
                 step = item.before + chunk
@@ -137,7 +128,7 @@ def wide_query_gradient(
 
                 def meanwhile() -> jax.Array:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
-                    phi_q = frame.unrounded_features_of(load(q_s.at[q_slot, own]))
+                    phi_q = feature_maps.unrounded_features_of(load(q_s.at[q_slot, own]))
                     plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                     plgpu.barrier_arrive(q_free.at[q_slot])
                     # The chunk before has been stored by now.
@@ -154,7 +145,7 @@ def wide_query_gradient(
                     (g_s.at[slot, block], s_s.at[own, :, pl.ds(block * HALF, HALF)].T)
                     for block in range(workers)
                 ]
-                G, phi_q = frame.multiply_while(products, (C, HALF), meanwhile)
+                G, phi_q = mosaic.multiply_while(products, (C, HALF), meanwhile)
                 if spec.normalize:
                     sums = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
                     for number, sum_of_own in enumerate(sums):
@@ -177,11 +168,11 @@ def wide_query_gradient(
                         for number, found in enumerate((inverse, e)):
                             parts_s.at[0, number][...] = found
 
-                    G = (G - frame.in_columns(e, HALF) * z()) * frame.in_columns(inverse, HALF)
+                    G = (G - mosaic.in_columns(e, HALF) * z()) * mosaic.in_columns(inverse, HALF)
                 own_dq[...] = (G * jnp.minimum(phi_q, 1.0)).astype(BF16)
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
-                plgpu.copy_smem_to_gmem(own_dq, part(spec, dq_ref, item, rows, item.head, own))
+                plgpu.copy_smem_to_gmem(own_dq, tiling.part(dq_ref, item, rows, item.head, own))
 
                 @pl.when(own == 0)
                 def _() -> None:
@@ -194,20 +185,20 @@ def wide_query_gradient(
 
         @pl.when(own == workers)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, warpgroups)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(s_free)
-            frame.await_the_last(free, steps, slots)
-            frame.await_the_last(q_free, steps, q_slots)
+            mosaic.await_the_last(free, steps, slots)
+            mosaic.await_the_last(q_free, steps, q_slots)
 
         @pl.when(own < workers)
         def _dq() -> None:
-            frame.set_registers(frame.workers_registers(workers), warpgroups)
+            mosaic.set_registers(mosaic.workers_registers(workers), warpgroups)
             steps = deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(free.at[slot_of(steps - 1, slots)])
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, frame.whole_chunks(spec.T)), F32)
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     out_type = (jax.ShapeDtypeStruct(q.shape, BF16), *([rows] * (2 * spec.normalize)))
     arrays = q, g, s, z, least
     found = frame.launch(

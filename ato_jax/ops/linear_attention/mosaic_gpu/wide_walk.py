@@ -39,23 +39,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import (
-    BF16,
-    F32,
-    FEATURES,
-    HALF,
-    MEMORY,
-    OF_COLUMNS,
-    OF_ROWS,
-    C,
-    Item,
-    load,
-    multiply,
-    part,
-    shared,
-    slot_of,
-)
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -81,7 +68,7 @@ def blocks_of_walk(spec: LinearAttentionSpec) -> int:
 
 def wide_walk(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     role: Role,
     x: jax.Array,
     y: jax.Array,
@@ -100,6 +87,7 @@ def wide_walk(
       reader: of the rows that read g, q or k, where these are not x.
       of_rows: inverse of DV; inverse and e of DQ and DK; [B, H, T up to a whole chunk] in float32.
     """
+    tiling = frame.tiling(spec)
     blocks, parts = spec.D // HALF, blocks_of_walk(spec)
     deal = dataclasses.replace(deal, heads=deal.heads * parts)
     group_size = spec.H // spec.G
@@ -113,10 +101,10 @@ def wide_walk(
     # What is found lies in the place of p, or of `reader`, until it is stored.
     p_slots = 2 if reader is None else 1
     scratch: dict[str, Any] = dict(
-        x_s=shared(spec, STAGES, C, spec.D),
-        y_s=shared(spec, STAGES, C, spec.D),
-        p_s=shared(spec, p_slots, 2, C, HALF),
-        t_s=shared(spec, 2, HALF, spec.D),
+        x_s=tiling.shared(STAGES, C, spec.D),
+        y_s=tiling.shared(STAGES, C, spec.D),
+        p_s=tiling.shared(p_slots, 2, C, HALF),
+        t_s=tiling.shared(2, HALF, spec.D),
     )
     # Behind all tiles, whose places begin at whole KB.
     barriers = dict(
@@ -137,7 +125,7 @@ def wide_walk(
     if by_values:
         barriers["mapped"] = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
     if reader is not None:
-        scratch["reader_s"] = shared(spec, 2, C, HALF)
+        scratch["reader_s"] = tiling.shared(2, C, HALF)
         barriers |= dict(
             reader_loaded=plgpu.Barrier(num_arrivals=2),
             reader_free=plgpu.Barrier(num_arrivals=2),
@@ -195,9 +183,7 @@ def wide_walk(
 
             for own in range(2):
                 columns = pl.ds(block_of(item, own) * HALF, HALF)
-                plgpu.copy_gmem_to_smem(
-                    t_ref.at[(*of_piece, columns)], t_s.at[own], start_loaded
-                )
+                plgpu.copy_gmem_to_smem(t_ref.at[(*of_piece, columns)], t_s.at[own], start_loaded)
                 if not by_values:
                     source = vector_ref.at[(*of_piece, columns)]
                     plgpu.copy_gmem_to_smem(source, z_of(own), start_loaded)
@@ -209,19 +195,17 @@ def wide_walk(
             def load_chunk(chunk: Any, _carry: None) -> None:
                 step, rows = item.before + chunk, rows_of(item, chunk)
                 slot, p_slot = slot_of(step, STAGES), slot_of(step, p_slots)
-                frame.wait_until_free(free, step, STAGES)
+                mosaic.wait_until_free(free, step, STAGES)
                 for ref, tiles, of_head in ((x_ref, x_s, head), (y_ref, y_s, kv_head)):
-                    source = part(spec, ref, item, rows, of_head)
+                    source = tiling.part(ref, item, rows, of_head)
                     plgpu.copy_gmem_to_smem(source, tiles.at[slot], loaded.at[slot])
-                frame.wait_until_free(p_free, step, p_slots)
+                mosaic.wait_until_free(p_free, step, p_slots)
                 for own in range(2):
-                    source = part(spec, p_ref, item, rows, kv_head, block_of(item, own))
+                    source = tiling.part(p_ref, item, rows, kv_head, block_of(item, own))
                     plgpu.copy_gmem_to_smem(source, p_s.at[p_slot, own], p_loaded.at[p_slot])
                 for number, ref in enumerate(row_refs):
                     source = ref.at[item.batch, head, rows]
-                    plgpu.copy_gmem_to_smem(
-                        source, row_of(p_slot, number), p_loaded.at[p_slot]
-                    )
+                    plgpu.copy_gmem_to_smem(source, row_of(p_slot, number), p_loaded.at[p_slot])
                 if reader is None:
                     return
 
@@ -230,7 +214,7 @@ def wide_walk(
                     plgpu.barrier_wait(reader_free)
 
                 for own in range(2):
-                    source = part(spec, reader_ref, item, rows, head, block_of(item, own))
+                    source = tiling.part(reader_ref, item, rows, head, block_of(item, own))
                     plgpu.copy_gmem_to_smem(source, reader_s.at[own], reader_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -253,13 +237,13 @@ def wide_walk(
                 for block in range(blocks):
                     columns = pl.ds(block * HALF, HALF)
                     own_x, own_y = (tiles.at[slot, :, columns] for tiles in (x_s, y_s))
-                    phi = frame.features_of(load(own_x))
+                    phi = feature_maps.features_of(load(own_x))
                     own_x[...] = phi
                     if normalizes:
-                        ahead = frame.in_rows(load(z_of(block), OF_COLUMNS), C)
+                        ahead = mosaic.in_rows(load(z_of(block), OF_COLUMNS), C)
                         den = den + jnp.sum(phi.astype(F32) * ahead, axis=1)
                     if inverse is None:
-                        frame.map_in_place(own_y)
+                        feature_maps.map_in_place(own_y)
                     else:
                         map_queries(own_y, inverse)
                 if normalizes:
@@ -271,7 +255,7 @@ def wide_walk(
                 totals = []
                 for block, total in enumerate(z):
                     own_y = y_s.at[slot, :, pl.ds(block * HALF, HALF)]
-                    phi = frame.load_transposed(own_y).astype(F32)
+                    phi = mosaic.load_transposed(own_y).astype(F32)
                     totals.append(total + jnp.sum(phi, axis=1))
                     z_of(block)[...] = totals[-1]
                 plgpu.commit_smem()
@@ -283,7 +267,7 @@ def wide_walk(
                 plgpu.barrier_arrive(start_free)
 
         def walk_piece(item: Item) -> None:
-            own = frame.group()
+            own = mosaic.group()
             head, block = head_of(item), block_of(item, own)
             own_t = t_s.at[own]
             plgpu.barrier_wait(start_loaded)
@@ -321,32 +305,32 @@ def wide_walk(
                     z_of(own)[...] = vector
                     plgpu.barrier_wait(p_loaded.at[p_slot])
                     if role is Role.DQ:
-                        frame.map_in_place(own_p)
+                        feature_maps.map_in_place(own_p)
                     else:
                         map_queries(own_p, load(row_of(p_slot, 0), OF_ROWS))
                     plgpu.commit_smem()
-                    added = frame.load_transposed(own_p).astype(F32)
+                    added = mosaic.load_transposed(own_p).astype(F32)
                     if role is Role.DK:
-                        added *= -frame.in_rows(load(row_of(p_slot, 1), OF_COLUMNS), HALF)
+                        added *= -mosaic.in_rows(load(row_of(p_slot, 1), OF_COLUMNS), HALF)
                     return vector + jnp.sum(added, axis=1)
 
                 plgpu.barrier_wait(mapped.at[slot] if by_values else loaded.at[slot])
-                w, vector = frame.multiply_while([(own_x, own_y.T)], (C, C), publish)
-                start = frame.zeros(C, HALF)
+                w, vector = mosaic.multiply_while([(own_x, own_y.T)], (C, C), publish)
+                start = mosaic.zeros(C, HALF)
                 if not by_values:
-                    start = frame.in_rows(load(z_of(own), OF_COLUMNS), C)
+                    start = mosaic.in_rows(load(z_of(own), OF_COLUMNS), C)
                 if role is Role.DQ:
-                    e = frame.in_columns(load(row_of(p_slot, 1), OF_ROWS), C)
+                    e = mosaic.in_columns(load(row_of(p_slot, 1), OF_ROWS), C)
                     w, start = w - e, -e * start
                 elif role is Role.DK:
-                    w = w - frame.in_rows(load(row_of(p_slot, 1), OF_COLUMNS), C)
-                i, j = frame.position(0), frame.position(1)
+                    w = w - mosaic.in_rows(load(row_of(p_slot, 1), OF_COLUMNS), C)
+                i, j = mosaic.position(0), mosaic.position(1)
                 w = jnp.where(i <= j if from_the_end else i >= j, w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(w)
-                weights = [frame.rounded(w)]
+                weights = [mosaic.rounded(w)]
                 if role in (Role.FLOW, Role.DQ, Role.DK):
-                    weights.append(frame.rounded(w - weights[0].astype(F32)))
+                    weights.append(mosaic.rounded(w - weights[0].astype(F32)))
                 if by_values:
                     plgpu.barrier_wait(p_loaded.at[p_slot])
                 products = [(own_x, own_t.T), *((own_w, own_p) for own_w in weights)]
@@ -361,9 +345,9 @@ def wide_walk(
                     of_pairs = sum(jnp.sum(own_w.astype(F32), axis=1) for own_w in weights)
                     den = load(den_of(slot), OF_ROWS) + of_pairs
                 if role is Role.DQ:
-                    factor = frame.in_columns(load(row_of(p_slot, 0), OF_ROWS), HALF)
+                    factor = mosaic.in_columns(load(row_of(p_slot, 0), OF_ROWS), HALF)
                 elif role is Role.OUT and spec.normalize:
-                    factor = frame.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                    factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
                 plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 plgpu.barrier_arrive(free.at[slot])
                 if reader is not None:
@@ -389,14 +373,14 @@ def wide_walk(
 
                     return tuple(T), vector
                 if not by_values:
-                    phi = frame.unrounded_features_of(load(kept))
+                    phi = feature_maps.unrounded_features_of(load(kept))
                     found = found * jnp.minimum(phi, 1.0)
                 kept[...] = found.astype(BF16)
                 plgpu.commit_smem()
 
                 @pl.when(is_own)
                 def _() -> None:
-                    target = part(spec, found_refs[0], item, rows, head, block)
+                    target = tiling.part(found_refs[0], item, rows, head, block)
                     plgpu.copy_smem_to_gmem(kept, target)
 
                 return tuple(T), vector
@@ -404,27 +388,27 @@ def wide_walk(
             lax.fori_loop(0, item.chunks, walk_chunk, (T, vector))
             plgpu.barrier_arrive(start_free)
 
-        @pl.when(frame.group() == MEMORY)
+        @pl.when(mosaic.group() == MEMORY)
         def _memory() -> None:
-            frame.set_registers(frame.MEMORY_REGISTERS, warpgroups)
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, warpgroups)
             steps = deal.each(load_piece)
             plgpu.barrier_wait(start_free)
-            frame.await_the_last(free, steps, STAGES)
-            frame.await_the_last(p_free, steps, p_slots)
+            mosaic.await_the_last(free, steps, STAGES)
+            mosaic.await_the_last(p_free, steps, p_slots)
             if reader is not None:
                 plgpu.barrier_wait(reader_free)
 
         if by_values:
 
-            @pl.when(frame.group() == FEATURES)
+            @pl.when(mosaic.group() == FEATURES)
             def _features() -> None:
-                frame.set_registers(FEATURES_REGISTERS)
+                mosaic.set_registers(FEATURES_REGISTERS, frame.WARPGROUPS)
                 deal.each(map_piece)
 
-        @pl.when(frame.group() < MEMORY)
+        @pl.when(mosaic.group() < MEMORY)
         def _own() -> None:
-            registers = OWN_REGISTERS if by_values else frame.workers_registers(2)
-            frame.set_registers(registers, warpgroups)
+            registers = OWN_REGISTERS if by_values else mosaic.workers_registers(2)
+            mosaic.set_registers(registers, warpgroups)
             steps = deal.each(walk_piece)
             if role is not Role.FLOW:
                 plgpu.wait_smem_to_gmem(0)
@@ -433,7 +417,7 @@ def wide_walk(
 
     arrays = [x, y, p, *state, *([] if reader is None else [reader]), *of_rows]
     heads = deal.heads // parts
-    length = frame.whole_chunks(spec.T)
+    length = mosaic.whole_chunks(spec.T)
     out_type: Any = jax.ShapeDtypeStruct(frame.sequence_shape(spec, heads), BF16)
     if role is Role.FLOW:
         out_type = (

@@ -1,0 +1,58 @@
+"""The kit that Hopper kernels are made of, for every op: nothing here knows one.
+
+    tiles      tiles in shared memory: their layouts, heads in tiles, loads and stores by TMA
+    products   WGMMA products, several in flight at once
+    schedule   items, pieces and chunks: what a persistent block works on
+    roles      warpgroups with a part of their own, and their registers
+    rings      slots and barriers whose arrival counts follow from the roles that use them
+    program    a program's roles, storage and outputs on the card, or interpreted
+
+`docs/architecture.md` has the whole picture on one page. Kernels say `mosaic.multiply`.
+"""
+
+from ato_jax.mosaic.products import ALIKE as ALIKE
+from ato_jax.mosaic.products import PARTS as PARTS
+from ato_jax.mosaic.products import in_parts as in_parts
+from ato_jax.mosaic.products import multiply as multiply
+from ato_jax.mosaic.products import multiply_while as multiply_while
+from ato_jax.mosaic.products import of_parts as of_parts
+from ato_jax.mosaic.program import Body as Body
+from ato_jax.mosaic.program import Flat as Flat
+from ato_jax.mosaic.program import Program as Program
+from ato_jax.mosaic.program import launch as launch
+from ato_jax.mosaic.rings import Array as Array
+from ato_jax.mosaic.rings import Buffer as Buffer
+from ato_jax.mosaic.rings import Ring as Ring
+from ato_jax.mosaic.rings import Signal as Signal
+from ato_jax.mosaic.rings import Storage as Storage
+from ato_jax.mosaic.rings import await_the_last as await_the_last
+from ato_jax.mosaic.rings import slot_of as slot_of
+from ato_jax.mosaic.rings import wait_until_free as wait_until_free
+from ato_jax.mosaic.roles import MEMORY_REGISTERS as MEMORY_REGISTERS
+from ato_jax.mosaic.roles import Role as Role
+from ato_jax.mosaic.roles import Roles as Roles
+from ato_jax.mosaic.roles import group as group
+from ato_jax.mosaic.roles import set_registers as set_registers
+from ato_jax.mosaic.roles import workers_registers as workers_registers
+from ato_jax.mosaic.schedule import Deal as Deal
+from ato_jax.mosaic.schedule import Item as Item
+from ato_jax.mosaic.schedule import in_turn as in_turn
+from ato_jax.mosaic.schedule import whole_chunks as whole_chunks
+from ato_jax.mosaic.tiles import BF16 as BF16
+from ato_jax.mosaic.tiles import F32 as F32
+from ato_jax.mosaic.tiles import HALF as HALF
+from ato_jax.mosaic.tiles import OF_COLUMNS as OF_COLUMNS
+from ato_jax.mosaic.tiles import OF_ROWS as OF_ROWS
+from ato_jax.mosaic.tiles import ROWS as ROWS
+from ato_jax.mosaic.tiles import TILE as TILE
+from ato_jax.mosaic.tiles import Tiling as Tiling
+from ato_jax.mosaic.tiles import in_columns as in_columns
+from ato_jax.mosaic.tiles import in_rows as in_rows
+from ato_jax.mosaic.tiles import load as load
+from ato_jax.mosaic.tiles import load_transposed as load_transposed
+from ato_jax.mosaic.tiles import ones as ones
+from ato_jax.mosaic.tiles import position as position
+from ato_jax.mosaic.tiles import rounded as rounded
+from ato_jax.mosaic.tiles import store_transposed as store_transposed
+from ato_jax.mosaic.tiles import times_rows as times_rows
+from ato_jax.mosaic.tiles import zeros as zeros

@@ -1,0 +1,162 @@
+"""Launches: a program over global arrays, on a Hopper card or interpreted.
+
+A `Program` says what a block runs: its storage, and its roles with their parts. `launch` also takes
+a `Flat` body, whose barriers are counted by hand: kernels that are not built of roles yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax.experimental import pallas as pl
+
+from ato_jax import device, meshes
+from ato_jax.mosaic.rings import Signal, Storage
+from ato_jax.mosaic.roles import Role, Roles
+from ato_jax.mosaic.schedule import Deal
+
+# What says how to interpret, from JAX 0.12 on.
+interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
+
+Body = Callable[..., None]
+
+
+class Runs(Protocol):
+    """What a block runs, over references to global arrays and to what was allocated."""
+
+    @property
+    def warpgroups(self) -> int: ...
+    def scratch(self) -> dict[str, Any]:
+        """What to allocate; it lies in the order of its names."""
+
+    def run(self, *refs: Any, **scratch: Any) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Roles with parts over storage.
+
+    Attributes:
+      roles: in the order of their warpgroups' numbers.
+      parts: each role with its part, in the order in which they are traced.
+      bind: (references to inputs and outputs, storage) to what each part is called with; then
+        comes the warpgroup's number, where the role is unrolled.
+    """
+
+    roles: Roles
+    storage: Storage
+    parts: Sequence[tuple[Role, Callable[..., None]]]
+    bind: Callable[[Sequence[Any], Any], Any]
+
+    @property
+    def warpgroups(self) -> int:
+        return self.roles.warpgroups
+
+    def _types(self) -> dict[str, Any]:
+        return self.storage.types(leave=Signal(tuple(self.roles)))
+
+    def scratch(self) -> dict[str, Any]:
+        return {f"_{n:03}": own for n, own in enumerate(self._types().values())}
+
+    def run(self, *refs: Any, **scratch: Any) -> None:
+        own = dict(zip(self._types(), (scratch[name] for name in sorted(scratch)), strict=True))
+        storage = self.storage.bound(own)
+        kernel = self.bind(refs, storage)
+        for role, part in self.parts:
+            self.roles.play(role, functools.partial(part, kernel))
+        storage.check()
+        _leave(own["leave"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A body with its own scratch."""
+
+    body: Body
+    types: dict[str, Any]
+    warpgroups: int
+
+    def scratch(self) -> dict[str, Any]:
+        return {**self.types, "left": plgpu.Barrier(num_arrivals=self.warpgroups)}
+
+    def run(self, *refs: Any, left: Any, **scratch: Any) -> None:
+        self.body(*refs, **scratch)
+        _leave(left)
+
+
+def _leave(barrier: Any) -> None:
+    """All of a block's warpgroups leave together: none while another still multiplies."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def launch(
+    name: str,
+    program: Runs,
+    deal: Deal,
+    out_type: Any,
+    arrays: Sequence[jax.Array | np.ndarray],
+    *,
+    own_barriers: bool = False,
+    rest: Runs | None = None,
+) -> Any:
+    """The kernel's outputs.
+
+    Args:
+      own_barriers: Pallas puts none of a warpgroup's barriers around loads and stores, so what a
+        product reads may be stored again only behind a `commit_smem` or a `wait_smem_to_gmem` that
+        follows the product.
+      rest: what writes the parts of the same outputs that `program` leaves.
+    """
+    arrays = meshes.varying_with(tuple(arrays), tuple(arrays))
+    interpreted = {"interpret": interpreter()} if device.interpreting() else {}
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=own_barriers,
+    )
+    of_mesh: Any = dict(
+        grid=(deal.blocks,),
+        grid_names=("block",),
+        num_threads=program.warpgroups,
+        thread_name="group",
+        kernel_name=name,
+    )
+
+    def write_rest(rest: Runs, outputs: Any) -> Any:
+        """`plgpu.kernel` takes no outputs that there are already."""
+
+        def scoped(*refs: Any) -> None:
+            inside = functools.partial(rest.run, *refs)
+            pl.run_scoped(inside, collective_axes="group", **rest.scratch())
+
+        kernel = pl.kernel(
+            scoped,
+            mesh=plgpu.Mesh(**of_mesh),
+            compiler_params=params,
+            name=of_mesh["kernel_name"],
+            **interpreted,
+        )
+        return pl.run_state(lambda targets: kernel(*arrays, *targets))(outputs)
+
+    with jax.enable_x64(False):  # rows are counted in 32 bits
+        kernel = plgpu.kernel(
+            program.run,
+            out_type=meshes.varying_with(out_type, arrays),
+            scratch_types=program.scratch(),
+            compiler_params=params,
+            **of_mesh,
+            **interpreted,
+        )
+        outputs = kernel(*arrays)
+        if rest is not None:
+            outputs = write_rest(rest, tuple(outputs))
+        # Which `plgpu.kernel` forgets.
+        return meshes.varying_with(outputs, arrays)

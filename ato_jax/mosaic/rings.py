@@ -1,0 +1,206 @@
+"""Shared memory and its barriers: who hands what to whom.
+
+A barrier completes once so many arrivals have come, and a wrong number is a deadlock or a race. So
+nobody writes the number: a `Signal` names the roles that arrive on it, and the buffers whose TMA
+copies do, and counts them. A `Ring` is slots with two signals: `produced`, when a slot's copies
+have landed, and `consumed`, when every role that reads the slot has let go of it. What is handed on
+within a slot (a role maps it in place, another multiplies it) is a signal of its own.
+
+    storage = Storage(q=Buffer(tiles), rows=Ring.of(4, filled=(q, k), readers=(FEATURES, VALUES)))
+
+`Storage` is declared outside of the kernel. Inside, the same class holds references: of a `Buffer`
+its array in shared memory, of signals and rings their barriers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.mosaic import roles
+from ato_jax.mosaic.roles import Role
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array in shared memory. `copies`: how many TMA copies fill it, or one slot of it."""
+
+    type: Any
+    copies: int = 1
+
+
+# What a field of `Storage` holds: declared, a `Buffer`; inside of the kernel, its reference.
+Array = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """A barrier for each of `slots`. A phase completes when all of `by` have arrived: each
+    warpgroup of a role, and each copy into a buffer."""
+
+    by: tuple[Role | Buffer, ...]
+    slots: int = 1
+    barrier: Any = None
+    used: set[Role | str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def arrivals(self) -> int:
+        return sum(one.warpgroups if isinstance(one, Role) else one.copies for one in self.by)
+
+    @property
+    def type(self) -> Any:
+        return plgpu.Barrier(num_arrivals=self.arrivals, num_barriers=self.slots)
+
+    @property
+    def at(self) -> Any:
+        """By slot: for copies, and for waits in turn."""
+        self.used.add("awaited")
+        return self.barrier.at
+
+    def _of(self, slot: Any) -> Any:
+        assert slot is not None or self.slots == 1, "a barrier of several slots is used by slot"
+        return self.barrier if slot is None else self.barrier.at[slot]
+
+    def arrive(self, slot: Any = None) -> None:
+        """This warpgroup's arrival."""
+        if (role := roles.playing.get()) is not None:
+            self.used.add(role)
+        plgpu.barrier_arrive(self._of(slot))
+
+    def wait(self, slot: Any = None) -> None:
+        """Every warpgroup that waits must wait for every phase, in order."""
+        self.used.add("awaited")
+        plgpu.barrier_wait(self._of(slot))
+
+    def check(self, name: str) -> None:
+        """Once all roles are traced: those that arrived are those that were declared. A signal that
+        nobody uses is none that could block."""
+        declared = {one for one in self.by if isinstance(one, Role)}
+        arrived = {one for one in self.used if isinstance(one, Role)}
+        if self.used and arrived != declared:
+            listed = [
+                ", ".join(sorted(role.name for role in found)) or "no role"
+                for found in (declared, arrived)
+            ]
+            raise ValueError(
+                f"barrier {name!r} counts arrivals of {listed[0]}, but {listed[1]} arrives on it"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots that are filled ahead of those who read them. Steps are counted across items; a step
+    takes the slot `step mod slots`."""
+
+    slots: int
+    produced: Signal
+    consumed: Signal
+
+    @classmethod
+    def of(
+        cls, slots: int, filled: Iterable[Role | Buffer | None], readers: Iterable[Role]
+    ) -> Ring:
+        """`filled`: the buffers whose copies, or the roles that, fill a slot; None for a buffer
+        that this kernel does not have. `readers`: the roles that let go of it."""
+        present = tuple(one for one in filled if one is not None)
+        return cls(slots, Signal(present, slots), Signal(tuple(readers), slots))
+
+    def slot(self, step: Any) -> Any:
+        return slot_of(step, self.slots)
+
+    def acquire(self, step: Any) -> None:
+        """Waits until the step's slot may be filled again."""
+        wait_until_free(self.consumed, step, self.slots)
+
+    def drain(self, steps: Any) -> None:
+        """After the last of `steps`: every phase of a barrier has to be awaited."""
+        await_the_last(self.consumed, steps, self.slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Base of a kernel's storage: a dataclass of `Array`, `Signal` and `Ring`, or None where the
+    kernel does not have it. Arrays lie in shared memory in the order of the fields.
+
+    `barriers`, where a kernel sets it, is the order in which barriers lie, by name, with "leave"
+    for the one at the end of a program; else they lie as the fields do. Order changes the text of
+    a kernel's module, and nothing else.
+    """
+
+    barriers: ClassVar[tuple[str, ...]] = ()
+
+    def signals(self) -> dict[str, Signal]:
+        """By name: that of the field, and for a ring that of its signal, too."""
+        found: dict[str, Signal] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Signal):
+                found[field.name] = value
+            elif isinstance(value, Ring):
+                found[f"{field.name}.consumed"] = value.consumed
+                found[f"{field.name}.produced"] = value.produced
+        return found
+
+    def buffers(self) -> dict[str, Buffer]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Buffer)}
+
+    def types(self, leave: Signal) -> dict[str, Any]:
+        """What to allocate, in order."""
+        signals = self.signals() | {"leave": leave}
+        if self.barriers:
+            missing = set(signals) - set(self.barriers)
+            assert not missing, f"{type(self).__name__}.barriers lacks {sorted(missing)}"
+            signals = {name: signals[name] for name in self.barriers if name in signals}
+        found = {name: buffer.type for name, buffer in self.buffers().items()}
+        return found | {name: signal.type for name, signal in signals.items()}
+
+    def bound(self, refs: Mapping[str, Any]) -> Self:
+        """This, with what was allocated, by the names of `types`."""
+
+        def signal(name: str, declared: Signal) -> Signal:
+            return dataclasses.replace(declared, barrier=refs[name], used=set())
+
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Buffer):
+                changes[field.name] = refs[field.name]
+            elif isinstance(value, Signal):
+                changes[field.name] = signal(field.name, value)
+            elif isinstance(value, Ring):
+                consumed = signal(f"{field.name}.consumed", value.consumed)
+                produced = signal(f"{field.name}.produced", value.produced)
+                changes[field.name] = Ring(value.slots, produced, consumed)
+        return dataclasses.replace(self, **changes)
+
+    def check(self) -> None:
+        for name, signal in self.signals().items():
+            signal.check(name)
+
+
+def slot_of(step: Any, slots: int) -> Any:
+    return lax.rem(step, slots)
+
+
+def wait_until_free(barriers: Any, step: Any, slots: int) -> None:
+    """Before a slot is filled again."""
+
+    @pl.when(step >= slots)
+    def _() -> None:
+        plgpu.barrier_wait(barriers.at[slot_of(step, slots)])
+
+
+def await_the_last(barriers: Any, steps: Any, slots: int) -> None:
+    """Every completion of a barrier has to be awaited."""
+
+    def one(step: Any, _: None) -> None:
+        plgpu.barrier_wait(barriers.at[slot_of(step, slots)])
+
+    lax.fori_loop(jnp.maximum(steps - slots, 0), steps, one, None)

@@ -1,0 +1,98 @@
+"""Roles: a block's warpgroups, each with a part of its own, and how registers are dealt to them.
+
+A role is declared once, with how many warpgroups play it; barriers count these (`rings.py`). Its
+part is a function of what the kernel has (`program.Program`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+from jax.experimental import pallas as pl
+
+# Registers of a thread of each warpgroup of a block, added up: 64 Ki registers, 128 threads each.
+REGISTERS = 512
+# Enough for a warpgroup that only starts TMA copies.
+MEMORY_REGISTERS = 24
+# What one thread may have, in eights.
+MOST_REGISTERS = 232
+
+group = functools.partial(lax.axis_index, "group")
+
+
+def registers_at_launch(warpgroups: int) -> int:
+    return REGISTERS // warpgroups // 8 * 8
+
+
+def set_registers(count: int, warpgroups: int) -> None:
+    """A launch gives the same number to each warpgroup, and these are what there is to deal, in
+    eights. To increase to fewer than a warpgroup has is an illegal instruction, as is to decrease
+    to more."""
+    increases = count > registers_at_launch(warpgroups)
+    plgpu.set_max_registers(count, action="increase" if increases else "decrease")
+
+
+def workers_registers(workers: int) -> int:
+    """Registers for each of so many warpgroups beside one that loads."""
+    dealt = (workers + 1) * registers_at_launch(workers + 1)
+    return min(MOST_REGISTERS, (dealt - MEMORY_REGISTERS) // workers // 8 * 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """`warpgroups` with the same part. `unrolled`: its code is made once for each of them, and its
+    part is given the warpgroup's number within the role as a Python int."""
+
+    name: str
+    registers: int
+    warpgroups: int = 1
+    unrolled: bool = False
+
+
+# The role whose part is being traced, for `rings.Signal` to compare with those declared.
+playing: contextvars.ContextVar[Role | None] = contextvars.ContextVar("playing", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """All roles of a block, in the order of their warpgroups' numbers."""
+
+    roles: tuple[Role, ...]
+
+    def __iter__(self) -> Iterator[Role]:
+        return iter(self.roles)
+
+    @property
+    def warpgroups(self) -> int:
+        return sum(role.warpgroups for role in self.roles)
+
+    def first(self, role: Role) -> int:
+        """The number of the role's first warpgroup."""
+        return sum(other.warpgroups for other in self.roles[: self.roles.index(role)])
+
+    def play(self, role: Role, part: Callable[..., None]) -> None:
+        """Traces the role's part, for its warpgroups alone."""
+        first, count = self.first(role), role.warpgroups
+
+        def one(*number: int) -> None:
+            token = playing.set(role)
+            try:
+                set_registers(role.registers, self.warpgroups)
+                part(*number)
+            finally:
+                playing.reset(token)
+
+        if role.unrolled:
+            for number in range(count):
+                pl.when(group() == first + number)(functools.partial(one, number))
+        elif count == 1:
+            pl.when(group() == first)(one)
+        elif first == 0:
+            pl.when(group() < count)(one)
+        else:
+            pl.when((group() >= first) & (group() < first + count))(one)

@@ -1,0 +1,110 @@
+"""What a block works on.
+
+A block stays on its multiprocessor (it is persistent) and takes items. An item is a piece of the
+sequence of one head, or of the two heads of a tile; it is walked chunk by chunk, of 64 rows each.
+Slots of rings are counted in steps: the chunks of all items that the block has had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.mosaic.roles import group
+from ato_jax.mosaic.tiles import ROWS
+
+
+class Item(NamedTuple):
+    """A piece of one head; where a tile is of two heads, of both, and `head` is the number of the
+    pair. `before` is how many chunks the block has had in earlier items."""
+
+    number: Any
+    batch: Any
+    head: Any
+    piece: Any
+    first_row: Any
+    chunks: Any
+    before: Any
+
+    def rows(self, chunk: Any) -> Any:
+        return pl.ds(self.first_row + chunk * ROWS, ROWS)
+
+    def rows_from_the_end(self, chunk: Any) -> Any:
+        return self.rows(self.chunks - 1 - chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """Which items each block takes: `pieces` of `rows` each, from row `first` on, of B sequences
+    of `length` rows with `heads` heads, or pairs of heads.
+
+    Heads lie side by side in memory: blocks that run at once have the same piece of several.
+    """
+
+    B: int
+    heads: int
+    length: int
+    rows: int
+    pieces: int
+    most_blocks: int
+    first: int = 0
+
+    @property
+    def items(self) -> int:
+        return self.pieces * self.B * self.heads
+
+    @property
+    def blocks(self) -> int:
+        return min(self.most_blocks, self.items)
+
+    @property
+    def own(self) -> Any:
+        """How many items this block takes."""
+        if self.items == self.blocks:
+            return 1
+        return lax.div(self.items - lax.axis_index("block") + (self.blocks - 1), self.blocks)
+
+    def each(self, do: Callable[[Item], None], takes: Callable[[Item], Any] | None = None) -> Any:
+        """Runs `do` for each item of this block, or for those that it `takes`; returns how many
+        chunks these had in all."""
+        block = lax.axis_index("block")
+        heads = self.B * self.heads
+
+        def one(number: Any, before: Any) -> Any:
+            item = block + number * self.blocks
+            piece, head = lax.div(item, heads), lax.rem(item, heads)
+            first_row = self.first + piece * self.rows
+            here = jnp.minimum(self.rows, self.length - first_row)
+            chunks = lax.div(here + (ROWS - 1), ROWS)
+            batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
+            found = Item(number, batch, head, piece, first_row, chunks, before)
+            if takes is None:
+                do(found)
+                return before + chunks
+            taken = takes(found)
+            pl.when(taken)(lambda: do(found))
+            return jnp.where(taken, before + chunks, before)
+
+        if self.items == self.blocks:
+            # Where there is no loop the compiler has more registers for what is in it.
+            return one(0, jnp.int32(0))
+        return lax.fori_loop(0, self.own, one, jnp.int32(0))
+
+
+def in_turn(item: Item, workers: int, do: Callable[[Any], None]) -> None:
+    """Runs `do` for each chunk of an item that falls to this one of `workers` warpgroups, which
+    take turns across items. Where the slots are a multiple of the workers, each slot belongs to
+    one warpgroup."""
+    first = lax.rem(group() + workers - lax.rem(item.before, workers), workers)
+    own = lax.div(item.chunks - first + (workers - 1), workers)
+    lax.fori_loop(0, own, lambda turn, _: do(first + turn * workers), None)
+
+
+def whole_chunks(length: int) -> int:
+    """The rows of a sequence, up to a whole chunk."""
+    return int(pl.cdiv(length, ROWS)) * ROWS

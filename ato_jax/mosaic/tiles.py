@@ -1,0 +1,195 @@
+"""Tiles: their layouts in registers and in shared memory, and how heads lie in them.
+
+A tile is [rows, columns] of a sequence of one head, or of two heads of 64 columns, whose tiles lie
+one behind the other. It has two halves of 64 columns: where it is of one head, the halves of its
+columns; where it is of two, these. TMA loads and stores tiles; a copy of a tile of two heads is two
+copies, with two arrivals on its barrier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+ROWS = 64  # of a tile: WGMMA's M
+HALF = 64  # columns of half a tile
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+TILE = plgpu.Layout.WGMMA
+OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
+# Before JAX 0.12 `load` takes an index; before 0.11 tiles are transposed in registers alone.
+_INDEX: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+_IN_REGISTERS = jax.__version_info__ < (0, 11)
+
+
+def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
+    """`optimized`: by wide loads, which shared memory allows."""
+    return plgpu.load(ref, *_INDEX, layout=layout, optimized=optimized)
+
+
+def load_transposed(ref: Any) -> jax.Array:
+    if _IN_REGISTERS:
+        return plgpu.layout_cast(load(ref.T, plgpu.Layout.WGMMA_TRANSPOSED), TILE)
+    return load(ref.T)
+
+
+def store_transposed(ref: Any, x: jax.Array) -> None:
+    x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED) if _IN_REGISTERS else x
+    ref.T[...] = x
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), F32), TILE)
+
+
+def ones(rows: int, columns: int, dtype: Any = BF16) -> jax.Array:
+    return plgpu.layout_cast(jnp.ones((rows, columns), dtype), TILE)
+
+
+def rounded(x: jax.Array, dtype: Any = BF16) -> jax.Array:
+    # Without the barrier each element would be converted there and back by itself, which is slow.
+    return lax.optimization_barrier(x.astype(dtype))
+
+
+def in_columns(rows: jax.Array, width: int) -> jax.Array:
+    """One number for each row, [rows], in all of its columns, [rows, width]."""
+    return lax.broadcast_in_dim(rows, (rows.shape[0], width), [0])
+
+
+def in_rows(columns: jax.Array, height: int) -> jax.Array:
+    """One number for each column, [columns], in all of its rows, [height, columns]."""
+    return lax.broadcast_in_dim(columns, (height, columns.shape[0]), [1])
+
+
+def position(axis: int) -> jax.Array:
+    """[64, 64]: each element's row, or its column."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, ROWS), dimension=axis, layout=TILE)
+
+
+def times_rows(ref: Any, factors: jax.Array) -> jax.Array:
+    """The transpose of a tile whose rows are multiplied by `factors` [rows], in registers."""
+    turned = load_transposed(ref).astype(F32)
+    return rounded(turned * in_rows(factors, turned.shape[0]), ref.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How one op's heads lie in tiles and in arrays in global memory.
+
+    Attributes:
+      layout: "bthd" or "bhtd", of the arrays.
+      columns: of a tile of one head; 128, or more where blocks of 64 columns are named by `half`.
+      width: of a head in global memory. Where it is less than `columns`, TMA fills the rest of a
+        tile with zeros and leaves it out of stores.
+      heads: 1 or 2, in a tile. Where 2, items count pairs of heads.
+      dtype: of tiles.
+    """
+
+    layout: str
+    columns: int
+    width: int
+    heads: int = 1
+    dtype: Any = BF16
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether tiles have columns beyond a head's, which TMA fills with zeros."""
+        return self.width < self.columns and self.heads == 1
+
+    def head_of(self, head: Any, half: Any) -> Any:
+        """The head, in global memory, whose columns half a tile has."""
+        return head if self.heads == 1 else 2 * head + half
+
+    def columns_of(self, half: Any) -> Any:
+        """Which of that head's columns these are."""
+        return self._columns(half * HALF if self.heads == 1 else 0, HALF)
+
+    def _columns(self, first: Any, count: int) -> Any:
+        if self.is_filled and isinstance(first, int):
+            # Slices that are statically out of bounds are rejected; with a traced start, TMA
+            # fills columns past the end with zeros.
+            first += 0 * lax.axis_index("block")
+        return pl.ds(first, count)
+
+    def part(self, ref: Any, item: Any, rows: Any, head: Any, half: Any = None) -> Any:
+        """Rows of a sequence in global memory, [rows, columns]; with `half`, 64 columns of them."""
+        columns: tuple[Any, ...] = ()
+        assert half is not None or self.heads == 1
+        if half is not None:
+            head, columns = self.head_of(head, half), (self.columns_of(half),)
+        elif self.is_filled:
+            columns = (self._columns(0, self.columns),)
+        if self.layout == "bthd":
+            return ref.at[(item.batch, rows, head, *columns)]
+        return ref.at[(item.batch, head, rows, *columns)]
+
+    def sequence_shape(self, batch: int, length: int, heads: int) -> tuple[int, ...]:
+        lengths = (length, heads) if self.layout == "bthd" else (heads, length)
+        return (batch, *lengths, self.width)
+
+    def shared(self, *shape: int, dtype: Any = None) -> Any:
+        """Room for tiles in shared memory, swizzled as TMA and WGMMA take them: in rows of as many
+        bytes as divide those of a head."""
+        dtype = self.dtype if dtype is None else dtype
+        size = jnp.dtype(dtype).itemsize
+        swizzle = 128 if dtype == F32 else math.gcd(128, size * self.width)
+        transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    def tiles(self, slots: int) -> Any:
+        """Tiles of 64 rows. Those of two heads lie apart, as TMA writes whole rows of a tile."""
+        return self.shared(slots, *((ROWS, self.columns) if self.heads == 1 else (2, ROWS, HALF)))
+
+    def half_of(self, tiles: Any, slot: Any, half: Any) -> Any:
+        """64 columns of one of `tiles`, [64, 64]."""
+        if self.heads == 1:
+            return tiles.at[slot, :, pl.ds(half * HALF, HALF)]
+        return tiles.at[slot, half]
+
+    def head_in(self, tiles: Any, slot: Any, half: Any) -> Any:
+        """All columns of one of `tiles` that belong to the same head as a half of it."""
+        return tiles.at[slot] if self.heads == 1 else tiles.at[slot, half]
+
+    def copy_tile(
+        self, ref: Any, item: Any, rows: Any, head: Any, tiles: Any, slot: Any, barriers: Any
+    ) -> None:
+        """Loads rows of a sequence into one of `tiles`: `heads` copies, and as many arrivals."""
+        for half in range(self.heads):
+            source = self.part(ref, item, rows, head, None if self.heads == 1 else half)
+            own = self.head_in(tiles, slot, half)
+            plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
+
+    def leave_tile(self, tiles: Any, slot: Any, ref: Any, item: Any, rows: Any, head: Any) -> None:
+        """Stores one of `tiles` to rows of a sequence."""
+        for half in range(self.heads):
+            target = self.part(ref, item, rows, head, None if self.heads == 1 else half)
+            plgpu.copy_smem_to_gmem(self.head_in(tiles, slot, half), target)
+
+    def by_heads(self, ref: Any) -> list[Any]:
+        """Rows, or a vector, as one part for each head of a tile: one lies behind the other."""
+        each = ref.shape[0] // self.heads
+        if self.heads == 1:
+            return [ref]
+        return [ref.at[pl.ds(n * each, each)] for n in range(self.heads)]
+
+    def rows_in(self, vectors: Any, slot: Any, half: Any) -> Any:
+        """One of `vectors`, for the head that half a tile belongs to, [64]."""
+        if self.heads == 1:
+            return vectors.at[slot]
+        return vectors.at[slot, pl.ds(half * ROWS, ROWS)]
+
+    def copy_vector(
+        self, ref: Any, item: Any, of_chunk: Any, vectors: Any, slot: Any, barriers: Any
+    ) -> None:
+        """Loads a chunk's part of an array [B, H, ..] into one of `vectors`: `heads` copies."""
+        for half, own in enumerate(self.by_heads(vectors.at[slot])):
+            source = ref.at[item.batch, self.head_of(item.head, half), of_chunk]
+            plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])

@@ -1,0 +1,105 @@
+"""A scalar decay within a chunk: what a kernel multiplies by, and when a chunk is steep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, is_steep
+
+
+class Gates(NamedTuple):
+    """Of a chunk, from shared memory: G up to its middle row and its last, and whether it is steep,
+    None where none is: one of its halves loses more than features in bfloat16 have room for.
+
+    In all other chunks keys carry exp2(G_m - G_j), their decay up to the middle, queries, or what
+    they get at the end, exp2(G_i - G_m), theirs since, and states are those that the middle sees:
+    so there is nothing between products that a decay would add. In a steep one neither carries any,
+    states are those of its start or, behind it, of its end, and pairs of rows are multiplied by
+    exp2(G_i - G_j).
+    """
+
+    ref: Any
+    middle: Any
+    last: Any
+    steep: Any
+
+    def of(self, layout: Any) -> jax.Array:
+        return mosaic.load(self.ref, layout)
+
+    def unless_steep(self, exponent: Any) -> Any:
+        return exponent if self.steep is None else jnp.where(self.steep, 0.0, exponent)
+
+    def either(self, when_steep: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        return otherwise() if self.steep is None else lax.cond(self.steep, when_steep, otherwise)
+
+    def if_steep(self, exponent: Any) -> Any:
+        """A factor of a steep chunk alone."""
+        return 1.0 if self.steep is None else jnp.exp2(jnp.where(self.steep, exponent, 0.0))
+
+    def since_middle(self) -> jax.Array:
+        """[C]: G_i - G_m, or 0 in a steep chunk."""
+        return self.unless_steep(self.of(mosaic.OF_ROWS) - self.middle)
+
+    def up_to_middle(self) -> jax.Array:
+        return self.unless_steep(self.middle - self.of(mosaic.OF_ROWS))
+
+    def to_middle(self) -> Any:
+        """What is left of a state at the start when the middle sees it."""
+        return jnp.exp2(self.unless_steep(self.middle))
+
+    def from_middle(self) -> Any:
+        return jnp.exp2(self.unless_steep(self.last - self.middle))
+
+    def of_pairs(self, queries: int) -> jax.Array:
+        """In a steep chunk exp2(G_i - G_j), queries along this axis; where a key is not seen
+        infinite, perhaps."""
+        rows, columns = (
+            mosaic.in_columns(self.of(mosaic.OF_ROWS), C),
+            mosaic.in_rows(self.of(mosaic.OF_COLUMNS), C),
+        )
+        return self.if_steep(columns - rows if queries else rows - columns)
+
+    def left(self, layout: Any) -> jax.Array:
+        """[C]: what is left of each key at the end of a steep chunk."""
+        return self.if_steep(self.last - self.of(layout))
+
+
+def gates_of(ref: Any, some_steep: bool = True) -> Gates:
+    middle, last = ref[C // 2 - 1], ref[C - 1]
+    return Gates(ref, middle, last, is_steep(middle, last) if some_steep else None)
+
+
+def takes_pieces(
+    steep_ref: Any, some_steep: bool, group_size: int = 1
+) -> Callable[[mosaic.Item], Any] | None:
+    """Those of which some chunk is steep, or those of which none is; without gates all. So many
+    heads of an item have the same gates."""
+    if steep_ref is None:
+        return None
+
+    def takes(item: mosaic.Item) -> Any:
+        some = steep_ref[item.batch, lax.div(item.head, group_size), item.piece] != 0
+        return some if some_steep else ~some
+
+    return takes
+
+
+def each_chunk(steep_ref: Any, item: mosaic.Item, head: Any, loop: Callable[[bool], None]) -> None:
+    """`loop` goes through an item's chunks, of which some may be steep or none is. These are two
+    loops, since what a steep one needs would cost all others registers."""
+    if steep_ref is None:
+        return loop(False)
+    some = steep_ref[item.batch, head, item.piece] != 0
+    return lax.cond(some, lambda: loop(True), lambda: loop(False))
+
+
+def times_squares(x: jax.Array, roots: jax.Array) -> jax.Array:
+    """Each row times a number's square, which may be less than float32 holds."""
+    factors = mosaic.in_columns(roots, x.shape[1])
+    return x * factors * factors

@@ -1,0 +1,240 @@
+"""The roles DV and DK of `key_gradient.py`: the gradients of each chunk's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E, C
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
+
+
+def from_here() -> jax.Array:
+    """[j, i] and [t, i]: where the row is not behind the column."""
+    return mosaic.position(1) >= mosaic.position(0)
+
+
+def seen(x: jax.Array) -> jax.Array:
+    """x [j, i] where query i sees key j, else 0."""
+    x = jnp.where(from_here(), x, 0.0)
+    # Rounded in pairs: behind the choice each would be by itself.
+    return lax.optimization_barrier(x)
+
+
+def values(walk: Walk) -> None:
+    """Makes dv."""
+    if walk.some_steep:
+        # Not made where it is multiplied: as a factor in registers, the same in all chunks, half of
+        # its rows were not there yet in a piece's first one.
+        walk.own.before[...] = jnp.where(from_here(), 0.0, 1.0).astype(BF16)
+        plgpu.commit_smem()
+    store_each(walk, values_chunk, DV, walk.arrays.dv)
+
+
+def keys(walk: Walk) -> None:
+    """Makes dk."""
+    store_each(walk, keys_chunk, DK, walk.arrays.dk)
+
+
+def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> None:
+    """Stores what `one` makes of each chunk, DV or DK; and with a decay its flow [64]."""
+    own, tiling = walk.own, walk.tiling
+
+    def walk_piece(item: Item) -> None:
+        def walk_chunk(chunk: Any, _: None) -> None:
+            step = item.before + chunk
+            slots = own.rows.slot(step), own.keys.slot(step)
+            found, own_flows = one(walk, *slots)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for target, x in zip(walk.in_heads(own.out, number), found, strict=True):
+                target[...] = x.astype(BF16)
+            flow_rows = tiling.by_heads(own.flows.at[number]) if walk.gated else []
+            for target, flow in zip(flow_rows, own_flows, strict=True):
+                target[...] = flow
+            plgpu.commit_smem()
+            rows = item.rows_from_the_end(chunk)
+            tiling.leave_tile(own.out, number, ref, item, rows, item.head)
+            for source, head in zip(flow_rows, walk.heads_of(item), strict=False):
+                target = walk.arrays.flows[number].at[item.batch, head, rows]
+                plgpu.copy_smem_to_gmem(source, target)
+
+        lax.fori_loop(0, item.chunks, walk_chunk, None)
+
+    walk.each(walk_piece)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
+    """dv of each head [64, V], and with a decay I(t) of a steep chunk."""
+    own, spec, tiling = walk.own, walk.spec, walk.tiling
+    own.keys.produced.wait(k_slot)
+    tiles = walk.in_heads(own.k, k_slot)
+    xs = [feature_maps.keys(spec, load(tile)) for tile in tiles]
+    gates: list[Any] = []
+    if walk.gated:
+        own.mapped.wait(slot)
+        gates = walk.gates_in(slot)
+        phi_k = [
+            feature_maps.decayed_features_of(x, of_head.up_to_middle())
+            for x, of_head in zip(xs, gates, strict=True)
+        ]
+        for tile, phi in zip(tiles, phi_k, strict=True):
+            tile[...] = phi
+        plgpu.commit_smem()
+        assert own.keys_mapped is not None
+        own.keys_mapped.arrive(k_slot)
+        own.keys.consumed.arrive(k_slot)
+    else:
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        own.keys.consumed.arrive(k_slot)
+        phi_k = [feature_maps.features_of(x) for x in xs]
+        own.mapped.wait(slot)
+    pairs = zip(phi_k, walk.in_heads(own.q, slot), strict=True)
+    a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
+    own_flows = []
+    for n, of_head in enumerate(gates):
+        if not walk.some_steep:
+            own_flows.append(plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS))
+            continue
+        own_flows.append(jnp.where(of_head.steep, inside_flow(walk, n, a[n]), 0.0))
+        left = mosaic.in_columns(of_head.left(OF_ROWS), spec.F)
+        a[n] *= of_head.of_pairs(queries=1)
+        phi_k[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
+    if walk.gated:
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    weights = [mosaic.rounded(seen(of_head)) for of_head in a]
+    own.state.produced.wait()
+    factors = zip(phi_k, tiling.by_heads(own.r), weights, walk.in_heads(own.g, slot), strict=True)
+    dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
+    own.state.consumed.arrive()
+    own.rows.consumed.arrive(slot)
+    return dv, own_flows
+
+
+def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
+    """I(t) [64] of a steep chunk, of a as it was multiplied: what it lacks of the decay b has."""
+    own = walk.own
+    assert own.pairs_ring is not None
+    parts = [walk.tiling.half_of(own.out, DV, part) for part in range(walk.pairs_parts)]
+    own.pairs_ring.produced.wait()
+    m = seen(a) * sum(load(own.pairs.at[n, part]).astype(F32) for part in range(walk.pairs_parts))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for part in parts:
+        rounded = mosaic.rounded(m)
+        part[...] = rounded
+        m = m - rounded.astype(F32)
+    plgpu.commit_smem()
+    own.pairs_ring.consumed.arrive()
+    (across,) = multiply((mosaic.zeros(C, C), [(own.before, part) for part in parts]))  # [t, i]
+    return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
+
+
+def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
+    """dk of each head [64, F], and with a decay the flow of its keys."""
+    own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
+    own.mapped.wait(slot)
+    queries, vs = walk.in_heads(own.q, slot), walk.in_heads(own.v, k_slot)
+    es = [load(rows, OF_COLUMNS) for rows in tiling.by_heads(own.e.at[slot])]
+    own.keys.produced.wait(k_slot)
+    if walk.some_steep and own.keys_mapped is not None:
+        own.keys_mapped.wait(k_slot)
+    found = pairs_of(walk, slot, vs, es)
+    gates: list[Any] = [None] * heads
+    if walk.gated:
+        gates = walk.gates_in(slot)
+    slopes: list[Any] = [
+        jnp.exp2(of_head.up_to_middle()) if walk.gated else None for of_head in gates
+    ]
+    own.state.produced.wait()
+    states, tiles = tiling.by_heads(own.r), walk.in_heads(own.k, k_slot)
+    of_others = [mosaic.in_rows(load(u, OF_COLUMNS), C) for u in tiling.by_heads(own.u)]
+    plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
+    reads: list[jax.Array] = []
+    if walk.some_steep:
+        dk = []
+        for n in range(heads):
+            state_read = of_others[n], [(vs[n], states[n])]
+            one, read = keys_one_by_one(
+                walk, n, gates[n], found[n], state_read, tiles[n], queries[n]
+            )
+            dk.append(one)
+            reads.append(read)
+    else:
+        dk = list(
+            multiply(
+                *(
+                    (of_others[n], [(vs[n], states[n]), *((b, queries[n]) for b in both)])
+                    for n, both in enumerate(parts_of(seen(b)) for b in found)
+                )
+            )
+        )
+    own.state.consumed.arrive()
+    own.rows.consumed.arrive(slot)
+    if walk.gated and not walk.some_steep and own.keys_mapped is not None:
+        own.keys_mapped.wait(k_slot)
+    own_flows = []
+    for n, (tile, slope) in enumerate(zip(tiles, slopes, strict=True)):
+        x = load(tile).astype(F32)
+        if walk.gated:  # phi(k), of which the derivative is the smaller of it and 1
+            flow = jnp.sum(x * dk[n], axis=1)
+            if walk.some_steep:
+                flow = jnp.where(gates[n].steep, reads[n], flow)
+            own_flows.append(flow)
+            dk[n] *= jnp.minimum(x, mosaic.in_columns(slope, spec.F))
+        else:
+            dk[n] *= jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)
+    plgpu.commit_smem()
+    own.keys.consumed.arrive(k_slot)
+    return dk, own_flows
+
+
+def pairs_of(walk: Walk, slot: Any, vs: list[Any], es: list[jax.Array]) -> list[jax.Array]:
+    """v_j . g_i - e_i of each head, [64, 64] at [j, i]."""
+    minus_e = [mosaic.in_rows(-e, C) for e in es]
+    starts = [mosaic.zeros(C, C)] * walk.heads if walk.rounds_b else minus_e
+    pairs = zip(starts, vs, walk.in_heads(walk.own.g, slot), strict=True)
+    found = list(multiply(*((start, [(v, g.T)]) for start, v, g in pairs)))
+    if walk.rounds_b:
+        found = [mosaic.rounded(own).astype(F32) + e for own, e in zip(found, minus_e, strict=True)]
+    return found
+
+
+def parts_of(b: jax.Array) -> list[jax.Array]:
+    """Rounded, and what that leaves off."""
+    rounded = mosaic.rounded(b)
+    return [rounded, mosaic.rounded(b - rounded.astype(F32))]
+
+
+def keys_one_by_one(
+    walk: Walk,
+    n: int,
+    gates: chunk_decay.Gates,
+    b: jax.Array,
+    state_read: Any,
+    tile: Any,
+    queries: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """dk of head n without phi's derivative [64, F], and A [64], where the chunk may be steep."""
+    own = walk.own
+    assert own.pairs_ring is not None
+    parts = [own.pairs.at[n, number] for number in range(2)]
+    b = seen(b * gates.of_pairs(queries=1))
+    for ref, part in zip(parts, parts_of(b), strict=True):
+        ref[...] = part
+    plgpu.commit_smem()
+    own.pairs_ring.produced.arrive()
+    (read,) = multiply(state_read)
+    read *= mosaic.in_columns(gates.left(OF_ROWS), walk.spec.F)
+    flow = jnp.sum(load(tile).astype(F32) * read, axis=1)
+    (read,) = multiply((read, [(part, queries) for part in parts]))
+    plgpu.commit_smem()
+    own.pairs_ring.consumed.wait()
+    return read, flow

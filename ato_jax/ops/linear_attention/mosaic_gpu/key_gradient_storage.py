@@ -1,0 +1,203 @@
+"""The storage of `key_gradient.py`: what lies in shared memory, and who hands what to whom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import rounds_pairs
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Slots of q, g, inverse and e; and of k and v.
+STAGES, K_STAGES = 2, 2
+# Registers of DV, DK and STATE, by heads in a tile: two have half as much of a state, and twice as
+# many pairs of rows.
+REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
+DV, DK = 0, 1  # warpgroups, and what they store of `out` and `flows`
+
+
+class Cast(NamedTuple):
+    """The roles, in the order of their warpgroups' numbers."""
+
+    dv: Role
+    dk: Role
+    memory: Role
+    state: Role
+
+
+def cast_of(heads: int) -> Cast:
+    dv, dk, state = REGISTERS[heads]
+    memory = Role("memory", mosaic.MEMORY_REGISTERS)
+    return Cast(Role("dv", dv), Role("dk", dk), memory, Role("state", state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    before: Array  # [64, 64] at [t, j] 1 where j < t; for steep chunks
+    e: Array  # [STAGES, heads * 64] float32
+    flows: Array  # [2, heads * 64] float32: what dv and dk leave for the gradient of a decay
+    g: Array  # [STAGES, 64, V], or two heads of [64, 64]
+    gates: Array  # [STAGES, heads * 64] float32
+    inverse: Array  # [STAGES, heads * 64] float32
+    k: Array  # [K_STAGES, 64, F], or two heads of [64, 64]
+    minus_e: Array  # [heads, 8, 64] -e, half of the rows rounded, half what that left off
+    out: Array  # [2, 64, V] dv and dk, or two heads of [64, 64] each
+    pairs: Array  # [heads, 2, 64, 64] b of a steep chunk, rounded, and what that left off
+    q: Array  # as g
+    r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
+    u: Array  # [F] float32
+    u_start: Array  # [F] float32: u behind the piece
+    v: Array  # as k
+    rows: Ring  # of q, g, inverse, e and gates
+    keys: Ring  # of k and v
+    state: Ring  # of r and u
+    pairs_ring: Ring | None
+    mapped: Signal  # phi' and -e lie in the slot
+    keys_mapped: Signal | None  # phi(k) lies in k's place
+    start: Signal  # r and u_start of a piece have landed
+
+    barriers = (
+        "rows.consumed",
+        "keys.consumed",
+        "keys.produced",
+        "keys_mapped",
+        "leave",
+        "rows.produced",
+        "mapped",
+        "pairs_ring.consumed",
+        "pairs_ring.produced",
+        "state.consumed",
+        "state.produced",
+        "start",
+    )
+
+
+def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
+    tiling, gated = frame.tiling(spec), spec.decay is not None
+    heads, shared = tiling.heads, tiling.shared
+    cast = cast_of(heads)
+
+    def of_rows() -> Buffer:
+        return Buffer(tiling.tiles(STAGES), copies=heads)
+
+    def of_keys() -> Buffer:
+        return Buffer(tiling.tiles(K_STAGES), copies=heads)
+
+    def vectors() -> Buffer:
+        return Buffer(plgpu.SMEM((STAGES, heads * C), F32), copies=heads)
+
+    q, g, e, inverse = of_rows(), of_rows(), vectors(), vectors()
+    k, v = of_keys(), of_keys()
+    gates = vectors() if gated else None
+    r = Buffer(shared(V, spec.F), copies=heads)
+    u_start = Buffer(plgpu.SMEM((F,), F32), copies=heads)
+    return Storage(
+        before=Buffer(shared(C, C)) if some_steep else None,
+        e=e,
+        flows=Buffer(plgpu.SMEM((2, heads * C), F32)) if gated else None,
+        g=g,
+        gates=gates,
+        inverse=inverse,
+        k=k,
+        minus_e=Buffer(shared(heads, ALIKE, C)),
+        out=Buffer(tiling.tiles(2)),
+        pairs=Buffer(shared(heads, 2, C, C)) if some_steep else None,
+        q=q,
+        r=r,
+        u=Buffer(plgpu.SMEM((F,), F32)),
+        u_start=u_start,
+        v=v,
+        rows=Ring.of(STAGES, (q, g, inverse, e, gates), (cast.state, cast.dv, cast.dk)),
+        keys=Ring.of(K_STAGES, (k, v), (cast.dv, cast.dk)),
+        state=Ring.of(1, (cast.state,), (cast.dv, cast.dk)),
+        pairs_ring=Ring.of(1, (cast.dk,), (cast.dv,)) if some_steep else None,
+        mapped=Signal((cast.state,), STAGES),
+        keys_mapped=Signal((cast.dv,), K_STAGES) if gated else None,
+        start=Signal((r, u_start)),
+    )
+
+
+class Arrays(NamedTuple):
+    """In global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    inverse: Any
+    e: Any
+    r: Any
+    u: Any
+    gates: Any = None
+    steep: Any = None
+    dk: Any = None
+    dv: Any = None
+    flows: Sequence[Any] = ()  # with a decay: I(t), A_j, R and u
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage. With a decay,
+    `some_steep` says whether it walks pieces of which some chunk is steep, or all others."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    some_steep: bool
+    arrays: Arrays
+    own: Storage
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def gated(self) -> bool:
+        return self.spec.decay is not None
+
+    @property
+    def heads(self) -> int:
+        return self.tiling.heads
+
+    @property
+    def rounds_b(self) -> bool:
+        """Whether v_j . g_i is rounded, as in the walk over queries."""
+        return rounds_pairs(self.spec, self.some_steep)
+
+    @property
+    def pairs_parts(self) -> int:
+        """In how many parts a b is multiplied, for the gradient of the decays: rounded; and what
+        that left off, where it is one sum over all steps, which may cancel."""
+        return 2 if self.spec.decay == "head" else 1
+
+    def each(self, do: Callable[[Item], None]) -> Any:
+        takes = chunk_decay.takes_pieces(self.arrays.steep, self.some_steep)
+        return self.deal.each(do, takes=takes)
+
+    def heads_of(self, item: Item) -> list[Any]:
+        """Their numbers, in global memory."""
+        return [self.tiling.head_of(item.head, head) for head in range(self.heads)]
+
+    def in_heads(self, tiles: Any, slot: Any) -> list[Any]:
+        """A slot's tile of each head."""
+        return [self.tiling.head_in(tiles, slot, head) for head in range(self.heads)]
+
+    def gates_in(self, slot: Any) -> list[chunk_decay.Gates]:
+        of_heads = self.tiling.by_heads(self.own.gates.at[slot])
+        return [chunk_decay.gates_of(own, self.some_steep) for own in of_heads]
+
+    def parts_of_r(self) -> list[list[Any]]:
+        """R of each head; with a decay, of 128 columns in two parts, as there are no registers to
+        multiply it whole."""
+        r = self.own.r
+        if self.heads == 1 and not self.gated:
+            return [[r]]
+        halves = [r.at[pl.ds(half * HALF, HALF)] for half in range(2)]
+        return [halves] if self.heads == 1 else [[half] for half in halves]
