@@ -18,7 +18,7 @@ import pytest
 
 from ato_jax import UnsupportedError
 from ato_jax.ops.attention.triton.pairs import Pairs
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay
 from tests import aot, covering
 from tests.covering import ATTENTION, DECODE, LINEAR_ATTENTION, MOSAIC, STEP, Row, Space
 
@@ -151,10 +151,10 @@ def test_a_planted_fault_in_a_rare_branch_of_triton(monkeypatch: pytest.MonkeyPa
 def test_a_planted_fault_in_a_rare_branch_of_mosaic_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An integer in place of a float32, in chunks that a gate for each step makes steep."""
 
-    def planted(self: frame.Gates, exponent: Any) -> Any:
+    def planted(self: chunk_decay.Gates, exponent: Any) -> Any:
         return exponent if self.steep is None else jax.lax.select(self.steep, 0, exponent)
 
-    monkeypatch.setattr(frame.Gates, "unless_steep", planted)
+    monkeypatch.setattr(chunk_decay.Gates, "unless_steep", planted)
     rows = [(n, row) for n, row in enumerate(covering.rows(MOSAIC)) if row["decay"] == "step"]
     (found,) = failures(lambda row: covering.lower(MOSAIC, row), rows[:1])
     assert "same dtypes, got float32, int32" in found
