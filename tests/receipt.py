@@ -79,6 +79,8 @@ APART = {
 # The kit for Triton, and the parts whose kernels are made of it.
 KIT = "ato_jax/triton/*.py"
 MADE_OF_THE_KIT = ("linear_attention", "mosaic_gpu")
+# The kit of Hopper kernels.
+HOPPER_KIT = "ato_jax/mosaic/*.py"
 # Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
     "decode_attention": ("attention", "attention/triton/paged*.py"),
@@ -119,6 +121,7 @@ def source_files(part: str) -> list[Path]:
     folder, *names = APART.get(below, (below, *SOURCES_OF_AN_OP))
     patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in names)]
     patterns += [KIT] if below in MADE_OF_THE_KIT else []
+    patterns += [HOPPER_KIT] if below == "mosaic_gpu" else []
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 
