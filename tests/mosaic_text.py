@@ -16,6 +16,7 @@ Nothing is compiled and nothing is run: this needs no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -30,7 +31,12 @@ from jax.extend.mlir import ir
 
 from ato_jax import device
 from ato_jax.ops.linear_attention import api, mosaic_gpu
-from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Residuals,
+)
 from tests import aot
 
 RECORD = Path(__file__).parent / "mosaic_text.json"
@@ -99,8 +105,15 @@ CASES = [
 ]
 
 
-def lower(case: Case) -> jax.stages.Lowered:
-    """The case for a Hopper card, which need not be there."""
+def on_hopper() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is lowered for CUDA is for a Hopper card, which need not be there."""
+    kind = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def arrays_of(case: Case) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """q, k, v and the options that are arrays, by their shapes."""
     S = case.S or case.T
     rows: Any = (case.B, S, case.G) if case.layout == "bthd" else (case.B, case.G, S)
     queries = (case.B, case.T, case.H) if case.layout == "bthd" else (case.B, case.H, case.T)
@@ -115,7 +128,12 @@ def lower(case: Case) -> jax.stages.Lowered:
         of_state = case.B, case.G, case.D, case.D
         kv, k_sum = (jax.ShapeDtypeStruct(of_state[:n], jnp.float32) for n in (4, 3))
         options["initial_state"] = LinearState(kv, k_sum)
-    found: list[Any] = []
+    q, k, v = arrays
+    return q, k, v, options
+
+
+def spec_of(case: Case) -> LinearAttentionSpec:
+    found: list[LinearAttentionSpec] = []
 
     def prepared(q: Any, k: Any, v: Any, options: Any) -> None:
         found.append(
@@ -131,8 +149,13 @@ def lower(case: Case) -> jax.stages.Lowered:
             ).spec
         )
 
-    jax.eval_shape(prepared, *arrays, options)
+    jax.eval_shape(prepared, *arrays_of(case))
     (spec,) = found
+    return spec
+
+
+def lower(case: Case) -> jax.stages.Lowered:
+    spec = spec_of(case)
     for phase in ("forward", "backward")[: 1 + case.gradients]:
         if reason := mosaic_gpu.unsupported(spec, phase):
             raise ValueError(f"{case.name}, {phase}: mosaic_gpu {reason}")
@@ -146,10 +169,8 @@ def lower(case: Case) -> jax.stages.Lowered:
         residuals = Residuals(inputs, kept)
         return mosaic_gpu.backward(spec, config, residuals, kept.plain(), _nothing)
 
-    kind = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(call).trace(*arrays, options).lower(lowering_platforms=("cuda",))
+    with on_hopper():
+        return jax.jit(call).trace(*arrays_of(case)).lower(lowering_platforms=("cuda",))
 
 
 def _nothing(_spec: Any, residuals: Residuals, _cotangents: Any) -> Inputs:
@@ -183,17 +204,21 @@ def hashes_of(case: Case) -> list[str]:
     return [f"{name} {hash_of(text)}" for name, text in modules_of(lower(case))]
 
 
-def recorded() -> dict[str, list[str]] | None:
-    """By case, of the JAX that is installed; None where this version is not in the record."""
-    everything = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    found: dict[str, list[str]] | None = everything.get(jax.__version__)
+def everything() -> dict[str, dict[str, list[str]]]:
+    """The record, by JAX version and case."""
+    found: dict[str, dict[str, list[str]]] = json.loads(RECORD.read_text())
     return found
 
 
+def recorded() -> dict[str, list[str]] | None:
+    """By case, of the JAX that is installed; None where this version is not in the record."""
+    return everything().get(jax.__version__)
+
+
 def write(found: dict[str, list[str]]) -> None:
-    everything = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    everything[jax.__version__] = everything.get(jax.__version__, {}) | found
-    RECORD.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+    record = everything()
+    record[jax.__version__] = record.get(jax.__version__, {}) | found
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> int:

@@ -1,0 +1,179 @@
+"""The kit of Hopper kernels: derived arrivals, roles, storage; and that kernels lower to the same
+module text as before."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
+from ato_jax.ops.linear_attention.mosaic_gpu import key_gradient_storage, output
+from tests import mosaic_text
+
+LOADS = Role("loads", registers=24)
+WORKS = Role("works", registers=160, warpgroups=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    x: Array  # [2, 64]
+    y: Array  # [64], or None
+    rows: Ring
+    done: Signal
+
+
+def storage(by: tuple[Role, ...] = (WORKS,)) -> Storage:
+    x = Buffer(plgpu.SMEM((2, 64), F32), copies=3)
+    return Storage(x, None, Ring.of(2, (x, None), (WORKS,)), Signal(by))
+
+
+def test_arrivals_follow_from_roles_and_copies() -> None:
+    own = storage((LOADS, WORKS))
+    counts = {name: signal.arrivals for name, signal in own.signals().items()}
+    assert counts == {"rows.consumed": 2, "rows.produced": 3, "done": 3}
+    leave = Signal((LOADS, WORKS))
+    assert list(own.types(leave)) == ["x", "rows.consumed", "rows.produced", "done", "leave"]
+    assert own.types(leave)["leave"].num_arrivals == 3
+    assert own.rows.produced.slots == own.rows.slots == 2
+
+
+def test_order_of_barriers_names_all_of_them() -> None:
+    class Ordered(Storage):
+        barriers = ("leave", "done", "rows.produced", "rows.consumed")
+
+    class Short(Storage):
+        barriers = ("leave", "done")
+
+    values = {field.name: getattr(storage(), field.name) for field in dataclasses.fields(Storage)}
+    assert list(Ordered(**values).types(Signal((WORKS,))))[1:] == list(Ordered.barriers)
+    with pytest.raises(AssertionError, match=r"lacks \['rows.consumed', 'rows.produced'\]"):
+        Short(**values).types(Signal((WORKS,)))
+
+
+def lowered(own: Storage, works: Any, loads: Any = lambda own: own.rows.drain(0)) -> Any:
+    roles = mosaic.Roles((WORKS, LOADS))
+    parts = (LOADS, loads), (WORKS, works)
+    program = mosaic.Program(roles, own, parts, lambda _refs, own: own)
+    deal = mosaic.Deal(1, 1, 64, 64, 1, 1)
+    out = jax.ShapeDtypeStruct((64,), F32)
+
+    def call(x: jax.Array) -> Any:
+        return mosaic.launch("kit_test", program, deal, out, (x,))
+
+    with mosaic_text.on_hopper():
+        return jax.jit(call).trace(jnp.zeros(64)).lower(lowering_platforms=("cuda",))
+
+
+def works(own: Storage) -> None:
+    own.rows.produced.wait(0)
+    own.rows.consumed.arrive(0)
+    own.done.arrive()
+
+
+def test_undeclared_arrivals_are_refused() -> None:
+    """They would complete a phase too early, or never: found when the kernel is traced."""
+    lowered(storage(), works)
+    with pytest.raises(ValueError, match="'done' counts arrivals of loads, but works arrives on"):
+        lowered(storage((LOADS,)), works)
+    with pytest.raises(ValueError, match="'done' counts arrivals of loads, works, but works arr"):
+        lowered(storage((LOADS, WORKS)), works)
+
+    def nobody(own: Storage) -> None:
+        own.rows.consumed.arrive(0)
+        own.done.wait()
+
+    with pytest.raises(ValueError, match="'done' counts arrivals of works, but no role arrives"):
+        lowered(storage(), nobody)
+
+
+# As the barriers of these kernels were counted by hand; of one head in a tile, and of two.
+OUTPUT = {
+    "rows.produced": (2, 4),
+    "values.produced": (2, 2),
+    "mapped": (2, 2),
+    "den_known": (2, 2),
+    "rows.consumed": (4, 4),
+    "values.consumed": (4, 4),
+    "state.produced": (2, 2),
+    "state.consumed": (2, 2),
+    "sums.produced": (2, 2),
+    "sums.consumed": (2, 2),
+}
+KEY_GRADIENT = {
+    "rows.produced": (4, 8),
+    "rows.consumed": (3, 3),
+    "keys.produced": (2, 4),
+    "keys.consumed": (2, 2),
+    "state.produced": (1, 1),
+    "state.consumed": (2, 2),
+    "mapped": (1, 1),
+    "start": (2, 4),
+}
+OF_GATES = {"keys_mapped": (1, 1), "rows.produced": (5, 10)}
+OF_STEEP = {"pairs_ring.produced": (1, 1), "pairs_ring.consumed": (1, 1)}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("decay", [None, "step"])
+def test_arrivals_are_those_counted_by_hand(heads: int, decay: str | None) -> None:
+    spec = mosaic_text.spec_of(mosaic_text.Case(128 // heads, decay=decay))
+
+    def counts(own: mosaic.Storage) -> dict[str, int]:
+        return {name: signal.arrivals for name, signal in own.signals().items()}
+
+    def wanted(by_hand: dict[str, tuple[int, int]]) -> dict[str, int]:
+        return {name: numbers[heads - 1] for name, numbers in by_hand.items()}
+
+    of_gates = {"values.produced": (3, 4)} if decay else {}
+    assert counts(output.storage_of(spec)) == wanted(OUTPUT | of_gates)
+    for some_steep in (False, True)[: 1 + bool(decay)]:
+        by_hand = KEY_GRADIENT | (OF_GATES if decay else {}) | (OF_STEEP if some_steep else {})
+        assert counts(key_gradient_storage.storage_of(spec, some_steep)) == wanted(by_hand)
+
+
+RECORDED = mosaic_text.recorded()
+
+
+@pytest.mark.newest
+@pytest.mark.skipif(RECORDED is None, reason="the record is of other JAX versions")
+@pytest.mark.parametrize("name", ["D128-causal-B1T4096-bthd", "D64-causal-decay_step-B1T4096-bthd"])
+def test_modules_are_those_recorded(name: str) -> None:
+    """All other cases: `python -m tests.mosaic_text`."""
+    (case,) = [case for case in mosaic_text.CASES if case.name == name]
+    assert RECORDED is not None
+    assert mosaic_text.hashes_of(case) == RECORDED[name], (
+        "a kernel lowers to another module text: if that is meant, its numerics were checked, and "
+        "the next run on a card is to time it, `python -m tests.mosaic_text --write` records it"
+    )
+
+
+def test_the_record_has_all_cases() -> None:
+    names = [case.name for case in mosaic_text.CASES]
+    assert len(set(names)) == len(names)
+    for version, cases in mosaic_text.everything().items():
+        assert sorted(cases) == sorted(names), version
+
+
+REBUILT = ("output", "key_gradient", "key_gradient_rows", "key_gradient_storage")
+MOST_LINES, MOST_PARAMETERS, MOST_FILE_LINES = 120, 12, 500
+
+
+def test_functions_of_rebuilt_kernels_are_short() -> None:
+    root = Path(mosaic.__file__).parents[1]
+    own = root / "ops" / "linear_attention" / "mosaic_gpu"
+    for path in [*sorted((root / "mosaic").glob("*.py")), *(own / f"{n}.py" for n in REBUILT)]:
+        text = path.read_text()
+        assert len(text.splitlines()) <= MOST_FILE_LINES, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < MOST_LINES, f"{path}: {node.name}"
+                assert len(node.args.args + node.args.kwonlyargs) <= MOST_PARAMETERS, node.name
