@@ -1,27 +1,46 @@
-"""elu(x) + 1 of tiles, in place and in registers; with a decay, times that."""
+"""Feature maps of tiles: where a map and its derivative plug into a kernel.
+
+A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows, columns]:
+
+    phi.queries(x)             phi(x), rounded once
+    phi.present(x)             x of keys as they were loaded, before `keys`
+    phi.keys(x, exponents)     phi(x), with a decay times exp2 of each row's exponent, rounded once;
+                               0 in columns that the head does not have
+    phi.unrounded(x)           phi(x) in float32
+    phi.slope(x)               phi's derivative in float32
+
+elu(x) + 1 has fast paths of its own: in bfloat16 two elements take one instruction, and its
+derivative is the smaller of it and 1, which is known where phi(x) replaced x (`slope_is_known`).
+Any other map is traced, with its derivative, and primitives that Mosaic GPU does not lower are
+replaced by others. The functions without a class are those of kernels that take no other map.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from ato_jax import mosaic
-from ato_jax.mosaic import HALF
+from ato_jax import meshes, mosaic
+from ato_jax.mosaic import F32, HALF
+from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
-from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow, width_of
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# A key of which the feature is 0, with any decay.
+# elu(x) + 1 of it is 0, with any decay.
 LEAST_KEY = -1024.0
 
 
 def features_of(x: jax.Array) -> jax.Array:
     """elu(x) + 1 in bfloat16; its derivative is the smaller of it and 1.
 
-    Two to an instruction but for exp, and the same as in float32, mosaic.rounded at the end.
+    Two to an instruction but for exp, and the same as in float32, rounded at the end.
     """
     raised = jnp.exp2(jnp.minimum(x, 0).astype(mosaic.F32) * LOG2_E)
     return jnp.maximum(x + 1, raised.astype(mosaic.BF16))
@@ -33,7 +52,7 @@ def unrounded_features_of(x: jax.Array) -> jax.Array:
 
 
 def decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Array:
-    """The features of rows times exp2 of `exponents` [rows], mosaic.rounded once."""
+    """The features of rows times exp2 of `exponents` [rows], rounded once."""
     x = x.astype(mosaic.F32)
     return mosaic.rounded(
         unrounded_decayed_features_of(x, mosaic.in_columns(exponents, x.shape[1]))
@@ -61,11 +80,145 @@ def map_keys_in_place(
 
 
 def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
-    """From that column of a tile on, or row of its transpose: where a head has none, what has
-    features of 0."""
+    """Keys from column `first` of a tile on, or from that row of its transpose: columns that the
+    head does not have are set to what has features of 0."""
     if not isinstance(spec, Narrow):
         return x
     if isinstance(first, int) and first + x.shape[axis] <= spec.width:
         return x
     column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=axis, layout=mosaic.TILE)
     return jnp.where(column < spec.width, x, LEAST_KEY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elu1:
+    """elu(x) + 1 of heads with `spec`'s columns."""
+
+    spec: LinearAttentionSpec
+    slope_is_known = True
+
+    def unrounded(self, x: jax.Array, first: int = 0) -> jax.Array:
+        return unrounded_features_of(x)
+
+    def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
+        return features_of(x)
+
+    def present(self, x: jax.Array, first: int = 0) -> jax.Array:
+        return keys(self.spec, x, first)
+
+    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
+        return features_of(x) if exponents is None else decayed_features_of(x, exponents)
+
+    def slope(self, x: jax.Array) -> jax.Array:
+        return jnp.exp2(jnp.minimum(x.astype(F32), 0.0) * LOG2_E)
+
+    def slope_of_features(self, phi: jax.Array, decay: jax.Array) -> jax.Array:
+        """The derivative times `decay` [rows], of phi(x) times it, which replaced x."""
+        return jnp.minimum(phi, mosaic.in_columns(decay, self.spec.F))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Any elementwise map, with its derivative."""
+
+    map: FeatureMap
+    width: int  # columns that a head has
+    slope_is_known = False
+
+    def unrounded(self, x: jax.Array, first: int = 0) -> jax.Array:
+        (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
+        if first + x.shape[1] <= self.width:
+            return phi
+        column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=1, layout=mosaic.TILE)
+        return jnp.where(column < self.width, phi, 0.0)
+
+    def present(self, x: jax.Array, first: int = 0) -> jax.Array:
+        return x
+
+    def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
+        return mosaic.rounded(self.unrounded(x, first))
+
+    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
+        phi = self.unrounded(x, first)
+        if exponents is not None:
+            phi = phi * mosaic.in_columns(jnp.exp2(exponents), x.shape[1])
+        return mosaic.rounded(phi)
+
+    def slope(self, x: jax.Array) -> jax.Array:
+        (found,) = _evaluated(self.map, x.shape, True)(x.astype(F32))
+        return found
+
+    def slope_of_features(self, phi: jax.Array, decay: jax.Array) -> jax.Array:
+        raise NotImplementedError("only x tells the derivative of a traced map")
+
+
+Features = Elu1 | Traced
+
+
+def features(spec: LinearAttentionSpec) -> Features:
+    if spec.feature_map.name == "elu1":
+        return Elu1(spec)
+    return Traced(spec.feature_map, width_of(spec))
+
+
+def _expm1(x: jax.Array) -> jax.Array:
+    """Where x is small the series, as exp(x) - 1 would cancel."""
+    series = x * (1 + x * (0.5 + x * (1 / 6)))
+    return jnp.where(jnp.abs(x) < 0.03, series, jnp.exp2(x * LOG2_E) - 1)
+
+
+def _log1p(x: jax.Array) -> jax.Array:
+    series = x * (1 - x * (0.5 - x * (1 / 3)))
+    return jnp.where(jnp.abs(x) < 0.01, series, jnp.log(1 + x))
+
+
+# In the place of primitives that Mosaic GPU does not lower.
+INSTEAD: dict[str, Callable[..., jax.Array]] = {
+    "add_any": lambda x, y, **_: x + y,
+    "exp": lambda x, **_: jnp.exp2(x * LOG2_E),
+    "expm1": lambda x, **_: _expm1(x),
+    "log1p": lambda x, **_: _log1p(x),
+    "one_minus_square": lambda x, **_: 1 - x * x,
+    "sqrt": lambda x, **_: jnp.where(x > 0, x * jax.lax.rsqrt(x), x),
+    "stop_gradient": lambda x, **_: x,
+}
+# Calls of other jaxprs, which are inlined, and under which parameter that is.
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+@functools.lru_cache(maxsize=256)
+def _evaluated(
+    feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool
+) -> Callable[..., Sequence[Any]]:
+    """The map, or its derivative, as a function of a float32 tile of that shape."""
+    x = jax.ShapeDtypeStruct(shape, F32)
+
+    def of_one(x: jax.Array) -> Any:
+        if not derivative:
+            return feature_map(x)
+        return jax.jvp(feature_map, (x,), (jnp.ones_like(x),))[1]
+
+    with meshes.nowhere():
+        closed = jax.make_jaxpr(of_one)(x)
+    assert not feature_map.parameters, "a kernel is given no arrays of a feature map's"
+    return functools.partial(_evaluate, closed.jaxpr, closed.consts)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], *arguments: Any) -> list[Any]:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if hasattr(variable, "val") else values[variable]
+
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, [read(one) for one in equation.invars]
+        if name in CALLS:
+            inner = equation.params[CALLS[name]]
+            found = _evaluate(inner.jaxpr, inner.consts, *inputs)
+        elif name in INSTEAD:
+            found = [INSTEAD[name](*inputs, **equation.params)]
+        else:
+            bound = equation.primitive.bind(*inputs, **equation.params)
+            found = list(bound) if equation.primitive.multiple_results else [bound]
+        values |= dict(zip(equation.outvars, found, strict=True))
+    return [read(one) for one in jaxpr.outvars]

@@ -24,8 +24,9 @@ Warpgroups, and the barriers between them:
       \\__ state, rows, keys consumed: by both; rows by STATE, too  ________/
 
 phi(k) stays in DV's registers, the left factor of both products; with a decay it takes k's place,
-too. R is whole in one warpgroup: in halves beside dv and dk each would need the other's, every
-chunk. b is a difference: what rounding it leaves off is multiplied, too.
+too, if phi's derivative is known from it: else DK maps k again. R is whole in one warpgroup: in
+halves beside dv and dk each would need the other's, every chunk. b is a difference: what rounding
+it leaves off is multiplied, too.
 
     symbol       shape          what it is
     q, g         [64, F], [64, V]   a chunk's queries, phi' once they are mapped; cotangents of out
@@ -85,7 +86,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import (
     cast_of,
     storage_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries, spread
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -226,7 +227,9 @@ def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
             inverses[n] = inverses[n] * jnp.exp2(of_head.since_middle())
             es[n] = es[n] * of_head.if_steep(of_head.of(OF_ROWS))
     for n in range(heads):
-        map_queries(queries[n], inverses[n])
+        x = load(queries[n])
+        phi_q = walk.phi.unrounded(x) * mosaic.in_columns(inverses[n], x.shape[1])
+        queries[n][...] = phi_q.astype(BF16)
         spread(es[n], own.minus_e.at[n])
     plgpu.commit_smem()
     own.mapped.arrive(slot)

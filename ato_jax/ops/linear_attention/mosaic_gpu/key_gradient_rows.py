@@ -12,8 +12,8 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E, C
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
 
 
@@ -77,25 +77,23 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     own, spec, tiling = walk.own, walk.spec, walk.tiling
     own.keys.produced.wait(k_slot)
     tiles = walk.in_heads(own.k, k_slot)
-    xs = [feature_maps.keys(spec, load(tile)) for tile in tiles]
+    xs = [walk.phi.present(load(tile)) for tile in tiles]
     gates: list[Any] = []
     if walk.gated:
         own.mapped.wait(slot)
         gates = walk.gates_in(slot)
-        phi_k = [
-            feature_maps.decayed_features_of(x, of_head.up_to_middle())
-            for x, of_head in zip(xs, gates, strict=True)
-        ]
-        for tile, phi in zip(tiles, phi_k, strict=True):
-            tile[...] = phi
+        phi_k = features_of_keys(walk, xs, gates)
+        if own.keys_mapped is not None:
+            for tile, phi in zip(tiles, phi_k, strict=True):
+                tile[...] = phi
         plgpu.commit_smem()
-        assert own.keys_mapped is not None
-        own.keys_mapped.arrive(k_slot)
+        if own.keys_mapped is not None:
+            own.keys_mapped.arrive(k_slot)
         own.keys.consumed.arrive(k_slot)
     else:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         own.keys.consumed.arrive(k_slot)
-        phi_k = [feature_maps.features_of(x) for x in xs]
+        phi_k = features_of_keys(walk, xs, gates)
         own.mapped.wait(slot)
     pairs = zip(phi_k, walk.in_heads(own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
@@ -117,6 +115,14 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     own.state.consumed.arrive()
     own.rows.consumed.arrive(slot)
     return dv, own_flows
+
+
+def features_of_keys(walk: Walk, xs: list[jax.Array], gates: list[Any]) -> list[jax.Array]:
+    """phi(k) of each head [64, F], with a decay times that up to the chunk's middle."""
+    if not gates:
+        return [walk.phi.keys(x) for x in xs]
+    pairs = zip(xs, gates, strict=True)
+    return [walk.phi.keys(x, of_head.up_to_middle()) for x, of_head in pairs]
 
 
 def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
@@ -182,18 +188,30 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
         own.keys_mapped.wait(k_slot)
     own_flows = []
     for n, (tile, slope) in enumerate(zip(tiles, slopes, strict=True)):
-        x = load(tile).astype(F32)
-        if walk.gated:  # phi(k), of which the derivative is the smaller of it and 1
-            flow = jnp.sum(x * dk[n], axis=1)
-            if walk.some_steep:
-                flow = jnp.where(gates[n].steep, reads[n], flow)
-            own_flows.append(flow)
-            dk[n] *= jnp.minimum(x, mosaic.in_columns(slope, spec.F))
+        x = load(tile)
+        if not walk.gated:
+            dk[n] *= walk.phi.slope(x)
+            continue
+        phi_k = decayed_keys(walk, x, gates[n])
+        flow = jnp.sum(phi_k * dk[n], axis=1)
+        if walk.some_steep:
+            flow = jnp.where(gates[n].steep, reads[n], flow)
+        own_flows.append(flow)
+        if walk.replaces_keys:
+            dk[n] *= walk.phi.slope_of_features(phi_k, slope)
         else:
-            dk[n] *= jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E)
+            dk[n] *= walk.phi.slope(x) * mosaic.in_columns(slope, spec.F)
     plgpu.commit_smem()
     own.keys.consumed.arrive(k_slot)
     return dk, own_flows
+
+
+def decayed_keys(walk: Walk, x: jax.Array, gates: chunk_decay.Gates) -> jax.Array:
+    """phi(k) as DV has it, in float32, of what lies in k's place."""
+    if walk.replaces_keys:
+        return x.astype(F32)
+    (phi_k,) = features_of_keys(walk, [x], [gates])
+    return phi_k.astype(F32)
 
 
 def pairs_of(walk: Walk, slot: Any, vs: list[Any], es: list[jax.Array]) -> list[jax.Array]:
@@ -233,7 +251,7 @@ def keys_one_by_one(
     own.pairs_ring.produced.arrive()
     (read,) = multiply(state_read)
     read *= mosaic.in_columns(gates.left(OF_ROWS), walk.spec.F)
-    flow = jnp.sum(load(tile).astype(F32) * read, axis=1)
+    flow = jnp.sum(decayed_keys(walk, load(tile), gates) * read, axis=1)
     (read,) = multiply((read, [(part, queries) for part in parts]))
     plgpu.commit_smem()
     own.pairs_ring.consumed.wait()

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import rounds_pairs
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -61,7 +61,7 @@ class Storage(mosaic.Storage):
     state: Ring  # of r and u
     pairs_ring: Ring | None
     mapped: Signal  # phi' and -e lie in the slot
-    keys_mapped: Signal | None  # phi(k) lies in k's place
+    keys_mapped: Signal | None  # phi(k) lies in k's place; with a decay, for some maps
     start: Signal  # r and u_start of a piece have landed
 
     barriers = (
@@ -84,6 +84,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
     tiling, gated = frame.tiling(spec), spec.decay is not None
     heads, shared = tiling.heads, tiling.shared
     cast = cast_of(heads)
+    replaces_keys = gated and feature_maps.features(spec).slope_is_known
 
     def of_rows() -> Buffer:
         return Buffer(tiling.tiles(STAGES), copies=heads)
@@ -120,7 +121,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         state=Ring.of(1, (cast.state,), (cast.dv, cast.dk)),
         pairs_ring=Ring.of(1, (cast.dk,), (cast.dv,)) if some_steep else None,
         mapped=Signal((cast.state,), STAGES),
-        keys_mapped=Signal((cast.dv,), K_STAGES) if gated else None,
+        keys_mapped=Signal((cast.dv,), K_STAGES) if replaces_keys else None,
         start=Signal((r, u_start)),
     )
 
@@ -157,6 +158,15 @@ class Walk:
     @property
     def tiling(self) -> mosaic.Tiling:
         return frame.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def replaces_keys(self) -> bool:
+        """Whether phi(k) takes k's place, since its derivative is known from phi(k)."""
+        return self.own.keys_mapped is not None
 
     @property
     def gated(self) -> bool:

@@ -172,6 +172,10 @@ class Walk:
         return frame.tiling(self.spec)
 
     @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
     def gated(self) -> bool:
         return self.spec.decay is not None
 
@@ -297,8 +301,9 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     if gates is not None:
         totals = totals * gates.if_steep(gates.last)
     own.rows.produced.wait(slot)
-    feature_maps.map_in_place(own_q)
-    feature_maps.map_keys_in_place(spec, own_k, half, of_keys)
+    phi, first = walk.phi, half * HALF
+    own_q[...] = phi.queries(load(own_q), first)
+    own_k[...] = phi.keys(phi.present(load(own_k), first), of_keys, first)
     plgpu.commit_smem()
     own.mapped.arrive(slot)
     if spec.normalize:
