@@ -15,6 +15,7 @@ from test_linear_mosaic import newest, no_races  # noqa: F401
 
 import ato_jax
 from ato_jax import mosaic
+from ato_jax.mosaic import F32
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     feature_maps,
@@ -23,6 +24,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     narrow,
     output,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays
 from tests import numerics
 
 OP = "linear_attention"
@@ -83,70 +85,80 @@ def exact_of(wanted: numerics.Oracle, log2_decays: np.ndarray) -> Exact:
 
 @newest
 @pytest.mark.parametrize(
-    "D, feature_map, T, decay, normalize",
+    "D, feature_map, T, length, decay, normalize",
     [
-        (128, "silu", 136, None, False),
-        (96, bumpy, 192, "mild", True),
-        (128, "exp", 128, "steep", True),
+        (128, "silu", 136, 136, None, False),
+        (96, bumpy, 192, 192, "mild", True),
+        (128, "exp", 128, 128, "steep", True),
+        (128, "elu1", 192, 100, "mild", True),
     ],
 )
-def test_any_feature_map(
-    D: int, feature_map: Any, T: int, decay: str | None, normalize: bool
+def test_any_feature_map_and_length(
+    D: int, feature_map: Any, T: int, length: int, decay: str | None, normalize: bool
 ) -> None:
     """In two pieces, the last of them in part; with columns that a head does not have; with a steep
-    chunk."""
-    q, k, v = (channel.draw(1, T, 1, D, dtype="bfloat16", seed=seed) for seed in range(3))
+    chunk; and with rows beyond the length, which hold NaN."""
+    q, k, v = (channel.draw(1, length, 1, D, dtype="bfloat16", seed=seed) for seed in range(3))
     options: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize}
     log2_decays = np.zeros(T)
     if decay is not None:
-        decays = np.full((1, T, 1), -0.02, np.float32)
+        decays = np.full((1, length, 1), -0.02, np.float32)
         if decay == "steep":
             decays[:, 70:74] = -20.0
         options["decay"] = jnp.asarray(decays)
-        log2_decays = decays[0, :, 0].astype(np.float64) * frame.LOG2_E
+        log2_decays[:length] = decays[0, :, 0].astype(np.float64) * frame.LOG2_E
     wanted = numerics.oracle(OP, q, k, v, causal=True, **options)
-    exact = exact_of(wanted, log2_decays)
-    spec = narrow.in_tiles(wanted.request.spec)
+    exact = exact_of(wanted, log2_decays[:length])
+    spec = narrow.in_tiles(dataclasses.replace(wanted.request.spec, T=T, S=T))
     pieces = -(-T // ROWS)
     deal = mosaic.Deal(1, 1, T, ROWS, pieces, 2)
-    ends = [min(T, (piece + 1) * ROWS) for piece in range(pieces)]
+    starts = [min(length, piece * ROWS) for piece in range(pieces + 1)]
+    whole = mosaic.whole_chunks(T)
 
-    def stacked(states: list[Any], dtypes: tuple[Any, Any] = (jnp.bfloat16, jnp.float32)) -> Any:
-        for kind, dtype in zip(zip(*states, strict=True), dtypes, strict=True):
+    def of_rows(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.pad(x, (0, whole - len(x))), jnp.float32)[None, None]
+
+    def stacked(states: list[Any]) -> Any:
+        for kind, dtype in zip(zip(*states, strict=True), (jnp.bfloat16, F32), strict=True):
             array = np.stack(kind)
             wide = [(0, 0)] + [(0, frame.F - D)] * (array.ndim - 1)
-            yield jnp.asarray(np.pad(array, wide), jnp.float32).astype(dtype)[None, None]
+            yield jnp.asarray(np.pad(array, wide), F32).astype(dtype)[None, None]
 
-    length = mosaic.whole_chunks(T)
-    inverse, e = (
-        jnp.asarray(np.pad(x, (0, length - T)), jnp.float32)[None, None]
-        for x in (exact.inverse, exact.e)
-    )
     gates = steep = None
     if decay is not None:
-        of_chunks = np.pad(log2_decays, (0, length - T)).reshape(-1, frame.C).cumsum(1)
-        gates = jnp.asarray(of_chunks.reshape(1, 1, -1), jnp.float32)
+        of_chunks = np.pad(log2_decays, (0, whole - T)).reshape(-1, frame.C).cumsum(1)
+        gates = of_rows(of_chunks.reshape(-1))
         middle, last = of_chunks[:, frame.C // 2 - 1], of_chunks[:, -1]
-        steep_chunks = np.minimum(middle, last - middle) < -frame.MOST_LOST
-        assert steep_chunks.any() == (decay == "steep")
-        steep_chunks = np.pad(steep_chunks, (0, pieces * 2 - steep_chunks.size))
-        steep = jnp.asarray(steep_chunks.reshape(1, 1, pieces, 2).any(3), jnp.int32)
-    ahead = stacked([exact.ahead(piece * ROWS) for piece in range(pieces)])
-    behind = stacked([exact.behind(end) for end in ends])
+        is_steep = np.minimum(middle, last - middle) < -frame.MOST_LOST
+        assert is_steep.any() == (decay == "steep")
+        is_steep = np.pad(is_steep, (0, pieces * 2 - is_steep.size)).reshape(pieces, 2)
+        steep = jnp.asarray(is_steep.any(1), jnp.int32)[None, None]
+    lengths = None if length == T else jnp.array([length], jnp.int32)
+    ahead = stacked([exact.ahead(row) for row in starts[:-1]])
+    behind = stacked([exact.behind(row) for row in starts[1:]])
 
     @jax.jit
     def call(q: Any, k: Any, v: Any, g: Any) -> Any:
-        out = output.output(spec, deal, q, k, v, *ahead, gates, steep)
-        arrays = q, k, v, g, inverse, e, *behind
-        dk, dv, _ = key_gradient.key_gradient(spec, deal, *arrays, gates, steep)
+        out = output.output(spec, deal, q, k, v, *ahead, gates, steep, lengths)
+        rows = of_rows(exact.inverse), of_rows(exact.e)
+        arrays = Arrays(q, k, v, g, *rows, *behind, gates, steep, lengths)
+        dk, dv, _ = key_gradient.key_gradient(spec, deal, arrays)
         return {"out": out, "dk": dk, "dv": dv}
 
+    beyond = [(0, 0), (0, T - length), (0, 0), (0, 0)]
+    inputs = q, k, v, wanted.outputs_cotangents.out
     with ato_jax.interpret():
-        found = call(q, k, v, wanted.outputs_cotangents.out)
+        found = call(*(jnp.pad(x, beyond, constant_values=jnp.nan) for x in inputs))
     for name, array in found.items():
-        terms = wanted.terms.get(name) if name == "dk" else None
-        ideal = wanted.ideal[name]
-        numerics.check(name, array, wanted.exact[name], dtype="bfloat16", terms=terms, ideal=ideal)
+        assert not jnp.any(array[:, length:]), name  # NaN, too, is not 0
+        numerics.check(
+            name,
+            array[:, :length],
+            wanted.exact[name],
+            dtype="bfloat16",
+            terms=wanted.terms.get(name) if name == "dk" else None,
+            ideal=wanted.ideal[name],
+        )
 
 
 @pytest.mark.parametrize("name", sorted(features.NAMED))

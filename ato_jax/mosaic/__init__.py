@@ -5,11 +5,14 @@
     schedule   items, pieces and chunks: what a persistent block works on
     roles      warpgroups with a part of their own, and their registers
     rings      slots and barriers whose arrival counts follow from the roles that use them
+    masks      the rows of a chunk that count
     program    a program's roles, storage and outputs on the card, or interpreted
 
 `docs/architecture.md` has the whole picture on one page. Kernels say `mosaic.multiply`.
 """
 
+from ato_jax.mosaic.masks import keep_rows as keep_rows
+from ato_jax.mosaic.masks import kept as kept
 from ato_jax.mosaic.products import ALIKE as ALIKE
 from ato_jax.mosaic.products import PARTS as PARTS
 from ato_jax.mosaic.products import in_parts as in_parts

@@ -34,6 +34,11 @@ class Item(NamedTuple):
     def rows(self, chunk: Any) -> Any:
         return pl.ds(self.first_row + chunk * ROWS, ROWS)
 
+    def rows_within(self, chunk: Any, lengths: Any) -> Any:
+        """How many of a chunk's rows lie within the sequence, at most 64 of them; None where no
+        `lengths` [B] are given."""
+        return None if lengths is None else lengths[self.batch] - (self.first_row + chunk * ROWS)
+
     def rows_from_the_end(self, chunk: Any) -> Any:
         return self.rows(self.chunks - 1 - chunk)
 

@@ -30,6 +30,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_outpu
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums
@@ -226,7 +227,7 @@ def backward(
     if wide:
         dk, dv = wide_causal.key_gradient(spec, deal, *arrays)
     else:
-        dk, dv, of_keys = key_gradient(spec, deal, *arrays, gates, steep)
+        dk, dv, of_keys = key_gradient(spec, deal, Arrays(*arrays, gates, steep))
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         of_start = None

@@ -92,57 +92,39 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def key_gradient(
-    spec: LinearAttentionSpec,
-    deal: mosaic.Deal,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    inverse: jax.Array,
-    e: jax.Array,
-    r: jax.Array,
-    u: jax.Array,
-    gates: jax.Array | None,
-    steep: jax.Array | None,
+    spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
-    """dk and dv; with a decay, what its gradient needs.
-
-    Args:
-      inverse, e: [B, H, T up to a whole chunk], float32.
-      r, u: [B, H, P, V, F] in bfloat16 and [B, H, P, F] in float32, the sums behind each piece.
-      gates, steep: as in `output`.
-    """
+    """dk and dv; with a decay, what its gradient needs."""
+    k, v, gates = arrays.k, arrays.v, arrays.gates
     out_type: Any = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
-    arrays: Any = q, k, v, g, inverse, e, r, u
+    given = {name: array for name, array in arrays._asdict().items() if array is not None}
     rest = None
     if gates is not None:
         rows = jax.ShapeDtypeStruct(gates.shape, F32)
         of_edges = spec.B, spec.H, flows.places(deal)
         kv = jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16)
         out_type = (*out_type, rows, rows, kv, jax.ShapeDtypeStruct((*of_edges, spec.F), F32))
-        arrays = *arrays, gates, steep
-        rest = _program(spec, deal, some_steep=True)
-    program = _program(spec, deal, some_steep=False)
+        rest = _program(spec, deal, list(given), some_steep=True)
+    program = _program(spec, deal, list(given), some_steep=False)
     name = frame.name_of("key_gradient")
-    dk, dv, *found = mosaic.launch(name, program, deal, out_type, arrays, rest=rest)
+    dk, dv, *found = mosaic.launch(name, program, deal, out_type, tuple(given.values()), rest=rest)
     if not found:
         return dk, dv, None
     inside, adds, *edges = found
     return dk, dv, flows.OfKeys(adds, inside, *edges)
 
 
-def _program(spec: LinearAttentionSpec, deal: mosaic.Deal, some_steep: bool) -> mosaic.Program:
-    """With a decay, for the pieces of which some chunk is steep, or for the others, as that of
-    queries is."""
+def _program(
+    spec: LinearAttentionSpec, deal: mosaic.Deal, names: list[str], some_steep: bool
+) -> mosaic.Program:
+    """Over inputs of these names. With a decay, for the pieces of which some chunk is steep, or for
+    the others, as that of queries is."""
     cast = cast_of(frame.heads_of_tile(spec))
-    gated = spec.decay is not None
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        names = Arrays._fields[:8] + (("gates", "steep") if gated else ())
         inputs, (dk, dv, *of_flows) = refs[: len(names)], refs[len(names) :]
-        by_name = dict(zip(names, inputs, strict=True))
-        arrays = Arrays(**by_name, dk=dk, dv=dv, flows=of_flows)
-        return Walk(spec, deal, some_steep, arrays, own)
+        arrays = Arrays(**dict(zip(names, inputs, strict=True)))
+        return Walk(spec, deal, some_steep, arrays, dk, dv, of_flows, own)
 
     parts = (cast.memory, memory), (cast.state, state), (cast.dv, values), (cast.dk, keys)
     return mosaic.Program(mosaic.Roles(cast), storage_of(spec, some_steep), parts, bind)
@@ -215,7 +197,7 @@ def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
     """Carries R and u of each head, u in 8 columns, and `to_start`."""
     own, tiling, heads = walk.own, walk.tiling, walk.heads
     sums, to_start = carried
-    slot = own.rows.slot(item.before + chunk)
+    slot, count = own.rows.slot(item.before + chunk), walk.count(item, chunk)
     own.rows.produced.wait(slot)
     queries = walk.in_heads(own.q, slot)
     inverses = [load(rows, OF_ROWS) for rows in tiling.by_heads(own.inverse.at[slot])]
@@ -229,7 +211,8 @@ def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
     for n in range(heads):
         x = load(queries[n])
         phi_q = walk.phi.unrounded(x) * mosaic.in_columns(inverses[n], x.shape[1])
-        queries[n][...] = phi_q.astype(BF16)
+        queries[n][...] = mosaic.kept(phi_q, count).astype(BF16)
+        mosaic.keep_rows(walk.in_heads(own.g, slot)[n], count)
         spread(es[n], own.minus_e.at[n])
     plgpu.commit_smem()
     own.mapped.arrive(slot)
@@ -310,7 +293,7 @@ def keep_sums(walk: Walk, item: Item, chunk: Any) -> None:
     @pl.when((chunk == 0) | flows.is_kept(number + 1))
     def _() -> None:
         place = flows.place(walk.deal, item, number)
-        for own, ref in zip((walk.own.r, walk.own.u), walk.arrays.flows[2:], strict=True):
+        for own, ref in zip((walk.own.r, walk.own.u), walk.flows[2:], strict=True):
             of_heads = walk.tiling.by_heads(own)
             for head, source in zip(walk.heads_of(item), of_heads, strict=True):
                 plgpu.copy_smem_to_gmem(source, ref.at[item.batch, head, place])

@@ -36,12 +36,12 @@ def values(walk: Walk) -> None:
         # its rows were not there yet in a piece's first one.
         walk.own.before[...] = jnp.where(from_here(), 0.0, 1.0).astype(BF16)
         plgpu.commit_smem()
-    store_each(walk, values_chunk, DV, walk.arrays.dv)
+    store_each(walk, values_chunk, DV, walk.dv)
 
 
 def keys(walk: Walk) -> None:
     """Makes dk."""
-    store_each(walk, keys_chunk, DK, walk.arrays.dk)
+    store_each(walk, keys_chunk, DK, walk.dk)
 
 
 def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> None:
@@ -52,7 +52,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
         def walk_chunk(chunk: Any, _: None) -> None:
             step = item.before + chunk
             slots = own.rows.slot(step), own.keys.slot(step)
-            found, own_flows = one(walk, *slots)
+            found, own_flows = one(walk, *slots, walk.count(item, chunk))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for target, x in zip(walk.in_heads(own.out, number), found, strict=True):
                 target[...] = x.astype(BF16)
@@ -63,7 +63,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
             rows = item.rows_from_the_end(chunk)
             tiling.leave_tile(own.out, number, ref, item, rows, item.head)
             for source, head in zip(flow_rows, walk.heads_of(item), strict=False):
-                target = walk.arrays.flows[number].at[item.batch, head, rows]
+                target = walk.flows[number].at[item.batch, head, rows]
                 plgpu.copy_smem_to_gmem(source, target)
 
         lax.fori_loop(0, item.chunks, walk_chunk, None)
@@ -72,7 +72,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
     plgpu.wait_smem_to_gmem(0)
 
 
-def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
+def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     """dv of each head [64, V], and with a decay I(t) of a steep chunk."""
     own, spec, tiling = walk.own, walk.spec, walk.tiling
     own.keys.produced.wait(k_slot)
@@ -82,7 +82,7 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     if walk.gated:
         own.mapped.wait(slot)
         gates = walk.gates_in(slot)
-        phi_k = features_of_keys(walk, xs, gates)
+        phi_k = features_of_keys(walk, xs, gates, count)
         if own.keys_mapped is not None:
             for tile, phi in zip(tiles, phi_k, strict=True):
                 tile[...] = phi
@@ -93,7 +93,7 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     else:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         own.keys.consumed.arrive(k_slot)
-        phi_k = features_of_keys(walk, xs, gates)
+        phi_k = features_of_keys(walk, xs, gates, count)
         own.mapped.wait(slot)
     pairs = zip(phi_k, walk.in_heads(own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
@@ -117,12 +117,14 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     return dv, own_flows
 
 
-def features_of_keys(walk: Walk, xs: list[jax.Array], gates: list[Any]) -> list[jax.Array]:
+def features_of_keys(
+    walk: Walk, xs: list[jax.Array], gates: list[Any], count: Any
+) -> list[jax.Array]:
     """phi(k) of each head [64, F], with a decay times that up to the chunk's middle."""
     if not gates:
-        return [walk.phi.keys(x) for x in xs]
+        return [mosaic.kept(walk.phi.keys(x), count) for x in xs]
     pairs = zip(xs, gates, strict=True)
-    return [walk.phi.keys(x, of_head.up_to_middle()) for x, of_head in pairs]
+    return [mosaic.kept(walk.phi.keys(x, of_head.up_to_middle()), count) for x, of_head in pairs]
 
 
 def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
@@ -143,7 +145,7 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
 
 
-def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
+def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
     own.mapped.wait(slot)
@@ -152,7 +154,7 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     own.keys.produced.wait(k_slot)
     if walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
-    found = pairs_of(walk, slot, vs, es)
+    found = [mosaic.kept(b, count) for b in pairs_of(walk, slot, vs, es)]
     gates: list[Any] = [None] * heads
     if walk.gated:
         gates = walk.gates_in(slot)
@@ -169,7 +171,7 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
         for n in range(heads):
             state_read = of_others[n], [(vs[n], states[n])]
             one, read = keys_one_by_one(
-                walk, n, gates[n], found[n], state_read, tiles[n], queries[n]
+                walk, n, gates[n], found[n], state_read, tiles[n], queries[n], count
             )
             dk.append(one)
             reads.append(read)
@@ -188,11 +190,12 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
         own.keys_mapped.wait(k_slot)
     own_flows = []
     for n, (tile, slope) in enumerate(zip(tiles, slopes, strict=True)):
-        x = load(tile)
+        x = mosaic.kept(load(tile), count)
+        dk[n] = mosaic.kept(dk[n], count)
         if not walk.gated:
             dk[n] *= walk.phi.slope(x)
             continue
-        phi_k = decayed_keys(walk, x, gates[n])
+        phi_k = decayed_keys(walk, x, gates[n], count)
         flow = jnp.sum(phi_k * dk[n], axis=1)
         if walk.some_steep:
             flow = jnp.where(gates[n].steep, reads[n], flow)
@@ -206,11 +209,11 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any) -> Any:
     return dk, own_flows
 
 
-def decayed_keys(walk: Walk, x: jax.Array, gates: chunk_decay.Gates) -> jax.Array:
+def decayed_keys(walk: Walk, x: jax.Array, gates: chunk_decay.Gates, count: Any) -> jax.Array:
     """phi(k) as DV has it, in float32, of what lies in k's place."""
     if walk.replaces_keys:
         return x.astype(F32)
-    (phi_k,) = features_of_keys(walk, [x], [gates])
+    (phi_k,) = features_of_keys(walk, [x], [gates], count)
     return phi_k.astype(F32)
 
 
@@ -239,6 +242,7 @@ def keys_one_by_one(
     state_read: Any,
     tile: Any,
     queries: Any,
+    count: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """dk of head n without phi's derivative [64, F], and A [64], where the chunk may be steep."""
     own = walk.own
@@ -250,8 +254,9 @@ def keys_one_by_one(
     plgpu.commit_smem()
     own.pairs_ring.produced.arrive()
     (read,) = multiply(state_read)
+    read = mosaic.kept(read, count)
     read *= mosaic.in_columns(gates.left(OF_ROWS), walk.spec.F)
-    flow = jnp.sum(decayed_keys(walk, load(tile), gates) * read, axis=1)
+    flow = jnp.sum(decayed_keys(walk, load(tile), gates, count) * read, axis=1)
     (read,) = multiply((read, [(part, queries) for part in parts]))
     plgpu.commit_smem()
     own.pairs_ring.consumed.wait()

@@ -127,21 +127,19 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
 
 
 class Arrays(NamedTuple):
-    """In global memory."""
+    """The inputs; inside of the kernel, references to them."""
 
     q: Any
     k: Any
     v: Any
     g: Any
-    inverse: Any
-    e: Any
-    r: Any
-    u: Any
-    gates: Any = None
+    inverse: Any  # [B, H, T up to a whole chunk] float32
+    e: Any  # alike
+    r: Any  # [B, H, P, V, F] bfloat16: R behind each piece
+    u: Any  # [B, H, P, F] float32
+    gates: Any = None  # with a decay; as `output` has them
     steep: Any = None
-    dk: Any = None
-    dv: Any = None
-    flows: Sequence[Any] = ()  # with a decay: I(t), A_j, R and u
+    lengths: Any = None  # [B] int32: rows behind them have no gradient, and give none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +151,9 @@ class Walk:
     deal: mosaic.Deal
     some_steep: bool
     arrays: Arrays
+    dk: Any
+    dv: Any
+    flows: Sequence[Any]  # with a decay: I(t), A_j, R and u
     own: Storage
 
     @property
@@ -190,6 +191,12 @@ class Walk:
     def each(self, do: Callable[[Item], None]) -> Any:
         takes = chunk_decay.takes_pieces(self.arrays.steep, self.some_steep)
         return self.deal.each(do, takes=takes)
+
+    def count(self, item: Item, chunk: Any) -> Any:
+        """How many rows of the chunk, from the end, count; None where all do."""
+        if self.arrays.lengths is None:
+            return None
+        return item.rows_within(item.chunks - 1 - chunk, self.arrays.lengths)
 
     def heads_of(self, item: Item) -> list[Any]:
         """Their numbers, in global memory."""

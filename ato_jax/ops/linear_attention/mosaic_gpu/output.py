@@ -165,6 +165,7 @@ class Walk:
     z: Any
     gates: Any = None
     steep: Any = None
+    lengths: Any = None
     out: Any = None
 
     @property
@@ -197,6 +198,7 @@ def output(
     z: jax.Array,
     gates: jax.Array | None,
     steep: jax.Array | None,
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
     """out.
 
@@ -205,18 +207,22 @@ def output(
         of each piece.
       gates: log2 decays summed within each chunk, [B, G, T up to a whole chunk], float32.
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
+      lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
     """
-    arrays = (q, k, v, s, z) if gates is None or steep is None else (q, k, v, s, z, gates, steep)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "s": s, "z": z}
+    given |= {} if gates is None else {"gates": gates, "steep": steep}
+    given |= {} if lengths is None else {"lengths": lengths}
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         *inputs, out = refs
-        names = ("q", "k", "v", "s", "z", "gates", "steep")
-        return Walk(spec, deal, own, out=out, **dict(zip(names, inputs, strict=False)))
+        return Walk(spec, deal, own, out=out, **dict(zip(given, inputs, strict=True)))
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
     program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
     out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
-    found: jax.Array = mosaic.launch(frame.name_of("output"), program, deal, out_type, arrays)
+    found: jax.Array = mosaic.launch(
+        frame.name_of("output"), program, deal, out_type, tuple(given.values())
+    )
     return found
 
 
@@ -301,9 +307,10 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     if gates is not None:
         totals = totals * gates.if_steep(gates.last)
     own.rows.produced.wait(slot)
-    phi, first = walk.phi, half * HALF
-    own_q[...] = phi.queries(load(own_q), first)
-    own_k[...] = phi.keys(phi.present(load(own_k), first), of_keys, first)
+    phi, first, count = walk.phi, half * HALF, item.rows_within(chunk, walk.lengths)
+    own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
+    phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
+    own_k[...] = mosaic.kept(phi_k, count)
     plgpu.commit_smem()
     own.mapped.arrive(slot)
     if spec.normalize:
@@ -356,6 +363,7 @@ def multiply_chunk(
     own.s.at[half][...] = S.astype(BF16)
     if not walk.gated:
         own.values.produced.wait(v_slot)
+    mosaic.keep_rows(v, item.rows_within(chunk, walk.lengths))
     plgpu.commit_smem()
     own.mapped.wait(slot)
 
