@@ -1,4 +1,4 @@
-"""A scalar decay within a chunk: what a kernel multiplies by, and when a chunk is steep."""
+"""A scalar decay within a chunk: the factors that a kernel multiplies by."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, is_steep
 
 
 class Gates(NamedTuple):
-    """Of a chunk, from shared memory: G up to its middle row and its last, and whether it is steep,
-    None where none is: one of its halves loses more than features in bfloat16 have room for.
+    """The decays of one chunk. With L_i the sum of log2 decays from the chunk's first row to row i,
+    `ref` has all L_i in shared memory, `middle` and `last` are those of the middle row m and of the
+    last row. `steep` says whether half of the chunk loses more than features in bfloat16 have room
+    for; it is None in a kernel whose chunks are all known not to be steep.
 
-    In all other chunks keys carry exp2(G_m - G_j), their decay up to the middle, queries, or what
-    they get at the end, exp2(G_i - G_m), theirs since, and states are those that the middle sees:
-    so there is nothing between products that a decay would add. In a steep one neither carries any,
-    states are those of its start or, behind it, of its end, and pairs of rows are multiplied by
-    exp2(G_i - G_j).
+    Where a chunk is not steep, keys carry exp2(L_m - L_j), queries, or what they read, carry
+    exp2(L_i - L_m), and states are those that the middle row sees: so no decay stands between two
+    products. In a steep chunk neither carries any, states are those of its start or, behind it, of
+    its end, and pairs of rows are multiplied by exp2(L_i - L_j).
     """
 
     ref: Any
@@ -43,7 +44,7 @@ class Gates(NamedTuple):
         return 1.0 if self.steep is None else jnp.exp2(jnp.where(self.steep, exponent, 0.0))
 
     def since_middle(self) -> jax.Array:
-        """[C]: G_i - G_m, or 0 in a steep chunk."""
+        """[C]: L_i - L_m, or 0 in a steep chunk."""
         return self.unless_steep(self.of(mosaic.OF_ROWS) - self.middle)
 
     def up_to_middle(self) -> jax.Array:
@@ -57,7 +58,7 @@ class Gates(NamedTuple):
         return jnp.exp2(self.unless_steep(self.last - self.middle))
 
     def of_pairs(self, queries: int) -> jax.Array:
-        """In a steep chunk exp2(G_i - G_j), queries along this axis; where a key is not seen
+        """In a steep chunk exp2(L_i - L_j), queries along this axis; where a key is not seen
         infinite, perhaps."""
         rows, columns = (
             mosaic.in_columns(self.of(mosaic.OF_ROWS), C),

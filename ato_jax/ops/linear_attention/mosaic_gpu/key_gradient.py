@@ -11,17 +11,20 @@ With phi'_i, R and u as in `query_sums.py`, those of later chunks:
 Warpgroups, and the barriers between them:
 
     MEMORY (2)   loads chunks as slots come free, across pieces
-      |    \\__ keys: k, v loaded _________________________________________
-      |  rows: q, g, inverse, e, gates loaded                             \\
-      v                                                                    |
-    STATE (3)    loads R, u of a piece (start); maps q in place, times     |
-      |          inverse; R and u in registers, published for each chunk   |
-      |  mapped: phi' lies in q's place, -e in minus_e                     |
-      |  state produced: R and u lie in shared memory                      v
-      v                                                        keys_mapped (with a decay)
-    DV (0)  phi(k), a and dv  ------------------------------------------>  DK (1)  b and dk
-      |     <--- pairs_ring (steep chunks): b lies in shared memory ---      |
-      \\__ state, rows, keys consumed: by both; rows by STATE, too  ________/
+      |    +--- keys: k and v loaded -----------------------------+
+      |  rows: q, g, inverse, e and gates loaded                  |
+      v                                                           |
+    STATE (3)    loads R and u of a piece (start); maps q in      |
+      |          place, times inverse; R and u in registers,      |
+      |          published for each chunk                         |
+      |  mapped: phi' lies in q's place, -e in minus_e            |
+      |  state produced: R and u lie in shared memory             |
+      v                                                           v
+    DV (0)   phi(k), a and dv  --- keys_mapped (with a decay) -->  DK (1)   b and dk
+             <-- pairs_ring (steep chunks): b in shared memory ---
+
+rows are consumed by STATE, DV and DK, keys and state by DV and DK; then MEMORY loads the slot
+again, or STATE publishes anew.
 
 phi(k) stays in DV's registers, the left factor of both products; with a decay it takes k's place,
 too, if phi's derivative is known from it: else DK maps k again. R is whole in one warpgroup: in
@@ -34,17 +37,17 @@ it leaves off is multiplied, too.
     inverse, e   [64]           of each query: 1 / denominator, and g_i . out_i
     R, u         [V, F], [F]    sums over the queries of later chunks
     a, b         [64, 64]       pairs of the chunk's keys j and queries i, [j, i]
-    G_i          [64]           log2 of the decay from the chunk's first row to row i, summed
+    L_i          [64]           log2 of the decay from the chunk's first row to row i, summed
     m            -              the chunk's middle row
     to_start     -              what its middle keeps of a state at the chunk's start
 
 With a decay R and u are those of later chunks as this one's last row C sees them:
 
-    a[j, i] and b[j, i] carry exp2(G_i - G_j); R phi(k_j) and R^T v_j + u are times exp2(G_C - G_j)
-    R = exp2(G_C) R + (exp2(G_i) g_i)^T phi'_i,  u alike    after each chunk
+    a[j, i] and b[j, i] carry exp2(L_i - L_j); R phi(k_j) and R^T v_j + u are times exp2(L_C - L_j)
+    R = exp2(L_C) R + (exp2(L_i) g_i)^T phi'_i,  u alike    after each chunk
 
 Features carry the decay (`chunk_decay.py`), R and u are those that the middle sees, and rows of dk
-are times exp2(G_m - G_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for
+are times exp2(L_m - L_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for
 their sums are scaled in registers.
 
 For the gradient of the decays (`flows.py`) dk leaves, of phi(k) as the queries' gradient has them,
@@ -54,8 +57,8 @@ For the gradient of the decays (`flows.py`) dk leaves, of phi(k) as the queries'
 what the pairs of a key add to the loss's derivative. In a steep chunk, where a strong decay leaves
 each row the pair with itself, and all else would be lost beside it, dk and dv leave
 
-    A_j  = phi(k_j) . (R^T v_j + u) exp2(G_C - G_j)
-    I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(G_i - G_j)
+    A_j  = phi(k_j) . (R^T v_j + u) exp2(L_C - L_j)
+    I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(L_i - L_j)
 
 I is of b, which dk puts in shared memory, times a, which dv puts beside it: a product with ones
 where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.

@@ -10,16 +10,19 @@ The state is loaded once for a piece and carried through its chunks. Warpgroups,
 between them:
 
     MEMORY (2)   loads S and z of a piece, and its chunks as slots come free, across pieces
-      |  |  \\___ sums, state: S, z loaded (once a piece) ________________________
-      |  \\______ values: v, gates loaded ________________________________        |
-      |  rows: q, k loaded                                                \\       |
-      v                                                                    |      |
-    FEATURES (3, 4)   a half of F each: map q and k in place, z, den       |      |
-      |  mapped: phi(q), phi(k) lie in the slot                            |      |
-      |  den_known: phi(q_i) . z of both halves                            |      |
-      v                                                                    v      v
-    VALUES (0, 1)   a half of V each: S_half [64, F] float32 in registers, w, out_half
-         rows, values consumed: by FEATURES and by VALUES, then MEMORY loads the slot again
+      |    |    +---- state: S, and sums: z, loaded once a piece ------------+
+      |    +--------- values: v and gates loaded -----------------+          |
+      |  rows: q and k loaded                                     |          |
+      v                                                           |          |
+    FEATURES (3, 4)   half of F each: maps q and k in place; z;   |          |
+      |               phi(q_i) . z                                |          |
+      |  mapped: phi(q) and phi(k) lie in the slot                |          |
+      |  den_known: phi(q_i) . z of both halves                   |          |
+      v                                                           v          v
+    VALUES (0, 1)   half of V each: S_half [64, F] float32 in registers, w, out_half
+
+rows and values are consumed by FEATURES and VALUES, state by VALUES, sums by FEATURES; then MEMORY
+loads the slot again.
 
 Both halves compute w: that is cheaper than to hand it over.
 
@@ -29,17 +32,17 @@ Both halves compute w: that is cheaper than to hand it over.
     S, z        [V, F], [F]    sums over all keys before the chunk
     w           [64, 64]       weights of the chunk's pairs
     den         [64]           the denominator
-    G_i         [64]           log2 of the decay from the chunk's first row to row i, summed
+    L_i         [64]           log2 of the decay from the chunk's first row to row i, summed
     m           -              the chunk's middle row
     to_end      -              what is left at the chunk's end of a state that its middle sees
 
 With a decay:
 
-    w[i, j] carries exp2(G_i - G_j); out_i and its denominator read S and z times exp2(G_i)
-    S = exp2(G_C) S + (exp2(G_C - G_j) v_j)^T phi(k_j), z alike    for the chunk's last row C
+    w[i, j] carries exp2(L_i - L_j); out_i and its denominator read S and z times exp2(L_i)
+    S = exp2(L_C) S + (exp2(L_C - L_j) v_j)^T phi(k_j), z alike    for the chunk's last row C
 
 phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and z do; rows of out
-and its denominator are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, v and what is
+and its denominator are multiplied by exp2(L_i - L_m) at the end. In a steep chunk w, v and what is
 read of the state are scaled in registers.
 
 Where a tile is of two heads, the halves are these, each with products of its own 64 columns.
