@@ -163,11 +163,14 @@ def lower(case: Case) -> jax.stages.Lowered:
 
     def call(q: Any, k: Any, v: Any, options: Any) -> Any:
         inputs = Inputs(q, k, v, options.get("decay"), options.get("initial_state"))
-        kept = mosaic_gpu.keep(spec, config, inputs)
+        kept = mosaic_gpu.forward_for_own_backward(spec, config, inputs)
         if not case.gradients:
             return kept
         residuals = Residuals(inputs, kept)
-        return mosaic_gpu.backward(spec, config, residuals, kept.plain(), _nothing)
+        arrays = spec, config, residuals, kept.plain()
+        if spec.decay == "channel":
+            return mosaic_gpu.backward_with_fallback(*arrays, _nothing)
+        return mosaic_gpu.backward(*arrays)
 
     with on_hopper():
         return jax.jit(call).trace(*arrays_of(case)).lower(lowering_platforms=("cuda",))
