@@ -16,8 +16,9 @@ import test_linear_channel as channel
 from test_linear_mosaic import draw
 
 import ato_jax
-from ato_jax import launch
+from ato_jax import launch, mosaic
 from ato_jax.ops.linear_attention import api
+from ato_jax.ops.linear_attention import decay as decay_limits
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
@@ -140,8 +141,8 @@ def test_totals(P: int, D: int, V: int, added: bool, options: dict[str, Any], un
     read = kv if unit_of is not None or spec.normalize else kv * spec.scale
     close(exact(found.read), read, rtol=2**-8)
     close(found.k_sum, k_sum)
-    close(exact(found.rows[:, :, : frame.PARTS]), k_sum[:, :, None].repeat(4, 2), rtol=2**-8)
-    close(exact(found.rows).sum(axis=2) / frame.PARTS, k_sum, rtol=2**-15)
+    close(exact(found.rows[:, :, : mosaic.PARTS]), k_sum[:, :, None].repeat(4, 2), rtol=2**-8)
+    close(exact(found.rows).sum(axis=2) / mosaic.PARTS, k_sum, rtol=2**-15)
     close(found.least, (spec.eps * units)[..., None].repeat(frame.C, 2))
     if added:
         close(found.kv, kv)
@@ -152,7 +153,7 @@ def test_totals(P: int, D: int, V: int, added: bool, options: dict[str, Any], un
 
 def gated(
     B: int, T: int, G: int, D: int, rows: int, **options: Any
-) -> tuple[LinearAttentionSpec, frame.Deal, jax.Array, jax.Array]:
+) -> tuple[LinearAttentionSpec, mosaic.Deal, jax.Array, jax.Array]:
     """Decays, steep in some chunks, and their sums within chunks."""
     layout = options.setdefault("layout", "bthd")
     decay = -0.02 * jnp.abs(normal(B, G, T, seed=5))
@@ -161,7 +162,7 @@ def gated(
     q = draw(B, T, G, G, layout, D=D)[0]
     spec = api.prepare(q, q, q, causal=True, decay=decay, **options).spec
     heads = G // frame.heads_of_tile(spec)
-    deal = frame.Deal(B, heads, T, rows, -(-T // rows), 132)
+    deal = mosaic.Deal(B, heads, T, rows, -(-T // rows), 132)
     with ato_jax.interpret():
         sums = gates.of_steps(spec, decay)
     return spec, deal, decay, sums
@@ -198,7 +199,7 @@ def test_gates_of_pieces(B: int, T: int, G: int, D: int, rows: int) -> None:
     since = cut((up_to - last)[..., None] + rows_of)
     np.testing.assert_allclose(found.since, since, rtol=2e-5, atol=1e-4)
     np.testing.assert_allclose(found.keeps, np.exp2(up_to[..., -1]), rtol=1e-3, atol=1e-37)
-    steep = (np.minimum(middle, last - middle) < -frame.MOST_LOST).any(axis=3)
+    steep = (np.minimum(middle, last - middle) < -decay_limits.MOST_LOST_OF_CHUNK).any(axis=3)
     of_tiles = steep.reshape(B, deal.heads, -1, deal.pieces).any(axis=2)
     np.testing.assert_array_equal(found.steep, of_tiles)
     assert of_tiles.any() and (deal.pieces == 1 or not of_tiles.all())
@@ -212,7 +213,7 @@ def test_what_is_steep() -> None:
     spec = api.prepare(q, q, q, causal=True, decay=decay).spec
     with ato_jax.interpret():
         sums = gates.of_steps(spec, decay)
-        found = gates.of_pieces(spec, frame.Deal(1, 1, 128, 64, 2, 132), sums)
+        found = gates.of_pieces(spec, mosaic.Deal(1, 1, 128, 64, 2, 132), sums)
     assert found.steep.tolist() == [[[0, 1]]]
 
 
@@ -225,7 +226,7 @@ def test_gradient_of_heads() -> None:
 
 def slow_flows(
     spec: LinearAttentionSpec,
-    deal: frame.Deal,
+    deal: mosaic.Deal,
     sums: jax.Array,
     queries: flows.OfQueries,
     keys: flows.OfKeys,
@@ -237,7 +238,7 @@ def slow_flows(
     reads, adds = exact(queries.flows).sum(axis=0).reshape(of_chunks), exact(keys.flows)
     passing, rows_of = adds.reshape(of_chunks) - reads, exact(sums).reshape(of_chunks)
     middle, last = rows_of[..., frame.C // 2 - 1], rows_of[..., -1]
-    steep = np.minimum(middle, last - middle) < -frame.MOST_LOST
+    steep = np.minimum(middle, last - middle) < -decay_limits.MOST_LOST_OF_CHUNK
     of_s, of_r = np.where(steep, 0, -middle), np.where(steep, 0, middle - last)
     known = [chunk for chunk in range(count) if chunk % in_piece % flows.SPACING == 0]
     crossing = np.zeros((*sums.shape[:2], count + 1))

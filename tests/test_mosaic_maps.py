@@ -16,6 +16,7 @@ from test_linear_mosaic import newest, no_races  # noqa: F401
 import ato_jax
 from ato_jax import mosaic
 from ato_jax.mosaic import F32
+from ato_jax.ops.linear_attention import decay as decay_limits
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     feature_maps,
@@ -129,7 +130,7 @@ def test_any_feature_map_and_length(
         of_chunks = np.pad(log2_decays, (0, whole - T)).reshape(-1, frame.C).cumsum(1)
         gates = of_rows(of_chunks.reshape(-1))
         middle, last = of_chunks[:, frame.C // 2 - 1], of_chunks[:, -1]
-        is_steep = np.minimum(middle, last - middle) < -frame.MOST_LOST
+        is_steep = np.minimum(middle, last - middle) < -decay_limits.MOST_LOST_OF_CHUNK
         assert is_steep.any() == (decay == "steep")
         is_steep = np.pad(is_steep, (0, pieces * 2 - is_steep.size)).reshape(pieces, 2)
         steep = jnp.asarray(is_steep.any(1), jnp.int32)[None, None]
