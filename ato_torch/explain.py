@@ -50,8 +50,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Args:
       function: One of ato_torch's functions, or a function that calls one.
-      args: Its positional arguments.
-      kwargs: Its keyword arguments.
+      *args: Its positional arguments.
+      **kwargs: Its keyword arguments.
 
     Returns:
       An object with the attributes `forward` and `backward`, each with `road` ("direct" or "through

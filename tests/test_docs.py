@@ -262,8 +262,14 @@ def faults_of_docstring(found: object) -> list[str]:
         return faults
     # nnx puts a signature of its own before that of a layer's constructor.
     signature = inspect.signature(found.__init__ if is_class else inspect.unwrap(found))
-    named = [name for name in signature.parameters if name != "self"]
-    if sorted(entry.lstrip("*") for entry in entries(told.get("Args", ""))) != sorted(named):
+    # With their stars, as in the signature.
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    named = [
+        stars.get(parameter.kind, "") + name
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    ]
+    if sorted(entries(told.get("Args", ""))) != sorted(named):
         faults.append(f"Args must name {', '.join(named)}, each in an entry of its own")
     untyped = [
         name
@@ -384,12 +390,13 @@ def test_a_block_that_raises_fails_with_its_page_and_line(tmp_path, monkeypatch)
     assert str(last.path).endswith("docs/page.md") and last.lineno + 1 == 12
 
 
-def documented(x: int, *, y: int = 0) -> int:
+def documented(x: int, *, y: int = 0, **rest: int) -> int:
     """Adds.
 
     Args:
       x: One.
       y: Another.
+      **rest: None of them.
 
     Returns:
       The sum.
@@ -407,8 +414,9 @@ def documented(x: int, *, y: int = 0) -> int:
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("  y: Another.", "", "Args must name x, y, each in an entry of its own"),
+        ("  y: Another.", "", "Args must name x, y, **rest, each in an entry of its own"),
         ("  x: One.\n  y: Another.", "  x, y: Both.", "Args must name x, y"),
+        ("  **rest:", "  rest:", "Args must name x, y, **rest"),
         ("Returns:", "Gives:", "has no Returns"),
         ("Raises:", "Fails:", "has no Raises"),
         ("Example:", "So:", "has no Example"),
@@ -418,7 +426,7 @@ def documented(x: int, *, y: int = 0) -> int:
 def test_a_docstring_that_lacks_something_is_found(old, new, fault):
     assert faults_of_docstring(documented) == []
 
-    def lacking(x: int, *, y: int = 0) -> int:
+    def lacking(x: int, *, y: int = 0, **rest: int) -> int:
         return x + y
 
     text = inspect.cleandoc(documented.__doc__ or "")

@@ -53,7 +53,9 @@ def faults(found: Callable[..., Any], needs_example: bool) -> list[str]:
     wanted = {"Raises"} | ({"Example"} if needs_example else set())
     # A class of Flax hides its constructor's signature.
     signature = inspect.signature(found.__init__ if inspect.isclass(found) else found)
-    names = [name for name in signature.parameters if name != "self"]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = [each for each in signature.parameters.values() if each.name != "self"]
+    names = [stars.get(each.kind, "") + each.name for each in parameters]
     if names:
         wanted.add("Args")
     returned = str(signature.return_annotation)
@@ -63,7 +65,7 @@ def faults(found: Callable[..., Any], needs_example: bool) -> list[str]:
     summary = parts[""].split("\n\n")[0]
     if not summary.endswith(".") or "\n" in summary.strip():
         missing.append(f"the summary is no sentence of one line: {summary!r}")
-    documented = re.findall(r"^  (\w+): ", parts.get("Args", ""), re.M)
+    documented = re.findall(r"^  (\*{0,2}\w+): ", parts.get("Args", ""), re.M)
     if documented != names:
         missing.append(f"Args has {documented}, the signature {names}")
     return missing

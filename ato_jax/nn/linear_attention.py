@@ -69,7 +69,7 @@ class LinearAttention(MultiHead):
         none. It needs an even D.
       implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters.
-      options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
+      **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
         precision, use_bias, normalize_qk, decode, kernel_init and kernel_metadata. `attention_fn`
         is refused and so is a `dropout_rate`: there are no weights to drop.
 
@@ -275,7 +275,7 @@ class Performer(LinearAttention):
         none. It needs an even D.
       implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters and w.
-      options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
+      **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
         precision, use_bias, normalize_qk, decode, kernel_init and kernel_metadata. `attention_fn`
         is refused, as are `dropout_rate`,
         `feature_map` and `normalize`.

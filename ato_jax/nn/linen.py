@@ -42,7 +42,7 @@ def to_linen(
       cls: `Attention`, `LinearAttention` or another layer class of this package.
       name: The module's name in Linen. Checkpoints of a model that left the name to Linen need that
         one: "MultiHeadDotProductAttention_0" and so on.
-      options: Arguments of the class's constructor without `rngs`. `in_features` and
+      **options: Arguments of the class's constructor without `rngs`. `in_features` and
         `in_kv_features` are taken from the inputs unless given. `decode=True` is refused, in the
         call as well, because Linen has no counterpart to `init_cache`; decode with the layer
         itself, in nnx, with the same parameters. Initialisers are nnx's: axis names go into

@@ -63,7 +63,7 @@ class MultiHead(nnx.MultiHeadAttention):
         none. It needs an even D.
       implementation: A backend of `ato_jax.attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters.
-      options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
+      **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
         precision, use_bias, normalize_qk, decode, kernel_init and kernel_metadata. `attention_fn`
         is refused.
 

@@ -85,7 +85,7 @@ def replace_attention(
         layer), ...; all unless given.
       rngs: Random keys for what new layers have and old ones do not: `Performer`'s projection, the
         gates of `GatedLinearAttention`, the stream for dropout.
-      options: Constructor arguments of the new layers that are not about the projections, such as
+      **options: Constructor arguments of the new layers that are not about the projections, such as
         `causal=True`. Sizes, dtypes, precision, initialisers and metadata are those of the old
         layers; `GatedLinearAttention` alone takes `kernel_init`, `bias_init` and their metadata,
         for its gates.
@@ -167,7 +167,8 @@ def convert_attention(
       layer: An nnx.MultiHeadAttention, and no subclass.
       cls: The class of the new layer: `Attention`, `LinearAttention`, ...
       rngs: Random keys for what the new layer has and `layer` does not, as in `replace_attention`.
-      options: Constructor arguments that are not about the projections, as in `replace_attention`.
+      **options: Constructor arguments that are not about the projections, as in
+        `replace_attention`.
 
     Returns:
       The new layer. Its projections are the modules of `layer` themselves, not copies.
