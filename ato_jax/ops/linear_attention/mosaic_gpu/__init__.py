@@ -246,9 +246,9 @@ def backward_with_fallback(
     config: Config,
     residuals: Residuals,
     cotangents: Outputs,
-    fallback: causal.Otherwise,
+    fallback: causal.Fallback,
 ) -> Inputs:
-    run = functools.partial(causal.backward_by_channel, otherwise=fallback)
+    run = functools.partial(causal.backward_by_channel, fallback=fallback)
     return _as_larger_batch(run)(spec, config, residuals, cotangents)
 
 

@@ -48,7 +48,7 @@ from ato_jax.ops.linear_attention.spec import (
 
 State = tuple[jax.Array, jax.Array]
 # The gradients by another backend.
-Otherwise = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
+Fallback = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
 # What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
 # it takes for a chunk of theirs, and what an item takes before its first chunk.
@@ -244,7 +244,7 @@ def backward_by_channel(
     config: Config,
     residuals: Residuals,
     cotangents: Outputs,
-    otherwise: Otherwise,
+    fallback: Fallback,
 ) -> Inputs:
     """The same where gates are those of channels."""
     deal = _deal(spec, config)
@@ -257,7 +257,7 @@ def backward_by_channel(
         states = kept.s, kept.z
         return channel_backward.gradients(spec, deal, inputs, kept.features, states, cotangents.out)
 
-    def hand_over() -> Inputs:
-        return otherwise(spec, Residuals(inputs, outputs.plain()), cotangents)
+    def by_fallback() -> Inputs:
+        return fallback(spec, Residuals(inputs, outputs.plain()), cotangents)
 
-    return jax.lax.cond(jnp.any(kept.features.steep), hand_over, by_walks)
+    return jax.lax.cond(jnp.any(kept.features.steep), by_fallback, by_walks)
