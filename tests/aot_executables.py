@@ -4,7 +4,7 @@ the card, and reads what XLA made of them.
     python -m tests.aot_executables
 
 XLA's CUDA plugin does that in a process of its own (tests/aot_mosaic.py tells how). Neither PyTorch
-nor a card is needed. The plugin also holds XLA's schema, with which `_executable.FIELDS` is
+nor a card is needed. The plugin also holds XLA's schema, with which `_protobuf.FIELDS` is
 compared: `schema` reads it.
 """
 
