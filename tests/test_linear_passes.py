@@ -232,7 +232,7 @@ def slow_flows(
     keys: flows.OfKeys,
     of_start: jax.Array | None,
 ) -> np.ndarray:
-    """F at each step [B, H, T], chunk by chunk as `flows.py` says it."""
+    """F at each step [B, H, T], chunk by chunk as `scans/flows.py` says it."""
     count, in_piece = sums.shape[2] // frame.C, deal.rows // frame.C
     of_chunks = (*sums.shape[:2], count, frame.C)
     reads, adds = exact(queries.flows).sum(axis=0).reshape(of_chunks), exact(keys.flows)

@@ -1,11 +1,10 @@
 """Every query sees every key, on Hopper: two passes forward, two backward, each array read once in
 each.
 
-Forward the sums of a few pieces (`whole_sums.py`) are added up (`totals.py`), and queries stream
-past them (`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
-(`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Of heads
-of more columns the backward is in kernels of its own (`wide_*.py`), where those sums are a pass
-more.
+Forward the sums of a few pieces (`whole_sums.py`) are added up (`scans/totals.py`), and queries
+stream past them (`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
+(`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Heads of
+more columns have a backward of their own (`wide_*.py`), where those sums are a pass more.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Each query sees the keys up to its own, on Hopper.
 
 The sequence is cut into as many pieces as fill the card, few: their sums (`sums.py`) are added up
-(`edges.py`), and each piece is walked with its running state in registers (`output.py`). Backwards
-the queries' gradient is such a walk, too (`query_gradient.py`), and that of keys and values one
-from the end (`query_sums.py`, `key_gradient.py`). A decay comes as sums of its logarithms
-(`gates.py`), and its gradient is made of what both walks leave (`flows.py`). Gates of channels have
-kernels of their own (`channel.py`, `channel_backward.py`).
+(`scans/edges.py`), and each piece is walked with its running state in registers (`output.py`).
+Backwards the queries' gradient is such a walk, too (`query_gradient.py`), and that of keys and
+values one from the end (`query_sums.py`, `key_gradient.py`). A decay comes as sums of its
+logarithms (`scans/gates.py`), and its gradient is made of what both walks leave (`scans/flows.py`).
+Gates of channels have kernels of their own (`channel.py`, `channel_backward.py`).
 """
 
 from __future__ import annotations

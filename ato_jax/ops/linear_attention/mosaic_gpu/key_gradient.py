@@ -50,7 +50,8 @@ Features carry the decay (`chunk_decay.py`), R and u are those that the middle s
 are times exp2(L_m - L_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for
 their sums are scaled in registers.
 
-For the gradient of the decays (`flows.py`) dk leaves, of phi(k) as the queries' gradient has them,
+For the gradient of the decays (`scans/flows.py`) dk leaves, of phi(k) as the queries' gradient
+has them,
 
     phi(k_j) . (R^T v_j + u + sum_i b[j, i] phi'_i)
 

@@ -31,7 +31,8 @@ phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and
 what is left: their rows are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, pairs'
 decays in z_i, and what is read of the state are scaled in registers, phi(k) there for its sums.
 
-For the gradient of the decays (`flows.py`) each half leaves a sum for each row, its columns' of
+For the gradient of the decays (`scans/flows.py`) each half leaves a sum for each row, its columns'
+of
 
     phi'_i . (D_i - e_i z_i)    phi'_i = exp2(G_i - G_m) phi(q_i) inverse_i, rounded
 
