@@ -31,6 +31,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
 
     Raises:
       ValueError: `op` is none of these, or the call itself would raise it.
+      TypeError: An argument of the call is missing or unknown.
 
     Example:
       >>> import ato_jax, jax, jax.numpy as jnp
@@ -48,6 +49,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
     if name is None:
         raise ValueError(f"op must be one of {', '.join(map(repr, APIS))}, got {op!r}")
     api = APIS[name]
+    try:
+        inspect.signature(getattr(api, name)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
     leaves, structure = jax.tree.flatten((args, kwargs))
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         request = api.prepare(*args, **kwargs)

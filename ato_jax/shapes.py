@@ -123,6 +123,11 @@ def broadcastable(
 def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
     """`array` as a JAX array; a ValueError unless it is float16, bfloat16 or float32."""
     found = dtype_name(name, array)
+    if found.startswith("torch."):
+        raise ValueError(
+            f"{name} must be a JAX array, got a PyTorch tensor: ato_torch has functions of the "
+            "same names for tensors"
+        )
     if found not in FLOATS:
         raise ValueError(
             f"{name} must be float16, bfloat16 or float32, got {found}; convert it first"

@@ -642,3 +642,23 @@ def test_junk(function: Any, name: str, accepted: tuple[str, ...]) -> None:
             assert subject in str(error), (what, str(error))
         else:
             assert sensible, f"{name} took {what}"
+
+
+@pytest.mark.parametrize("op", ["attention", "linear_attention"])
+def test_explain_names_the_call_and_not_its_parts(op: str) -> None:
+    array = jnp.ones((1, 4, 2, 8))
+    for args, options, told in (
+        ((array,), {}, f"{op}: missing a required argument: 'k'"),
+        ((array,) * 3, {"causl": True}, f"{op}: got an unexpected keyword argument 'causl'"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            ato_jax.explain(op, *args, **options)
+
+
+def test_tensors_are_led_to_ato_torch() -> None:
+    torch = pytest.importorskip("torch")
+    tensor, array = torch.ones(1, 4, 2, 8), jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="q must be a JAX array.*ato_torch"):
+        ato_jax.attention(tensor, array, array)
+    with pytest.raises(ValueError, match="v must be a JAX array.*ato_torch"):
+        ato_jax.linear_attention(array, array, tensor)
