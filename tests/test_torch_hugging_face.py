@@ -134,7 +134,11 @@ def test_checkpoints_keep_the_rules(reentrant):
         return torch.autograd.grad(loss, model.parameters())
 
     wanted = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    # By its name before transformers 5.24, and from there on.
+    old = "gradient_checkpointing_enable"
+    getattr(model, "activation_checkpointing_enable", getattr(model, old))(
+        {"use_reentrant": reentrant}
+    )
     if reentrant:  # which has no gradients but by backward
         model.enable_input_require_grads()
         model(tokens, attention_mask=padding, labels=tokens, use_cache=False).loss.backward()
@@ -230,7 +234,8 @@ def test_a_window_without_a_mask():
 def packed(function):
     ids = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 2, 2]])
     positions = torch.tensor([[4, 5, 6, 0, 1], [3, 0, 0, 1, 2]])
-    return masks.packed_sequence_compatibility_function(function, positions, ids)
+    of_sequences = masks.remap_positions_for_packed_sequence(function, positions)
+    return masks.and_masks(of_sequences, masks.packed_sequence_mask_function(ids))
 
 
 PATTERNS = {

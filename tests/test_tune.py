@@ -125,12 +125,12 @@ def test_the_table_is_what_tuning_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning.resources, "files", lambda package: tmp_path)
     tuning.table.cache_clear()
     backend = type("Backend", (), {"default_config": lambda spec, device: Config()})
-    tuning.config.cache_clear()
+    tuning._config.cache_clear()
     tuned = tuning.config("linear_attention", "triton", backend, Spec(TINY), H200)
     other = dataclasses.replace(TINY, D=48)
     rule = tuning.config("linear_attention", "triton", backend, Spec(other), H200)
     tuning.table.cache_clear()
-    tuning.config.cache_clear()
+    tuning._config.cache_clear()
     assert tuned == Config(state_block=16, dq_programs=528) and rule == Config()
 
     class Slow(Bench):
