@@ -133,13 +133,12 @@ lint: $(OLDEST)/$(STAMP)
 test-oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
-# Every 7th test, and fewer of hypothesis's examples: the other end has run them all, and what
-# differs between versions of JAX breaks more than one. 7 shares no factor with how many parameters
-# most tests have, so that it meets them all. Tests marked `newest` take most of the time.
+# Every 10th test, and fewer of hypothesis's examples: the other end has run them all, and what
+# differs between versions of JAX breaks more than one. Tests marked `newest` take most of the time.
 .PHONY: test-newest
 ifdef NEWEST_PYTHON
 test-newest: $(NEWEST)/$(STAMP)
-	ATO_SAMPLE=7 ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
+	ATO_SAMPLE=10 ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
 else
 test-newest:
 	@echo '*** No Python 3.13 or 3.12 found: the newest JAX can NOT be tested here.' >&2

@@ -184,7 +184,12 @@ def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) ->
 
 
 def lowered_kernels(function: Callable[..., Any], *args: Any, platform: str) -> list[Kernel]:
-    return _some(kernels_of(jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))))
+    # From JAX 0.11 on the lowering asks for a device; for ROCm it reads nothing of it.
+    target = jax.sharding.AbstractDevice(DEVICE_KIND[80], num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(function).trace(*args)
+        return _some(kernels_of(traced.lower(lowering_platforms=(platform,))))
 
 
 def _some(kernels: list[Kernel]) -> list[Kernel]:

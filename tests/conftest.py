@@ -1,6 +1,6 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=7 only every 7th test runs, and
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs, and
 those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1 JAX has no
 lowering to Triton, and tests that need one are skipped.
 """
