@@ -69,7 +69,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 class Residuals(NamedTuple, Generic[InputsT, OutputsT]):
-    """What a backward pass reads. The op fixes it, so any forward pairs with any backward.
+    """The arrays that a backward pass reads. One type per op: any forward pairs with any backward.
 
     `outputs` are an `OutputsT`, or what the same backend's `forward_for_own_backward` returned.
     """

@@ -462,7 +462,7 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a call would run, and why nothing else: what `ato_jax.explain` returns.
+    """The answer of `ato_jax.explain`: the chosen backends, and the reasons against the others.
 
     A `Choice` is a backend, its block sizes and what chose them.
 
@@ -506,7 +506,7 @@ class Explanation:
 def explain(
     op: Op[SpecT, InputsT, OutputsT], spec: SpecT, inputs: InputsT, implementation: str | None
 ) -> Explanation:
-    """What a call would run; it chooses as `run` does, and computes nothing."""
+    """Chooses backends for a call exactly as `run` does, without running it."""
     call = _call_of(op, spec, inputs, implementation)
     reasons = {
         name: {phase: reason_against(call, name, phase) for phase in PHASES}

@@ -25,7 +25,7 @@ def kept(x: jax.Array, count: Any) -> jax.Array:
 
 
 def keep_rows(ref: Any, count: Any) -> None:
-    """The same of a tile in shared memory, in place. A `commit_smem` has to follow."""
+    """Applies `kept` to a tile in shared memory. The caller has to `commit_smem` afterwards."""
     if count is None:
         return
 

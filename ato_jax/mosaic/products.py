@@ -37,7 +37,7 @@ def multiply(*sums: Sum, meanwhile: Callable[[], None] = lambda: None) -> tuple[
         meanwhile()
 
     accumulators = pl.run_state(issue)(tuple(plgpu.ACC.init(start) for start, _ in sums))
-    # What is read from an accumulator must not be moved ahead of the wait for it.
+    # The barrier keeps reads of the accumulators behind the wait for the products.
     return lax.optimization_barrier(tuple(accumulators))
 
 
@@ -82,5 +82,5 @@ def of_parts(parts: jax.Array) -> jax.Array:
 
 
 def in_parts(vector: jax.Array) -> jax.Array:
-    """The reverse, as the start of such a sum: [F] in 8 columns, [F, 8]."""
+    """The inverse of `of_parts`: spreads a vector [F] over 8 columns, [F, 8]."""
     return in_columns(vector * (PARTS / ALIKE), ALIKE)

@@ -28,7 +28,7 @@ Body = Callable[..., None]
 
 
 class Runs(Protocol):
-    """What a block runs, over references to global arrays and to what was allocated."""
+    """The code of one block, called with references to global arrays and to its scratch memory."""
 
     @property
     def warpgroups(self) -> int: ...

@@ -35,7 +35,7 @@ class Buffer:
     copies: int = 1
 
 
-# What a field of `Storage` holds: declared, a `Buffer`; inside of the kernel, its reference.
+# The type of a field of `Storage`: a `Buffer` when declared, a reference inside the kernel.
 Array = Any
 
 

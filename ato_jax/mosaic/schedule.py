@@ -1,4 +1,4 @@
-"""What a block works on.
+"""The schedule: which items of work each block takes.
 
 A block stays on its multiprocessor (it is persistent) and takes items. An item is a piece of the
 sequence of one head, or of the two heads of a tile; it is walked chunk by chunk, of 64 rows each.

@@ -68,7 +68,7 @@ from ato_jax.ops.attention.triton.weights import (
 
 
 class DqReads(NamedTuple):
-    """What the dQ kernel reads beside the options: arrays, their block specs, or their refs."""
+    """The dQ kernel's inputs, the options apart: arrays, their block specs, or their refs."""
 
     q: Any  # [B, T, H, D]
     k: Any  # [B, S, G, D]
