@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -90,6 +92,17 @@ def check(error: int) -> None:
     if error:
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
         raise kind(f"a kernel launched from PyTorch: {error_text(error)}")
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allows calls that the capture of a graph in another thread would forbid in this one."""
+    mode = ctypes.c_int(RELAXED_CAPTURE)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    try:
+        yield
+    finally:
+        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
 
 def error_text(error: int) -> str:

@@ -178,9 +178,10 @@ def _executable(data: bytes) -> Executable:
     if len(allocations) != len(wrapped.parts("values")):
         raise UnknownError("two allocations have one number")
     results = _results(fields.parts("output_info_map"))
-    # Messages in several records are merged where they are concatenated.
-    literals = _literals(b"".join(fields.parts("hlo_module_with_config")))
-    constants = dict(_constants(fields.parts("constants"), literals))
+    entries = fields.parts("constants")
+    # The HLO is large, and most programs have no constants. Its records, concatenated, are merged.
+    hlo = b"".join(fields.parts("hlo_module_with_config")) if entries else b""
+    constants = dict(_constants(entries, _literals(hlo)))
     found = Executable(allocations, steps, results, constants, code)
     _check(found)
     return found

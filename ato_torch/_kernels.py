@@ -157,14 +157,9 @@ def _write(address: ctypes.c_uint64, content: bytes) -> None:
     driver = _driver.library()
     stream = ctypes.c_size_t(torch.cuda.current_stream().cuda_stream)
     size = ctypes.c_size_t(len(content))
-    # Otherwise the capture of another thread would forbid this call.
-    mode = ctypes.c_int(_driver.RELAXED_CAPTURE)
-    _driver.check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-    try:
+    with _driver.relaxed_capture():
         _driver.check(driver.cuMemcpyHtoDAsync_v2(address, content, size, stream))
         _driver.check(driver.cuStreamSynchronize(stream))
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _parameters(kernel: ctypes.c_void_p) -> list[tuple[int, int]]:
@@ -268,12 +263,9 @@ class LaunchSequence:
             _driver.check(driver.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, *behind, facts))
             nodes.append((node, facts))
             self.held += parameters, found
-        # Otherwise the capture of another thread would forbid this call.
-        mode = ctypes.c_int(_driver.RELAXED_CAPTURE)
-        _driver.check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-        error = driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0))
-        _driver.check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-        _driver.check(error)
+        flags = ctypes.c_uint64(0)
+        with _driver.relaxed_capture():
+            _driver.check(driver.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, flags))
         change = driver.cuGraphExecKernelNodeSetParams_v2
         self.of_graph = [
             *((change, (ready, *node)) for node in nodes),
