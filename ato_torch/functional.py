@@ -15,12 +15,10 @@ import torch
 
 from ato_jax import shapes
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.attention.api import Window
 from ato_jax.ops.common import LAYOUTS, axes
 from ato_torch import _checked_calls, _checks, _ops
 from ato_torch._checks import Integers, Layout
-
-# (left, right): keys to the left and to the right of a query's position, None for no bound.
-Window = tuple[int | None, int | None]
 
 
 @overload

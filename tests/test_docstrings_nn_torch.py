@@ -1,8 +1,10 @@
-"""Docstrings of the public objects of ato_jax.nn and ato_torch: sections, names, examples."""
+"""Docstrings of the public objects of ato_jax.nn and ato_torch: sections and names.
+
+Their examples run in tests/test_docs.py, with those of ato_jax.
+"""
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import importlib.util
 import inspect
@@ -76,23 +78,6 @@ def faults(found: Callable[..., Any], needs_example: bool) -> list[str]:
 )
 def test_sections(found: Any, needs_example: bool) -> None:
     assert not faults(found, needs_example)
-
-
-EXAMPLES = [(name, found) for name, found, _ in PUBLIC if "Example" in sections(found)]
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("found", [row[1] for row in EXAMPLES], ids=[row[0] for row in EXAMPLES])
-def test_examples(found: Any) -> None:
-    """They run as they stand, on a CPU too, and print what they say."""
-    examples = doctest.DocTestParser().get_doctest(
-        inspect.getdoc(found) or "", {}, found.__qualname__, None, None
-    )
-    assert examples.examples
-    told: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    result = runner.run(examples, out=told.append)
-    assert not result.failed, "".join(told)
 
 
 def test_faults_are_found() -> None:

@@ -134,11 +134,11 @@ def test_checkpoints_keep_the_rules(reentrant):
         return torch.autograd.grad(loss, model.parameters())
 
     wanted = gradients()
-    # By its name before transformers 5.24, and from there on.
-    old = "gradient_checkpointing_enable"
-    getattr(model, "activation_checkpointing_enable", getattr(model, old))(
-        {"use_reentrant": reentrant}
+    # Its name from transformers 5.24 on, and before.
+    enable = getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
     )
+    enable({"use_reentrant": reentrant})
     if reentrant:  # which has no gradients but by backward
         model.enable_input_require_grads()
         model(tokens, attention_mask=padding, labels=tokens, use_cache=False).loss.backward()

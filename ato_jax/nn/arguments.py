@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from ato_jax import dispatch, shapes
 
 # A mask as callers give it, and a feature map: a name, or an elementwise JAX function.
 Mask = jax.Array | np.ndarray
-FeatureMapLike = str | Callable[[jax.Array], jax.Array]
 Sharding = jax.sharding.NamedSharding | jax.sharding.PartitionSpec
 
 

@@ -37,7 +37,6 @@ from jax.typing import ArrayLike
 import ato_jax
 from ato_jax import shapes
 from ato_jax.nn.arguments import (
-    FeatureMapLike,
     Mask,
     as_implementation,
     refuse_no_dtype,
@@ -48,6 +47,7 @@ from ato_jax.nn.call import Call, one_batch_axis
 from ato_jax.nn.masks import bind_mask, factor_mask, hide_keys, hide_queries
 from ato_jax.ops.attention import api as softmax
 from ato_jax.ops.linear_attention import api as linear
+from ato_jax.ops.linear_attention.api import FeatureMapLike
 from ato_jax.ops.linear_attention.features import Favor
 
 

@@ -27,9 +27,10 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
 from ato_jax import shapes
-from ato_jax.nn.arguments import FeatureMapLike, refuse_no_initialiser
+from ato_jax.nn.arguments import refuse_no_initialiser
 from ato_jax.nn.call import Call
 from ato_jax.nn.linear_attention import LinearAttention
+from ato_jax.ops.linear_attention.api import FeatureMapLike
 
 
 class GatedLinearAttention(LinearAttention):

@@ -19,7 +19,6 @@ from flax.typing import Dtype
 
 from ato_jax import shapes
 from ato_jax.nn.arguments import (
-    FeatureMapLike,
     as_implementation,
     as_input_shape,
     optional_flag,
@@ -30,7 +29,7 @@ from ato_jax.nn.caches import made
 from ato_jax.nn.call import Call
 from ato_jax.nn.masks import blank_steps, factor_mask, hide_inputs, hide_keys, hide_queries
 from ato_jax.nn.multi_head import MultiHead
-from ato_jax.ops.linear_attention.api import OP, linear_attention
+from ato_jax.ops.linear_attention.api import OP, FeatureMapLike, linear_attention
 from ato_jax.ops.linear_attention.features import Favor, favor, resolve
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step

@@ -20,8 +20,9 @@ import numpy as np
 from flax import nnx
 
 from ato_jax import shapes
-from ato_jax.nn.arguments import FeatureMapLike, Mask
+from ato_jax.nn.arguments import Mask
 from ato_jax.nn.call import Call
+from ato_jax.ops.linear_attention.api import FeatureMapLike
 from ato_jax.ops.linear_attention.features import Favor
 
 
