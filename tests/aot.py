@@ -184,8 +184,8 @@ def triton_kernels(function: Callable[..., Any], *args: Any, capability: int) ->
 
 
 def lowered_kernels(function: Callable[..., Any], *args: Any, platform: str) -> list[Kernel]:
-    # From JAX 0.11 on the lowering asks for a device; for ROCm it reads nothing of it.
-    target = jax.sharding.AbstractDevice(DEVICE_KIND[80], num_cores=None, platform="gpu")
+    # From JAX 0.11 on the lowering asks for a device. Before sm_89 it refuses float8 casts.
+    target = jax.sharding.AbstractDevice(DEVICE_KIND[90], num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*args)
