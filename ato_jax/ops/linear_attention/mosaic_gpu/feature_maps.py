@@ -172,11 +172,19 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 0.01, series, jnp.log(1 + x))
 
 
-# In the place of primitives that Mosaic GPU does not lower.
+def _integer_pow(x: jax.Array, y: int) -> jax.Array:
+    if y == 0:
+        return jnp.ones_like(x)
+    power = jax.lax.integer_pow(x, abs(y)) if abs(y) > 1 else x
+    return power if y > 0 else 1 / power
+
+
+# In the place of primitives that Mosaic GPU does not lower, or not with every parameter.
 INSTEAD: dict[str, Callable[..., jax.Array]] = {
     "add_any": lambda x, y, **_: x + y,
     "exp": lambda x, **_: jnp.exp2(x * LOG2_E),
     "expm1": lambda x, **_: _expm1(x),
+    "integer_pow": lambda x, y, **_: _integer_pow(x, y),
     "log1p": lambda x, **_: _log1p(x),
     "one_minus_square": lambda x, **_: 1 - x * x,
     "sqrt": lambda x, **_: jnp.where(x > 0, x * jax.lax.rsqrt(x), x),
@@ -184,6 +192,47 @@ INSTEAD: dict[str, Callable[..., jax.Array]] = {
 }
 # Calls of other jaxprs, which are inlined, and under which parameter that is.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+# What Mosaic GPU lowers of float32 and bool tiles, from JAX 0.10.2 on.
+LOWERED = frozenset(
+    "abs add and broadcast_in_dim clamp cos div eq erf exp2 ge gt le log logistic lt "
+    "max min mul ne neg not or rsqrt select_n sign sin square sub tanh".split()
+)
+
+
+@functools.lru_cache(maxsize=256)
+def unsupported(feature_map: FeatureMap) -> str | None:
+    """Why kernels cannot evaluate the map and its derivative; None where they can."""
+    if not feature_map.elementwise:
+        return f"takes elementwise feature maps, {feature_map.name} is none"
+    if feature_map.parameters:
+        return "does not support a feature_map that closes over arrays"
+    for derivative in (False, True):
+        try:
+            traced = _traced(feature_map, (), derivative)
+        except TypeError as error:
+            # A function with a `jax.custom_vjp` has no derivative forward.
+            return f"does not support this feature_map: {error}".split("\n")[0]
+        if not derivative and _is_literal(traced.jaxpr.outvars[0]):
+            return "does not support a feature_map that is a constant"
+        if lacking := _lacking(traced.jaxpr):
+            return f"does not support a feature_map that calls {lacking}"
+    return None
+
+
+def _lacking(jaxpr: Any) -> str | None:
+    """The first primitive that kernels do not have, if there is one."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        variables = [one.aval for one in (*equation.invars, *equation.outvars)]
+        if name in CALLS:
+            if lacking := _lacking(equation.params[CALLS[name]].jaxpr):
+                return lacking
+        elif name == "convert_element_type":
+            if any(aval.dtype not in (jnp.float32, jnp.int32, jnp.bool_) for aval in variables):
+                return f"{name} of {variables[0].dtype} to {variables[1].dtype}"
+        elif name not in INSTEAD and name not in LOWERED:
+            return name
+    return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,6 +240,11 @@ def _evaluated(
     feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool
 ) -> Callable[..., Sequence[Any]]:
     """The map, or its derivative, as a function of a float32 tile of that shape."""
+    closed = _traced(feature_map, shape, derivative)
+    return functools.partial(_evaluate, closed.jaxpr, closed.consts)
+
+
+def _traced(feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool) -> Any:
     x = jax.ShapeDtypeStruct(shape, F32)
 
     def of_one(x: jax.Array) -> Any:
@@ -199,16 +253,18 @@ def _evaluated(
         return jax.jvp(feature_map, (x,), (jnp.ones_like(x),))[1]
 
     with meshes.nowhere():
-        closed = jax.make_jaxpr(of_one)(x)
-    assert not feature_map.parameters, "a kernel is given no arrays of a feature map's"
-    return functools.partial(_evaluate, closed.jaxpr, closed.consts)
+        return jax.make_jaxpr(of_one)(x)
+
+
+def _is_literal(variable: Any) -> bool:
+    return hasattr(variable, "val")
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], *arguments: Any) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
     def read(variable: Any) -> Any:
-        return variable.val if hasattr(variable, "val") else values[variable]
+        return variable.val if _is_literal(variable) else values[variable]
 
     for equation in jaxpr.eqns:
         name, inputs = equation.primitive.name, [read(one) for one in equation.invars]
