@@ -30,7 +30,7 @@ from ato_jax import meshes, mosaic
 from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
-from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow, width_of
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # elu(x) + 1 of it is 0, with any decay.
@@ -74,9 +74,9 @@ def map_in_place(ref: Any) -> None:
 def map_keys_in_place(
     spec: LinearAttentionSpec, ref: Any, half: int, exponents: jax.Array | None = None
 ) -> None:
-    """The same of half a tile of keys; with a decay, times that."""
-    x = keys(spec, mosaic.load(ref), half * HALF)
-    ref[...] = features_of(x) if exponents is None else decayed_features_of(x, exponents)
+    """The same of half a tile of keys, by any map; with a decay, times that."""
+    phi, first = features(spec), half * HALF
+    ref[...] = phi.keys(phi.present(mosaic.load(ref), first), exponents, first)
 
 
 def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
@@ -97,7 +97,7 @@ class Elu1:
     spec: LinearAttentionSpec
     slope_is_known = True
 
-    def unrounded(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return unrounded_features_of(x)
 
     def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
@@ -112,9 +112,9 @@ class Elu1:
     def slope(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(jnp.minimum(x.astype(F32), 0.0) * LOG2_E)
 
-    def slope_of_features(self, phi: jax.Array, decay: jax.Array) -> jax.Array:
-        """The derivative times `decay` [rows], of phi(x) times it, which replaced x."""
-        return jnp.minimum(phi, mosaic.in_columns(decay, self.spec.F))
+    def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
+        """The derivative of phi(x), or, times `decay` [rows], of phi(x) times it, instead of x."""
+        return jnp.minimum(phi, 1.0 if decay is None else mosaic.in_columns(decay, self.spec.F))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +122,14 @@ class Traced:
     """Any elementwise map, with its derivative."""
 
     map: FeatureMap
-    width: int  # columns that a head has
+    width: int | None  # columns that a head has, if these do not fill a tile
     slope_is_known = False
 
-    def unrounded(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
         (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
-        if first + x.shape[1] <= self.width:
+        if self.width is None:
+            return phi
+        if isinstance(first, int) and first + x.shape[1] <= self.width:
             return phi
         column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=1, layout=mosaic.TILE)
         return jnp.where(column < self.width, phi, 0.0)
@@ -148,7 +150,7 @@ class Traced:
         (found,) = _evaluated(self.map, x.shape, True)(x.astype(F32))
         return found
 
-    def slope_of_features(self, phi: jax.Array, decay: jax.Array) -> jax.Array:
+    def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
         raise NotImplementedError("only x tells the derivative of a traced map")
 
 
@@ -158,7 +160,7 @@ Features = Elu1 | Traced
 def features(spec: LinearAttentionSpec) -> Features:
     if spec.feature_map.name == "elu1":
         return Elu1(spec)
-    return Traced(spec.feature_map, width_of(spec))
+    return Traced(spec.feature_map, spec.width if isinstance(spec, Narrow) else None)
 
 
 def _expm1(x: jax.Array) -> jax.Array:
