@@ -144,7 +144,7 @@ def _walk(
     tiling = frame.tiling(spec)
     gated, heads = spec.decay is not None, frame.heads_of_tile(spec)
     values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
-    sums_keys = _sums_keys(spec)
+    sums_keys, phi = _sums_keys(spec), feature_maps.features(spec)
     # In which w is multiplied: rounded, and what that leaves off.
     w_parts = 2 if gated and not rounds_pairs(spec, some_steep) else 1
     scratch = dict(
@@ -314,6 +314,14 @@ def _walk(
                     rounded = mosaic.rounded(x)
                     return [rounded, mosaic.rounded(x - rounded.astype(F32))][:w_parts]
 
+                def features_of_queries() -> jax.Array:
+                    x = load(q_s.at[q_slot, half])
+                    return phi.unrounded(x, *([] if phi.slope_is_known else [half * HALF]))
+
+                def let_queries_go() -> None:
+                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.barrier_arrive(q_free.at[q_slot])
+
                 def z_before() -> jax.Array:
                     return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
@@ -352,7 +360,7 @@ def _walk(
                     pairs = gates.of_pairs(queries=0)
                     (D,) = multiply((mosaic.zeros(C, HALF), [(g, state)]))
                     D *= left
-                    phi_q = feature_maps.unrounded_features_of(load(q_s.at[q_slot, half]))
+                    phi_q = features_of_queries()
                     reads = [jnp.sum(phi_q * D, axis=1)]
                     weights = parts_of(where_seen(w * pairs))
                     (D,) = multiply((D, [(part, features) for part in weights]))
@@ -390,14 +398,16 @@ def _walk(
 
                 if not some_steep:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
-                phi_q = feature_maps.unrounded_features_of(load(q_s.at[q_slot, half]))
+                phi_q = features_of_queries()
                 own_parts: Any = ()
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * D, axis=1), jnp.sum(phi_q * z[0], axis=1)
                     for number, own in enumerate(own_parts if heads == 1 else ()):
                         parts_s.at[parity, half, number][...] = own
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(q_free.at[q_slot])
+                if phi.slope_is_known:
+                    let_queries_go()
+                else:
+                    plgpu.commit_smem()
                 inverse: Any = spec.scale
                 e: Any = None
                 if spec.normalize:
@@ -417,7 +427,13 @@ def _walk(
                 scale = inverse * lasting if gated else inverse
                 if gated or spec.normalize:
                     scale = mosaic.in_columns(scale, HALF)
-                dq = D * scale * jnp.minimum(phi_q, 1.0)
+                dq = D * scale
+                if phi.slope_is_known:
+                    dq *= phi.slope_of_features(phi_q)
+                else:
+                    # Loaded once more: there are no registers to keep q, or its derivative.
+                    dq *= phi.slope(load(q_s.at[q_slot, half]))
+                    let_queries_go()
                 # Of the stores of two chunks ago: one of dq, and of rows.
                 plgpu.wait_smem_to_gmem(1 + heads * spec.normalize + gated, wait_read_only=True)
                 if gated:
