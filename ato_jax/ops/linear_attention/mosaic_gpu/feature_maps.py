@@ -8,6 +8,9 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
                                0 in columns that the head does not have
     phi.unrounded(x)           phi(x) in float32
     phi.slope(x)               phi's derivative in float32
+    phi.transposed_keys(x, first)  phi(x) of a transposed tile [columns, rows], whose first row is
+                               column `first`; 0 in columns that the head does not have
+    phi.unrounded_of_rows(x)   phi(x) in float32 of an array outside of kernels
 
 elu(x) + 1 has fast paths of its own: in bfloat16 two elements take one instruction, and its
 derivative is the smaller of it and 1, which is known where phi(x) replaced x (`slope_is_known`).
@@ -116,6 +119,12 @@ class Elu1:
         """The derivative of phi(x), or, times `decay` [rows], of phi(x) times it, instead of x."""
         return jnp.minimum(phi, 1.0 if decay is None else mosaic.in_columns(decay, self.spec.F))
 
+    def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
+        return features_of(keys(self.spec, x, first, axis=0))
+
+    def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
+        return unrounded_features_of(x)
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -152,6 +161,16 @@ class Traced:
 
     def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
         raise NotImplementedError("only x tells the derivative of a traced map")
+
+    def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
+        (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
+        if self.width % HALF:
+            rows = plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=0, layout=mosaic.TILE)
+            phi = jnp.where(first + rows < self.width, phi, 0.0)
+        return mosaic.rounded(phi)
+
+    def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
+        return self.map(x.astype(F32))
 
 
 Features = Elu1 | Traced
