@@ -23,6 +23,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 # The least number whose inverse is finite: float32's smallest normal one.
 LEAST_USUAL = 2.0**-126
+# Features that may be negative can cancel in k_sum, but not in kv, which times 1 / k_sum has to be
+# finite.
+LEAST_USUAL_OF_SIGNED = 2.0**-40
 
 
 class Totals(NamedTuple):
@@ -31,8 +34,13 @@ class Totals(NamedTuple):
     read: jax.Array  # kv [F, V] in bfloat16; unnormalised, scaled
     k_sum: jax.Array  # [F]
     rows: jax.Array  # [8, F] bfloat16: 4 rows of k_sum rounded, 4 of what the rounding left
-    least: jax.Array  # [C], eps in the unit of the sums
+    least: jax.Array  # [C], eps in the unit of the sums, whose inverse is finite
     kv: jax.Array | None = None  # [F, V], where it is returned
+
+
+def least_usual(spec: LinearAttentionSpec) -> float:
+    """The least sum of absolute values of k_sum by which sums are divided."""
+    return LEAST_USUAL if spec.feature_map.nonnegative else LEAST_USUAL_OF_SIGNED
 
 
 def add_up(
@@ -48,8 +56,8 @@ def add_up(
     Args:
       pieces: kv [B, G, P, F, V] and k_sum [B, G, P, F].
       added: a state that is added as it is.
-      unit_of: a k_sum [B, G, F]. The pieces are divided by the sum of its absolute values, or
-        multiplied by the scale in a call that is not normalised.
+      unit_of: a k_sum [B, G, F]. The pieces are divided by the sum of its absolute values, where
+        this is at least `least_usual`, or multiplied by the scale in a call that is not normalised.
       returned: whether kv is returned in float32 as well.
     """
     if launch.no_triton is not None:
@@ -91,7 +99,7 @@ def add_up(
         unit: Any = 1.0
         if unit_of is not None and spec.normalize:
             usual = jnp.sum(jnp.abs(load("unit_of", in_columns)))
-            unit = 1 / jnp.where(usual >= LEAST_USUAL, usual, 1.0)
+            unit = 1 / jnp.where(usual >= least_usual(spec), usual, 1.0)
         elif unit_of is not None:
             unit = spec.scale
 
@@ -122,7 +130,8 @@ def add_up(
                 part = rounded if row < PARTS else k_sum - rounded
                 store("rows", part, row * rows + in_columns, exist)
             of_chunk = jnp.arange(C, dtype=jnp.int32)
-            store("least", jnp.full((C,), spec.eps, jnp.float32) * unit, of_chunk)
+            least = jnp.maximum(jnp.full((C,), spec.eps, jnp.float32) * unit, LEAST_USUAL)
+            store("least", least, of_chunk)
 
     outputs = pallas_call(
         kernel,
@@ -150,7 +159,7 @@ def _add_up_by_xla(
     unit = jnp.ones(k_sum.shape[:2], jnp.float32)
     if unit_of is not None and spec.normalize:
         usual = jnp.sum(jnp.abs(unit_of), axis=2)
-        unit = 1 / jnp.where(usual >= LEAST_USUAL, usual, 1.0)
+        unit = 1 / jnp.where(usual >= least_usual(spec), usual, 1.0)
     elif unit_of is not None:
         unit *= spec.scale
     kv, k_sum = kv * unit[..., None, None], k_sum * unit[..., None]
@@ -159,7 +168,8 @@ def _add_up_by_xla(
     read = kv * spec.scale if unit_of is None and not spec.normalize else kv
     rounded = lax.reduce_precision(k_sum, exponent_bits=8, mantissa_bits=7)
     parts = jnp.stack([rounded, k_sum - rounded], axis=2).astype(jnp.bfloat16)
-    least = jnp.broadcast_to((spec.eps * unit)[..., None], (*unit.shape, C))
+    least = jnp.maximum(spec.eps * unit, LEAST_USUAL)
+    least = jnp.broadcast_to(least[..., None], (*unit.shape, C))
     return Totals(
         read.astype(jnp.bfloat16),
         k_sum,
