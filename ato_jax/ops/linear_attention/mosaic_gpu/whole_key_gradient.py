@@ -5,6 +5,8 @@ dk_j = (R v_j + u) phi'(k_j)
 
 memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
 gradients    three, each all of a chunk: phi(k) in registers, dk, then dv
+
+Where only k tells phi', there are no registers to keep k: it stays in its slot, and dv comes first.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, OF_COLUMNS, Item, load, multiply, slot_of
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -38,7 +39,7 @@ def whole_key_gradient(
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     scratch = dict(
         k_s=tiling.shared(STAGES, C, F),
         v_s=tiling.shared(STAGES, C, V),
@@ -100,27 +101,64 @@ def whole_key_gradient(
             def write_chunk(chunk: Any) -> None:
                 slot = slot_of(item.before + chunk, STAGES)
 
-                def write(number: int, found: jax.Array, ref: Any) -> None:
+                def let_go_of_k() -> None:
+                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.barrier_arrive(free.at[slot])
+
+                def write(number: int, found: Any, ref: Any) -> None:
+                    """Stores a gradient, or what `found` puts into its place in shared memory."""
                     own_out = out_s.at[mosaic.group(), number]
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other's may go on
-                    own_out[...] = found.astype(BF16)
+                    if callable(found):
+                        found(own_out)
+                    else:
+                        own_out[...] = found.astype(BF16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
                         own_out, tiling.part(ref, item, item.rows(chunk), item.head)
                     )
 
+                def gradient_of_features() -> jax.Array:
+                    of_sum = mosaic.in_rows(load(u_s.at[state], OF_COLUMNS), C)
+                    plgpu.barrier_wait(v_loaded.at[slot])
+                    (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
+                    plgpu.barrier_arrive(v_free.at[slot])
+                    return dk
+
+                def write_dv(factors: list[tuple[jax.Array, Any]]) -> None:
+                    (dv,) = multiply((mosaic.zeros(C, V), factors))
+                    write(1, dv, dv_ref)
+
                 plgpu.barrier_wait(loaded.at[slot])
-                x = load(k_s.at[slot])
-                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-                plgpu.barrier_arrive(free.at[slot])
-                phi_k = feature_maps.features_of(feature_maps.keys(spec, x))
-                of_sum = mosaic.in_rows(load(u_s.at[state], OF_COLUMNS), C)
-                plgpu.barrier_wait(v_loaded.at[slot])
-                (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
-                plgpu.barrier_arrive(v_free.at[slot])
-                write(0, dk * jnp.minimum(phi_k, 1).astype(F32), dk_ref)
-                (dv,) = multiply((mosaic.zeros(C, V), [(phi_k, r_s.at[state])]))
-                write(1, dv, dv_ref)
+                if maps.slope_is_known:
+                    x = load(k_s.at[slot])  # [C, F]
+                    let_go_of_k()
+                    phi_k = maps.keys(maps.present(x))
+                    dk = gradient_of_features()
+
+                    write(0, dk * maps.slope_of_features(phi_k).astype(F32), dk_ref)
+                    write_dv([(phi_k, r_s.at[state])])
+                    return
+
+                def keys(first: int) -> jax.Array:
+                    return load(k_s.at[slot, :, pl.ds(first, HALF)])  # [C, HALF]
+
+                firsts = range(0, F, HALF)
+                write_dv(
+                    [
+                        (maps.keys(keys(first), first=first), r_s.at[state, pl.ds(first, HALF)])
+                        for first in firsts
+                    ]
+                )
+                dk = gradient_of_features()
+
+                def store(own_out: Any) -> None:
+                    for first in firsts:
+                        own = dk[:, first : first + HALF] * maps.slope(keys(first))
+                        own_out.at[:, pl.ds(first, HALF)][...] = own.astype(BF16)
+                    let_go_of_k()
+
+                write(0, store, dk_ref)
 
             mosaic.in_turn(item, WORKERS, write_chunk)
             plgpu.barrier_arrive(r_free.at[state])

@@ -7,10 +7,15 @@
 
 z lies in 8 columns, 4 of it rounded, 4 of what that left off. Where S leaves no room for slots
 beside it, two blocks have half of its columns each.
+
+Where features may be negative, their products cancel, and rounding errors of phi(q), phi(k), S and
+out add up to what is allowed. phi(q) is multiplied in two parts then, in blocks of 64 features:
+rounded, and what that left off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, BF16, Item, load, multiply, slot_of
+from ato_jax.mosaic import ALIKE, BF16, F32, HALF, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
@@ -34,8 +39,9 @@ def whole_output(
     spec: LinearAttentionSpec, deal: mosaic.Deal, q: jax.Array, s: jax.Array, z_rows: jax.Array
 ) -> jax.Array:
     """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16. `deal` counts items."""
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
+    in_two_parts = not spec.feature_map.nonnegative
     width = spec.V // parts
     # Of q, a multiple of the workers; and of S and z: what there is room for.
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
@@ -89,6 +95,14 @@ def whole_output(
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
+        def parts_of_features(slot: Any) -> Iterator[tuple[list[jax.Array], Any]]:
+            """Both parts of phi(q) [C, 64], and which rows of S they are multiplied with."""
+            for first in range(0, spec.D, HALF):
+                rows = pl.ds(first, HALF)
+                phi = maps.unrounded(load(q_s.at[slot, :, rows]), first)  # [C, HALF]
+                rounded = mosaic.rounded(phi)
+                yield [rounded, mosaic.rounded(phi - rounded.astype(F32))], rows
+
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)
             state = slot_of(item.number, states)
@@ -98,19 +112,35 @@ def whole_output(
             def write_chunk(chunk: Any) -> None:
                 slot = slot_of(item.before + chunk, slots)
                 plgpu.barrier_wait(loaded.at[slot])
-                x = load(q_s.at[slot])
-                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-                plgpu.barrier_arrive(free.at[slot])
-                phi_q = feature_maps.features_of(x)
+
+                def let_go() -> None:
+                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.barrier_arrive(free.at[slot])
+
+                whole: Any = None
+                if not in_two_parts:
+                    x = load(q_s.at[slot])  # [C, D]
+                    let_go()
+                    whole = [([maps.queries(x)], slice(None))]
                 factor: Any = None
                 # In columns of a width that leaves registers to the features.
                 for first in range(0, width, F):
                     size = min(F, width - first)
                     own = pl.ds(first, size)
-                    products = [(mosaic.zeros(C, size), [(phi_q, s_s.at[state, :, own])])]
+                    found: tuple[jax.Array, ...] = (mosaic.zeros(C, size),)
                     if spec.normalize and not first:
-                        products.append((mosaic.zeros(C, ALIKE), [(phi_q, z_rows_s.at[state].T)]))
-                    out, *den = multiply(*products)
+                        found += (mosaic.zeros(C, ALIKE),)
+                    for phis, rows in whole or parts_of_features(slot):
+                        read = s_s.at[state, rows, own], z_rows_s.at[state, :, rows].T
+                        found = multiply(
+                            *(
+                                (start, [(phi, ref) for phi in phis])
+                                for start, ref in zip(found, read, strict=False)
+                            )
+                        )
+                    out, *den = found
+                    if in_two_parts and first + size == width:
+                        let_go()
                     if den:
                         factor = 1.0 / jnp.maximum(mosaic.of_parts(den[0]), spec.eps)
                     if factor is not None:

@@ -66,7 +66,7 @@ def whole_query_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in bfloat16, z
     [B, G, F] and least [B, G, C], all the same, in float32."""
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     scratch = dict(
         q_s=tiling.shared(STAGES, 2, C, HALF),
@@ -153,12 +153,17 @@ def whole_query_gradient(
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
+
+                def features() -> jax.Array:
+                    phi = maps.unrounded(load(own_q))
+                    if maps.slope_is_known or deal.length % C == 0:
+                        return phi
+                    # Beyond the end g is 0, but phi(0) inverse may be large or not finite.
+                    return mosaic.kept(phi, deal.length - item.first_row - chunk * C)
+
                 plgpu.barrier_wait(loaded.at[slot])
-                G, phi_q = mosaic.multiply_while(
-                    [(g_s.at[slot], s_s.at[half].T)],
-                    (C, HALF),
-                    lambda: feature_maps.unrounded_features_of(load(own_q)),
-                )
+                products = [(g_s.at[slot], s_s.at[half].T)]
+                G, phi_q = mosaic.multiply_while(products, (C, HALF), features)
                 mapped_q = phi_q
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
@@ -177,10 +182,14 @@ def whole_query_gradient(
                     mapped_q = phi_q * inverse
                     total -= e * mapped_q
                     G = (G - e * z()) * inverse
+                if not maps.slope_is_known:  # of x, which phi' replaces
+                    G = G * maps.slope(load(own_q))
                 own_q[...] = mapped_q.astype(BF16)
                 # Of the store of two chunks ago.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                own_dq[...] = (G * jnp.minimum(phi_q, 1.0)).astype(BF16)
+                if maps.slope_is_known:
+                    G = G * maps.slope_of_features(phi_q)
+                own_dq[...] = G.astype(BF16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 plgpu.copy_smem_to_gmem(

@@ -49,7 +49,7 @@ def whole_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """[B, heads, P, F, V] and [B, heads, P, F], float32. `of_rows`: inverse and e, [B, heads, T up
     to a whole chunk] float32, of queries; of keys none. `deal` counts items."""
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
@@ -100,27 +100,34 @@ def whole_sums(
             worker = mosaic.group()
             head, share = lax.div(item.head, parts), lax.rem(item.head, parts)
 
+            def there(found: jax.Array, chunk: Any) -> jax.Array:
+                """found [HALF, C] in rows that there are, which are its columns; else 0."""
+                here = deal.length - item.first_row - chunk * C
+                return jnp.where(mosaic.position(1) < here, found.astype(F32), 0.0)
+
             def map_keys(x: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-                """phi(k) of rows that there are, and their sum."""
-                phi = feature_maps.features_of(x)
+                """phi(k) of rows and columns that there are, and its sum over the rows."""
+                phi = maps.transposed_keys(x, worker * HALF)
                 if deal.length % C:
-                    here = deal.length - item.first_row - chunk * C
-                    phi = mosaic.rounded(jnp.where(mosaic.position(1) < here, phi.astype(F32), 0.0))
+                    phi = mosaic.rounded(there(phi, chunk))
                 return phi, jnp.sum(phi.astype(F32), axis=1)
 
-            def map_queries(x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
+            def map_queries(x: jax.Array, slot: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 inverse, e = (load(rows_s.at[slot, number], OF_COLUMNS) for number in range(2))
-                phi = feature_maps.unrounded_features_of(x) * mosaic.in_rows(inverse, HALF)
-                return mosaic.rounded(phi), -jnp.sum(phi * mosaic.in_rows(e, HALF), axis=1)
+                phi = maps.unrounded(x) * mosaic.in_rows(inverse, HALF)
+                # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
+                masks = deal.length % C and not maps.slope_is_known
+                phi = there(phi, chunk) if masks else phi
+                rounded, e = mosaic.rounded(phi), mosaic.in_rows(e, HALF)
+                e = there(e, chunk) if masks else e
+                return rounded, -jnp.sum(phi * e, axis=1)
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
                 total, vector = sums
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 x = mosaic.load_transposed(x_s.at[slot, worker])  # [HALF, C]
-                if not of_rows:
-                    x = feature_maps.keys(spec, x, worker * HALF, axis=0)
-                phi, added = map_queries(x, slot) if of_rows else map_keys(x, chunk)
+                phi, added = map_queries(x, slot, chunk) if of_rows else map_keys(x, chunk)
                 (total,) = multiply((total, [(phi, y_s.at[slot])]))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])

@@ -73,9 +73,15 @@ def query_gradient(
 
 
 def _rounded_over_unrounded(spec: LinearAttentionSpec, q: jax.Array, length: int) -> jax.Array:
-    """The sum of each row's features as rounded over what it is unrounded, [B, H, length]."""
-    phi = feature_maps.unrounded_features_of(q)
-    ratio = jnp.sum(jax.lax.reduce_precision(phi, 8, 7), axis=3) / jnp.sum(phi, axis=3)
+    """The sum of each row's features as rounded over what it is unrounded, [B, H, length]. Sums of
+    features that may be negative cancel: there each feature counts times itself."""
+    phi = feature_maps.features(spec).unrounded_of_rows(q)
+    rounded = jax.lax.reduce_precision(phi, 8, 7)
+    if spec.feature_map.nonnegative:
+        ratio = jnp.sum(rounded, axis=3) / jnp.sum(phi, axis=3)
+    else:
+        squares = jnp.sum(phi * phi, axis=3)
+        ratio = jnp.where(squares > 0, jnp.sum(rounded * phi, axis=3) / squares, 1.0)
     if spec.layout == "bthd":
         ratio = jnp.swapaxes(ratio, 1, 2)
     return jnp.pad(ratio, ((0, 0), (0, 0), (0, length - spec.T)), constant_values=1.0)

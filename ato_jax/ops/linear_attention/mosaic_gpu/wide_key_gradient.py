@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -35,7 +34,7 @@ def wide_key_gradient(
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     workers = spec.D // HALF
     warpgroups = workers + 1
     slots = 3 if workers > 3 else 6  # what R leaves room for
@@ -121,7 +120,8 @@ def wide_key_gradient(
                     plgpu.copy_smem_to_gmem(x_s.at[slot, own], target)
 
                 plgpu.barrier_wait(loaded.at[slot])
-                phi_k = feature_maps.features_of(load(x_s.at[slot, own]))
+                x = load(x_s.at[slot, own])
+                phi_k = maps.keys(x)
                 x_s.at[slot, own][...] = phi_k
                 plgpu.commit_smem()
                 all_have(mapped)
@@ -142,7 +142,8 @@ def wide_key_gradient(
                 ]
                 (dk,) = multiply((of_sum, products), meanwhile=lambda: let_go(tile))
                 all_have(v_multiplied)
-                write(v_slot, dk * jnp.minimum(phi_k, 1).astype(F32), dk_ref)
+                slope = maps.slope_of_features(phi_k) if maps.slope_is_known else maps.slope(x)
+                write(v_slot, dk * slope.astype(F32), dk_ref)
 
             lax.fori_loop(0, item.chunks, write_chunk, None)
             plgpu.barrier_arrive(r_free)

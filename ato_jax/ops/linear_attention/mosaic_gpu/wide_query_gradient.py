@@ -42,7 +42,7 @@ def wide_query_gradient(
 ) -> tuple[jax.Array, ...]:
     """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32. Of
     s [B, G, F, V] in bfloat16, z [B, G, F] and least [B, G] in float32."""
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     workers = spec.D // HALF
     warpgroups = workers + 1
@@ -126,9 +126,10 @@ def wide_query_gradient(
                 slot, q_slot = slot_of(step, slots), slot_of(step, q_slots)
                 own_dq = g_s.at[slot, own]
 
-                def meanwhile() -> jax.Array:
+                def meanwhile() -> tuple[jax.Array, jax.Array]:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
-                    phi_q = feature_maps.unrounded_features_of(load(q_s.at[q_slot, own]))
+                    x = load(q_s.at[q_slot, own])
+                    phi_q = maps.unrounded(x)
                     plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                     plgpu.barrier_arrive(q_free.at[q_slot])
                     # The chunk before has been stored by now.
@@ -138,14 +139,14 @@ def wide_query_gradient(
                     def _() -> None:
                         plgpu.barrier_arrive(free.at[slot_of(step - 1, slots)])
 
-                    return phi_q
+                    return x, phi_q
 
                 plgpu.barrier_wait(loaded.at[slot])
                 products = [
                     (g_s.at[slot, block], s_s.at[own, :, pl.ds(block * HALF, HALF)].T)
                     for block in range(workers)
                 ]
-                G, phi_q = mosaic.multiply_while(products, (C, HALF), meanwhile)
+                G, (x, phi_q) = mosaic.multiply_while(products, (C, HALF), meanwhile)
                 if spec.normalize:
                     sums = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
                     for number, sum_of_own in enumerate(sums):
@@ -169,7 +170,8 @@ def wide_query_gradient(
                             parts_s.at[0, number][...] = found
 
                     G = (G - mosaic.in_columns(e, HALF) * z()) * mosaic.in_columns(inverse, HALF)
-                own_dq[...] = (G * jnp.minimum(phi_q, 1.0)).astype(BF16)
+                slope = maps.slope_of_features(phi_q) if maps.slope_is_known else maps.slope(x)
+                own_dq[...] = (G * slope).astype(BF16)
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 plgpu.copy_smem_to_gmem(own_dq, tiling.part(dq_ref, item, rows, item.head, own))

@@ -43,7 +43,6 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
-from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import map_queries
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 2
@@ -87,7 +86,7 @@ def wide_walk(
       reader: of the rows that read g, q or k, where these are not x.
       of_rows: inverse of DV; inverse and e of DQ and DK; [B, H, T up to a whole chunk] in float32.
     """
-    tiling = frame.tiling(spec)
+    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     blocks, parts = spec.D // HALF, blocks_of_walk(spec)
     deal = dataclasses.replace(deal, heads=deal.heads * parts)
     group_size = spec.H // spec.G
@@ -163,6 +162,14 @@ def wide_walk(
         def row_of(p_slot: Any, number: int) -> Any:
             return vectors_s.at[first_row + p_slot * len(of_rows) + number]
 
+        def map_keys(ref: Any) -> None:
+            ref[...] = maps.keys(load(ref))
+
+        def map_queries(ref: Any, inverse: jax.Array) -> None:
+            """phi(q_i) inverse_i in q's place, rounded once."""
+            phi = maps.unrounded(load(ref))
+            ref[...] = (phi * mosaic.in_columns(inverse, phi.shape[1])).astype(BF16)
+
         def rows_of(item: Item, chunk: Any) -> Any:
             return item.rows_from_the_end(chunk) if from_the_end else item.rows(chunk)
 
@@ -237,13 +244,13 @@ def wide_walk(
                 for block in range(blocks):
                     columns = pl.ds(block * HALF, HALF)
                     own_x, own_y = (tiles.at[slot, :, columns] for tiles in (x_s, y_s))
-                    phi = feature_maps.features_of(load(own_x))
+                    phi = maps.queries(load(own_x))
                     own_x[...] = phi
                     if normalizes:
                         ahead = mosaic.in_rows(load(z_of(block), OF_COLUMNS), C)
                         den = den + jnp.sum(phi.astype(F32) * ahead, axis=1)
                     if inverse is None:
-                        feature_maps.map_in_place(own_y)
+                        map_keys(own_y)
                     else:
                         map_queries(own_y, inverse)
                 if normalizes:
@@ -305,7 +312,7 @@ def wide_walk(
                     z_of(own)[...] = vector
                     plgpu.barrier_wait(p_loaded.at[p_slot])
                     if role is Role.DQ:
-                        feature_maps.map_in_place(own_p)
+                        map_keys(own_p)
                     else:
                         map_queries(own_p, load(row_of(p_slot, 0), OF_ROWS))
                     plgpu.commit_smem()
@@ -373,8 +380,12 @@ def wide_walk(
 
                     return tuple(T), vector
                 if not by_values:
-                    phi = feature_maps.unrounded_features_of(load(kept))
-                    found = found * jnp.minimum(phi, 1.0)
+                    own_reader = load(kept)
+                    if maps.slope_is_known:
+                        slope = maps.slope_of_features(maps.unrounded(own_reader))
+                    else:
+                        slope = maps.slope(own_reader)
+                    found = found * slope
                 kept[...] = found.astype(BF16)
                 plgpu.commit_smem()
 
