@@ -164,7 +164,7 @@ class Traced:
 
     def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
         (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
-        if self.width % HALF:
+        if self.width is not None:
             rows = plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=0, layout=mosaic.TILE)
             phi = jnp.where(first + rows < self.width, phi, 0.0)
         return mosaic.rounded(phi)
@@ -237,6 +237,11 @@ def unsupported(feature_map: FeatureMap) -> str | None:
             return "does not support a feature_map that is a constant"
         if lacking := _lacking(traced.jaxpr):
             return f"does not support a feature_map that calls {lacking}"
+    # Rows beyond the end of a sequence are read as zeros, and masked by products with 0.
+    with jax.ensure_compile_time_eval(), jax.enable_x64(False):
+        at_zero = jax.jvp(feature_map, (jnp.float32(0),), (jnp.float32(1),))
+        if not all(jnp.isfinite(jnp.asarray(value)) for value in at_zero):
+            return "does not support a feature_map that is not finite at 0"
     return None
 
 
@@ -273,7 +278,8 @@ def _traced(feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool) -
             return feature_map(x)
         return jax.jvp(feature_map, (x,), (jnp.ones_like(x),))[1]
 
-    with meshes.nowhere():
+    # Tiles have no 64 bits, whatever the caller's numbers have.
+    with meshes.nowhere(), jax.enable_x64(False):
         return jax.make_jaxpr(of_one)(x)
 
 
