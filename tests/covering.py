@@ -402,7 +402,6 @@ MOSAIC = Space(
         "decay": ("none", "head", "step", "channel"),
         "initial_state": (False, True),
         "return_state": (False, True),
-        "feature_map": ("elu1", "exp", "silu", "tanh"),
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
         "widths": ((128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (192, 192), (256, 256)),
@@ -414,16 +413,15 @@ MOSAIC = Space(
         "alone": (False, True),
     },
     rules=(
-        NORMALIZER_RULE,
+        Rule(
+            ("normalize", "scale"),
+            lambda normalize, scale: normalize is None and scale is not None,
+            "scale",
+        ),
         Rule(
             ("decay", "causal"),
             lambda decay, causal: decay != "none" and not causal,
             "does not support a decay without causal",
-        ),
-        Rule(
-            ("decay", "feature_map"),
-            lambda decay, feature_map: decay == "channel" and feature_map != "elu1",
-            "takes a decay per channel with feature_map='elu1'",
         ),
         Rule(
             ("causal", "lengths"),

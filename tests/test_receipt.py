@@ -153,3 +153,12 @@ def test_verdicts() -> None:
     wrong, warning = receipt.verdict(pending, HASHES)
     assert wrong is None and "no card today" in str(warning)
     assert receipt.verdict(pending, {**HASHES, "attention": "b"})[0] is not None
+
+
+def test_a_pending_receipt_is_made_up_for() -> None:
+    run = {**first_run(["t", "u"], {"t": "failed"}), "pending": "the card was taken away"}
+    assert receipt.verdict(run, HASHES)[0] is None
+    run = receipt.with_second_run(run, {"u": "passed"})
+    assert "pending" in run and run["failed"] == ["t"]
+    run = receipt.with_second_run(run, {"t": "passed"})
+    assert "pending" not in run and receipt.verdict(run, HASHES) == (None, None)

@@ -28,13 +28,7 @@ from ato_jax import mosaic
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.mosaic import program
-from ato_jax.ops.linear_attention.mosaic_gpu import (
-    bidirectional,
-    causal,
-    feature_maps,
-    frame,
-    narrow,
-)
+from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -85,10 +79,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
     if spec.D == mosaic.HALF and (spec.H != spec.G or spec.H % 2):
         return f"needs H = G, and even, where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
-    if spec.decay == "channel" and spec.feature_map.name != "elu1":
-        return f"takes a decay per channel with feature_map='elu1', got {spec.feature_map.name!r}"
-    if reason := feature_maps.unsupported(spec.feature_map):
-        return reason
+    if spec.feature_map.name != "elu1":
+        # The kernels take any map of `feature_maps.unsupported`, but for gates of channels. No card
+        # has run them.
+        return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if spec.segments or spec.q_lengths or spec.kv_lengths:
         return f"does not support {'segments' if spec.segments else 'lengths'}"
     got = f"got {spec.T} and {spec.S}"
