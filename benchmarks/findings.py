@@ -364,7 +364,12 @@ def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
             for T in sorted({T for T, _ in grid})
         ]
         head = ["T", *(f"D {D}" for D in widths)]
-        return [Table("The best SDPA backend's time over linear attention's", head, lines)]
+        kinds = {
+            f"B {case.B}, H {case.H}, {case.dtype}, {'causal' if case.causal else 'bidirectional'}"
+            for case in cases_of(results, contest)
+        }
+        notes = [f"{'; '.join(sorted(kinds))}, {FORWARD}."] if lines else []
+        return [Table("The best SDPA backend's time over linear attention's", head, lines, notes)]
 
     return tables
 
