@@ -256,7 +256,13 @@ MARKS = {"yes": "yes", "-": "-", "forward": "forward only", "backward": "backwar
 
 def table() -> str:
     """The compact table: a row a feature, those together that all backends answer alike."""
-    parts = []
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in SIZES.items())
+    parts = [
+        f"A plain call has bfloat16 arrays with {sizes}, is bidirectional, and in linear attention "
+        'has the feature map elu + 1; the entry "bfloat16" is this small call itself. A row has '
+        "these sizes except for those that it names, or that the feature needs.",
+        "",
+    ]
     for op, rows in ROWS.items():
         names = [name for name in families(APIS[op].OP) if name != "reference"]
         parts += [f"| `{op}` | " + " | ".join(f"`{name}`" for name in names) + " |"]
