@@ -36,6 +36,26 @@ QUOTED = ("`exp2` with", "q scaled beforehand", "cache hints", "dk, dv and dq in
 QUALITY = ("A character language model", "Encoders", "Linear attention in a trained softmax model")
 # Of docs/examples.md: training tokens a second by attention and length.
 SPEED = "Its training speed over longer texts"
+# Above all tables of docs/results.md: what they compare with.
+ORIGINAL = (
+    '"The original" is the project that [this one grew from](origins.md). It was measured on other '
+    "hardware, so its ratios are quoted, not its times."
+)
+# The pictures' texts for readers who cannot see them.
+SHOWN = {
+    "accuracy": "Relative error of the output against float64 over the time of one call, both axes "
+    "logarithmic: linear and softmax attention, by implementation",
+    "bidirectional": "Time of one call over the number of tokens, both axes logarithmic, forward "
+    "and forward + backward: bidirectional linear attention, its peers and PyTorch's SDPA",
+    "causal": "Time of one call over the number of tokens, both axes logarithmic, forward and "
+    "forward + backward: causal linear attention beside flash-linear-attention",
+    "crossover": "The best SDPA backend's time over linear attention's, by tokens and head size, "
+    "forward",
+    "memory": "Peak memory of one call over the number of tokens, both axes logarithmic: naive, "
+    "tiled and flash attention",
+    "roofline": "Operations per second over operations per byte, both axes logarithmic, under the "
+    "rates of a copy and of a large matrix product",
+}
 # Of the README's table: bidirectional and causal, two cases in two phases each.
 README_ROWS = 8
 
@@ -122,7 +142,7 @@ def section(found: Results, name: str) -> str:
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
     parts += [
-        f"![{picture.stem}](../benchmarks/results/{name}/{picture.name})"
+        f"![{SHOWN.get(picture.stem, picture.stem)}](../benchmarks/results/{name}/{picture.name})"
         for picture in sorted((run.FOLDER / name).glob("*.png"))
     ]
     return "\n\n".join(parts)
@@ -131,7 +151,7 @@ def section(found: Results, name: str) -> str:
 def results_text() -> str:
     parts = [section(results.read(path), path.stem) for path in files()]
     quality = ["## Quality: linear against softmax on real tasks, from docs/examples.md"]
-    return "\n\n".join([*parts, *quality, *quoted_quality()])
+    return "\n\n".join([ORIGINAL, *parts, *quality, *quoted_quality()])
 
 
 def readme_text() -> str:
