@@ -3,6 +3,7 @@
     demo                            linear attention against PyTorch over the length, a picture
     run --suite=NAME                a suite beside its peers, or several, or a --config
     run --suite=choices             whether implementation=None takes the fastest backend
+    run --suite=cliffs              each option of linear attention beside its base case
     linear, attention               short for `run` of these suites
     fit A.json B.json               what tables of choices lack, by that suite's figures
     compare A.json B.json           what became slower
@@ -33,6 +34,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from benchmarks import (  # noqa: E402
     choices,
+    cliffs,
     compare,
     demo,
     document,
@@ -45,6 +47,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
 
+flags.adopt_module_key_flags(cliffs)
 flags.adopt_module_key_flags(demo)
 flags.adopt_module_key_flags(document)
 flags.adopt_module_key_flags(profiling)

@@ -45,13 +45,13 @@ import ato_jax
 from ato_jax import device, dispatch, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
-from benchmarks import ahead, cases, demo, machine, ours, results, suites, timing
+from benchmarks import ahead, cases, demo, machine, ours, results, timing
 from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
 
 FLAGS = flags.FLAGS
 
-NAME = suites.ALONE
+NAME = "choices"
 ALLOWED = 1.03
 FAR_BEHIND = 3.0
 # Of each program in a row's turns: about so many batches of 10 ms on a GPU.
@@ -76,11 +76,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 FAVOR_FEATURES = 128
 
 
+def shifted_silu(x: jax.Array) -> jax.Array:
+    """A user's own feature map, positive everywhere: x sigmoid(x) is above -0.28."""
+    return 1 + x * jax.nn.sigmoid(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One call. `decay` is "head", "step" or "channel"; `documents` the mean length of the
     segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S].
-    `options` are further arguments of the call, by name; `feature_map="favor"` makes Performer's.
+    `options` are further arguments of the call, by name; `feature_map="favor"` makes Performer's,
+    and "callable" passes a function that the library does not know.
     """
 
     op: str
@@ -244,6 +250,8 @@ def keywords(row: Row) -> dict[str, Any]:
     if found.get("feature_map") == "favor":
         with jax.ensure_compile_time_eval():
             found["feature_map"] = ato_jax.favor(jax.random.key(0), FAVOR_FEATURES, row.D)
+    elif found.get("feature_map") == "callable":
+        found["feature_map"] = shifted_silu
     return found
 
 
@@ -386,8 +394,10 @@ def groups_of_inputs(row: Row, platform: str) -> tuple[int, int]:
     return -(-groups * calls // fewer), fewer
 
 
-def compiled(row: Row, phase: str, platform: str) -> Programs:
-    """Everything that the row needs in this phase, compiled in this process."""
+def compiled(row: Row, phase: str, platform: str, by_name: bool = True) -> Programs:
+    """Everything that the row needs in this phase, compiled in this process; without `by_name`
+    only the program of `implementation=None` and the float32 result that it is compared with.
+    """
     _, calls = groups_of_inputs(row, platform)
     key = jax.eval_shape(lambda: jax.random.key(0))
     drawing = jax.jit(functools.partial(draw, row)).lower(key).compile()
@@ -400,7 +410,7 @@ def compiled(row: Row, phase: str, platform: str) -> Programs:
         told = told_of(row, phase, shapes)
         named: dict[str, Any] = {
             name: called(row, phase, None if name == CHOSEN else name)
-            for name in (CHOSEN, *told.supported)
+            for name in (CHOSEN, *(told.supported if by_name else ()))
         }
         for name, call in named.items():
             try:
@@ -421,9 +431,9 @@ def compiled(row: Row, phase: str, platform: str) -> Programs:
     return Programs(told, of, failed, programs, drawing, comparing)
 
 
-def packed(row: Row, phase: str, platform: str) -> Programs:
+def packed(row: Row, phase: str, platform: str, by_name: bool = True) -> Programs:
     """What `compiled` gives, as it goes to another process."""
-    found = compiled(row, phase, platform)
+    found = compiled(row, phase, platform, by_name)
     pack = serialize_executable.serialize
     return dataclasses.replace(
         found,
@@ -446,17 +456,19 @@ def unpacked(found: Programs) -> Programs:
 
 
 def compiled_ahead(
-    groups: Sequence[Group], platform: str, seconds: float, count: int
+    groups: Sequence[Group], platform: str, seconds: float, count: int, by_name: bool = True
 ) -> dict[Group, Programs]:
-    """The programs of as many of the groups as `count` other processes compile in that time."""
+    """The programs of as many of the groups as `count` other processes compile in that time, all
+    of a group's or, without `by_name`, those that `compiled` says.
+    """
     if not count:
         return {}
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context)
     # Backward passes take the longest to compile: nothing should wait for one at the end.
     ordered = sorted(groups, key=lambda group: group[1] == PHASES[0])
-    futures = {pool.submit(packed, *group, platform): group for group in ordered}
-    done, late = concurrent.futures.wait(futures, min(seconds, COMPILE_SECONDS))
+    futures = {pool.submit(packed, *group, platform, by_name): group for group in ordered}
+    done, late = concurrent.futures.wait(futures, seconds)
     processes = list(pool._processes.values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -550,7 +562,7 @@ def _timed(
     counts: dict[str, list[int]] = {text: [] for text in batches}
 
     def turns(which: Sequence[str], seconds: float) -> None:
-        launches = [functools.partial(_launched, compiled[text], sets) for text in which]
+        launches = [functools.partial(launched, compiled[text], sets) for text in which]
         known = [count for text in which for count in counts[text]]
         timed = timing.interleaved(
             launches, jax.block_until_ready, platform, seconds, calls, known
@@ -580,7 +592,7 @@ def _timed(
     return times()
 
 
-def _launched(program: Any, sets: list[Any], index: int) -> Any:
+def launched(program: Any, sets: list[Any], index: int) -> Any:
     return program(sets[index % len(sets)])
 
 
@@ -696,7 +708,7 @@ def main() -> int:
     write(all_found, facts)
     # A CPU's cores are few, and its programs small.
     count = ahead.workers() if platform == "gpu" else 0
-    programs = compiled_ahead(groups, platform, within / 2, count)
+    programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
     print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
     for group in groups:
         if time.monotonic() - start > within:

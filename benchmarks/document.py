@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import findings, linear, results, run, show, side_by_side, suites
+from benchmarks import cliffs, findings, linear, results, run, show, side_by_side, suites
 from benchmarks.cases import HOST_PHASES, Case
 from benchmarks.findings import Found
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
@@ -141,6 +141,7 @@ def section(found: Results, name: str) -> str:
             parts += [one.markdown() for one in measured(table)]
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
+    parts += [table.markdown() for table in cliffs.findings(found)]
     parts += [
         f"![{SHOWN.get(picture.stem, picture.stem)}](../benchmarks/results/{name}/{picture.name})"
         for picture in sorted((run.FOLDER / name).glob("*.png"))

@@ -24,6 +24,7 @@ from benchmarks import (
     ahead,
     byte_limit,
     choices,
+    cliffs,
     demo,
     machine,
     ours,
@@ -173,11 +174,12 @@ def again(left: float, peer: peers.Peer) -> int:
 
 def main(names: Sequence[str]) -> int:
     names = [*FLAGS.suite, *names]
-    if choices.NAME in names:
-        if names != [choices.NAME] or FLAGS.config:
-            raise ResultsError(f"{choices.NAME} is run alone: it has no peers")
+    for name in suites.ALONE:
+        if name in names and (names != [name] or FLAGS.config):
+            raise ResultsError(f"{name} is run alone: it has no peers")
+    if names == [choices.NAME]:
         return choices.main()
-    wanted = suites.chosen(names, FLAGS.config)
+    wanted = [] if names == [cliffs.NAME] else suites.chosen(names, FLAGS.config)
     if FLAGS.keep:
         FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")
-    return hold(wanted, names)
+    return hold(wanted, names) if wanted else cliffs.main(introduced)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from absl import flags
 
-from benchmarks import results, suites, tables
+from benchmarks import cliffs, results, suites, tables
 from benchmarks.results import Results, ResultsError
 
 FLAGS = flags.FLAGS
@@ -28,6 +28,9 @@ def text(found: Results, names: Sequence[str]) -> str:
             groups.setdefault((row.case, row.phase), []).append(row)
     parts = [tables.measured(rows).text() for rows in groups.values()]
     for name in names:
+        if name == cliffs.NAME:
+            parts += [table.text() for table in cliffs.findings(found)]
+            continue
         of_name = suites.named(name)
         if not of_name:
             raise ResultsError(f"There is no suite {name!r}: {', '.join(suites.NAMES)}")

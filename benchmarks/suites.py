@@ -424,8 +424,8 @@ NAMES = (
     *(suite.name for suite in LONGEST),
     "report",
 )
-# Has no peers, and so no contests: `choices.py` runs it.
-ALONE = "choices"
+# These have no peers, and so no contests: the module of that name runs each, by itself.
+ALONE = ("choices", "cliffs")
 
 
 @functools.cache
@@ -466,12 +466,12 @@ def chosen(names: Sequence[str], config: str) -> list[Suite]:
     for name in names:
         of_name = named(name)
         if not of_name:
-            raise ResultsError(f"There is no suite {name!r}: {', '.join((*NAMES, ALONE))}")
+            raise ResultsError(f"There is no suite {name!r}: {', '.join((*NAMES, *ALONE))}")
         found += of_name
     if config:
         found.append(of_config(Path(config)))
     if not found:
-        known = ", ".join((*NAMES, ALONE))
+        known = ", ".join((*NAMES, *ALONE))
         raise ResultsError(f"Name a suite, --suite=NAME, or a --config: {known}")
     return list(dict.fromkeys(found))
 

@@ -1,0 +1,238 @@
+"""The rows of the suite `cliffs`: one option of linear attention each, its base case, its target.
+
+    traffic    = bytes of q, k, v, out, the gates and the segment ids, each array once, forward;
+                 forward + backward adds q, k, v, dout and their gradients, and the gates read once
+                 more with their gradient written; as in `cases.py`, for any option
+    share      = traffic / copy bandwidth / time
+    target     = the least share of an option, as a part of its base case's share in the same run,
+                 as a part of the byte limit, or beside the time of the products
+
+A gated row's base case is the same call without its gate, so that what the gate costs is told apart
+from what the other option costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks import cases, results
+from benchmarks.cases import PHASES
+from benchmarks.choices import FAVOR_FEATURES, Row
+
+GROUPS = ("lengths", "dtypes", "maps", "gates", "heads")
+
+# Operations per second that exact float32 products are expected to reach.
+FLOAT32_RATE = 50e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A part of the base case's share, of the byte limit, or of the larger of the byte limit and
+    the time of the products at `FLOAT32_RATE`; `of` is "base", "limit" or "products".
+    """
+
+    part: float
+    of: str = "base"
+
+    def share(self, row: results.Row, base: results.Row | None) -> float | None:
+        """The least share of the byte limit that meets it; None where the base case has none."""
+        if self.of == "base":
+            reached = base.reached if base else None
+            return None if reached is None else self.part * reached
+        if self.of == "limit":
+            return self.part
+        return self.part * row.limit / max(row.limit, row.operations / FLOAT32_RATE)
+
+    def __str__(self) -> str:
+        told = {"base": "", "limit": " of the limit", "products": " of limit or products"}
+        return f"{self.part:.2f}{told[self.of]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A row one option beside its base case; `group` is one of `GROUPS`."""
+
+    group: str
+    name: str
+    row: Row
+    base: Row
+    target: Target | None = None
+
+    @property
+    def size(self) -> str:
+        direction = "causal" if self.row.causal else "bidirectional"
+        return f"B{self.row.B} H{self.row.H} D{self.row.D}, {direction}"
+
+
+def _bytes(row: Row) -> tuple[int, int, int]:
+    """Of q, k and v; of out; of the gates."""
+    item = cases.ITEMSIZES[row.dtype]
+    sizes = {name: item * math.prod(shape) for name, shape in row.shapes.items()}
+    gates = {None: 0, "head": 1, "step": row.B * row.T, "channel": row.B * row.T * row.D}
+    heads = row.G or row.H
+    return sizes["q"] + sizes["k"] + sizes["v"], sizes["dout"], 4 * heads * gates[row.decay]
+
+
+def traffic(row: Row, phase: str) -> int:
+    """The fewest bytes that have to move."""
+    inputs, out, gates = _bytes(row)
+    ids = (4 * row.B * row.T if row.documents else 0) + (4 * row.B if row.lengths else 0)
+    forward = inputs + out + gates + ids
+    if phase == PHASES[0]:
+        return forward
+    return forward + 2 * inputs + out + 2 * gates + ids
+
+
+def operations(row: Row, phase: str) -> float:
+    """Multiplications and additions of k^T v and of q times the state, three times with gradients;
+    no feature map's.
+    """
+    features = FAVOR_FEATURES if dict(row.options).get("feature_map") == "favor" else row.D
+    forward = 4 * row.B * row.T * row.H * features * (row.V or row.D)
+    return forward if phase == PHASES[0] else 3 * forward
+
+
+def _linear(B: int, H: int, D: int, **more: Any) -> Row:
+    return Row("linear_attention", **{"B": B, "H": H, "T": 16384, "D": D, **more})
+
+
+def _mapped(name: str, **more: Any) -> dict[str, Any]:
+    return {"options": (("feature_map", name), *more.items())}
+
+
+SIZES = {64: (8, 8), 128: (2, 16)}
+# By head size: batch and heads, of as many elements as the base cases have, about.
+HEADS = {
+    32: (8, 16),
+    40: (8, 12),
+    48: (8, 10),
+    72: (8, 7),
+    80: (4, 12),
+    96: (4, 10),
+    112: (4, 9),
+    160: (2, 12),
+    192: (2, 10),
+    256: (2, 8),
+    512: (2, 4),
+}
+GATED_HEADS = (80, 96, 192, 256)
+IDENTITY = _mapped("identity", normalize=False)
+
+
+def _options(D: int, causal: bool) -> Iterator[Step]:
+    """Of one base case, all but gates."""
+    B, H = SIZES[D]
+    base = _linear(B, H, D, causal=causal)
+
+    def step(group: str, name: str, target: Target | None, **changed: Any) -> Step:
+        return Step(group, name, dataclasses.replace(base, **changed), base, target)
+
+    yield step("lengths", "T 16411", Target(0.9), T=16411)
+    yield step("lengths", "lengths", Target(0.9), lengths=True)
+    segments = Target(0.75 if causal else 0.6)
+    yield step("lengths", "segments of 1024", segments, documents=1024)
+    yield step("dtypes", "float16", Target(0.85), dtype="float16")
+    yield step("dtypes", "float32, exact", Target(1 / 1.5, "products"), dtype="float32")
+    yield step("dtypes", "float32, TF32", Target(0.5, "limit"), dtype="float32", tf32=True)
+    for name in ("exp", "silu", "relu"):
+        yield step("maps", name, Target(0.9), **_mapped(name))
+    yield step("maps", "a callable", Target(0.9), **_mapped("callable", normalize=True))
+    yield step("maps", "identity, not normalised", Target(0.9), **IDENTITY)
+    favor = _mapped("favor")
+    yield step("maps", "FAVOR+, 128 features", Target(0.4, "limit"), **favor)
+    short = dataclasses.replace(base, T=4096)
+    told = "FAVOR+, 128 features, T 4096"
+    yield Step("maps", told, dataclasses.replace(short, **favor), short)
+    yield step("heads", "group of 4", Target(0.75), G=H // 4)
+    other = 192 - D
+    yield step("heads", f"V {other}", Target(0.75), V=other)
+
+
+def _gates(D: int) -> Iterator[Step]:
+    B, H = SIZES[D]
+    base = _linear(B, H, D, causal=True)
+
+    def step(name: str, target: Target | None, gate: str, beside: Row, **changed: Any) -> Step:
+        row = dataclasses.replace(beside, decay=gate, **changed)
+        return Step("gates", name, row, beside, target)
+
+    scalar = step("scalar gate", Target(0.85), "step", base)
+    yield scalar
+    # Both rows move the same bytes: at most 2.2 times the causal row's time.
+    yield step(
+        "scalar gate both ways", Target(1 / 2.2), "step", scalar.row, causal=False
+    )
+    segments = dataclasses.replace(base, documents=1024)
+    yield step("scalar gate, segments of 1024", Target(0.85), "step", segments)
+    identity = dataclasses.replace(base, **IDENTITY)
+    yield step("scalar gate, identity, not normalised", Target(0.85), "step", identity)
+    channel = dataclasses.replace(base, decay="channel")
+    if D == 128:
+        yield Step("gates", "channel gate", channel, base)
+        wide = dataclasses.replace(scalar.row, V=256)
+        yield Step("gates", "scalar gate, V 256", wide, scalar.row, Target(0.75))
+    else:
+        yield Step("gates", "channel gate", channel, _channel_base(), Target(0.7))
+    not_normalised = dataclasses.replace(channel, options=(("normalize", False),))
+    yield Step("gates", "channel gate, not normalised", not_normalised, channel)
+
+
+def _channel_base() -> Row:
+    """A channel gate of any size is measured beside that of 128 columns."""
+    return _linear(*SIZES[128], 128, decay="channel", causal=True)
+
+
+def _heads() -> Iterator[Step]:
+    for D, (B, H) in HEADS.items():
+        near = 64 if D < 96 else 128
+        part = 0.4 if D > 256 else 0.75 if D % 16 == 0 else 0.6
+        for causal in (False, True):
+            base = _linear(*SIZES[near], near, causal=causal)
+            row = _linear(B, H, D, causal=causal)
+            yield Step("heads", f"D {D}", row, base, Target(part))
+        if D in GATED_HEADS:
+            plain = _linear(B, H, D, causal=True)
+            scalar = dataclasses.replace(plain, decay="step")
+            yield Step("heads", f"D {D}, scalar gate", scalar, plain, Target(0.85))
+            channel = dataclasses.replace(plain, decay="channel")
+            yield Step("heads", f"D {D}, channel gate", channel, _channel_base(), Target(0.7))
+
+
+def _all() -> Iterator[Step]:
+    for D in SIZES:
+        for causal in (False, True):
+            yield from _options(D, causal)
+        yield from _gates(D)
+    yield from _heads()
+
+
+def _small(row: Row) -> Row:
+    """The same call in a size for a CPU; an odd length stays odd."""
+    T = row.T // 256 + row.T % 256
+    H = 4 if row.G else 2
+    documents = 16 if row.documents else None
+    G = 1 if row.G else None
+    return dataclasses.replace(row, B=1, H=H, T=T, G=G, documents=documents)
+
+
+def _once_each(steps: Iterable[Step]) -> Iterator[Step]:
+    """Each option in one size of its base case, the smaller: what a CPU has time for."""
+    seen = set()
+    for step in sorted(steps, key=lambda step: step.base.D):
+        option = step.group, step.name, step.row.causal
+        if option not in seen:
+            seen.add(option)
+            yield dataclasses.replace(step, row=_small(step.row), base=_small(step.base))
+
+
+def _sorted(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """By group, and in each those of one base case one after the other: a base case is compiled
+    and compared once while its rows last.
+    """
+    return tuple(sorted(steps, key=lambda step: (GROUPS.index(step.group), str(step.base))))
+
+
+STEPS: dict[str, tuple[Step, ...]] = {"gpu": _sorted(_all()), "cpu": _sorted(_once_each(_all()))}

@@ -1,0 +1,407 @@
+"""What each option of linear attention costs beside its base case: the suite `cliffs`.
+
+    python -m benchmarks run --suite=cliffs [--rows=GROUP,GROUP] [--case=PART] [--within_s=SECONDS]
+                                            [--json=FILE.json | --keep] [--resume] [--forward_only]
+
+Every row is a call with one option and `implementation=None`, timed forward and forward + backward
+batch by batch in turns with its base case, so that both see the same clocks. Both are first
+compared with XLA's float32 result on this machine; a call that is wrong, or that raises, has the
+reason in place of a time. The table has, the row furthest below its target first:
+
+    share      the time in which a copy moves the call's bytes, over its time
+    base       the same of the base case, in the same turns
+    ratio      share / base
+    target     what PERFORMANCE asks for, of the base case's share where nothing else is said
+    reached    share over the share that meets the target
+    None is    the backends that `implementation=None` chose
+
+`--rows` takes groups of rows: lengths, dtypes, maps, gates, heads. All of them may take a card more
+than ten minutes: `--within_s` ends a run, which then says what it left out, and `--json=FILE.json
+--resume` goes on with that. On a CPU sizes are tiny.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags, logging
+
+from benchmarks import (
+    ahead,
+    choices,
+    cliff_rows,
+    demo,
+    machine,
+    ours,
+    peers,
+    results,
+    side_by_side,
+    summary,
+    timing,
+)
+from benchmarks.cases import PHASES
+from benchmarks.choices import CHOSEN, RIGHT, Group, Programs, Row
+from benchmarks.cliff_rows import Step
+from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
+from benchmarks.tables import Table
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list(
+    "rows", [], f"run --suite=cliffs: only groups of rows, of {', '.join(cliff_rows.GROUPS)}"
+)
+
+NAME = "cliffs"
+OURS, BASE = "ato_jax", "ato_jax, base case"
+# Of each of the two: about so many batches of 10 ms on a GPU.
+SECONDS = 0.12
+# Base cases that are kept with their inputs.
+MOST_BASES = 3
+# The part of a run in which other processes may compile.
+COMPILING = 0.5
+# For a run without an end.
+COMPILE_SECONDS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A call that was compared: `launch(i)` makes `calls` calls."""
+
+    launch: Callable[[int], Any]
+    calls: int
+    choice: str
+    errors: dict[str, float]
+
+
+def wanted(platform: str) -> list[Step]:
+    """The rows that the flags leave; an error that names what they may be, if none."""
+    for name in FLAGS.rows:
+        if name not in cliff_rows.GROUPS:
+            known = ", ".join(cliff_rows.GROUPS)
+            raise ResultsError(f"--rows takes groups of rows, {known}; got {name!r}")
+    if FLAGS.dtype or FLAGS.peer:
+        raise ResultsError(f"{NAME} has rows of every dtype and no peers: no --dtype, no --peer")
+    found = [
+        step
+        for step in cliff_rows.STEPS[platform]
+        if (not FLAGS.rows or step.group in FLAGS.rows)
+        and (FLAGS.case in str(step.row) or FLAGS.case in step.name)
+    ]
+    if not found:
+        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
+    return found
+
+
+def phases() -> tuple[str, ...]:
+    return PHASES[:1] if FLAGS.forward_only else PHASES
+
+
+# -- one row -------------------------------------------------------------------------------------
+
+
+def compared(row: Row, programs: Programs, platform: str) -> Ready | str:
+    """Ready to be timed where its results are right; or why not."""
+    if CHOSEN not in programs.of:
+        return programs.failed.get(CHOSEN, "no program")
+    groups, calls = choices.groups_of_inputs(row, platform)
+    keys = jax.random.split(jax.random.key(row.T), (groups, calls))
+    sets = [[programs.drawing(key) for key in group] for group in keys]
+    program = programs.compiled[programs.of[CHOSEN]]
+    right = programs.compiled[RIGHT]([sets[0][0]])[0]
+    [found, *_] = program(sets[0])
+    errors = {name: float(one) for name, one in programs.comparing(found, right).items()}
+    # A comparison that NaN does not pass.
+    off = [
+        f"{name} is wrong: relative error {error:.1e}"
+        for name, error in errors.items()
+        if not error <= choices.tolerance(row)
+    ]
+    launch = functools.partial(choices.launched, program, sets)
+    return ", ".join(off) or Ready(launch, calls, programs.told.choice, errors)
+
+
+@dataclasses.dataclass
+class Calls:
+    """Makes calls ready, of what was compiled ahead where there is any, and keeps base cases."""
+
+    platform: str
+    programs: dict[Group, Programs]
+    _bases: collections.OrderedDict[Group, Ready | str] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+
+    def ready(self, row: Row, phase: str) -> Ready | str:
+        """Compiled here where nothing of another process runs; the reason where it raises."""
+        ahead_of_time = self.programs.get((row, phase))
+        if ahead_of_time is not None:
+            try:
+                return compared(row, choices.unpacked(ahead_of_time), self.platform)
+            except Exception as error:  # a program that cannot be loaded, or does not run here
+                reason = side_by_side.refusal(error)
+                print(f"{row}, {phase}: compiled again: {reason}", flush=True)
+        try:
+            programs = choices.compiled(row, phase, self.platform, by_name=False)
+            return compared(row, programs, self.platform)
+        except Exception as error:  # a compiler's own, of many kinds
+            return side_by_side.refusal(error)
+
+    def base(self, row: Row, phase: str) -> Ready | str:
+        group = row, phase
+        if group not in self._bases:
+            # Before the next one's inputs are drawn.
+            while len(self._bases) >= MOST_BASES:
+                self._bases.popitem(last=False)
+            self._bases[group] = self.ready(row, phase)
+        self._bases.move_to_end(group)
+        return self._bases[group]
+
+
+def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[results.Row]:
+    """The row and its base case, both compared and then timed in turns."""
+    both = {BASE: calls.base(step.base, phase), OURS: calls.ready(step.row, phase)}
+    rows = {
+        BASE: blank(step.row, phase, found, BASE, step.base),
+        OURS: blank(step.row, phase, found, OURS),
+    }
+    ready = {name: one for name, one in both.items() if not isinstance(one, str)}
+    for name, one in both.items():
+        if isinstance(one, str):
+            rows[name].unavailable = one
+        else:
+            rows[name].errors, rows[name].picked = one.errors, one.choice
+    if OURS in ready:
+        timed = in_turns(list(ready.values()), calls.platform)
+        for name, batches in zip(ready, timed, strict=True):
+            rows[name].seconds = statistics.median(batches)
+            rows[name].turns, rows[name].spread = [rows[name].seconds], summary.spread(batches)
+    elif BASE in ready:
+        rows[BASE].unavailable = "there is nothing beside it"
+    return [rows[OURS], rows[BASE]]
+
+
+def in_turns(ready: Sequence[Ready], platform: str) -> list[list[float]]:
+    """Seconds of a call in each batch."""
+    launches, counts = [one.launch for one in ready], []
+    wait = jax.block_until_ready
+    # The first batches warm the card up.
+    timing.interleaved(launches, wait, platform, 0.0, counts=counts)
+    timed = timing.interleaved(launches, wait, platform, SECONDS, counts=counts)
+    return [
+        [seconds / one.calls for seconds in own.batches]
+        for one, own in zip(ready, timed, strict=True)
+    ]
+
+
+def blank(
+    row: Row, phase: str, found: Results, contender: str, base: Row | None = None
+) -> results.Row:
+    """Without figures yet. A base case's stands under the name of the row beside which it was
+    timed, with its own bytes.
+    """
+    of = base or row
+    moved, operations = cliff_rows.traffic(of, phase), cliff_rows.operations(of, phase)
+    rate = None if of.tf32 else found.matrix.get(of.dtype)
+    return results.Row(
+        str(row),
+        phase,
+        contender,
+        moved / found.bandwidth,
+        moved,
+        operations,
+        product_limit=operations / rate if rate else None,
+    )
+
+
+# -- what is said of it --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One row of the table; `reached` is over the share that meets the target, or over the base
+    case's share where there is no target; None without a time.
+    """
+
+    reached: float | None
+    cells: tuple[str, ...]
+
+
+def line_of(
+    step: Step, phase: str, row: results.Row, base: results.Row | None
+) -> Line:
+    share, beside = row.reached, base.reached if base else None
+    needed = step.target.share(row, base) if step.target else beside
+    reached = share / needed if share and needed else None
+    refused = row.unavailable or (base.unavailable if base else "")
+    return Line(
+        reached,
+        (
+            step.name,
+            step.size,
+            phase,
+            demo.milliseconds(row.seconds),
+            number(share),
+            number(beside),
+            number(share / beside if share and beside else None),
+            str(step.target or "-"),
+            number(reached if step.target else None),
+            refused or row.picked,
+        ),
+    )
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+
+
+HEAD = (
+    "option",
+    "size",
+    "phase",
+    "ms",
+    "share",
+    "base",
+    "ratio",
+    "target",
+    "reached",
+    "None is",
+)
+
+
+def findings(found: Results) -> list[Table]:
+    """The table, what does not run first and then the worst; none where nothing was measured."""
+    rows = {row.key: row for row in found.rows}
+    lines, late = [], 0
+    for step in cliff_rows.STEPS[found.platform]:
+        for phase in PHASES:
+            row = rows.get((str(step.row), phase, OURS))
+            if row is None:
+                continue
+            if row.unavailable == NO_TIME_LEFT:
+                late += 1
+                continue
+            base = rows.get((str(step.row), phase, BASE))
+            lines.append((step, line_of(step, phase, row, base)))
+    if not lines:
+        return []
+    lines.sort(key=lambda one: (one[1].reached is not None, one[1].reached or 0.0))
+    held = [line.reached >= 1 for step, line in lines if step.target and line.reached is not None]
+    notes = [
+        "Share is of the byte limit: every input once, every output once, at the bandwidth of a "
+        "copy. Base is the share of the base case, timed in turns with the row; a gated row's is "
+        "the same call without its gate, a channel gate's of other sizes that of 128 columns, and "
+        "that of a gate both ways the causal one. Reached is the share over the least that meets "
+        "the target.",
+        f"{sum(held)} of {len(held)} rows with a target meet it.",
+    ]
+    if late:
+        notes.append(f"{late} rows were left out for lack of time.")
+    cells = [line.cells for _, line in lines]
+    return [Table("Options of linear attention beside their base cases", HEAD, cells, notes, 3)]
+
+
+def left_out(found: Results) -> list[str]:
+    return [
+        f"  {row.case}, {row.phase}"
+        for row in found.rows
+        if row.contender == OURS and row.unavailable == NO_TIME_LEFT
+    ]
+
+
+# -- the suite -----------------------------------------------------------------------------------
+
+
+def compile_ahead(
+    groups: Sequence[tuple[Step, str]], platform: str, seconds: float
+) -> dict[Group, Programs]:
+    """The programs of rows and base cases, by other processes; a CPU's cores are few."""
+    if platform == "cpu":
+        return {}
+    both = [(row, phase) for step, phase in groups for row in (step.base, step.row)]
+    distinct = list(dict.fromkeys(both))
+    return choices.compiled_ahead(distinct, platform, seconds, ahead.workers(), by_name=False)
+
+
+def mark(row: Row, phase: str) -> None:
+    """Says beside the file of figures what runs now, for the run after one that died."""
+    if FLAGS.json:
+        told = json.dumps([str(row), phase, OURS])
+        results.write(side_by_side.doing(Path(FLAGS.json)), told)
+
+
+def unmark() -> None:
+    if FLAGS.json:
+        side_by_side.doing(Path(FLAGS.json)).unlink(missing_ok=True)
+
+
+def run_rows(
+    groups: Sequence[tuple[Step, str]], calls: Calls, found: Results, end: float
+) -> bool:
+    """Measures rows until the time is up; whether the device still works then."""
+    for index, (step, phase) in enumerate(groups):
+        if time.monotonic() > end:
+            for late, of_phase in groups[index:]:
+                row = blank(late.row, of_phase, found, OURS)
+                row.unavailable = NO_TIME_LEFT
+                found.rows.append(row)
+            break
+        machine.live_line(f"{step.row}, {phase}")
+        mark(step.row, phase)
+        new = measured(step, phase, calls, found)
+        calls.programs.pop((step.row, phase), None)
+        found.rows += new
+        side_by_side.write(found)
+        unmark()
+        machine.live_line("")
+        print(", ".join(line_of(step, phase, *new).cells), flush=True)
+        if new[0].unavailable and not side_by_side.device_works():
+            return False
+    return True
+
+
+def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
+    """Runs the suite; `introduce` measures the copy's bandwidth, by PyTorch on a GPU."""
+    start = time.monotonic()
+    end = start + (FLAGS.within_s or float("inf"))
+    platform = ours.platform()
+    if platform not in results.PLATFORMS:
+        logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
+        return 1
+    steps = wanted(platform)
+    path = Path(FLAGS.json)
+    earlier = results.read(path) if FLAGS.resume else None
+    with peers.Peer(platform) as peer:
+        facts = introduce(peer, platform)
+    if facts is None:
+        return 1
+    here = Results(**facts)
+    found = side_by_side.resumed(path, earlier, here) if earlier else here
+    side_by_side.write(found)
+    known = {row.key for row in found.rows}
+    every = [(step, phase) for step in steps for phase in phases()]
+    groups = [(step, phase) for step, phase in every if (str(step.row), phase, OURS) not in known]
+    print(f"{len(groups)} rows to measure, {len(every) - len(groups)} known", flush=True)
+    seconds = min(COMPILING * (end - start), COMPILE_SECONDS)
+    calls = Calls(platform, compile_ahead(groups, platform, seconds))
+    print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
+    if platform == "gpu":
+        # What has to be compiled in this process is last.
+        groups.sort(key=lambda group: (group[0].row, group[1]) not in calls.programs)
+    works = run_rows(groups, calls, found, end)
+    found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start
+    side_by_side.write(found)
+    for table in findings(found):
+        print("\n" + table.text(), flush=True)
+    if late := left_out(found):
+        print("\nLeft out for lack of time:", *late, sep="\n")
+    print(f"\n{NAME} took {time.monotonic() - start:.0f} s", flush=True)
+    if not works:
+        logging.error("The device fails for good: with --json and --resume a new run goes on")
+    return int(not works)
