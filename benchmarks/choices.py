@@ -395,8 +395,8 @@ def groups_of_inputs(row: Row, platform: str) -> tuple[int, int]:
 
 
 def compiled(row: Row, phase: str, platform: str, by_name: bool = True) -> Programs:
-    """Everything that the row needs in this phase, compiled in this process; without `by_name`
-    only the program of `implementation=None` and the float32 result that it is compared with.
+    """Everything that the row needs in this phase, compiled in this process. Without `by_name`,
+    these are the program of `implementation=None` and the float32 result it is compared with.
     """
     _, calls = groups_of_inputs(row, platform)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -458,8 +458,8 @@ def unpacked(found: Programs) -> Programs:
 def compiled_ahead(
     groups: Sequence[Group], platform: str, seconds: float, count: int, by_name: bool = True
 ) -> dict[Group, Programs]:
-    """The programs of as many of the groups as `count` other processes compile in that time, all
-    of a group's or, without `by_name`, those that `compiled` says.
+    """The programs of as many of the groups as `count` other processes compile in that time;
+    `compiled` says what `by_name` leaves out.
     """
     if not count:
         return {}

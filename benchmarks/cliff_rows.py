@@ -68,7 +68,7 @@ class Step:
 
 
 def _bytes(row: Row) -> tuple[int, int, int]:
-    """Of q, k and v; of out; of the gates."""
+    """The bytes of q, k and v together, of out, and of the gates."""
     item = cases.ITEMSIZES[row.dtype]
     sizes = {name: item * math.prod(shape) for name, shape in row.shapes.items()}
     gates = {None: 0, "head": 1, "step": row.B * row.T, "channel": row.B * row.T * row.D}
@@ -77,7 +77,7 @@ def _bytes(row: Row) -> tuple[int, int, int]:
 
 
 def traffic(row: Row, phase: str) -> int:
-    """The fewest bytes that have to move."""
+    """The bytes of every input and output, each moved once a pass."""
     inputs, out, gates = _bytes(row)
     ids = (4 * row.B * row.T if row.documents else 0) + (4 * row.B if row.lengths else 0)
     forward = inputs + out + gates + ids
@@ -87,8 +87,8 @@ def traffic(row: Row, phase: str) -> int:
 
 
 def operations(row: Row, phase: str) -> float:
-    """Multiplications and additions of k^T v and of q times the state, three times with gradients;
-    no feature map's.
+    """Multiplications and additions of k^T v and of q times the state, three times as many with
+    gradients; those of the feature map are left out.
     """
     features = FAVOR_FEATURES if dict(row.options).get("feature_map") == "favor" else row.D
     forward = 4 * row.B * row.T * row.H * features * (row.V or row.D)
@@ -103,8 +103,9 @@ def _mapped(name: str, **more: Any) -> dict[str, Any]:
     return {"options": (("feature_map", name), *more.items())}
 
 
+# Batch and heads of the base cases by head size.
 SIZES = {64: (8, 8), 128: (2, 16)}
-# By head size: batch and heads, of as many elements as the base cases have, about.
+# Batch and heads by head size: arrays have about as many elements as the base cases'.
 HEADS = {
     32: (8, 16),
     40: (8, 12),
@@ -123,7 +124,7 @@ IDENTITY = _mapped("identity", normalize=False)
 
 
 def _options(D: int, causal: bool) -> Iterator[Step]:
-    """Of one base case, all but gates."""
+    """The options of one base case, without its gates."""
     B, H = SIZES[D]
     base = _linear(B, H, D, causal=causal)
 
@@ -219,7 +220,7 @@ def _small(row: Row) -> Row:
 
 
 def _once_each(steps: Iterable[Step]) -> Iterator[Step]:
-    """Each option in one size of its base case, the smaller: what a CPU has time for."""
+    """Each option with the smaller of its base cases, since a CPU has no time for both."""
     seen = set()
     for step in sorted(steps, key=lambda step: step.base.D):
         option = step.group, step.name, step.row.causal

@@ -11,13 +11,15 @@ reason in place of a time. The table has, the row furthest below its target firs
     share      the time in which a copy moves the call's bytes, over its time
     base       the same of the base case, in the same turns
     ratio      share / base
-    target     what PERFORMANCE asks for, of the base case's share where nothing else is said
+    target     the least ratio that the project aims at; a few targets are a part of the byte
+               limit, or of the larger of the byte limit and the time of the products
     reached    share over the share that meets the target
     None is    the backends that `implementation=None` chose
 
-`--rows` takes groups of rows: lengths, dtypes, maps, gates, heads. All of them may take a card more
-than ten minutes: `--within_s` ends a run, which then says what it left out, and `--json=FILE.json
---resume` goes on with that. On a CPU sizes are tiny.
+`--rows` takes groups of rows: lengths, dtypes, maps, gates, heads. All groups together may take a
+card more than ten minutes: `--within_s` ends a run and lists the rows that it left out, and
+`--json=FILE.json --resume` goes on with those. On a CPU sizes are tiny, and an option is measured
+in one size.
 """
 
 from __future__ import annotations
@@ -61,19 +63,19 @@ flags.DEFINE_list(
 
 NAME = "cliffs"
 OURS, BASE = "ato_jax", "ato_jax, base case"
-# Of each of the two: about so many batches of 10 ms on a GPU.
+# Time for the batches of each of the two calls; a batch takes a GPU about 10 ms.
 SECONDS = 0.12
 # Base cases that are kept with their inputs.
 MOST_BASES = 3
-# The part of a run in which other processes may compile.
+# The other processes compile for at most this part of --within_s.
 COMPILING = 0.5
-# For a run without an end.
+# The same in a run without --within_s.
 COMPILE_SECONDS = 400
 
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A call that was compared: `launch(i)` makes `calls` calls."""
+    """A call whose results were right; `launch(i)` runs it `calls` times, on the i-th inputs."""
 
     launch: Callable[[int], Any]
     calls: int
@@ -108,7 +110,7 @@ def phases() -> tuple[str, ...]:
 
 
 def compared(row: Row, programs: Programs, platform: str) -> Ready | str:
-    """Ready to be timed where its results are right; or why not."""
+    """The call, ready to be timed if its results are right, or the reason why it cannot be."""
     if CHOSEN not in programs.of:
         return programs.failed.get(CHOSEN, "no program")
     groups, calls = choices.groups_of_inputs(row, platform)
@@ -130,7 +132,7 @@ def compared(row: Row, programs: Programs, platform: str) -> Ready | str:
 
 @dataclasses.dataclass
 class Calls:
-    """Makes calls ready, of what was compiled ahead where there is any, and keeps base cases."""
+    """Makes calls ready from programs that other processes compiled, and keeps base cases."""
 
     platform: str
     programs: dict[Group, Programs]
@@ -139,7 +141,7 @@ class Calls:
     )
 
     def ready(self, row: Row, phase: str) -> Ready | str:
-        """Compiled here where nothing of another process runs; the reason where it raises."""
+        """The call, compiled here if no other process compiled it, or the reason why it raises."""
         ahead_of_time = self.programs.get((row, phase))
         if ahead_of_time is not None:
             try:
@@ -188,7 +190,7 @@ def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[resul
 
 
 def in_turns(ready: Sequence[Ready], platform: str) -> list[list[float]]:
-    """Seconds of a call in each batch."""
+    """The seconds of one call in each batch, for each of these."""
     launches, counts = [one.launch for one in ready], []
     wait = jax.block_until_ready
     # The first batches warm the card up.
@@ -203,7 +205,7 @@ def in_turns(ready: Sequence[Ready], platform: str) -> list[list[float]]:
 def blank(
     row: Row, phase: str, found: Results, contender: str, base: Row | None = None
 ) -> results.Row:
-    """Without figures yet. A base case's stands under the name of the row beside which it was
+    """A row without figures yet. A base case is filed under the name of the row beside which it is
     timed, with its own bytes.
     """
     of = base or row
@@ -276,7 +278,7 @@ HEAD = (
 
 
 def findings(found: Results) -> list[Table]:
-    """The table, what does not run first and then the worst; none where nothing was measured."""
+    """The table: rows without a time, then the worst first. No table if nothing was measured."""
     rows = {row.key: row for row in found.rows}
     lines, late = [], 0
     for step in cliff_rows.STEPS[found.platform]:
@@ -321,7 +323,9 @@ def left_out(found: Results) -> list[str]:
 def compile_ahead(
     groups: Sequence[tuple[Step, str]], platform: str, seconds: float
 ) -> dict[Group, Programs]:
-    """The programs of rows and base cases, by other processes; a CPU's cores are few."""
+    """The programs of rows and base cases, compiled by other processes; a CPU has no cores to
+    spare for them.
+    """
     if platform == "cpu":
         return {}
     both = [(row, phase) for step, phase in groups for row in (step.base, step.row)]
@@ -330,7 +334,9 @@ def compile_ahead(
 
 
 def mark(row: Row, phase: str) -> None:
-    """Says beside the file of figures what runs now, for the run after one that died."""
+    """Writes beside the file of figures which row runs now: a row that ends this program is left
+    out when the run is resumed.
+    """
     if FLAGS.json:
         told = json.dumps([str(row), phase, OURS])
         results.write(side_by_side.doing(Path(FLAGS.json)), told)
@@ -392,7 +398,7 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     calls = Calls(platform, compile_ahead(groups, platform, seconds))
     print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
     if platform == "gpu":
-        # What has to be compiled in this process is last.
+        # Rows that this process has to compile come last.
         groups.sort(key=lambda group: (group[0].row, group[1]) not in calls.programs)
     works = run_rows(groups, calls, found, end)
     found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start

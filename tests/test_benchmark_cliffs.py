@@ -1,0 +1,259 @@
+"""The suite `cliffs`: its rows, their bytes and targets, what it says of them, and that it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import __main__ as entry
+from benchmarks import choices, cliff_rows, cliffs, results, run, show, suites, summary
+from benchmarks.cases import PHASES, Case
+from benchmarks.choices import Row
+from benchmarks.cliff_rows import Step, Target
+from benchmarks.results import Results
+
+FACTS: dict[str, Any] = {
+    "device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9
+}  # fmt: skip
+TINY = Row("linear_attention", B=1, H=2, T=16, D=8, dtype="float32")
+STEP = Step("lengths", "lengths", dataclasses.replace(TINY, lengths=True), TINY, Target(0.9))
+GATED = dataclasses.replace(TINY, causal=True, decay="step")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])
+    monkeypatch.setattr(cliffs, "SECONDS", 0.0)
+    monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
+
+
+def row_of(step: Step, phase: str, seconds: float | None, base: float | None, reason: str = ""):
+    """A measured row and its base case."""
+    found = Results(**FACTS)
+    rows = [cliffs.blank(step.row, phase, found, cliffs.OURS)]
+    rows.append(cliffs.blank(step.row, phase, found, cliffs.BASE, step.base))
+    for row, time in zip(rows, (seconds, base), strict=True):
+        if time is None:
+            row.unavailable = reason
+        else:
+            row.seconds, row.turns, row.spread = time, [time], summary.spread([time] * 3)
+            row.picked = "xla"
+    return rows
+
+
+# The rows.
+
+
+def test_every_option_is_one_row() -> None:
+    for platform in results.PLATFORMS:
+        steps = cliff_rows.STEPS[platform]
+        names = [str(step.row) for step in steps]
+        assert len(set(names)) == len(names)
+        assert {step.group for step in steps} == set(cliff_rows.GROUPS)
+        assert all(step.row != step.base for step in steps)
+    on_card, on_cpu = ({(s.group, s.name) for s in cliff_rows.STEPS[p]} for p in results.PLATFORMS)
+    assert on_card == on_cpu
+    assert all(step.row.T < 100 for step in cliff_rows.STEPS["cpu"])
+    sizes = {step.row.D for step in cliff_rows.STEPS["gpu"] if step.group == "heads"}
+    assert sizes >= {32, 40, 48, 72, 80, 96, 112, 160, 192, 256, 512}
+
+
+def test_base_cases_lack_the_option_alone() -> None:
+    by_name: dict[str, list[Step]] = {}
+    for step in cliff_rows.STEPS["gpu"]:
+        by_name.setdefault(step.name, []).append(step)
+    assert len(by_name["T 16411"]) == len(by_name["a callable"]) == 4
+    for step in by_name["scalar gate, segments of 1024"]:
+        assert step.base == dataclasses.replace(step.row, decay=None) and step.base.documents
+    for step in by_name["scalar gate both ways"]:
+        assert step.base == dataclasses.replace(step.row, causal=True)
+    for step in by_name["D 192, channel gate"] + by_name["channel gate"][:1]:
+        assert step.base.D == 128 and step.base.causal
+    assert by_name["D 192, channel gate"][0].base.decay == "channel"
+    elements = {s.row.B * s.row.H * s.row.D for s in cliff_rows.STEPS["gpu"] if s.group == "heads"}
+    assert max(elements) < 1.1 * min(elements)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "more", [{}, {"causal": True, "decay": "step"}, {"decay": "channel"}, {"decay": "head"}]
+)
+def test_bytes_are_those_of_the_other_suites(phase: str, more: dict[str, Any]) -> None:
+    row = dataclasses.replace(TINY, **more)
+    case = Case("linear", B=1, H=2, T=16, D=8, dtype="float32", **more)
+    assert cliff_rows.traffic(row, phase) == case.traffic(phase)
+    assert cliff_rows.operations(row, phase) == case.operations(phase)
+
+
+def test_bytes_of_an_options_own_arrays_by_hand() -> None:
+    # q and out of 4 heads, k and v of 1, 8 and 6 columns wide in bfloat16; 16 ids of 4 bytes.
+    row = dataclasses.replace(TINY, H=4, G=1, V=6, dtype="bfloat16", documents=4)
+    forward = 2 * 16 * (4 * 8 + 8 + 6 + 4 * 6) + 4 * 16
+    assert cliff_rows.traffic(row, PHASES[0]) == forward
+    # Again q, k, v and ids, with dout, and three gradients.
+    backward = 2 * 16 * (2 * (4 * 8 + 8 + 6) + 4 * 6) + 4 * 16
+    assert cliff_rows.traffic(row, PHASES[1]) == forward + backward
+    # The arrays that are drawn have these bytes.
+    drawn = jax.eval_shape(lambda: choices.draw(row, jax.random.key(0)))
+    assert forward == sum(one.size * one.dtype.itemsize for one in drawn.values())
+    lengths = dataclasses.replace(TINY, lengths=True)
+    assert cliff_rows.traffic(lengths, PHASES[0]) == cliff_rows.traffic(TINY, PHASES[0]) + 4
+    favor = dataclasses.replace(TINY, options=(("feature_map", "favor"),))
+    assert cliff_rows.operations(favor, PHASES[0]) == 4 * 16 * 2 * choices.FAVOR_FEATURES * 8
+
+
+def test_targets_by_hand() -> None:
+    row, base = row_of(STEP, PHASES[0], 1e-5, 5e-6)
+    assert base.reached == pytest.approx(4096 / 1e9 / 5e-6)
+    assert Target(0.9).share(row, base) == pytest.approx(0.9 * base.reached)
+    assert Target(0.9).share(row, None) is None
+    assert Target(0.4, "limit").share(row, None) == 0.4
+    # Within 1.5 times the byte limit, or of the products where these take longer.
+    products = Target(1 / 1.5, "products")
+    assert products.share(row, None) == pytest.approx(1 / 1.5)
+    slow = dataclasses.replace(row, operations=2 * row.limit * cliff_rows.FLOAT32_RATE)
+    assert products.share(slow, None) == pytest.approx(1 / 3)
+
+
+# What is said of them.
+
+
+def test_the_table_has_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Step("gates", "scalar gate", GATED, dataclasses.replace(GATED, decay=None), Target(0.5))
+    raises = dataclasses.replace(STEP, name="raises", row=dataclasses.replace(TINY, T=17))
+    late = dataclasses.replace(STEP, name="late", row=dataclasses.replace(TINY, T=19))
+    monkeypatch.setitem(cliff_rows.STEPS, "cpu", (other, STEP, raises, late))
+    rows = [
+        # The gated row takes twice the time of its base case and moves a little more.
+        *row_of(other, PHASES[0], 1e-5, 5e-6),
+        *row_of(STEP, PHASES[0], 2e-5, 5e-6),
+        *row_of(raises, PHASES[0], None, 5e-6, "UnsupportedError: no kernel"),
+        row_of(late, PHASES[0], None, None, results.NO_TIME_LEFT)[0],
+    ]
+    found = Results(**FACTS, rows=rows)
+    (table,) = cliffs.findings(found)
+    lines = [dict(zip(table.head, line, strict=True)) for line in table.rows]
+    assert [line["option"] for line in lines] == ["raises", "lengths", "scalar gate"]
+    assert lines[0]["None is"] == "UnsupportedError: no kernel" and lines[0]["share"] == "-"
+    assert (lines[1]["ratio"], lines[1]["target"], lines[1]["reached"]) == ("0.25", "0.90", "0.28")
+    assert (lines[1]["share"], lines[1]["base"], lines[1]["None is"]) == ("0.20", "0.82", "xla")
+    assert (lines[2]["ratio"], lines[2]["reached"]) == ("0.52", "1.03")
+    assert "1 of 2 rows with a target meet it." in table.notes
+    assert "1 rows were left out for lack of time." in table.notes
+    assert cliffs.left_out(found) == [f"  {late.row}, forward"]
+    assert table.markdown().count("\n|") == 2 + 3
+    assert cliffs.findings(Results(**FACTS)) == []
+
+
+# The run.
+
+
+def test_wrong_flags_are_a_line_and_status_2(caplog: pytest.LogCaptureFixture) -> None:
+    for given, said in (
+        ({"rows": ["map"]}, "--rows takes groups of rows, lengths, dtypes, maps, gates, heads"),
+        ({"case": "no such call"}, "No row of cliffs contains --case='no such call'"),
+        ({"dtype": "float16"}, "no --dtype, no --peer"),
+        ({"suite": ["cliffs", "smoke"]}, "cliffs is run alone"),
+    ):
+        caplog.clear()
+        with flagsaver.flagsaver(**{"suite": ["cliffs"]} | given):
+            assert entry.main(["benchmarks", "run"]) == 2
+        assert said in caplog.text and "Traceback" not in caplog.text
+
+
+class Peer:
+    """Stands in for PyTorch's process, which only measures a copy here."""
+
+    def __init__(self, platform: str) -> None:
+        pass
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_the_suite_runs_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cliffs.peers, "Peer", Peer)
+    callable_map = dataclasses.replace(
+        TINY, options=(("feature_map", "callable"), ("normalize", True))
+    )
+    # The library refuses a scale beside a normaliser: the row says so, the other is measured.
+    refused = dataclasses.replace(TINY, options=(("scale", 2.0),))
+    steps = tuple(
+        Step("maps", name, row, TINY, Target(0.9))
+        for name, row in (("a callable", callable_map), ("refused", refused))
+    )
+    monkeypatch.setitem(cliff_rows.STEPS, "cpu", (STEP, *steps))
+    path = tmp_path / "figures.json"
+    with flagsaver.flagsaver(suite=["cliffs"], json=str(path), rows=["maps"], forward_only=True):
+        with flagsaver.flagsaver(within_s=1e-9):
+            assert entry.main(["benchmarks", "run"]) == 0
+        said = capsys.readouterr().out
+        assert f"Left out for lack of time:\n  {callable_map}, forward\n  {refused}" in said
+        with flagsaver.flagsaver(resume=True):
+            assert entry.main(["benchmarks", "run"]) == 0
+            said = capsys.readouterr().out
+            assert "2 rows to measure, 0 known" in said and "Left out" not in said
+            assert entry.main(["benchmarks", "run"]) == 0
+    assert "0 rows to measure, 2 known" in capsys.readouterr().out
+    found = results.read(path)
+    own, base, refusal, beside = found.rows
+    assert (own.contender, base.contender) == (cliffs.OURS, cliffs.BASE) == (
+        refusal.contender, beside.contender
+    )  # fmt: skip
+    assert own.case == base.case == str(callable_map) and own.picked == base.picked == "xla"
+    assert own.reached and base.reached and own.errors["out"] < 1e-5
+    assert refusal.seconds is None and "ValueError" in refusal.unavailable
+    assert list(tmp_path.iterdir()) == [path]
+    assert "refused" in show.text(found, [cliffs.NAME])
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = choices.compiled(TINY, PHASES[0], "cpu", by_name=False)
+    assert set(programs.of) == {choices.CHOSEN}
+    ready = cliffs.compared(TINY, programs, "cpu")
+    assert isinstance(ready, cliffs.Ready) and ready.calls == 1 and ready.choice == "xla"
+    monkeypatch.setattr(choices, "tolerance", lambda row: 0.0)
+    off = dataclasses.replace(programs, comparing=lambda found, right: {"out": float("nan")})
+    told = cliffs.compared(TINY, off, "cpu")
+    assert told == "out is wrong: relative error nan"
+    calls = cliffs.Calls("cpu", {})
+    monkeypatch.setattr(calls, "ready", lambda row, phase: told if row.lengths else ready)
+    rows = cliffs.measured(STEP, PHASES[0], calls, Results(**FACTS))
+    assert [row.seconds for row in rows] == [None, None] and rows[0].unavailable == told
+    # Without its base case a row is timed alone.
+    calls = cliffs.Calls("cpu", {})
+    monkeypatch.setattr(calls, "ready", lambda row, phase: ready if row.lengths else told)
+    rows = cliffs.measured(STEP, PHASES[0], calls, Results(**FACTS))
+    assert rows[0].seconds and rows[1].unavailable == told
+
+
+def test_a_launchs_calls_are_counted() -> None:
+    launched = []
+    one = cliffs.Ready(lambda index: launched.append(index), 4, "xla", {})
+    many = dataclasses.replace(one, calls=1)
+    (fewer, more) = cliffs.in_turns([one, many], "cpu")
+    assert len(fewer) == len(more) >= 3 and launched
+
+
+def test_few_base_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, made = cliffs.Calls("cpu", {}), []
+    monkeypatch.setattr(calls, "ready", lambda row, phase: made.append(row.T) or str(row.T))
+    for T in (1, 1, 2, 3, 1, 4, 1, 2):
+        assert calls.base(dataclasses.replace(TINY, T=T), PHASES[0]) == str(T)
+    assert made == [1, 2, 3, 4, 2] and len(calls._bases) == cliffs.MOST_BASES
+
+
+def test_the_suite_is_among_those_that_are_named() -> None:
+    assert suites.ALONE == (choices.NAME, cliffs.NAME)
