@@ -1,13 +1,14 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs, and
-those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1 JAX has no
-lowering to Triton, and tests that need one are skipped.
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs, and every
+second of those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1
+JAX has no lowering to Triton, and tests that need one are skipped.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -90,8 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sample = int(os.environ.get("ATO_SAMPLE", "1"))
+    every_second = itertools.cycle([True, False] if sample > 1 else [True])
     drawn = [
-        n % sample == 0 or item.get_closest_marker("newest") is not None
+        next(every_second) if item.get_closest_marker("newest") else n % sample == 0
         for n, item in enumerate(items)
     ]
     config.hook.pytest_deselected(
