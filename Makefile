@@ -133,8 +133,8 @@ lint: $(OLDEST)/$(STAMP)
 test-oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
-# Every 10th test, every second of those marked `newest`, and fewer of hypothesis's examples: the other end has run them all, and what
-# differs between versions of JAX breaks more than one. Tests marked `newest` take most of the time.
+# Every 10th test, every second of those marked `newest`, and fewer of hypothesis's examples: the
+# other end has run the rest, and what differs between versions of JAX breaks more than one test.
 .PHONY: test-newest
 ifdef NEWEST_PYTHON
 test-newest: $(NEWEST)/$(STAMP)

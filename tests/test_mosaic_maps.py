@@ -172,3 +172,41 @@ def test_maps_and_slopes(name: str) -> None:
         wanted, slopes = jax.jvp(features.NAMED[name], (exact_x,), (jnp.ones_like(exact_x),))
     for found, of_map in ((phi.unrounded(x), wanted), (phi.slope(x), slopes)):
         np.testing.assert_allclose(found, np.asarray(of_map), rtol=2e-5, atol=1e-30)
+
+
+@jax.custom_vjp
+def backward_alone(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+backward_alone.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+TEMPERATURE = jnp.float32(2)
+
+
+@pytest.mark.parametrize(
+    "feature_map, reason",
+    [
+        (bumpy, None),
+        (jax.nn.gelu, None),
+        (lambda x: 1 / (1 + x**2), None),
+        (lambda x: jnp.where(x > 0, x, 0), None),
+        (lambda x: jax.nn.gelu(x, approximate=False), "calls erfc"),
+        (lambda x: jnp.abs(x) ** 1.5, "calls pow"),
+        (lambda x: x * TEMPERATURE, "closes over arrays"),
+        (lambda x: 1.0, "is a constant"),
+        (backward_alone, "custom_vjp"),
+        (lambda x: 1 / x, "not finite at 0"),
+        (jnp.sqrt, "not finite at 0"),  # its derivative
+        (features.favor(jax.random.key(0), 16, 8), "elementwise"),
+    ],
+)
+def test_what_kernels_evaluate(feature_map: Any, reason: str | None) -> None:
+    resolved, *_ = features.resolve(feature_map, 8)
+    found = feature_maps.unsupported(resolved)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("name", sorted(features.NAMED))
+def test_named_maps_are_evaluated(name: str) -> None:
+    with jax.enable_x64(True):
+        assert feature_maps.unsupported(features.NAMED[name]) is None
