@@ -80,8 +80,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.D == mosaic.HALF and (spec.H != spec.G or spec.H % 2):
         return f"needs H = G, and even, where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
     if spec.feature_map.name != "elu1":
-        # The kernels take any map of `feature_maps.unsupported`, but for gates of channels. No card
-        # has run them.
+        # Kernels other than those of gates per channel take any map that `feature_maps.unsupported`
+        # passes, but no card has shown them right.
         return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
     if spec.segments or spec.q_lengths or spec.kv_lengths:
         return f"does not support {'segments' if spec.segments else 'lengths'}"

@@ -8,6 +8,7 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
                                0 in columns that the head does not have
     phi.unrounded(x)           phi(x) in float32
     phi.slope(x)               phi's derivative in float32
+    phi.slope_of(x, phi_x)     the same where both x and phi(x) are at hand
     phi.transposed_keys(x, first)  phi(x) of a transposed tile [columns, rows], whose first row is
                                column `first`; 0 in columns that the head does not have
     phi.unrounded_of_rows(x)   phi(x) in float32 of an array outside of kernels
@@ -69,17 +70,24 @@ def unrounded_decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Arr
     return jnp.maximum(x * factor + factor, raised)
 
 
-def map_in_place(ref: Any) -> None:
-    """Features of a tile in shared memory, where they replace it."""
-    ref[...] = features_of(mosaic.load(ref))
-
-
 def map_keys_in_place(
     spec: LinearAttentionSpec, ref: Any, half: int, exponents: jax.Array | None = None
 ) -> None:
-    """The same of half a tile of keys, by any map; with a decay, times that."""
+    """Features of half a tile of keys in shared memory, where they replace it.
+
+    With `exponents`, the decay's, the features of each row are multiplied by exp2 of its exponent.
+    """
     phi, first = features(spec), half * HALF
     ref[...] = phi.keys(phi.present(mosaic.load(ref), first), exponents, first)
+
+
+def map_queries_in_place(
+    spec: LinearAttentionSpec, ref: Any, inverse: jax.Array, first: Any = 0
+) -> None:
+    """phi(q_i) inverse_i of a tile of queries in shared memory, where they replace it, rounded
+    once: inverse is of phi(q_i) in float32, too."""
+    phi = features(spec).unrounded(mosaic.load(ref), first)
+    ref[...] = (phi * mosaic.in_columns(inverse, phi.shape[1])).astype(mosaic.BF16)
 
 
 def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
@@ -118,6 +126,9 @@ class Elu1:
     def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
         """The derivative of phi(x), or, times `decay` [rows], of phi(x) times it, instead of x."""
         return jnp.minimum(phi, 1.0 if decay is None else mosaic.in_columns(decay, self.spec.F))
+
+    def slope_of(self, x: jax.Array, phi: jax.Array) -> jax.Array:
+        return self.slope_of_features(phi)
 
     def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
         return features_of(keys(self.spec, x, first, axis=0))
@@ -161,6 +172,9 @@ class Traced:
 
     def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
         raise NotImplementedError("only x tells the derivative of a traced map")
+
+    def slope_of(self, x: jax.Array, phi: jax.Array) -> jax.Array:
+        return self.slope(x)
 
     def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
         (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))

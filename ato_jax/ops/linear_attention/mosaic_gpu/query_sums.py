@@ -9,8 +9,6 @@ behind step i.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,21 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, BF16, F32, HALF
+from ato_jax.mosaic import ALIKE, F32, HALF
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-
-def map_queries(
-    q_ref: Any,
-    inverse: jax.Array,
-    unrounded: Callable[[jax.Array], jax.Array] = feature_maps.unrounded_features_of,
-) -> None:
-    """phi(q_i) inverse_i in q's place, rounded once: inverse is of phi(q_i) in float32, too."""
-    features = unrounded(mosaic.load(q_ref))
-    q_ref[...] = (features * mosaic.in_columns(inverse, features.shape[1])).astype(BF16)
 
 
 def spread(e: jax.Array, minus_e_ref: Any) -> None:
@@ -57,8 +45,6 @@ def query_sums(
     """R [B, H, P, V, F] and u [B, H, P, F], float32; gates are summed up from each piece's first
     row, [B, H, T up to a whole chunk]."""
 
-    phi = feature_maps.features(spec)
-
     def map_rows(
         half: int,
         q_ref: Any,
@@ -70,7 +56,7 @@ def query_sums(
         inverse = mosaic.load(inverse_ref, mosaic.OF_ROWS)
         if gates_ref is not None:
             inverse = inverse * jnp.exp2(mosaic.load(gates_ref, mosaic.OF_ROWS))
-        map_queries(q_ref, inverse, functools.partial(phi.unrounded, first=half * HALF))
+        feature_maps.map_queries_in_place(spec, q_ref, inverse, half * HALF)
         spread(mosaic.load(e_ref, mosaic.OF_ROWS), minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]

@@ -142,8 +142,7 @@ def wide_key_gradient(
                 ]
                 (dk,) = multiply((of_sum, products), meanwhile=lambda: let_go(tile))
                 all_have(v_multiplied)
-                slope = maps.slope_of_features(phi_k) if maps.slope_is_known else maps.slope(x)
-                write(v_slot, dk * slope.astype(F32), dk_ref)
+                write(v_slot, dk * maps.slope_of(x, phi_k).astype(F32), dk_ref)
 
             lax.fori_loop(0, item.chunks, write_chunk, None)
             plgpu.barrier_arrive(r_free)

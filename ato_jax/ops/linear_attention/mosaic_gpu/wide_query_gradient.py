@@ -170,8 +170,7 @@ def wide_query_gradient(
                             parts_s.at[0, number][...] = found
 
                     G = (G - mosaic.in_columns(e, HALF) * z()) * mosaic.in_columns(inverse, HALF)
-                slope = maps.slope_of_features(phi_q) if maps.slope_is_known else maps.slope(x)
-                own_dq[...] = (G * slope).astype(BF16)
+                own_dq[...] = (G * maps.slope_of(x, phi_q)).astype(BF16)
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 plgpu.copy_smem_to_gmem(own_dq, tiling.part(dq_ref, item, rows, item.head, own))

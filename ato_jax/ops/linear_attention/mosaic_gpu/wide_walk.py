@@ -165,11 +165,6 @@ def wide_walk(
         def map_keys(ref: Any) -> None:
             ref[...] = maps.keys(load(ref))
 
-        def map_queries(ref: Any, inverse: jax.Array) -> None:
-            """phi(q_i) inverse_i in q's place, rounded once."""
-            phi = maps.unrounded(load(ref))
-            ref[...] = (phi * mosaic.in_columns(inverse, phi.shape[1])).astype(BF16)
-
         def rows_of(item: Item, chunk: Any) -> Any:
             return item.rows_from_the_end(chunk) if from_the_end else item.rows(chunk)
 
@@ -252,7 +247,7 @@ def wide_walk(
                     if inverse is None:
                         map_keys(own_y)
                     else:
-                        map_queries(own_y, inverse)
+                        feature_maps.map_queries_in_place(spec, own_y, inverse)
                 if normalizes:
                     den_of(slot)[...] = den
                 plgpu.commit_smem()
@@ -314,7 +309,8 @@ def wide_walk(
                     if role is Role.DQ:
                         map_keys(own_p)
                     else:
-                        map_queries(own_p, load(row_of(p_slot, 0), OF_ROWS))
+                        inverse = load(row_of(p_slot, 0), OF_ROWS)
+                        feature_maps.map_queries_in_place(spec, own_p, inverse)
                     plgpu.commit_smem()
                     added = mosaic.load_transposed(own_p).astype(F32)
                     if role is Role.DK:
