@@ -211,7 +211,7 @@ def _all() -> Iterator[Step]:
 
 
 def _small(row: Row) -> Row:
-    """The same call in a size for a CPU; an odd length stays odd."""
+    """The row with sizes for a CPU. An odd length stays odd."""
     T = row.T // 256 + row.T % 256
     H = 4 if row.G else 2
     documents = 16 if row.documents else None

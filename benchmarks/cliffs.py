@@ -27,11 +27,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,7 +67,7 @@ SECONDS = 0.12
 MOST_BASES = 3
 # The other processes compile for at most this part of --within_s.
 COMPILING = 0.5
-# The same in a run without --within_s.
+# The most seconds that they compile in a run without --within_s.
 COMPILE_SECONDS = 400
 
 
@@ -333,20 +331,6 @@ def compile_ahead(
     return choices.compiled_ahead(distinct, platform, seconds, ahead.workers(), by_name=False)
 
 
-def mark(row: Row, phase: str) -> None:
-    """Writes beside the file of figures which row runs now: a row that ends this program is left
-    out when the run is resumed.
-    """
-    if FLAGS.json:
-        told = json.dumps([str(row), phase, OURS])
-        results.write(side_by_side.doing(Path(FLAGS.json)), told)
-
-
-def unmark() -> None:
-    if FLAGS.json:
-        side_by_side.doing(Path(FLAGS.json)).unlink(missing_ok=True)
-
-
 def run_rows(
     groups: Sequence[tuple[Step, str]], calls: Calls, found: Results, end: float
 ) -> bool:
@@ -359,12 +343,12 @@ def run_rows(
                 found.rows.append(row)
             break
         machine.live_line(f"{step.row}, {phase}")
-        mark(step.row, phase)
+        side_by_side.mark(str(step.row), phase, OURS)
         new = measured(step, phase, calls, found)
         calls.programs.pop((step.row, phase), None)
         found.rows += new
         side_by_side.write(found)
-        unmark()
+        side_by_side.mark(str(step.row), phase, "")
         machine.live_line("")
         print(", ".join(line_of(step, phase, *new).cells), flush=True)
         if new[0].unavailable and not side_by_side.device_works():
@@ -381,15 +365,12 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
     steps = wanted(platform)
-    path = Path(FLAGS.json)
-    earlier = results.read(path) if FLAGS.resume else None
+    earlier = side_by_side.earlier()
     with peers.Peer(platform) as peer:
         facts = introduce(peer, platform)
     if facts is None:
         return 1
-    here = Results(**facts)
-    found = side_by_side.resumed(path, earlier, here) if earlier else here
-    side_by_side.write(found)
+    found = side_by_side.begun(facts, earlier)
     known = {row.key for row in found.rows}
     every = [(step, phase) for step in steps for phase in phases()]
     groups = [(step, phase) for step, phase in every if (str(step.row), phase, OURS) not in known]

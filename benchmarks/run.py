@@ -102,18 +102,14 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
     contests = suites.contests(wanted)
     if reason := side_by_side.unknown(contests):
         raise ResultsError(reason)
-    path = Path(FLAGS.json)
-    earlier = results.read(path) if FLAGS.resume else None
+    earlier = side_by_side.earlier()
     # Tokamax warns of each call for which it has no tuned config.
     logging.set_verbosity(logging.ERROR)
     with peers.Peer(platform) as peer:
         facts = introduced(peer, platform)
         if facts is None:
             return 1
-        here = Results(**facts)
-        found = side_by_side.resumed(path, earlier, here) if earlier else here
-        # Before anything is measured: a file that cannot be written is known now.
-        side_by_side.write(found)
+        found = side_by_side.begun(facts, earlier)
         plan = Plan()
         if count := helping(platform):
             with Ahead(platform, [FLAGS.config, *names], count) as helpers:
@@ -179,7 +175,8 @@ def main(names: Sequence[str]) -> int:
             raise ResultsError(f"{name} is run alone: it has no peers")
     if names == [choices.NAME]:
         return choices.main()
-    wanted = [] if names == [cliffs.NAME] else suites.chosen(names, FLAGS.config)
+    alone = names == [cliffs.NAME]
+    wanted = [] if alone else suites.chosen(names, FLAGS.config)
     if FLAGS.keep:
         FLAGS.json = str(FOLDER / f"{tuning.table_name(ours.device_name())}.json")
-    return hold(wanted, names) if wanted else cliffs.main(introduced)
+    return cliffs.main(introduced) if alone else hold(wanted, names)

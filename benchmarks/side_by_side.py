@@ -432,12 +432,8 @@ class Meeting:
 
     def _mark(self, case: Case, phase: str, name: str) -> None:
         """Says beside the file of figures what runs on JAX now, for the run after one that died."""
-        if not FLAGS.json or name and name not in self.contest.in_jax:
-            return
-        if name:
-            results.write(doing(Path(FLAGS.json)), json.dumps([str(case), phase, name]))
-        else:
-            doing(Path(FLAGS.json)).unlink(missing_ok=True)
+        if not name or name in self.contest.in_jax:
+            mark(str(case), phase, name)
 
     def write(self) -> None:
         """All that was found so far, where files for it were named."""
@@ -449,6 +445,32 @@ def write(found: Results) -> None:
         results.write(Path(FLAGS.json), results.json_text(found))
     if FLAGS.csv:
         results.write(Path(FLAGS.csv), results.csv_text(found))
+
+
+def mark(case: str, phase: str, name: str) -> None:
+    """Writes beside the file of figures what runs now, or with no name that nothing does. What ends
+    this program is left out when the run is resumed.
+    """
+    if not FLAGS.json:
+        return
+    if name:
+        results.write(doing(Path(FLAGS.json)), json.dumps([case, phase, name]))
+    else:
+        doing(Path(FLAGS.json)).unlink(missing_ok=True)
+
+
+def earlier() -> Results | None:
+    """The file of figures that a run with --resume goes on with."""
+    return results.read(Path(FLAGS.json)) if FLAGS.resume else None
+
+
+def begun(facts: dict[str, Any], before: Results | None) -> Results:
+    """The figures that a run adds to, `facts` being those of `Results` about this machine."""
+    here = Results(**facts)
+    found = resumed(Path(FLAGS.json), before, here) if before else here
+    # Before anything is measured: a file that cannot be written is known now.
+    write(found)
+    return found
 
 
 def doing(path: Path) -> Path:

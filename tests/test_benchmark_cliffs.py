@@ -122,7 +122,7 @@ def test_targets_by_hand() -> None:
     assert products.share(slow, None) == pytest.approx(1 / 3)
 
 
-# What is said of them.
+# The table of findings.
 
 
 def test_the_table_has_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
