@@ -25,8 +25,11 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 TILE = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
-# Before JAX 0.12 `load` takes an index; before 0.11 tiles are transposed in registers alone.
-_INDEX: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+# In JAX 0.10 `load` needs an index, which is deprecated in 0.11; there tiles are transposed in
+# registers alone.
+_OF_LOAD = inspect.signature(plgpu.load).parameters
+_NEEDS_INDEX = "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty
+_INDEX: tuple[Any, ...] = ((),) if _NEEDS_INDEX else ()
 _IN_REGISTERS = jax.__version_info__ < (0, 11)
 
 
