@@ -77,6 +77,7 @@ class Call:
     normalize: bool = True
     states: bool = False  # given, and asked for
     gradients: bool = True
+    feature_map: str = "elu1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,7 @@ def main(call: Call) -> None:
             q,
             k,
             v,
+            feature_map=call.feature_map,
             causal=call.causal,
             layout=call.layout,
             normalize=call.normalize,

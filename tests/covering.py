@@ -398,6 +398,7 @@ MOSAIC = Space(
     "linear_attention",
     {
         "lengths": tuple(MOSAIC_LENGTHS),
+        "feature_map": ("elu1", "exp", "silu", "tanh"),
         "causal": (False, True),
         "decay": ("none", "head", "step", "channel"),
         "initial_state": (False, True),
@@ -413,10 +414,11 @@ MOSAIC = Space(
         "alone": (False, True),
     },
     rules=(
+        NORMALIZER_RULE,
         Rule(
-            ("normalize", "scale"),
-            lambda normalize, scale: normalize is None and scale is not None,
-            "scale",
+            ("feature_map", "decay"),
+            lambda feature_map, decay: feature_map != "elu1" and decay == "channel",
+            "takes feature_map='elu1' with gates per channel",
         ),
         Rule(
             ("decay", "causal"),

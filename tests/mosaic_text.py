@@ -60,11 +60,13 @@ class Case:
     normalize: bool = True
     states: bool = False
     gradients: bool = True
+    feature_map: str = "elu1"
 
     @property
     def name(self) -> str:
         parts = [f"D{self.D}", "causal" if self.causal else "full"]
         parts += [f"decay_{self.decay}"] if self.decay else []
+        parts += [self.feature_map] if self.feature_map != "elu1" else []
         parts += [f"B{self.B}T{self.T}" + (f"S{self.S}" if self.S else "")]
         parts += [f"H{self.H}G{self.G}"] if self.H != self.G else []
         parts += [self.layout]
@@ -102,6 +104,9 @@ CASES = [
     Case(96, causal=False, layout="bhtd"),
     Case(192, causal=False, S=1000, states=True, H=8, G=2),
     Case(256, causal=False),
+    Case(128, causal=False, S=1000, feature_map="silu"),
+    Case(96, decay="step", feature_map="exp"),
+    Case(192, feature_map="softplus", layout="bhtd"),
 ]
 
 
@@ -141,6 +146,7 @@ def spec_of(case: Case) -> LinearAttentionSpec:
                 q,
                 k,
                 v,
+                feature_map=case.feature_map,
                 causal=case.causal,
                 layout=case.layout,
                 normalize=case.normalize,

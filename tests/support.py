@@ -162,6 +162,10 @@ def _linear_attention() -> Iterator[Row]:
         sizes = wide | {"D": D, "V": D}
         yield Row(f"T = S = 64, D = V = {D}", sizes)
         yield Row(f"causal, D = V = {D}", sizes, _always(causal=True))
+    for name, phi in (('"silu"', "silu"), ("a function", lambda x: jnp.tanh(x) + 1)):
+        for causal, told in ((False, "T = S = 64"), (True, "causal")):
+            options = {"causal": causal, "feature_map": phi}
+            yield Row(f"{told}, D = V = 128, feature_map={name}", wide, _always(**options))
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))
     of_channels = (("BSGD", wide), ("BSGD", two_heads))
@@ -173,6 +177,16 @@ def _linear_attention() -> Iterator[Row]:
             lambda sizes, axes=axes: {
                 "causal": True,
                 "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
+            },
+        )
+    for axes in ("BSG", "BSGD"):
+        yield Row(
+            f'causal, D = V = 128, decay [{", ".join(axes)}], feature_map="silu"',
+            wide,
+            lambda sizes, axes=axes: {
+                "causal": True,
+                "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
+                "feature_map": "silu",
             },
         )
 

@@ -452,6 +452,8 @@ def test_who_is_asked_for_what() -> None:
         return dispatch.choose(call, "forward").backend
 
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 342) == "mosaic_gpu"
+    assert backend(channel.GPU, causal=True, feature_map="silu") == "mosaic_gpu"
+    assert backend(channel.GPU, feature_map=lambda x: jnp.tanh(x) + 1) == "mosaic_gpu"
     assert backend(ampere) == backend(ampere, causal=True) == "triton"
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
     options = {"causal": True, "decay": -jnp.ones((1, 64, 1, 128))}
@@ -476,11 +478,12 @@ def test_who_is_asked_for_what() -> None:
         assert choice.backend == "mosaic_gpu"
         assert (choice.fallback.backend if choice.fallback else None) == after
     assert "Hopper" in str(mosaic_gpu.unsupported_device(ampere, False))
-    lengths = jnp.array([3])
+    lengths, gated = jnp.array([3]), {"decay": -jnp.ones(k.shape)}
     for options, name in (
         ({"causal": False, "decay": -jnp.ones(1)}, "causal"),
         ({"kv_lengths": lengths}, "lengths"),
-        ({"feature_map": "silu"}, "silu"),
+        ({"feature_map": ato_jax.favor(jax.random.key(0), 16, 128)}, "elementwise"),
+        (gated | {"feature_map": "silu"}, "feature_map='elu1' with gates per channel"),
     ):
         spec = api.prepare(q, k, v, **{"causal": True, **options}).spec
         assert name in str(mosaic_gpu.unsupported(spec, "forward"))

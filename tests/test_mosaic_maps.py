@@ -1,5 +1,5 @@
-"""The kernels that are built on the kit with any feature map, interpreted beside float64: the
-backend does not choose them for these yet, so they are called by themselves."""
+"""Feature maps of Hopper's kernels, and which maps these evaluate. The output's kernel and that of
+dk and dv are interpreted by themselves beside float64, with a length, too."""
 
 from __future__ import annotations
 
@@ -180,6 +180,18 @@ def backward_alone(x: jax.Array) -> jax.Array:
 
 
 backward_alone.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+@jax.custom_jvp
+def without_slope(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+@without_slope.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise ValueError("no slope today")
+
+
 TEMPERATURE = jnp.float32(2)
 
 
@@ -195,6 +207,8 @@ TEMPERATURE = jnp.float32(2)
         (lambda x: x * TEMPERATURE, "closes over arrays"),
         (lambda x: 1.0, "is a constant"),
         (backward_alone, "custom_vjp"),
+        (without_slope, "no slope today"),
+        (lambda x: x * jnp.log(x), "not finite at 0"),
         (lambda x: 1 / x, "not finite at 0"),
         (jnp.sqrt, "not finite at 0"),  # its derivative
         (features.favor(jax.random.key(0), 16, 8), "elementwise"),
@@ -202,7 +216,9 @@ TEMPERATURE = jnp.float32(2)
 )
 def test_what_kernels_evaluate(feature_map: Any, reason: str | None) -> None:
     resolved, *_ = features.resolve(feature_map, 8)
-    found = feature_maps.unsupported(resolved)
+    feature_maps.unsupported.cache_clear()
+    with jax.debug_nans(True), jax.debug_infs(True):
+        found = feature_maps.unsupported(resolved)
     assert found is None if reason is None else reason in str(found)
 
 

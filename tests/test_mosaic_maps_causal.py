@@ -1,5 +1,5 @@
-"""Whole causal passes of any feature map, interpreted beside float64: forward and backward as the
-backend runs them, which does not choose them for these maps yet."""
+"""Whole causal passes with feature maps other than elu + 1, forward and backward as the backend runs
+them, interpreted beside float64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Feature maps where every query sees every key, and of heads of 192 and 256 columns: interpreted
-beside float64. The passes are called by themselves: the backend does not choose its kernels for
-maps other than elu1 yet."""
+"""Feature maps other than elu + 1 where every query sees every key, and of heads of 192 columns:
+interpreted beside float64. The backend's functions are called directly, since the gradients are to
+be made of what the forward keeps for its own backward."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
-80, 96 and 112 in the tiles of 128, but with gates of channels (`narrow.py`). All else is Triton's.
+80, 96 and 112 in the tiles of 128, but with gates of channels (`narrow.py`). phi is any elementwise
+map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is elu + 1. All else is
+Triton's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from ato_jax import mosaic
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.mosaic import program
-from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, narrow
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    bidirectional,
+    causal,
+    feature_maps,
+    frame,
+    narrow,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -79,10 +87,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
     if spec.D == mosaic.HALF and (spec.H != spec.G or spec.H % 2):
         return f"needs H = G, and even, where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
-    if spec.feature_map.name != "elu1":
-        # Kernels other than those of gates per channel take any map that `feature_maps.unsupported`
-        # passes, but no card has shown them right.
-        return f"does not support feature_map={spec.feature_map.name!r}, only elu1"
+    if spec.decay == "channel" and spec.feature_map.name != "elu1":
+        return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
+    if lacking := feature_maps.unsupported(spec.feature_map):
+        return lacking
     if spec.segments or spec.q_lengths or spec.kv_lengths:
         return f"does not support {'segments' if spec.segments else 'lengths'}"
     got = f"got {spec.T} and {spec.S}"

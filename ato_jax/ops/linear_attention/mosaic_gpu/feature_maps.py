@@ -16,7 +16,8 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
 elu(x) + 1 has fast paths of its own: in bfloat16 two elements take one instruction, and its
 derivative is the smaller of it and 1, which is known where phi(x) replaced x (`slope_is_known`).
 Any other map is traced, with its derivative, and primitives that Mosaic GPU does not lower are
-replaced by others. The functions without a class are those of kernels that take no other map.
+replaced by others. The functions without a class are also those of the kernels for gates of
+channels, which take no other map.
 """
 
 from __future__ import annotations
@@ -244,15 +245,21 @@ def unsupported(feature_map: FeatureMap) -> str | None:
     for derivative in (False, True):
         try:
             traced = _traced(feature_map, (), derivative)
-        except TypeError as error:
-            # A function with a `jax.custom_vjp` has no derivative forward.
+        except Exception as error:
+            # A function with a `jax.custom_vjp` has no derivative forward, and a rule of the user's
+            # may raise anything.
             return f"does not support this feature_map: {error}".split("\n")[0]
         if not derivative and _is_literal(traced.jaxpr.outvars[0]):
             return "does not support a feature_map that is a constant"
         if lacking := _lacking(traced.jaxpr):
             return f"does not support a feature_map that calls {lacking}"
     # Rows beyond the end of a sequence are read as zeros, and masked by products with 0.
-    with jax.ensure_compile_time_eval(), jax.enable_x64(False):
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.enable_x64(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
         at_zero = jax.jvp(feature_map, (jnp.float32(0),), (jnp.float32(1),))
         if not all(jnp.isfinite(jnp.asarray(value)) for value in at_zero):
             return "does not support a feature_map that is not finite at 0"
