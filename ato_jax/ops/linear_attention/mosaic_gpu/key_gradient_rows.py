@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -82,7 +82,8 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     if walk.gated:
         own.mapped.wait(slot)
         gates = walk.gates_in(slot)
-        phi_k = features_of_keys(walk, xs, gates, count)
+        exponents = (of_head.up_to_middle() for of_head in gates)
+        phi_k = features_of_keys(walk, xs, exponents, count)
         if own.keys_mapped is not None:
             for tile, phi in zip(tiles, phi_k, strict=True):
                 tile[...] = phi
@@ -93,7 +94,7 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     else:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         own.keys.consumed.arrive(k_slot)
-        phi_k = features_of_keys(walk, xs, gates, count)
+        phi_k = features_of_keys(walk, xs, None, count)
         own.mapped.wait(slot)
     pairs = zip(phi_k, walk.in_heads(own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
@@ -118,13 +119,14 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
 
 
 def features_of_keys(
-    walk: Walk, xs: list[jax.Array], gates: list[Any], count: Any
+    walk: Walk, xs: list[jax.Array], exponents: Iterable[jax.Array] | None, count: Any
 ) -> list[jax.Array]:
-    """phi(k) of each head [64, F], with a decay times that up to the chunk's middle."""
-    if not gates:
+    """phi(k) of each head [64, F]; with a decay times exp2 of `exponents` [64], which are those up
+    to the chunk's middle."""
+    if exponents is None:
         return [mosaic.kept(walk.phi.keys(x), count) for x in xs]
-    pairs = zip(xs, gates, strict=True)
-    return [mosaic.kept(walk.phi.keys(x, of_head.up_to_middle()), count) for x, of_head in pairs]
+    pairs = zip(xs, exponents, strict=True)
+    return [mosaic.kept(walk.phi.keys(x, of_head), count) for x, of_head in pairs]
 
 
 def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
@@ -158,9 +160,11 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     gates: list[Any] = [None] * heads
     if walk.gated:
         gates = walk.gates_in(slot)
-    slopes: list[Any] = [
-        jnp.exp2(of_head.up_to_middle()) if walk.gated else None for of_head in gates
-    ]
+    exponents: list[Any] = []
+    slopes: list[Any] = []
+    for of_head in gates:
+        exponents.append(of_head.up_to_middle() if walk.gated else None)
+        slopes.append(jnp.exp2(exponents[-1]) if walk.gated else None)
     own.state.produced.wait()
     states, tiles = tiling.by_heads(own.r), walk.in_heads(own.k, k_slot)
     of_others = [mosaic.in_rows(load(u, OF_COLUMNS), C) for u in tiling.by_heads(own.u)]
@@ -170,8 +174,9 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
         dk = []
         for n in range(heads):
             state_read = of_others[n], [(vs[n], states[n])]
+            keys = tiles[n], exponents[n]
             one, read = keys_one_by_one(
-                walk, n, gates[n], found[n], state_read, tiles[n], queries[n], count
+                walk, n, gates[n], found[n], state_read, keys, queries[n], count
             )
             dk.append(one)
             reads.append(read)
@@ -195,7 +200,7 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
         if not walk.gated:
             dk[n] *= walk.phi.slope(x)
             continue
-        phi_k = decayed_keys(walk, x, gates[n], count)
+        phi_k = decayed_keys(walk, x, exponents[n], count)
         flow = jnp.sum(phi_k * dk[n], axis=1)
         if walk.some_steep:
             flow = jnp.where(gates[n].steep, reads[n], flow)
@@ -209,11 +214,12 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     return dk, own_flows
 
 
-def decayed_keys(walk: Walk, x: jax.Array, gates: chunk_decay.Gates, count: Any) -> jax.Array:
-    """phi(k) as DV has it, in float32, of what lies in k's place."""
+def decayed_keys(walk: Walk, x: jax.Array, exponents: jax.Array, count: Any) -> jax.Array:
+    """phi(k) as DV has it, in float32, of what lies in k's place. The exponents come loaded: their
+    slot may have been let go."""
     if walk.replaces_keys:
         return x.astype(F32)
-    (phi_k,) = features_of_keys(walk, [x], [gates], count)
+    (phi_k,) = features_of_keys(walk, [x], [exponents], count)
     return phi_k.astype(F32)
 
 
@@ -240,12 +246,13 @@ def keys_one_by_one(
     gates: chunk_decay.Gates,
     b: jax.Array,
     state_read: Any,
-    tile: Any,
+    keys: tuple[Any, jax.Array],
     queries: Any,
     count: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk of head n without phi's derivative [64, F], and A [64], where the chunk may be steep."""
-    own = walk.own
+    """dk of head n without phi's derivative [64, F], and A [64], where the chunk may be steep; of
+    keys, their tile and its exponents."""
+    own, (tile, exponents) = walk.own, keys
     assert own.pairs_ring is not None
     parts = [own.pairs.at[n, number] for number in range(2)]
     b = seen(b * gates.of_pairs(queries=1))
@@ -256,7 +263,7 @@ def keys_one_by_one(
     (read,) = multiply(state_read)
     read = mosaic.kept(read, count)
     read *= mosaic.in_columns(gates.left(OF_ROWS), walk.spec.F)
-    flow = jnp.sum(decayed_keys(walk, load(tile), gates, count) * read, axis=1)
+    flow = jnp.sum(decayed_keys(walk, load(tile), exponents, count) * read, axis=1)
     (read,) = multiply((read, [(part, queries) for part in parts]))
     plgpu.commit_smem()
     own.pairs_ring.consumed.wait()
