@@ -1,5 +1,5 @@
-"""Whole causal passes with feature maps other than elu + 1, forward and backward as the backend runs
-them, interpreted beside float64."""
+"""Whole causal passes with feature maps other than elu + 1, forward and backward as the backend
+runs them, interpreted beside float64."""
 
 from __future__ import annotations
 
