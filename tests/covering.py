@@ -398,6 +398,7 @@ MOSAIC = Space(
     "linear_attention",
     {
         "lengths": tuple(MOSAIC_LENGTHS),
+        "padding": ("none", "kv"),
         "feature_map": ("elu1", "exp", "silu", "tanh"),
         "causal": (False, True),
         "decay": ("none", "head", "step", "channel"),
@@ -431,11 +432,29 @@ MOSAIC = Space(
             "needs T = S where causal",
         ),
         Rule(
-            ("return_state", "causal", "lengths"),
-            lambda return_state, causal, lengths: (
-                return_state and causal and lengths not in ("whole chunks", "one chunk")
+            ("padding", "causal"),
+            lambda padding, causal: padding != "none" and not causal,
+            "does not support lengths without causal=True",
+        ),
+        Rule(
+            ("padding", "decay"),
+            lambda padding, decay: padding != "none" and decay == "channel",
+            "does not support lengths with a decay per channel",
+        ),
+        Rule(
+            ("padding", "widths"),
+            lambda padding, widths: padding != "none" and widths[0] > 128,
+            "does not support lengths with more than 128 columns",
+        ),
+        Rule(
+            ("return_state", "causal", "lengths", "decay", "widths"),
+            lambda return_state, causal, lengths, decay, widths: (
+                return_state
+                and causal
+                and lengths not in ("whole chunks", "one chunk")
+                and (decay == "channel" or widths[0] > 128)
             ),
-            "return_state needs T to be a multiple",
+            "return_state with causal=True needs T to be a multiple",
         ),
         Rule(
             ("decay", "widths"),
@@ -458,7 +477,7 @@ MOSAIC = Space(
             "needs H = G, and even",
         ),
     ),
-    triples=("causal", "decay", "initial_state", "return_state", "heads"),
+    triples=("padding", "causal", "decay", "initial_state", "return_state", "heads"),
     backend="mosaic_gpu",
 )
 

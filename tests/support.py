@@ -179,6 +179,9 @@ def _linear_attention() -> Iterator[Row]:
                 "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
             },
         )
+    for causal, told in ((False, "T = S = 64"), (True, "causal")):
+        options = {"causal": causal, "kv_lengths": np.array([20, 32])}
+        yield Row(f"{told}, D = V = 128, lengths", wide, _always(**options))
     for axes in ("BSG", "BSGD"):
         yield Row(
             f'causal, D = V = 128, decay [{", ".join(axes)}], feature_map="silu"',

@@ -453,6 +453,7 @@ def test_who_is_asked_for_what() -> None:
 
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 342) == "mosaic_gpu"
     assert backend(channel.GPU, causal=True, feature_map="silu") == "mosaic_gpu"
+    assert backend(channel.GPU, causal=True, kv_lengths=jnp.array([3])) == "mosaic_gpu"
     assert backend(channel.GPU, feature_map=lambda x: jnp.tanh(x) + 1) == "mosaic_gpu"
     assert backend(ampere) == backend(ampere, causal=True) == "triton"
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
@@ -481,7 +482,8 @@ def test_who_is_asked_for_what() -> None:
     lengths, gated = jnp.array([3]), {"decay": -jnp.ones(k.shape)}
     for options, name in (
         ({"causal": False, "decay": -jnp.ones(1)}, "causal"),
-        ({"kv_lengths": lengths}, "lengths"),
+        ({"causal": False, "kv_lengths": lengths}, "lengths without causal=True"),
+        ({"kv_lengths": lengths, "q_lengths": lengths + 1}, "queries and keys that differ"),
         ({"feature_map": ato_jax.favor(jax.random.key(0), 16, 128)}, "elementwise"),
         (gated | {"feature_map": "silu"}, "feature_map='elu1' with gates per channel"),
     ):

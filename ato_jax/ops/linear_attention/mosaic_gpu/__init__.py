@@ -91,8 +91,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
         return lacking
-    if spec.segments or spec.q_lengths or spec.kv_lengths:
-        return f"does not support {'segments' if spec.segments else 'lengths'}"
+    if spec.segments:
+        return "does not support segments"
+    if (spec.q_lengths or spec.kv_lengths) and (lacking := _unsupported_lengths(spec)):
+        return f"does not support lengths {lacking}"
     got = f"got {spec.T} and {spec.S}"
     if any(length < frame.C or length % ROWS_OF_A_TILE for length in (spec.T, spec.S)):
         return f"needs T and S of at least {frame.C}, multiples of {ROWS_OF_A_TILE}, {got}"
@@ -100,9 +102,11 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs T = S where causal, {got}"
     if not spec.causal:
         return "does not support a decay without causal=True" if spec.decay else None
-    if spec.return_state and spec.T % frame.C:
-        # Rows beyond the end are read as zeros, of which the features need not be zero.
-        return f"return_state needs T to be a multiple of {frame.C} where causal, got {spec.T}"
+    if spec.return_state and spec.T % frame.C and (lacking := _unsupported_lengths(spec)):
+        return (
+            f"return_state with causal=True needs T to be a multiple of {frame.C} {lacking}, "
+            f"got {spec.T}"
+        )
     if phase == "backward" and spec.decay == "channel":
         if spec.return_state:
             return "does not support return_state for the gradients of a decay per channel"
@@ -113,6 +117,17 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if phase == "backward" and spec.scale <= 0:
         return f"needs a positive scale for the gradients, got {spec.scale}"
     return None
+
+
+def _unsupported_lengths(spec: LinearAttentionSpec) -> str | None:
+    """Where kernels do not count rows."""
+    if not spec.causal:
+        return "without causal=True"
+    if spec.decay == "channel":
+        return "with a decay per channel"
+    if frame.is_wide(spec):
+        return f"with more than {frame.F} columns"
+    return "of queries and keys that differ" if spec.offset is None else None
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
@@ -191,15 +206,52 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 def _keep_with_gates(
     keep: Callable[..., Any], spec: LinearAttentionSpec, config: Config, inputs: Inputs
 ) -> Any:
+    spec, inputs = _counted(spec, inputs)
     if inputs.decay is not None and spec.decay != "channel":
-        inputs = inputs._replace(decay=_gates_of(spec, config, inputs.decay))
+        inputs = inputs._replace(decay=_gates_of(spec, config, inputs))
     return keep(spec, config, inputs)
 
 
-def _gates_of(spec: LinearAttentionSpec, config: Config, decay: jax.Array) -> jax.Array:
+def _counted(
+    spec: LinearAttentionSpec, inputs: Inputs
+) -> tuple[LinearAttentionSpec, Inputs]:
+    """With lengths in one place, also where T alone says that a chunk has rows that do not count:
+    rows beyond the end are read as zeros, whose features need not be zero. They would be part of a
+    state that is returned, and of nothing else."""
+    lengths = inputs.kv_lengths if spec.kv_lengths else None
+    if lengths is None and spec.causal and spec.return_state and spec.T % frame.C:
+        lengths = jnp.full(spec.B, spec.T, jnp.int32)
+    if lengths is None:
+        return spec, inputs
+    spec = dataclasses.replace(spec, q_lengths=False, kv_lengths=True)
+    return spec, inputs._replace(q_lengths=None, kv_lengths=lengths)
+
+
+def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.Array:
+    assert inputs.decay is not None
+    if spec.kv_lengths:
+        return _gates_of_steps(spec, config, _decay_of_steps(spec, inputs))
     if spec.decay == "head":  # which is no part of a batch
-        return gates.of_heads(spec, decay)
-    return _gates_of_steps(spec, config, decay)
+        return gates.of_heads(spec, inputs.decay)
+    return _gates_of_steps(spec, config, inputs.decay)
+
+
+def _decay_of_steps(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
+    """A decay for each step, as arrays lie; 0 where keys do not count."""
+    assert inputs.decay is not None
+    shape = (spec.B, spec.S, spec.G) if spec.layout == "bthd" else (spec.B, spec.G, spec.S)
+    decay = inputs.decay
+    if spec.decay == "head":
+        decay = jnp.broadcast_to(decay if spec.layout == "bthd" else decay[:, None], shape)
+    return _where_counted(spec, inputs, decay)
+
+
+def _where_counted(spec: LinearAttentionSpec, inputs: Inputs, of_steps: jax.Array) -> jax.Array:
+    """What is given for each step and head, and 0 where keys do not count."""
+    assert inputs.kv_lengths is not None
+    counted = jnp.arange(spec.S) < inputs.kv_lengths[:, None]  # [B, S]
+    axis = 2 if spec.layout == "bthd" else 1
+    return jnp.where(jnp.expand_dims(counted, axis), of_steps, 0.0)
 
 
 @_as_larger_batch
@@ -240,11 +292,20 @@ def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentio
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    decay = residuals.inputs.decay
+    spec, given = _counted(spec, residuals.inputs)
+    residuals = residuals._replace(inputs=given)
+    decay = given.decay
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
-    inputs = residuals.inputs._replace(decay=_gates_of(spec, config, decay))
-    residuals = residuals._replace(inputs=inputs)
+    residuals = residuals._replace(inputs=given._replace(decay=_gates_of(spec, config, given)))
+    if spec.kv_lengths:
+        of_steps = _decay_of_steps(spec, given)
+        found = _backward(spec, config, residuals, cotangents, of_steps)
+        assert found.decay is not None
+        d_steps = _where_counted(spec, given, found.decay)
+        if spec.decay == "head":
+            d_steps = jnp.sum(d_steps, axis=(0, 1) if spec.layout == "bthd" else (0, 2))
+        return found._replace(decay=d_steps)
     if spec.decay == "step":
         return _backward(spec, config, residuals, cotangents, decay)
     found = _backward(spec, config, residuals, cotangents)

@@ -123,7 +123,8 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bo
     if frame.is_wide(spec):
         out = wide_causal.output(spec, deal, *arrays)
     else:
-        out = output(spec, deal, *arrays, gates, None if pieces is None else pieces.steep)
+        steep = None if pieces is None else pieces.steep
+        out = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths)
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
@@ -172,7 +173,7 @@ def _states(
             found = wide_causal.piece_sums(spec, deal, "whole_sums", inputs.k, inputs.v)
         else:
             until = None if gates is None else gates.until
-            found = sums(spec, deal, inputs.k, inputs.v, until)
+            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths)
     keeps = None if gates is None else gates.keeps
     return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state)
 
@@ -195,7 +196,7 @@ def backward(
 ) -> Inputs:
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
     inputs, g = residuals.inputs, cotangents.out
-    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
+    q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
     deal = _deal(spec, config)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
     if isinstance(residuals.outputs, Kept):
@@ -210,7 +211,8 @@ def backward(
     if wide:
         dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
     else:
-        dq, inverse, e, of_queries = query_gradient(spec, deal, q, k, v, g, s, z, gates, steep)
+        arrays = q, k, v, g, s, z
+        dq, inverse, e, of_queries = query_gradient(spec, deal, *arrays, gates, steep, lengths)
 
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -220,14 +222,14 @@ def backward(
         if wide:
             found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
         else:
-            found = query_sums(spec, later, q, g, inverse, e, since)
+            found = query_sums(spec, later, q, g, inverse, e, since, lengths)
     end = cotangents.state if spec.return_state else None
     behind = at_edges(spec, found, end, keeps, first, ends=spec.initial_state, reverse=True)
-    arrays = q, k, v, g, inverse, e, behind.kv, behind.k_sum
+    of_walk = q, k, v, g, inverse, e, behind.kv, behind.k_sum
     if wide:
-        dk, dv = wide_causal.key_gradient(spec, deal, *arrays)
+        dk, dv = wide_causal.key_gradient(spec, deal, *of_walk)
     else:
-        dk, dv, of_keys = key_gradient(spec, deal, Arrays(*arrays, gates, steep))
+        dk, dv, of_keys = key_gradient(spec, deal, Arrays(*of_walk, gates, steep, lengths))
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         of_start = None

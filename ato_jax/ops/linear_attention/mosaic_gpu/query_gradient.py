@@ -92,15 +92,18 @@ def query_gradient(
     z: jax.Array,
     gates: jax.Array | None,
     steep: jax.Array | None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
     """dq; inverse and e [B, H, T up to a whole chunk], float32; with a decay, what its gradient
-    needs. s, z, gates and steep are as in `output`."""
+    needs. s, z, gates, steep and lengths are as in `output`."""
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
     heads = frame.heads_of_tile(spec)
     sums_keys = _sums_keys(spec)
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
+    if spec.kv_lengths:
+        arrays = *arrays, lengths
     if gated:
         arrays = *arrays, gates, steep
         of_edges = spec.B, spec.H, flows.places(deal)
@@ -183,7 +186,7 @@ def _walk(
         s_ref: Any,
         z_ref: Any,
         ones_ref: Any,
-        *refs: Any,
+        *optional: Any,
         g_s: Any,
         v_s: Any,
         q_s: Any,
@@ -206,8 +209,9 @@ def _walk(
         gates_s: Any = None,
         flows_s: Any = None,
     ) -> None:
-        gates_ref, steep_ref = refs[:2] if gated else (None, None)
-        dq_ref, inverse_ref, e_ref, *flow_refs = refs[2 * gated :]
+        lengths_ref, *refs = optional if spec.kv_lengths else (None, *optional)
+        gates_ref, steep_ref, *refs = refs if gated else (None, None, *refs)
+        dq_ref, inverse_ref, e_ref, *flow_refs = refs
 
         each = functools.partial(deal.each, takes=chunk_decay.takes_pieces(steep_ref, some_steep))
 
@@ -259,10 +263,21 @@ def _walk(
                     feature_maps.map_keys_in_place(
                         spec, k_s.at[slot, half], half, exponents[half % heads]
                     )
+                if lengths_ref is not None:
+                    keep_rows(item, chunk, slot)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(k_mapped.at[slot])
 
             lax.fori_loop(0, item.chunks, map_chunk, None)
+
+        def keep_rows(item: Item, chunk: Any, k_slot: Any) -> None:
+            """Sets rows of features, v and g to 0 that do not count."""
+            slot, count = slot_of(chunk, STAGES), item.rows_within(chunk, lengths_ref)
+            plgpu.barrier_wait(loaded.at[slot])
+            for half in range(2):
+                mosaic.keep_rows(k_s.at[k_slot, half], count)
+                for tiles in (g_s, v_s):
+                    mosaic.keep_rows(tiling.half_of(tiles, slot, half), count)
 
         def multiply_piece(item: Item) -> None:
             half = mosaic.group()
@@ -293,6 +308,7 @@ def _walk(
                 S, totals, to_end = carried
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
+                count = item.rows_within(chunk, lengths_ref)
                 features = k_s.at[k_slot, half]
                 g, v = (tiling.head_in(tiles, slot, half) for tiles in (g_s, v_s))
 
@@ -316,7 +332,8 @@ def _walk(
 
                 def features_of_queries() -> jax.Array:
                     x = load(q_s.at[q_slot, half])
-                    return phi.unrounded(x, *([] if phi.slope_is_known else [half * HALF]))
+                    phi_q = phi.unrounded(x, *([] if phi.slope_is_known else [half * HALF]))
+                    return mosaic.kept(phi_q, count)
 
                 def let_queries_go() -> None:
                     plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -443,7 +460,7 @@ def _walk(
                         flow = jnp.where(gates.steep, read * inverse, flow)
                     flows_s.at[half, parity][...] = flow
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
-                dq_slot[...] = dq.astype(BF16)
+                dq_slot[...] = mosaic.kept(dq, count).astype(BF16)
                 if spec.normalize and heads == 1:
                     rows_s.at[half, parity][...] = jnp.where(half == 0, inverse, e)
                 elif spec.normalize:

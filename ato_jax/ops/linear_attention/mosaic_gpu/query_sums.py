@@ -41,9 +41,10 @@ def query_sums(
     inverse: jax.Array,
     e: jax.Array,
     gates: jax.Array | None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """R [B, H, P, V, F] and u [B, H, P, F], float32; gates are summed up from each piece's first
-    row, [B, H, T up to a whole chunk]."""
+    row, [B, H, T up to a whole chunk]; rows behind `lengths` [B] are left out."""
 
     def map_rows(
         half: int,
@@ -60,7 +61,8 @@ def query_sums(
         spread(mosaic.load(e_ref, mosaic.OF_ROWS), minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
-    return piece_sums(spec, deal, "query_sums", q, g, vectors, map_rows, mosaic.PARTS)
+    name = "query_sums"
+    return piece_sums(spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, lengths=lengths)
 
 
 def channel_query_sums(

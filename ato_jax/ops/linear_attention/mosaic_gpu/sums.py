@@ -37,9 +37,10 @@ def sums(
     k: jax.Array,
     v: jax.Array,
     gates: jax.Array | None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
-    end, [B, G, T up to a whole chunk]."""
+    end, [B, G, T up to a whole chunk]; lengths: [B] int32, rows behind them are left out."""
 
     def map_rows(half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
         mosaic.store_transposed(adds_ref, mosaic.ones(C, ALIKE))
@@ -49,7 +50,7 @@ def sums(
         feature_maps.map_keys_in_place(spec, k_ref, half, exponents)
 
     vectors = [] if gates is None else [gates]
-    return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE)
+    return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE, lengths=lengths)
 
 
 def piece_sums(
@@ -62,6 +63,7 @@ def piece_sums(
     map_rows: Callable[..., None],
     of_columns: int,
     weigh: Callable[..., jax.Array] | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
 
@@ -73,6 +75,7 @@ def piece_sums(
       of_columns: how many make a sum; the second is divided by it.
       weigh: (0 or 1, a^T, *vectors), makes a before: what is added up is then a_jc x_j, as it was
         loaded, times the numbers that it gives for the half's columns.
+      lengths: [B] int32; rows of x and y behind them count as 0.
     """
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
@@ -108,7 +111,9 @@ def piece_sums(
         free: Any,
         **vectors_s: Any,
     ) -> None:
-        *vector_refs, total_ref, columns_ref = refs
+        *given, total_ref, columns_ref = refs
+        vector_refs = given[: len(vectors_s)]
+        lengths_ref = None if lengths is None else given[-1]
 
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
@@ -141,6 +146,7 @@ def piece_sums(
                     (own_columns,) = mosaic.multiply((mosaic.zeros(HALF, ALIKE), [(x.T, a.T)]))
                     columns = columns + own_columns * factors
                 map_rows(half, x, a, *vectors)
+                mosaic.keep_rows(x, item.rows_within(chunk, lengths_ref))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if by_values:
@@ -171,6 +177,9 @@ def piece_sums(
                 plgpu.barrier_wait(mapped.at[slot])
                 x, y = tiling.head_in(x_s, slot, half), y_s.at[slot, half]
                 products = [(y.T, x)]
+                if lengths_ref is not None:
+                    mosaic.keep_rows(y, item.rows_within(chunk, lengths_ref))
+                    plgpu.commit_smem()
                 if by_values:
                     own = tiling.half_of(x_s, slot, half)
                     products.append((own.T, a_s.at[slot, half].T))
@@ -217,6 +226,5 @@ def piece_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.V, spec.D), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    return frame.launch(
-        body, name, deal, out_type, scratch, (x, y, *vectors), warpgroups=WARPGROUPS
-    )
+    arrays = [x, y, *vectors, *([] if lengths is None else [lengths])]
+    return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)

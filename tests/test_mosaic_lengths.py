@@ -1,0 +1,75 @@
+"""Row masks of the causal Hopper kernels, interpreted beside the float64 reference: lengths, whose
+padding holds NaN, and a state behind a chunk that the sequence ends in."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import OP, against_the_reference, draw, newest, options_of
+
+from ato_jax.mosaic import program
+from tests import numerics
+
+
+@pytest.fixture(autouse=True)
+def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    if program.interpreter is not None:
+        interpreter = functools.partial(program.interpreter, detect_races=True)
+        monkeypatch.setattr(program, "interpreter", interpreter)
+
+
+def decay_of(kind: str, B: int, T: int, G: int, layout: str) -> Any:
+    if kind == "none":
+        return None
+    if kind == "head":
+        return -jnp.linspace(0.05, 0.2, G)
+    decay = -jnp.abs(channel.draw(B, T, G, seed=5)) * 0.2
+    if kind == "steep":
+        decay = decay.at[:, 70:90].set(-8.0)
+    return decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
+
+
+def poisoned(arrays: list[Any], lengths: Any, layout: str) -> list[Any]:
+    """NaN in the padding."""
+    length = arrays[0].shape[1 if layout == "bthd" else 2]
+    padded = jnp.arange(length) >= lengths[:, None]
+    padded = padded[:, :, None, None] if layout == "bthd" else padded[:, None, :, None]
+    return [jnp.where(padded, jnp.nan, array) for array in arrays]
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, H, layout, decay, given, options",
+    [
+        (128, 1, "bthd", "none", True, {}),
+        (64, 2, "bhtd", "none", False, {"feature_map": "exp"}),
+        (128, 1, "bhtd", "head", False, {"normalize": False}),
+        (64, 2, "bthd", "step", True, {}),
+        (128, 1, "bthd", "steep", True, {"feature_map": "silu", "normalize": False}),
+        (96, 1, "bthd", "step", False, {}),
+    ],
+)
+def test_lengths(
+    D: int, H: int, layout: str, decay: str, given: bool, options: dict[str, Any]
+) -> None:
+    """In the first piece, at a chunk's end, and of nothing; in two pieces of two chunks."""
+    B, T = 3, 200
+    lengths = jnp.array([150, 64, 0], jnp.int32)
+    arrays = poisoned(draw(B, T, H, H, layout, D=D), lengths, layout)
+    options = options_of(B, H, layout, given, D) | options
+    options |= {"decay": decay_of(decay, B, T, H, layout)}
+    wanted = numerics.oracle(OP, *arrays, causal=True, kv_lengths=lengths, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize("D, H, decay", [(128, 1, "none"), (64, 2, "step"), (112, 1, "head")])
+def test_a_state_behind_a_cut_chunk(D: int, H: int, decay: str) -> None:
+    B, T = 1, 136
+    options = options_of(B, H, "bthd", True, D) | {"decay": decay_of(decay, B, T, H, "bthd")}
+    wanted = numerics.oracle(OP, *draw(B, T, H, H, D=D), causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
