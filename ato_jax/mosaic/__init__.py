@@ -49,6 +49,8 @@ from ato_jax.mosaic.tiles import OF_ROWS as OF_ROWS
 from ato_jax.mosaic.tiles import ROWS as ROWS
 from ato_jax.mosaic.tiles import TILE as TILE
 from ato_jax.mosaic.tiles import Tiling as Tiling
+from ato_jax.mosaic.tiles import Views as Views
+from ato_jax.mosaic.tiles import for_copy as for_copy
 from ato_jax.mosaic.tiles import in_columns as in_columns
 from ato_jax.mosaic.tiles import in_rows as in_rows
 from ato_jax.mosaic.tiles import load as load

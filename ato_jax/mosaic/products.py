@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import device
-from ato_jax.mosaic.tiles import F32, in_columns
+from ato_jax.mosaic.tiles import F32, in_columns, tiled
 
 # WGMMA needs N >= 8, so a vector operand is replicated across 8 columns.
 ALIKE = 8
@@ -33,7 +33,7 @@ def multiply(*sums: Sum, meanwhile: Callable[[], None] = lambda: None) -> tuple[
     def issue(accumulators: Any) -> None:
         for accumulator, (_, products) in zip(accumulators, sums, strict=True):
             for a, b in products:
-                plgpu.wgmma(accumulator, a, b)
+                plgpu.wgmma(accumulator, tiled(a), tiled(b))
         meanwhile()
 
     accumulators = pl.run_state(issue)(tuple(plgpu.ACC.init(start) for start, _ in sums))
@@ -48,7 +48,7 @@ def multiply_while(
 
     def both(accumulator: Any) -> Any:
         for a, b in products:
-            plgpu.wgmma(accumulator, a, b)
+            plgpu.wgmma(accumulator, tiled(a), tiled(b))
         found = do()
         return accumulator[...], found
 

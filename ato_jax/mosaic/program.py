@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from ato_jax import device, meshes
+from ato_jax.mosaic import tiles
 from ato_jax.mosaic.rings import Signal, Storage
 from ato_jax.mosaic.roles import Role, Roles
 from ato_jax.mosaic.schedule import Deal
@@ -65,7 +66,11 @@ class Program:
         return {f"_{n:03}": own for n, own in enumerate(self._types().values())}
 
     def run(self, *refs: Any, **scratch: Any) -> None:
-        own = dict(zip(self._types(), (scratch[name] for name in sorted(scratch)), strict=True))
+        types, refs_of = self._types(), (scratch[name] for name in sorted(scratch))
+        own = {
+            name: tiles.bound(type, ref)
+            for (name, type), ref in zip(types.items(), refs_of, strict=True)
+        }
         storage = self.storage.bound(own)
         kernel = self.bind(refs, storage)
         for role, part in self.parts:
@@ -86,7 +91,8 @@ class Flat:
         return {**self.types, "left": plgpu.Barrier(num_arrivals=self.warpgroups)}
 
     def run(self, *refs: Any, left: Any, **scratch: Any) -> None:
-        self.body(*refs, **scratch)
+        own = {name: tiles.bound(self.types[name], ref) for name, ref in scratch.items()}
+        self.body(*refs, **own)
         _leave(left)
 
 

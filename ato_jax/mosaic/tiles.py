@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ato_jax import device
+
 ROWS = 64  # of a tile: WGMMA's M
 HALF = 64  # columns of half a tile
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -33,9 +35,57 @@ _INDEX: tuple[Any, ...] = ((),) if _NEEDS_INDEX else ()
 _IN_REGISTERS = jax.__version_info__ < (0, 11)
 
 
+@dataclasses.dataclass(frozen=True)
+class Views:
+    """Tiles of 64 columns in shared memory, seen twice: in tiles of 8 rows, as loads, stores and
+    products take them, and untiled, as the copy engine takes them where a sequence is no multiple
+    of 8 rows. Both are the same bytes. In the place of a reference this is the tiled one."""
+
+    tiled: Any
+    untiled: Any
+
+    @property
+    def at(self) -> _ViewsAt:
+        return _ViewsAt(self)
+
+    @property
+    def T(self) -> Any:
+        return self.tiled.T
+
+    @property
+    def dtype(self) -> Any:
+        return self.tiled.dtype
+
+    def __setitem__(self, index: Any, x: Any) -> None:
+        self.tiled[index] = x
+
+
+@dataclasses.dataclass(frozen=True)
+class _ViewsAt:
+    views: Views
+
+    def __getitem__(self, index: Any) -> Views:
+        return Views(self.views.tiled.at[index], self.views.untiled.at[index])
+
+
+def bound(type: Any, ref: Any) -> Any:
+    """What was allocated by `type`, as kernels use it."""
+    return Views(*ref) if isinstance(type, plgpu.RefUnion) else ref
+
+
+def for_copy(ref: Any) -> Any:
+    """A tile as the copy engine takes it."""
+    return ref.untiled if isinstance(ref, Views) else ref
+
+
+def tiled(ref: Any) -> Any:
+    """A tile as loads and products take it."""
+    return ref.tiled if isinstance(ref, Views) else ref
+
+
 def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
     """`optimized`: by wide loads, which shared memory allows."""
-    return plgpu.load(ref, *_INDEX, layout=layout, optimized=optimized)
+    return plgpu.load(tiled(ref), *_INDEX, layout=layout, optimized=optimized)
 
 
 def load_transposed(ref: Any) -> jax.Array:
@@ -94,6 +144,7 @@ class Tiling:
         tile with zeros and leaves it out of stores.
       heads: 1 or 2, in a tile. Where 2, items count pairs of heads.
       dtype: of tiles.
+      ragged: whether sequences are no multiple of 8 rows, which are copied untiled (`Views`).
     """
 
     layout: str
@@ -101,6 +152,7 @@ class Tiling:
     width: int
     heads: int = 1
     dtype: Any = BF16
+    ragged: bool = False
 
     @property
     def is_filled(self) -> bool:
@@ -147,9 +199,20 @@ class Tiling:
         transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
+    def of_rows(self, *shape: int) -> Any:
+        """Like `shared`, for rows of a sequence, which are copied by `for_copy`."""
+        own = self.shared(*shape)
+        if not self.ragged or device.interpreting():
+            return own
+        # Both are the same bytes where a row of the array is one of the swizzle.
+        swizzle = shape[-1] * jnp.dtype(self.dtype).itemsize
+        assert swizzle == 128, f"rows of {swizzle} bytes are tiled otherwise than they are copied"
+        untiled = plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(swizzle),))
+        return plgpu.RefUnion(own, untiled)
+
     def tiles(self, slots: int) -> Any:
         """Tiles of 64 rows. Those of two heads lie apart, as TMA writes whole rows of a tile."""
-        return self.shared(slots, *((ROWS, self.columns) if self.heads == 1 else (2, ROWS, HALF)))
+        return self.of_rows(slots, *((ROWS, self.columns) if self.heads == 1 else (2, ROWS, HALF)))
 
     def half_of(self, tiles: Any, slot: Any, half: Any) -> Any:
         """64 columns of one of `tiles`, [64, 64]."""
@@ -168,13 +231,13 @@ class Tiling:
         for half in range(self.heads):
             source = self.part(ref, item, rows, head, None if self.heads == 1 else half)
             own = self.head_in(tiles, slot, half)
-            plgpu.copy_gmem_to_smem(source, own, barriers.at[slot])
+            plgpu.copy_gmem_to_smem(source, for_copy(own), barriers.at[slot])
 
     def leave_tile(self, tiles: Any, slot: Any, ref: Any, item: Any, rows: Any, head: Any) -> None:
         """Stores one of `tiles` to rows of a sequence."""
         for half in range(self.heads):
             target = self.part(ref, item, rows, head, None if self.heads == 1 else half)
-            plgpu.copy_smem_to_gmem(self.head_in(tiles, slot, half), target)
+            plgpu.copy_smem_to_gmem(for_copy(self.head_in(tiles, slot, half)), target)
 
     def by_heads(self, ref: Any) -> list[Any]:
         """Rows, or a vector, as one part for each head of a tile: one lies behind the other."""

@@ -22,6 +22,7 @@ from ato_jax.ops.linear_attention.scans.chunks import whole_chunks as whole_chun
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F = V = 128
+ROWS_OF_A_TILE = 8  # as arrays in memory are cut by the copy engine
 
 # Warpgroups of the flat kernels; where 0 and 1 alone multiply, with half of a state each.
 MEMORY, FEATURES = 2, 3
@@ -44,7 +45,8 @@ def is_wide(spec: LinearAttentionSpec) -> bool:
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
-    return mosaic.Tiling(spec.layout, columns, width_of(spec), heads_of_tile(spec))
+    ragged = spec.T % ROWS_OF_A_TILE != 0
+    return mosaic.Tiling(spec.layout, columns, width_of(spec), heads_of_tile(spec), ragged=ragged)
 
 
 def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def storage_of(spec: LinearAttentionSpec) -> Storage:
     heads, shared = tiling.heads, tiling.shared
     q = Buffer(tiling.tiles(STAGES), copies=heads)
     k = Buffer(tiling.tiles(STAGES), copies=heads)
-    v = Buffer(shared(V_STAGES, 2, C, HALF), copies=2)
+    v = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
     gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
     s = Buffer(shared(2, HALF, spec.F), copies=2)
     z_start = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
@@ -139,7 +139,7 @@ def storage_of(spec: LinearAttentionSpec) -> Storage:
         den=Buffer(plgpu.SMEM((V_STAGES, 2, C), F32)),
         gates=gates,
         k=k,
-        out=Buffer(shared(2, OUT_SLOTS, C, HALF)),
+        out=Buffer(tiling.of_rows(2, OUT_SLOTS, C, HALF)),
         q=q,
         s=s,
         v=v,
@@ -266,7 +266,7 @@ def load_piece(walk: Walk, item: Item) -> None:
             tiling.copy_vector(walk.gates, of_keys, rows, own.gates, v_slot, produced)  # [64]
         for half in range(2):
             source = tiling.part(walk.v, item, rows, kv_head, half)  # [64, 64]
-            target = own.v.at[v_slot, half]
+            target = mosaic.for_copy(own.v.at[v_slot, half])
             plgpu.copy_gmem_to_smem(source, target, own.values.produced.at[v_slot])
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -399,7 +399,7 @@ def multiply_chunk(
     plgpu.commit_smem()  # also what was read of the gates
     own.values.consumed.arrive(v_slot)
     plgpu.copy_smem_to_gmem(
-        own.out.at[half, out_slot],
+        mosaic.for_copy(own.out.at[half, out_slot]),
         tiling.part(walk.out, item, item.rows(chunk), item.head, half),
     )
     return S, to_end

@@ -153,11 +153,11 @@ def _walk(
     scratch = dict(
         g_s=tiling.tiles(STAGES),
         v_s=tiling.tiles(STAGES),
-        q_s=tiling.shared(Q_STAGES, 2, C, HALF),
-        k_s=tiling.shared(K_STAGES, 2, C, HALF),
+        q_s=tiling.of_rows(Q_STAGES, 2, C, HALF),
+        k_s=tiling.of_rows(K_STAGES, 2, C, HALF),
         s_s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
         # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
-        dq_s=tiling.shared(2, 2 * C, HALF),
+        dq_s=tiling.of_rows(2, 2 * C, HALF),
         ones_s=tiling.shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
@@ -225,7 +225,7 @@ def _walk(
                 head, columns = tiling.head_of(item.head, half), tiling.columns_of(half)
                 of_piece = item.batch, head, item.piece
                 source = s_ref.at[(*of_piece, slice(None), columns)]
-                plgpu.copy_gmem_to_smem(source, start_in(half), start_loaded)
+                plgpu.copy_gmem_to_smem(source, mosaic.for_copy(start_in(half)), start_loaded)
                 plgpu.copy_gmem_to_smem(z_ref.at[(*of_piece, columns)], z_s.at[half], start_loaded)
 
             def load_chunk(chunk: Any, _: None) -> None:
@@ -243,7 +243,7 @@ def _walk(
                     for half in range(2):
                         plgpu.copy_gmem_to_smem(
                             tiling.part(ref, item, rows, item.head, half),
-                            own.at[slot, half],
+                            mosaic.for_copy(own.at[slot, half]),
                             own_loaded.at[slot],
                         )
                     if gated and ref is k_ref:
@@ -468,7 +468,8 @@ def _walk(
                         rows_s.at[2 * half + number, parity][...] = own
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
-                plgpu.copy_smem_to_gmem(dq_slot, tiling.part(dq_ref, item, rows, item.head, half))
+                target = tiling.part(dq_ref, item, rows, item.head, half)
+                plgpu.copy_smem_to_gmem(mosaic.for_copy(dq_slot), target)
                 if gated:
                     of_half = half if heads == 1 else 0
                     target = flow_refs[0].at[of_half, item.batch, head, rows]

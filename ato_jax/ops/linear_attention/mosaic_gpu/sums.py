@@ -83,7 +83,7 @@ def piece_sums(
     widths = [vector.shape[2] // pl.cdiv(spec.T, C) for vector in vectors]
     scratch = dict(
         x_s=tiling.tiles(STAGES),
-        y_s=tiling.shared(STAGES, 2, C, HALF),
+        y_s=tiling.of_rows(STAGES, 2, C, HALF),
         a_s=tiling.shared(STAGES, 2, ALIKE, C),
         total_s=tiling.shared(2, HALF, spec.D, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
@@ -127,7 +127,8 @@ def piece_sums(
                     tiling.copy_vector(ref, item, columns, own, slot, loaded)
                 for half in range(2):
                     source = tiling.part(y_ref, item, rows, item.head, half)
-                    plgpu.copy_gmem_to_smem(source, y_s.at[slot, half], y_loaded.at[slot])
+                    target = mosaic.for_copy(y_s.at[slot, half])
+                    plgpu.copy_gmem_to_smem(source, target, y_loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
