@@ -42,6 +42,13 @@ CALLS = [
         16,
         {"query_gradient": 20, "new_body": 702, "key_gradient": 140, "output": 40},
     ),
+    # A tail that is no multiple of 8 rows, whose tiles are copied as other references: of whole
+    # ones the same kernels spill as much.
+    (
+        Call(8, 4091, 8, 64, decay="step"),
+        14,
+        {"key_gradient": 120, "new_body": 616, "query_gradient": 20, "output": 40},
+    ),
     (Call(1, 16384, 32, 128, causal=False), 7, {}),
     (Call(1, 16384, 8, 192, causal=False, states=True), 9, {}),
     (Call(1, 16384, 8, 256, causal=False), 9, WHOLE),

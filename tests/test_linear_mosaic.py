@@ -84,6 +84,29 @@ def test_pieces_and_a_state(B: int, H: int, D: int) -> None:
 
 
 @newest
+@pytest.mark.parametrize(
+    "T, layout, decay, options",
+    [
+        (101, "bthd", None, {}),
+        (67, "bhtd", None, options_of(1, 2, "bhtd", True, 64) | {"return_state": False}),
+        (131, "bhtd", "step", {}),
+        (70, "bthd", "step", PLAIN),
+        (131, "bthd", "head", {}),
+    ],
+)
+def test_tails_within_8_rows(T: int, layout: str, decay: str | None, options: Any) -> None:
+    """With steep chunks, too: the last one in part, and one that is whole."""
+    gates = channel.draw_gates("mild", 1, T, 2).at[:, jnp.array([40, T - 2])].set(-50.0)
+    if decay == "step":
+        options = options | {"decay": gates if layout == "bthd" else jnp.swapaxes(gates, 1, 2)}
+    elif decay == "head":
+        options = options | {"decay": jnp.array([-0.05, -0.3])}
+    arrays = draw(1, T, 2, 2, layout, D=64)
+    wanted = numerics.oracle(OP, *arrays, causal=True, **{"layout": layout} | options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
 def test_every_query_sees_every_key() -> None:
     """In groups, beside a state; with a denominator below eps, too. Each backend's backward goes
     with the other's forward."""
@@ -490,6 +513,22 @@ def test_who_is_asked_for_what() -> None:
         spec = api.prepare(q, k, v, **{"causal": True, **options}).spec
         assert name in str(mosaic_gpu.unsupported(spec, "forward"))
         assert backend(channel.GPU, **{"causal": True, **options}) == "triton"
+    for T, D, given, reason in (
+        (101, 64, {}, None),
+        (101, 64, {"decay": "step"}, None),
+        (104, 128, {}, None),
+        (101, 128, {}, "multiples of 8"),
+        (101, 96, {"decay": "step"}, "multiples of 8"),
+        (101, 256, {}, "multiples of 8"),
+        (101, 128, {"causal": False}, "multiples of 8"),
+        (101, 64, {"decay": "channel"}, "multiples of 8"),
+        (101, 64, {"return_state": True}, "return_state needs T to be a multiple of 64"),
+        (63, 64, {}, "needs T and S of at least 64, got 63"),
+    ):
+        spec = api.prepare(*draw(1, T, 2, 2, D=D), causal=True).spec
+        for phase in ("forward", "backward"):
+            found = mosaic_gpu.unsupported(dataclasses.replace(spec, **given), phase)
+            assert found is None if reason is None else reason in str(found), (T, D, given, found)
     for H, G in ((2, 1), (3, 3)):
         qkv = draw(1, 64, H, G, D=64)
         spec = api.prepare(*qkv, causal=True, decay=-jnp.ones(qkv[1].shape)).spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
+import ato_jax
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
 from ato_jax.ops.linear_attention.mosaic_gpu import key_gradient_storage, output
@@ -177,3 +179,33 @@ def test_functions_of_rebuilt_kernels_are_short() -> None:
                 assert node.end_lineno is not None
                 assert node.end_lineno - node.lineno < MOST_LINES, f"{path}: {node.name}"
                 assert len(node.args.args + node.args.kwonlyargs) <= MOST_PARAMETERS, node.name
+
+
+def shared_bytes(text: str) -> int:
+    """What a kernel has of shared memory, by its module's text."""
+    return max(int(size) for size in re.findall(r"memref<(\d+)xi8, #gpu.address_space<work", text))
+
+
+@pytest.mark.parametrize(("decay", "layout"), [(None, "bthd"), ("step", "bhtd"), ("head", "bthd")])
+def test_sequences_of_odd_lengths(decay: str | None, layout: str) -> None:
+    """The same kernels, forward and backward, in as much shared memory; copies are no longer in
+    tiles of 8 rows."""
+
+    def modules(T: int) -> list[tuple[str, str]]:
+        case = mosaic_text.Case(64, T=T, decay=decay, layout=layout, normalize=layout == "bthd")
+        return mosaic_text.modules_of(mosaic_text.lower(case))
+
+    even, odd = modules(1000), modules(1001)
+    assert [name for name, _ in even] == [name for name, _ in odd]
+    for (_, of_even), (_, of_odd) in zip(even, odd, strict=True):
+        assert shared_bytes(of_even) == shared_bytes(of_odd)
+
+
+def test_only_rows_of_the_swizzle_have_an_untiled_view() -> None:
+    of_pairs = mosaic.Tiling("bthd", 128, 64, heads=2, ragged=True)
+    assert isinstance(of_pairs.tiles(4), plgpu.RefUnion)
+    assert not isinstance(dataclasses.replace(of_pairs, ragged=False).tiles(4), plgpu.RefUnion)
+    with ato_jax.interpret():
+        assert not isinstance(of_pairs.tiles(4), plgpu.RefUnion)
+    with pytest.raises(AssertionError, match="256 bytes are tiled otherwise"):
+        mosaic.Tiling("bthd", 128, 128, ragged=True).tiles(4)

@@ -44,7 +44,6 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
 WIDE = 192, 256  # sizes that have kernels of their own
-ROWS_OF_A_TILE = 8  # as arrays in memory are cut by the copy engine
 # With fewer rows of all heads, Triton's kernels are faster: they are fewer. On an H200 8 heads of
 # 1024 rows took 23.8 us where they take 14.5, of 4096 rows 36.1 and 33.9; 32 heads of 2048 rows
 # 43.7 and 64.7. Where every query sees every key they have no pieces to join: 8 heads of 1024 rows
@@ -96,8 +95,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if (spec.q_lengths or spec.kv_lengths) and (lacking := _unsupported_lengths(spec)):
         return f"does not support lengths {lacking}"
     got = f"got {spec.T} and {spec.S}"
-    if any(length < frame.C or length % ROWS_OF_A_TILE for length in (spec.T, spec.S)):
-        return f"needs T and S of at least {frame.C}, multiples of {ROWS_OF_A_TILE}, {got}"
+    multiple = 1 if _takes_any_rows(spec) else frame.ROWS_OF_A_TILE
+    if any(length < frame.C or length % multiple for length in (spec.T, spec.S)):
+        of_rows = f", multiples of {multiple}" * (multiple > 1)
+        return f"needs T and S of at least {frame.C}{of_rows}, {got}"
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
     if not spec.causal:
@@ -128,6 +129,11 @@ def _unsupported_lengths(spec: LinearAttentionSpec) -> str | None:
     if frame.is_wide(spec):
         return f"with more than {frame.F} columns"
     return "of queries and keys that differ" if spec.offset is None else None
+
+
+def _takes_any_rows(spec: LinearAttentionSpec) -> bool:
+    """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
+    return spec.causal and spec.D == mosaic.HALF and spec.decay != "channel"
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
