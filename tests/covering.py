@@ -385,12 +385,13 @@ LINEAR_ATTENTION = Space(
     triples=("lengths", "padding", "causal", "decay", "segments"),
 )
 
-# Multiples of 8, and at least a chunk of 64 rows; pieces of several chunks.
+# At least a chunk of 64 rows; pieces of several chunks.
 MOSAIC_LENGTHS = {
     "whole chunks": (2, 256, 256),
     "a tail": (2, 200, 200),
     "one chunk": (1, 64, 64),
     "long": (1, 1096, 1096),
+    "odd": (2, 203, 203),
     "T < S": (2, 72, 328),
     "T > S": (2, 328, 72),
 }
@@ -398,7 +399,8 @@ MOSAIC = Space(
     "linear_attention",
     {
         "lengths": tuple(MOSAIC_LENGTHS),
-        "padding": ("none", "kv"),
+        "padding": ("none", "kv", "both"),
+        "segments": ("none", "self"),
         "feature_map": ("elu1", "exp", "silu", "tanh"),
         "causal": (False, True),
         "decay": ("none", "head", "step", "channel"),
@@ -433,8 +435,8 @@ MOSAIC = Space(
         ),
         Rule(
             ("padding", "causal"),
-            lambda padding, causal: padding != "none" and not causal,
-            "does not support lengths without causal=True",
+            lambda padding, causal: padding == "both" and causal,
+            "does not support lengths of queries and keys that differ with causal=True",
         ),
         Rule(
             ("padding", "decay"),
@@ -442,9 +444,31 @@ MOSAIC = Space(
             "does not support lengths with a decay per channel",
         ),
         Rule(
-            ("padding", "widths"),
-            lambda padding, widths: padding != "none" and widths[0] > 128,
-            "does not support lengths with more than 128 columns",
+            ("padding", "widths", "causal"),
+            lambda padding, widths, causal: padding != "none" and widths[0] > 128 and causal,
+            "does not support lengths with more than 128 columns with causal=True",
+        ),
+        Rule(
+            ("segments", "causal"),
+            lambda segments, causal: segments != "none" and not causal,
+            "does not support segments without causal=True",
+        ),
+        Rule(
+            ("segments", "decay"),
+            lambda segments, decay: segments != "none" and decay == "channel",
+            "does not support segments with a decay per channel",
+        ),
+        Rule(
+            ("segments", "widths"),
+            lambda segments, widths: segments != "none" and widths[0] > 128,
+            "does not support segments with more than 128 columns",
+        ),
+        Rule(
+            ("lengths", "causal", "decay", "widths"),
+            lambda lengths, causal, decay, widths: (
+                lengths == "odd" and (not causal or decay == "channel" or widths[0] != 64)
+            ),
+            "multiples of 8",
         ),
         Rule(
             ("return_state", "causal", "lengths", "decay", "widths"),
@@ -477,7 +501,9 @@ MOSAIC = Space(
             "needs H = G, and even",
         ),
     ),
-    triples=("padding", "causal", "decay", "initial_state", "return_state", "heads"),
+    triples=(
+        *("padding", "segments", "causal", "decay", "initial_state", "return_state", "heads"),
+    ),
     backend="mosaic_gpu",
 )
 

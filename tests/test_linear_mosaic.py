@@ -476,7 +476,11 @@ def test_who_is_asked_for_what() -> None:
 
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 342) == "mosaic_gpu"
     assert backend(channel.GPU, causal=True, feature_map="silu") == "mosaic_gpu"
-    assert backend(channel.GPU, causal=True, kv_lengths=jnp.array([3])) == "mosaic_gpu"
+    for causal in (True, False):
+        assert backend(channel.GPU, causal=causal, kv_lengths=jnp.array([3])) == "mosaic_gpu"
+    ids = jnp.zeros((1, 64), jnp.int32)
+    assert backend(channel.GPU, causal=True, segment_ids=ids) == "mosaic_gpu"
+    assert backend(channel.GPU, segment_ids=ids) == "triton"
     assert backend(channel.GPU, feature_map=lambda x: jnp.tanh(x) + 1) == "mosaic_gpu"
     assert backend(ampere) == backend(ampere, causal=True) == "triton"
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
@@ -505,7 +509,6 @@ def test_who_is_asked_for_what() -> None:
     lengths, gated = jnp.array([3]), {"decay": -jnp.ones(k.shape)}
     for options, name in (
         ({"causal": False, "decay": -jnp.ones(1)}, "causal"),
-        ({"causal": False, "kv_lengths": lengths}, "lengths without causal=True"),
         ({"kv_lengths": lengths, "q_lengths": lengths + 1}, "queries and keys that differ"),
         ({"feature_map": ato_jax.favor(jax.random.key(0), 16, 128)}, "elementwise"),
         (gated | {"feature_map": "silu"}, "feature_map='elu1' with gates per channel"),
@@ -522,7 +525,8 @@ def test_who_is_asked_for_what() -> None:
         (101, 256, {}, "multiples of 8"),
         (101, 128, {"causal": False}, "multiples of 8"),
         (101, 64, {"decay": "channel"}, "multiples of 8"),
-        (101, 64, {"return_state": True}, "return_state needs T to be a multiple of 64"),
+        (101, 64, {"return_state": True}, None),
+        (200, 192, {"return_state": True}, "needs T to be a multiple of 64 with more than 128"),
         (63, 64, {}, "needs T and S of at least 64, got 63"),
     ):
         spec = api.prepare(*draw(1, T, 2, 2, D=D), causal=True).spec

@@ -1,5 +1,5 @@
-"""Row masks of the causal Hopper kernels, interpreted beside the float64 reference: lengths, whose
-padding holds NaN, and a state behind a chunk that the sequence ends in."""
+"""Row masks of the causal Hopper kernels, and segments, interpreted beside the float64 reference:
+lengths, whose padding holds NaN, and a state behind a chunk that the sequence ends in."""
 
 from __future__ import annotations
 
@@ -73,3 +73,58 @@ def test_a_state_behind_a_cut_chunk(D: int, H: int, decay: str) -> None:
     options = options_of(B, H, "bthd", True, D) | {"decay": decay_of(decay, B, T, H, "bthd")}
     wanted = numerics.oracle(OP, *draw(B, T, H, H, D=D), causal=True, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, H, layout, decay, padded, options",
+    [
+        (128, 1, "bthd", "none", False, {}),
+        (128, 1, "bhtd", "step", True, {}),
+        (64, 2, "bhtd", "step", True, {}),
+        (96, 1, "bthd", "head", False, {"normalize": False, "feature_map": "silu"}),
+    ],
+)
+def test_segments(
+    D: int, H: int, layout: str, decay: str, padded: bool, options: dict[str, Any]
+) -> None:
+    """Of one row, across chunks and pieces, and from a chunk's first row on. A state is ahead of
+    the first, and one behind the last."""
+    B, T, G = 2, 200, H
+    ids = jnp.repeat(jnp.arange(5), jnp.array([40, 1, 23, 100, 36]))
+    ids = jnp.stack([ids, jnp.where(ids == 2, 0, ids)])
+    arrays = draw(B, T, H, G, layout, D=D)
+    options = options_of(B, G, layout, True, D) | {"segment_ids": ids} | options
+    options |= {"decay": decay_of(decay, B, T, G, layout)}
+    if padded:
+        options["kv_lengths"] = lengths = jnp.array([90, 200], jnp.int32)
+        arrays = poisoned(arrays, lengths, layout)
+    wanted = numerics.oracle(OP, *arrays, causal=True, **options)
+    against_the_reference("mosaic_gpu", "triton" if D == 64 else "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, H, layout, sides, backward, options",
+    [
+        (128, 2, "bthd", ("q", "kv"), "mosaic_gpu", options_of(3, 1, "bthd", True)),
+        (128, 1, "bhtd", ("kv",), "mosaic_gpu", {"feature_map": "silu", "normalize": False}),
+        (96, 1, "bthd", ("q",), "mosaic_gpu", {"feature_map": "exp"}),
+        (192, 1, "bthd", ("q", "kv"), "triton", {}),
+    ],
+)
+def test_lengths_where_every_query_sees_every_key(
+    D: int, H: int, layout: str, sides: tuple[str, ...], backward: str, options: dict[str, Any]
+) -> None:
+    """Of queries, of keys, or of both; a sequence without keys has outputs of 0."""
+    B, T, S = 3, 136, 200
+    q, k, v = draw(B, T, H, 1, layout, S=S, D=D)
+    options = {"layout": layout} | options
+    if "q" in sides:
+        options["q_lengths"] = jnp.array([70, 136, 0], jnp.int32)
+        (q,) = poisoned([q], options["q_lengths"], layout)
+    if "kv" in sides:
+        options["kv_lengths"] = jnp.array([0, 64, 150], jnp.int32)
+        k, v = poisoned([k, v], options["kv_lengths"], layout)
+    wanted = numerics.oracle(OP, q, k, v, **options)
+    against_the_reference("mosaic_gpu", backward, wanted)

@@ -10,7 +10,8 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
 80, 96 and 112 in the tiles of 128, but with gates of channels (`narrow.py`). phi is any elementwise
-map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is elu + 1. All else is
+map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is elu + 1. Lengths and
+causal segments are rows that do not count and steps with a decay (`steps.py`). All else is
 Triton's.
 """
 
@@ -36,6 +37,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     feature_maps,
     frame,
     narrow,
+    steps,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.scans import gates
@@ -90,9 +92,9 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
         return lacking
-    if spec.segments:
-        return "does not support segments"
-    if (spec.q_lengths or spec.kv_lengths) and (lacking := _unsupported_lengths(spec)):
+    if spec.segments and (lacking := steps.unsupported_segments(spec, phase)):
+        return f"does not support segments {lacking}"
+    if (spec.q_lengths or spec.kv_lengths) and (lacking := steps.unsupported_lengths(spec, phase)):
         return f"does not support lengths {lacking}"
     got = f"got {spec.T} and {spec.S}"
     multiple = 1 if _takes_any_rows(spec) else frame.ROWS_OF_A_TILE
@@ -103,7 +105,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs T = S where causal, {got}"
     if not spec.causal:
         return "does not support a decay without causal=True" if spec.decay else None
-    if spec.return_state and spec.T % frame.C and (lacking := _unsupported_lengths(spec)):
+    lacking = steps.unsupported_lengths(spec, phase)
+    if spec.return_state and spec.T % frame.C and lacking:
         return (
             f"return_state with causal=True needs T to be a multiple of {frame.C} {lacking}, "
             f"got {spec.T}"
@@ -118,17 +121,6 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if phase == "backward" and spec.scale <= 0:
         return f"needs a positive scale for the gradients, got {spec.scale}"
     return None
-
-
-def _unsupported_lengths(spec: LinearAttentionSpec) -> str | None:
-    """Where kernels do not count rows."""
-    if not spec.causal:
-        return "without causal=True"
-    if spec.decay == "channel":
-        return "with a decay per channel"
-    if frame.is_wide(spec):
-        return f"with more than {frame.F} columns"
-    return "of queries and keys that differ" if spec.offset is None else None
 
 
 def _takes_any_rows(spec: LinearAttentionSpec) -> bool:
@@ -148,6 +140,8 @@ def needs_fallback(spec: LinearAttentionSpec) -> bool:
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
+    if spec.segments and backward_follows and steps.unsupported_segments(spec, "backward"):
+        return False  # Triton's backward is faster behind its own forward
     enough = ENOUGH_ROWS
     if spec.decay != "channel":
         enough = ENOUGH_ROWS * frame.F // spec.D
@@ -212,52 +206,19 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 def _keep_with_gates(
     keep: Callable[..., Any], spec: LinearAttentionSpec, config: Config, inputs: Inputs
 ) -> Any:
-    spec, inputs = _counted(spec, inputs)
+    spec, inputs = steps.in_place(spec, inputs)
     if inputs.decay is not None and spec.decay != "channel":
         inputs = inputs._replace(decay=_gates_of(spec, config, inputs))
     return keep(spec, config, inputs)
 
 
-def _counted(
-    spec: LinearAttentionSpec, inputs: Inputs
-) -> tuple[LinearAttentionSpec, Inputs]:
-    """With lengths in one place, also where T alone says that a chunk has rows that do not count:
-    rows beyond the end are read as zeros, whose features need not be zero. They would be part of a
-    state that is returned, and of nothing else."""
-    lengths = inputs.kv_lengths if spec.kv_lengths else None
-    if lengths is None and spec.causal and spec.return_state and spec.T % frame.C:
-        lengths = jnp.full(spec.B, spec.T, jnp.int32)
-    if lengths is None:
-        return spec, inputs
-    spec = dataclasses.replace(spec, q_lengths=False, kv_lengths=True)
-    return spec, inputs._replace(q_lengths=None, kv_lengths=lengths)
-
-
 def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.Array:
     assert inputs.decay is not None
     if spec.kv_lengths:
-        return _gates_of_steps(spec, config, _decay_of_steps(spec, inputs))
+        return _gates_of_steps(spec, config, steps.decay_of_steps(spec, inputs))
     if spec.decay == "head":  # which is no part of a batch
         return gates.of_heads(spec, inputs.decay)
     return _gates_of_steps(spec, config, inputs.decay)
-
-
-def _decay_of_steps(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
-    """A decay for each step, as arrays lie; 0 where keys do not count."""
-    assert inputs.decay is not None
-    shape = (spec.B, spec.S, spec.G) if spec.layout == "bthd" else (spec.B, spec.G, spec.S)
-    decay = inputs.decay
-    if spec.decay == "head":
-        decay = jnp.broadcast_to(decay if spec.layout == "bthd" else decay[:, None], shape)
-    return _where_counted(spec, inputs, decay)
-
-
-def _where_counted(spec: LinearAttentionSpec, inputs: Inputs, of_steps: jax.Array) -> jax.Array:
-    """What is given for each step and head, and 0 where keys do not count."""
-    assert inputs.kv_lengths is not None
-    counted = jnp.arange(spec.S) < inputs.kv_lengths[:, None]  # [B, S]
-    axis = 2 if spec.layout == "bthd" else 1
-    return jnp.where(jnp.expand_dims(counted, axis), of_steps, 0.0)
 
 
 @_as_larger_batch
@@ -298,20 +259,18 @@ def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentio
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    spec, given = _counted(spec, residuals.inputs)
+    called = spec
+    spec, given = steps.in_place(spec, residuals.inputs)
     residuals = residuals._replace(inputs=given)
     decay = given.decay
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
     residuals = residuals._replace(inputs=given._replace(decay=_gates_of(spec, config, given)))
-    if spec.kv_lengths:
-        of_steps = _decay_of_steps(spec, given)
-        found = _backward(spec, config, residuals, cotangents, of_steps)
-        assert found.decay is not None
-        d_steps = _where_counted(spec, given, found.decay)
-        if spec.decay == "head":
-            d_steps = jnp.sum(d_steps, axis=(0, 1) if spec.layout == "bthd" else (0, 2))
-        return found._replace(decay=d_steps)
+    if spec.kv_lengths or spec != called:
+        found = _backward(
+            spec, config, residuals, cotangents, steps.decay_of_steps(spec, given)
+        )
+        return found._replace(decay=steps.gradient_of_decay(called, given, found.decay))
     if spec.decay == "step":
         return _backward(spec, config, residuals, cotangents, decay)
     found = _backward(spec, config, residuals, cotangents)

@@ -51,10 +51,11 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     parts = blocks_of_state(spec)
     of_queries = deal(spec, config, spec.H * parts, spec.T)
     of_keys = deal(spec, config, spec.G * parts, spec.S)
-    pieces = whole_sums(spec, of_keys, "whole_sums", inputs.k, inputs.v)
+    k, v, lengths = inputs.k, inputs.v, inputs.kv_lengths
+    pieces = whole_sums(spec, of_keys, "whole_sums", k, v, lengths=lengths)
     sums = add_up(spec, pieces, inputs.initial_state, returned=True)
     assert sums.kv is not None
-    out = whole_output(spec, of_queries, inputs.q, sums.read, sums.rows)
+    out = whole_output(spec, of_queries, inputs.q, sums.read, sums.rows, inputs.q_lengths)
     return Outputs(out, LinearState(sums.kv, sums.k_sum))
 
 
@@ -80,7 +81,7 @@ def backward(
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:
-        dq, r, u = whole_query_gradient(spec, of_queries, *arrays, s.least)
+        dq, r, u = whole_query_gradient(spec, of_queries, *arrays, s.least, inputs.q_lengths)
     # Over the pieces and over the query heads of each kv head.
     pieces = (
         r.reshape(spec.B, spec.G, -1, spec.D, spec.V),
@@ -88,7 +89,10 @@ def backward(
     )
     added = cotangents.state if spec.return_state else None
     sums = add_up(spec, pieces, added, state.k_sum, returned=spec.initial_state)
-    key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
-    dk, dv = key_gradient(spec, of_keys, inputs.k, inputs.v, sums.read, sums.k_sum)
+    of_walk = inputs.k, inputs.v, sums.read, sums.k_sum
+    if frame.is_wide(spec):
+        dk, dv = wide_key_gradient(spec, of_keys, *of_walk)
+    else:
+        dk, dv = whole_key_gradient(spec, of_keys, *of_walk, inputs.kv_lengths)
     d_state = None if sums.kv is None else LinearState(sums.kv, sums.k_sum)
     return Inputs(dq, dk, dv, initial_state=d_state)

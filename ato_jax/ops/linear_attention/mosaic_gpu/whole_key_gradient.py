@@ -37,8 +37,10 @@ def whole_key_gradient(
     v: jax.Array,
     r: jax.Array,
     u: jax.Array,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
+    """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32, and 0 behind the lengths
+    [B] of keys."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     scratch = dict(
         k_s=tiling.shared(STAGES, C, F),
@@ -59,9 +61,7 @@ def whole_key_gradient(
         v_ref: Any,
         r_ref: Any,
         u_ref: Any,
-        dk_ref: Any,
-        dv_ref: Any,
-        *,
+        *refs: Any,
         k_s: Any,
         v_s: Any,
         r_s: Any,
@@ -74,6 +74,9 @@ def whole_key_gradient(
         r_loaded: Any,
         r_free: Any,
     ) -> None:
+        *given, dk_ref, dv_ref = refs
+        (lengths_ref,) = given or (None,)
+
         def load_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
             mosaic.wait_until_free(r_free, item.number, STATES)
@@ -100,6 +103,7 @@ def whole_key_gradient(
 
             def write_chunk(chunk: Any) -> None:
                 slot = slot_of(item.before + chunk, STAGES)
+                count = item.rows_within(chunk, lengths_ref)
 
                 def let_go_of_k() -> None:
                     plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -133,8 +137,8 @@ def whole_key_gradient(
                 if maps.slope_is_known:
                     x = load(k_s.at[slot])  # [C, F]
                     let_go_of_k()
-                    phi_k = maps.keys(maps.present(x))
-                    dk = gradient_of_features()
+                    phi_k = mosaic.kept(maps.keys(maps.present(x)), count)
+                    dk = mosaic.kept(gradient_of_features(), count)
 
                     write(0, dk * maps.slope_of_features(phi_k).astype(F32), dk_ref)
                     write_dv([(phi_k, r_s.at[state])])
@@ -143,18 +147,19 @@ def whole_key_gradient(
                 def keys(first: int) -> jax.Array:
                     return load(k_s.at[slot, :, pl.ds(first, HALF)])  # [C, HALF]
 
+                def features(first: int) -> jax.Array:
+                    return mosaic.kept(maps.keys(keys(first), first=first), count)
+
                 firsts = range(0, F, HALF)
                 write_dv(
-                    [
-                        (maps.keys(keys(first), first=first), r_s.at[state, pl.ds(first, HALF)])
-                        for first in firsts
-                    ]
+                    [(features(first), r_s.at[state, pl.ds(first, HALF)]) for first in firsts]
                 )
                 dk = gradient_of_features()
 
                 def store(own_out: Any) -> None:
                     for first in firsts:
                         own = dk[:, first : first + HALF] * maps.slope(keys(first))
+                        own = mosaic.kept(own, count)
                         own_out.at[:, pl.ds(first, HALF)][...] = own.astype(BF16)
                     let_go_of_k()
 
@@ -178,4 +183,5 @@ def whole_key_gradient(
             plgpu.wait_smem_to_gmem(0)
 
     out_type = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
-    return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, (k, v, r, u))
+    arrays = [k, v, r, u, *([] if lengths is None else [lengths])]
+    return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, arrays)

@@ -36,9 +36,15 @@ WORKER_REGISTERS = 160
 
 
 def whole_output(
-    spec: LinearAttentionSpec, deal: mosaic.Deal, q: jax.Array, s: jax.Array, z_rows: jax.Array
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    q: jax.Array,
+    s: jax.Array,
+    z_rows: jax.Array,
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16. `deal` counts items."""
+    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16, and 0 behind the lengths [B] of
+    queries. `deal` counts items."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
     in_two_parts = not spec.feature_map.nonnegative
@@ -60,8 +66,7 @@ def whole_output(
         q_ref: Any,
         s_ref: Any,
         z_rows_ref: Any,
-        out_ref: Any,
-        *,
+        *refs: Any,
         q_s: Any,
         s_s: Any,
         z_rows_s: Any,
@@ -71,6 +76,9 @@ def whole_output(
         s_loaded: Any,
         s_free: Any,
     ) -> None:
+        *given, out_ref = refs
+        (lengths_ref,) = given or (None,)
+
         def share_of(item: Item) -> tuple[Any, Any]:
             """Its head, and which columns of S and out are its own."""
             return lax.div(item.head, parts), pl.ds(lax.rem(item.head, parts) * width, width)
@@ -95,11 +103,12 @@ def whole_output(
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
-        def parts_of_features(slot: Any) -> Iterator[tuple[list[jax.Array], Any]]:
+        def parts_of_features(slot: Any, count: Any) -> Iterator[tuple[list[jax.Array], Any]]:
             """Both parts of phi(q) [C, 64], and which rows of S they are multiplied with."""
             for first in range(0, spec.D, HALF):
                 rows = pl.ds(first, HALF)
                 phi = maps.unrounded(load(q_s.at[slot, :, rows]), first)  # [C, HALF]
+                phi = mosaic.kept(phi, count)
                 rounded = mosaic.rounded(phi)
                 yield [rounded, mosaic.rounded(phi - rounded.astype(F32))], rows
 
@@ -111,6 +120,7 @@ def whole_output(
 
             def write_chunk(chunk: Any) -> None:
                 slot = slot_of(item.before + chunk, slots)
+                count = item.rows_within(chunk, lengths_ref)
                 plgpu.barrier_wait(loaded.at[slot])
 
                 def let_go() -> None:
@@ -121,7 +131,7 @@ def whole_output(
                 if not in_two_parts:
                     x = load(q_s.at[slot])  # [C, D]
                     let_go()
-                    whole = [([maps.queries(x)], slice(None))]
+                    whole = [([mosaic.kept(maps.queries(x), count)], slice(None))]
                 factor: Any = None
                 # In columns of a width that leaves registers to the features.
                 for first in range(0, width, F):
@@ -130,7 +140,7 @@ def whole_output(
                     found: tuple[jax.Array, ...] = (mosaic.zeros(C, size),)
                     if spec.normalize and not first:
                         found += (mosaic.zeros(C, ALIKE),)
-                    for phis, rows in whole or parts_of_features(slot):
+                    for phis, rows in whole or parts_of_features(slot, count):
                         read = s_s.at[state, rows, own], z_rows_s.at[state, :, rows].T
                         found = multiply(
                             *(
@@ -170,4 +180,5 @@ def whole_output(
             plgpu.wait_smem_to_gmem(0)
 
     out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
-    return frame.launch(body, "whole_output", deal, out_type, scratch, (q, s, z_rows))
+    arrays = [q, s, z_rows, *([] if lengths is None else [lengths])]
+    return frame.launch(body, "whole_output", deal, out_type, scratch, arrays)

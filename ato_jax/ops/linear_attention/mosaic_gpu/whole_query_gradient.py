@@ -63,9 +63,11 @@ def whole_query_gradient(
     s: jax.Array,
     z: jax.Array,
     least: jax.Array,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in bfloat16, z
-    [B, G, F] and least [B, G, C], all the same, in float32."""
+    [B, G, F] and least [B, G, C], all the same, in float32. Rows behind the lengths [B] of queries
+    have no gradient, and give none."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     scratch = dict(
@@ -87,6 +89,8 @@ def whole_query_gradient(
         s_loaded=plgpu.Barrier(num_arrivals=5),
         s_free=plgpu.Barrier(num_arrivals=2),
     )
+    if lengths is not None:
+        scratch["multiplied"] = plgpu.Barrier(num_arrivals=2)
 
     def body(
         q_ref: Any,
@@ -94,10 +98,7 @@ def whole_query_gradient(
         s_ref: Any,
         z_ref: Any,
         least_ref: Any,
-        dq_ref: Any,
-        r_ref: Any,
-        u_ref: Any,
-        *,
+        *refs: Any,
         q_s: Any,
         g_s: Any,
         s_s: Any,
@@ -115,7 +116,11 @@ def whole_query_gradient(
         ones_stored: Any,
         s_loaded: Any,
         s_free: Any,
+        multiplied: Any = None,
     ) -> None:
+        *given, dq_ref, r_ref, u_ref = refs
+        (lengths_ref,) = given or (None,)
+
         def load_piece(item: Item) -> None:
             of_head = item.batch, lax.div(item.head, group_size)
 
@@ -149,13 +154,26 @@ def whole_query_gradient(
                 """Read where it is needed: there are no registers to keep it in."""
                 return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
+            def mask_cotangents(slot: Any, count: Any) -> None:
+                """Sets half the columns of g to 0 in rows that do not count, ahead of the sums:
+                0 does not cancel NaN. Both halves have been multiplied with all of g."""
+
+                @pl.when(count < C)
+                def _() -> None:
+                    plgpu.barrier_arrive(multiplied)
+                    plgpu.barrier_wait(multiplied)
+                    mosaic.keep_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], count)
+
             def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
+                count = item.rows_within(chunk, lengths_ref)
 
                 def features() -> jax.Array:
                     phi = maps.unrounded(load(own_q))
+                    if count is not None:
+                        return mosaic.kept(phi, count)
                     if maps.slope_is_known or deal.length % C == 0:
                         return phi
                     # Beyond the end g is 0, but phi(0) inverse may be large or not finite.
@@ -164,6 +182,8 @@ def whole_query_gradient(
                 plgpu.barrier_wait(loaded.at[slot])
                 products = [(g_s.at[slot], s_s.at[half].T)]
                 G, phi_q = mosaic.multiply_while(products, (C, HALF), features)
+                if count is not None:
+                    mask_cotangents(slot, count)
                 mapped_q = phi_q
                 if spec.normalize:
                     own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
@@ -189,7 +209,7 @@ def whole_query_gradient(
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 if maps.slope_is_known:
                     G = G * maps.slope_of_features(phi_q)
-                own_dq[...] = G.astype(BF16)
+                own_dq[...] = mosaic.kept(G, count).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 plgpu.copy_smem_to_gmem(
@@ -268,7 +288,7 @@ def whole_query_gradient(
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F, V), F32),
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F), F32),
     )
-    arrays = q, g, s, z, least
+    arrays = [q, g, s, z, least, *([] if lengths is None else [lengths])]
     return frame.launch(
         body, "whole_query_gradient", deal, out_type, scratch, arrays, own_barriers=True
     )

@@ -46,9 +46,14 @@ def whole_sums(
     x: jax.Array,
     y: jax.Array,
     of_rows: Sequence[jax.Array] = (),
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """[B, heads, P, F, V] and [B, heads, P, F], float32. `of_rows`: inverse and e, [B, heads, T up
-    to a whole chunk] float32, of queries; of keys none. `deal` counts items."""
+    """[B, heads, P, F, V] and [B, heads, P, F], float32. `deal` counts items.
+
+    Args:
+      of_rows: inverse and e, [B, heads, T up to a whole chunk] float32, of queries; of keys none.
+      lengths: of keys, [B] int32: rows behind them are left out.
+    """
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
@@ -61,6 +66,8 @@ def whole_sums(
         loaded=plgpu.Barrier(num_arrivals=workers + 1 + len(of_rows), num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=workers, num_barriers=STAGES),
     )
+    if lengths is not None:
+        scratch["masked"] = plgpu.Barrier(num_arrivals=workers)
     if of_rows:
         scratch["rows_s"] = plgpu.SMEM((STAGES, len(of_rows), C), F32)
 
@@ -75,8 +82,10 @@ def whole_sums(
         loaded: Any,
         free: Any,
         rows_s: Any = None,
+        masked: Any = None,
     ) -> None:
         *row_refs, total_ref, vector_ref = refs
+        lengths_ref = None if lengths is None else row_refs.pop()
 
         def load_piece(item: Item) -> None:
             head, share = lax.div(item.head, parts), lax.rem(item.head, parts)
@@ -102,13 +111,26 @@ def whole_sums(
 
             def there(found: jax.Array, chunk: Any) -> jax.Array:
                 """found [HALF, C] in rows that there are, which are its columns; else 0."""
-                here = deal.length - item.first_row - chunk * C
+                here = item.rows_within(chunk, lengths_ref)
+                if here is None:
+                    here = deal.length - item.first_row - chunk * C
                 return jnp.where(mosaic.position(1) < here, found.astype(F32), 0.0)
+
+            def mask_values(slot: Any, count: Any) -> None:
+                """Sets rows of y that do not count to 0: each worker does so in some columns."""
+
+                @pl.when(count < C)
+                def _() -> None:
+                    width = spec.V // workers
+                    mosaic.keep_rows(y_s.at[slot, :, pl.ds(worker * width, width)], count)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(masked)
+                    plgpu.barrier_wait(masked)
 
             def map_keys(x: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 """phi(k) of rows and columns that there are, and its sum over the rows."""
                 phi = maps.transposed_keys(x, worker * HALF)
-                if deal.length % C:
+                if lengths_ref is not None or deal.length % C:
                     phi = mosaic.rounded(there(phi, chunk))
                 return phi, jnp.sum(phi.astype(F32), axis=1)
 
@@ -128,6 +150,8 @@ def whole_sums(
                 plgpu.barrier_wait(loaded.at[slot])
                 x = mosaic.load_transposed(x_s.at[slot, worker])  # [HALF, C]
                 phi, added = map_queries(x, slot, chunk) if of_rows else map_keys(x, chunk)
+                if lengths_ref is not None:
+                    mask_values(slot, item.rows_within(chunk, lengths_ref))
                 (total,) = multiply((total, [(phi, y_s.at[slot])]))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
@@ -165,5 +189,5 @@ def whole_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    arrays = (x, y, *of_rows)
+    arrays = (x, y, *of_rows, *([] if lengths is None else [lengths]))
     return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=warpgroups)
