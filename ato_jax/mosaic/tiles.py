@@ -2,8 +2,8 @@
 
 A tile is [rows, columns] of a sequence of one head, or of two heads of 64 columns, whose tiles lie
 one behind the other. It has two halves of 64 columns: where it is of one head, the halves of its
-columns; where it is of two, these. TMA loads and stores tiles; a copy of a tile of two heads is two
-copies, with two arrivals on its barrier.
+columns; where it is of two, these. TMA loads and stores tiles; where the halves lie apart
+(`Tiling.blocks`), a copy of a tile is two copies, with two arrivals on its barrier.
 """
 
 from __future__ import annotations
@@ -159,6 +159,12 @@ class Tiling:
         """Whether tiles have columns beyond a head's, which TMA fills with zeros."""
         return self.width < self.columns and self.heads == 1
 
+    @property
+    def blocks(self) -> int:
+        """Of a tile: one behind the other, each by a copy of its own. Two heads lie apart, as TMA
+        writes whole rows of a tile; so do the halves of one where it is copied untiled."""
+        return 2 if self.ragged else self.heads
+
     def head_of(self, head: Any, half: Any) -> Any:
         """The head, in global memory, whose columns half a tile has."""
         return head if self.heads == 1 else 2 * head + half
@@ -205,39 +211,60 @@ class Tiling:
         if not self.ragged or device.interpreting():
             return own
         # Both are the same bytes where a row of the array is one of the swizzle.
-        swizzle = shape[-1] * jnp.dtype(self.dtype).itemsize
+        size = jnp.dtype(self.dtype).itemsize
+        swizzle = shape[-1] * size
         assert swizzle == 128, f"rows of {swizzle} bytes are tiled otherwise than they are copied"
+        assert self.width % HALF == 0, f"heads of {self.width} columns are tiled in fewer of them"
         untiled = plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(swizzle),))
         return plgpu.RefUnion(own, untiled)
 
     def tiles(self, slots: int) -> Any:
-        """Tiles of 64 rows. Those of two heads lie apart, as TMA writes whole rows of a tile."""
-        return self.of_rows(slots, *((ROWS, self.columns) if self.heads == 1 else (2, ROWS, HALF)))
+        """Tiles of 64 rows."""
+        return self.of_rows(slots, *((ROWS, self.columns) if self.blocks == 1 else (2, ROWS, HALF)))
 
     def half_of(self, tiles: Any, slot: Any, half: Any) -> Any:
         """64 columns of one of `tiles`, [64, 64]."""
-        if self.heads == 1:
+        if self.blocks == 1:
             return tiles.at[slot, :, pl.ds(half * HALF, HALF)]
         return tiles.at[slot, half]
 
     def head_in(self, tiles: Any, slot: Any, half: Any) -> Any:
         """All columns of one of `tiles` that belong to the same head as a half of it."""
-        return tiles.at[slot] if self.heads == 1 else tiles.at[slot, half]
+        (own,) = self.parts_in(tiles, slot, half)
+        return own
+
+    def parts_in(self, tiles: Any, slot: Any, half: Any) -> list[Any]:
+        """The same, as products take them: a head's blocks, [64, 128], or each [64, 64]."""
+        if self.blocks == 1:
+            return [tiles.at[slot]]
+        return [tiles.at[slot, n] for n in ([half] if self.heads == 2 else range(self.blocks))]
+
+    def parts_of(self, ref: Any) -> list[Any]:
+        """[64, a head's columns], cut as `parts_in` are: what these are multiplied by, or added
+        to."""
+        if self.blocks == self.heads:
+            return [ref]
+        return [ref.at[:, pl.ds(n * HALF, HALF)] for n in range(self.blocks)]
+
+    def _each_block(self, tiles: Any, slot: Any) -> list[tuple[Any, Any]]:
+        """What is copied at once: with the `half` of `part`, the block of one of `tiles`."""
+        if self.blocks == 1:
+            return [(None, tiles.at[slot])]
+        return [(half, tiles.at[slot, half]) for half in range(self.blocks)]
 
     def copy_tile(
         self, ref: Any, item: Any, rows: Any, head: Any, tiles: Any, slot: Any, barriers: Any
     ) -> None:
-        """Loads rows of a sequence into one of `tiles`: `heads` copies, and as many arrivals."""
-        for half in range(self.heads):
-            source = self.part(ref, item, rows, head, None if self.heads == 1 else half)
-            own = self.head_in(tiles, slot, half)
+        """Loads rows of a sequence into one of `tiles`: `blocks` copies, and as many arrivals."""
+        for half, own in self._each_block(tiles, slot):
+            source = self.part(ref, item, rows, head, half)
             plgpu.copy_gmem_to_smem(source, for_copy(own), barriers.at[slot])
 
     def leave_tile(self, tiles: Any, slot: Any, ref: Any, item: Any, rows: Any, head: Any) -> None:
         """Stores one of `tiles` to rows of a sequence."""
-        for half in range(self.heads):
-            target = self.part(ref, item, rows, head, None if self.heads == 1 else half)
-            plgpu.copy_smem_to_gmem(for_copy(self.head_in(tiles, slot, half)), target)
+        for half, own in self._each_block(tiles, slot):
+            target = self.part(ref, item, rows, head, half)
+            plgpu.copy_smem_to_gmem(for_copy(own), target)
 
     def by_heads(self, ref: Any) -> list[Any]:
         """Rows, or a vector, as one part for each head of a tile: one lies behind the other."""

@@ -97,7 +97,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if (spec.q_lengths or spec.kv_lengths) and (lacking := steps.unsupported_lengths(spec, phase)):
         return f"does not support lengths {lacking}"
     got = f"got {spec.T} and {spec.S}"
-    multiple = 1 if _takes_any_rows(spec) else frame.ROWS_OF_A_TILE
+    multiple = 1 if _takes_any_rows(spec, phase) else frame.ROWS_OF_A_TILE
     if any(length < frame.C or length % multiple for length in (spec.T, spec.S)):
         of_rows = f", multiples of {multiple}" * (multiple > 1)
         return f"needs T and S of at least {frame.C}{of_rows}, {got}"
@@ -123,9 +123,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     return None
 
 
-def _takes_any_rows(spec: LinearAttentionSpec) -> bool:
+def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
-    return spec.causal and spec.D == mosaic.HALF and spec.decay != "channel"
+    sizes = (mosaic.HALF, frame.F) if phase == "forward" else (mosaic.HALF,)
+    return spec.causal and spec.D in sizes and spec.decay != "channel"
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:

@@ -45,7 +45,9 @@ phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and
 and its denominator are multiplied by exp2(L_i - L_m) at the end. In a steep chunk w, v and what is
 read of the state are scaled in registers.
 
-Where a tile is of two heads, the halves are these, each with products of its own 64 columns.
+Where a tile is of two heads, the halves are these, each with products of its own 64 columns. Where
+a tile of one head lies in two blocks (`Tiling.parts_in`), a product over F is two that are added
+up, and S two arrays of 64 columns.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class Storage(mosaic.Storage):
     adds: Array  # [2, 8, 64] what each key adds to z: 1, or what the chunk's end keeps of it
     den: Array  # [V_STAGES, 2, 64] float32: phi(q_i) . z, of each half
     gates: Array  # [V_STAGES, heads * 64] float32
-    k: Array  # [STAGES, 64, F], or two heads of [64, 64]
+    k: Array  # [STAGES, 64, F], or two blocks of [64, 64]
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
     s: Array  # [2, 64, F] S of each half of V
@@ -128,8 +130,8 @@ class Storage(mosaic.Storage):
 def storage_of(spec: LinearAttentionSpec) -> Storage:
     tiling, gated = frame.tiling(spec), spec.decay is not None
     heads, shared = tiling.heads, tiling.shared
-    q = Buffer(tiling.tiles(STAGES), copies=heads)
-    k = Buffer(tiling.tiles(STAGES), copies=heads)
+    q = Buffer(tiling.tiles(STAGES), copies=tiling.blocks)
+    k = Buffer(tiling.tiles(STAGES), copies=tiling.blocks)
     v = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
     gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
     s = Buffer(shared(2, HALF, spec.F), copies=2)
@@ -185,6 +187,9 @@ class Walk:
 
     def kv_head(self, item: Item) -> Any:
         return lax.div(item.head, self.spec.H // self.spec.G)
+
+    def s_parts(self, half: Any) -> list[Any]:
+        return self.tiling.parts_of(self.own.s.at[half])
 
     def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
         rows = self.tiling.rows_in(self.own.gates, slot, half)
@@ -337,7 +342,7 @@ def values(walk: Walk) -> None:
 def multiply_piece(walk: Walk, item: Item) -> None:
     half = mosaic.group()
     walk.own.state.produced.wait()
-    S = load(walk.own.s.at[half]).astype(F32)  # [64, F]
+    S = [load(part).astype(F32) for part in walk.s_parts(half)]  # [64, F]
 
     def multiply_chunks(some_steep: bool) -> None:
         one = functools.partial(multiply_chunk, walk, half, item, some_steep)
@@ -350,39 +355,41 @@ def multiply_piece(walk: Walk, item: Item) -> None:
 def multiply_chunk(
     walk: Walk, half: Any, item: Item, some_steep: bool, chunk: Any, carried: Any
 ) -> Any:
-    """Carries S's half [64, F], and `to_end`."""
+    """Carries S's half [64, F], in parts, and `to_end`."""
     own, tiling = walk.own, walk.tiling
     S, to_end = carried
     step = item.before + chunk
     slot, v_slot = own.rows.slot(step), own.values.slot(step)
     out_slot = mosaic.slot_of(step, OUT_SLOTS)
-    q, k = (tiling.head_in(tiles, slot, half) for tiles in (own.q, own.k))
-    v = own.v.at[v_slot, half]
+    q, k = (tiling.parts_in(tiles, slot, half) for tiles in (own.q, own.k))
+    v, state = own.v.at[v_slot, half], walk.s_parts(half)
     gates: Any = None
     if walk.gated:
         own.values.produced.wait(v_slot)
         gates = walk.gates_in(v_slot, half, some_steep)
-        S, to_end = S * (to_end * gates.to_middle()), gates.from_middle()
-    own.s.at[half][...] = S.astype(BF16)
+        S, to_end = times(S, to_end * gates.to_middle()), gates.from_middle()
+    for part, total in zip(state, S, strict=True):
+        part[...] = total.astype(BF16)
     if not walk.gated:
         own.values.produced.wait(v_slot)
     mosaic.keep_rows(v, item.rows_within(chunk, walk.lengths))
     plgpu.commit_smem()
     own.mapped.wait(slot)
 
-    def products(S: jax.Array, added: Any) -> Any:
+    def products(S: list[jax.Array], added: Any) -> Any:
         """w [64, 64], what is read of the state [64, 64], and S behind the chunk."""
-        return multiply(
-            (mosaic.zeros(C, C), [(q, k.T)]),
-            (mosaic.zeros(C, HALF), [(q, own.s.at[half].T)]),
-            (S, [(added, k)]),
+        w, out, *totals = multiply(
+            (mosaic.zeros(C, C), [(a, b.T) for a, b in zip(q, k, strict=True)]),
+            (mosaic.zeros(C, HALF), [(a, b.T) for a, b in zip(q, state, strict=True)]),
+            *((total, [(added, b)]) for total, b in zip(S, k, strict=True)),
         )
+        return w, out, totals
 
     def when_steep() -> Any:
         added = mosaic.times_rows(v, gates.left(OF_COLUMNS))
-        w, out, total = products(S * jnp.exp2(gates.last), added)
+        w, out, totals = products(times(S, jnp.exp2(gates.last)), added)
         reads = mosaic.in_columns(jnp.exp2(gates.of(OF_ROWS)), HALF)
-        return w * gates.of_pairs(queries=0), out * reads, total
+        return w * gates.of_pairs(queries=0), out * reads, totals
 
     def otherwise() -> Any:
         return products(S, v.T)
@@ -403,6 +410,10 @@ def multiply_chunk(
         tiling.part(walk.out, item, item.rows(chunk), item.head, half),
     )
     return S, to_end
+
+
+def times(S: list[jax.Array], factor: Any) -> list[jax.Array]:
+    return [part * factor for part in S]
 
 
 def factor_of(walk: Walk, half: Any, v_slot: Any, w: jax.Array, gates: Any) -> Any:

@@ -7,6 +7,7 @@
 With a decay, as in `output.py`, they are what is left of them behind the piece. The sums of queries
 are like them (`query_sums.py`). Of two heads of 64 in a tile each half is a head, with sums of its
 own, and z is summed up where features are mapped: values have as many steps for half the products.
+Where a tile of one head lies in two blocks (`Tiling.parts_in`), so do the sums.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def piece_sums(
         a_s=tiling.shared(STAGES, 2, ALIKE, C),
         total_s=tiling.shared(2, HALF, spec.D, dtype=F32),
         columns_s=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=heads * (1 + len(vectors)), num_barriers=STAGES),
+        loaded=plgpu.Barrier(
+            num_arrivals=tiling.blocks + heads * len(vectors), num_barriers=STAGES
+        ),
         y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=2 if by_values else 4, num_barriers=STAGES),
@@ -176,8 +179,8 @@ def piece_sums(
                 slot = mosaic.slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(y_loaded.at[slot])
                 plgpu.barrier_wait(mapped.at[slot])
-                x, y = tiling.head_in(x_s, slot, half), y_s.at[slot, half]
-                products = [(y.T, x)]
+                y = y_s.at[slot, half]
+                products = [(y.T, x) for x in tiling.parts_in(x_s, slot, half)]
                 if lengths_ref is not None:
                     mosaic.keep_rows(y, item.rows_within(chunk, lengths_ref))
                     plgpu.commit_smem()
@@ -189,14 +192,16 @@ def piece_sums(
                 plgpu.barrier_arrive(free.at[slot])
                 return list(found)
 
-            start = [mosaic.zeros(HALF, spec.D)]
+            parts = tiling.parts_of(total_s.at[half])
+            start = [mosaic.zeros(HALF, part.shape[1]) for part in parts]
             if by_values:
                 start.append(mosaic.zeros(HALF, ALIKE))
-            total, *columns = lax.fori_loop(0, item.chunks, multiply_chunk, start)
-            if columns:
-                leave_columns(item, half, columns[0])
+            found = lax.fori_loop(0, item.chunks, multiply_chunk, start)
+            if by_values:
+                leave_columns(item, half, found.pop())
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            total_s.at[half][...] = total
+            for part, total in zip(parts, found, strict=True):
+                part[...] = total
             plgpu.commit_smem()
             head = tiling.head_of(item.head, half)
             target = total_ref.at[item.batch, head, item.piece, tiling.columns_of(half)]
