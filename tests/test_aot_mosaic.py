@@ -57,6 +57,7 @@ CALLS = [
         14,
         {"key_gradient": 120, "new_body": 616, "query_gradient": 20, "output": 40},
     ),
+    (Call(1, 16379, 16, 128, decay="step", gradients=False), 5, {"output": 276}),
     (Call(1, 16384, 32, 128, causal=False), 7, {}),
     (Call(1, 16384, 8, 192, causal=False, states=True), 9, {}),
     (Call(1, 16384, 8, 256, causal=False), 9, WHOLE),

@@ -136,6 +136,9 @@ def test_arrivals_are_those_counted_by_hand(heads: int, decay: str | None) -> No
 
     of_gates = {"values.produced": (3, 4)} if decay else {}
     assert counts(output.storage_of(spec)) == wanted(OUTPUT | of_gates)
+    # Of a length that is no multiple of 8 a tile is two copies, of however many heads.
+    odd, in_blocks = dataclasses.replace(spec, T=1001, S=1001), {"rows.produced": (4, 4)}
+    assert counts(output.storage_of(odd)) == wanted(OUTPUT | of_gates | in_blocks)
     for some_steep in (False, True)[: 1 + bool(decay)]:
         by_hand = KEY_GRADIENT | (OF_GATES if decay else {}) | (OF_STEEP if some_steep else {})
         assert counts(key_gradient_storage.storage_of(spec, some_steep)) == wanted(by_hand)
@@ -186,13 +189,15 @@ def shared_bytes(text: str) -> int:
     return max(int(size) for size in re.findall(r"memref<(\d+)xi8, #gpu.address_space<work", text))
 
 
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("decay", "layout"), [(None, "bthd"), ("step", "bhtd"), ("head", "bthd")])
-def test_sequences_of_odd_lengths(decay: str | None, layout: str) -> None:
-    """The same kernels, forward and backward, in as much shared memory; copies are no longer in
-    tiles of 8 rows."""
+def test_sequences_of_odd_lengths(decay: str | None, layout: str, D: int) -> None:
+    """The same kernels, forward and at D = 64 backward, in as much shared memory; copies are no
+    longer in tiles of 8 rows."""
 
     def modules(T: int) -> list[tuple[str, str]]:
-        case = mosaic_text.Case(64, T=T, decay=decay, layout=layout, normalize=layout == "bthd")
+        options = dict(normalize=layout == "bthd", gradients=D == 64)
+        case = mosaic_text.Case(D, T=T, decay=decay, layout=layout, **options)
         return mosaic_text.modules_of(mosaic_text.lower(case))
 
     even, odd = modules(1000), modules(1001)
@@ -207,5 +212,9 @@ def test_only_rows_of_the_swizzle_have_an_untiled_view() -> None:
     assert not isinstance(dataclasses.replace(of_pairs, ragged=False).tiles(4), plgpu.RefUnion)
     with ato_jax.interpret():
         assert not isinstance(of_pairs.tiles(4), plgpu.RefUnion)
+    of_one = mosaic.Tiling("bthd", 128, 128, ragged=True)
+    assert isinstance(of_one.tiles(4), plgpu.RefUnion)
     with pytest.raises(AssertionError, match="256 bytes are tiled otherwise"):
-        mosaic.Tiling("bthd", 128, 128, ragged=True).tiles(4)
+        of_one.of_rows(4, 64, 128)
+    with pytest.raises(AssertionError, match="heads of 96 columns are tiled in fewer"):
+        dataclasses.replace(of_one, width=96).tiles(4)
