@@ -466,7 +466,8 @@ MOSAIC = Space(
         Rule(
             ("lengths", "causal", "decay", "widths"),
             lambda lengths, causal, decay, widths: (
-                lengths == "odd" and (not causal or decay == "channel" or widths[0] != 64)
+                lengths == "odd"
+                and (not causal or decay == "channel" or widths[0] not in (64, 128))
             ),
             "multiples of 8",
         ),
