@@ -47,6 +47,10 @@ def _always(**options: Any) -> Any:
     return lambda sizes: options
 
 
+def _with_decay(axes: str, **options: Any) -> Any:
+    return lambda sizes: {"decay": jnp.full([sizes[axis] for axis in axes], -0.1), **options}
+
+
 def _shared() -> Iterator[Row]:
     for dtype in ("bfloat16", "float16", "float32"):
         yield Row(dtype, dtype=dtype)
@@ -124,10 +128,7 @@ def _linear_attention() -> Iterator[Row]:
             yield Row(
                 f"decay {kind}{', causal' * causal}",
                 {},
-                lambda sizes, axes=axes, causal=causal: {
-                    "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
-                    "causal": causal,
-                },
+                _with_decay(axes, causal=causal),
             )
 
     def state(sizes: dict[str, int]) -> ato_jax.LinearState:
@@ -174,10 +175,7 @@ def _linear_attention() -> Iterator[Row]:
         yield Row(
             f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",
             sizes,
-            lambda sizes, axes=axes: {
-                "causal": True,
-                "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
-            },
+            _with_decay(axes, causal=True),
         )
     for causal, told in ((False, "T = S = 64"), (True, "causal")):
         options = {"causal": causal, "kv_lengths": np.array([20, 32])}
@@ -192,11 +190,7 @@ def _linear_attention() -> Iterator[Row]:
         yield Row(
             f'causal, D = V = 128, decay [{", ".join(axes)}], feature_map="silu"',
             wide,
-            lambda sizes, axes=axes: {
-                "causal": True,
-                "decay": jnp.full([sizes[axis] for axis in axes], -0.1),
-                "feature_map": "silu",
-            },
+            _with_decay(axes, causal=True, feature_map="silu"),
         )
 
 

@@ -120,8 +120,8 @@ def test_tails_within_8_rows(T: int, layout: str, decay: str | None, options: An
 def test_tails_within_8_rows_of_one_head(
     T: int, H: int, layout: str, decay: str | None, options: Any
 ) -> None:
-    """Whose tiles lie in two blocks. In groups, too, and with a state given and asked for; a steep
-    chunk is one of several, or the last one, in part."""
+    """A tile of one head lies in two blocks. Some heads share keys, and some calls take a state and
+    return one. The steep chunk is one of several, or the last one, which T cuts."""
     if decay:
         gates = channel.draw_gates("mild", 1, T, 1)
         if decay == "steep":

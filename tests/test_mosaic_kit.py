@@ -136,7 +136,7 @@ def test_arrivals_are_those_counted_by_hand(heads: int, decay: str | None) -> No
 
     of_gates = {"values.produced": (3, 4)} if decay else {}
     assert counts(output.storage_of(spec)) == wanted(OUTPUT | of_gates)
-    # Of a length that is no multiple of 8 a tile is two copies, of however many heads.
+    # Where T is no multiple of 8, two copies fill a tile, whether it holds one head or two.
     odd, in_blocks = dataclasses.replace(spec, T=1001, S=1001), {"rows.produced": (4, 4)}
     assert counts(output.storage_of(odd)) == wanted(OUTPUT | of_gates | in_blocks)
     for some_steep in (False, True)[: 1 + bool(decay)]:
@@ -185,15 +185,15 @@ def test_functions_of_rebuilt_kernels_are_short() -> None:
 
 
 def shared_bytes(text: str) -> int:
-    """What a kernel has of shared memory, by its module's text."""
+    """The bytes of shared memory that a kernel allocates, read from its module's text."""
     return max(int(size) for size in re.findall(r"memref<(\d+)xi8, #gpu.address_space<work", text))
 
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("decay", "layout"), [(None, "bthd"), ("step", "bhtd"), ("head", "bthd")])
 def test_sequences_of_odd_lengths(decay: str | None, layout: str, D: int) -> None:
-    """The same kernels, forward and at D = 64 backward, in as much shared memory; copies are no
-    longer in tiles of 8 rows."""
+    """A call with T = 1001 launches the kernels that T = 1000 does, and each allocates as much
+    shared memory: forward, and at D = 64 backward, too."""
 
     def modules(T: int) -> list[tuple[str, str]]:
         options = dict(normalize=layout == "bthd", gradients=D == 64)

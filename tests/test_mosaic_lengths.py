@@ -3,23 +3,21 @@ lengths, whose padding holds NaN, and a state behind a chunk that the sequence e
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import OP, against_the_reference, draw, newest, options_of
+from test_linear_mosaic import (  # noqa: F401
+    OP,
+    against_the_reference,
+    draw,
+    newest,
+    no_races,
+    options_of,
+)
 
-from ato_jax.mosaic import program
 from tests import numerics
-
-
-@pytest.fixture(autouse=True)
-def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    if program.interpreter is not None:
-        interpreter = functools.partial(program.interpreter, detect_races=True)
-        monkeypatch.setattr(program, "interpreter", interpreter)
 
 
 def decay_of(kind: str, B: int, T: int, G: int, layout: str) -> Any:
@@ -56,7 +54,8 @@ def poisoned(arrays: list[Any], lengths: Any, layout: str) -> list[Any]:
 def test_lengths(
     D: int, H: int, layout: str, decay: str, given: bool, options: dict[str, Any]
 ) -> None:
-    """In the first piece, at a chunk's end, and of nothing; in two pieces of two chunks."""
+    """Sequences end in the second piece, at a chunk's end, and before their first row; a sequence
+    has two pieces of two chunks."""
     B, T = 3, 200
     lengths = jnp.array([150, 64, 0], jnp.int32)
     arrays = poisoned(draw(B, T, H, H, layout, D=D), lengths, layout)
@@ -88,8 +87,8 @@ def test_a_state_behind_a_cut_chunk(D: int, H: int, decay: str) -> None:
 def test_segments(
     D: int, H: int, layout: str, decay: str, padded: bool, options: dict[str, Any]
 ) -> None:
-    """Of one row, across chunks and pieces, and from a chunk's first row on. A state is ahead of
-    the first, and one behind the last."""
+    """Segments have one row, or cross chunks and pieces, or begin with a chunk. A state stands
+    ahead of the first segment, and the state behind the last one is returned."""
     B, T, G = 2, 200, H
     ids = jnp.repeat(jnp.arange(5), jnp.array([40, 1, 23, 100, 36]))
     ids = jnp.stack([ids, jnp.where(ids == 2, 0, ids)])
@@ -116,7 +115,7 @@ def test_segments(
 def test_lengths_where_every_query_sees_every_key(
     D: int, H: int, layout: str, sides: tuple[str, ...], backward: str, options: dict[str, Any]
 ) -> None:
-    """Of queries, of keys, or of both; a sequence without keys has outputs of 0."""
+    """Queries, keys or both have lengths; a query of a sequence without keys gives 0."""
     B, T, S = 3, 136, 200
     q, k, v = draw(B, T, H, 1, layout, S=S, D=D)
     options = {"layout": layout} | options

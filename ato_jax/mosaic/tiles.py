@@ -161,8 +161,8 @@ class Tiling:
 
     @property
     def blocks(self) -> int:
-        """Of a tile: one behind the other, each by a copy of its own. Two heads lie apart, as TMA
-        writes whole rows of a tile; so do the halves of one where it is copied untiled."""
+        """How many blocks of shared memory hold a tile; one copy fills each. Two heads have a block
+        each, as TMA writes whole rows of a tile, and so have the halves of an untiled copy."""
         return 2 if self.ragged else self.heads
 
     def head_of(self, head: Any, half: Any) -> Any:
@@ -234,20 +234,20 @@ class Tiling:
         return own
 
     def parts_in(self, tiles: Any, slot: Any, half: Any) -> list[Any]:
-        """The same, as products take them: a head's blocks, [64, 128], or each [64, 64]."""
+        """The blocks that hold these columns: one of [64, 128] or [64, 64], or two of [64, 64]."""
         if self.blocks == 1:
             return [tiles.at[slot]]
         return [tiles.at[slot, n] for n in ([half] if self.heads == 2 else range(self.blocks))]
 
     def parts_of(self, ref: Any) -> list[Any]:
-        """[64, a head's columns], cut as `parts_in` are: what these are multiplied by, or added
-        to."""
+        """Cuts `ref`, [64, a head's columns], into as many parts as `parts_in` gives. Products
+        pair the parts of both."""
         if self.blocks == self.heads:
             return [ref]
         return [ref.at[:, pl.ds(n * HALF, HALF)] for n in range(self.blocks)]
 
     def _each_block(self, tiles: Any, slot: Any) -> list[tuple[Any, Any]]:
-        """What is copied at once: with the `half` of `part`, the block of one of `tiles`."""
+        """The blocks of one of `tiles`, each with the `half` that names its columns to `part`."""
         if self.blocks == 1:
             return [(None, tiles.at[slot])]
         return [(half, tiles.at[slot, half]) for half in range(self.blocks)]
