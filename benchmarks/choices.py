@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -61,6 +62,11 @@ DOUBTFUL = 1.01
 SECONDS_OF_DOUBT = 0.3
 # The most calls of one program: XLA compiles each of its own calls anew.
 MOST_CALLS = 8
+# A program that takes less than this may wait for the host that launches it, so it makes several
+# calls. The rates, in bytes and operations a second, are above those of any row.
+LAUNCH_SECONDS = 100e-6
+FASTEST_COPY = 5e12
+FASTEST_PRODUCTS = 800e12
 # The longest that compiling in other processes may take.
 COMPILE_SECONDS = 170
 # What a call without a name is called here.
@@ -387,10 +393,23 @@ class Programs:
     comparing: Any
 
 
-def groups_of_inputs(row: Row, platform: str) -> tuple[int, int]:
-    """As elsewhere, with fewer calls in a program: XLA compiles each of its own calls anew."""
+def least_seconds(row: Row, phase: str) -> float:
+    """A bound from below on the time of a call on any card."""
+    passes = 1 if phase == PHASES[0] else 2.5
+    copying = passes * row.set_bytes / FASTEST_COPY
+    if row.op != "attention" or dict(row.options).get("window"):
+        return copying
+    pairs = row.B * row.H * row.T * (row.S or row.T) / (2 if row.causal else 1)
+    return max(copying, 2 * passes * pairs * (row.D + (row.V or row.D)) / FASTEST_PRODUCTS)
+
+
+def groups_of_inputs(row: Row, phase: str, platform: str) -> tuple[int, int]:
+    """As elsewhere, with fewer calls in a program: XLA compiles each of its own calls anew, so
+    there are only as many as keep the GPU busy while the host launches the next program.
+    """
     groups, calls = timing.groups_of_inputs(row.set_bytes, platform)
-    fewer = min(calls, MOST_CALLS)
+    needed = math.ceil(LAUNCH_SECONDS / least_seconds(row, phase))
+    fewer = min(calls, needed, MOST_CALLS)
     return -(-groups * calls // fewer), fewer
 
 
@@ -398,7 +417,7 @@ def compiled(row: Row, phase: str, platform: str, by_name: bool = True) -> Progr
     """Everything that the row needs in this phase, compiled in this process. Without `by_name`,
     these are the program of `implementation=None` and the float32 result it is compared with.
     """
-    _, calls = groups_of_inputs(row, platform)
+    _, calls = groups_of_inputs(row, phase, platform)
     key = jax.eval_shape(lambda: jax.random.key(0))
     drawing = jax.jit(functools.partial(draw, row)).lower(key).compile()
     shapes = jax.eval_shape(functools.partial(draw, row), key)
@@ -526,7 +545,7 @@ class Found:
 
 def measure(row: Row, phase: str, programs: Programs, platform: str) -> Found:
     """Compares the programs of a row, and times those that are right in turns."""
-    groups, calls = groups_of_inputs(row, platform)
+    groups, calls = groups_of_inputs(row, phase, platform)
     keys = jax.random.split(jax.random.key(row.T), (groups, calls))
     sets = [[programs.drawing(key) for key in group] for group in keys]
     wanted = programs.compiled[RIGHT]([sets[0][0]])[0]

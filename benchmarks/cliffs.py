@@ -107,11 +107,11 @@ def phases() -> tuple[str, ...]:
 # -- one row -------------------------------------------------------------------------------------
 
 
-def compared(row: Row, programs: Programs, platform: str) -> Ready | str:
+def compared(row: Row, phase: str, programs: Programs, platform: str) -> Ready | str:
     """The call, ready to be timed if its results are right, or the reason why it cannot be."""
     if CHOSEN not in programs.of:
         return programs.failed.get(CHOSEN, "no program")
-    groups, calls = choices.groups_of_inputs(row, platform)
+    groups, calls = choices.groups_of_inputs(row, phase, platform)
     keys = jax.random.split(jax.random.key(row.T), (groups, calls))
     sets = [[programs.drawing(key) for key in group] for group in keys]
     program = programs.compiled[programs.of[CHOSEN]]
@@ -143,13 +143,13 @@ class Calls:
         ahead_of_time = self.programs.get((row, phase))
         if ahead_of_time is not None:
             try:
-                return compared(row, choices.unpacked(ahead_of_time), self.platform)
+                return compared(row, phase, choices.unpacked(ahead_of_time), self.platform)
             except Exception as error:  # a program that cannot be loaded, or does not run here
                 reason = side_by_side.refusal(error)
                 print(f"{row}, {phase}: compiled again: {reason}", flush=True)
         try:
             programs = choices.compiled(row, phase, self.platform, by_name=False)
-            return compared(row, programs, self.platform)
+            return compared(row, phase, programs, self.platform)
         except Exception as error:  # a compiler's own, of many kinds
             return side_by_side.refusal(error)
 

@@ -222,11 +222,11 @@ def test_the_suite_runs_and_is_resumed(
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = choices.compiled(TINY, PHASES[0], "cpu", by_name=False)
     assert set(programs.of) == {choices.CHOSEN}
-    ready = cliffs.compared(TINY, programs, "cpu")
+    ready = cliffs.compared(TINY, PHASES[0], programs, "cpu")
     assert isinstance(ready, cliffs.Ready) and ready.calls == 1 and ready.choice == "xla"
     monkeypatch.setattr(choices, "tolerance", lambda row: 0.0)
     off = dataclasses.replace(programs, comparing=lambda found, right: {"out": float("nan")})
-    told = cliffs.compared(TINY, off, "cpu")
+    told = cliffs.compared(TINY, PHASES[0], off, "cpu")
     assert told == "out is wrong: relative error nan"
     calls = cliffs.Calls("cpu", {})
     monkeypatch.setattr(calls, "ready", lambda row, phase: told if row.lengths else ready)
