@@ -380,8 +380,10 @@ def new_kind(chosen: random.Random, device: str) -> Kind:
 # What is recorded
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Timed:
+    """One call. Hundreds of thousands are kept, in memory that the run itself watches."""
+
     kind: str
     start: float
     end: float
@@ -583,7 +585,7 @@ class Soak:
         tensors = self.inputs.get(pair) or draw(kind, seed, self.device)
         tensors = {name: x.detach().clone() for name, x in tensors.items()}
         shapes = [(x.shape, x.dtype) for x in tensors.values() if x.is_floating_point()]
-        found = self._timed(self.record.calls, str(kind), lambda: call(kind, tensors))
+        found = self._timed(self.record.calls, sys.intern(str(kind)), lambda: call(kind, tensors))
         tensors.clear()
         scrap = [torch.full(s, torch.nan, dtype=d, device=self.device) for s, d in shapes]
         del scrap
@@ -764,10 +766,10 @@ def run(
         with timed_around(device, soak.synchronize) as changed_later:
             samples = soak.threads(threads, 7 / 8 * seconds)
             together, soak.record = soak.record, Record()
+            unexplained = report(f"{threads} threads", together.slow(pauses, compiling=True))
             soak.alone(seconds / 8)
             soak.synchronize()
         closed_later = closed_roads()
-        unexplained = report(f"{threads} threads", together.slow(pauses, compiling=True))
         unexplained += report("alone", soak.record.slow(pauses, compiling=False))
         del held
     for record in (together, soak.record):
