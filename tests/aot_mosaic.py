@@ -78,6 +78,7 @@ class Call:
     states: bool = False  # given, and asked for
     gradients: bool = True
     feature_map: str = "elu1"
+    G: int | None = None  # H, unless it is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +180,17 @@ def main(call: Call) -> None:
     def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    B, T, H, D = call.B, call.T, call.H, call.D
-    rows = (B, T, H) if call.layout == "bthd" else (B, H, T)
+    B, T, H, D, G = call.B, call.T, call.H, call.D, call.G or call.H
+
+    def of(heads: int) -> tuple[int, ...]:
+        return (B, T, heads) if call.layout == "bthd" else (B, heads, T)
+
+    rows = of(G)
     options: dict[str, Any] = {}
     if call.decay is not None:
-        options["decay"] = array(*{"head": (H,), "step": rows, "channel": (*rows, D)}[call.decay])
+        options["decay"] = array(*{"head": (G,), "step": rows, "channel": (*rows, D)}[call.decay])
     if call.states:
-        options["initial_state"] = ato_jax.LinearState(array(B, H, D, D), array(B, H, D))
+        options["initial_state"] = ato_jax.LinearState(array(B, G, D, D), array(B, G, D))
 
     def forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         return ato_jax.linear_attention(
@@ -206,7 +211,8 @@ def main(call: Call) -> None:
         return outputs, pull(cotangents)
 
     function: Any = forward
-    inputs: list[Any] = [*[array(*rows, D, dtype=jnp.bfloat16)] * 3, options]
+    q, k = (array(*of(heads), D, dtype=jnp.bfloat16) for heads in (H, G))
+    inputs: list[Any] = [q, k, k, options]
     if call.gradients:
         function = with_gradients
         inputs.insert(0, (inputs[0], options["initial_state"]) if call.states else inputs[0])

@@ -17,6 +17,7 @@ from test_linear_mosaic import (  # noqa: F401
     options_of,
 )
 
+from ato_jax.ops.linear_attention.mosaic_gpu import causal
 from tests import numerics
 
 
@@ -127,3 +128,39 @@ def test_lengths_where_every_query_sees_every_key(
         k, v = poisoned([k, v], options["kv_lengths"], layout)
     wanted = numerics.oracle(OP, q, k, v, **options)
     against_the_reference("mosaic_gpu", backward, wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, H, G, layout, decay, given, options",
+    [
+        (128, 4, 2, "bthd", "none", True, {}),
+        (96, 3, 1, "bhtd", "head", True, {"normalize": False, "feature_map": "silu"}),
+        (128, 4, 1, "bthd", "step", True, {}),
+        (128, 4, 2, "bhtd", "steep", True, {}),
+        (64, 4, 2, "bthd", "none", True, {}),
+        (64, 8, 2, "bhtd", "step", True, {}),
+        (64, 4, 2, "bthd", "steep", False, {"feature_map": "exp"}),
+    ],
+)
+def test_gradients_of_groups(
+    D: int,
+    H: int,
+    G: int,
+    layout: str,
+    decay: str,
+    given: bool,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two pieces of two chunks, the second one's last in part; some sequences are shorter. Where a
+    state is given, the gradients have pieces of one chunk."""
+    if given:
+        monkeypatch.setattr(causal, "LEAST_CHUNKS", 1)
+    B, T = 2, 200
+    lengths = jnp.array([150, 200], jnp.int32)
+    arrays = poisoned(draw(B, T, H, G, layout, D=D), lengths, layout)
+    options = options_of(B, G, layout, given, D) | options
+    options |= {"decay": decay_of(decay, B, T, G, layout), "kv_lengths": lengths}
+    wanted = numerics.oracle(OP, *arrays, causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)

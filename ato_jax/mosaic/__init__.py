@@ -48,6 +48,7 @@ from ato_jax.mosaic.tiles import OF_COLUMNS as OF_COLUMNS
 from ato_jax.mosaic.tiles import OF_ROWS as OF_ROWS
 from ato_jax.mosaic.tiles import ROWS as ROWS
 from ato_jax.mosaic.tiles import TILE as TILE
+from ato_jax.mosaic.tiles import Heads as Heads
 from ato_jax.mosaic.tiles import Tiling as Tiling
 from ato_jax.mosaic.tiles import Views as Views
 from ato_jax.mosaic.tiles import for_copy as for_copy

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -133,6 +133,14 @@ def times_rows(ref: Any, factors: jax.Array) -> jax.Array:
     return rounded(turned * in_rows(factors, turned.shape[0]), ref.dtype)
 
 
+class Heads(NamedTuple):
+    """The two heads of a tile where they do not lie side by side: `first`, and `first + apart`,
+    which may be the same. It stands in the place of a pair's number."""
+
+    first: Any
+    apart: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """How one op's heads lie in tiles and in arrays in global memory.
@@ -167,6 +175,8 @@ class Tiling:
 
     def head_of(self, head: Any, half: Any) -> Any:
         """The head, in global memory, whose columns half a tile has."""
+        if isinstance(head, Heads):
+            return head.first + half * head.apart
         return head if self.heads == 1 else 2 * head + half
 
     def columns_of(self, half: Any) -> Any:

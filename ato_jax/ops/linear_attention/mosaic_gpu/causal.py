@@ -84,6 +84,14 @@ def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     return int(pl.cdiv(units, pl.cdiv(units, wanted)))
 
 
+def _pieces_of_groups(spec: LinearAttentionSpec, config: Config) -> int:
+    """Those of the gradients: a block that walks keys walks all queries of their group, so there
+    are as many pieces more as fill the card with the heads of keys."""
+    pieces, chunks = pieces_of(spec, config), pl.cdiv(spec.T, frame.C)
+    wanted = max(pieces, min(spec.H // spec.G * pieces, chunks // LEAST_CHUNKS))
+    return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
+
+
 def _chunks_at_once(spec: LinearAttentionSpec) -> int:
     """What pieces are made of."""
     return channel.CHUNKS if spec.decay == "channel" else 1
@@ -198,8 +206,12 @@ def backward(
     inputs, g = residuals.inputs, cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
     deal = _deal(spec, config)
+    kept_pieces = deal.pieces
+    if spec.H != spec.G:
+        own = dataclasses.replace(config, pieces=_pieces_of_groups(spec, config))
+        deal = _deal(spec, own)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
-    if isinstance(residuals.outputs, Kept):
+    if isinstance(residuals.outputs, Kept) and deal.pieces == kept_pieces:
         s, z = residuals.outputs.s, residuals.outputs.z
     else:
         s, z, _ = _states(dataclasses.replace(spec, return_state=False), deal, inputs, pieces)
@@ -223,13 +235,16 @@ def backward(
             found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
         else:
             found = query_sums(spec, later, q, g, inverse, e, since, lengths)
+        found = jax.tree.map(lambda x: _of_groups(spec, x, 1), found)
     end = cotangents.state if spec.return_state else None
     behind = at_edges(spec, found, end, keeps, first, ends=spec.initial_state, reverse=True)
     of_walk = q, k, v, g, inverse, e, behind.kv, behind.k_sum
     if wide:
         dk, dv = wide_causal.key_gradient(spec, deal, *of_walk)
     else:
-        dk, dv, of_keys = key_gradient(spec, deal, Arrays(*of_walk, gates, steep, lengths))
+        heads = spec.G // frame.heads_of_tile(spec)
+        walk = dataclasses.replace(deal, heads=heads)
+        dk, dv, of_keys = key_gradient(spec, walk, Arrays(*of_walk, gates, steep, lengths))
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         of_start = None
@@ -237,8 +252,17 @@ def backward(
             kv, k_sum = behind.end
             of_kv = s[:, :, 0].astype(jnp.float32) * jnp.swapaxes(kv, 2, 3)
             of_start = jnp.sum(of_kv, axis=(2, 3)) + jnp.sum(z[:, :, 0] * k_sum, axis=2)
+        of_queries = of_queries._replace(flows=_of_groups(spec, of_queries.flows, 2))
         d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=behind.end)
+
+
+def _of_groups(spec: LinearAttentionSpec, x: jax.Array, axis: int) -> jax.Array:
+    """Sums an array over each group of queries' heads, which are its axis `axis`."""
+    if spec.H == spec.G:
+        return x
+    shape = *x.shape[:axis], spec.G, spec.H // spec.G, *x.shape[axis + 1 :]
+    return jnp.sum(x.reshape(shape), axis=axis + 1)
 
 
 def backward_by_channel(

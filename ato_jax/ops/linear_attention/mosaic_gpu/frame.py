@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import HALF as HALF
@@ -51,6 +52,14 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
 
 def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
     return tiling(spec).sequence_shape(spec.B, spec.T, heads)
+
+
+def head_of_keys(spec: LinearAttentionSpec, head: Any) -> Any:
+    """The head of the keys that an item's queries see; of a pair of heads one for both."""
+    group_size = spec.H // spec.G
+    if heads_of_tile(spec) == 1 or group_size == 1:
+        return lax.div(head, group_size)
+    return mosaic.Heads(lax.div(head, group_size // 2), 0)
 
 
 def name_of(kernel: str) -> str:

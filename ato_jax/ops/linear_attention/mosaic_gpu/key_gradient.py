@@ -65,6 +65,10 @@ I is of b, which dk puts in shared memory, times a, which dv puts beside it: a p
 where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.
 
 Where a tile is of two heads, each warpgroup does for both what it does for one.
+
+Where a group of H / G heads of queries reads the same keys, these are as many queries more: R, u,
+dk and dv are sums over the group. An item is of a head of keys; each chunk of its keys takes H / G
+steps of `rows`, one for each member of the group. R and u are published with the first.
 """
 
 from __future__ import annotations
@@ -105,7 +109,7 @@ def key_gradient(
     rest = None
     if gates is not None:
         rows = jax.ShapeDtypeStruct(gates.shape, F32)
-        of_edges = spec.B, spec.H, flows.places(deal)
+        of_edges = spec.B, spec.G, flows.places(deal)
         kv = jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16)
         out_type = (*out_type, rows, rows, kv, jax.ShapeDtypeStruct((*of_edges, spec.F), F32))
         rest = _program(spec, deal, list(given), some_steep=True)
@@ -137,27 +141,37 @@ def _program(
 def memory(walk: Walk) -> None:
     """Loads chunks, from the end."""
     steps = walk.each(functools.partial(load_piece, walk))
-    walk.own.rows.drain(steps)
+    walk.own.rows.drain(walk.row_step(steps, 0))
     walk.own.keys.drain(steps)
 
 
 def load_piece(walk: Walk, item: Item) -> None:
     own, arrays, tiling = walk.own, walk.arrays, walk.tiling
 
-    def load_chunk(chunk: Any, _: None) -> None:
-        step, rows = item.before + chunk, item.rows_from_the_end(chunk)
-        slot, k_slot = own.rows.slot(step), own.keys.slot(step)
-        produced = own.rows.produced
+    def load_queries(rows: Any, step: Any, slot: Any, member: Any) -> None:
+        of_member, produced = walk.of_queries(item, member), own.rows.produced
         own.rows.acquire(step)
-        tiling.copy_tile(arrays.q, item, rows, item.head, own.q, slot, produced)  # [64, F]
-        tiling.copy_vector(arrays.inverse, item, rows, own.inverse, slot, produced)  # [64]
-        tiling.copy_vector(arrays.e, item, rows, own.e, slot, produced)  # [64]
-        tiling.copy_tile(arrays.g, item, rows, item.head, own.g, slot, produced)  # [64, V]
+        tiling.copy_tile(arrays.q, item, rows, of_member.head, own.q, slot, produced)  # [64, F]
+        tiling.copy_vector(arrays.inverse, of_member, rows, own.inverse, slot, produced)  # [64]
+        tiling.copy_vector(arrays.e, of_member, rows, own.e, slot, produced)  # [64]
+        tiling.copy_tile(arrays.g, item, rows, of_member.head, own.g, slot, produced)  # [64, V]
         if walk.gated:
             tiling.copy_vector(arrays.gates, item, rows, own.gates, slot, produced)  # [64]
+
+    def load_chunk(chunk: Any, _: None) -> None:
+        step, rows = item.before + chunk, item.rows_from_the_end(chunk)
+        first = walk.row_step(step, 0)
+        slot, k_slot = own.rows.slot(first), own.keys.slot(step)
+        load_queries(rows, first, slot, 0)
         own.keys.acquire(step)
         for ref, tiles in ((arrays.k, own.k), (arrays.v, own.v)):  # [64, F], [64, V]
             tiling.copy_tile(ref, item, rows, item.head, tiles, k_slot, own.keys.produced)
+
+        def load_member(member: Any, _: None) -> None:
+            own_step = walk.row_step(step, member)
+            load_queries(rows, own_step, own.rows.slot(own_step), member)
+
+        walk.each_other_member(load_member, None)
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -199,9 +213,48 @@ def sum_piece(walk: Walk, item: Item) -> None:
 
 def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
     """Carries R and u of each head, u in 8 columns, and `to_start`."""
+    found, to_start = sum_queries(walk, item, chunk, None, *carried)
+
+    def sum_member(member: Any, sums: Any) -> Any:
+        return sum_queries(walk, item, chunk, member, sums, to_start)[0]
+
+    return walk.each_other_member(sum_member, found), to_start
+
+
+def sum_queries(
+    walk: Walk, item: Item, chunk: Any, member: Any, sums: Any, to_start: list[Any]
+) -> Any:
+    """R and u behind the chunk, and `to_start`. With the first of a group's members, which is
+    None, R and u of later chunks are published before."""
+    own, heads, is_first = walk.own, walk.heads, member is None
+    step = walk.row_step(item.before + chunk, 0 if is_first else member)
+    slot, count = own.rows.slot(step), walk.count(item, chunk)
+    gates, queries = map_queries(walk, slot, count)
+    if is_first:
+        sums, to_start = publish(walk, chunk, gates, sums, to_start)
+    # g in as many parts as R.
+    added = [[g] for g in walk.in_heads(own.g, slot)]
+    if walk.gated and heads == 1:
+        added = [[walk.tiling.half_of(own.g, slot, half) for half in range(2)]]
+    if walk.gated and is_first:
+        keep_sums(walk, item, chunk)
+    if walk.some_steep:
+        factors = zip(gates, queries, added, sums, strict=True)
+        sums = [
+            sum_one_by_one(walk, of_head, is_first, q, own.minus_e.at[n], g, *own_sums)
+            for n, (of_head, q, g, own_sums) in enumerate(factors)
+        ]
+    else:
+        sums = sum_at_once(walk, queries, added, sums)
+    if walk.gated:
+        plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+    own.rows.consumed.arrive(slot)
+    return sums, to_start
+
+
+def map_queries(walk: Walk, slot: Any, count: Any) -> tuple[list[Any], list[Any]]:
+    """The gates of each head, and its phi' where q was."""
     own, tiling, heads = walk.own, walk.tiling, walk.heads
-    sums, to_start = carried
-    slot, count = own.rows.slot(item.before + chunk), walk.count(item, chunk)
     own.rows.produced.wait(slot)
     queries = walk.in_heads(own.q, slot)
     inverses = [load(rows, OF_ROWS) for rows in tiling.by_heads(own.inverse.at[slot])]
@@ -220,6 +273,12 @@ def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
         spread(es[n], own.minus_e.at[n])
     plgpu.commit_smem()
     own.mapped.arrive(slot)
+    return gates, queries
+
+
+def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, to_start: list[Any]) -> Any:
+    """R and u of later chunks, stored as the chunk's middle sees them; and `to_start`."""
+    own = walk.own
     if walk.gated:
         for n, of_head in enumerate(gates):
             onto = to_start[n] * of_head.from_middle()
@@ -233,29 +292,13 @@ def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
     if walk.gated:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for rows, of_u, (total, parts) in zip(
-        walk.parts_of_r(), tiling.by_heads(own.u), sums, strict=True
+        walk.parts_of_r(), walk.tiling.by_heads(own.u), sums, strict=True
     ):
         for ref, x in zip(rows, total, strict=True):
             ref[...] = x.astype(BF16)
         of_u[...] = mosaic.of_parts(parts)
     plgpu.commit_smem()
     own.state.produced.arrive()
-    # g in as many parts as R.
-    added = [[g] for g in walk.in_heads(own.g, slot)]
-    if walk.gated and heads == 1:
-        added = [[tiling.half_of(own.g, slot, half) for half in range(2)]]
-    if walk.gated:
-        keep_sums(walk, item, chunk)
-    if walk.some_steep:
-        sums = [
-            sum_one_by_one(walk, gates[n], queries[n], own.minus_e.at[n], added[n], *sums[n])
-            for n in range(heads)
-        ]
-    else:
-        sums = sum_at_once(walk, queries, added, sums)
-    if walk.gated:
-        plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
-    own.rows.consumed.arrive(slot)
     return sums, to_start
 
 
@@ -273,6 +316,7 @@ def sum_at_once(walk: Walk, queries: list[Any], added: list[list[Any]], sums: An
 def sum_one_by_one(
     walk: Walk,
     gates: chunk_decay.Gates,
+    is_first: bool,
     queries: Any,
     minus_e: Any,
     added: list[Any],
@@ -280,13 +324,14 @@ def sum_one_by_one(
     parts: jax.Array,
 ) -> Any:
     """R and u of one head where the chunk may be steep: there are no registers for all factors.
-    For want of them ptxas would serialize the products of other chunks, too."""
+    For want of them ptxas would serialize the products of other chunks, too. Sums of later chunks
+    decay with the first of a group's members."""
     reads, keeps = gates.if_steep(gates.of(OF_COLUMNS)), gates.if_steep(gates.last)
     found: list[jax.Array] = []
     for x, g in zip(total, added, strict=True):
         scaled = mosaic.times_rows(g, reads)
-        found += multiply((x * keeps, [(scaled, queries)]))
-    (parts,) = multiply((parts * keeps, [(queries.T, minus_e.T)]))
+        found += multiply((x * keeps if is_first else x, [(scaled, queries)]))
+    (parts,) = multiply((parts * keeps if is_first else parts, [(queries.T, minus_e.T)]))
     return found, parts
 
 

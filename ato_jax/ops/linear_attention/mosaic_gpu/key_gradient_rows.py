@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,9 +51,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
 
     def walk_piece(item: Item) -> None:
         def walk_chunk(chunk: Any, _: None) -> None:
-            step = item.before + chunk
-            slots = own.rows.slot(step), own.keys.slot(step)
-            found, own_flows = one(walk, *slots, walk.count(item, chunk))
+            found, own_flows = one(walk, item.before + chunk, walk.count(item, chunk))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for target, x in zip(walk.in_heads(own.out, number), found, strict=True):
                 target[...] = x.astype(BF16)
@@ -72,9 +71,10 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
     plgpu.wait_smem_to_gmem(0)
 
 
-def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
+def values_chunk(walk: Walk, step: Any, count: Any) -> Any:
     """dv of each head [64, V], and with a decay I(t) of a steep chunk."""
     own, spec, tiling = walk.own, walk.spec, walk.tiling
+    slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.keys.produced.wait(k_slot)
     tiles = walk.in_heads(own.k, k_slot)
     xs = [walk.phi.present(load(tile)) for tile in tiles]
@@ -96,7 +96,33 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
         own.keys.consumed.arrive(k_slot)
         phi_k = features_of_keys(walk, xs, None, count)
         own.mapped.wait(slot)
-    pairs = zip(phi_k, walk.in_heads(own.q, slot), strict=True)
+    reads, weights, own_flows = weights_of(walk, slot, phi_k, gates)
+    own.state.produced.wait()
+    factors = zip(reads, tiling.by_heads(own.r), weights, walk.in_heads(own.g, slot), strict=True)
+    dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
+    own.state.consumed.arrive()
+    own.rows.consumed.arrive(slot)
+
+    def add_member(member: Any, carried: Any) -> Any:
+        dv, own_flows = carried
+        slot = own.rows.slot(walk.row_step(step, member))
+        own.mapped.wait(slot)
+        gates = walk.gates_in(slot) if walk.gated else []
+        _, weights, more = weights_of(walk, slot, phi_k, gates)
+        factors = zip(dv, weights, walk.in_heads(own.g, slot), strict=True)
+        dv = multiply(*((x, [(w, g)]) for x, w, g in factors))
+        own.rows.consumed.arrive(slot)
+        return dv, [x + flow for x, flow in zip(own_flows, more, strict=True)]
+
+    return walk.each_other_member(add_member, (dv, own_flows))
+
+
+def weights_of(
+    walk: Walk, slot: Any, phi_k: list[jax.Array], gates: list[chunk_decay.Gates]
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Of each head phi(k) as R is multiplied by it, a as g is, and with a decay I(t)."""
+    reads = list(phi_k)
+    pairs = zip(phi_k, walk.in_heads(walk.own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
     own_flows = []
     for n, of_head in enumerate(gates):
@@ -104,18 +130,12 @@ def values_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
             own_flows.append(plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS))
             continue
         own_flows.append(jnp.where(of_head.steep, inside_flow(walk, n, a[n]), 0.0))
-        left = mosaic.in_columns(of_head.left(OF_ROWS), spec.F)
+        left = mosaic.in_columns(of_head.left(OF_ROWS), walk.spec.F)
         a[n] *= of_head.of_pairs(queries=1)
-        phi_k[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
+        reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
     if walk.gated:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-    weights = [mosaic.rounded(seen(of_head)) for of_head in a]
-    own.state.produced.wait()
-    factors = zip(phi_k, tiling.by_heads(own.r), weights, walk.in_heads(own.g, slot), strict=True)
-    dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
-    own.state.consumed.arrive()
-    own.rows.consumed.arrive(slot)
-    return dv, own_flows
+    return reads, [mosaic.rounded(seen(of_head)) for of_head in a], own_flows
 
 
 def features_of_keys(
@@ -147,9 +167,10 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
 
 
-def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
+def keys_chunk(walk: Walk, step: Any, count: Any) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
+    slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.mapped.wait(slot)
     queries, vs = walk.in_heads(own.q, slot), walk.in_heads(own.v, k_slot)
     es = [load(rows, OF_COLUMNS) for rows in tiling.by_heads(own.e.at[slot])]
@@ -191,6 +212,8 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
         )
     own.state.consumed.arrive()
     own.rows.consumed.arrive(slot)
+    add_member = functools.partial(add_pairs, walk, step, k_slot, count)
+    dk = walk.each_other_member(add_member, dk)
     if walk.gated and not walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
     own_flows = []
@@ -212,6 +235,32 @@ def keys_chunk(walk: Walk, slot: Any, k_slot: Any, count: Any) -> Any:
     plgpu.commit_smem()
     own.keys.consumed.arrive(k_slot)
     return dk, own_flows
+
+
+def add_pairs(
+    walk: Walk, step: Any, k_slot: Any, count: Any, member: Any, dk: list[jax.Array]
+) -> list[jax.Array]:
+    """dk of each head with the pairs of another member's queries."""
+    own = walk.own
+    slot = own.rows.slot(walk.row_step(step, member))
+    own.mapped.wait(slot)
+    queries, vs = walk.in_heads(own.q, slot), walk.in_heads(own.v, k_slot)
+    es = [load(rows, OF_COLUMNS) for rows in walk.tiling.by_heads(own.e.at[slot])]
+    found = [mosaic.kept(b, count) for b in pairs_of(walk, slot, vs, es)]
+    if walk.some_steep:
+        gates = walk.gates_in(slot)
+        for n, b in enumerate(found):
+            parts = hand_pairs(walk, n, gates[n], b)
+            (dk[n],) = multiply((dk[n], [(part, queries[n]) for part in parts]))
+            plgpu.commit_smem()
+            pairs_ring_of(walk).consumed.wait()
+    else:
+        plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
+        parts_of_heads = [parts_of(seen(b)) for b in found]
+        factors = zip(dk, parts_of_heads, queries, strict=True)
+        dk = list(multiply(*((x, [(b, q) for b in both]) for x, both, q in factors)))
+    own.rows.consumed.arrive(slot)
+    return dk
 
 
 def decayed_keys(walk: Walk, x: jax.Array, exponents: jax.Array, count: Any) -> jax.Array:
@@ -252,19 +301,29 @@ def keys_one_by_one(
 ) -> tuple[jax.Array, jax.Array]:
     """dk of head n without phi's derivative [64, F], and A [64], where the chunk may be steep; of
     keys, their tile and its exponents."""
-    own, (tile, exponents) = walk.own, keys
-    assert own.pairs_ring is not None
-    parts = [own.pairs.at[n, number] for number in range(2)]
-    b = seen(b * gates.of_pairs(queries=1))
-    for ref, part in zip(parts, parts_of(b), strict=True):
-        ref[...] = part
-    plgpu.commit_smem()
-    own.pairs_ring.produced.arrive()
+    tile, exponents = keys
+    parts = hand_pairs(walk, n, gates, b)
     (read,) = multiply(state_read)
     read = mosaic.kept(read, count)
     read *= mosaic.in_columns(gates.left(OF_ROWS), walk.spec.F)
     flow = jnp.sum(decayed_keys(walk, load(tile), exponents, count) * read, axis=1)
     (read,) = multiply((read, [(part, queries) for part in parts]))
     plgpu.commit_smem()
-    own.pairs_ring.consumed.wait()
+    pairs_ring_of(walk).consumed.wait()
     return read, flow
+
+
+def hand_pairs(walk: Walk, n: int, gates: chunk_decay.Gates, b: jax.Array) -> list[Any]:
+    """Puts b of head n in shared memory, where DV reads it, too: rounded, and the rest."""
+    parts = [walk.own.pairs.at[n, number] for number in range(2)]
+    b = seen(b * gates.of_pairs(queries=1))
+    for ref, part in zip(parts, parts_of(b), strict=True):
+        ref[...] = part
+    plgpu.commit_smem()
+    pairs_ring_of(walk).produced.arrive()
+    return parts
+
+
+def pairs_ring_of(walk: Walk) -> mosaic.Ring:
+    assert walk.own.pairs_ring is not None
+    return walk.own.pairs_ring

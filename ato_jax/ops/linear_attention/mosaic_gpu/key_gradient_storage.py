@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
@@ -135,9 +136,9 @@ class Arrays(NamedTuple):
     g: Any
     inverse: Any  # [B, H, T up to a whole chunk] float32
     e: Any  # alike
-    r: Any  # [B, H, P, V, F] bfloat16: R behind each piece
-    u: Any  # [B, H, P, F] float32
-    gates: Any = None  # with a decay; as `output` has them
+    r: Any  # [B, G, P, V, F] bfloat16: R behind each piece, summed over the group
+    u: Any  # [B, G, P, F] float32
+    gates: Any = None  # [B, G, ..] with a decay; as `output` has them
     steep: Any = None
     lengths: Any = None  # [B] int32: rows behind them have no gradient, and give none
 
@@ -187,6 +188,30 @@ class Walk:
         """In how many parts a b is multiplied, for the gradient of the decays: rounded; and what
         that left off, where it is one sum over all steps, which may cancel."""
         return 2 if self.spec.decay == "head" else 1
+
+    @property
+    def group_size(self) -> int:
+        """How many heads of queries read the item's keys: steps of `rows` for each chunk."""
+        return self.spec.H // self.spec.G
+
+    def row_step(self, step: Any, member: Any) -> Any:
+        """The step of `rows` for the queries of a member of the group, at a step of `keys`."""
+        return step if self.group_size == 1 else step * self.group_size + member
+
+    def of_queries(self, item: Item, member: Any) -> Item:
+        """The item with the head of a member's queries."""
+        if self.group_size == 1:
+            return item
+        first = self.tiling.head_of(item.head, 0) * self.group_size + member
+        if self.heads == 1:
+            return item._replace(head=first)
+        return item._replace(head=mosaic.Heads(first, self.group_size))
+
+    def each_other_member(self, do: Callable[[Any, Any], Any], carried: Any) -> Any:
+        """Runs `do(member, carried)` for all members of the group but the first."""
+        if self.group_size == 1:
+            return carried
+        return lax.fori_loop(1, self.group_size, do, carried)
 
     def each(self, do: Callable[[Item], None]) -> Any:
         takes = chunk_decay.takes_pieces(self.arrays.steep, self.some_steep)

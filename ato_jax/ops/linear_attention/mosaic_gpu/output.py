@@ -186,7 +186,7 @@ class Walk:
         return self.spec.decay is not None
 
     def kv_head(self, item: Item) -> Any:
-        return lax.div(item.head, self.spec.H // self.spec.G)
+        return frame.head_of_keys(self.spec, item.head)
 
     def s_parts(self, half: Any) -> list[Any]:
         return self.tiling.parts_of(self.own.s.at[half])
@@ -348,7 +348,8 @@ def multiply_piece(walk: Walk, item: Item) -> None:
         one = functools.partial(multiply_chunk, walk, half, item, some_steep)
         lax.fori_loop(0, item.chunks, one, (S, jnp.float32(1)))
 
-    chunk_decay.each_chunk(walk.steep, item, walk.kv_head(item), multiply_chunks)
+    tile = lax.div(item.head, walk.spec.H // walk.spec.G)
+    chunk_decay.each_chunk(walk.steep, item, tile, multiply_chunks)
     walk.own.state.consumed.arrive()
 
 

@@ -106,7 +106,7 @@ def query_gradient(
         arrays = *arrays, lengths
     if gated:
         arrays = *arrays, gates, steep
-        of_edges = spec.B, spec.H, flows.places(deal)
+        of_edges = spec.B, spec.G, flows.places(deal)
         out_type = (
             *out_type,
             jax.ShapeDtypeStruct((2 // heads, *rows.shape), F32),
@@ -146,6 +146,7 @@ def _walk(
     """
     tiling = frame.tiling(spec)
     gated, heads = spec.decay is not None, frame.heads_of_tile(spec)
+    group_size = spec.H // spec.G
     values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
     sums_keys, phi = _sums_keys(spec), feature_maps.features(spec)
     # In which w is multiplied: rounded, and what that leaves off.
@@ -213,16 +214,24 @@ def _walk(
         gates_ref, steep_ref, *refs = refs if gated else (None, None, *refs)
         dq_ref, inverse_ref, e_ref, *flow_refs = refs
 
-        each = functools.partial(deal.each, takes=chunk_decay.takes_pieces(steep_ref, some_steep))
+        takes = chunk_decay.takes_pieces(steep_ref, some_steep, group_size)
+        each = functools.partial(deal.each, takes=takes)
+
+        def of_keys(item: Item) -> Item:
+            """The item with the head of its keys."""
+            if group_size == 1:
+                return item
+            return item._replace(head=frame.head_of_keys(spec, item.head))
 
         def start_in(half: Any) -> Any:
             """S of a piece's start, before its first chunk."""
             return dq_s.at[half] if heads == 1 else dq_s.at[half, pl.ds(0, spec.V)]
 
         def load_piece(item: Item) -> None:
+            kv_item = of_keys(item)
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
             for half in range(2):
-                head, columns = tiling.head_of(item.head, half), tiling.columns_of(half)
+                head, columns = tiling.head_of(kv_item.head, half), tiling.columns_of(half)
                 of_piece = item.batch, head, item.piece
                 source = s_ref.at[(*of_piece, slice(None), columns)]
                 plgpu.copy_gmem_to_smem(source, mosaic.for_copy(start_in(half)), start_loaded)
@@ -232,22 +241,22 @@ def _walk(
                 rows = item.rows(chunk)
                 slot = slot_of(chunk, STAGES)
                 mosaic.wait_until_free(free, chunk, STAGES)
-                for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    tiling.copy_tile(ref, item, rows, item.head, own, slot, loaded)
-                for ref, own, stages, own_loaded, own_free in (
-                    (k_ref, k_s, K_STAGES, k_loaded, k_free),
-                    (q_ref, q_s, Q_STAGES, q_loaded, q_free),
+                for ref, own, head in ((g_ref, g_s, item.head), (v_ref, v_s, kv_item.head)):
+                    tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
+                for ref, own, head, stages, own_loaded, own_free in (
+                    (k_ref, k_s, kv_item.head, K_STAGES, k_loaded, k_free),
+                    (q_ref, q_s, item.head, Q_STAGES, q_loaded, q_free),
                 ):
                     slot = slot_of(chunk, stages)
                     mosaic.wait_until_free(own_free, chunk, stages)
                     for half in range(2):
                         plgpu.copy_gmem_to_smem(
-                            tiling.part(ref, item, rows, item.head, half),
+                            tiling.part(ref, item, rows, head, half),
                             mosaic.for_copy(own.at[slot, half]),
                             own_loaded.at[slot],
                         )
                     if gated and ref is k_ref:
-                        tiling.copy_vector(gates_ref, item, rows, gates_s, slot, k_loaded)
+                        tiling.copy_vector(gates_ref, kv_item, rows, gates_s, slot, k_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -292,11 +301,15 @@ def _walk(
             plgpu.barrier_wait(start_loaded)
 
             def keep_state(item: Item, chunk: Any) -> None:
-                """The state ahead of the chunk, if it is one of those."""
+                """The state ahead of the chunk, if it is kept; once for a group of heads."""
+                kept = flows.is_kept(chunk)
+                if group_size > 1:
+                    kept &= lax.rem(head, group_size) == 0
 
-                @pl.when(flows.is_kept(chunk))
+                @pl.when(kept)
                 def _() -> None:
-                    at = item.batch, head, flows.place(deal, item, chunk)
+                    of_state = head if group_size == 1 else lax.div(head, group_size)
+                    at = item.batch, of_state, flows.place(deal, item, chunk)
                     kv_ref, *z_refs = flow_refs[1:]
                     columns = tiling.columns_of(half)
                     kv = kv_ref.at[(*at, slice(None), columns)]

@@ -70,7 +70,7 @@ def piece_sums(
 
     Args:
       vectors: [B, heads, N for each chunk] in float32, of which `map_rows` is given a chunk's N of
-        the head that its half is of.
+        the head that its half is of; or [B, G, ..] where the heads are groups of queries' heads.
       map_rows: (0 or 1, that half of x's columns, a^T, *vectors), in shared memory: makes phi of x
         in its place, and a.
       of_columns: how many make a sum; the second is divided by it.
@@ -127,7 +127,10 @@ def piece_sums(
                 number = lax.div(item.first_row, C) + chunk
                 for ref, own_name, width in zip(vector_refs, names, widths, strict=True):
                     columns, own = pl.ds(number * width, width), vectors_s[own_name]
-                    tiling.copy_vector(ref, item, columns, own, slot, loaded)
+                    at = item
+                    if ref.shape[1] < deal.heads * heads:
+                        at = item._replace(head=frame.head_of_keys(spec, item.head))
+                    tiling.copy_vector(ref, at, columns, own, slot, loaded)
                 for half in range(2):
                     source = tiling.part(y_ref, item, rows, item.head, half)
                     target = mosaic.for_copy(y_s.at[slot, half])
