@@ -79,6 +79,7 @@ class Call:
     gradients: bool = True
     feature_map: str = "elu1"
     G: int | None = None  # H, unless it is said
+    dtype: str = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +212,7 @@ def main(call: Call) -> None:
         return outputs, pull(cotangents)
 
     function: Any = forward
-    q, k = (array(*of(heads), D, dtype=jnp.bfloat16) for heads in (H, G))
+    q, k = (array(*of(heads), D, dtype=call.dtype) for heads in (H, G))
     inputs: list[Any] = [q, k, k, options]
     if call.gradients:
         function = with_gradients

@@ -6,6 +6,7 @@
     roles      warpgroups with a part of their own, and their registers
     rings      slots and barriers whose arrival counts follow from the roles that use them
     masks      the rows of a chunk that count
+    scales     units of float16 operands
     program    a program's roles, storage and outputs on the card, or interpreted
 
 `docs/architecture.md` has the whole picture on one page. Kernels say `mosaic.multiply`.
@@ -37,11 +38,15 @@ from ato_jax.mosaic.roles import Roles as Roles
 from ato_jax.mosaic.roles import group as group
 from ato_jax.mosaic.roles import set_registers as set_registers
 from ato_jax.mosaic.roles import workers_registers as workers_registers
+from ato_jax.mosaic.scales import has_units as has_units
+from ato_jax.mosaic.scales import in_units as in_units
+from ato_jax.mosaic.scales import units_of_rows as units_of_rows
 from ato_jax.mosaic.schedule import Deal as Deal
 from ato_jax.mosaic.schedule import Item as Item
 from ato_jax.mosaic.schedule import in_turn as in_turn
 from ato_jax.mosaic.schedule import whole_chunks as whole_chunks
 from ato_jax.mosaic.tiles import BF16 as BF16
+from ato_jax.mosaic.tiles import F16 as F16
 from ato_jax.mosaic.tiles import F32 as F32
 from ato_jax.mosaic.tiles import HALF as HALF
 from ato_jax.mosaic.tiles import OF_COLUMNS as OF_COLUMNS

@@ -23,7 +23,7 @@ from ato_jax import device
 
 ROWS = 64  # of a tile: WGMMA's M
 HALF = 64  # columns of half a tile
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 TILE = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
+from ato_jax.mosaic.scales import LEAST_UNIT
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
@@ -127,12 +128,13 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bo
         return _keep_by_channel(spec, deal, inputs, features)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
     ahead = _states(spec, deal, inputs, pieces)
-    arrays = inputs.q, inputs.k, inputs.v, ahead.kv, ahead.k_sum
+    kv, units = _in_units(spec, ahead.kv)
+    arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
         out = wide_causal.output(spec, deal, *arrays)
     else:
         steep = None if pieces is None else pieces.steep
-        out = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths)
+        out = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths, units)
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
@@ -183,7 +185,16 @@ def _states(
             until = None if gates is None else gates.until
             found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths)
     keeps = None if gates is None else gates.keeps
-    return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state)
+    dtype = jnp.float32 if mosaic.has_units(frame.tiling(spec).dtype) else jnp.bfloat16
+    return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state, dtype=dtype)
+
+
+def _in_units(spec: LinearAttentionSpec, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """kv [B, G, P, V, F] as kernels read it, and in float16 the units of its rows [B, G, P, V]."""
+    if not mosaic.has_units(frame.tiling(spec).dtype):
+        return kv, None
+    units = jnp.maximum(jnp.max(jnp.abs(kv), axis=4), LEAST_UNIT)
+    return (kv / units[..., None]).astype(jnp.float16), units
 
 
 def _any_in_pieces(deal: mosaic.Deal, of_chunks: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from ato_jax import meshes, mosaic
 from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.features import FeatureMap
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -48,7 +49,7 @@ def features_of(x: jax.Array) -> jax.Array:
     Two to an instruction but for exp, and the same as in float32, rounded at the end.
     """
     raised = jnp.exp2(jnp.minimum(x, 0).astype(mosaic.F32) * LOG2_E)
-    return jnp.maximum(x + 1, raised.astype(mosaic.BF16))
+    return jnp.maximum(x + 1, raised.astype(x.dtype))
 
 
 def unrounded_features_of(x: jax.Array) -> jax.Array:
@@ -88,7 +89,7 @@ def map_queries_in_place(
     """phi(q_i) inverse_i of a tile of queries in shared memory, where they replace it, rounded
     once: inverse is of phi(q_i) in float32, too."""
     phi = features(spec).unrounded(mosaic.load(ref), first)
-    ref[...] = (phi * mosaic.in_columns(inverse, phi.shape[1])).astype(mosaic.BF16)
+    ref[...] = (phi * mosaic.in_columns(inverse, phi.shape[1])).astype(ref.dtype)
 
 
 def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
@@ -144,6 +145,7 @@ class Traced:
 
     map: FeatureMap
     width: int | None  # columns that a head has, if these do not fill a tile
+    dtype: Any = mosaic.BF16
     slope_is_known = False
 
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
@@ -159,13 +161,13 @@ class Traced:
         return x
 
     def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
-        return mosaic.rounded(self.unrounded(x, first))
+        return mosaic.rounded(self.unrounded(x, first), self.dtype)
 
     def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
         phi = self.unrounded(x, first)
         if exponents is not None:
             phi = phi * mosaic.in_columns(jnp.exp2(exponents), x.shape[1])
-        return mosaic.rounded(phi)
+        return mosaic.rounded(phi, self.dtype)
 
     def slope(self, x: jax.Array) -> jax.Array:
         (found,) = _evaluated(self.map, x.shape, True)(x.astype(F32))
@@ -182,7 +184,7 @@ class Traced:
         if self.width is not None:
             rows = plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=0, layout=mosaic.TILE)
             phi = jnp.where(first + rows < self.width, phi, 0.0)
-        return mosaic.rounded(phi)
+        return mosaic.rounded(phi, self.dtype)
 
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return self.map(x.astype(F32))
@@ -194,7 +196,8 @@ Features = Elu1 | Traced
 def features(spec: LinearAttentionSpec) -> Features:
     if spec.feature_map.name == "elu1":
         return Elu1(spec)
-    return Traced(spec.feature_map, spec.width if isinstance(spec, Narrow) else None)
+    width = spec.width if isinstance(spec, Narrow) else None
+    return Traced(spec.feature_map, width, frame.tiling(spec).dtype)
 
 
 def _expm1(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -47,7 +48,8 @@ def is_wide(spec: LinearAttentionSpec) -> bool:
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
     ragged = spec.T % ROWS_OF_A_TILE != 0
-    return mosaic.Tiling(spec.layout, columns, width_of(spec), heads_of_tile(spec), ragged=ragged)
+    heads, dtype = heads_of_tile(spec), jnp.dtype(spec.dtype).type
+    return mosaic.Tiling(spec.layout, columns, width_of(spec), heads, dtype, ragged)
 
 
 def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:

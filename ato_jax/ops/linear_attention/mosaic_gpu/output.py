@@ -102,6 +102,7 @@ class Storage(mosaic.Storage):
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
     s: Array  # [2, 64, F] S of each half of V
+    s_units: Array  # [2, 64] float32: of S's rows, in float16
     v: Array  # [V_STAGES, 2, 64, 64]
     z_rows: Array  # [2, 8, 64] z of each half of F, rounded, in all 8 rows
     z_start: Array  # [2, 64] float32: z ahead of the piece
@@ -136,6 +137,9 @@ def storage_of(spec: LinearAttentionSpec) -> Storage:
     gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
     s = Buffer(shared(2, HALF, spec.F), copies=2)
     z_start = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
+    s_units = None
+    if mosaic.has_units(tiling.dtype):
+        s_units = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
     return Storage(
         adds=Buffer(shared(2, ALIKE, C)),
         den=Buffer(plgpu.SMEM((V_STAGES, 2, C), F32)),
@@ -144,12 +148,13 @@ def storage_of(spec: LinearAttentionSpec) -> Storage:
         out=Buffer(tiling.of_rows(2, OUT_SLOTS, C, HALF)),
         q=q,
         s=s,
+        s_units=s_units,
         v=v,
         z_rows=Buffer(shared(2, ALIKE, HALF)),
         z_start=z_start,
         rows=Ring.of(STAGES, filled=(q, k), readers=(FEATURES, VALUES)),
         values=Ring.of(V_STAGES, (v, gates if gated else None), (FEATURES, VALUES)),
-        state=Ring.of(1, (s,), (VALUES,)),
+        state=Ring.of(1, (s, s_units), (VALUES,)),
         sums=Ring.of(1, (z_start,), (FEATURES,)),
         mapped=Signal((FEATURES,), STAGES),
         den_known=Signal((FEATURES,), V_STAGES),
@@ -171,6 +176,7 @@ class Walk:
     gates: Any = None
     steep: Any = None
     lengths: Any = None
+    s_units: Any = None
     out: Any = None
 
     @property
@@ -184,6 +190,14 @@ class Walk:
     @property
     def gated(self) -> bool:
         return self.spec.decay is not None
+
+    @property
+    def z_unit(self) -> float:
+        """What z is divided by before it is rounded to float16: so that features of 2^8 may be
+        summed over all rows."""
+        if not mosaic.has_units(self.tiling.dtype):
+            return 1.0
+        return float(max(1, pl.next_power_of_2(self.spec.T) // 2**8))
 
     def kv_head(self, item: Item) -> Any:
         return frame.head_of_keys(self.spec, item.head)
@@ -207,19 +221,22 @@ def output(
     gates: jax.Array | None,
     steep: jax.Array | None,
     lengths: jax.Array | None = None,
+    s_units: jax.Array | None = None,
 ) -> jax.Array:
     """out.
 
     Args:
-      s, z: [B, G, P or more, V, F] in bfloat16 and [B, G, P or more, F] in float32, the sums ahead
-        of each piece.
+      s, z: [B, G, P or more, V, F] and [B, G, P or more, F] in float32, the sums ahead of each
+        piece; s in the dtype of q, in float16 in units of its rows.
       gates: log2 decays summed within each chunk, [B, G, T up to a whole chunk], float32.
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
+      s_units: [B, G, P or more, V] float32, in float16.
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "s": s, "z": z}
     given |= {} if gates is None else {"gates": gates, "steep": steep}
     given |= {} if lengths is None else {"lengths": lengths}
+    given |= {} if s_units is None else {"s_units": s_units}
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         *inputs, out = refs
@@ -227,7 +244,7 @@ def output(
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
     program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
-    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), q.dtype)
     found: jax.Array = mosaic.launch(
         frame.name_of("output"), program, deal, out_type, tuple(given.values())
     )
@@ -257,6 +274,9 @@ def load_piece(walk: Walk, item: Item) -> None:
         # [64] and [64, F]
         plgpu.copy_gmem_to_smem(walk.z.at[at], own.z_start.at[half], own.sums.produced.barrier)
         plgpu.copy_gmem_to_smem(walk.s.at[at], own.s.at[half], own.state.produced.barrier)
+        if walk.s_units is not None:
+            source = walk.s_units.at[at]
+            plgpu.copy_gmem_to_smem(source, own.s_units.at[half], own.state.produced.barrier)
 
     def load_chunk(chunk: Any, _: None) -> None:
         step, rows = item.before + chunk, item.rows(chunk)
@@ -280,7 +300,8 @@ def load_piece(walk: Walk, item: Item) -> None:
 def features(walk: Walk, half: int) -> None:
     """Maps q and k in place, and makes phi(q_i) . z."""
     if not walk.gated:
-        mosaic.store_transposed(walk.own.adds.at[half], mosaic.ones(C, ALIKE))
+        adds = mosaic.ones(C, ALIKE, walk.tiling.dtype)
+        mosaic.store_transposed(walk.own.adds.at[half], adds)
     walk.deal.each(lambda item: map_piece(walk, half, item))
 
 
@@ -311,7 +332,8 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         reads = gates.if_steep(gates.of(OF_ROWS))
         left = gates.if_steep(gates.last - gates.of(OF_ROWS))
         mosaic.store_transposed(adds, mosaic.in_columns(left, ALIKE).astype(BF16))
-    mosaic.store_transposed(z_rows, totals.astype(BF16))
+    z = totals * (1 / walk.z_unit) if walk.z_unit > 1 else totals
+    mosaic.store_transposed(z_rows, z.astype(tiling.dtype))
     if gates is not None:
         totals = totals * gates.if_steep(gates.last)
     own.rows.produced.wait(slot)
@@ -325,7 +347,7 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         den, totals = multiply(
             (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]), (totals, [(own_k.T, adds.T)])
         )
-        den = jnp.sum(den, axis=1) / ALIKE
+        den = jnp.sum(den, axis=1) / (ALIKE / walk.z_unit)
         own.den.at[v_slot, half][...] = den if reads is None else den * reads
         own.den_known.arrive(v_slot)
     own.rows.consumed.arrive(slot)
@@ -343,6 +365,10 @@ def multiply_piece(walk: Walk, item: Item) -> None:
     half = mosaic.group()
     walk.own.state.produced.wait()
     S = [load(part).astype(F32) for part in walk.s_parts(half)]  # [64, F]
+    if walk.s_units is not None:
+        units = load(walk.own.s_units.at[half], OF_ROWS)
+        S = [part * mosaic.in_columns(units, part.shape[1]) for part in S]
+        plgpu.commit_smem()  # what was read, ahead of what is stored there
 
     def multiply_chunks(some_steep: bool) -> None:
         one = functools.partial(multiply_chunk, walk, half, item, some_steep)
@@ -369,8 +395,7 @@ def multiply_chunk(
         own.values.produced.wait(v_slot)
         gates = walk.gates_in(v_slot, half, some_steep)
         S, to_end = times(S, to_end * gates.to_middle()), gates.from_middle()
-    for part, total in zip(state, S, strict=True):
-        part[...] = total.astype(BF16)
+    store_state(walk, half, state, S)
     if not walk.gated:
         own.values.produced.wait(v_slot)
     mosaic.keep_rows(v, item.rows_within(chunk, walk.lengths))
@@ -398,12 +423,18 @@ def multiply_chunk(
     w, out, S = gates.either(when_steep, otherwise) if walk.gated else otherwise()
     own.rows.consumed.arrive(slot)
     w = jnp.where(mosaic.position(0) >= mosaic.position(1), w, 0.0)
+    w_units = None
+    if walk.s_units is not None:
+        w_units = mosaic.units_of_rows([w])
+        w = mosaic.in_units(w, w_units)
+        of_state = mosaic.in_rows(load(own.s_units.at[half], OF_COLUMNS), C)
+        out = mosaic.in_units(out * of_state, w_units)
     # Rounded in pairs: behind the choice each would be by itself.
-    w = mosaic.rounded(lax.optimization_barrier(w))
+    w = mosaic.rounded(lax.optimization_barrier(w), tiling.dtype)
     (out,) = multiply((out, [(w, v)]))
-    factor = factor_of(walk, half, v_slot, w, gates)
+    factor = factor_of(walk, half, v_slot, w, w_units, gates)
     plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
-    own.out.at[half, out_slot][...] = (out * factor).astype(BF16)
+    own.out.at[half, out_slot][...] = (out * factor).astype(tiling.dtype)
     plgpu.commit_smem()  # also what was read of the gates
     own.values.consumed.arrive(v_slot)
     plgpu.copy_smem_to_gmem(
@@ -413,21 +444,37 @@ def multiply_chunk(
     return S, to_end
 
 
+def store_state(walk: Walk, half: Any, state: list[Any], S: list[jax.Array]) -> None:
+    """S as products read it."""
+    if walk.s_units is not None:
+        units = mosaic.units_of_rows(S)
+        walk.own.s_units.at[half][...] = units
+        S = [mosaic.in_units(part, units) for part in S]
+    for part, total in zip(state, S, strict=True):
+        part[...] = total.astype(walk.tiling.dtype)
+
+
 def times(S: list[jax.Array], factor: Any) -> list[jax.Array]:
     return [part * factor for part in S]
 
 
-def factor_of(walk: Walk, half: Any, v_slot: Any, w: jax.Array, gates: Any) -> Any:
+def factor_of(
+    walk: Walk, half: Any, v_slot: Any, w: jax.Array, w_units: jax.Array | None, gates: Any
+) -> Any:
     """What rows of out are multiplied by, [64, 64], or the scale."""
     spec, own = walk.spec, walk.own
     lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0
     factor = spec.scale * lasting
     if spec.normalize:
         den = jnp.sum(w.astype(F32), axis=1)
+        if w_units is not None:
+            den = den * w_units
         own.den_known.wait(v_slot)
         for other in range(2) if walk.tiling.heads == 1 else (half,):
             den = den + load(own.den.at[v_slot, other], OF_ROWS)
         factor = lasting / jnp.maximum(den * lasting, spec.eps)
-    if walk.gated or spec.normalize:
+    if w_units is not None:
+        factor = factor * w_units
+    if walk.gated or spec.normalize or w_units is not None:
         factor = mosaic.in_columns(factor, HALF)
     return factor

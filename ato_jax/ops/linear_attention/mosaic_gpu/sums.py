@@ -44,7 +44,8 @@ def sums(
     end, [B, G, T up to a whole chunk]; lengths: [B] int32, rows behind them are left out."""
 
     def map_rows(half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
-        mosaic.store_transposed(adds_ref, mosaic.ones(C, ALIKE))
+        adds = mosaic.ones(C, ALIKE, frame.tiling(spec).dtype)
+        mosaic.store_transposed(adds_ref, adds)
         exponents = None
         if gates_ref is not None:
             exponents = mosaic.load(gates_ref, mosaic.OF_ROWS)

@@ -88,6 +88,7 @@ def _at_edges_by_xla(
     *,
     ends: bool,
     reverse: bool,
+    dtype: Any,
 ) -> Edges:
     """`at_edges`, with kv of `start` as [B, G, V, F]."""
     B, G, count = pieces[1].shape[:3]
@@ -99,7 +100,7 @@ def _at_edges_by_xla(
         end = LinearState(jnp.swapaxes(kv[:, :, last], 2, 3), k_sum[:, :, last])
         edges = slice(1, None) if reverse else slice(count)
         kv, k_sum = kv[:, :, edges], k_sum[:, :, edges]
-    return Edges(kv.astype(jnp.bfloat16), k_sum, end)
+    return Edges(kv.astype(dtype), k_sum, end)
 
 
 def at_edges(
@@ -111,6 +112,7 @@ def at_edges(
     *,
     ends: bool = False,
     reverse: bool = False,
+    dtype: Any = jnp.bfloat16,
 ) -> Edges:
     """The states at the edges of the pieces.
 
@@ -121,17 +123,20 @@ def at_edges(
       first: which piece of the sequence is the first of these.
       ends: P edges, and the last state in float32; else P + 1 edges.
       reverse: from the last piece to the first.
+      dtype: of kv.
     """
     own = None if start is None else (jnp.swapaxes(start.kv, 2, 3), start.k_sum)
     if pieces is None:
         if own is None:
             shape = spec.B, spec.G, 1, spec.D
-            kv = jnp.zeros((*shape[:3], spec.V, spec.D), jnp.bfloat16)
+            kv = jnp.zeros((*shape[:3], spec.V, spec.D), dtype)
             return Edges(kv, jnp.zeros(shape, jnp.float32))
         kv, k_sum = (x[:, :, None] for x in own)
-        return Edges(kv.astype(jnp.bfloat16), k_sum)
+        return Edges(kv.astype(dtype), k_sum)
     if launch.no_triton is not None:
-        return _at_edges_by_xla(pieces, own, keeps, first, ends=ends, reverse=reverse)
+        return _at_edges_by_xla(
+            pieces, own, keeps, first, ends=ends, reverse=reverse, dtype=dtype
+        )
     B, G, count, rows, columns = pieces[0].shape
     edges, size = count + (not ends), rows * columns
     blocks = pl.cdiv(size, NUMBERS)
@@ -186,7 +191,7 @@ def at_edges(
     given = [] if own is None else [own[0].reshape(B, G, size), own[1]]
     given += [] if keeps is None else [keeps]
     arrays = [*flat, *given]
-    types: list[Any] = [((edges, size), jnp.bfloat16), ((edges, columns), jnp.float32)]
+    types: list[Any] = [((edges, size), dtype), ((edges, columns), jnp.float32)]
     types += [((size,), jnp.float32), ((columns,), jnp.float32)] if ends else []
 
     kv, k_sum, *end = pallas_call(

@@ -1,0 +1,37 @@
+"""Float16 operands: sums of float32 are divided by a unit before they are rounded, and products
+multiplied by it after.
+
+The exponents of bfloat16 are those of float32, so a sum is only rounded. Float16 ends at 65504, and
+below 2^-14 it loses digits. A row's unit is its largest magnitude: what is then below 2^-14 is too
+small to be seen beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.mosaic.tiles import F16, in_columns
+
+# The unit of a row of zeros.
+LEAST_UNIT = 2.0**-100
+
+
+def has_units(dtype: object) -> bool:
+    return dtype == F16
+
+
+def units_of_rows(parts: Sequence[jax.Array]) -> jax.Array:
+    """The unit of each row, [rows], of a matrix in parts [rows, columns]."""
+    largest = [jnp.max(jnp.abs(part), axis=1) for part in parts]
+    found = largest[0]
+    for other in largest[1:]:
+        found = jnp.maximum(found, other)
+    return jnp.maximum(found, LEAST_UNIT)
+
+
+def in_units(x: jax.Array, units: jax.Array) -> jax.Array:
+    """x [rows, columns] in the units of its rows, float32."""
+    return x * in_columns(1 / units, x.shape[1])
