@@ -115,6 +115,7 @@ class Kept(NamedTuple):
     s: jax.Array
     z: jax.Array
     features: channel_backward.Features | None = None
+    units: jax.Array | None = None  # of the rows of s, in float16
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
@@ -139,7 +140,7 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bo
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
         state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
-    return Kept(out, state, ahead.kv, ahead.k_sum)
+    return Kept(out, state, kv, ahead.k_sum, units=units)
 
 
 def _keep_by_channel(
@@ -223,9 +224,10 @@ def backward(
         deal = _deal(spec, own)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
     if isinstance(residuals.outputs, Kept) and deal.pieces == kept_pieces:
-        s, z = residuals.outputs.s, residuals.outputs.z
+        s, z, units = residuals.outputs.s, residuals.outputs.z, residuals.outputs.units
     else:
         s, z, _ = _states(dataclasses.replace(spec, return_state=False), deal, inputs, pieces)
+        s, units = _in_units(spec, s)
     wide = frame.is_wide(spec)
     steep = since = keeps = None
     if pieces is not None:
@@ -235,7 +237,9 @@ def backward(
         dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
     else:
         arrays = q, k, v, g, s, z
-        dq, inverse, e, of_queries = query_gradient(spec, deal, *arrays, gates, steep, lengths)
+        dq, inverse, e, of_queries = query_gradient(
+            spec, deal, *arrays, gates, steep, lengths, units
+        )
 
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1

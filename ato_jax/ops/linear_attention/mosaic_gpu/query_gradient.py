@@ -93,15 +93,18 @@ def query_gradient(
     gates: jax.Array | None,
     steep: jax.Array | None,
     lengths: jax.Array | None = None,
+    s_units: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
     """dq; inverse and e [B, H, T up to a whole chunk], float32; with a decay, what its gradient
-    needs. s, z, gates, steep and lengths are as in `output`."""
+    needs. s, z, gates, steep, lengths and s_units are as in `output`."""
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
     heads = frame.heads_of_tile(spec)
     sums_keys = _sums_keys(spec)
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    out_type: Any = jax.ShapeDtypeStruct(q.shape, BF16), rows, rows
-    arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), BF16)
+    out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype), rows, rows
+    arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), q.dtype)
+    if s_units is not None:
+        arrays = *arrays, s_units
     if spec.kv_lengths:
         arrays = *arrays, lengths
     if gated:
@@ -149,6 +152,7 @@ def _walk(
     group_size = spec.H // spec.G
     values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
     sums_keys, phi = _sums_keys(spec), feature_maps.features(spec)
+    has_units = mosaic.has_units(tiling.dtype)
     # In which w is multiplied: rounded, and what that leaves off.
     w_parts = 2 if gated and not rounds_pairs(spec, some_steep) else 1
     scratch = dict(
@@ -170,9 +174,14 @@ def _walk(
         free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        start_loaded=plgpu.Barrier(num_arrivals=5),
+        start_loaded=plgpu.Barrier(num_arrivals=5 + 2 * has_units),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
+    if has_units:
+        # Of the rows of S as it was given, [V], and as it is multiplied, [HALF].
+        scratch |= dict(
+            start_units_s=plgpu.SMEM((2, spec.V), F32), units_s=plgpu.SMEM((2, HALF), F32)
+        )
     if gated:
         scratch |= dict(
             gates_s=plgpu.SMEM((K_STAGES, heads * C), F32),
@@ -209,8 +218,11 @@ def _walk(
         exchanged: Any,
         gates_s: Any = None,
         flows_s: Any = None,
+        start_units_s: Any = None,
+        units_s: Any = None,
     ) -> None:
-        lengths_ref, *refs = optional if spec.kv_lengths else (None, *optional)
+        units_ref, *rest = optional if has_units else (None, *optional)
+        lengths_ref, *refs = rest if spec.kv_lengths else (None, *rest)
         gates_ref, steep_ref, *refs = refs if gated else (None, None, *refs)
         dq_ref, inverse_ref, e_ref, *flow_refs = refs
 
@@ -233,6 +245,9 @@ def _walk(
             for half in range(2):
                 head, columns = tiling.head_of(kv_item.head, half), tiling.columns_of(half)
                 of_piece = item.batch, head, item.piece
+                if has_units:
+                    source = units_ref.at[of_piece]
+                    plgpu.copy_gmem_to_smem(source, start_units_s.at[half], start_loaded)
                 source = s_ref.at[(*of_piece, slice(None), columns)]
                 plgpu.copy_gmem_to_smem(source, mosaic.for_copy(start_in(half)), start_loaded)
                 plgpu.copy_gmem_to_smem(z_ref.at[(*of_piece, columns)], z_s.at[half], start_loaded)
@@ -293,7 +308,7 @@ def _walk(
             head = tiling.head_of(item.head, half)
 
             def ones_where(seen: jax.Array) -> jax.Array:
-                return jnp.where(seen, 1.0, 0.0).astype(BF16)
+                return jnp.where(seen, 1.0, 0.0).astype(tiling.dtype)
 
             def sees() -> jax.Array:
                 return mosaic.position(0) >= mosaic.position(1)
@@ -328,6 +343,10 @@ def _walk(
                 def publish() -> None:
                     if gated:
                         mosaic.store_transposed(s_s.at[half], S.astype(BF16))
+                    elif has_units:
+                        units = mosaic.units_of_rows([S])
+                        units_s.at[half][...] = units
+                        s_s.at[half][...] = mosaic.in_units(S, units).astype(tiling.dtype)
                     else:
                         s_s.at[half][...] = S.astype(BF16)
                     if sums_keys:
@@ -371,8 +390,9 @@ def _walk(
 
                 def at_once() -> tuple[Any, ...]:
                     """D, z_i where it is needed, S and z behind the chunk."""
-                    weights = parts_of(where_seen(w))
-                    reads = [(g, state), *((part, features) for part in weights)]
+                    reads = [(g, state)]
+                    if not has_units:
+                        reads += [(part, features) for part in parts_of(where_seen(w))]
                     of_queries = [(mosaic.zeros(C, HALF), reads)]
                     if spec.normalize:
                         of_queries.append((z_before(), [(ones_where(sees()), features)]))
@@ -381,7 +401,20 @@ def _walk(
                         behind.append((totals, [(features.T, ones_s.T)]))
                     D, *found = multiply(*of_queries, *behind)
                     z, (own_S, *own_totals) = found[: spec.normalize], found[spec.normalize :]
+                    if has_units:
+                        D = add_pairs(D)
                     return D, z, own_S, own_totals[0] if sums_keys else totals
+
+                def add_pairs(D: jax.Array) -> jax.Array:
+                    """What is read of the state, in units of its columns, and of the chunk's own
+                    keys."""
+                    seen = jnp.where(sees(), w, 0.0)
+                    units = mosaic.units_of_rows([seen])
+                    weights = mosaic.in_units(seen, units)
+                    weights = mosaic.rounded(lax.optimization_barrier(weights), tiling.dtype)
+                    D *= mosaic.in_rows(load(units_s.at[half], OF_COLUMNS), C)
+                    (D,) = multiply((mosaic.in_units(D, units), [(weights, features)]))
+                    return D * mosaic.in_columns(units, HALF)
 
                 def one_by_one() -> tuple[Any, ...]:
                     """The same where the chunk may be steep, and what is read of the state: one
@@ -473,7 +506,7 @@ def _walk(
                         flow = jnp.where(gates.steep, read * inverse, flow)
                     flows_s.at[half, parity][...] = flow
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
-                dq_slot[...] = mosaic.kept(dq, count).astype(BF16)
+                dq_slot[...] = mosaic.kept(dq, count).astype(tiling.dtype)
                 if spec.normalize and heads == 1:
                     rows_s.at[half, parity][...] = jnp.where(half == 0, inverse, e)
                 elif spec.normalize:
@@ -502,6 +535,8 @@ def _walk(
             # The start's transpose, which is what a product with the identity reads.
             same = ones_where(mosaic.position(0) == mosaic.position(1))
             (S,) = multiply((mosaic.zeros(HALF, spec.V), [(same, start_in(half).T)]))
+            if has_units:
+                S *= mosaic.in_rows(load(start_units_s.at[half], OF_COLUMNS), HALF)
             totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z's half, [64, 8]
             lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals, jnp.float32(1)))
 
