@@ -139,7 +139,6 @@ def test_lengths_where_every_query_sees_every_key(
         (128, 4, 1, "bthd", "step", True, {}),
         (128, 4, 2, "bhtd", "steep", True, {}),
         (64, 4, 2, "bthd", "none", True, {}),
-        (64, 8, 2, "bhtd", "step", True, {}),
         (64, 4, 2, "bthd", "steep", False, {"feature_map": "exp"}),
     ],
 )
