@@ -5,23 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
 from test_linear_mosaic import (  # noqa: F401
     OP,
-    SMALL,
     against_the_reference,
     newest,
     no_races,
 )
 
-import ato_jax
-from ato_jax.ops.linear_attention import mosaic_gpu
-from ato_jax.ops.linear_attention.mosaic_gpu import causal, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
-from ato_jax.ops.linear_attention.spec import Inputs
 from tests import numerics
 
 CALLS = pytest.mark.parametrize(
@@ -47,25 +40,5 @@ def oracle_of(D: int, H: int, scale: float, options: dict[str, Any]) -> numerics
 
 @newest
 @CALLS
-def test_output(D: int, H: int, scale: float, options: dict[str, Any]) -> None:
-    against_the_reference("mosaic_gpu", "xla", oracle_of(D, H, scale, options))
-
-
-@newest
-@CALLS
-def test_gradient_of_queries(D: int, H: int, scale: float, options: dict[str, Any]) -> None:
-    wanted = oracle_of(D, H, scale, options)
-    spec, inputs = mosaic_gpu._in_tiles(wanted.request.spec, wanted.request.inputs)
-    config = frame.Config(**SMALL)
-
-    @jax.jit
-    def call(inputs: Inputs, g: jax.Array) -> jax.Array:
-        kept = causal.keep(spec, config, inputs)
-        arrays = inputs.q, inputs.k, inputs.v, g, kept.s, kept.z
-        deal = causal._deal(spec, config)
-        return query_gradient(spec, deal, *arrays, None, None, s_units=kept.units)[0]
-
-    with ato_jax.interpret():
-        found = call(inputs, wanted.outputs_cotangents.out)
-    facts = {"dtype": "float16", "ideal": wanted.ideal["dq"], "terms": wanted.terms.get("dq")}
-    numerics.check("dq", found, wanted.exact["dq"], **facts)
+def test_output_and_gradients(D: int, H: int, scale: float, options: dict[str, Any]) -> None:
+    against_the_reference("mosaic_gpu", "mosaic_gpu", oracle_of(D, H, scale, options))

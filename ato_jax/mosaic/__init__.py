@@ -40,6 +40,7 @@ from ato_jax.mosaic.roles import set_registers as set_registers
 from ato_jax.mosaic.roles import workers_registers as workers_registers
 from ato_jax.mosaic.scales import has_units as has_units
 from ato_jax.mosaic.scales import in_units as in_units
+from ato_jax.mosaic.scales import unit_of as unit_of
 from ato_jax.mosaic.scales import units_of_rows as units_of_rows
 from ato_jax.mosaic.schedule import Deal as Deal
 from ato_jax.mosaic.schedule import Item as Item

@@ -9,11 +9,12 @@ small to be seen beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ato_jax.mosaic.tiles import F16, in_columns
+from ato_jax.mosaic.tiles import F16, OF_COLUMNS, in_columns, in_rows, load
 
 # The unit of a row of zeros.
 LEAST_UNIT = 2.0**-100
@@ -30,6 +31,11 @@ def units_of_rows(parts: Sequence[jax.Array]) -> jax.Array:
     for other in largest[1:]:
         found = jnp.maximum(found, other)
     return jnp.maximum(found, LEAST_UNIT)
+
+
+def unit_of(vector: Any, rows: int) -> jax.Array:
+    """The largest magnitude of a vector in shared memory: [rows] times the same number."""
+    return units_of_rows([in_rows(load(vector, OF_COLUMNS), rows)])
 
 
 def in_units(x: jax.Array, units: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
@@ -186,8 +186,13 @@ def _states(
             until = None if gates is None else gates.until
             found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths)
     keeps = None if gates is None else gates.keeps
-    dtype = jnp.float32 if mosaic.has_units(frame.tiling(spec).dtype) else jnp.bfloat16
+    dtype = _dtype_of_edges(spec)
     return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state, dtype=dtype)
+
+
+def _dtype_of_edges(spec: LinearAttentionSpec) -> Any:
+    """Of the states between pieces: in float16 they are brought to units of their rows first."""
+    return jnp.float32 if mosaic.has_units(frame.tiling(spec).dtype) else jnp.bfloat16
 
 
 def _in_units(spec: LinearAttentionSpec, kv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -241,6 +246,10 @@ def backward(
             spec, deal, *arrays, gates, steep, lengths, units
         )
 
+    of_chunks = None
+    if mosaic.has_units(frame.tiling(spec).dtype):
+        of_q, of_e = (units_of_chunks(spec, x, lengths) for x in (inverse, e))
+        of_chunks = of_q, of_e
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
     found = None
@@ -249,17 +258,28 @@ def backward(
         if wide:
             found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
         else:
-            found = query_sums(spec, later, q, g, inverse, e, since, lengths)
+            found = query_sums(spec, later, q, g, inverse, e, since, lengths, of_chunks)
         found = jax.tree.map(lambda x: _of_groups(spec, x, 1), found)
     end = cotangents.state if spec.return_state else None
-    behind = at_edges(spec, found, end, keeps, first, ends=spec.initial_state, reverse=True)
-    of_walk = q, k, v, g, inverse, e, behind.kv, behind.k_sum
+    behind = at_edges(
+        spec,
+        found,
+        end,
+        keeps,
+        first,
+        ends=spec.initial_state,
+        reverse=True,
+        dtype=_dtype_of_edges(spec),
+    )
+    r, r_units = _in_units(spec, behind.kv)
+    of_walk = q, k, v, g, inverse, e, r, behind.k_sum
     if wide:
         dk, dv = wide_causal.key_gradient(spec, deal, *of_walk)
     else:
         heads = spec.G // frame.heads_of_tile(spec)
         walk = dataclasses.replace(deal, heads=heads)
-        dk, dv, of_keys = key_gradient(spec, walk, Arrays(*of_walk, gates, steep, lengths))
+        arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
+        dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         of_start = None

@@ -104,7 +104,7 @@ def key_gradient(
 ) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
     """dk and dv; with a decay, what its gradient needs."""
     k, v, gates = arrays.k, arrays.v, arrays.gates
-    out_type: Any = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
+    out_type: Any = jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
     given = {name: array for name, array in arrays._asdict().items() if array is not None}
     rest = None
     if gates is not None:
@@ -201,24 +201,35 @@ def sum_piece(walk: Walk, item: Item) -> None:
         for head, target in zip(walk.heads_of(item), tiling.by_heads(starts), strict=True):
             source = ref.at[item.batch, head, item.piece]  # [V, F], and [F]
             plgpu.copy_gmem_to_smem(source, target, own.start.barrier)
+    if walk.has_units:
+        for head, target in zip(walk.heads_of(item), tiling.by_heads(own.r_rows), strict=True):
+            source = walk.arrays.r_units.at[item.batch, head, item.piece]  # [V]
+            plgpu.copy_gmem_to_smem(source, target, own.start.barrier)
     own.start.wait()
     sums = [
         ([load(rows).astype(F32) for rows in of_r], mosaic.in_parts(load(of_u, OF_ROWS)))
         for of_r, of_u in zip(walk.parts_of_r(), tiling.by_heads(own.u_start), strict=True)
     ]
+    one = jnp.float32(1)
+    factors: list[Any] = [(one, one) if walk.has_units else one] * walk.heads
+    if walk.has_units:
+        for n, row_units in enumerate(tiling.by_heads(own.r_rows)):
+            (total,), of_u = sums[n]
+            sums[n] = [total * mosaic.in_columns(load(row_units, OF_ROWS), total.shape[1])], of_u
     plgpu.commit_smem()  # what was read, ahead of the next piece's
     sum_one = functools.partial(sum_chunk, walk, item)
-    lax.fori_loop(0, item.chunks, sum_one, (sums, [jnp.float32(1)] * walk.heads))
+    lax.fori_loop(0, item.chunks, sum_one, (sums, factors))
 
 
 def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
-    """Carries R and u of each head, u in 8 columns, and `to_start`."""
-    found, to_start = sum_queries(walk, item, chunk, None, *carried)
+    """Carries R and u of each head, u in 8 columns, and `to_start`; in float16 in its place the
+    units of R and u, those of the last queries that were added."""
+    found = sum_queries(walk, item, chunk, None, *carried)
 
-    def sum_member(member: Any, sums: Any) -> Any:
-        return sum_queries(walk, item, chunk, member, sums, to_start)[0]
+    def sum_member(member: Any, carried: Any) -> Any:
+        return sum_queries(walk, item, chunk, member, *carried)
 
-    return walk.each_other_member(sum_member, found), to_start
+    return walk.each_other_member(sum_member, found)
 
 
 def sum_queries(
@@ -229,9 +240,12 @@ def sum_queries(
     own, heads, is_first = walk.own, walk.heads, member is None
     step = walk.row_step(item.before + chunk, 0 if is_first else member)
     slot, count = own.rows.slot(step), walk.count(item, chunk)
-    gates, queries = map_queries(walk, slot, count)
+    units = walk.units(item, chunk, 0 if is_first else member) if walk.has_units else None
+    gates, queries = map_queries(walk, slot, count, units)
     if is_first:
         sums, to_start = publish(walk, chunk, gates, sums, to_start)
+    if units is not None:
+        sums, to_start = in_units_of(units, sums, to_start)
     # g in as many parts as R.
     added = [[g] for g in walk.in_heads(own.g, slot)]
     if walk.gated and heads == 1:
@@ -252,7 +266,18 @@ def sum_queries(
     return sums, to_start
 
 
-def map_queries(walk: Walk, slot: Any, count: Any) -> tuple[list[Any], list[Any]]:
+def in_units_of(units: list[tuple[Any, Any]], sums: Any, before: list[Any]) -> Any:
+    """R and u in the units of these queries, and their units."""
+    found, own_units = [], []
+    for (total, parts), (of_q, of_e), (r, u) in zip(sums, units, before, strict=True):
+        found.append(([x * (r / of_q) for x in total], parts * (u / of_q / of_e)))
+        own_units.append((of_q, of_q * of_e))
+    return found, own_units
+
+
+def map_queries(
+    walk: Walk, slot: Any, count: Any, units: list[tuple[Any, Any]] | None
+) -> tuple[list[Any], list[Any]]:
     """The gates of each head, and its phi' where q was."""
     own, tiling, heads = walk.own, walk.tiling, walk.heads
     own.rows.produced.wait(slot)
@@ -265,10 +290,12 @@ def map_queries(walk: Walk, slot: Any, count: Any) -> tuple[list[Any], list[Any]
         for n, of_head in enumerate(gates):
             inverses[n] = inverses[n] * jnp.exp2(of_head.since_middle())
             es[n] = es[n] * of_head.if_steep(of_head.of(OF_ROWS))
+    for n, (of_q, of_e) in enumerate(units or ()):
+        inverses[n], es[n] = inverses[n] / of_q, es[n] / of_e
     for n in range(heads):
         x = load(queries[n])
         phi_q = walk.phi.unrounded(x) * mosaic.in_columns(inverses[n], x.shape[1])
-        queries[n][...] = mosaic.kept(phi_q, count).astype(BF16)
+        queries[n][...] = mosaic.kept(phi_q, count).astype(walk.dtype)
         mosaic.keep_rows(walk.in_heads(own.g, slot)[n], count)
         spread(es[n], own.minus_e.at[n])
     plgpu.commit_smem()
@@ -291,15 +318,31 @@ def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, to_start: list[
 
     if walk.gated:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    stored = as_stored(walk, sums, to_start) if walk.has_units else sums
     for rows, of_u, (total, parts) in zip(
-        walk.parts_of_r(), walk.tiling.by_heads(own.u), sums, strict=True
+        walk.parts_of_r(), walk.tiling.by_heads(own.u), stored, strict=True
     ):
         for ref, x in zip(rows, total, strict=True):
-            ref[...] = x.astype(BF16)
+            ref[...] = x.astype(walk.dtype)
         of_u[...] = mosaic.of_parts(parts)
     plgpu.commit_smem()
     own.state.produced.arrive()
     return sums, to_start
+
+
+def as_stored(walk: Walk, sums: Any, units: list[Any]) -> Any:
+    """R in one unit for all of its elements, which `r_rows` has then, and u."""
+    of_heads = walk.tiling.by_heads(walk.own.r_rows)
+    for ([total], _), rows in zip(sums, of_heads, strict=True):
+        rows[...] = mosaic.units_of_rows([total])
+    plgpu.commit_smem()
+    largest = [mosaic.unit_of(rows, rows.shape[0]) for rows in of_heads]
+    plgpu.commit_smem()  # what was read, ahead of what is stored there
+    stored = []
+    for rows, unit, ([total], parts), (r, u) in zip(of_heads, largest, sums, units, strict=True):
+        rows[...] = unit * r
+        stored.append(([mosaic.in_units(total, unit)], parts * u))
+    return stored
 
 
 def sum_at_once(walk: Walk, queries: list[Any], added: list[list[Any]], sums: Any) -> Any:

@@ -51,10 +51,11 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
 
     def walk_piece(item: Item) -> None:
         def walk_chunk(chunk: Any, _: None) -> None:
-            found, own_flows = one(walk, item.before + chunk, walk.count(item, chunk))
+            units = functools.partial(walk.units, item, chunk) if walk.has_units else None
+            found, own_flows = one(walk, item.before + chunk, walk.count(item, chunk), units)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for target, x in zip(walk.in_heads(own.out, number), found, strict=True):
-                target[...] = x.astype(BF16)
+                target[...] = x.astype(walk.dtype)
             flow_rows = tiling.by_heads(own.flows.at[number]) if walk.gated else []
             for target, flow in zip(flow_rows, own_flows, strict=True):
                 target[...] = flow
@@ -71,7 +72,11 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
     plgpu.wait_smem_to_gmem(0)
 
 
-def values_chunk(walk: Walk, step: Any, count: Any) -> Any:
+# Of a member's queries, in float16: the units of phi' and of e, for each head.
+Units = Callable[[Any], list[tuple[Any, Any]]]
+
+
+def values_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
     """dv of each head [64, V], and with a decay I(t) of a steep chunk."""
     own, spec, tiling = walk.own, walk.spec, walk.tiling
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
@@ -98,8 +103,14 @@ def values_chunk(walk: Walk, step: Any, count: Any) -> Any:
         own.mapped.wait(slot)
     reads, weights, own_flows = weights_of(walk, slot, phi_k, gates)
     own.state.produced.wait()
-    factors = zip(reads, tiling.by_heads(own.r), weights, walk.in_heads(own.g, slot), strict=True)
-    dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
+    gs, states = walk.in_heads(own.g, slot), tiling.by_heads(own.r)
+    dv: Any
+    if units is None:
+        factors = zip(reads, states, weights, gs, strict=True)
+        dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
+    else:
+        read = of_state(walk, [(k, r.T) for k, r in zip(reads, states, strict=True)])
+        dv = add_in_units(walk, units(0), read, weights, gs)
     own.state.consumed.arrive()
     own.rows.consumed.arrive(slot)
 
@@ -109,8 +120,11 @@ def values_chunk(walk: Walk, step: Any, count: Any) -> Any:
         own.mapped.wait(slot)
         gates = walk.gates_in(slot) if walk.gated else []
         _, weights, more = weights_of(walk, slot, phi_k, gates)
-        factors = zip(dv, weights, walk.in_heads(own.g, slot), strict=True)
-        dv = multiply(*((x, [(w, g)]) for x, w, g in factors))
+        gs = walk.in_heads(own.g, slot)
+        if units is None:
+            dv = multiply(*((x, [(w, g)]) for x, w, g in zip(dv, weights, gs, strict=True)))
+        else:
+            dv = add_in_units(walk, units(member), dv, weights, gs)
         own.rows.consumed.arrive(slot)
         return dv, [x + flow for x, flow in zip(own_flows, more, strict=True)]
 
@@ -120,7 +134,8 @@ def values_chunk(walk: Walk, step: Any, count: Any) -> Any:
 def weights_of(
     walk: Walk, slot: Any, phi_k: list[jax.Array], gates: list[chunk_decay.Gates]
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Of each head phi(k) as R is multiplied by it, a as g is, and with a decay I(t)."""
+    """Of each head phi(k) as R is multiplied by it, a as g is, in float16 not rounded, and with a
+    decay I(t)."""
     reads = list(phi_k)
     pairs = zip(phi_k, walk.in_heads(walk.own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
@@ -135,7 +150,40 @@ def weights_of(
         reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
     if walk.gated:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-    return reads, [mosaic.rounded(seen(of_head)) for of_head in a], own_flows
+    weights = [seen(of_head) for of_head in a]
+    if not walk.has_units:
+        weights = [mosaic.rounded(of_head) for of_head in weights]
+    return reads, weights, own_flows
+
+
+def of_state(walk: Walk, products: list[Any]) -> list[jax.Array]:
+    """What is read of R by each head, in float16."""
+    columns = walk.spec.F  # as many as V
+    found = multiply(*((mosaic.zeros(C, columns), [one]) for one in products))
+    first = [rows[0] for rows in walk.tiling.by_heads(walk.own.r_rows)]
+    return [x * unit for x, unit in zip(found, first, strict=True)]
+
+
+def add_in_units(
+    walk: Walk,
+    units: list[tuple[Any, Any]],
+    sums: Iterable[jax.Array],
+    pairs: list[jax.Array],
+    others: list[Any],
+    parts: int = 1,
+) -> list[jax.Array]:
+    """sums + unit * pairs @ others for each head, in float16: with pairs in units of their rows,
+    rounded, and as a second of `parts` what that leaves off."""
+    starts, factors, products = [], [], []
+    for (unit, _), x, own, other in zip(units, sums, pairs, others, strict=True):
+        rows = mosaic.units_of_rows([own])
+        scaled = lax.optimization_barrier(mosaic.in_units(own, rows))
+        rounded = parts_of(scaled, walk.dtype)[:parts]
+        starts.append(mosaic.in_units(x * (1 / unit), rows))
+        factors.append(rows * unit)
+        products.append([(part, other) for part in rounded])
+    found = multiply(*zip(starts, products, strict=True))
+    return [x * mosaic.in_columns(own, x.shape[1]) for x, own in zip(found, factors, strict=True)]
 
 
 def features_of_keys(
@@ -167,7 +215,7 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
 
 
-def keys_chunk(walk: Walk, step: Any, count: Any) -> Any:
+def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
@@ -201,6 +249,10 @@ def keys_chunk(walk: Walk, step: Any, count: Any) -> Any:
             )
             dk.append(one)
             reads.append(read)
+    elif units is not None:
+        of_r = of_state(walk, list(zip(vs, states, strict=True)))
+        starts = [x + u for x, u in zip(of_r, of_others, strict=True)]
+        dk = add_in_units(walk, units(0), starts, [seen(b) for b in found], queries, parts=2)
     else:
         dk = list(
             multiply(
@@ -212,7 +264,7 @@ def keys_chunk(walk: Walk, step: Any, count: Any) -> Any:
         )
     own.state.consumed.arrive()
     own.rows.consumed.arrive(slot)
-    add_member = functools.partial(add_pairs, walk, step, k_slot, count)
+    add_member = functools.partial(add_pairs, walk, step, k_slot, count, units)
     dk = walk.each_other_member(add_member, dk)
     if walk.gated and not walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
@@ -238,7 +290,13 @@ def keys_chunk(walk: Walk, step: Any, count: Any) -> Any:
 
 
 def add_pairs(
-    walk: Walk, step: Any, k_slot: Any, count: Any, member: Any, dk: list[jax.Array]
+    walk: Walk,
+    step: Any,
+    k_slot: Any,
+    count: Any,
+    units: Units | None,
+    member: Any,
+    dk: list[jax.Array],
 ) -> list[jax.Array]:
     """dk of each head with the pairs of another member's queries."""
     own = walk.own
@@ -254,6 +312,10 @@ def add_pairs(
             (dk[n],) = multiply((dk[n], [(part, queries[n]) for part in parts]))
             plgpu.commit_smem()
             pairs_ring_of(walk).consumed.wait()
+    elif units is not None:
+        plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
+        of_member = [seen(b) for b in found]
+        dk = add_in_units(walk, units(member), dk, of_member, queries, parts=2)
     else:
         plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
         parts_of_heads = [parts_of(seen(b)) for b in found]
@@ -283,10 +345,10 @@ def pairs_of(walk: Walk, slot: Any, vs: list[Any], es: list[jax.Array]) -> list[
     return found
 
 
-def parts_of(b: jax.Array) -> list[jax.Array]:
+def parts_of(b: jax.Array, dtype: Any = BF16) -> list[jax.Array]:
     """Rounded, and what that leaves off."""
-    rounded = mosaic.rounded(b)
-    return [rounded, mosaic.rounded(b - rounded.astype(F32))]
+    rounded = mosaic.rounded(b, dtype)
+    return [rounded, mosaic.rounded(b - rounded.astype(F32), dtype)]
 
 
 def keys_one_by_one(

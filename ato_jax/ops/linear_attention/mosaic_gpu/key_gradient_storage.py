@@ -54,6 +54,7 @@ class Storage(mosaic.Storage):
     pairs: Array  # [heads, 2, 64, 64] b of a steep chunk, rounded, and what that left off
     q: Array  # as g
     r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
+    r_rows: Array  # [V] float32, in float16: units of R's rows
     u: Array  # [F] float32
     u_start: Array  # [F] float32: u behind the piece
     v: Array  # as k
@@ -101,6 +102,9 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
     gates = vectors() if gated else None
     r = Buffer(shared(V, spec.F), copies=heads)
     u_start = Buffer(plgpu.SMEM((F,), F32), copies=heads)
+    r_rows = None
+    if mosaic.has_units(tiling.dtype):
+        r_rows = Buffer(plgpu.SMEM((V,), F32), copies=heads)
     return Storage(
         before=Buffer(shared(C, C)) if some_steep else None,
         e=e,
@@ -114,6 +118,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         pairs=Buffer(shared(heads, 2, C, C)) if some_steep else None,
         q=q,
         r=r,
+        r_rows=r_rows,
         u=Buffer(plgpu.SMEM((F,), F32)),
         u_start=u_start,
         v=v,
@@ -123,7 +128,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         pairs_ring=Ring.of(1, (cast.dk,), (cast.dv,)) if some_steep else None,
         mapped=Signal((cast.state,), STAGES),
         keys_mapped=Signal((cast.dv,), K_STAGES) if replaces_keys else None,
-        start=Signal((r, u_start)),
+        start=Signal((r, u_start) if r_rows is None else (r, u_start, r_rows)),
     )
 
 
@@ -136,11 +141,15 @@ class Arrays(NamedTuple):
     g: Any
     inverse: Any  # [B, H, T up to a whole chunk] float32
     e: Any  # alike
-    r: Any  # [B, G, P, V, F] bfloat16: R behind each piece, summed over the group
+    r: Any  # [B, G, P, V, F]: R behind each piece, summed over the group
     u: Any  # [B, G, P, F] float32
     gates: Any = None  # [B, G, ..] with a decay; as `output` has them
     steep: Any = None
     lengths: Any = None  # [B] int32: rows behind them have no gradient, and give none
+    # In float16 units of the rows of r, [B, G, P, V], and of inverse and e, [B, H, chunks].
+    r_units: Any = None
+    q_units: Any = None
+    e_units: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +186,21 @@ class Walk:
     @property
     def heads(self) -> int:
         return self.tiling.heads
+
+    @property
+    def dtype(self) -> Any:
+        return self.tiling.dtype
+
+    @property
+    def has_units(self) -> bool:
+        return mosaic.has_units(self.dtype)
+
+    def units(self, item: Item, chunk: Any, member: Any) -> list[tuple[Any, Any]]:
+        """Of phi' and of e, for each head of the tile, in a chunk from the end."""
+        number = lax.div(item.first_row, C) + item.chunks - 1 - chunk
+        of_member = self.of_queries(item, member)
+        at = ((item.batch, head, number) for head in self.heads_of(of_member))
+        return [(self.arrays.q_units[one], self.arrays.e_units[one]) for one in at]
 
     @property
     def rounds_b(self) -> bool:

@@ -18,6 +18,7 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF
+from ato_jax.mosaic.scales import LEAST_UNIT
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
@@ -26,11 +27,22 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 def spread(e: jax.Array, minus_e_ref: Any) -> None:
     """-e [C] in the rows of minus_e [8, C]: rounded, and what that left off."""
+    dtype = minus_e_ref.dtype
     minus_e = mosaic.in_columns(-e, ALIKE)
-    rounded = mosaic.rounded(minus_e)
-    rest = mosaic.rounded(minus_e - rounded.astype(F32))
+    rounded = mosaic.rounded(minus_e, dtype)
+    rest = mosaic.rounded(minus_e - rounded.astype(F32), dtype)
     column = plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=1, layout=mosaic.TILE)
     mosaic.store_transposed(minus_e_ref, jnp.where(lax.rem(column, 2) == 0, rounded, rest))
+
+
+def units_of_chunks(
+    spec: LinearAttentionSpec, x: jax.Array, lengths: jax.Array | None
+) -> jax.Array:
+    """The largest magnitude of each chunk's rows that count, [B, H, chunks], of x [B, H, T up to a
+    whole chunk]."""
+    counted = jnp.arange(x.shape[2]) < (spec.T if lengths is None else lengths[:, None, None])
+    of_chunks = jnp.where(counted, jnp.abs(x), 0.0).reshape(*x.shape[:2], -1, C)
+    return jnp.maximum(jnp.max(of_chunks, axis=3), LEAST_UNIT)
 
 
 def query_sums(
@@ -42,9 +54,11 @@ def query_sums(
     e: jax.Array,
     gates: jax.Array | None,
     lengths: jax.Array | None = None,
+    units: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """R [B, H, P, V, F] and u [B, H, P, F], float32; gates are summed up from each piece's first
-    row, [B, H, T up to a whole chunk]; rows behind `lengths` [B] are left out."""
+    row, [B, H, T up to a whole chunk]; rows behind `lengths` [B] are left out. units: in float16
+    those of inverse and e, `units_of_chunks`."""
 
     def map_rows(
         half: int,
@@ -53,16 +67,22 @@ def query_sums(
         inverse_ref: Any,
         e_ref: Any,
         gates_ref: Any = None,
+        units: tuple[Any, Any] | None = None,
     ) -> None:
         inverse = mosaic.load(inverse_ref, mosaic.OF_ROWS)
         if gates_ref is not None:
             inverse = inverse * jnp.exp2(mosaic.load(gates_ref, mosaic.OF_ROWS))
+        if units is not None:
+            inverse = inverse / units[0]
         feature_maps.map_queries_in_place(spec, q_ref, inverse, half * HALF)
-        spread(mosaic.load(e_ref, mosaic.OF_ROWS), minus_e_ref)
+        e = mosaic.load(e_ref, mosaic.OF_ROWS)
+        spread(e if units is None else e / units[1], minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
     name = "query_sums"
-    return piece_sums(spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, lengths=lengths)
+    return piece_sums(
+        spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, lengths=lengths, units=units
+    )
 
 
 def channel_query_sums(

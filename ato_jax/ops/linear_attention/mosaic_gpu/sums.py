@@ -66,6 +66,7 @@ def piece_sums(
     of_columns: int,
     weigh: Callable[..., jax.Array] | None = None,
     lengths: jax.Array | None = None,
+    units: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
 
@@ -78,6 +79,8 @@ def piece_sums(
       weigh: (0 or 1, a^T, *vectors), makes a before: what is added up is then a_jc x_j, as it was
         loaded, times the numbers that it gives for the half's columns.
       lengths: [B] int32; rows of x and y behind them count as 0.
+      units: in float16, of phi and of a, [B, heads, chunks] each, which `map_rows` is given, too:
+        it divides by them. Sums are kept in the units of the last chunk.
     """
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
@@ -117,7 +120,16 @@ def piece_sums(
     ) -> None:
         *given, total_ref, columns_ref = refs
         vector_refs = given[: len(vectors_s)]
+        unit_refs = given[len(vectors_s) : len(vectors_s) + 2] if units else ()
         lengths_ref = None if lengths is None else given[-1]
+
+        def units_of(item: Item, half: Any, chunk: Any) -> tuple[Any, ...]:
+            """Of phi and of a in this chunk."""
+            number, head = lax.div(item.first_row, C) + chunk, tiling.head_of(item.head, half)
+            return tuple(ref[item.batch, head, number] for ref in unit_refs)
+
+        def units_before(item: Item, half: Any, chunk: Any) -> tuple[Any, ...]:
+            return units_of(item, half, jnp.maximum(chunk - 1, 0))
 
         def load_piece(item: Item) -> None:
             def load_chunk(chunk: Any, _: None) -> None:
@@ -153,12 +165,15 @@ def piece_sums(
                     plgpu.commit_smem()
                     (own_columns,) = mosaic.multiply((mosaic.zeros(HALF, ALIKE), [(x.T, a.T)]))
                     columns = columns + own_columns * factors
-                map_rows(half, x, a, *vectors)
+                given_units = {"units": units_of(item, half, chunk)} if units else {}
+                map_rows(half, x, a, *vectors, **given_units)
                 mosaic.keep_rows(x, item.rows_within(chunk, lengths_ref))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if by_values:
                     return columns
+                if units:
+                    columns *= ratios(item, half, chunk)[1]
                 if weigh is None:
                     (columns,) = mosaic.multiply((columns, [(x.T, a.T)]))
                 plgpu.barrier_arrive(free.at[slot])
@@ -166,7 +181,19 @@ def piece_sums(
 
             columns = lax.fori_loop(0, item.chunks, map_chunk, mosaic.zeros(HALF, ALIKE))
             if not by_values:
-                leave_columns(item, half, columns)
+                leave_columns(item, half, columns * last_units(item, half)[1] if units else columns)
+
+        def ratios(item: Item, half: Any, chunk: Any) -> tuple[Any, Any]:
+            """From the units of the sums before the chunk to its own."""
+            (of_x, of_a), (own_x, own_a) = (
+                units_before(item, half, chunk),
+                units_of(item, half, chunk),
+            )
+            return of_x / own_x, of_x / own_x * (of_a / own_a)
+
+        def last_units(item: Item, half: Any) -> tuple[Any, Any]:
+            of_x, of_a = units_of(item, half, item.chunks - 1)
+            return of_x, of_x * of_a
 
         def leave_columns(item: Item, half: Any, columns: jax.Array) -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -191,16 +218,23 @@ def piece_sums(
                 if by_values:
                     own = tiling.half_of(x_s, slot, half)
                     products.append((own.T, a_s.at[slot, half].T))
+                if units:
+                    sums = times(sums, ratios(item, half, chunk))
                 pairs = zip(sums, products, strict=True)
                 found = mosaic.multiply(*((before, [factors]) for before, factors in pairs))
                 plgpu.barrier_arrive(free.at[slot])
                 return list(found)
+
+            def times(sums: list[jax.Array], factors: tuple[Any, Any]) -> list[jax.Array]:
+                return [x * factors[number == len(parts)] for number, x in enumerate(sums)]
 
             parts = tiling.parts_of(total_s.at[half])
             start = [mosaic.zeros(HALF, part.shape[1]) for part in parts]
             if by_values:
                 start.append(mosaic.zeros(HALF, ALIKE))
             found = lax.fori_loop(0, item.chunks, multiply_chunk, start)
+            if units:
+                found = times(found, last_units(item, half))
             if by_values:
                 leave_columns(item, half, found.pop())
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -236,5 +270,5 @@ def piece_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.V, spec.D), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    arrays = [x, y, *vectors, *([] if lengths is None else [lengths])]
+    arrays = [x, y, *vectors, *(units or ()), *([] if lengths is None else [lengths])]
     return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)
