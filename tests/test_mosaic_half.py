@@ -14,31 +14,34 @@ from test_linear_mosaic import (  # noqa: F401
     newest,
     no_races,
 )
+from test_mosaic_lengths import poisoned
 
 from tests import numerics
 
-CALLS = pytest.mark.parametrize(
-    "D, H, scale, options",
-    [
-        (128, 1, 1.0, {}),
-        (64, 2, 30.0, {"layout": "bhtd"}),
-        (128, 1, 30.0, {"feature_map": "identity", "scale": 1e-4}),
-        (96, 1, 0.01, {"feature_map": "relu", "normalize": True}),
-    ],
-)
-
-
-def oracle_of(D: int, H: int, scale: float, options: dict[str, Any]) -> numerics.Oracle:
-    """For two pieces of two chunks, the last in part."""
-    rows = (2, 200, H, D)
-    q, k, v = (channel.draw(*rows, dtype="float32", seed=seed) * scale for seed in range(3))
-    arrays = [x.astype(jnp.float16) for x in (q, k, v)]
-    if options.get("layout") == "bhtd":
-        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
-    return numerics.oracle(OP, *arrays, causal=True, **options)
-
 
 @newest
-@CALLS
-def test_output_and_gradients(D: int, H: int, scale: float, options: dict[str, Any]) -> None:
-    against_the_reference("mosaic_gpu", "mosaic_gpu", oracle_of(D, H, scale, options))
+@pytest.mark.parametrize(
+    "D, H, G, scale, options",
+    [
+        (128, 1, 1, 1.0, {}),
+        (64, 2, 2, 30.0, {"layout": "bhtd"}),
+        (128, 1, 1, 30.0, {"feature_map": "identity", "scale": 1e-4}),
+        (96, 1, 1, 0.01, {"feature_map": "relu", "normalize": True}),
+        (128, 2, 1, 1.0, {"feature_map": "silu", "kv_lengths": [90, 200], "return_state": True}),
+    ],
+)
+def test_output_and_gradients(
+    D: int, H: int, G: int, scale: float, options: dict[str, Any]
+) -> None:
+    """In two pieces of two chunks, the last in part."""
+    arrays = [
+        (channel.draw(2, 200, heads, D, dtype="float32", seed=seed) * scale).astype(jnp.float16)
+        for seed, heads in enumerate((H, G, G))
+    ]
+    if options.get("layout") == "bhtd":
+        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
+    if "kv_lengths" in options:
+        lengths = jnp.array(options["kv_lengths"], jnp.int32)
+        options, arrays = options | {"kv_lengths": lengths}, poisoned(arrays, lengths, "bthd")
+    wanted = numerics.oracle(OP, *arrays, causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
