@@ -40,9 +40,9 @@ from ato_jax.triton.arithmetic import EXACT, round_to_tf32
 from ato_jax.triton.launch import launch as launch_tiles
 from ato_jax.triton.launch import piece_id
 
-# Rows of a tile, columns of D that are multiplied at once, and warps: where products are of two
-# bytes a number, and of four.
-NARROW_TILE, WIDE_TILE = (64, 64, 8), (32, 32, 8)
+# Rows of a tile, columns of D that are multiplied at once, and warps; and where factors take four
+# bytes a number. Beside more features both are half as many, but no product takes less than 16.
+TILE, TILE_OF_FLOATS, MOST_FEATURES = (64, 64, 8), (32, 16, 8), 128
 
 
 def add_returned(
@@ -117,8 +117,10 @@ def _by_kernel(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dk, dv, and w_j phi(k_j) . r_j [B, G, S]; a program has a tile of keys."""
     is_narrow = spec.dtype == "bfloat16"
-    rows, most_columns, warps = NARROW_TILE if is_narrow else WIDE_TILE
-    columns = min(most_columns, tiles.padded(spec.V))
+    rows, most_columns, warps = TILE if is_narrow else TILE_OF_FLOATS
+    if tiles.padded(spec.F) > MOST_FEATURES:
+        rows, most_columns = rows // 2, most_columns // 2
+    columns = max(tiles.COLUMNS, min(most_columns, tiles.padded(spec.V)))
     whole = spec.S % rows == 0
 
     def operand(x: jax.Array) -> jax.Array:
@@ -141,6 +143,13 @@ def _by_kernel(
             return [x]
         rounded = operand(x)
         return [rounded, operand(x - rounded.astype(jnp.float32))]
+
+    def map_keys(k_ref: Any, keys: tiles.Rows, anew: bool) -> tuple[jax.Array, jax.Array]:
+        """phi(k) and phi'(k), [C, F]."""
+        k = tiles.load_tile(k_ref, keys, spec.D, anew=anew).astype(jnp.float32)  # [C, D]
+        phi_k, slopes = jax.jvp(spec.feature_map, (k,), (jnp.ones_like(k),))
+        exist = tiles.all_columns(spec.F).exist
+        return phi_k if exist is None else jnp.where(exist[None, :], phi_k, 0.0), slopes
 
     def kernel(
         k_ref: Any,
@@ -166,25 +175,22 @@ def _by_kernel(
         def _() -> None:
             # What the state does not have, such as padding, may be NaN.
             counted = tiles.Rows(here.numbers, here.exist, left > 0)
-            k = tiles.load_tile(k_ref, counted, spec.D).astype(jnp.float32)  # [C, F]
-            phi_k, slopes = jax.jvp(spec.feature_map, (k,), (jnp.ones_like(k),))
-            exist = tiles.all_columns(spec.F).exist
-            if exist is not None:
-                phi_k = jnp.where(exist[None, :], phi_k, 0.0)
+            of_keys = operand(map_keys(k_ref, counted, anew=False)[0])
 
             def add_columns(part: Any, read: jax.Array) -> jax.Array:
                 some = tiles.Slice(part * columns, columns, spec.V)
                 of_state = parts_of(tiles.load_matrix(kv_ref, spec.F, some))  # [F, v]
                 v = tiles.load_tile(v_ref, counted, some)  # [C, v]
-                added = product(phi_k, of_state) * left[:, None]  # [C, v]
+                added = product(of_keys, of_state) * left[:, None]  # [C, v]
                 old = tiles.load_tile(old_dv_ref, here, some).astype(jnp.float32)  # [C, v]
                 tiles.store_tile(dv_ref, here, some, old + added)
                 return read + product(v, of_state, trans_b=True)
 
             of_sum = tiles.load_vector(k_sum_ref, spec.F)  # [F]
-            read = jnp.broadcast_to(of_sum[None, :], phi_k.shape)  # [C, F]
+            read = jnp.broadcast_to(of_sum[None, :], of_keys.shape)  # [C, F]
             read = lax.fori_loop(0, pl.cdiv(spec.V, columns), add_columns, read)
             read *= left[:, None]
+            phi_k, slopes = map_keys(k_ref, counted, anew=True)
             tiles.store_rows(flows_ref, here, jnp.sum(phi_k * read, axis=1))
             old = tiles.load_tile(old_dk_ref, here, spec.D).astype(jnp.float32)  # [C, D]
             tiles.store_tile(dk_ref, here, spec.D, old + read * slopes)
