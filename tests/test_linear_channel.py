@@ -184,3 +184,22 @@ def test_reasons():
         ({"q_lengths": True}, "lengths"),
     ):
         assert word in triton.unsupported(dataclasses.replace(spec, **change), "forward")
+
+
+def test_outputs_behind_steep_decays_round_finely() -> None:
+    """Weak decays but for one in 1000, so that each run of 128 rows is steep, and outputs are read
+    of states: of q^, k^, the state and the output, roundings of q^ are multiplied, too."""
+    T, D = 512, 128
+    generator = np.random.default_rng(6)
+    decay = -0.01 * np.abs(generator.standard_normal((1, T, 1, D), np.float32))
+    decay[generator.random(decay.shape) < 1e-3] = -50
+    q, k, v = (draw(1, T, 1, D, dtype="bfloat16", seed=seed) for seed in range(3))
+    options = {"decay": jnp.asarray(decay), "causal": True, "feature_map": "identity"}
+    wanted = numerics.oracle(OP, q, k, v, **options)
+    spec = wanted.request.spec
+    config = triton.default_config(spec, GPU)
+    with device.interpret():
+        outputs = jax.jit(functools.partial(triton.forward, spec, config))(wanted.request.inputs)
+    out = numerics.users_outputs(OP, wanted.request, outputs)["out"]
+    facts = {"dtype": "bfloat16", "ideal": lambda: wanted.ideal["out"]}
+    numerics.check("out", out, wanted.exact["out"], **facts)

@@ -41,6 +41,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.scans import gates
+from ato_jax.ops.linear_attention.scans.returned import add_returned
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
 HOPPER = (9, 0)
@@ -263,6 +264,11 @@ def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentio
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    if spec.decay is not None and spec.return_state:
+        without = dataclasses.replace(spec, return_state=False)
+        found = backward(without, config, residuals, cotangents)
+        lowers = spec.feature_map.name != "custom"
+        return add_returned(spec, residuals.inputs, cotangents.state, found, lowers=lowers)
     called = spec
     spec, given = steps.in_place(spec, residuals.inputs)
     residuals = residuals._replace(inputs=given)

@@ -8,6 +8,9 @@ cannot lower to Triton. Hopper's Mosaic kernels read and write what these passes
     totals          the sum of all pieces' states
     flows           the gradient of a decay per head or per step
     channel_flows   the gradient of a decay per step and channel
+    returned        what the cotangent of a returned state adds to the gradients under a decay
+
+`returned` is a pass over k, v and their gradients, which Triton's kernels have, too.
 
 `chunks.py` says how they cut a sequence. Nothing here imports a backend.
 """

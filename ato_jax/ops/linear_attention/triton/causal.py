@@ -41,12 +41,14 @@ The states' kv are held transposed, [V, F], as the state pass leaves them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ato_jax.ops.linear_attention.scans.returned import add_returned
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -126,6 +128,10 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs = residuals.inputs
+    if spec.decay is not None and spec.return_state:
+        without = dataclasses.replace(spec, return_state=False)
+        found = backward(without, config, residuals, cotangents)
+        return add_returned(spec, inputs, cotangents.state, found)
     walk = plan(spec, config, "backward")
     steps, pull = _lay_out(spec, walk, inputs)
     states = _sides(spec, config, inputs, walk, steps)

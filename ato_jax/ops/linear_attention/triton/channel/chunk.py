@@ -30,6 +30,7 @@ from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import mapping, products
+from ato_jax.ops.linear_attention.triton.calls import SMALL_STATE, state_size
 from ato_jax.triton import tiles
 from ato_jax.triton.arithmetic import LOG2_E, bfloat16_parts, exp2, truncate_to_bfloat16
 from ato_jax.triton.tiles import Columns, Rows
@@ -153,6 +154,21 @@ def side_of(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Arra
     return side._replace(edge=products.operand(spec, side.edge, wide=True))
 
 
+def reading_side(spec: LinearAttentionSpec, x: jax.Array, rows: Rows, decay: jax.Array) -> Side:
+    """That of queries for `output_of`."""
+    make = unrounded_side if reads_finely(spec) else side_of
+    return make(spec, x, rows, decay)
+
+
+def reads_finely(spec: LinearAttentionSpec) -> bool:
+    """Whether outputs read a state by what rounding leaves of the decayed queries, too.
+
+    q^, k^, the state and the output, each rounded by itself to bfloat16, take the whole budget. A
+    denominator has some of the roundings in common with the numerator.
+    """
+    return spec.dtype == "bfloat16" and not spec.normalize and state_size(spec) > SMALL_STATE
+
+
 def over_levels(frame: Frame, add_level: Callable[..., Any], sums: Any) -> Any:
     """The sums after `add_level(level, at_level [C, C], factor [C, F], sums)` for each level of
     the pairs; factor is 2^h."""
@@ -185,14 +201,20 @@ def weights(spec: LinearAttentionSpec, frame: Frame, rows: Side, columns: Side) 
 
 
 def finely(
-    spec: LinearAttentionSpec, a: jax.Array, b: jax.Array, *, fine: str, trans_a: bool = False
+    spec: LinearAttentionSpec,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    fine: str,
+    trans_a: bool = False,
+    trans_b: bool = False,
 ) -> jax.Array:
     """a @ b, where what rounding leaves of the factor called `fine` is multiplied, too.
 
     The decays' gradient is a difference of sums over a whole piece: so also in float16 and TF32.
     """
     if spec.dtype == "float32" and spec.precision == "exact":
-        return products.product(spec, a, b, trans_a=trans_a)
+        return products.product(spec, a, b, trans_a=trans_a, trans_b=trans_b)
     x = a if fine == "a" else b
     if spec.dtype == "bfloat16":
         first = truncate_to_bfloat16(x)
@@ -201,7 +223,7 @@ def finely(
     found = jnp.float32(0)
     for part in (first, x - first):
         factors = (part, b) if fine == "a" else (a, part)
-        found += products.product(spec, *factors, wide=True, trans_a=trans_a)
+        found += products.product(spec, *factors, wide=True, trans_a=trans_a, trans_b=trans_b)
     return found
 
 
@@ -218,6 +240,7 @@ def output_of(
     """Stores the outputs [C, V] of a chunk.
 
     Args:
+      reads: from `reading_side`.
       v: [C, V].
       state: kv [V, F] and z [1, F] before the chunk. Returned are those after it.
     """
@@ -225,7 +248,10 @@ def output_of(
     row, column = index
     w = weights(spec, frame, reads, adds)  # [C, C]
     w = jnp.where(column <= row, w, 0.0)
-    out = products.product(spec, reads.edge, kv, wide=True, trans_b=True)  # [C, V]
+    if reads_finely(spec):
+        out = finely(spec, reads.edge, kv, fine="a", trans_b=True)  # [C, V]
+    else:
+        out = products.product(spec, reads.edge, kv, wide=True, trans_b=True)  # [C, V]
     out += finely(spec, w, v, fine="a")
     if spec.normalize:
         den = jnp.sum(w, axis=1)  # [C]

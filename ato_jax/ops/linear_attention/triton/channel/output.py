@@ -23,6 +23,7 @@ from ato_jax.ops.linear_attention.triton.channel.chunk import (
     mild_parts,
     output_of,
     pairs,
+    reading_side,
     side_of,
     sums_of,
     unrounded_side,
@@ -159,7 +160,7 @@ def output(
                 k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
                 v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
                 frame = frame_of(spec, gates_ref, keys, mild)  # [C, F]
-                reads = side_of(spec, q, queries, frame.since)
+                reads = reading_side(spec, q, queries, frame.since)
                 adds = side_of(spec, k, keys, frame.until)
 
                 def store(out: jax.Array) -> None:

@@ -30,6 +30,7 @@ from ato_jax.ops.linear_attention.triton.channel.chunk import (
     frame_of,
     output_of,
     pairs,
+    reading_side,
     side_of,
     sum_rows,
 )
@@ -164,7 +165,7 @@ def output(
                     frame = frame_of(spec, gates_ref, keys, mild)  # [C, F]
                     plain, phi_q = _features(spec, q_ref, queries)
                     _, phi_k = _features(spec, k_ref, keys)
-                    reads = side_of(plain, phi_q, queries, frame.since)
+                    reads = reading_side(plain, phi_q, queries, frame.since)
                     adds = side_of(plain, phi_k, keys, frame.until)
 
                     def store(out: jax.Array) -> None:
