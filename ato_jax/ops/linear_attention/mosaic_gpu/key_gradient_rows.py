@@ -103,7 +103,7 @@ def values_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
         own.mapped.wait(slot)
     reads, weights, own_flows = weights_of(walk, slot, phi_k, gates)
     own.state.produced.wait()
-    gs, states = walk.in_heads(own.g, slot), tiling.by_heads(own.r)
+    states, gs = tiling.by_heads(own.r), walk.in_heads(own.g, slot)
     dv: Any
     if units is None:
         factors = zip(reads, states, weights, gs, strict=True)
@@ -150,10 +150,9 @@ def weights_of(
         reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
     if walk.gated:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-    weights = [seen(of_head) for of_head in a]
-    if not walk.has_units:
-        weights = [mosaic.rounded(of_head) for of_head in weights]
-    return reads, weights, own_flows
+    if walk.has_units:
+        return reads, [seen(of_head) for of_head in a], own_flows
+    return reads, [mosaic.rounded(seen(of_head)) for of_head in a], own_flows
 
 
 def of_state(walk: Walk, products: list[Any]) -> list[jax.Array]:
