@@ -148,6 +148,17 @@ def test_a_finite_bias_for_all_keys_of_a_query_hides_none(dtype, hides):
     check(q, k, v, bias=jnp.asarray(bias), return_lse=True)
 
 
+def test_a_bias_by_query_beside_sinks_with_nearly_all_the_weight():
+    """1e-7 of the weight is left for the keys: the sink's share is 1 but for rounding."""
+    q, k, v = draw("float32", T=40, S=40)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 40, 1)), jnp.float32)
+    wanted = check(q, k, v, bias=bias, sinks=jnp.array([16.0, 25.0]))
+    with ato_jax.interpret():
+        result = numerics.run_backends("triton", "triton", wanted)
+    error, _ = numerics.errors(np.asarray(result["dbias"]), wanted.exact["dbias"], None, True)
+    assert error < numerics.budget("dbias", "float32")
+
+
 def test_sinks_beside_which_the_keys_have_no_weight():
     """In float16 lse with its power of two has another rounding than the sink."""
     q, k, v = draw("float16", T=40, S=40)

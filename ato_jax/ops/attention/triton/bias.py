@@ -88,11 +88,13 @@ def _by_query(
     if spec.return_lse:
         dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
         found = found + dlse
-    # A share is as exact as lse. Where it rounds to 1, the keys have practically no weight, and the
-    # two terms would cancel.
-    rounding = SINGLE_EPSILON * (2 + jnp.abs(in_log2(spec, rows.norm)))
-    keys_count = (rows.norm < jnp.inf) & (shares < 1 - rounding)
-    return jnp.where(keys_count, found, 0.0)
+    counts = rows.norm < jnp.inf
+    if spec.return_lse:
+        # delta holds -dlse then. A share is as exact as lse. Where it rounds to 1, the keys have
+        # practically no weight, and the two terms would cancel.
+        rounding = SINGLE_EPSILON * (2 + jnp.abs(in_log2(spec, rows.norm)))
+        counts = counts & (shares < 1 - rounding)
+    return jnp.where(counts, found, 0.0)
 
 
 def _kernel(
