@@ -209,6 +209,15 @@ def test_total_attention_of_many_blocks_and_without_batch() -> None:
     np.testing.assert_allclose(total.sum() + sink, 2048, rtol=1e-5)
 
 
+def test_total_attention_of_a_padded_last_block() -> None:
+    """Three blocks of 52 queries hold 155 and one that does not exist, which gives no key 1."""
+    q, k, v = normal(1, 155, 4, 8), normal(1, 3, 1, 8, seed=1), normal(1, 3, 1, 2, seed=2)
+    for options in ({}, {"causal": True, "query_offset": 0}):
+        lse = whole(q, k, v, **options)[1]
+        total = total_attention(q, k, lse, **options)
+        np.testing.assert_allclose(total.sum(1), np.full((1, 4), 155), rtol=1e-5)
+
+
 def test_total_attention_does_not_hide_nan() -> None:
     q, k, v = qkv()
     lse = attention(q, k, v, return_lse=True)[1].at[0, 0, 0].set(jnp.nan)

@@ -132,6 +132,42 @@ def test_queries_that_one_key_has_nearly_to_itself(dtype, parts):
     assert error < numerics.budget("dq", dtype) and worst < 4 * numerics.budget("dq", dtype)
 
 
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("hides", [-1e4, -1.3e9, LOWEST])
+def test_a_finite_bias_for_all_keys_of_a_query_hides_none(dtype, hides):
+    """Beside it lse has no digits for the logarithm of the number of keys."""
+    q, k, v = draw(dtype, T=40, S=40)
+    bias = np.zeros((1, 2, 40, 40), np.float32)
+    bias[:, :, :10] = hides
+    bias[:, :, 10:20, 5:] = hides
+    bias[:, 1, 30:] = -np.inf
+    check(q, k, v, bias=jnp.asarray(bias), sinks=jnp.array([0.0, -jnp.inf]), return_lse=True)
+    check(q, k, v, bias=jnp.asarray(bias), return_lse=True)
+
+
+def test_a_bias_by_query_beside_sinks_with_nearly_all_the_weight():
+    """1e-7 of the weight is left for the keys: the sink's share is 1 but for rounding."""
+    q, k, v = draw("float32", T=40, S=40)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 40, 1)), jnp.float32)
+    wanted = check(q, k, v, bias=bias, sinks=jnp.array([16.0, 25.0]))
+    with ato_jax.interpret():
+        result = numerics.run_backends("triton", "triton", wanted)
+    error, _ = numerics.errors(np.asarray(result["dbias"]), wanted.exact["dbias"], None, True)
+    assert error < numerics.budget("dbias", "float32")
+
+
+def test_sinks_beside_which_the_keys_have_no_weight():
+    """In float16 lse with its power of two has another rounding than the sink."""
+    q, k, v = draw("float16", T=40, S=40)
+    sinks = jnp.array([1.3e9, 2.2e8])
+    wanted = check(q, k, v, sinks=sinks, return_lse=True)
+    given = wanted.outputs_cotangents.lse
+    np.testing.assert_allclose(wanted.exact["dsinks"], given.sum((0, 1)), rtol=1e-5)
+
+
 def test_queries_that_see_nothing():
     q, k, v = draw("float32", T=40, S=40)
     with ato_jax.interpret():

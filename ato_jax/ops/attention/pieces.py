@@ -203,7 +203,9 @@ def _total(spec: AttentionSpec, T: int, given: tuple[Inputs, jax.Array]) -> jax.
 
     @jax.checkpoint
     def of_block(arrays: blocks.Arrays) -> jax.Array:
-        saw = arrays["lse"] != -jnp.inf  # [R, block]; true for NaN, which must stay NaN
+        i, _ = blocks.indices(arrays)  # [block, 1]
+        # [R, block]; true for NaN, which must stay NaN. The last block is padded with queries.
+        saw = (arrays["lse"] != -jnp.inf) & (i[:, 0] < spec.T)
         s = blocks.scores(spec, arrays)  # [R, block, S]
         p = jnp.exp(s - jnp.where(saw, arrays["lse"], 0)[..., None])
         return jnp.sum(jnp.where(saw[..., None], p, 0), axis=1)  # [R, S]

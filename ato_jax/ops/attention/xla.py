@@ -18,8 +18,9 @@ differentiates to any order:
 
 The gradient of s is then w (dp - sum_j w dp), with the same rounded dp in both terms. It is exactly
 0 where a query sees one key, and where the two terms nearly cancel, its rounding error is small
-beside the difference. The forward pass keeps m and l of each block, and the backward pass computes
-the weights again, as a flash kernel does.
+beside the difference. The forward pass keeps m of each block, and the backward pass computes the
+weights again, as a flash kernel does. It sums l again, too: a score computed twice may differ in
+its last bit, which at 1000 is 6e-5, and weights over the forward pass's l would add up to 1 + 6e-5.
 
 Causality and windows skip what they hide where the position of query 0 is static
 (`spec.offset`). Elsewhere, as with a traced `query_offset`, they only mask.
@@ -48,7 +49,7 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     @functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("m", "l")
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("m")
     )
     def block(arrays: blocks.Arrays) -> tuple[jax.Array, jax.Array]:
         return _block(spec, arrays)
@@ -107,7 +108,9 @@ def _softmax(
     `by_query` [R|1, block|1, 1] is a bias that all scores of a query share, and that `s` lacks. For
     the weights, adding it to the scores is the same as subtracting it from the sink.
     """
-    m, total = _normaliser(s, _beside(sinks, by_query))
+    beside = _beside(sinks, by_query)
+    m = _largest(s, beside)
+    total = _normaliser(s, beside, m)
     out = _values(spec, _dropped(spec, jnp.exp(s - m), keep), v) / _not_zero(total)
     return out, _lse(m, total, by_query)
 
@@ -117,10 +120,8 @@ def _softmax_jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> Any:
     s, v, sinks, by_query, keep = primals
     d_s, d_v, d_sinks, d_by_query, _ = tangents
     beside = _beside(sinks, by_query)
-    m, total = (
-        checkpoint_name(array, name)
-        for array, name in zip(_normaliser(s, beside), ("m", "l"), strict=True)
-    )
+    m = checkpoint_name(_largest(s, beside), "m")
+    total = _normaliser(s, beside, m)
     p = jnp.exp(s - m) / _not_zero(total)  # [R, block, S]
     mean = jnp.sum(p * d_s, axis=-1, keepdims=True)  # [R, block, 1]
     d_lse = mean
@@ -142,14 +143,18 @@ def _beside(sinks: jax.Array | None, by_query: jax.Array | None) -> jax.Array | 
     return sinks if sinks is None or by_query is None else sinks - by_query
 
 
-def _normaliser(s: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """m and l, each [R, block, 1]."""
+def _largest(s: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """m, [R, block, 1]."""
     top = jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True)
     if sinks is not None:
         top = jnp.maximum(top, lax.stop_gradient(sinks))
-    m = jnp.where(top == -jnp.inf, 0, top)
+    return jnp.where(top == -jnp.inf, 0, top)
+
+
+def _normaliser(s: jax.Array, sinks: jax.Array | None, m: jax.Array) -> jax.Array:
+    """l, [R, block, 1]."""
     total = jnp.sum(jnp.exp(s - m), axis=-1, keepdims=True)
-    return m, total if sinks is None else total + jnp.exp(sinks - m)
+    return total if sinks is None else total + jnp.exp(sinks - m)
 
 
 def _lse(m: jax.Array, total: jax.Array, by_query: jax.Array | None) -> jax.Array:

@@ -8,8 +8,8 @@ With p_ij = exp(s_ij - lse_i), recomputed tile by tile (`weights.py`),
     dk_j    = scale * sum_i ds_ij q_i
 
 where the sums for dk and dv also run over the query heads of the group. The first kernel computes
-delta for its queries and stores it for the second, with lse in units of log2. A bias's gradient is
-ds summed over the axes that the bias lacks (`bias.py`); a sink's is
+delta for its queries and stores it for the second, with lse in the units of scores. A bias's
+gradient is ds summed over the axes that the bias lacks (`bias.py`); a sink's is
 
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 """
@@ -30,12 +30,12 @@ from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Output
 from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
-    LOG2_E,
     ROWS_LAYOUT,
     Blocks,
     Sliced,
     each,
     fitted,
+    in_score_units,
     inner,
     load_rows,
     load_tile,
@@ -53,12 +53,14 @@ from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, o
 from ato_jax.ops.attention.triton.visibility import for_blocks
 from ato_jax.ops.attention.triton.weights import (
     Rows,
+    correction_of,
     gain_spec,
     gradient_gain,
-    inverse,
     load_gain,
+    norm_of,
     plain_delta,
     renormalises,
+    scaled_weight,
     shift,
     sink_shares,
     weight_gradient,
@@ -85,16 +87,16 @@ class DqWrites(NamedTuple):
     """What the dQ kernel writes: shapes, block specs or refs."""
 
     dq: Any  # [B, T, H, D]
-    log2_norm: Any  # [B, H, T] float32, as `Rows.log2_norm`
+    norm: Any  # [B, H, T] float32, as `Rows.norm`
     delta: Any  # [B, H, T] float32, as `Rows.delta`
-    total: Any  # [B, H, T] float32, the sum of a query's weights; None unless float32
+    total: Any  # [B, H, T] float32, the sum of a query's weights; None unless `renormalises`
 
 
 def _dq_kernel(
     reads: DqReads, options: Options, writes: DqWrites, *, spec: AttentionSpec, blocks: Blocks
 ) -> None:
     q_ref, k_ref, v_ref, out_ref, lse_ref, do_ref, rest_ref, dlse_ref, gain_ref = reads
-    dq_ref, log2_norm_ref, delta_ref, total_ref = writes
+    dq_ref, norm_ref, delta_ref, total_ref = writes
     block_q, block_k, parts, fast_exp2 = blocks
     layout = spec.layout
     block, h = pl.program_id(0), pl.program_id(1)
@@ -127,8 +129,8 @@ def _dq_kernel(
     exists = query.indices[:, 0] < q_length if spec.q_lengths else None
     if exists is not None:
         sees = sees & exists
-    log2_norm = jnp.where(sees, lse * LOG2_E - shift(spec), jnp.inf)
-    store_tile(ROWS_LAYOUT, log2_norm_ref, None, i0, log2_norm, spec.T)
+    norm = norm_of(spec, lse, sees)
+    store_tile(ROWS_LAYOUT, norm_ref, None, i0, norm, spec.T)
     store_tile(ROWS_LAYOUT, delta_ref, None, i0, delta, spec.T)
 
     q = load_rows(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
@@ -143,7 +145,7 @@ def _dq_kernel(
         v = load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
         products = inner(spec, q, k)  # [block_q, block_k]
         p, slope = weights(
-            pairs, h, masked, query, key, products, log2_norm[:, None], fast_exp2
+            pairs, h, masked, query, key, products, norm[:, None], fast_exp2
         )
         if total_ref is not None:
             total = total + jnp.sum(p, axis=1)
@@ -155,8 +157,8 @@ def _dq_kernel(
 
     total = jnp.zeros((block_q,), jnp.float32)
     if total_ref is not None and options.sinks is not None:
-        sink = jnp.where(part == 0, options.sinks[h] * LOG2_E, -jnp.inf)
-        total = jnp.exp2(sink - log2_norm)
+        sink = jnp.where(part == 0, in_score_units(spec, options.sinks[h]), -jnp.inf)
+        total = scaled_weight(spec, sink, 1.0, norm)
     start = (zeros(block_q, spec.D), total)
     dq, total = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
     if exists is not None:
@@ -164,7 +166,7 @@ def _dq_kernel(
         total = jnp.where(exists, total, 0.0)
     if total_ref is not None:
         if parts == 1:
-            total = inverse(total)
+            total = correction_of(spec, total)
             dq = each(lambda tile: tile * total[:, None], dq)
         store_tile(ROWS_LAYOUT, total_ref, None, i0, total, spec.T)
     dq = each(lambda tile: without_powers(spec, tile, gain, spec.scale), dq)
@@ -187,7 +189,7 @@ def _dkv_kernel(
     blocks: Blocks,
 ) -> None:
     """Tiles of pairs are transposed, [block_k, block_q], as the sums over queries need them."""
-    log2_norm_ref, delta_ref, correction_ref = rows_refs
+    norm_ref, delta_ref, correction_ref = rows_refs
     block_q, block_k, parts, fast_exp2 = blocks
     layout = spec.layout
     share = spec.H // spec.G
@@ -222,7 +224,7 @@ def _dkv_kernel(
             q = load_rows(layout, q_ref, r, i0, block_q, q_length, spec.D, all_exist)
             products = inner(spec, k, q)  # [block_k, block_q]
             p, slope = weights(
-                pairs, h, masked, query, key, products, row(log2_norm_ref), fast_exp2
+                pairs, h, masked, query, key, products, row(norm_ref), fast_exp2
             )
             if correction_ref is not None:
                 p = p * row(correction_ref)
@@ -287,7 +289,7 @@ def _query_gradient(
         gain=gain,
     )
     blocks = Blocks(block_q, block_k, parts, config.fast_exp2)
-    [[dq, log2_norm, delta, total]] = pallas_call(
+    [[dq, norm, delta, total]] = pallas_call(
         functools.partial(_dq_kernel, spec=spec, blocks=blocks),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B * parts),
         in_specs=[
@@ -307,7 +309,7 @@ def _query_gradient(
         out_specs=[
             DqWrites(
                 dq=sequence_spec(layout, spec.T, spec.D, block_q),
-                log2_norm=rows_spec,
+                norm=rows_spec,
                 delta=rows_spec,
                 total=rows_spec if with_total else None,
             )
@@ -318,7 +320,7 @@ def _query_gradient(
                     (spec.B * parts, *inputs.q.shape[1:]),
                     inputs.q.dtype if parts == 1 else jnp.float32,
                 ),
-                log2_norm=per_query,
+                norm=per_query,
                 delta=per_query,
                 total=per_query if with_total else None,
             )
@@ -328,15 +330,24 @@ def _query_gradient(
         ),
         name="attention_backward_dq",
     )(reads, options)
-    if parts == 1:
-        return dq, Rows(log2_norm, delta, total)
-    dq = jnp.sum(parts_first(dq, parts), axis=0)
-    correction = None
-    if total is not None:
-        correction = inverse(jnp.sum(parts_first(total, parts), axis=0))  # [B, H, T]
+    correction = total
+    if parts > 1:
+        norm, delta, correction = norm[::parts], delta[::parts], None
+        dq = jnp.sum(parts_first(dq, parts), axis=0)
+    if parts > 1 and total is not None:
+        correction = correction_of(spec, jnp.sum(parts_first(total, parts), axis=0))  # [B, H, T]
         by_query = correction if layout == "bhtd" else correction.swapaxes(1, 2)
         dq = dq * by_query[..., None]
-    return dq.astype(inputs.q.dtype), Rows(log2_norm[::parts], delta[::parts], correction)
+    return dq.astype(inputs.q.dtype), Rows(norm, delta, correction)
+
+
+def _with_correction(spec: AttentionSpec, do: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
+    """do and the rows for the other kernels, which correct the weights of float32 alone."""
+    if rows.correction is None or spec.dtype == "float32":
+        return do, rows
+    by_query = rows.correction if spec.layout == "bhtd" else rows.correction.swapaxes(1, 2)
+    scaled = (do * by_query[..., None]).astype(do.dtype)
+    return scaled, rows._replace(delta=rows.delta * rows.correction, correction=None)
 
 
 def _key_gradients(
@@ -405,7 +416,9 @@ def backward(
     inputs = residuals.inputs
     gain = gradient_gain(spec, inputs, cotangents)
     dq, rows = _query_gradient(spec, config, residuals, cotangents, gain)
-    dk, dv, by_key = _key_gradients(spec, config, inputs, cotangents.out, rows, gain)
+    do, rows = _with_correction(spec, cotangents.out, rows)
+    cotangents = cotangents._replace(out=do)
+    dk, dv, by_key = _key_gradients(spec, config, inputs, do, rows, gain)
     dbias = dsinks = None
     if spec.bias is not None:
         dbias = bias.gradient(spec, config, inputs, cotangents, rows, gain, by_key)

@@ -31,6 +31,7 @@ from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
     fitted,
+    in_log2,
     inner,
     load_rows,
     load_tile,
@@ -43,7 +44,6 @@ from ato_jax.ops.attention.triton.pairs import Options, Pairs, options_of
 from ato_jax.ops.attention.triton.weights import (
     Rows,
     plain_delta,
-    shift,
     sink_shares,
     weight_gradient,
     weights,
@@ -88,11 +88,13 @@ def _by_query(
     if spec.return_lse:
         dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
         found = found + dlse
-    # A share is as exact as lse. Where it rounds to 1, the keys have practically no weight, and the
-    # two terms would cancel.
-    rounding = SINGLE_EPSILON * (2 + jnp.abs(rows.log2_norm + shift(spec)))
-    keys_count = (rows.log2_norm < jnp.inf) & (shares < 1 - rounding)
-    return jnp.where(keys_count, found, 0.0)
+    counts = rows.norm < jnp.inf
+    if spec.return_lse:
+        # delta holds -dlse then. A share is as exact as lse. Where it rounds to 1, the keys have
+        # practically no weight, and the two terms would cancel.
+        rounding = SINGLE_EPSILON * (2 + jnp.abs(in_log2(spec, rows.norm)))
+        counts = counts & (shares < 1 - rounding)
+    return jnp.where(counts, found, 0.0)
 
 
 def _kernel(
@@ -138,7 +140,7 @@ def _kernel(
             k = load_rows(layout, k_ref, g, j0, block_k, kv_length, spec.D, batch=b)
             products = inner(spec, q, k)  # [block_q, block_k]
             p, _ = weights(
-                pairs, h, True, query, key, products, row(rows_refs.log2_norm), fast_exp2
+                pairs, h, True, query, key, products, row(rows_refs.norm), fast_exp2
             )
             if rows_refs.correction is not None:
                 p = p * row(rows_refs.correction)

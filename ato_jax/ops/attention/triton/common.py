@@ -11,6 +11,11 @@ Scores are in units of log2, so that every exponential is an exp2:
 
 `factor` is positive, so the maximum is taken over the raw scores, before the multiplication. That
 and the subtraction of the maximum are then one multiply-add per score.
+
+With a bias, scores are halved instead, which rounds nothing, and only their difference from the
+maximum, or from lse, is brought to units of log2. A bias of float32's lowest number, which hides
+nothing, would become -inf in units of log2. And where all scores of a query are -1e9, so is lse:
+the difference is then exactly 0, but of two products with log2(e) it may be 128.
 """
 
 from __future__ import annotations
@@ -31,6 +36,10 @@ from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+# A score of 1 where there is a bias. Not 1: with any product of the bias, Triton loads its tile as
+# it lies in memory; without one, every thread loads the pairs that it needs, by a pointer for each,
+# and the kernel for dk and dv spilled twice as many registers.
+BIASED_UNIT = 0.5
 
 # The shortest side that Triton's dots accept.
 SMALLEST_TILE = 16
@@ -342,10 +351,29 @@ def exp2(x: jax.Array, fast: bool) -> jax.Array:
     return result
 
 
+def in_score_units(spec: AttentionSpec, logit: Any) -> Any:
+    """A logit or an lse as the scores are: in units of log2, or halved with a bias."""
+    return logit * (LOG2_E if spec.bias is None else BIASED_UNIT)
+
+
+def natural(spec: AttentionSpec, score: Any) -> Any:
+    return score * (LN_2 if spec.bias is None else 1 / BIASED_UNIT)
+
+
+def power(spec: AttentionSpec, difference: jax.Array, fast: bool = False) -> jax.Array:
+    """exp of a difference of scores."""
+    return exp2(in_log2(spec, difference), fast)
+
+
+def in_log2(spec: AttentionSpec, difference: Any) -> Any:
+    return difference if spec.bias is None else difference * (LOG2_E / BIASED_UNIT)
+
+
 def score_factor(spec: AttentionSpec) -> float:
+    unit = LOG2_E if spec.bias is None else BIASED_UNIT
     if spec.softcap is not None:
-        return spec.softcap * LOG2_E
-    return spec.scale * LOG2_E if _keeps_order(spec) else LOG2_E
+        return spec.softcap * unit
+    return spec.scale * unit if _keeps_order(spec) else unit
 
 
 def _keeps_order(spec: AttentionSpec) -> bool:

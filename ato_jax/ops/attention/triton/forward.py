@@ -1,6 +1,6 @@
 """The forward kernel: one program per (query block, head, batch entry), keys block by block.
 
-With scores s in units of log2 (`common.py`), each block of keys updates
+With scores s in units of log2 (without a bias; `common.py`), each block of keys updates
 
     m'    = max(m, max_j s_j)
     p_j   = exp2(s_j - m')
@@ -34,17 +34,17 @@ from ato_jax.ops.attention.merging import merge
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
-    LN_2,
-    LOG2_E,
     Blocks,
     Sliced,
     each,
-    exp2,
     fitted,
+    in_score_units,
     inner,
     load_rows,
+    natural,
     parts_first,
     plus_product,
+    power,
     raw_scores,
     sequence_spec,
     span,
@@ -76,9 +76,9 @@ def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: 
     acc = zeros(rows, spec.V)
     if sinks_ref is None:
         return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), acc
-    sink = jnp.where(part == 0, sinks_ref[h] * LOG2_E, -jnp.inf)
+    sink = jnp.where(part == 0, in_score_units(spec, sinks_ref[h]), -jnp.inf)
     m = jnp.maximum(sink, FLOOR)
-    total = jnp.exp2(sink - m)  # 0 for a sink of -inf
+    total = power(spec, sink - m)  # 0 for a sink of -inf
     return jnp.full((rows,), m, jnp.float32), jnp.full((rows,), total, jnp.float32), acc
 
 
@@ -134,8 +134,8 @@ def _kernel(
         if seen is not None:
             raw = jnp.where(seen, raw, -jnp.inf)
         m_next = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
-        p = exp2(raw * factor - m_next[:, None], fast_exp2)
-        return m_next, exp2(m - m_next, fast_exp2), p
+        p = power(spec, raw * factor - m_next[:, None], fast_exp2)
+        return m_next, power(spec, m - m_next, fast_exp2), p
 
     def step(masked: bool, n: Any, carries: tuple[Carry, ...]) -> tuple[Carry, ...]:
         j0 = n * block_k
@@ -168,7 +168,7 @@ def _kernel(
             acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)  # type: ignore[misc]
         nothing = total == 0
         safe = jnp.where(nothing, 1.0, total)
-        lse = jnp.where(nothing, -jnp.inf, m * LN_2 + jnp.log(safe))
+        lse = jnp.where(nothing, -jnp.inf, natural(spec, m) + jnp.log(safe))
         divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
         out = each(lambda tile, by=divisor: tile / by[:, None], acc)  # type: ignore[misc]
         store_rows(layout, out_ref, None, start, out, end, spec.V)

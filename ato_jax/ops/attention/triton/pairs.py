@@ -15,7 +15,12 @@ import numpy as np
 
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs, dropout_keep
-from ato_jax.ops.attention.triton.common import LOG2_E, multiply_add, quotient, score_factor
+from ato_jax.ops.attention.triton.common import (
+    BIASED_UNIT,
+    multiply_add,
+    quotient,
+    score_factor,
+)
 from ato_jax.ops.attention.triton.visibility import (
     Limits,
     Ranges,
@@ -147,12 +152,12 @@ class Pairs:
         return seen
 
     def biased(self, h: Any, raw: jax.Array, query: Side, key: Side) -> tuple[jax.Array, float]:
-        """Scores with the bias added, and the factor that brings them to units of log2."""
+        """Scores with the bias added, and the factor that brings them to their units."""
         factor = score_factor(self.spec)
         if self.spec.bias is None:
             return raw, factor
         bias = self._plane(self.refs.bias, self.spec.bias, h, query, key)
-        return multiply_add(raw, factor, bias.astype(jnp.float32) * LOG2_E), 1.0
+        return multiply_add(raw, factor, bias.astype(jnp.float32) * BIASED_UNIT), 1.0
 
     def kept(self, h: Any, query: Side, key: Side) -> jax.Array | None:
         """Which weights dropout keeps; None without dropout."""

@@ -12,7 +12,10 @@ keeps the product within 2^WEIGHT_SHIFT whatever the size of v and do.
 
 A large lse is rounded by more than float32's budget for p: at 1000 by 3e-5. So in float32 the
 kernel for dq sums each query's recomputed weights, divides dq by that sum, which should be 1, and
-stores the inverse for the other kernels to multiply with.
+stores the inverse for the other kernels to multiply with. With a bias that is needed in every
+dtype: where it is -1e9 for all keys of a query, lse has no digit left of the logarithm of their
+number. The other kernels of 16-bit inputs then get do and delta multiplied by that inverse, which
+for most rows changes no bit of do, and hold no row more.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
+    BIASED_UNIT,
     LOG2_E,
     exp2,
+    in_log2,
+    in_score_units,
     multiply_add,
     quotient,
     raw_scores_and_slope,
@@ -41,9 +47,9 @@ WEIGHT_SHIFT = 15
 class Rows(NamedTuple):
     """Rows that the dQ kernel stores for the other kernels, each [B, H, T] float32."""
 
-    log2_norm: jax.Array  # lse in units of log2, less the shift; +inf where nothing is seen
+    norm: jax.Array  # `norm_of` lse
     delta: jax.Array  # times the gain
-    correction: jax.Array | None  # factor that makes the weights' sum 1; None unless float32
+    correction: jax.Array | None  # makes the weights' sum 1; None unless float32
 
 
 def shift(spec: AttentionSpec) -> int:
@@ -51,7 +57,27 @@ def shift(spec: AttentionSpec) -> int:
 
 
 def renormalises(spec: AttentionSpec) -> bool:
-    return spec.dtype == "float32"
+    return spec.dtype == "float32" or spec.bias is not None
+
+
+def norm_of(spec: AttentionSpec, lse: jax.Array, sees: jax.Array) -> jax.Array:
+    """lse in the scores' units; less the shift without a bias. +inf where nothing is seen."""
+    norm = in_score_units(spec, lse)
+    return jnp.where(sees, norm - shift(spec) if spec.bias is None else norm, jnp.inf)
+
+
+def scaled_weight(
+    spec: AttentionSpec, raw: jax.Array, factor: float, norm: jax.Array, fast_exp2: bool = False
+) -> jax.Array:
+    """The weight of a score raw * factor, times 2^shift."""
+    if spec.bias is None:
+        exponent = raw - norm if factor == 1 else multiply_add(raw, factor, -norm)
+        return exp2(exponent, fast_exp2)
+    assert factor == 1
+    if shift(spec) == 0:
+        return exp2(in_log2(spec, raw - norm), fast_exp2)
+    log2_unit = LOG2_E / BIASED_UNIT
+    return exp2(multiply_add(raw - norm, log2_unit, jnp.float32(shift(spec))), fast_exp2)
 
 
 def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -113,19 +139,22 @@ def weights(
     query: Side,
     key: Side,
     products: jax.Array,
-    log2_norm: jax.Array,
+    norm: jax.Array,
     fast_exp2: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """p * 2^shift from q . k, and the softcap's slope. The shift is subtracted in `log2_norm`."""
+    """p * 2^shift from q . k, and the softcap's slope."""
     raw, slope = raw_scores_and_slope(pairs.spec, products)
     raw, factor = pairs.biased(h, raw, query, key)
     seen = pairs.visible(h, masked, query, key)
     if seen is not None:
         raw = jnp.where(seen, raw, -jnp.inf)
-    return exp2(multiply_add(raw, factor, -log2_norm), fast_exp2), slope
+    return scaled_weight(pairs.spec, raw, factor, norm, fast_exp2), slope
 
 
-def inverse(total: jax.Array) -> jax.Array:
+def correction_of(spec: AttentionSpec, total: jax.Array) -> jax.Array:
+    """The inverse of the sum of a query's weights, from the sum of these times 2^shift."""
+    if shift(spec):
+        total = total * 2.0 ** -shift(spec)
     return 1 / jnp.where(total == 0, 1.0, total)
 
 
@@ -135,7 +164,10 @@ def sink_shares(
     """The sink's share of each query's weights, [B, H, T]."""
     if sinks is None:
         return 0.0
-    shares = jnp.exp2(sinks[:, None] * LOG2_E - (rows.log2_norm + shift(spec)))
+    norm = rows.norm + shift(spec) if spec.bias is None else rows.norm
+    exponent = in_log2(spec, in_score_units(spec, sinks)[:, None] - norm)
+    # At most 1, also where float16's shift rounds a norm of 1e9 down.
+    shares = jnp.exp2(jnp.minimum(exponent, 0.0))
     return shares if rows.correction is None else shares * rows.correction
 
 

@@ -36,12 +36,12 @@ from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.attention.triton.common import (
-    LN_2,
-    LOG2_E,
     dot,
-    exp2,
     fitted,
+    in_score_units,
+    natural,
     padded,
+    power,
     quotient,
     raw_scores,
     raw_scores_and_slope,
@@ -220,7 +220,7 @@ def load_parts(ref: Any, tile: Pair) -> jax.Array:
 
 
 class Weights(NamedTuple):
-    """p = exp2(score - m), and the sum of p with the sink's term; `slope` is the softcap's."""
+    """p = exp(score - m), and the sum of p with the sink's term; `slope` is the softcap's."""
 
     m: jax.Array  # [block_q, 1]
     total: jax.Array  # [block_q, 1]
@@ -244,10 +244,10 @@ def weigh(tile: Pair, product: jax.Array, fast_exp2: bool) -> Weights:
     m = jnp.maximum(jnp.max(raw, axis=1, keepdims=True) * factor, FLOOR)
     sink: Any = 0.0
     if pairs.refs.sinks is not None:
-        logit = pairs.refs.sinks[h] * LOG2_E
+        logit = in_score_units(pairs.spec, pairs.refs.sinks[h])
         m = jnp.maximum(m, logit)
-        sink = exp2(logit - m, fast_exp2)
-    p = exp2(raw * factor - m, fast_exp2)
+        sink = power(pairs.spec, logit - m, fast_exp2)
+    p = power(pairs.spec, raw * factor - m, fast_exp2)
     return Weights(m, jnp.sum(p, axis=1, keepdims=True) + sink, p, slope, sink)
 
 
@@ -308,7 +308,7 @@ def _kernel(
     if kept_ref is not None:
         plgpu.store(kept_ref.at[(0, *tile.place())], product, mask=tile.mask)
     m, total, p, _, _ = weigh(tile, product, fast_exp2)
-    lse = jnp.where(total == 0, -jnp.inf, m * LN_2 + jnp.log(not_zero(total)))
+    lse = jnp.where(total == 0, -jnp.inf, natural(spec, m) + jnp.log(not_zero(total)))
     store_tile(layout, lse_ref, None, start, lse[:, 0], spec.T)
     divisor = not_zero(total) * (1 - spec.dropout_rate)
     kept = tile.pairs.kept(h, tile.query, tile.key)
