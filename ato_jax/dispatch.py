@@ -96,7 +96,7 @@ class Choice:
 
     Attributes:
       backend: the backend's name.
-      config: its block sizes.
+      config: its block sizes; None where it has none to choose.
       kernel: the module that runs the phase: the backend's own, or one of `Op.special`.
       fallback: the backward for values for which this one's kernels are not right, if there are
         any (`Backend.needs_fallback`).
@@ -114,7 +114,8 @@ class Choice:
     def __str__(self) -> str:
         beside = f", or by the arrays' values {self.fallback}" if self.fallback else ""
         sources = "; ".join(filter(None, (self.why, self.sizes_by)))
-        return f"{self.backend}, {self.config}{f' ({sources})' if sources else ''}{beside}"
+        config = "" if self.config is None else f", {self.config}"
+        return f"{self.backend}{config}{f' ({sources})' if sources else ''}{beside}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,8 +468,8 @@ class Explanation:
     A `Choice` is a backend, its block sizes and what chose them.
 
     Attributes:
-      op: "attention" or "linear_attention".
-      spec: Everything static about the call.
+      op: "attention", "linear_attention", "decode_attention" or "linear_attention_step".
+      spec: Everything static about the call; a step's spec leaves out the arrays' shapes.
       device: Where it would run.
       forward: The `Choice` of the forward pass where no derivative is taken; None where no backend
         supports it.
