@@ -145,7 +145,8 @@ def factor_mask(call: Call) -> Visible:
             return Visible(known_causal, queries, keys)
     raise ValueError(
         "mask is neither causal nor a mask of padding nor both, and a linear layer can honour no "
-        f"other, got shape {given}: use ato_jax.nn.Attention for it"
+        f"other, got shape {given}: use ato_jax.nn.Attention for it, or segment_ids where it keeps "
+        "packed documents apart"
     )
 
 
