@@ -294,10 +294,15 @@ def _kernels_forward(call: _Call, inputs: InputsT) -> tuple[Any, Any]:
         training = dataclasses.replace(call, training=True)
         return autodiff.vjp(functools.partial(_forward, training), inputs)
     # `_kernels` and not `_forward`: a second derivative has to meet the custom rule again here.
-    followed = dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
+    followed = _followed(call)
     outputs = _kernels(followed, inputs)
     returned = outputs if call == followed else outputs.plain()
     return returned, Residuals(inputs, outputs)
+
+
+def _followed(call: _Call) -> _Call:
+    """The forward pass of a call whose backward pass reads the outputs."""
+    return dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
 
 
 def _kernels_transposed(call: _Call, residuals: Any, cotangents: OutputsT) -> tuple[InputsT]:
@@ -395,6 +400,13 @@ def _is_plain(call: _Call) -> bool:
     """Whether both passes are plain JAX."""
     choices = [choose_if_any(call, phase) for phase in PHASES]
     return all(choice is not None and choice.backend in PLAIN_JAX for choice in choices)
+
+
+def choices_of_training(call: _Call) -> tuple[Choice | None, Choice | None]:
+    """The choices of both passes of a call that JAX takes the derivative of."""
+    training = dataclasses.replace(call, training=True)
+    forward = training if _is_plain(training) else _followed(call)
+    return choose_if_any(forward, "forward"), choose_if_any(training, "backward")
 
 
 def _call_of(
@@ -513,7 +525,6 @@ def explain(
         name: {phase: reason_against(call, name, phase) for phase in PHASES}
         for name in op.backends + op.planned
     }
-    training = dataclasses.replace(call, spec=spec.for_backward(), training=True)
     forward = choose_if_any(call, "forward")
-    recorded, backward = (choose_if_any(training, phase) for phase in PHASES)
+    recorded, backward = choices_of_training(call)
     return Explanation(op.name, spec, call.device, forward, recorded, backward, reasons)
