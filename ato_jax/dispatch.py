@@ -96,7 +96,7 @@ class Choice:
 
     Attributes:
       backend: the backend's name.
-      config: its block sizes.
+      config: its block sizes; None where it has none to choose.
       kernel: the module that runs the phase: the backend's own, or one of `Op.special`.
       fallback: the backward for values for which this one's kernels are not right, if there are
         any (`Backend.needs_fallback`).
@@ -114,7 +114,8 @@ class Choice:
     def __str__(self) -> str:
         beside = f", or by the arrays' values {self.fallback}" if self.fallback else ""
         sources = "; ".join(filter(None, (self.why, self.sizes_by)))
-        return f"{self.backend}, {self.config}{f' ({sources})' if sources else ''}{beside}"
+        config = "" if self.config is None else f", {self.config}"
+        return f"{self.backend}{config}{f' ({sources})' if sources else ''}{beside}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,10 +294,15 @@ def _kernels_forward(call: _Call, inputs: InputsT) -> tuple[Any, Any]:
         training = dataclasses.replace(call, training=True)
         return autodiff.vjp(functools.partial(_forward, training), inputs)
     # `_kernels` and not `_forward`: a second derivative has to meet the custom rule again here.
-    followed = dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
+    followed = _followed(call)
     outputs = _kernels(followed, inputs)
     returned = outputs if call == followed else outputs.plain()
     return returned, Residuals(inputs, outputs)
+
+
+def _followed(call: _Call) -> _Call:
+    """The forward pass of a call whose backward pass reads the outputs."""
+    return dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
 
 
 def _kernels_transposed(call: _Call, residuals: Any, cotangents: OutputsT) -> tuple[InputsT]:
@@ -396,6 +402,13 @@ def _is_plain(call: _Call) -> bool:
     return all(choice is not None and choice.backend in PLAIN_JAX for choice in choices)
 
 
+def choices_of_training(call: _Call) -> tuple[Choice | None, Choice | None]:
+    """The choices of both passes of a call that JAX takes the derivative of."""
+    training = dataclasses.replace(call, training=True)
+    forward = training if _is_plain(training) else _followed(call)
+    return choose_if_any(forward, "forward"), choose_if_any(training, "backward")
+
+
 def _call_of(
     op: Op[SpecT, InputsT, OutputsT],
     spec: SpecT,
@@ -467,8 +480,8 @@ class Explanation:
     A `Choice` is a backend, its block sizes and what chose them.
 
     Attributes:
-      op: "attention" or "linear_attention".
-      spec: Everything static about the call.
+      op: "attention", "linear_attention", "decode_attention" or "linear_attention_step".
+      spec: Everything static about the call; a step's spec leaves out the arrays' shapes.
       device: Where it would run.
       forward: The `Choice` of the forward pass where no derivative is taken; None where no backend
         supports it.
@@ -512,7 +525,6 @@ def explain(
         name: {phase: reason_against(call, name, phase) for phase in PHASES}
         for name in op.backends + op.planned
     }
-    training = dataclasses.replace(call, spec=spec.for_backward(), training=True)
     forward = choose_if_any(call, "forward")
-    recorded, backward = (choose_if_any(training, phase) for phase in PHASES)
+    recorded, backward = choices_of_training(call)
     return Explanation(op.name, spec, call.device, forward, recorded, backward, reasons)

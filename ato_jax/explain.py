@@ -10,11 +10,30 @@ import jax
 
 from ato_jax import dispatch
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.attention import decode
 from ato_jax.ops.linear_attention import api as linear_attention_api
+from ato_jax.ops.linear_attention import step
 
-APIS: dict[str, Any] = {
-    "attention": attention_api,
-    "linear_attention": linear_attention_api,
+
+def _by_dispatch(api: Any) -> Callable[..., dispatch.Explanation]:
+    """Explains a call of an op that `dispatch` runs."""
+
+    def explain(*args: Any, **options: Any) -> dispatch.Explanation:
+        request = api.prepare(*args, **options)
+        return dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+
+    return explain
+
+
+# Each function, and what explains a call of it.
+KNOWN: dict[str, tuple[Callable[..., Any], Callable[..., dispatch.Explanation]]] = {
+    "attention": (attention_api.attention, _by_dispatch(attention_api)),
+    "linear_attention": (
+        linear_attention_api.linear_attention,
+        _by_dispatch(linear_attention_api),
+    ),
+    "decode_attention": (decode.decode_attention, decode.explain),
+    "linear_attention_step": (step.linear_attention_step, step.explain),
 }
 
 
@@ -22,7 +41,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
     """Tells, without running it, which backend and block sizes a call would use, and why.
 
     Args:
-      op: `ato_jax.attention` or `ato_jax.linear_attention`, or the name of one of them.
+      op: `ato_jax.attention`, `ato_jax.linear_attention`, `ato_jax.decode_attention` or
+        `ato_jax.linear_attention_step`, or the name of one of them.
       *args: The call's own arguments: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: The call's own options.
 
@@ -43,36 +63,33 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
       'needs a GPU, and this call runs on cpu'
     """
     # By identity, since ato_torch has functions of the same names with other meanings.
-    names = {getattr(api, name): name for name, api in APIS.items()} | {name: name for name in APIS}
+    names: dict[Hashable, str] = {name: name for name in KNOWN}
+    names |= {function: name for name, (function, _) in KNOWN.items()}
     unwrapped = inspect.unwrap(op) if callable(op) else op
     name = names.get(unwrapped) if isinstance(unwrapped, Hashable) else None
     if name is None:
-        raise ValueError(f"op must be one of {', '.join(map(repr, APIS))}, got {op!r}")
-    api = APIS[name]
+        raise ValueError(f"op must be one of {', '.join(map(repr, KNOWN))}, got {op!r}")
+    function, explained = KNOWN[name]
     try:
-        inspect.signature(getattr(api, name)).bind(*args, **kwargs)
+        inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     leaves, structure = jax.tree.flatten((args, kwargs))
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        request = api.prepare(*args, **kwargs)
-        return dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+        return explained(*args, **kwargs)
     arrays = {
         index: leaf
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-        # Tracing would narrow these two; untraced, `prepare` refuses them.
+        # Tracing would narrow these two; untraced, the call's checks refuse them.
         and str(leaf.dtype) not in ("float64", "complex128")
     }
     found: list[dispatch.Explanation] = []
 
-    def prepare(traced: dict[int, Any]) -> None:
+    def trace(traced: dict[int, Any]) -> None:
         merged = [traced.get(index, leaf) for index, leaf in enumerate(leaves)]
         call_args, call_kwargs = jax.tree.unflatten(structure, merged)
-        request = api.prepare(*call_args, **call_kwargs)
-        found.append(
-            dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
-        )
+        found.append(explained(*call_args, **call_kwargs))
 
-    jax.eval_shape(prepare, arrays)
+    jax.eval_shape(trace, arrays)
     return found[0]

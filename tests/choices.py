@@ -92,12 +92,8 @@ def chosen(row: Row, card: device.Device) -> tuple[dispatch.Choice | None, ...]:
     """Of the forward pass alone, and of both passes where the derivative is taken."""
     spec = spec_of(row)
     call = dispatch._Call(APIS[row.op].OP, spec, None, card, False)
-    training = dataclasses.replace(call, spec=spec.for_backward(), training=True)
     with pretending(card):
-        return (
-            dispatch.choose_if_any(call, "forward"),
-            *(dispatch.choose_if_any(training, phase) for phase in dispatch.PHASES),
-        )
+        return dispatch.choose_if_any(call, "forward"), *dispatch.choices_of_training(call)
 
 
 def _text(choice: dispatch.Choice | None) -> str:

@@ -51,6 +51,11 @@ def _with_decay(axes: str, **options: Any) -> Any:
     return lambda sizes: {"decay": jnp.full([sizes[axis] for axis in axes], -0.1), **options}
 
 
+def ids(sizes: dict[str, int], length: str) -> np.ndarray:
+    """Segment ids for that axis, 10 tokens a segment."""
+    return np.arange(sizes[length])[None].repeat(sizes["B"], 0) // 10
+
+
 def _shared() -> Iterator[Row]:
     for dtype in ("bfloat16", "float16", "float32"):
         yield Row(dtype, dtype=dtype)
@@ -64,9 +69,6 @@ def _shared() -> Iterator[Row]:
     yield Row('layout="bhtd"', {}, _always(layout="bhtd"))
     yield Row("causal", {}, _always(causal=True))
     yield Row("causal, T != S", {"S": 48}, _always(causal=True))
-
-    def ids(sizes: dict[str, int], length: str) -> np.ndarray:
-        return np.arange(sizes[length])[None].repeat(sizes["B"], 0) // 10
 
     yield Row("segment_ids", {}, lambda sizes: {"segment_ids": ids(sizes, "T")})
     yield Row(
@@ -192,6 +194,19 @@ def _linear_attention() -> Iterator[Row]:
             wide,
             _with_decay(axes, causal=True, feature_map="silu"),
         )
+    # Options that are slow together, though each alone is not.
+    lengths = {"kv_lengths": np.array([20, 32])}
+    for axes in ("BSG", "BSGD"):
+        kind = f"decay [{', '.join(axes)}], causal"
+        yield Row(
+            f"{kind}, segment_ids",
+            {},
+            lambda sizes, axes=axes: {
+                "segment_ids": ids(sizes, "T"),
+                **_with_decay(axes, causal=True)(sizes),
+            },
+        )
+        yield Row(f"{kind}, lengths", {}, _with_decay(axes, causal=True, **lengths))
 
 
 ROWS = {

@@ -65,6 +65,37 @@ def test_explain_says_where_a_choice_comes_from() -> None:
         assert "(first in the op's order; block sizes by rule)" in told
 
 
+@pytest.mark.lowering
+@pytest.mark.parametrize("T", [4096, 4099])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("segments", [False, True])
+def test_explain_tells_the_passes_of_training(
+    T: int, D: int, segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`recorded` and `backward` are the choices that a gradient makes when it is traced."""
+    ran = []
+    choose = dispatch.choose
+
+    def choosing(call: Any, phase: str) -> dispatch.Choice:
+        choice = choose(call, phase)
+        if phase == "backward" or call.backward_follows:
+            ran.append((phase, choice))
+        return choice
+
+    x = jax.ShapeDtypeStruct((2, T, 16, D), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, T), jnp.int32) if segments else None
+
+    def loss(x: jax.Array, ids: jax.Array | None) -> jax.Array:
+        out = ato_jax.linear_attention(x, x, x, causal=True, segment_ids=ids)
+        return out.astype(jnp.float32).sum()
+
+    with choices.pretending(choices.described("H100")):
+        told = ato_jax.explain(ato_jax.linear_attention, x, x, x, causal=True, segment_ids=ids)
+        monkeypatch.setattr(dispatch, "choose", choosing)
+        jax.eval_shape(jax.grad(loss), x, ids)
+    assert dict(ran) == {"forward": told.recorded, "backward": told.backward}
+
+
 @pytest.mark.parametrize("op", ["attention", "linear_attention"])
 def test_a_kernel_forward_with_a_plain_derivative(op: str, monkeypatch: Any) -> None:
     """Where the forward pass alone is a kernel's, and both passes of a derivative plain JAX:

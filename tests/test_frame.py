@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device, dispatch, programs, tuning
+from ato_jax import device, dispatch, launch, programs, tuning
 from ato_jax.backend import Backend, SpecialForward
 from tests import numerics
 
@@ -129,6 +129,76 @@ def test_explain_knows_its_functions_from_their_namesakes(op: str) -> None:
     namesake.__name__ = op
     with pytest.raises(ValueError, match="op must be one of"):
         ato_jax.explain(namesake, *arrays(op))
+
+
+def decoding(op: str, dtype: str = "float32") -> tuple[Any, ...]:
+    """Arguments of a call of `decode_attention` or `linear_attention_step`."""
+    if op == "decode_attention":
+        pages = jnp.ones((6, 16, 2, 8), dtype)  # [P, page, G, D]
+        return jnp.ones((2, 1, 4, 8), dtype), pages, pages, [[3, 0], [5, -1]], [20, 7]
+    q, kv = jnp.ones((2, 4, 8), dtype), jnp.ones((2, 2, 8), dtype)
+    return q, kv, kv, ato_jax.LinearState(jnp.zeros((2, 2, 8, 8)), jnp.zeros((2, 2, 8)))
+
+
+def chosen(explained: dispatch.Explanation) -> tuple[str | None, ...]:
+    """The backends of the forward pass, of a recorded one and of the backward pass."""
+    choices = (explained.forward, explained.recorded, explained.backward)
+    return tuple(None if choice is None else choice.backend for choice in choices)
+
+
+each_decoding = pytest.mark.parametrize("op", ["decode_attention", "linear_attention_step"])
+
+
+@pytest.mark.lowering
+@each_decoding
+def test_explain_decoding(op: str) -> None:
+    arguments = decoding(op)
+    explained = ato_jax.explain(getattr(ato_jax, op), *arguments)
+    assert str(explained) == str(ato_jax.explain(op, *arguments))
+    if jax.default_backend() != "gpu":
+        assert chosen(explained) == ("xla", "xla", "xla")
+        assert "needs an NVIDIA GPU" in str(explained.reasons["triton"]["forward"])
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), arguments[:3]
+    )
+    assert ato_jax.explain(op, *shapes, *arguments[3:]).spec == explained.spec
+    with pytest.raises(ValueError, match="q must be"):
+        ato_jax.explain(op, arguments[0][0, 0, 0], *arguments[1:])
+    with pytest.raises(TypeError, match=f"{op}: got an unexpected keyword argument 'casual'"):
+        ato_jax.explain(op, *arguments, casual=True)
+
+
+@pytest.mark.lowering
+@each_decoding
+@pytest.mark.parametrize("hidden", [False, True])
+def test_explain_decoding_on_a_card(
+    op: str, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel in bfloat16, without a warning where JAX cannot lower it."""
+    monkeypatch.setattr(device, "of_call", lambda _: H200)
+    monkeypatch.setattr(launch, "no_triton", "has none" if hidden else None)
+    explained = ato_jax.explain(op, *decoding(op, "bfloat16"))
+    kernel = "xla" if hidden else "triton"
+    assert chosen(explained) == (kernel, kernel, "xla")
+    assert explained.reasons["triton"]["forward"] == ("has none" if hidden else None)
+
+
+@pytest.mark.lowering
+def test_explain_decoding_by_name_and_by_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = decoding("decode_attention")
+    monkeypatch.setattr(launch, "no_triton", None)
+    if jax.default_backend() != "gpu":
+        refused = ato_jax.explain("decode_attention", *arguments, implementation="triton")
+        assert chosen(refused) == (None, None, None)
+    with ato_jax.interpret():
+        named = ato_jax.explain("decode_attention", *arguments, implementation="triton")
+    assert chosen(named) == ("triton", "triton", "xla")
+    named = ato_jax.explain("decode_attention", *arguments, implementation="reference")
+    assert chosen(named) == ("reference", "reference", "reference")
+    monkeypatch.setattr(device, "of_call", lambda _: H200)
+    explained = ato_jax.explain("decode_attention", *arguments)  # float32
+    assert chosen(explained) == ("xla", "xla", "xla")
+    assert "(triton last by tuned/sm_90.toml)" in str(explained)
 
 
 def test_unsupported_lists_every_backend() -> None:

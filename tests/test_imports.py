@@ -164,6 +164,17 @@ def test_layers(name: str, allowed: tuple[str, ...]) -> None:
     assert reached(name) <= set(allowed)
 
 
+def test_the_map_of_the_package_is_whole() -> None:
+    """docs/architecture.md names the modules and folders of ato_jax and of each op."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "ato_jax"
+    for folder in (package, *(package / "ops" / op for op in OPS)):
+        for path in folder.iterdir():
+            name = f"{path.name}/" if path.is_dir() else path.name
+            if name not in ("ops/", "__pycache__/", "__init__.py", "py.typed"):
+                assert re.search(rf"\b{re.escape(name)}", page), f"{path} is not on the map"
+
+
 def test_the_kit_of_hopper_kernels_knows_no_op() -> None:
     """Nor do others than backends of Mosaic GPU know the kit."""
     kit = [name for name in modules() if within(name, HOPPER_KIT)]

@@ -165,6 +165,7 @@ class Attention(MultiHead):
             value,
             window=self.window,
             mask=bind_mask(call.mask, call, key.shape[1]),
+            segment_ids=call.segment_ids,
             softcap=self.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
             dropout_rate=0.0 if call.dropout_key is None else self.dropout_rate,

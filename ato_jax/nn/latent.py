@@ -53,13 +53,13 @@ from ato_jax.nn.arguments import (
     refuse_rngs_without,
 )
 from ato_jax.nn.caches import append, caches_restored, made
-from ato_jax.nn.call import Call, one_batch_axis
+from ato_jax.nn.call import Call, as_segment_ids, one_batch_axis
 from ato_jax.nn.masks import bind_mask
-from ato_jax.nn.rotary import as_positions, rotate
+from ato_jax.nn.rotary import as_positions, positions_in_segments, rotate
 from ato_jax.ops.attention.api import OP, attention
 from ato_jax.ops.attention.cached import MOST_QUERIES
 from ato_jax.ops.attention.decode import BACKENDS, decode_attention
-from ato_jax.ops.common import precision_of
+from ato_jax.ops.common import Integers, precision_of
 
 
 class LatentAttention(nnx.Module):
@@ -256,6 +256,7 @@ class LatentAttention(nnx.Module):
         decode: bool | None = None,
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
+        segment_ids: Integers | None = None,
         out_sharding: Sharding | None = None,
     ) -> jax.Array:
         """Computes the attention of `inputs_q` to itself, or with `decode` to the cache.
@@ -269,8 +270,11 @@ class LatentAttention(nnx.Module):
           decode: Append to the cache and attend to all tokens in it; None takes the constructor's
             value, and False where that is None.
           is_causal: Query i sees the keys up to i in this call.
-          input_positions: [batch..., T], the positions to rotate by. None counts from 0, or from
-            the number of tokens in the cache. They do not change which keys a query sees.
+          input_positions: [batch..., T], the positions to rotate by. None counts from 0 in each
+            segment, or from the number of tokens in the cache. They do not change which keys a
+            query sees.
+          segment_ids: Integers [batch..., T], the document of each token: only equal ids see each
+            other. Each document is one contiguous run. Refused with `decode`.
           out_sharding: Sharding of the result, as in nnx.LinearGeneral.
 
         Returns:
@@ -294,6 +298,9 @@ class LatentAttention(nnx.Module):
         causal = shapes.flag("is_causal", is_causal) or self.causal
         held = made(self.cache_index)[...] if decode else jnp.zeros((), jnp.int32)
         positions = (held + jnp.arange(T))[None]
+        ids = as_segment_ids(segment_ids, tuple(batch), T, T, decode)
+        if ids is not None:
+            positions = positions_in_segments(ids)
         if input_positions is not None:
             input_positions = as_positions(input_positions)
             if input_positions.shape != (*batch, T):
@@ -314,7 +321,7 @@ class LatentAttention(nnx.Module):
         plain, turned = jnp.split(query, (self.qk_nope_head_dim,), axis=-1)
         turned = rotate(turned, positions, self.rope_theta)
 
-        options: dict[str, Any] = {"causal": causal}
+        options: dict[str, Any] = {"causal": causal, "segment_ids": ids}
         # Joined, as the absorbed order reads them. Joining them later would copy the whole cache.
         joint = jnp.concatenate((latent, rope_key), axis=-1)  # [B, T, C + R]
         with caches_restored(self):

@@ -45,7 +45,8 @@ class LinearAttention(MultiHead):
 
     - A mask may be causal, or hide keys for all queries alike, [batch..., 1, 1, S], or both. Padded
       queries have 0 before the last projection. Any other mask is a ValueError, and inside jit so
-      is every mask with an axis of queries, since its values are not known there.
+      is every mask with an axis of queries, since its values are not known there. Packed documents
+      take `segment_ids` in place of a mask of blocks.
     - With `decode=True` a call takes any number of tokens, causal among themselves: first a prompt,
       then one token at a time. Its mask covers these tokens, not a cache of keys: earlier keys
       exist only as sums.
@@ -165,6 +166,7 @@ class LinearAttention(MultiHead):
                 value,
                 decay=decay,
                 causal=visible.causal,
+                segment_ids=call.segment_ids,
                 precision=self.precision,
                 implementation=self.implementation,
                 **options,

@@ -119,7 +119,7 @@ def factor_mask(call: Call) -> Visible:
             "mask has an axis of queries, and its values are not known inside jit: a linear layer "
             "cannot tell whether it can honour it. For a causal layer say causal=True (or "
             "is_causal=True in the call); for padding give a mask [batch..., 1, 1, S] of the "
-            f"keys; got shape {mask.shape}"
+            f"keys, for packed documents segment_ids; got shape {mask.shape}"
         )
     # NumPy, because an operation of JAX inside jit would turn values into tracers.
     mask = bind_mask(mask if for_keys else np.asarray(mask), call)
@@ -145,7 +145,8 @@ def factor_mask(call: Call) -> Visible:
             return Visible(known_causal, queries, keys)
     raise ValueError(
         "mask is neither causal nor a mask of padding nor both, and a linear layer can honour no "
-        f"other, got shape {given}: use ato_jax.nn.Attention for it"
+        f"other, got shape {given}: use ato_jax.nn.Attention for it, or segment_ids where it keeps "
+        "packed documents apart"
     )
 
 

@@ -43,9 +43,9 @@ from ato_jax.nn.arguments import (
     refuse_rngs_without,
 )
 from ato_jax.nn.caches import caches_restored, made
-from ato_jax.nn.call import Call, one_batch_axis
-from ato_jax.nn.rotary import as_positions, rotate
-from ato_jax.ops.common import precision_of
+from ato_jax.nn.call import Call, as_segment_ids, one_batch_axis
+from ato_jax.nn.rotary import as_positions, positions_in_segments, rotate
+from ato_jax.ops.common import Integers, precision_of
 
 
 class MultiHead(nnx.MultiHeadAttention):
@@ -150,6 +150,7 @@ class MultiHead(nnx.MultiHeadAttention):
         decode: bool | None = None,
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
+        segment_ids: Integers | None = None,
         out_sharding: Sharding | None = None,
         qkv_sharding: Sharding | None = None,
     ) -> jax.Array:
@@ -169,7 +170,10 @@ class MultiHead(nnx.MultiHeadAttention):
             value, and False where that is None.
           is_causal: Query i sees the keys up to i in this call (T = S).
           input_positions: [batch..., T], the positions for `rope_theta`, of queries and keys alike
-            (T = S). None counts from 0, or from the number of tokens in the cache.
+            (T = S). None counts from 0 in each segment, or from the number of tokens in the cache.
+          segment_ids: Integers [batch..., T], the document of each token, of queries and keys alike
+            (T = S): only equal ids see each other, and no state passes from one to the next. Each
+            document is one contiguous run. Refused with `decode`.
           out_sharding: Sharding of the result, as in nnx.LinearGeneral.
           qkv_sharding: Sharding of the projected queries, keys and values.
 
@@ -213,6 +217,7 @@ class MultiHead(nnx.MultiHeadAttention):
         if T != S and (causal or decode):
             asked = "decode" if decode else "causal attention"
             raise ValueError(f"{asked} needs as many keys as queries, got T={T}, S={S}")
+        ids = as_segment_ids(segment_ids, batch, T, S, decode)
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         key = self.key(inputs_k, out_sharding=qkv_sharding)
@@ -225,7 +230,10 @@ class MultiHead(nnx.MultiHeadAttention):
             if input_positions is not None:
                 raise ValueError("input_positions need a rope_theta: this layer rotates nothing")
         else:
-            q_positions, k_positions = self._positions(input_positions, batch, T, S, decode)
+            if input_positions is None and ids is not None:
+                q_positions = k_positions = positions_in_segments(ids)
+            else:
+                q_positions, k_positions = self._positions(input_positions, batch, T, S, decode)
             query = rotate(query, q_positions, self.rope_theta)
             key = rotate(key, k_positions, self.rope_theta)
 
@@ -240,6 +248,7 @@ class MultiHead(nnx.MultiHeadAttention):
             causal,
             decode,
             dropout_key(self, deterministic, rngs),
+            ids,
         )
         with caches_restored(self):
             x = self.attend(call)

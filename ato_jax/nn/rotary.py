@@ -24,6 +24,14 @@ def as_positions(positions: Any) -> jax.Array:
     return shapes.as_array("input_positions", positions)
 
 
+def positions_in_segments(segment_ids: jax.Array) -> jax.Array:
+    """Positions [B, T] that count from 0 in each run of equal ids [B, T]."""
+    positions = jnp.arange(segment_ids.shape[1])[None]
+    same = segment_ids[:, 1:] == segment_ids[:, :-1]
+    begins = jnp.pad(~same, ((0, 0), (1, 0)), constant_values=True)
+    return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+
+
 @functools.partial(jax.jit, static_argnames="theta", inline=True)  # one program, not a dozen
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """x [B, T, H, D], its pairs turned by the positions [B|1, T].

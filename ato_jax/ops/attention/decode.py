@@ -12,7 +12,7 @@ derivative, the pages are put in a row and `attention` goes over them.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from ato_jax import checking, device, programs, shapes, tuning
 from ato_jax.device import Device
-from ato_jax.dispatch import UnsupportedError
+from ato_jax.dispatch import PHASES, Choice, Explanation, UnsupportedError
 from ato_jax.ops.attention.api import OP, PAGED, Window, attention, bind_sinks, bounds
 from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import AttentionSpec
@@ -29,6 +29,120 @@ from ato_jax.ops.common import Integers, check_heads, check_lengths, is_batched,
 
 # Those that None may mean; "reference" runs where it is named.
 BACKENDS = ("xla", "triton")
+
+
+class Request(NamedTuple):
+    """A call with its arguments checked."""
+
+    spec: AttentionSpec
+    inputs: CacheInputs
+    implementation: str | None
+    batched: bool
+
+
+def prepare(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any = None,
+    page_table: Any = None,
+    lengths: Any = None,
+    *,
+    value_dim: Any = None,
+    k_scale_pages: Any = None,
+    v_scale_pages: Any = None,
+    window: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Request:
+    """Checks and binds every argument of `decode_attention`; its ValueErrors come from here."""
+    q = shapes.floating("q", q)
+    k_pages = _pages("k_pages", k_pages, str(q.dtype))
+    batched = is_batched(q, "BTHD")
+    where = "" if batched else " where q is [T, H, D]"
+    sizes: dict[str, int] = {}
+    shapes.bind(sizes, "q", q.shape, "BTHD" if batched else "THD")
+    rows: tuple[str, ...] = ("P", "page", "G")
+    if page_table is None:
+        rows = ("B", "S", "G") if batched else ("S", "G")
+    shapes.bind(sizes, "k_pages", k_pages.shape, (*rows, "D"), where)
+    if v_pages is None:
+        _bind_value_dim(sizes, value_dim)
+    else:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim goes without v_pages: got {value_dim!r} and values of their own"
+            )
+        v_pages = _pages("v_pages", v_pages, str(k_pages.dtype), "k_pages")
+        shapes.bind(sizes, "v_pages", v_pages.shape, (*rows, "V"), where)
+    k_scales = _bind_scales(sizes, "k_scale_pages", k_scale_pages, k_pages, rows)
+    v_scales = _bind_scales(sizes, "v_scale_pages", v_scale_pages, v_pages, rows)
+    if not 1 <= sizes["T"] <= MOST_QUERIES:
+        raise ValueError(
+            f"q must hold between 1 and {MOST_QUERIES} queries, got T={sizes['T']}; "
+            "use attention() for more"
+        )
+    check_heads(sizes)
+    sizes.setdefault("B", 1)
+    table = None
+    if page_table is not None:
+        for axis in ("P", "page"):
+            if sizes[axis] < 1:
+                raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
+        table = shapes.integers("page_table", page_table)
+        letters = ("B", "pages") if batched else ("pages",)
+        shapes.bind(sizes, "page_table", table.shape, letters, where)
+        sizes["S"] = sizes["pages"] * sizes["page"]
+        if lengths is None:
+            raise ValueError("lengths must be given with a page_table, got None")
+    if lengths is None:
+        keys = jnp.full(sizes["B"], sizes["S"], jnp.int32)
+    else:
+        keys = shapes.integers("lengths", lengths)
+        shapes.bind_batch(sizes, "lengths", keys.shape, batched)
+        shapes.within("lengths", lengths, 0, sizes["S"], f"S={sizes['S']}")
+        keys = _narrowed(keys.reshape(-1), sizes["S"])
+    _check_cache(page_table, lengths, sizes)
+
+    spec = AttentionSpec(
+        B=sizes["B"],
+        T=sizes["T"],
+        S=sizes["S"],
+        H=sizes["H"],
+        G=sizes["G"],
+        D=sizes["D"],
+        V=sizes["V"],
+        dtype=str(q.dtype),
+        scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
+        left=bounds(True, window)[0],
+        right=0,
+        offset=None,
+        query_offset=True,
+        kv_lengths=True,
+        softcap=None if softcap is None else shapes.positive("softcap", softcap),
+        sinks=sinks is not None,
+        return_lse=shapes.flag("return_lse", return_lse),
+    )
+    if table is not None:
+        table = with_batch(_narrowed(table, sizes["P"]), 2)
+
+    def each(array: jax.Array | None, ndim: int) -> jax.Array | None:
+        """A cache in a row, or its scales, with a batch axis; pages have none."""
+        return None if array is None else with_batch(array, ndim)
+
+    inputs = CacheInputs(
+        with_batch(q, 4),
+        with_batch(k_pages, 4),
+        each(v_pages, 4),
+        keys,
+        table=table,
+        k_scales=each(k_scales, 3),
+        v_scales=each(v_scales, 3),
+        sinks=bind_sinks(sinks, sizes),
+    )
+    return Request(spec, inputs, implementation, batched)
 
 
 @overload
@@ -129,99 +243,65 @@ def decode_attention(
       >>> out.shape
       (2, 1, 8, 32)
     """
-    q = shapes.floating("q", q)
-    k_pages = _pages("k_pages", k_pages, str(q.dtype))
-    batched = is_batched(q, "BTHD")
-    where = "" if batched else " where q is [T, H, D]"
-    sizes: dict[str, int] = {}
-    shapes.bind(sizes, "q", q.shape, "BTHD" if batched else "THD")
-    rows: tuple[str, ...] = ("P", "page", "G")
-    if page_table is None:
-        rows = ("B", "S", "G") if batched else ("S", "G")
-    shapes.bind(sizes, "k_pages", k_pages.shape, (*rows, "D"), where)
-    if v_pages is None:
-        _bind_value_dim(sizes, value_dim)
-    else:
-        if value_dim is not None:
-            raise ValueError(
-                f"value_dim goes without v_pages: got {value_dim!r} and values of their own"
-            )
-        v_pages = _pages("v_pages", v_pages, str(k_pages.dtype), "k_pages")
-        shapes.bind(sizes, "v_pages", v_pages.shape, (*rows, "V"), where)
-    k_scales = _bind_scales(sizes, "k_scale_pages", k_scale_pages, k_pages, rows)
-    v_scales = _bind_scales(sizes, "v_scale_pages", v_scale_pages, v_pages, rows)
-    if not 1 <= sizes["T"] <= MOST_QUERIES:
-        raise ValueError(
-            f"q must hold between 1 and {MOST_QUERIES} queries, got T={sizes['T']}; "
-            "use attention() for more"
-        )
-    check_heads(sizes)
-    sizes.setdefault("B", 1)
-    table = None
-    if page_table is not None:
-        for axis in ("P", "page"):
-            if sizes[axis] < 1:
-                raise ValueError(f"axis {axis} of k_pages must be at least 1, got {axis}=0")
-        table = shapes.integers("page_table", page_table)
-        letters = ("B", "pages") if batched else ("pages",)
-        shapes.bind(sizes, "page_table", table.shape, letters, where)
-        sizes["S"] = sizes["pages"] * sizes["page"]
-        if lengths is None:
-            raise ValueError("lengths must be given with a page_table, got None")
-    if lengths is None:
-        keys = jnp.full(sizes["B"], sizes["S"], jnp.int32)
-    else:
-        keys = shapes.integers("lengths", lengths)
-        shapes.bind_batch(sizes, "lengths", keys.shape, batched)
-        shapes.within("lengths", lengths, 0, sizes["S"], f"S={sizes['S']}")
-        keys = _narrowed(keys.reshape(-1), sizes["S"])
-    _check_cache(page_table, lengths, sizes)
-
-    spec = AttentionSpec(
-        B=sizes["B"],
-        T=sizes["T"],
-        S=sizes["S"],
-        H=sizes["H"],
-        G=sizes["G"],
-        D=sizes["D"],
-        V=sizes["V"],
-        dtype=str(q.dtype),
-        scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
-        left=bounds(True, window)[0],
-        right=0,
-        offset=None,
-        query_offset=True,
-        kv_lengths=True,
-        softcap=None if softcap is None else shapes.positive("softcap", softcap),
-        sinks=sinks is not None,
-        return_lse=shapes.flag("return_lse", return_lse),
+    request = prepare(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        lengths,
+        value_dim=value_dim,
+        k_scale_pages=k_scale_pages,
+        v_scale_pages=v_scale_pages,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=return_lse,
+        implementation=implementation,
     )
-    if table is not None:
-        table = with_batch(_narrowed(table, sizes["P"]), 2)
-
-    def each(array: jax.Array | None, ndim: int) -> jax.Array | None:
-        """A cache in a row, or its scales, with a batch axis; pages have none."""
-        return None if array is None else with_batch(array, ndim)
-
-    inputs = CacheInputs(
-        with_batch(q, 4),
-        with_batch(k_pages, 4),
-        each(v_pages, 4),
-        keys,
-        table=table,
-        k_scales=each(k_scales, 3),
-        v_scales=each(v_scales, 3),
-        sinks=bind_sinks(sinks, sizes),
-    )
+    spec, inputs, batched = request.spec, request.inputs, request.batched
     here = device.of_call(inputs)
-    name = _backend(spec, here, k_pages, implementation)
+    name = _backend(spec, here, inputs.k, implementation)
     if name == "triton":
         out, lse = _by_kernel(spec, here, device.interpreting(), inputs)
     else:
+        _warn_of_no_triton(spec, here, inputs.k, implementation)
         out, lse = _plain(spec, name, inputs)
     if not batched:
         out, lse = out[0], lse[0]
-    return (out, lse) if return_lse else out
+    return (out, lse) if spec.return_lse else out
+
+
+def explain(*args: Any, **options: Any) -> Explanation:
+    """What `decode_attention` with these arguments would run."""
+    spec, inputs, implementation, _ = prepare(*args, **options)
+    here = device.of_call(inputs)
+    paged = OP.module(PAGED)
+    reason = paged.unsupported(spec, here, inputs.k)
+    reasons: dict[str, dict[str, str | None]] = {
+        "triton": {"forward": reason, "backward": "the derivative is xla's"},
+        "xla": dict.fromkeys(PHASES),
+        "reference": dict.fromkeys(PHASES),
+    }
+    try:
+        name = _backend(spec, here, inputs.k, implementation)
+    except UnsupportedError:
+        return Explanation("decode_attention", spec, here, None, None, None, reasons)
+    unnamed = implementation is None and here.platform == "gpu"
+
+    def plain(name: str, why: str = "") -> Choice:
+        config = tuning.config(OP.name, name, OP.backend(name), spec, here)
+        return Choice(name, config, name, why=why)
+
+    if name == "triton":
+        config = paged.default_config(spec, here, inputs)
+        why = "first in the op's order" if unnamed else ""
+        forward = Choice(name, config, PAGED, why=why, sizes_by="block sizes by rule")
+        backward = plain("xla")
+    else:
+        table = _last_by(spec, here) if unnamed and reason is None else None
+        forward = backward = plain(name, f"triton last by tuned/{table}.toml" if table else "")
+    return Explanation("decode_attention", spec, here, forward, forward, backward, reasons)
 
 
 def _pages(name: str, pages: Any, dtype: str, whose: str = "q") -> jax.Array:
@@ -283,19 +363,29 @@ def _backend(spec: AttentionSpec, here: Device, k_pages: Any, implementation: st
     named = implementation == "triton"
     # Not on a CPU, unless asked for, where naming the kernel would import Pallas's Triton.
     if named or (implementation is None and here.platform == "gpu"):
-        from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
-
-        paged = OP.module(PAGED)
-        reason = paged.unsupported(spec, here, k_pages)
+        reason = OP.module(PAGED).unsupported(spec, here, k_pages)
         if named and reason is not None:
             raise UnsupportedError(f"decode_attention: triton: {reason}")
-        order = tuning.order("decode_attention", spec, here, tuning.FORWARD)
-        if named or (reason is None and "triton" not in order.last):
+        if named or (reason is None and _last_by(spec, here) is None):
             return "triton"
-        if launch.no_triton and "triton" not in order.last:
-            if paged.out_of_range(spec, here, k_pages) is None:
-                launch.warn_of_no_triton()
     return "reference" if implementation == "reference" else "xla"
+
+
+def _last_by(spec: AttentionSpec, here: Device) -> str | None:
+    """The name of the table that puts the kernel last; None where none does."""
+    return tuning.order("decode_attention", spec, here, tuning.FORWARD).last.get("triton")
+
+
+def _warn_of_no_triton(
+    spec: AttentionSpec, here: Device, k_pages: Any, implementation: str | None
+) -> None:
+    """A warning where the kernel would run, if JAX could lower it."""
+    if implementation is not None or here.platform != "gpu" or _last_by(spec, here):
+        return
+    from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
+
+    if launch.no_triton and OP.module(PAGED).out_of_range(spec, here, k_pages) is None:
+        launch.warn_of_no_triton()
 
 
 @programs.jit(static=2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from ato_jax import autodiff, checking, device, programs, shapes
 from ato_jax.device import Device
+from ato_jax.dispatch import PHASES, Choice, Explanation
 from ato_jax.ops.common import check_heads, with_batch
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import (
@@ -38,6 +39,47 @@ from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
 
 EXACT = jax.lax.Precision.HIGHEST
 KERNEL = "triton.decode"
+
+
+class Request(NamedTuple):
+    """A step with its arguments checked."""
+
+    spec: StepSpec
+    inputs: StepInputs
+    batched: bool
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    state: Any,
+    *,
+    feature_map: FeatureMapLike = "elu1",
+    decay: Any = None,
+    normalize: Any = None,
+    scale: Any = None,
+    eps: Any = 1e-6,
+) -> Request:
+    """Checks and binds every argument of a step; its ValueErrors come from here."""
+    q = shapes.floating("q", q)
+    k, v = (shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v)))
+    if q.ndim not in (2, 3):
+        raise ValueError(f"q must be [B, H, D] or [H, D], got shape {q.shape}")
+    batched = q.ndim == 3
+    sizes: dict[str, int] = {}
+    for name, array, letters in (("q", q, "BHD"), ("k", k, "BGD"), ("v", v, "BGV")):
+        shapes.bind(sizes, name, array.shape, letters if batched else letters[1:])
+    sizes.setdefault("B", 1)
+    check_heads(sizes)
+    q, k, v = (with_batch(array, 3) for array in (q, k, v))
+    phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
+    normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
+    state = bind_state("state", state, sizes, batched)
+    decay = _bind_decay(decay, sizes, batched)
+    inputs = StepInputs(q, k, v, state, decay, parameters)
+    spec = StepSpec(phi, normalize, scale, eps)
+    return Request(spec, inputs, batched)
 
 
 def linear_attention_step(
@@ -91,30 +133,40 @@ def linear_attention_step(
       >>> out.shape
       (2, 4, 8)
     """
-    q = shapes.floating("q", q)
-    k, v = (shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v)))
-    if q.ndim not in (2, 3):
-        raise ValueError(f"q must be [B, H, D] or [H, D], got shape {q.shape}")
-    batched = q.ndim == 3
-    sizes: dict[str, int] = {}
-    for name, array, letters in (("q", q, "BHD"), ("k", k, "BGD"), ("v", v, "BGV")):
-        shapes.bind(sizes, name, array.shape, letters if batched else letters[1:])
-    sizes.setdefault("B", 1)
-    check_heads(sizes)
-    q, k, v = (with_batch(array, 3) for array in (q, k, v))
-    phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
-    normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
-    state = bind_state("state", state, sizes, batched)
-    decay = _bind_decay(decay, sizes, batched)
-    inputs = StepInputs(q, k, v, state, decay, parameters)
-    spec = StepSpec(phi, normalize, scale, eps)
+    spec, inputs, batched = prepare(
+        q,
+        k,
+        v,
+        state,
+        feature_map=feature_map,
+        decay=decay,
+        normalize=normalize,
+        scale=scale,
+        eps=eps,
+    )
     if checking.checking():
         unscaled = dataclasses.replace(spec, normalize=False, scale=1.0)
         of_sums = to_sums(inputs)
         sums, _ = _plain(unscaled, of_sums._replace(state=with_sums(of_sums.state)))
-        check_sums(phi, normalize, sums)
+        check_sums(spec.feature_map, spec.normalize, sums)
     out, state = _step(spec, device.of_call(inputs), device.interpreting(), inputs)
     return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
+
+
+def explain(*args: Any, **options: Any) -> Explanation:
+    """What `linear_attention_step` with these arguments would run."""
+    spec, inputs, _ = prepare(*args, **options)
+    here = device.of_call(inputs)
+    reason = OP.module(KERNEL).unsupported(inputs, here)
+    reasons: dict[str, dict[str, str | None]] = {
+        "triton": {"forward": reason, "backward": "the derivative is xla's"},
+        "xla": dict.fromkeys(PHASES),
+    }
+    plain = Choice("xla", None, "xla")
+    forward = plain
+    if reason is None:
+        forward = Choice("triton", None, KERNEL, why="first in the op's order")
+    return Explanation("linear_attention_step", spec, here, forward, forward, plain, reasons)
 
 
 def _bind_decay(decay: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
