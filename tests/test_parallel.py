@@ -68,11 +68,7 @@ def runs(*lengths: int) -> Any:
     return np.repeat(np.arange(len(lengths)) % 3, lengths)
 
 
-def cotangent_on_devices(array: Any) -> Any:
-    return jnp.asarray(np.asarray(array))
-
-
-def check_case(name: str, op: str, arrays: list[Any], time_first: bool = False, **given: Any) -> None:
+def check_case(name: str, op: str, arrays: list[Any], **given: Any) -> None:
     """One call on all devices, with its gradients, against the float64 reference.
 
     `own` in `given` are options of the function of `ato_jax.parallel` alone; "batch" in it cuts the
@@ -119,7 +115,10 @@ def check_case(name: str, op: str, arrays: list[Any], time_first: bool = False, 
             returned = (rows, rows)
         if static.get("return_state"):
             returned = (rows, P(batch))
-        cut = {part: reordered(array, axis) if part in "qkv" else array for part, array in mine.items()}
+        cut = {
+            part: reordered(array, axis) if part in "qkv" else array
+            for part, array in mine.items()
+        }
         cut_beside = {
             part: reordered(array, int(batched)) if part in CUT else array
             for part, array in beside.items()
@@ -155,7 +154,7 @@ def check_case(name: str, op: str, arrays: list[Any], time_first: bool = False, 
         else:
             found[f"d{part}"] = gradient
     print(name, flush=True)
-    for measure in numerics.compare(found, wanted):
+    for measure in numerics.compare(found, wanted).values():
         print("   ", measure, flush=True)
 
 

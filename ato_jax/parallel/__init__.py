@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut across devices: functions for use inside `jax.shard_map`."""
+"""Attention over a sequence that is cut across devices, for use inside `jax.shard_map`."""
 
 from ato_jax.parallel.linear import linear_attention
 

@@ -5,8 +5,9 @@ Device d of n holds rows d T to (d + 1) T of a sequence of n T rows, T being the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from ato_jax.ops.common import bind_lengths
 AxisName = str | tuple[str, ...]
 
 
-class Devices(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Devices:
     """The devices along one axis, or along several that count as one."""
 
     axis: AxisName

@@ -132,7 +132,8 @@ def linear_attention(
     Example:
       >>> import ato_jax, ato_jax.parallel, functools, jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("time",))
+      >>> kinds = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("time",), axis_types=kinds)
       >>> attend = functools.partial(
       ...     ato_jax.parallel.linear_attention, axis_name="time", causal=True
       ... )
@@ -201,8 +202,7 @@ def _refuse(request: Request, shared: bool) -> None:
     if spec.decay is not None and not spec.causal:
         raise UnsupportedError(
             f"{NAME}: a decay needs causal=True. Both ways, gather k, v and decay by "
-            "jax.lax.all_gather(..., tiled=True) and call ato_jax.linear_attention, or add a causal "
-            "call and one on the reversed sequence"
+            "jax.lax.all_gather(..., tiled=True) and call ato_jax.linear_attention"
         )
     if spec.causal and spec.T != spec.S:
         raise UnsupportedError(
