@@ -210,6 +210,68 @@ def check_linear() -> None:
     check_case("causal, segments", op, qkv(), causal=True, segment_ids=IDS, return_state=True)
 
 
+def check_attention(schedule: str) -> None:
+    """Both orders of a schedule, and every option in one of them."""
+    op = "attention"
+
+    def check(name: str, arrays: list[Any], order: str = "contiguous", **given: Any) -> None:
+        own = {"schedule": schedule, "order": order, "batch": given.pop("batch", False)}
+        check_case(f"{schedule}, {order}: {name}", op, arrays, own=own, **given)
+
+    padded = qkv()
+    for array in padded:
+        array[0, 19:] = np.nan
+    sinks = draw((H,), 5)
+    check("both ways", qkv(), return_lse=True)
+    check("causal", qkv(), "zigzag", causal=True, return_lse=True)
+    check(
+        "causal, lengths, sinks, NaN in padding", padded, "zigzag", causal=True,
+        q_lengths=np.array([19, 32]), sinks=sinks, return_lse=True,
+    )  # fmt: skip
+    check(
+        "window, softcap, segments, bhtd", qkv("bhtd"), window=(9, 2), softcap=2.0,
+        segment_ids=IDS, layout="bhtd", sinks=sinks,
+    )  # fmt: skip
+    check(
+        "lengths and ids of their own, T != S", qkv(S=48), "zigzag", causal=True, scale=0.5,
+        q_segment_ids=IDS, kv_segment_ids=np.concatenate([IDS[:, :16], IDS], axis=1),
+        q_lengths=np.array([19, 32]), kv_lengths=np.array([30, 41]), batch=True,
+    )  # fmt: skip
+    check(
+        "causal, an offset, bfloat16, no batch axis",
+        [array[0] for array in qkv(dtype=jnp.bfloat16, S=48, D=16, V=16)], causal=True,
+        query_offset=11,
+    )  # fmt: skip
+    if schedule == "all_gather":
+        bias, mask = draw((B, 1, T, T), 6), draw((1, H, T, T), 8) > -1
+        check("a bias and a mask", qkv(), bias=bias, mask=mask)
+
+
+def check_all_gather() -> None:
+    check_attention("all_gather")
+
+
+def check_ring() -> None:
+    check_attention("ring")
+
+
+def check_zigzag() -> None:
+    x = draw((3, 32, 2), 0)
+    for axis, devices in ((1, 8), (-2, 4), (1, 1)):
+        found = ato_jax.parallel.zigzag(x, devices, axis=axis)
+        parts = np.split(np.asarray(found), devices, axis=1)
+        chunks = np.split(x, 2 * devices, axis=1)
+        for number, part in enumerate(parts):
+            wanted = [chunks[number], chunks[2 * devices - 1 - number]]
+            np.testing.assert_array_equal(part, np.concatenate(wanted, axis=1))
+        back = ato_jax.parallel.unzigzag(found, devices, axis=axis)
+        np.testing.assert_array_equal(back, x)
+    with pytest.raises(ValueError, match="multiple of 2 . devices rows, 10, along axis 1"):
+        ato_jax.parallel.zigzag(x, 5)
+    with pytest.raises(ValueError, match="axis must be an axis of x.*got 3"):
+        ato_jax.parallel.zigzag(x, 2, axis=3)
+
+
 def collectives(function: Any, *arguments: Any) -> dict[str, list[int]]:
     """The collectives of the compiled program: for each kind, the bytes of each result."""
     text = jax.jit(function).lower(*arguments).compile().as_text()
@@ -260,6 +322,26 @@ def check_bytes() -> None:
             assert sum(sizes) <= gathered
 
 
+def check_ring_program() -> None:
+    """Keys and values travel from device to device, and nobody gathers them."""
+    attention = ato_jax.parallel.attention
+    for order in ("contiguous", "zigzag"):
+        function = on_devices(attention, schedule="ring", order=order, causal=True)
+        for one in (function, gradients(function)):
+            found = collectives(one, *qkv())
+            print(order, found, flush=True)
+            assert set(found) == {"collective-permute"}
+    # Of k and of v, the rows of all devices.
+    gathered = collectives(on_devices(attention, causal=True), *qkv())
+    assert sorted(gathered.pop("all-gather")) == [4 * B * T * G * V, 4 * B * T * G * D]
+    assert not gathered
+    found = collectives(gradients(on_devices(attention, causal=True)), *qkv())
+    # The gradients of both, summed: what stays is a device's own rows.
+    assert sorted(found["reduce-scatter"]) == [
+        4 * B * T // DEVICES * G * V, 4 * B * T // DEVICES * G * D
+    ]  # fmt: skip
+
+
 def refused(error: Any, match: str, function: Any, *arrays: Any, **options: Any) -> None:
     with pytest.raises(error, match=match):
         on_devices(function, **options)(*arrays)
@@ -276,11 +358,23 @@ def check_refusals() -> None:
     refused(ValueError, r"k must be \[B, S, G, D\]", linear, *qkv()[:1], *qkv(D=7)[1:])
     ids = {"q_segment_ids": IDS[:, :4], "kv_segment_ids": IDS[:, 4:8]}
     refused(ato_jax.UnsupportedError, "give segment_ids", linear, *qkv(), **ids)
+    softmax = ato_jax.parallel.attention
+    dropout = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+    refused(ato_jax.UnsupportedError, "dropout_rate must be 0", softmax, *qkv(), **dropout)
+    bias = {"bias": draw((T // DEVICES, T), 0), "schedule": "ring"}
+    refused(ato_jax.UnsupportedError, "bias needs schedule='all_gather'", softmax, *qkv(), **bias)
+    refused(ValueError, "schedule must be one of 'all_gather'", softmax, *qkv(), schedule="star")
+    refused(ValueError, "order must be one of 'contiguous'", softmax, *qkv(), order="mixed")
+    refused(ValueError, "even T.*got T=3", softmax, *qkv(T=24, S=24), order="zigzag")
+    refused(ValueError, "between 0 and S=32", softmax, *qkv(), kv_lengths=np.array([33, 1]))
 
 
 CHECKS = {
     "linear": check_linear,
+    "all_gather": check_all_gather,
+    "ring": check_ring,
     "bytes": check_bytes,
+    "ring_program": check_ring_program,
     "refusals": check_refusals,
 }
 
@@ -288,6 +382,10 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_a_process_with_eight_devices(check: str) -> None:
     in_a_process(check)
+
+
+def test_zigzag() -> None:
+    check_zigzag()
 
 
 def test_an_axis_that_nothing_binds() -> None:
