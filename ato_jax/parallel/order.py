@@ -7,6 +7,7 @@ of n gets chunks d and 2 n - 1 - d, so that each has early and late queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def unzigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
     return _permuted(x, devices, axis, [order.index(chunk) for chunk in range(len(order))])
 
 
-def _permuted(x: ArrayLike, devices: int, axis: int, order: Sequence[int]) -> jax.Array:
+def _permuted(x: ArrayLike, devices: int, axis: Any, order: Sequence[int]) -> jax.Array:
     """x with its chunks along the axis in this order."""
     x = shapes.as_array("x", x)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:

@@ -85,17 +85,17 @@ def attend(
     `rows` has the ids of these rows alone.
     """
     q_start, k_start = starts
-    lengths = {}
+    arguments: dict[str, Any] = {**dict(plan.options), **more}
     for name, whole, start, array in (
         ("q_lengths", rows.q_lengths, q_start, q),
         ("kv_lengths", rows.kv_lengths, k_start, k),
     ):
         size = array.shape[plan.time]
         if whole is not None:
-            lengths[name] = part_of_lengths(whole, start, size)
+            arguments[name] = part_of_lengths(whole, start, size)
         elif rows.q_lengths is not None or rows.kv_lengths is not None:
             # Where T = S, one that is missing would be taken for the other.
-            lengths[name] = jnp.full(q.shape[0], size, jnp.int32)
+            arguments[name] = jnp.full(q.shape[0], size, jnp.int32)
     bounded = plan.left is not None or plan.right is not None
     return api.attention(
         q,
@@ -106,9 +106,7 @@ def attend(
         q_segment_ids=rows.q_ids,
         kv_segment_ids=rows.kv_ids,
         layout=plan.layout,
-        **lengths,
-        **dict(plan.options),
-        **more,
+        **arguments,
     )
 
 

@@ -215,7 +215,7 @@ def attention(
             plan, (q, k, v, rows), return_lse, {"bias": bias, "mask": mask, "sinks": sinks}
         )
     if not batched:
-        out, lse = out[0], None if lse is None else lse[0]
+        out, lse = jax.tree.map(lambda array: array[0], (out, lse))
     return (out, lse) if return_lse else out
 
 
