@@ -1,5 +1,6 @@
 """Linear and exact softmax attention for JAX, at the speed of the hardware."""
 
+from ato_jax import parallel as parallel
 from ato_jax.checking import checked
 from ato_jax.device import interpret
 from ato_jax.dispatch import UnsupportedError

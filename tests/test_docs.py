@@ -33,7 +33,7 @@ MARKS = ("", "gpu", "no-run")
 # An import of what only some environments have: the page is skipped there.
 OPTIONAL = {"torch": "torch", "ato_torch": "torch", "transformers": "transformers"}
 
-MODULES = ("ato_jax", "ato_jax.nn", "ato_torch")
+MODULES = ("ato_jax", "ato_jax.nn", "ato_jax.parallel", "ato_torch")
 # Methods that a layer or nnx calls, not a user.
 CALLED_BY_LAYERS = ("attend", "decay", "set_view")
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")

@@ -267,6 +267,19 @@ def _sums(request: Request) -> jax.Array:
     return out
 
 
+def run(request: Request) -> tuple[jax.Array, LinearState]:
+    """The call's output and state, in the shapes of the caller's arrays."""
+    spec = request.spec
+    if checking.checking():
+        check_sums(spec.feature_map, spec.normalize, _sums(request))
+    out, state = dispatch.run(OP, spec, request.inputs, request.implementation)
+    time = axes(spec.layout, "BTHV").index("T")
+    out = jax.lax.slice_in_dim(out, 0, request.T, axis=time) if request.T < spec.T else out
+    if not request.batched:
+        out, state = out[0], jax.tree.map(lambda array: array[0], state)
+    return out, state
+
+
 @overload
 def linear_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, feature_map: FeatureMapLike = ...,
@@ -410,12 +423,5 @@ def linear_attention(
         precision=precision,
         implementation=implementation,
     )
-    spec = request.spec
-    if checking.checking():
-        check_sums(spec.feature_map, spec.normalize, _sums(request))
-    out, state = dispatch.run(OP, spec, request.inputs, request.implementation)
-    time = axes(layout, "BTHV").index("T")
-    out = jax.lax.slice_in_dim(out, 0, request.T, axis=time) if request.T < spec.T else out
-    if not request.batched:
-        out, state = out[0], jax.tree.map(lambda array: array[0], state)
+    out, state = run(request)
     return (out, state) if return_state else out

@@ -206,8 +206,13 @@ def _evaluate(
     if x.dtype != jnp.float32:
         jaxpr = _trace(function, x.dtype).jaxpr
 
+    # Inside jax.shard_map a derivative has steps that vary over devices, which an equation that was
+    # traced without a mesh cannot hold. Constants vary here, and did not where they were hoisted.
+    varies = bool(jax.typeof(x).manual_axis_type.varying) and not constants
+
     def scalar(element: jax.Array) -> jax.Array:
-        [found] = jax.core.eval_jaxpr(jaxpr, constants, element)
+        equations = jax.make_jaxpr(function)(element).jaxpr if varies else jaxpr
+        [found] = jax.core.eval_jaxpr(equations, constants, element)
         return jnp.asarray(found, x.dtype)  # a constant map's is a number, no array
 
     mapped = scalar

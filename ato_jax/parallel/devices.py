@@ -1,0 +1,74 @@
+"""The devices along a mesh axis, and a sequence that is cut into a part for each of them.
+
+Device d of n holds rows d T to (d + 1) T of a sequence of n T rows, T being the rows of one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ato_jax import shapes
+from ato_jax.meshes import varying_with
+from ato_jax.ops.common import bind_lengths
+
+AxisName = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices along one axis, or along several that count as one."""
+
+    axis: AxisName
+    count: int
+    index: jax.Array  # int32, this device's
+
+    def gather(self, array: jax.Array) -> jax.Array:
+        """[...] of each device -> [count, ...]."""
+        return lax.all_gather(varying_with(array, self.index), self.axis)
+
+
+def devices_along(axis_name: Any) -> Devices:
+    """The devices along `axis_name`; a ValueError unless `jax.shard_map` binds it here."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
+        raise ValueError(
+            f"axis_name must be the name of a mesh axis, or a tuple of names, got {axis_name!r}"
+        )
+    try:
+        count = int(np.prod([lax.axis_size(name) for name in names]))
+        return Devices(axis_name, count, lax.axis_index(axis_name))
+    except NameError:
+        raise ValueError(
+            "axis_name must be an axis of the jax.shard_map around the call, over which it cuts "
+            f"the sequence, got {axis_name!r}"
+        ) from None
+
+
+def whole_lengths(
+    q_lengths: Any, kv_lengths: Any, sizes: dict[str, int], batched: bool, devices: Devices
+) -> tuple[jax.Array | None, jax.Array | None, bool]:
+    """`bind_lengths` of the whole sequence, of which `sizes` has one device's T and S."""
+    whole = sizes | {letter: sizes[letter] * devices.count for letter in "TS"}
+    return bind_lengths(q_lengths, kv_lengths, whole, batched)
+
+
+def part_of_lengths(lengths: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+    """How many of the rows [start, start + size) lie within lengths [B]."""
+    return jnp.clip(lengths - start, 0, size)
+
+
+def comparable(name: str, ids: Any) -> Any:
+    """Segment ids as int32 that are equal where the ids were, on whatever devices they lie."""
+    if ids is None:
+        return None
+    found = shapes.integers(name, ids)
+    if found.dtype.itemsize > 4:
+        raise ValueError(f"{name} must fit in int32, got {found.dtype}; convert it first")
+    return found.astype(jnp.int32)  # uint32 wraps around, which keeps what is equal and what is not

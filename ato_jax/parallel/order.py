@@ -1,0 +1,89 @@
+"""Zigzag order: a sequence whose parts take each device the same time in causal attention.
+
+A late query sees many keys and an early one few. The sequence is cut into 2 n chunks, and device d
+of n gets chunks d and 2 n - 1 - d, so that each has early and late queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ato_jax import shapes
+
+
+def chunks_in_order(devices: int) -> list[int]:
+    """The numbers of the 2 n chunks in zigzag order."""
+    pairs = [(device, 2 * devices - 1 - device) for device in range(devices)]
+    return [chunk for pair in pairs for chunk in pair]
+
+
+def zigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
+    """Puts a whole sequence into zigzag order, so that equal parts of it balance causal attention.
+
+    The sequence is cut into 2 n chunks for n devices; device d gets chunks d and 2 n - 1 - d.
+    Whatever belongs to a row, such as its position for rotary embeddings or its segment id, has to
+    be put into the same order. It is done once, ahead of the first layer.
+
+    Args:
+      x: An array with the whole sequence along one axis, outside of `jax.shard_map`.
+      devices: n, the number of devices along the mesh axis that cuts the sequence.
+      axis: The axis of the sequence, whose size is a multiple of 2 n.
+
+    Returns:
+      The array in zigzag order, to be cut into n equal parts along `axis`.
+
+    Raises:
+      ValueError: `devices` is no int of at least 1, `axis` no axis of x, or its size no multiple of
+        2 n.
+
+    Example:
+      >>> import ato_jax.parallel, jax.numpy as jnp
+      >>> ato_jax.parallel.zigzag(jnp.arange(8), 2, axis=0).tolist()
+      [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    return _permuted(x, devices, axis, chunks_in_order(shapes.positive_int("devices", devices)))
+
+
+def unzigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
+    """Undoes `zigzag`.
+
+    Args:
+      x: An array in zigzag order, the whole of it.
+      devices: n, as it was given to `zigzag`.
+      axis: The axis of the sequence.
+
+    Returns:
+      The array with the sequence in its own order.
+
+    Raises:
+      ValueError: As in `zigzag`.
+
+    Example:
+      >>> import ato_jax.parallel, jax.numpy as jnp
+      >>> x = ato_jax.parallel.zigzag(jnp.arange(8), 2, axis=0)
+      >>> ato_jax.parallel.unzigzag(x, 2, axis=0).tolist()
+      [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    order = chunks_in_order(shapes.positive_int("devices", devices))
+    return _permuted(x, devices, axis, [order.index(chunk) for chunk in range(len(order))])
+
+
+def _permuted(x: ArrayLike, devices: int, axis: Any, order: Sequence[int]) -> jax.Array:
+    """x with its chunks along the axis in this order."""
+    x = shapes.as_array("x", x)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be an axis of x, an int, got {axis!r} and shape {x.shape}")
+    axis %= x.ndim
+    if x.shape[axis] % (2 * devices):
+        raise ValueError(
+            f"x must have a multiple of 2 * devices rows, {2 * devices}, along axis {axis}, got "
+            f"shape {x.shape}; pad it, and give lengths"
+        )
+    size = x.shape[axis] // (2 * devices)
+    chunks = x.reshape(*x.shape[:axis], 2 * devices, size, *x.shape[axis + 1 :])
+    return jnp.take(chunks, jnp.array(order), axis=axis).reshape(x.shape)

@@ -1,0 +1,399 @@
+"""Context parallelism: every result and gradient is that of the whole sequence on one device.
+
+They need several devices, and so a process of their own, in which this file is the program. What
+devices exchange is read from the text of the compiled programs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ato_jax
+from tests import numerics
+
+DEVICES = 8
+B, T, H, G, D, V = 2, 32, 4, 2, 8, 6
+# Cut like q; all other arrays are the same on every device.
+CUT = ("segment_ids", "q_segment_ids", "kv_segment_ids")
+
+
+def in_a_process(check: str) -> None:
+    """Runs one check of this file in a process that has as many devices as the checks need."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.test_parallel", check],
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.split("\n")[-2] == f"{check} done"
+
+
+def mesh_of(**axes: int) -> Any:
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+def draw(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def qkv(layout: str = "bthd", dtype: Any = np.float32, **sizes: int) -> list[Any]:
+    known = {"B": B, "T": T, "S": T, "H": H, "G": G, "D": D, "V": V} | sizes
+    letters = ("BTHD", "BSGD", "BSGV") if layout == "bthd" else ("BHTD", "BGSD", "BGSV")
+    return [
+        draw(tuple(known[letter] for letter in axes), seed, dtype)
+        for seed, axes in enumerate(letters)
+    ]
+
+
+def runs(*lengths: int) -> Any:
+    """Ids of runs of these lengths, of which every third has the first id again."""
+    return np.repeat(np.arange(len(lengths)) % 3, lengths)
+
+
+def check_case(name: str, op: str, arrays: list[Any], **given: Any) -> None:
+    """One call on all devices, with its gradients, against the float64 reference.
+
+    `own` in `given` are options of the function of `ato_jax.parallel` alone; "batch" in it cuts the
+    batch, too. A zigzag order is applied to what is cut, and undone in what comes back.
+    """
+    own = dict(given.pop("own", {}))
+    layout = given.get("layout", "bthd")
+    batched = arrays[0].ndim == 4
+    axis = layout.index("t") - (not batched)
+    mesh = mesh_of(data=2, time=4) if own.pop("batch", False) else mesh_of(time=DEVICES)
+    batch = "data" if "data" in mesh.axis_names else None
+    rows = P(*([batch] if batched else []), *([None] * (layout == "bhtd")), "time")
+    zigzag = own.get("order") == "zigzag"
+    devices = mesh.shape["time"]
+
+    def reordered(array: Any, axis: int, back: bool = False) -> Any:
+        if not zigzag:
+            return array
+        change = ato_jax.parallel.unzigzag if back else ato_jax.parallel.zigzag
+        return change(array, devices, axis=axis)
+
+    wanted = numerics.oracle(op, *arrays, **given)
+    learned = {part: given.pop(part) for part in numerics.DIFFERENTIABLE if part in given}
+    static = {part: value for part, value in given.items() if not isinstance(value, np.ndarray)}
+    beside = {part: value for part, value in given.items() if part not in static}
+
+    def spec_of(part: str, value: Any) -> Any:
+        if part in CUT:
+            return P(*([batch] if batched else []), "time")
+        if part == "decay" and value.ndim > 1:
+            return rows
+        if part in ("bias", "mask"):
+            return P(None, None, "time" if value.shape[2] > 1 else None)
+        return P(batch) if part.endswith("lengths") or part == "initial_state" else P()
+
+    function = getattr(ato_jax.parallel, op)
+    mine = dict(zip("qkv", arrays, strict=True)) | learned
+
+    def call(mine: Any, beside: Any) -> Any:
+        specs = {part: rows if part in "qkv" else spec_of(part, mine[part]) for part in mine}
+        beside_specs = {part: spec_of(part, value) for part, value in beside.items()}
+        returned: Any = rows
+        if static.get("return_lse"):
+            returned = (rows, rows)
+        if static.get("return_state"):
+            returned = (rows, P(batch))
+        cut = {
+            part: reordered(array, axis) if part in "qkv" else array
+            for part, array in mine.items()
+        }
+        cut_beside = {
+            part: reordered(array, int(batched)) if part in CUT else array
+            for part, array in beside.items()
+        }
+        found = jax.shard_map(
+            lambda mine, beside: function(
+                **mine, **beside, **static, axis_name="time", **own
+            ),
+            mesh=mesh,
+            in_specs=(specs, beside_specs),
+            out_specs=returned,
+        )(cut, cut_beside)
+        if not isinstance(found, tuple):
+            return reordered(found, axis, back=True)
+        out, other = found
+        other = reordered(other, axis, back=True) if static.get("return_lse") else other
+        return reordered(out, axis, back=True), other
+
+    @jax.jit
+    def both(mine: Any, beside: Any, cotangents: Any) -> Any:
+        found, pull = jax.vjp(lambda mine: call(mine, beside), mine)
+        return found, pull(cotangents)[0]
+
+    result, gradients = both(
+        jax.tree.map(jnp.asarray, mine),
+        beside,
+        jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), wanted.cotangents),
+    )
+    found = numerics.named_outputs(op, result)
+    for part, gradient in gradients.items():
+        if part == "initial_state":
+            found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}
+        else:
+            found[f"d{part}"] = gradient
+    print(name, flush=True)
+    for measure in numerics.compare(found, wanted).values():
+        print("   ", measure, flush=True)
+
+
+def state(seed: int = 9, **sizes: int) -> ato_jax.LinearState:
+    known = {"B": B, "G": G, "F": D, "V": V} | sizes
+    kv = draw(tuple(known[letter] for letter in "BGFV"), seed)
+    return ato_jax.LinearState(kv, 1 + np.abs(draw(kv.shape[:-1], seed + 1)))
+
+
+def log_decay(*shape: int) -> Any:
+    return -0.3 * np.abs(draw(shape, 7))
+
+
+# Segments that end within a device's rows and at an edge, that go on over several devices, and ids
+# that return: at once on the other side of an edge, and later.
+IDS = np.stack([runs(3, 5, 12, 2, 2, 8), runs(4, 4, 1, 1, 1, 21)])
+
+
+def check_linear() -> None:
+    op = "linear_attention"
+    padded = qkv()
+    for array in padded:
+        array[0, 19:] = np.nan
+    check_case("both ways, with a state", op, qkv(), initial_state=state(), return_state=True)
+    check_case(
+        "both ways, segments, lengths, NaN in padding", op, padded, segment_ids=IDS,
+        kv_lengths=np.array([19, 32]), initial_state=state(), return_state=True,
+    )  # fmt: skip
+    check_case(
+        "both ways, lengths of their own, T != S", op, qkv(S=48), normalize=False,
+        q_lengths=np.array([19, 32]), kv_lengths=np.array([0, 41]), scale=0.7,
+    )  # fmt: skip
+    check_case("causal, bfloat16", op, qkv(dtype=jnp.bfloat16, D=16, V=16), causal=True)
+    phi = ato_jax.favor(jax.random.key(1), 12, D)
+    check_case(
+        "causal, favor, the batch cut, too", op, qkv(), causal=True, feature_map=phi,
+        initial_state=state(F=12), return_state=True, own={"batch": True},
+    )  # fmt: skip
+    check_case(
+        "causal, a decay per head, no batch axis", op, [array[0] for array in qkv()], causal=True,
+        decay=-np.array([0.02, 0.4], np.float32), q_lengths=np.array([27]),
+        initial_state=ato_jax.LinearState(*(array[0] for array in state())), return_state=True,
+    )  # fmt: skip
+    check_case(
+        "causal, a decay per step, segments, lengths", op, padded, causal=True, segment_ids=IDS,
+        decay=log_decay(B, T, G), q_lengths=np.array([19, 32]), initial_state=state(),
+        return_state=True,
+    )  # fmt: skip
+    check_case(
+        "causal, a decay per channel, bhtd", op, qkv("bhtd"), causal=True, layout="bhtd",
+        decay=log_decay(B, G, T, D), feature_map=jnp.tanh, initial_state=state(),
+    )  # fmt: skip
+    check_case("causal, segments", op, qkv(), causal=True, segment_ids=IDS, return_state=True)
+
+
+def check_attention(schedule: str) -> None:
+    """Both orders of a schedule, and every option in one of them."""
+    op = "attention"
+
+    def check(name: str, arrays: list[Any], order: str = "contiguous", **given: Any) -> None:
+        own = {"schedule": schedule, "order": order, "batch": given.pop("batch", False)}
+        check_case(f"{schedule}, {order}: {name}", op, arrays, own=own, **given)
+
+    padded = qkv()
+    for array in padded:
+        array[0, 19:] = np.nan
+    sinks = draw((H,), 5)
+    check("both ways", qkv(), return_lse=True)
+    check("causal", qkv(), "zigzag", causal=True, return_lse=True)
+    check(
+        "causal, lengths, sinks, NaN in padding", padded, "zigzag", causal=True,
+        q_lengths=np.array([19, 32]), sinks=sinks, return_lse=True,
+    )  # fmt: skip
+    check(
+        "window, softcap, segments, bhtd", qkv("bhtd"), window=(9, 2), softcap=2.0,
+        segment_ids=IDS, layout="bhtd", sinks=sinks,
+    )  # fmt: skip
+    check(
+        "lengths and ids of their own, T != S", qkv(S=48), "zigzag", causal=True, scale=0.5,
+        q_segment_ids=IDS, kv_segment_ids=np.concatenate([IDS[:, :16], IDS], axis=1),
+        q_lengths=np.array([19, 32]), kv_lengths=np.array([30, 41]), batch=True,
+    )  # fmt: skip
+    check(
+        "causal, an offset, bfloat16, no batch axis",
+        [array[0] for array in qkv(dtype=jnp.bfloat16, S=48, D=16, V=16)], causal=True,
+        query_offset=11,
+    )  # fmt: skip
+    if schedule == "all_gather":
+        bias, mask = draw((B, 1, T, T), 6), draw((1, H, T, T), 8) > -1
+        check("a bias and a mask", qkv(), bias=bias, mask=mask)
+
+
+def check_all_gather() -> None:
+    check_attention("all_gather")
+
+
+def check_ring() -> None:
+    check_attention("ring")
+
+
+def check_zigzag() -> None:
+    x = draw((3, 32, 2), 0)
+    for axis, devices in ((1, 8), (-2, 4), (1, 1)):
+        found = ato_jax.parallel.zigzag(x, devices, axis=axis)
+        parts = np.split(np.asarray(found), devices, axis=1)
+        chunks = np.split(x, 2 * devices, axis=1)
+        for number, part in enumerate(parts):
+            wanted = [chunks[number], chunks[2 * devices - 1 - number]]
+            np.testing.assert_array_equal(part, np.concatenate(wanted, axis=1))
+        back = ato_jax.parallel.unzigzag(found, devices, axis=axis)
+        np.testing.assert_array_equal(back, x)
+    with pytest.raises(ValueError, match="multiple of 2 . devices rows, 10, along axis 1"):
+        ato_jax.parallel.zigzag(x, 5)
+    with pytest.raises(ValueError, match="axis must be an axis of x.*got 3"):
+        ato_jax.parallel.zigzag(x, 2, axis=3)
+
+
+def collectives(function: Any, *arguments: Any) -> dict[str, list[int]]:
+    """The collectives of the compiled program: for each kind, the bytes of each result."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    found: dict[str, list[int]] = {}
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    for types, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
+        size = 0
+        for dtype, shape in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", types):
+            width = int(re.sub(r"\D", "", dtype)) // 8
+            size += width * int(np.prod([int(axis) for axis in shape.split(",") if axis]))
+        found.setdefault(kind, []).append(size)
+    return found
+
+
+def on_devices(function: Any, **options: Any) -> Any:
+    cut = P(None, "time")
+    return jax.shard_map(
+        lambda q, k, v: function(q, k, v, axis_name="time", **options),
+        mesh=mesh_of(time=DEVICES),
+        in_specs=cut,
+        out_specs=cut,
+    )
+
+
+def gradients(function: Any) -> Any:
+    return jax.grad(lambda *qkv: jnp.sum(function(*qkv) ** 2), (0, 1, 2))
+
+
+def check_bytes() -> None:
+    """What devices send in linear attention is one state each, whatever T is."""
+    numbers = B * G * D * (V + 1)
+    for options, more in (
+        ({}, 0),
+        ({"causal": True}, 0),
+        ({"causal": True, "decay": -np.ones(G, np.float32)}, B * G),
+    ):
+        function = on_devices(ato_jax.parallel.linear_attention, **options)
+        for size in (T, 4 * T):
+            arrays = qkv(T=size, S=size)
+            gathered = DEVICES * 4 * (numbers + more)
+            assert collectives(function, *arrays) == {"all-gather": [gathered]}
+            # The gradient sums the states' cotangents over devices, by one reduction.
+            found = collectives(gradients(function), *arrays)
+            print(options, size, found, flush=True)
+            assert found.pop("all-gather") == [gathered]
+            ((kind, sizes),) = found.items()
+            assert kind in ("reduce-scatter", "all-reduce", "all-to-all")
+            assert sum(sizes) <= gathered
+
+
+def check_ring_program() -> None:
+    """Keys and values travel from device to device, and nobody gathers them."""
+    attention = ato_jax.parallel.attention
+    for order, change in (("contiguous", lambda function: function), ("zigzag", gradients)):
+        function = on_devices(attention, schedule="ring", order=order, causal=True)
+        found = collectives(change(function), *qkv())
+        print(order, found, flush=True)
+        assert set(found) == {"collective-permute"}
+    # Of k and of v, the rows of all devices.
+    gathered = collectives(on_devices(attention, causal=True), *qkv())
+    assert sorted(gathered.pop("all-gather")) == [4 * B * T * G * V, 4 * B * T * G * D]
+    assert not gathered
+    found = collectives(gradients(on_devices(attention, causal=True)), *qkv())
+    # The gradients of both, summed: what stays is a device's own rows.
+    assert sorted(found["reduce-scatter"]) == [
+        4 * B * T // DEVICES * G * V, 4 * B * T // DEVICES * G * D
+    ]  # fmt: skip
+
+
+def refused(error: Any, match: str, function: Any, *arrays: Any, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        on_devices(function, **options)(*arrays)
+
+
+def check_refusals() -> None:
+    linear = ato_jax.parallel.linear_attention
+    decay = -np.ones(G, np.float32)
+    refused(ato_jax.UnsupportedError, "decay needs causal=True", linear, *qkv(), decay=decay)
+    refused(ato_jax.UnsupportedError, "needs T = S, got T=4, S=6", linear, *qkv(S=48), causal=True)
+    lengths = {"q_lengths": np.array([3, 4]), "kv_lengths": np.array([3, 5])}
+    refused(ato_jax.UnsupportedError, "same lengths", linear, *qkv(), causal=True, **lengths)
+    refused(ValueError, "between 0 and T=32", linear, *qkv(), q_lengths=np.array([33, 1]))
+    refused(ValueError, r"k must be \[B, S, G, D\]", linear, *qkv()[:1], *qkv(D=7)[1:])
+    ids = {"q_segment_ids": IDS[:, :4], "kv_segment_ids": IDS[:, 4:8]}
+    refused(ato_jax.UnsupportedError, "give segment_ids", linear, *qkv(), **ids)
+    softmax = ato_jax.parallel.attention
+    dropout = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+    refused(ato_jax.UnsupportedError, "dropout_rate must be 0", softmax, *qkv(), **dropout)
+    bias = {"bias": draw((T // DEVICES, T), 0), "schedule": "ring"}
+    refused(ato_jax.UnsupportedError, "bias needs schedule='all_gather'", softmax, *qkv(), **bias)
+    refused(ValueError, "schedule must be one of 'all_gather'", softmax, *qkv(), schedule="star")
+    refused(ValueError, "order must be one of 'contiguous'", softmax, *qkv(), order="mixed")
+    refused(ValueError, "even T.*got T=3", softmax, *qkv(T=24, S=24), order="zigzag")
+    refused(ValueError, "between 0 and S=32", softmax, *qkv(), kv_lengths=np.array([33, 1]))
+
+
+CHECKS = {
+    "linear": check_linear,
+    "all_gather": check_all_gather,
+    "ring": check_ring,
+    "bytes": check_bytes,
+    "ring_program": check_ring_program,
+    "refusals": check_refusals,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_a_process_with_eight_devices(check: str) -> None:
+    in_a_process(check)
+
+
+def test_zigzag() -> None:
+    check_zigzag()
+
+
+def test_an_axis_that_nothing_binds() -> None:
+    with pytest.raises(ValueError, match="axis_name must be an axis of the jax.shard_map.*'time'"):
+        ato_jax.parallel.linear_attention(*qkv(), axis_name="time")
+    with pytest.raises(ValueError, match="axis_name must be the name of a mesh axis.*None"):
+        ato_jax.parallel.linear_attention(*qkv(), axis_name=None)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
+    print(f"{sys.argv[1]} done")
