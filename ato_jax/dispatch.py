@@ -467,7 +467,7 @@ class Explanation:
     A `Choice` is a backend, its block sizes and what chose them.
 
     Attributes:
-      op: "attention" or "linear_attention".
+      op: "attention", "linear_attention" or "gated_delta_rule".
       spec: Everything static about the call.
       device: Where it would run.
       forward: The `Choice` of the forward pass where no derivative is taken; None where no backend

@@ -10,11 +10,13 @@ import jax
 
 from ato_jax import dispatch
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 
 APIS: dict[str, Any] = {
     "attention": attention_api,
     "linear_attention": linear_attention_api,
+    "gated_delta_rule": delta_rule_api,
 }
 
 
@@ -22,7 +24,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
     """Tells, without running it, which backend and block sizes a call would use, and why.
 
     Args:
-      op: `ato_jax.attention` or `ato_jax.linear_attention`, or the name of one of them.
+      op: `ato_jax.attention`, `ato_jax.linear_attention` or `ato_jax.gated_delta_rule`, or the name
+        of one of them.
       *args: The call's own arguments: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: The call's own options.
 
