@@ -23,8 +23,8 @@ from ato_jax.meshes import varying_with
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
 from ato_jax.ops.delta_rule.xla.chunk import Steps, open_chunk, walk
 
-# The most elements of v in a piece, so that its arrays stay in a CPU's caches.
-PIECE_SIZE = 1 << 19
+# The most elements of v in a piece where there are many chunks to keep a device busy.
+PIECE_SIZE = 1 << 21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,14 @@ def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
 
 
 def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
-    """Measured on CPUs."""
-    chunk = 64
-    size = spec.B * spec.H * chunk * max(spec.D, spec.V)
-    return Config(chunk, piece=power_of_two(max(1, PIECE_SIZE // max(1, size))))
+    """On CPUs, measured: a piece of one chunk, whose arrays stay in the caches.
+
+    With gradients, pieces of 4 chunks took 1.1 times as long, and of 16 chunks 1.7 times.
+    """
+    if device.platform == "cpu":
+        return Config(chunk=64, piece=1)
+    row = spec.B * spec.H * 64 * max(spec.D, spec.V)
+    return Config(chunk=64, piece=power_of_two(max(1, PIECE_SIZE // max(1, row))))
 
 
 def power_of_two(size: int) -> int:

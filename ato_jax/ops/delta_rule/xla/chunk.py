@@ -36,8 +36,10 @@ import numpy as np
 from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, unit
 
 EXACT = jax.lax.Precision.HIGHEST
-# Blocks of so many steps are solved row by row, and their pairs decayed level by level.
-BLOCK = 8
+# Triangles of so many rows are solved row by row.
+SOLVED_BLOCK = 8
+# Pairs of so many steps are decayed one by one.
+PAIR_BLOCK = 4
 
 
 class Steps(NamedTuple):
@@ -73,7 +75,7 @@ class Chunk(NamedTuple):
 def unit_inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1 of a strictly lower triangular [..., N, N], N a power of two."""
     size = lower.shape[-1]
-    if size <= BLOCK:
+    if size <= SOLVED_BLOCK:
         # Forward substitution. Its terms may cancel in a series of powers, but not here.
         identity = jnp.eye(size, dtype=lower.dtype)
         rows = [jnp.broadcast_to(identity[0], (*lower.shape[:-2], size))]
@@ -133,7 +135,7 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
     if spec.decay == "channel":
         decay = jnp.maximum(load(steps.decay[0]), LEAST_DECAY)  # [C, D]
         products = channel_pairs(einsum, rows, k, decay)[:, None]  # [2, 1, C, C]
-        before, after = jnp.exp(sums_to_edges(decay, [0, decay.shape[0]]))
+        before, after = jnp.exp(sums_upto(decay)), jnp.exp(sums_after(decay))
         q, k, k_right, kept = q * before, k * before, k * after, before[-1:]
     else:
         products = einsum("mtd,sd->mts", rows, k)[:, None]
@@ -169,9 +171,9 @@ def walk(
     def times(factor: jax.Array | None, array: jax.Array) -> jax.Array:
         return array if factor is None else factor[..., None] * array
 
-    reads = einsum("mtd,rdv->mrtv", jnp.stack([chunk.q, chunk.k]), state)
-    written = einsum("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, reads[1]))
-    out = times(chunk.left, reads[0]) + einsum("rts,rsv->rtv", chunk.pairs, written)
+    recalled, read = (einsum("td,rdv->rtv", rows, state) for rows in (chunk.k, chunk.q))
+    written = einsum("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, recalled))
+    out = times(chunk.left, read) + einsum("rts,rsv->rtv", chunk.pairs, written)
     added = einsum("td,rtv->rdv", chunk.k_right, times(chunk.right, written))
     return times(chunk.kept, state) + added, out
 
@@ -179,26 +181,22 @@ def walk(
 def sums_between(decay: jax.Array) -> jax.Array:
     """[R, C] -> [R, C, 1 + C]: at [t, 1 + s] the sum of decay[s+1..t], at [t, 0] of decay[0..t].
 
-    It is 0 where s >= t. Products with zeros and ones, since a difference of prefix sums would lose
-    the small decays that follow a large one.
+    It is 0 where s >= t. Here and below sums are products with zeros and ones: a difference of
+    prefix sums would lose the small decays that follow a large one.
     """
     t, s = np.arange(decay.shape[-1])[:, None], np.arange(-1, decay.shape[-1])
     upto, after = (mask.astype(decay.dtype) for mask in (t >= t.T, t > s))
     return jnp.matmul(decay[:, None] * upto, after, precision=EXACT)
 
 
-def sums_to_edges(decay: jax.Array, edges: list[Any]) -> jax.Array:
-    """[C, D] -> [edges, C, D]: the sums of the decays between each step and an edge.
+def sums_upto(decay: jax.Array) -> jax.Array:
+    """[C, D] -> [C, D]: at t the sum of decay[0..t]."""
+    return jnp.matmul(np.tri(len(decay), dtype=decay.dtype), decay, precision=EXACT)
 
-    Edge e is before step e; it is a number, or one for each step. A step is behind its own decay,
-    so its sum to an earlier edge includes that. The sums are products with zeros and ones, so
-    nothing cancels.
-    """
-    step = np.arange(decay.shape[0])
-    edge = np.stack([np.broadcast_to(edge, step.shape) for edge in edges])[..., None]
-    behind = step[:, None] + 1
-    between = (np.minimum(edge, behind) <= step) & (step < np.maximum(edge, behind))
-    return jnp.einsum("eit,td->eid", between.astype(decay.dtype), decay, precision=EXACT)
+
+def sums_after(decay: jax.Array) -> jax.Array:
+    """[C, D] -> [C, D]: at s the sum of decay[s+1..]."""
+    return jnp.matmul(np.tri(len(decay), k=-1, dtype=decay.dtype).T, decay, precision=EXACT)
 
 
 def channel_pairs(
@@ -206,18 +204,23 @@ def channel_pairs(
 ) -> jax.Array:
     """rows [2, C, D], keys [C, D] -> [2, C, C]: their products, decayed where s < t.
 
-    The diagonal has no decay. Two other steps are in one block of 2, 4, 8, ... steps, on either
-    side of its middle, at the level of the highest bit in which their numbers differ. The decays
-    between them are those from s to the middle plus those from the middle to t, so both factors are
-    at most 1.
+    Where t is in the last half and s in the first, the decays between them are those of the last
+    half up to t and those of the first after s: a product of decayed features whose factors are at
+    most 1. The two halves' own pairs are found alike, and the last few one by one. What is above
+    the diagonal has no meaning.
     """
-    step = np.arange(decay.shape[0])
-    i, j = step[:, None], step
-    halves = [1 << level for level in range(len(step).bit_length() - 1)]
-    middles = [step // (2 * half) * (2 * half) + half for half in halves]
-    pairs = jnp.sum(rows * keys, axis=-1, keepdims=True)  # [2, C, 1]
-    for level, exponent in enumerate(sums_to_edges(decay, middles) if middles else ()):
-        factor = jnp.exp(exponent)
-        parted = einsum("mtd,sd->mts", rows * factor, keys * factor)
-        pairs = jnp.where((i ^ j) >> level == 1, parted, pairs)
-    return jnp.broadcast_to(pairs, (2, len(step), len(step)))
+    size = keys.shape[0]
+    if size <= PAIR_BLOCK:
+        t, s = np.arange(size)[:, None, None], np.arange(size)[:, None]
+        within = ((s < t.T) & (t.T <= t)).astype(decay.dtype)  # [C, C, C], of steps s < r <= t
+        between = jnp.einsum("tsr,rd->tsd", within, decay, precision=EXACT)
+        return jnp.sum(rows[:, :, None] * (keys * jnp.exp(between)), axis=-1)
+    half = size // 2
+    across = einsum(
+        "mtd,sd->mts",
+        rows[:, half:] * jnp.exp(sums_upto(decay[half:])),
+        keys[:half] * jnp.exp(sums_after(decay[:half])),
+    )
+    halves = [x.reshape(*x.shape[:-2], 2, half, x.shape[-1]) for x in (rows, keys, decay)]
+    own = jax.vmap(functools.partial(channel_pairs, einsum), (1, 0, 0))(*halves)
+    return _from_quarters(own[0], across, own[1])
