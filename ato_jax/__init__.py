@@ -8,6 +8,8 @@ from ato_jax.explain import explain
 from ato_jax.ops.attention.api import attention
 from ato_jax.ops.attention.decode import decode_attention
 from ato_jax.ops.attention.pieces import combine, total_attention
+from ato_jax.ops.delta_rule.api import gated_delta_rule
+from ato_jax.ops.delta_rule.step import gated_delta_rule_step
 from ato_jax.ops.linear_attention.api import linear_attention
 from ato_jax.ops.linear_attention.features import favor
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -27,6 +29,8 @@ __all__ = [
     "decode_attention",
     "explain",
     "favor",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
     "interpret",
     "linear_attention",
     "linear_attention_step",

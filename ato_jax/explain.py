@@ -11,6 +11,7 @@ import jax
 from ato_jax import dispatch
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import decode
+from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import step
 
@@ -34,6 +35,10 @@ KNOWN: dict[str, tuple[Callable[..., Any], Callable[..., dispatch.Explanation]]]
     ),
     "decode_attention": (decode.decode_attention, decode.explain),
     "linear_attention_step": (step.linear_attention_step, step.explain),
+    "gated_delta_rule": (
+        delta_rule_api.gated_delta_rule,
+        _by_dispatch(delta_rule_api),
+    ),
 }
 
 
@@ -41,8 +46,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
     """Tells, without running it, which backend and block sizes a call would use, and why.
 
     Args:
-      op: `ato_jax.attention`, `ato_jax.linear_attention`, `ato_jax.decode_attention` or
-        `ato_jax.linear_attention_step`, or the name of one of them.
+      op: `ato_jax.attention`, `ato_jax.linear_attention`, `ato_jax.gated_delta_rule`,
+        `ato_jax.decode_attention` or `ato_jax.linear_attention_step`, or the name of one of them.
       *args: The call's own arguments: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: The call's own options.
 

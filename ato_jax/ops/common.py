@@ -1,4 +1,4 @@
-"""Argument checks that all ops share: layouts, missing batch axes, lengths, precision."""
+"""Argument checks that all ops share: layouts, missing batch axes, lengths, segments, decays."""
 
 from __future__ import annotations
 
@@ -65,10 +65,19 @@ def is_batched(q: jax.Array, letters: str) -> bool:
     return q.ndim == 4
 
 
-def check_heads(sizes: dict[str, int], layout: str | None = None) -> None:
+def check_heads(
+    sizes: dict[str, int],
+    layout: str | None = None,
+    many: tuple[str, str] = ("q", "BTHD"),
+    few: str = "k",
+) -> None:
     """A ValueError for an empty axis of heads, or unless H is a multiple of G.
 
-    `layout` is the caller's, which the error names as a possible cause.
+    Args:
+      sizes: the size of each letter.
+      layout: the caller's, which the error names as a possible cause.
+      many: the array with H heads, and its axes.
+      few: the array with G heads.
     """
     for letter in "HGDV":
         if sizes[letter] < 1:
@@ -76,9 +85,9 @@ def check_heads(sizes: dict[str, int], layout: str | None = None) -> None:
     if sizes["H"] % sizes["G"]:
         hint = ""
         if layout is not None:
-            hint = f"; with layout={layout!r}, q is [{', '.join(axes(layout, 'BTHD'))}]"
+            hint = f"; with layout={layout!r}, {many[0]} is [{', '.join(axes(layout, many[1]))}]"
         raise ValueError(
-            f"q's heads H must be a multiple of k's heads G, got H={sizes['H']}, "
+            f"{many[0]}'s heads H must be a multiple of {few}'s heads G, got H={sizes['H']}, "
             f"G={sizes['G']}{hint}"
         )
 
@@ -193,6 +202,33 @@ def _narrow_ids(*sides: jax.Array) -> list[jax.Array]:
     ordered = jnp.sort(jnp.concatenate(sides, axis=1), axis=1)
     place = jax.vmap(jnp.searchsorted)
     return [place(ordered, ids.astype(both)).astype(jnp.int32) for ids in sides]
+
+
+def starts_of_runs(ids: jax.Array) -> jax.Array:
+    """Whether a run of equal ids starts here, [N] int32; the first one is not counted."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), (ids[1:] != ids[:-1]).astype(jnp.int32)])
+
+
+def number_runs(ids: jax.Array) -> jax.Array:
+    """[B, N] ids -> the number of the run that each belongs to."""
+    return jnp.cumsum(jax.vmap(starts_of_runs)(ids), axis=1, dtype=jnp.int32)
+
+
+def refuse_positive(decay: jax.Array) -> None:
+    """A log-decay above 0 grows without bound. `checked` alone sees the values of a traced one."""
+    if not decay.size:
+        return
+    message = "decay is the natural log of a factor and must be <= 0, got values up to {largest}"
+    if isinstance(decay, jax.core.Tracer):
+        if checking.checking():
+            above = decay > 0  # not NaN, which may stand in padding
+            checking.check(~above.any(), message, largest=jnp.where(above, decay, 0).max())
+        return
+    # Also where jit traces: what a traced function closes over is concrete.
+    with jax.ensure_compile_time_eval():
+        largest = float(decay.max())
+    if largest > 0:
+        raise ValueError(message.format(largest=largest))
 
 
 def pad_to_one(array: jax.Array, axis: int) -> jax.Array:

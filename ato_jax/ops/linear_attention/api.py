@@ -23,8 +23,10 @@ from ato_jax.ops.common import (
     bind_lengths,
     bind_qkv,
     bind_segments,
+    number_runs,
     pad_to_one,
     precision_of,
+    refuse_positive,
     with_batch,
 )
 from ato_jax.ops.linear_attention import features, segments
@@ -111,7 +113,7 @@ def prepare(
     if q_ids is not None and kv_ids is not None:
         segment_kind = "self" if shared and q_ids is kv_ids else "cross"
         if segment_kind == "self":
-            q_ids = kv_ids = segments.number_runs(q_ids)
+            q_ids = kv_ids = number_runs(q_ids)
         else:
             q_ids, kv_ids = segments.match_runs(q_ids, kv_ids, q_lengths, kv_lengths)
     dynamic = (q_lengths is not None or kv_lengths is not None) and not shared
@@ -149,23 +151,6 @@ def resolve_output(
     if scale is None:
         scale = 1.0 if normalize else D**-0.5
     return normalize, shapes.static_number("scale", scale), shapes.positive("eps", eps)
-
-
-def refuse_positive(decay: jax.Array) -> None:
-    """A log-decay above 0 grows without bound. `checked` alone sees the values of a traced one."""
-    if not decay.size:
-        return
-    message = "decay is the natural log of a factor and must be <= 0, got values up to {largest}"
-    if isinstance(decay, jax.core.Tracer):
-        if checking.checking():
-            above = decay > 0  # not NaN, which may stand in padding
-            checking.check(~above.any(), message, largest=jnp.where(above, decay, 0).max())
-        return
-    # Also where jit traces: what a traced function closes over is concrete.
-    with jax.ensure_compile_time_eval():
-        largest = float(decay.max())
-    if largest > 0:
-        raise ValueError(message.format(largest=largest))
 
 
 # The largest normaliser, exp(80). Gradients are divided by it, and float32's least is 1.2e-38.

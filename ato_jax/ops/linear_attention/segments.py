@@ -11,21 +11,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-
-def _starts(ids: jax.Array) -> jax.Array:
-    """Whether a run starts here, [N] int32; the first one is not counted."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), (ids[1:] != ids[:-1]).astype(jnp.int32)])
-
-
-def number_runs(ids: jax.Array) -> jax.Array:
-    """[B, N] ids -> the number of the run that each belongs to."""
-    return jnp.cumsum(jax.vmap(_starts)(ids), axis=1, dtype=jnp.int32)
+from ato_jax.ops.common import number_runs, starts_of_runs
 
 
 def _sorted_runs(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """ids and order sorted by (id, position), and the count of runs begun by then."""
     order = jnp.argsort(ids, stable=True)
-    begun = jnp.cumsum(_starts(ids).at[0].set(1)[order], dtype=jnp.int32)
+    begun = jnp.cumsum(starts_of_runs(ids).at[0].set(1)[order], dtype=jnp.int32)
     return ids[order], order, begun
 
 

@@ -23,14 +23,13 @@ from jax.typing import ArrayLike
 from ato_jax import autodiff, checking, device, programs, shapes
 from ato_jax.device import Device
 from ato_jax.dispatch import PHASES, Choice, Explanation
-from ato_jax.ops.common import check_heads, with_batch
+from ato_jax.ops.common import check_heads, refuse_positive, with_batch
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import (
     OP,
     FeatureMapLike,
     bind_state,
     check_sums,
-    refuse_positive,
     resolve_output,
     to_sums,
     with_sums,

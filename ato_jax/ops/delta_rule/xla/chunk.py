@@ -1,0 +1,226 @@
+"""One chunk of C steps: R value heads that share a query and key head.
+
+With c[s..t] the sum of the decays of steps s to t, S the state before the chunk, and u_t what step
+t writes,
+
+    S_t = exp(c[0..t]) S + sum_{s<=t} exp(c[s+1..t]) k_s u_s^T
+    u_t = beta_t (v_t - k_t exp(decay_t) S_{t-1})
+
+u on both sides of the second is a triangular system, whose inverse X needs no state:
+
+    A[t,s] = k_t exp(c[s+1..t]) k_s                      s < t, else 0
+    P[t,s] = q_t exp(c[s+1..t]) k_s                      s <= t, else 0
+    X      = (I + diag(beta) A)^-1 diag(beta)
+    u      = X (v - (k exp(c[0..])) S)
+    out    = scale * ((q exp(c[0..])) S + P u)
+    S'     = exp(c[0..C-1]) S + (k exp(c[t+1..C-1]))^T u
+
+This is the WY form; X meets v - k S at once, where the usual W = X k and U = X v take one product
+more. At the start of a segment, pairs and states are cut off by a mask. No exponent is positive,
+and none is a difference of sums that cancel.
+
+A decay per step is a factor of rows, so the R heads share q and k. A decay per channel belongs to
+the features, so there q and k are repeated, and R is 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, unit
+
+EXACT = jax.lax.Precision.HIGHEST
+# Triangles of so many rows are solved row by row.
+SOLVED_BLOCK = 8
+# Pairs of so many steps are decayed one by one.
+PAIR_BLOCK = 4
+
+
+class Steps(NamedTuple):
+    """C steps of one query and key head, padding included; absent arrays are None."""
+
+    q: Any  # [C, D]
+    k: Any  # [C, D]
+    v: Any  # [R, C, V]
+    beta: Any  # [R, C]
+    decay: Any  # [R, C] | [R, C, D]
+    real: Any  # [C], False in padding
+    run: Any  # [1 + C], the segment of the step before the chunk and of each of its own
+
+
+class Chunk(NamedTuple):
+    """What the walk over the chunks needs of one: all that no state enters.
+
+    The factors are None where they would be 1.
+    """
+
+    q: Any  # [C, D], scaled, and decayed from the left edge if per channel
+    k: Any  # [C, D], decayed from the left edge if per channel
+    k_right: Any  # [C, D], decayed to the right edge if per channel
+    v: Any  # [R, C, V]
+    solved: Any  # X, [R, C, C]
+    pairs: Any  # P, [R or 1, C, C]
+    left: Any  # [R or 1, C], of the rows that S gives
+    right: Any  # [R or 1, C], of the rows that are added to S'
+    kept: Any  # [R or 1, 1 or D], of S in S'
+
+
+@jax.custom_jvp
+def unit_inverse(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 of a strictly lower triangular [..., N, N], N a power of two."""
+    size = lower.shape[-1]
+    if size <= SOLVED_BLOCK:
+        # Forward substitution. Its terms may cancel in a series of powers, but not here.
+        identity = jnp.eye(size, dtype=lower.dtype)
+        rows = [jnp.broadcast_to(identity[0], (*lower.shape[:-2], size))]
+        for t in range(1, size):
+            known = (lower[..., t, s, None] * row for s, row in enumerate(rows))
+            rows.append(identity[t] - sum(known))
+        return jnp.stack(rows, axis=-2)
+    half = size // 2
+    first, last = lower[..., :half, :half], lower[..., half:, half:]
+    inverses = unit_inverse(jnp.stack([first, last], axis=-3))
+    first, last = inverses[..., 0, :, :], inverses[..., 1, :, :]
+    between = jnp.matmul(lower[..., half:, :half], first, precision=EXACT)
+    return _from_quarters(first, -jnp.matmul(last, between, precision=EXACT), last)
+
+
+@unit_inverse.defjvp
+def _unit_inverse_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_inverse(*primals)
+    right = jnp.matmul(tangents[0], inverse, precision=EXACT)
+    return inverse, -jnp.matmul(inverse, right, precision=EXACT)
+
+
+def _from_quarters(first: jax.Array, between: jax.Array, last: jax.Array) -> jax.Array:
+    """[[first, 0], [between, last]]."""
+    above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([above, jnp.concatenate([between, last], axis=-1)], axis=-2)
+
+
+def einsum_of(spec: DeltaRuleSpec, given: Any) -> Callable[..., jax.Array]:
+    """How q, k, v and states are multiplied.
+
+    float16 needs exact products, too: its budget leaves no room for five that are rounded to TF32.
+    """
+    rounded = given == jnp.bfloat16 or spec.precision == "tf32"
+    precision = jax.lax.Precision.DEFAULT if rounded else EXACT
+    return functools.partial(jnp.einsum, precision=precision)
+
+
+def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
+    """The part of a chunk that no state enters."""
+    given = steps.q.dtype
+    einsum = einsum_of(spec, given)
+    dtype = jnp.promote_types(given, jnp.float32)
+
+    def load(array: jax.Array, axes: int = 2) -> jax.Array:
+        """In float32, with zeros in padding, whatever that holds; time is `axes` from the end."""
+        if steps.real is not None:
+            array = jnp.where(steps.real[:, None] if axes == 2 else steps.real, array, 0)
+        return array.astype(dtype)
+
+    q, k, v, beta = load(steps.q), load(steps.k), load(steps.v), load(steps.beta, axes=1)
+    if spec.normalize_qk:
+        q, k = unit(q), unit(k)
+    q = spec.scale * q
+    k_right, left, right, kept = k, None, None, None
+    rows = jnp.stack([q, k])  # [2, C, D]
+    if spec.decay == "channel":
+        decay = jnp.maximum(load(steps.decay[0]), LEAST_DECAY)  # [C, D]
+        products = channel_pairs(einsum, rows, k, decay)[:, None]  # [2, 1, C, C]
+        before, after = jnp.exp(sums_upto(decay)), jnp.exp(sums_after(decay))
+        q, k, k_right, kept = q * before, k * before, k * after, before[-1:]
+    else:
+        products = einsum("mtd,sd->mts", rows, k)[:, None]
+        if spec.decay == "step":
+            decay = jnp.maximum(load(steps.decay, axes=1), LEAST_DECAY)  # [R, C]
+            factors = jnp.exp(sums_between(decay))  # [R, C, 1 + C]
+            products = products * factors[..., 1:]
+            left, right, kept = factors[..., 0], factors[:, -1, 1:], factors[:, -1:, 0]
+    if steps.run is not None:
+        run, run_before = steps.run[1:], steps.run[0]
+        products = jnp.where(run[:, None] == run, products, 0)
+        left, right, kept = (
+            jnp.where(stays, 1 if factor is None else factor, 0).astype(dtype)
+            for stays, factor in (
+                ((run == run_before)[None], left),
+                ((run == run[-1])[None], right),
+                (run_before == run[-1:], kept),
+            )
+        )
+        kept = jnp.atleast_2d(kept)
+    t, s = jnp.arange(v.shape[1])[:, None], jnp.arange(v.shape[1])
+    lower = beta[..., None] * jnp.where(s < t, products[1], 0)
+    solved = unit_inverse(lower) * beta[:, None]
+    return Chunk(q, k, k_right, v, solved, jnp.where(s <= t, products[0], 0), left, right, kept)
+
+
+def walk(
+    spec: DeltaRuleSpec, given: Any, state: jax.Array, chunk: Chunk
+) -> tuple[jax.Array, jax.Array]:
+    """S' [R, D, V] and out [R, C, V] from S [R, D, V]."""
+    einsum = einsum_of(spec, given)
+
+    def times(factor: jax.Array | None, array: jax.Array) -> jax.Array:
+        return array if factor is None else factor[..., None] * array
+
+    recalled, read = (einsum("td,rdv->rtv", rows, state) for rows in (chunk.k, chunk.q))
+    written = einsum("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, recalled))
+    out = times(chunk.left, read) + einsum("rts,rsv->rtv", chunk.pairs, written)
+    added = einsum("td,rtv->rdv", chunk.k_right, times(chunk.right, written))
+    return times(chunk.kept, state) + added, out
+
+
+def sums_between(decay: jax.Array) -> jax.Array:
+    """[R, C] -> [R, C, 1 + C]: at [t, 1 + s] the sum of decay[s+1..t], at [t, 0] of decay[0..t].
+
+    It is 0 where s >= t. Here and below sums are products with zeros and ones: a difference of
+    prefix sums would lose the small decays that follow a large one.
+    """
+    t, s = np.arange(decay.shape[-1])[:, None], np.arange(-1, decay.shape[-1])
+    upto, after = (mask.astype(decay.dtype) for mask in (t >= t.T, t > s))
+    return jnp.matmul(decay[:, None] * upto, after, precision=EXACT)
+
+
+def sums_upto(decay: jax.Array) -> jax.Array:
+    """[C, D] -> [C, D]: at t the sum of decay[0..t]."""
+    return jnp.matmul(np.tri(len(decay), dtype=decay.dtype), decay, precision=EXACT)
+
+
+def sums_after(decay: jax.Array) -> jax.Array:
+    """[C, D] -> [C, D]: at s the sum of decay[s+1..]."""
+    return jnp.matmul(np.tri(len(decay), k=-1, dtype=decay.dtype).T, decay, precision=EXACT)
+
+
+def channel_pairs(
+    einsum: Callable[..., jax.Array], rows: jax.Array, keys: jax.Array, decay: jax.Array
+) -> jax.Array:
+    """rows [2, C, D], keys [C, D] -> [2, C, C]: their products, decayed where s < t.
+
+    Where t is in the last half and s in the first, the decays between them are those of the last
+    half up to t and those of the first after s: a product of decayed features whose factors are at
+    most 1. The two halves' own pairs are found alike, and the last few one by one. What is above
+    the diagonal has no meaning.
+    """
+    size = keys.shape[0]
+    if size <= PAIR_BLOCK:
+        t, s = np.arange(size)[:, None, None], np.arange(size)[:, None]
+        within = ((s < t.T) & (t.T <= t)).astype(decay.dtype)  # [C, C, C], of steps s < r <= t
+        between = jnp.einsum("tsr,rd->tsd", within, decay, precision=EXACT)
+        return jnp.sum(rows[:, :, None] * (keys * jnp.exp(between)), axis=-1)
+    half = size // 2
+    across = einsum(
+        "mtd,sd->mts",
+        rows[:, half:] * jnp.exp(sums_upto(decay[half:])),
+        keys[:half] * jnp.exp(sums_after(decay[:half])),
+    )
+    halves = [x.reshape(*x.shape[:-2], 2, half, x.shape[-1]) for x in (rows, keys, decay)]
+    own = jax.vmap(functools.partial(channel_pairs, einsum), (1, 0, 0))(*halves)
+    return _from_quarters(own[0], across, own[1])
