@@ -43,14 +43,22 @@ from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import reference as attention_reference
 from ato_jax.ops.attention import spec as attention_spec
 from ato_jax.ops.common import axes
+from ato_jax.ops.delta_rule import api as delta_rule_api
+from ato_jax.ops.delta_rule import reference as delta_rule_reference
+from ato_jax.ops.delta_rule import spec as delta_rule_spec
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import reference as linear_attention_reference
 from ato_jax.ops.linear_attention import spec as linear_attention_spec
 
-APIS = {"attention": attention_api, "linear_attention": linear_attention_api}
+APIS = {
+    "attention": attention_api,
+    "linear_attention": linear_attention_api,
+    "gated_delta_rule": delta_rule_api,
+}
 REFERENCES = {
     "attention": attention_reference,
     "linear_attention": linear_attention_reference,
+    "gated_delta_rule": delta_rule_reference,
 }
 
 # The columns are the inputs' dtype; "tf32" is float32 with precision="tf32", whose mantissa is
@@ -63,16 +71,20 @@ BUDGETS = {
     "dv": (4e-3, 1e-3, 2e-6, 1e-3),
     "state": (4e-3, 1e-3, 2e-6, 1e-3),
     "ddecay": (1e-2, 2e-3, 2e-5, 2e-3),
+    "dbeta": (1e-2, 2e-3, 2e-5, 2e-3),
     "dbias": (8e-3, 2e-3, 1e-5, 2e-3),
     "dsinks": (1e-2, 2e-3, 1e-5, 2e-3),
     "lse": (1e-5, 1e-5, 1e-5, 1e-3),
 }
-STATES = {name: "state" for name in ("state_kv", "state_k_sum", "dstate_kv", "dstate_k_sum")}
+STATES = {
+    name: "state"
+    for name in ("state_kv", "state_k_sum", "dstate_kv", "dstate_k_sum", "dstate")
+}
 # How much of the two terms' norm an error is measured against at least.
 SHARE_OF_TERMS = {"dq": 1.0, "dk": 1.0, "ddecay": 0.1, "dbias": 0.1}
 # Where the reference runs, also beside a GPU: XLA compiles float64 for a CPU much faster.
 PLATFORM = "cpu"
-DIFFERENTIABLE = ("decay", "bias", "sinks", "initial_state")
+DIFFERENTIABLE = ("beta", "decay", "bias", "sinks", "initial_state")
 
 
 def budget(name: str, dtype: str, precision: str = "exact") -> float:
@@ -217,6 +229,8 @@ def users_outputs(op: str, request: Any, outputs: Any) -> dict[str, Any]:
     if op == "linear_attention" and request.spec.return_state:
         found["state_kv"] = _users_output(request, outputs.state.kv)
         found["state_k_sum"] = _users_output(request, outputs.state.k_sum)
+    if op == "gated_delta_rule" and request.spec.return_state:
+        found["state"] = _users_output(request, outputs.state)
     return found
 
 
@@ -231,7 +245,9 @@ def users_gradients(arrays: Mapping[str, Any], inputs: Any) -> dict[str, Any]:
     found = {}
     for name, array in arrays.items():
         cotangent = getattr(inputs, name)
-        if name == "initial_state":
+        if name == "initial_state" and not isinstance(array, tuple):
+            found["dstate"] = _users_gradient(array, cotangent)
+        elif name == "initial_state":
             for part in ("kv", "k_sum"):
                 found[f"dstate_{part}"] = _users_gradient(
                     getattr(array, part), getattr(cotangent, part)
@@ -312,7 +328,7 @@ class Oracle:
             cotangents = jax.tree.map(jnp.nan_to_num, cotangents)
             if self.op == "attention":
                 pair = _attention_terms(spec, inputs, cotangents)
-            elif spec.normalize:
+            elif self.op == "linear_attention" and spec.normalize:
                 pair = _linear_attention_terms(spec, inputs, cotangents)
             else:
                 return {}
@@ -334,7 +350,9 @@ class Oracle:
     def _gradients(self) -> dict[str, Any]:
         found = {}
         for name, array in self.arrays.items():
-            if name == "initial_state":
+            if name == "initial_state" and not isinstance(array, tuple):
+                found["dstate"] = array.dtype
+            elif name == "initial_state":
                 found |= {"dstate_kv": array[0].dtype, "dstate_k_sum": array[1].dtype}
             else:
                 found[f"d{name}"] = array.dtype
@@ -424,9 +442,9 @@ def draw_cotangents(op: str, request: Any, seed: int = 0) -> Any:
     """
     generator = np.random.default_rng(seed)
     spec = request.spec
-    lengths = (
-        np.full(spec.B, spec.T) if request.inputs.q_lengths is None else request.inputs.q_lengths
-    )
+    inputs = request.inputs
+    lengths = inputs.lengths if op == "gated_delta_rule" else inputs.q_lengths
+    lengths = np.full(spec.B, spec.T) if lengths is None else lengths
     padding = np.arange(spec.T) >= np.asarray(lengths)[:, None]  # [B, T]
 
     def draw(letters: str, dtype: Any, returned: bool = True) -> Any:
@@ -442,6 +460,8 @@ def draw_cotangents(op: str, request: Any, seed: int = 0) -> Any:
     out = draw("BTHV", request.inputs.v.dtype)
     if op == "attention":
         return attention_spec.Outputs(out, draw("BTH", np.float32, spec.return_lse))
+    if op == "gated_delta_rule":
+        return delta_rule_spec.Outputs(out, draw("BHDV", np.float32, spec.return_state))
     state = linear_attention_spec.LinearState(
         *(draw(letters, np.float32, spec.return_state) for letters in ("BGFV", "BGF"))
     )
@@ -461,6 +481,8 @@ def oracle(op: str, q: Any, k: Any, v: Any, *, cotangents: Any = None, **options
     result: Any = users["out"]
     if "lse" in users:
         result = (result, users["lse"])
+    if "state" in users:
+        result = (result, users["state"])
     if "state_kv" in users:
         result = (
             result,
@@ -476,6 +498,8 @@ def named_outputs(op: str, result: Any) -> dict[str, Any]:
     out, beside = result
     if op == "attention":
         return {"out": out, "lse": beside}
+    if op == "gated_delta_rule":
+        return {"out": out, "state": beside}
     return {"out": out, "state_kv": beside.kv, "state_k_sum": beside.k_sum}
 
 
@@ -502,7 +526,9 @@ def run(
     (gradients,) = pull(cotangents)
     found = named_outputs(op, result)
     for name, gradient in gradients.items():
-        if name == "initial_state":
+        if name == "initial_state" and op == "gated_delta_rule":
+            found["dstate"] = gradient
+        elif name == "initial_state":
             found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}
         else:
             found[f"d{name}"] = gradient

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OPS = ("attention", "linear_attention")
+OPS = ("attention", "linear_attention", "delta_rule")
 BACKENDS = ("triton", "mosaic_gpu", "xla", "cudnn", "reference")
 
 
@@ -148,6 +148,7 @@ def test_scans(name: str) -> None:
         ),
         ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.shapes")),
         ("ato_jax.ops.attention.spec", ("ato_jax.backend", "ato_jax.device", "ato_jax.meshes")),
+        ("ato_jax.ops.delta_rule.spec", ("ato_jax.backend", "ato_jax.device", "ato_jax.meshes")),
         (
             "ato_jax.ops.linear_attention.spec",
             (

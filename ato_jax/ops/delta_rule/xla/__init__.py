@@ -88,32 +88,31 @@ def cut(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> tuple[Steps, int
 
 
 def open_piece(spec: DeltaRuleSpec, chunk: int, piece: Steps) -> Steps:
-    """[B, steps, heads, ...] -> [chunks, B, G, ...] and the axes of `Steps`."""
+    """[B, steps, heads, ...] -> [B * chunks, G, ...] and the axes of `Steps`."""
     group = spec.H // spec.G
 
     def chunks(array: jax.Array, heads: int) -> jax.Array:
-        """[chunks, B, heads, C, ...]."""
-        array = array.reshape(spec.B, -1, chunk, heads, *array.shape[3:])
-        return jnp.moveaxis(array, (1, 3), (0, 2))
+        """[B * chunks, heads, C, ...]."""
+        return jnp.swapaxes(array.reshape(-1, chunk, heads, *array.shape[3:]), 1, 2)
 
     def groups(array: Any, group: int) -> Any:
-        """[chunks, B, G, R, C, ...]."""
+        """[B * chunks, G, R, C, ...]."""
         if array is None:
             return None
         array = chunks(array, spec.H)
-        return array.reshape(*array.shape[:2], -1, group, *array.shape[3:])
+        return array.reshape(len(array), -1, group, *array.shape[2:])
 
     q, k = (chunks(array, spec.G) for array in (piece.q, piece.k))
     if spec.decay == "channel":
-        q, k = (jnp.repeat(array, group, axis=2) for array in (q, k))
+        q, k = (jnp.repeat(array, group, axis=1) for array in (q, k))
         group = 1
     v, beta, decay = (groups(array, group) for array in (piece.v, piece.beta, piece.decay))
     real, run = piece.real, piece.run
     if real is not None:
-        real = jnp.swapaxes(real.reshape(spec.B, -1, chunk), 0, 1)
+        real = real.reshape(-1, chunk)
     if run is not None:
         first = jnp.arange(0, run.shape[1] - 1, chunk)[:, None]
-        run = jnp.swapaxes(run[:, first + jnp.arange(1 + chunk)], 0, 1)
+        run = run[:, first + jnp.arange(1 + chunk)].reshape(-1, 1 + chunk)
     return Steps(q, k, v, beta, decay, real, run)
 
 
@@ -125,13 +124,16 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     given = inputs.q.dtype
     dtype = jnp.promote_types(given, jnp.float32)
     open_chunks = functools.partial(open_chunk, spec)
-    for axes in (OVER_HEADS, 0, 0):  # heads, batch, chunks
+    for axes in (OVER_HEADS, 0):  # heads; batch entries and chunks
         open_chunks = jax.vmap(open_chunks, (axes,))
     walk_on = jax.vmap(jax.vmap(functools.partial(walk, spec, given)))
 
     def attend(state: jax.Array, piece: Steps) -> tuple[jax.Array, jax.Array]:
         """The state after a piece, and out [B, steps, H, V]."""
-        chunks = open_chunks(open_piece(spec, chunk, piece))
+        chunks = jax.tree.map(
+            lambda array: jnp.swapaxes(array.reshape(spec.B, -1, *array.shape[1:]), 0, 1),
+            open_chunks(open_piece(spec, chunk, piece)),
+        )
         state, out = jax.lax.scan(walk_on, state, chunks)  # out [chunks, B, G, R, C, V]
         out = jnp.moveaxis(out.astype(given), (1, 4), (0, 2))
         return state, out.reshape(spec.B, -1, spec.H, spec.V)

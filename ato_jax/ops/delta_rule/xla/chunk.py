@@ -19,6 +19,9 @@ This is the WY form; X meets v - k S at once, where the usual W = X k and U = X 
 more. At the start of a segment, pairs and states are cut off by a mask. No exponent is positive,
 and none is a difference of sums that cancel.
 
+On CPUs, XLA (in JAX 0.10.2 and 0.12) may crash in a product of arrays of 8 axes, and `vmap` adds
+to those here. So axes are few: pairs of blocks, and of q and k, share one with something else.
+
 A decay per step is a factor of rows, so the R heads share q and k. A decay per channel belongs to
 the features, so there q and k are repeated, and R is 1.
 """
@@ -73,22 +76,34 @@ class Chunk(NamedTuple):
 
 @jax.custom_jvp
 def unit_inverse(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1 of a strictly lower triangular [..., N, N], N a power of two."""
-    size = lower.shape[-1]
-    if size <= SOLVED_BLOCK:
-        # Forward substitution. Its terms may cancel in a series of powers, but not here.
-        identity = jnp.eye(size, dtype=lower.dtype)
-        rows = [jnp.broadcast_to(identity[0], (*lower.shape[:-2], size))]
-        for t in range(1, size):
-            known = (lower[..., t, s, None] * row for s, row in enumerate(rows))
-            rows.append(identity[t] - sum(known))
-        return jnp.stack(rows, axis=-2)
-    half = size // 2
-    first, last = lower[..., :half, :half], lower[..., half:, half:]
-    inverses = unit_inverse(jnp.stack([first, last], axis=-3))
-    first, last = inverses[..., 0, :, :], inverses[..., 1, :, :]
-    between = jnp.matmul(lower[..., half:, :half], first, precision=EXACT)
-    return _from_quarters(first, -jnp.matmul(last, between, precision=EXACT), last)
+    """(I + lower)^-1 of a strictly lower triangular [R, N, N], N a power of two.
+
+    By blocks, which are joined two by two; R counts them, too. A block of a few rows is solved by
+    substitution: a series of powers of it has terms that cancel.
+    """
+    R, N, _ = lower.shape
+    size = min(SOLVED_BLOCK, N)
+
+    def diagonal(size: int) -> jax.Array:
+        """[R * blocks, size, size]."""
+        blocks = lower.reshape(R, N // size, size, N // size, size)
+        own = np.arange(N // size)
+        return jnp.moveaxis(blocks[:, own, :, own], 0, 1).reshape(-1, size, size)
+
+    block = diagonal(size)
+    identity = jnp.eye(size, dtype=lower.dtype)
+    rows = [jnp.broadcast_to(identity[0], (len(block), size))]
+    for t in range(1, size):
+        known = (block[:, t, s, None] * row for s, row in enumerate(rows))
+        rows.append(identity[t] - sum(known))
+    inverse = jnp.stack(rows, axis=1)
+    while size < N:
+        first, last = inverse[::2], inverse[1::2]
+        between = diagonal(2 * size)[:, size:, :size]
+        between = jnp.matmul(jnp.matmul(last, between, precision=EXACT), first, precision=EXACT)
+        inverse = _from_quarters(first, -between, last)
+        size *= 2
+    return inverse
 
 
 @unit_inverse.defjvp
@@ -131,14 +146,14 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
         q, k = unit(q), unit(k)
     q = spec.scale * q
     k_right, left, right, kept = k, None, None, None
-    rows = jnp.stack([q, k])  # [2, C, D]
+    C = len(k)
     if spec.decay == "channel":
         decay = jnp.maximum(load(steps.decay[0]), LEAST_DECAY)  # [C, D]
-        products = channel_pairs(einsum, rows, k, decay)[:, None]  # [2, 1, C, C]
+        products = channel_pairs(einsum, jnp.stack([q, k]), k, decay)[:, None]  # [2, 1, C, C]
         before, after = jnp.exp(sums_upto(decay)), jnp.exp(sums_after(decay))
         q, k, k_right, kept = q * before, k * before, k * after, before[-1:]
     else:
-        products = einsum("mtd,sd->mts", rows, k)[:, None]
+        products = einsum("md,sd->ms", jnp.concatenate([q, k]), k).reshape(2, 1, C, C)
         if spec.decay == "step":
             decay = jnp.maximum(load(steps.decay, axes=1), LEAST_DECAY)  # [R, C]
             factors = jnp.exp(sums_between(decay))  # [R, C, 1 + C]
@@ -156,7 +171,7 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
             )
         )
         kept = jnp.atleast_2d(kept)
-    t, s = jnp.arange(v.shape[1])[:, None], jnp.arange(v.shape[1])
+    t, s = np.arange(C)[:, None], np.arange(C)
     lower = beta[..., None] * jnp.where(s < t, products[1], 0)
     solved = unit_inverse(lower) * beta[:, None]
     return Chunk(q, k, k_right, v, solved, jnp.where(s <= t, products[0], 0), left, right, kept)
@@ -190,13 +205,15 @@ def sums_between(decay: jax.Array) -> jax.Array:
 
 
 def sums_upto(decay: jax.Array) -> jax.Array:
-    """[C, D] -> [C, D]: at t the sum of decay[0..t]."""
-    return jnp.matmul(np.tri(len(decay), dtype=decay.dtype), decay, precision=EXACT)
+    """[..., C, D] -> [..., C, D]: at t the sum of decay[0..t]."""
+    upto = np.tri(decay.shape[-2], dtype=decay.dtype)
+    return jnp.einsum("tr,...rd->...td", upto, decay, precision=EXACT)
 
 
 def sums_after(decay: jax.Array) -> jax.Array:
-    """[C, D] -> [C, D]: at s the sum of decay[s+1..]."""
-    return jnp.matmul(np.tri(len(decay), k=-1, dtype=decay.dtype).T, decay, precision=EXACT)
+    """[..., C, D] -> [..., C, D]: at s the sum of decay[s+1..]."""
+    after = np.tri(decay.shape[-2], k=-1, dtype=decay.dtype).T
+    return jnp.einsum("sr,...rd->...sd", after, decay, precision=EXACT)
 
 
 def channel_pairs(
@@ -204,23 +221,26 @@ def channel_pairs(
 ) -> jax.Array:
     """rows [2, C, D], keys [C, D] -> [2, C, C]: their products, decayed where s < t.
 
-    Where t is in the last half and s in the first, the decays between them are those of the last
-    half up to t and those of the first after s: a product of decayed features whose factors are at
-    most 1. The two halves' own pairs are found alike, and the last few one by one. What is above
-    the diagonal has no meaning.
+    Where t is in the last half of a block and s in the first, the decays between them are those of
+    the last half up to t and those of the first after s: a product of decayed features whose
+    factors are at most 1. So blocks are joined two by two, from small ones whose pairs are decayed
+    one by one. What is above the diagonal has no meaning.
     """
-    size = keys.shape[0]
-    if size <= PAIR_BLOCK:
-        t, s = np.arange(size)[:, None, None], np.arange(size)[:, None]
-        within = ((s < t.T) & (t.T <= t)).astype(decay.dtype)  # [C, C, C], of steps s < r <= t
-        between = jnp.einsum("tsr,rd->tsd", within, decay, precision=EXACT)
-        return jnp.sum(rows[:, :, None] * (keys * jnp.exp(between)), axis=-1)
-    half = size // 2
-    across = einsum(
-        "mtd,sd->mts",
-        rows[:, half:] * jnp.exp(sums_upto(decay[half:])),
-        keys[:half] * jnp.exp(sums_after(decay[:half])),
-    )
-    halves = [x.reshape(*x.shape[:-2], 2, half, x.shape[-1]) for x in (rows, keys, decay)]
-    own = jax.vmap(functools.partial(channel_pairs, einsum), (1, 0, 0))(*halves)
-    return _from_quarters(own[0], across, own[1])
+    C, D = keys.shape
+    size = min(PAIR_BLOCK, C)
+    t, s = np.arange(size)[:, None, None], np.arange(size)[:, None]
+    within = ((s < t.T) & (t.T <= t)).astype(decay.dtype)  # [size, size, size], steps s < r <= t
+    between = jnp.einsum("tsr,nrd->ntsd", within, decay.reshape(-1, size, D), precision=EXACT)
+    weighed = keys.reshape(-1, 1, size, D) * jnp.exp(between)  # [blocks, size, size, D]
+    # As a product: XLA for CPUs, in JAX 0.10.2, crashes in some gradients of it as a sum.
+    pairs = einsum("tmd,tsd->tms", jnp.swapaxes(rows, 0, 1), weighed.reshape(C, size, D))
+    pairs = jnp.swapaxes(pairs.reshape(-1, size, 2, size), 1, 2)  # [blocks, 2, size, size]
+    while size < C:
+        row, key, gate = (x.reshape(*x.shape[:-2], -1, 2, size, D) for x in (rows, keys, decay))
+        row = jnp.swapaxes(row[:, :, 1], 0, 1) * jnp.exp(sums_upto(gate[:, 1]))[:, None]
+        key = key[:, 0] * jnp.exp(sums_after(gate[:, 0]))
+        across = einsum("nmd,nsd->nms", row.reshape(-1, 2 * size, D), key)
+        own = pairs.reshape(-1, 2, 2, size, size)
+        pairs = _from_quarters(own[:, 0], across.reshape(-1, 2, size, size), own[:, 1])
+        size *= 2
+    return pairs[0]
