@@ -138,7 +138,7 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
         out = jnp.moveaxis(out.astype(given), (1, 4), (0, 2))
         return state, out.reshape(spec.B, -1, spec.H, spec.V)
 
-    state = inputs.initial_state
+    state: Any = inputs.initial_state
     if state is None:
         state = jnp.zeros((spec.B, spec.H, spec.D, spec.V), dtype)
     heads = spec.H if spec.decay == "channel" else spec.G

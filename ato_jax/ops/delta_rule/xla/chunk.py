@@ -76,18 +76,19 @@ class Chunk(NamedTuple):
 
 @jax.custom_jvp
 def unit_inverse(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1 of a strictly lower triangular [R, N, N], N a power of two.
+    """(I + lower)^-1 of a strictly lower triangular [count, order, order],
+    whose order is a power of two.
 
-    By blocks, which are joined two by two; R counts them, too. A block of a few rows is solved by
-    substitution: a series of powers of it has terms that cancel.
+    By blocks, which are joined two by two. A block of a few rows is solved by substitution: a
+    series of powers of it has terms that cancel.
     """
-    R, N, _ = lower.shape
-    size = min(SOLVED_BLOCK, N)
+    count, order, _ = lower.shape
+    size = min(SOLVED_BLOCK, order)
 
     def diagonal(size: int) -> jax.Array:
-        """[R * blocks, size, size]."""
-        blocks = lower.reshape(R, N // size, size, N // size, size)
-        own = np.arange(N // size)
+        """[count * blocks, size, size]."""
+        blocks = lower.reshape(count, order // size, size, order // size, size)
+        own = np.arange(order // size)
         return jnp.moveaxis(blocks[:, own, :, own], 0, 1).reshape(-1, size, size)
 
     block = diagonal(size)
@@ -97,7 +98,7 @@ def unit_inverse(lower: jax.Array) -> jax.Array:
         known = (block[:, t, s, None] * row for s, row in enumerate(rows))
         rows.append(identity[t] - sum(known))
     inverse = jnp.stack(rows, axis=1)
-    while size < N:
+    while size < order:
         first, last = inverse[::2], inverse[1::2]
         between = diagonal(2 * size)[:, size:, :size]
         between = jnp.matmul(jnp.matmul(last, between, precision=EXACT), first, precision=EXACT)
