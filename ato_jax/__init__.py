@@ -1,4 +1,4 @@
-"""Linear and exact softmax attention for JAX, at the speed of the hardware."""
+"""Linear and exact softmax attention for JAX, as GPU kernels and plain JAX."""
 
 from ato_jax import parallel as parallel
 from ato_jax.checking import checked
