@@ -62,7 +62,8 @@ def power_of_two(size: int) -> int:
 
 def cut(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> tuple[Steps, int]:
     """The arrays in pieces [pieces, B, steps, heads, ...], and the steps of a chunk."""
-    chunk = min(config.chunk, power_of_two(spec.T))
+    # Not 1: `vmap` of a custom derivative whose result is a constant fails.
+    chunk = min(config.chunk, power_of_two(max(spec.T, 2)))
     piece = chunk * min(config.piece, power_of_two(-(-spec.T // chunk)))
     tail = -spec.T % piece
 
@@ -138,7 +139,7 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
         out = jnp.moveaxis(out.astype(given), (1, 4), (0, 2))
         return state, out.reshape(spec.B, -1, spec.H, spec.V)
 
-    state = inputs.initial_state
+    state: Any = inputs.initial_state
     if state is None:
         state = jnp.zeros((spec.B, spec.H, spec.D, spec.V), dtype)
     heads = spec.H if spec.decay == "channel" else spec.G
