@@ -19,6 +19,7 @@ import numpy as np
 import ato_jax
 from ato_jax import dispatch
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 
 HERE = Path(__file__).parent
@@ -26,18 +27,23 @@ GOLDEN = HERE / "support.txt"
 TABLE = HERE.parent / "docs" / "support.md"
 MARKERS = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.DOTALL)
 
-APIS = {"attention": attention_api, "linear_attention": linear_attention_api}
+APIS = {
+    "attention": attention_api,
+    "linear_attention": linear_attention_api,
+    "gated_delta_rule": delta_rule_api,
+}
 PHASES = ("forward", "backward")
 WIDTHS = (1, 16, 64, 80, 96, 128, 192, 256, 512, 1024, 2048, 8192)
 
 
 class Row(NamedTuple):
-    """One feature: the sizes that it needs, and the options, made from these."""
+    """One feature: the sizes that it needs, the options, made from these, and axes of q, k, v."""
 
     feature: str
     sizes: dict[str, int] = {}
     options: Any = lambda sizes: {}
     dtype: str = "bfloat16"
+    axes: tuple[str, ...] = ("BTHD", "BSGD", "BSGV")
 
 
 SIZES = {"B": 2, "T": 32, "S": 32, "H": 2, "G": 2, "D": 16, "V": 16}
@@ -209,9 +215,55 @@ def _linear_attention() -> Iterator[Row]:
         yield Row(f"{kind}, lengths", {}, _with_decay(axes, causal=True, **lengths))
 
 
+def _gated_delta_rule() -> Iterator[Row]:
+    def row(
+        feature: str,
+        sizes: dict[str, int] | None = None,
+        dtype: str = "bfloat16",
+        decay: str = "",
+        **options: Any,
+    ) -> Row:
+        def with_beta(sizes: dict[str, int]) -> dict[str, Any]:
+            def full(axes: str, value: float) -> jax.Array:
+                array = jnp.full([sizes[axis] for axis in axes], value)
+                return jnp.swapaxes(array, 1, 2) if options.get("layout") == "bhtd" else array
+
+            gates = {"decay": full(decay, -0.1)} if decay else {}
+            made = {name: one(sizes) if callable(one) else one for name, one in options.items()}
+            return {"beta": full("BTH", 0.5)} | gates | made
+
+        return Row(feature, sizes or {}, with_beta, dtype, ("BTGD", "BTGD", "BTHV"))
+
+    for dtype in ("bfloat16", "float16", "float32"):
+        yield row(dtype, dtype=dtype)
+    yield row("float32, TF32", dtype="float32", precision="tf32")
+    for width in WIDTHS:
+        yield row(f"D = V = {width}", {"D": width, "V": width})
+    yield row("D != V", {"V": 24})
+    yield row("H = 4 G", {"H": 8})
+    yield row("T = 1", {"T": 1})
+    for layout in ("bthd", "bhtd"):
+        told = f', layout="{layout}"' if layout == "bhtd" else ""
+        for decay in ("BTH", "BTHD"):
+            yield row(f"decay [{', '.join(decay)}]{told}", decay=decay, layout=layout)
+    yield row("normalize_qk", normalize_qk=True)
+    yield row("scale", scale=0.1)
+    yield row(
+        "segment_ids",
+        segment_ids=lambda sizes: np.arange(sizes["T"])[None].repeat(sizes["B"], 0) // 10,
+    )
+    yield row("lengths", lengths=np.array([20, 32]))
+    yield row(
+        "initial_state",
+        initial_state=lambda sizes: jnp.ones([sizes[axis] for axis in "BHDV"]),
+    )
+    yield row("return_state", return_state=True)
+
+
 ROWS = {
     "attention": [*_shared(), *_attention()],
     "linear_attention": [*_shared(), *_linear_attention()],
+    "gated_delta_rule": [*_gated_delta_rule()],
 }
 
 
@@ -223,7 +275,7 @@ def arguments(row: Row, seed: int = 0) -> tuple[list[jax.Array], dict[str, Any]]
     options = row.options(sizes)
     draw = np.random.default_rng(seed)
     arrays = []
-    for axes in ("BTHD", "BSGD", "BSGV"):
+    for axes in row.axes:
         shape = [sizes[axis] for axis in axes]
         if options.get("layout") == "bhtd":
             shape[1], shape[2] = shape[2], shape[1]
@@ -291,8 +343,9 @@ def table() -> str:
     sizes = ", ".join(f"{axis} = {size}" for axis, size in SIZES.items())
     parts = [
         f"A plain call has bfloat16 arrays with {sizes}, is bidirectional, and in linear attention "
-        'has the feature map elu + 1; the entry "bfloat16" is this small call itself. A row has '
-        "these sizes except for those that it names, or that the feature needs.",
+        "has the feature map elu + 1; in the delta rule, q and k have G heads and v has H; the "
+        'entry "bfloat16" is this small call itself. A row has these sizes except for those that '
+        "it names, or that the feature needs.",
         "",
     ]
     for op, rows in ROWS.items():

@@ -3,8 +3,12 @@
     S'  = (I - beta k k^T) Diag(exp(decay)) S + beta k v^T
     out = scale * q S'
 
-A loop of steps equals `gated_delta_rule`. The query reads the new state, so that where the caller's
-`jit` donates the state, the update happens in place.
+A loop of steps equals `gated_delta_rule`. Key and query both read the old state, in one product,
+and the query is given what the step writes:
+
+    written = beta (v - k Diag(exp(decay)) S)
+    S'      = Diag(exp(decay)) S + k written^T
+    out     = scale * (q Diag(exp(decay)) S + (q . k) written)
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ def gated_delta_rule_step(
         out = scale * q S'
 
     A loop of steps equals `gated_delta_rule` on the whole sequence. Where the caller's `jit`
-    donates the state, it is updated in place.
+    donates the state, the new one takes its memory.
 
     Args:
       q: Query [B, G, D], float16, bfloat16 or float32. B may be missing, and then it is missing
@@ -112,11 +116,16 @@ def _step(scale: float, normalize_qk: bool, inputs: Any) -> tuple[jax.Array, jax
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalize_qk:
         q, k = unit(q), unit(k)
-    if decay is not None:
-        state = jnp.exp(jnp.maximum(decay, LEAST_DECAY))[..., None] * state
+    # Decays k and q for the product instead of the state.
+    factor = jnp.ones((B, H, 1)) if decay is None else jnp.exp(jnp.maximum(decay, LEAST_DECAY))
+    factor = factor.reshape(B, G, H // G, -1)
     state = state.reshape(B, G, H // G, D, V)
     v, beta = v.astype(jnp.float32).reshape(B, G, -1, V), beta.reshape(B, G, -1, 1)
-    written = beta * (v - jnp.einsum("bgd,bgrdv->bgrv", k, state, precision=EXACT))
-    state = state + k[:, :, None, :, None] * written[..., None, :]
-    out = scale * jnp.einsum("bgd,bgrdv->bgrv", q, state, precision=EXACT)
+    both = jnp.stack([q, k], axis=2)[:, :, None] * factor[..., None, :]  # [B, G, R, 2, D]
+    read, recalled = jnp.moveaxis(
+        jnp.einsum("bgrmd,bgrdv->bgrmv", both, state, precision=EXACT), 3, 0
+    )
+    written = beta * (v - recalled)
+    state = factor[..., None] * state + k[:, :, None, :, None] * written[..., None, :]
+    out = scale * (read + jnp.sum(q * k, axis=-1)[:, :, None, None] * written)
     return out.reshape(B, H, V).astype(inputs.v.dtype), state.reshape(B, H, D, V)

@@ -62,7 +62,8 @@ def power_of_two(size: int) -> int:
 
 def cut(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> tuple[Steps, int]:
     """The arrays in pieces [pieces, B, steps, heads, ...], and the steps of a chunk."""
-    chunk = min(config.chunk, power_of_two(spec.T))
+    # Not 1: `vmap` of a custom derivative whose result is a constant fails.
+    chunk = min(config.chunk, power_of_two(max(spec.T, 2)))
     piece = chunk * min(config.piece, power_of_two(-(-spec.T // chunk)))
     tail = -spec.T % piece
 

@@ -42,7 +42,7 @@ EXACT = jax.lax.Precision.HIGHEST
 # Triangles of so many rows are solved row by row.
 SOLVED_BLOCK = 8
 # Pairs of so many steps are decayed one by one.
-PAIR_BLOCK = 4
+PAIR_BLOCK = 2
 
 
 class Steps(NamedTuple):
@@ -82,13 +82,14 @@ def unit_inverse(lower: jax.Array) -> jax.Array:
     By blocks, which are joined two by two. A block of a few rows is solved by substitution: a
     series of powers of it has terms that cancel.
     """
-    count, order, _ = lower.shape
-    size = min(SOLVED_BLOCK, order)
+    heads, whole, _ = lower.shape
+    size = min(SOLVED_BLOCK, whole)
 
     def diagonal(size: int) -> jax.Array:
-        """[count * blocks, size, size]."""
-        blocks = lower.reshape(count, order // size, size, order // size, size)
-        own = np.arange(order // size)
+        """[R * blocks, size, size]."""
+        count = whole // size
+        blocks = lower.reshape(heads, count, size, count, size)
+        own = np.arange(count)
         return jnp.moveaxis(blocks[:, own, :, own], 0, 1).reshape(-1, size, size)
 
     block = diagonal(size)
@@ -98,7 +99,7 @@ def unit_inverse(lower: jax.Array) -> jax.Array:
         known = (block[:, t, s, None] * row for s, row in enumerate(rows))
         rows.append(identity[t] - sum(known))
     inverse = jnp.stack(rows, axis=1)
-    while size < order:
+    while size < whole:
         first, last = inverse[::2], inverse[1::2]
         between = diagonal(2 * size)[:, size:, :size]
         between = jnp.matmul(jnp.matmul(last, between, precision=EXACT), first, precision=EXACT)
@@ -147,14 +148,14 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
         q, k = unit(q), unit(k)
     q = spec.scale * q
     k_right, left, right, kept = k, None, None, None
-    C = len(k)
+    length = len(k)
     if spec.decay == "channel":
         decay = jnp.maximum(load(steps.decay[0]), LEAST_DECAY)  # [C, D]
         products = channel_pairs(einsum, jnp.stack([q, k]), k, decay)[:, None]  # [2, 1, C, C]
         before, after = jnp.exp(sums_upto(decay)), jnp.exp(sums_after(decay))
         q, k, k_right, kept = q * before, k * before, k * after, before[-1:]
     else:
-        products = einsum("md,sd->ms", jnp.concatenate([q, k]), k).reshape(2, 1, C, C)
+        products = einsum("md,sd->ms", jnp.concatenate([q, k]), k).reshape(2, 1, length, length)
         if spec.decay == "step":
             decay = jnp.maximum(load(steps.decay, axes=1), LEAST_DECAY)  # [R, C]
             factors = jnp.exp(sums_between(decay))  # [R, C, 1 + C]
@@ -172,7 +173,7 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
             )
         )
         kept = jnp.atleast_2d(kept)
-    t, s = np.arange(C)[:, None], np.arange(C)
+    t, s = np.arange(length)[:, None], np.arange(length)
     lower = beta[..., None] * jnp.where(s < t, products[1], 0)
     solved = unit_inverse(lower) * beta[:, None]
     return Chunk(q, k, k_right, v, solved, jnp.where(s <= t, products[0], 0), left, right, kept)
@@ -227,16 +228,16 @@ def channel_pairs(
     factors are at most 1. So blocks are joined two by two, from small ones whose pairs are decayed
     one by one. What is above the diagonal has no meaning.
     """
-    C, D = keys.shape
-    size = min(PAIR_BLOCK, C)
+    length, D = keys.shape
+    size = min(PAIR_BLOCK, length)
     t, s = np.arange(size)[:, None, None], np.arange(size)[:, None]
     within = ((s < t.T) & (t.T <= t)).astype(decay.dtype)  # [size, size, size], steps s < r <= t
     between = jnp.einsum("tsr,nrd->ntsd", within, decay.reshape(-1, size, D), precision=EXACT)
     weighed = keys.reshape(-1, 1, size, D) * jnp.exp(between)  # [blocks, size, size, D]
     # As a product: XLA for CPUs, in JAX 0.10.2, crashes in some gradients of it as a sum.
-    pairs = einsum("tmd,tsd->tms", jnp.swapaxes(rows, 0, 1), weighed.reshape(C, size, D))
+    pairs = einsum("tmd,tsd->tms", jnp.swapaxes(rows, 0, 1), weighed.reshape(length, size, D))
     pairs = jnp.swapaxes(pairs.reshape(-1, size, 2, size), 1, 2)  # [blocks, 2, size, size]
-    while size < C:
+    while size < length:
         row, key, gate = (x.reshape(*x.shape[:-2], -1, 2, size, D) for x in (rows, keys, decay))
         row = jnp.swapaxes(row[:, :, 1], 0, 1) * jnp.exp(sums_upto(gate[:, 1]))[:, None]
         key = key[:, 0] * jnp.exp(sums_after(gate[:, 0]))
