@@ -63,7 +63,9 @@ def add_returned(
     left, of_start = _left(spec, inputs, decay, real)
     by_kernel = lowers and launch.no_triton is None
     dk, dv, flows = (_by_kernel if by_kernel else _by_xla)(spec, inputs, cotangent, left, found)
-    d_steps = lax.cumsum(flows, axis=2) - flows  # [B, G, S]
+    # A key's own number may be far larger than those of all earlier keys: it is never added.
+    earlier = lax.cumsum(flows[:, :, :-1], axis=2)
+    d_steps = jnp.pad(earlier, ((0, 0), (0, 0), (1, 0)))  # [B, G, S]
     d_state = found.initial_state
     if inputs.initial_state is not None and d_state is not None:
         own = of_start[..., None]
