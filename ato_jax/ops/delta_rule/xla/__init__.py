@@ -105,7 +105,9 @@ def open_piece(spec: DeltaRuleSpec, chunk: int, piece: Steps) -> Steps:
 
     q, k = (chunks(array, spec.G) for array in (piece.q, piece.k))
     if spec.decay == "channel":
-        q, k = (jnp.repeat(array, group, axis=1) for array in (q, k))
+        # In float32, in which the gradients of a group's heads are then added up.
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        q, k = (jnp.repeat(array.astype(dtype), group, axis=1) for array in (q, k))
         group = 1
     v, beta, decay = (groups(array, group) for array in (piece.v, piece.beta, piece.decay))
     real, run = piece.real, piece.run
@@ -127,7 +129,7 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     open_chunks = functools.partial(open_chunk, spec)
     for axes in (OVER_HEADS, 0):  # heads; batch entries and chunks
         open_chunks = jax.vmap(open_chunks, (axes,))
-    walk_on = jax.vmap(jax.vmap(functools.partial(walk, spec, given)))
+    walk_on = jax.vmap(jax.vmap(functools.partial(walk, spec)))
 
     def attend(state: jax.Array, piece: Steps) -> tuple[jax.Array, jax.Array]:
         """The state after a piece, and out [B, steps, H, V]."""

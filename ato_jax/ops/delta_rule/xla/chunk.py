@@ -121,21 +121,20 @@ def _from_quarters(first: jax.Array, between: jax.Array, last: jax.Array) -> jax
     return jnp.concatenate([above, jnp.concatenate([between, last], axis=-1)], axis=-2)
 
 
-def einsum_of(spec: DeltaRuleSpec, given: Any) -> Callable[..., jax.Array]:
+def einsum_of(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
     """How q, k, v and states are multiplied.
 
     float16 needs exact products, too: its budget leaves no room for five that are rounded to TF32.
     """
-    rounded = given == jnp.bfloat16 or spec.precision == "tf32"
+    rounded = spec.dtype == "bfloat16" or spec.precision == "tf32"
     precision = jax.lax.Precision.DEFAULT if rounded else EXACT
     return functools.partial(jnp.einsum, precision=precision)
 
 
 def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
     """The part of a chunk that no state enters."""
-    given = steps.q.dtype
-    einsum = einsum_of(spec, given)
-    dtype = jnp.promote_types(given, jnp.float32)
+    einsum = einsum_of(spec)
+    dtype = jnp.promote_types(steps.q.dtype, jnp.float32)
 
     def load(array: jax.Array, axes: int = 2) -> jax.Array:
         """In float32, with zeros in padding, whatever that holds; time is `axes` from the end."""
@@ -179,11 +178,9 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
     return Chunk(q, k, k_right, v, solved, jnp.where(s <= t, products[0], 0), left, right, kept)
 
 
-def walk(
-    spec: DeltaRuleSpec, given: Any, state: jax.Array, chunk: Chunk
-) -> tuple[jax.Array, jax.Array]:
+def walk(spec: DeltaRuleSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
     """S' [R, D, V] and out [R, C, V] from S [R, D, V]."""
-    einsum = einsum_of(spec, given)
+    einsum = einsum_of(spec)
 
     def times(factor: jax.Array | None, array: jax.Array) -> jax.Array:
         return array if factor is None else factor[..., None] * array
