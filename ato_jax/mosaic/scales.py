@@ -25,8 +25,8 @@ def has_units(dtype: object) -> bool:
 
 
 def units_of_rows(parts: Sequence[jax.Array]) -> jax.Array:
-    """The unit of each row, [rows], of a matrix in parts [rows, columns]."""
-    largest = [jnp.max(jnp.abs(part), axis=1) for part in parts]
+    """The unit of each row, [.., rows], of a matrix in parts [.., rows, columns]."""
+    largest = [jnp.max(jnp.abs(part), axis=part.ndim - 1) for part in parts]
     found = largest[0]
     for other in largest[1:]:
         found = jnp.maximum(found, other)

@@ -46,7 +46,7 @@ class DeltaRuleSpec:
         return self.T
 
     def for_backward(self) -> DeltaRuleSpec:
-        """The same, of a forward whose outputs a backward will read."""
+        """The spec of a forward pass whose outputs a backward pass reads."""
         return self
 
     def traits(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class LinearAttentionSpec:
     precision: str = "exact"
 
     def for_backward(self) -> LinearAttentionSpec:
-        """The same, of a forward whose outputs a backward will read."""
+        """The spec of a forward pass whose outputs a backward pass reads."""
         return self
 
     def traits(self) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def cut(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> tuple[Steps, int
     tail = -spec.T % piece
 
     def pieces(array: Any, mode: str = "constant") -> Any:
-        """Of [B, T, ...]; steps of zeros change nothing."""
+        """Cuts an array [B, T, ...] into pieces. It is padded with steps of zeros, which leave the
+        state as it is."""
         if array is None:
             return None
         array = jnp.pad(array, ((0, 0), (0, tail), *((0, 0),) * (array.ndim - 2)), mode=mode)

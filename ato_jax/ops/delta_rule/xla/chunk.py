@@ -58,7 +58,7 @@ class Steps(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What the walk over the chunks needs of one: all that no state enters.
+    """The parts of a chunk that do not depend on the state, as the scan over chunks reads them.
 
     The factors are None where they would be 1.
     """

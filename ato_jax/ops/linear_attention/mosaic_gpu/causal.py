@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic.scales import LEAST_UNIT
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
@@ -191,7 +190,8 @@ def _states(
 
 
 def _dtype_of_edges(spec: LinearAttentionSpec) -> Any:
-    """Of the states between pieces: in float16 they are brought to units of their rows first."""
+    """The dtype of the states between pieces. Float16 calls keep float32 here, and `_in_units`
+    rounds it."""
     return jnp.float32 if mosaic.has_units(frame.tiling(spec).dtype) else jnp.bfloat16
 
 
@@ -199,7 +199,7 @@ def _in_units(spec: LinearAttentionSpec, kv: jax.Array) -> tuple[jax.Array, jax.
     """kv [B, G, P, V, F] as kernels read it, and in float16 the units of its rows [B, G, P, V]."""
     if not mosaic.has_units(frame.tiling(spec).dtype):
         return kv, None
-    units = jnp.maximum(jnp.max(jnp.abs(kv), axis=4), LEAST_UNIT)
+    units = mosaic.units_of_rows([kv])
     return (kv / units[..., None]).astype(jnp.float16), units
 
 

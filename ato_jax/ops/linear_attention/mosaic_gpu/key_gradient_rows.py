@@ -72,7 +72,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
     plgpu.wait_smem_to_gmem(0)
 
 
-# Of a member's queries, in float16: the units of phi' and of e, for each head.
+# A function of a group's member: it returns, for each head, the float16 units of phi' and e.
 Units = Callable[[Any], list[tuple[Any, Any]]]
 
 
@@ -134,8 +134,8 @@ def values_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
 def weights_of(
     walk: Walk, slot: Any, phi_k: list[jax.Array], gates: list[chunk_decay.Gates]
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Of each head phi(k) as R is multiplied by it, a as g is, in float16 not rounded, and with a
-    decay I(t)."""
+    """Returns three lists with an element for each head: the left factor of R, which is phi(k); the
+    left factor of g, which is a (float16 calls get it in float32); and with a decay I(t)."""
     reads = list(phi_k)
     pairs = zip(phi_k, walk.in_heads(walk.own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
@@ -156,7 +156,7 @@ def weights_of(
 
 
 def of_state(walk: Walk, products: list[Any]) -> list[jax.Array]:
-    """What is read of R by each head, in float16."""
+    """The products with R in float16, times R's unit, for each head."""
     columns = walk.spec.F  # as many as V
     found = multiply(*((mosaic.zeros(C, columns), [one]) for one in products))
     first = [rows[0] for rows in walk.tiling.by_heads(walk.own.r_rows)]

@@ -54,7 +54,7 @@ class Storage(mosaic.Storage):
     pairs: Array  # [heads, 2, 64, 64] b of a steep chunk, rounded, and what that left off
     q: Array  # as g
     r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
-    r_rows: Array  # [V] float32, in float16: units of R's rows
+    r_rows: Array  # [V] float32, for float16: the units of R's rows, then one unit for all of R
     u: Array  # [F] float32
     u_start: Array  # [F] float32: u behind the piece
     v: Array  # as k
@@ -196,7 +196,7 @@ class Walk:
         return mosaic.has_units(self.dtype)
 
     def units(self, item: Item, chunk: Any, member: Any) -> list[tuple[Any, Any]]:
-        """Of phi' and of e, for each head of the tile, in a chunk from the end."""
+        """The units of phi' and of e for each head of the tile. Chunks are counted from the end."""
         number = lax.div(item.first_row, C) + item.chunks - 1 - chunk
         of_member = self.of_queries(item, member)
         at = ((item.batch, head, number) for head in self.heads_of(of_member))

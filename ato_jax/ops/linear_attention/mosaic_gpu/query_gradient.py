@@ -178,7 +178,7 @@ def _walk(
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
     if has_units:
-        # Of the rows of S as it was given, [V], and as it is multiplied, [HALF].
+        # The units of S's rows: [V] as S is loaded, [HALF] as its transpose is multiplied.
         scratch |= dict(
             start_units_s=plgpu.SMEM((2, spec.V), F32), units_s=plgpu.SMEM((2, HALF), F32)
         )
@@ -406,8 +406,8 @@ def _walk(
                     return D, z, own_S, own_totals[0] if sums_keys else totals
 
                 def add_pairs(D: jax.Array) -> jax.Array:
-                    """What is read of the state, in units of its columns, and of the chunk's own
-                    keys."""
+                    """Scales D, the product with the state, by the units of its columns, and adds
+                    the product with the chunk's own keys."""
                     seen = jnp.where(sees(), w, 0.0)
                     units = mosaic.units_of_rows([seen])
                     weights = mosaic.in_units(seen, units)

@@ -18,7 +18,6 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF
-from ato_jax.mosaic.scales import LEAST_UNIT
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
@@ -41,8 +40,7 @@ def units_of_chunks(
     """The largest magnitude of each chunk's rows that count, [B, H, chunks], of x [B, H, T up to a
     whole chunk]."""
     counted = jnp.arange(x.shape[2]) < (spec.T if lengths is None else lengths[:, None, None])
-    of_chunks = jnp.where(counted, jnp.abs(x), 0.0).reshape(*x.shape[:2], -1, C)
-    return jnp.maximum(jnp.max(of_chunks, axis=3), LEAST_UNIT)
+    return mosaic.units_of_rows([jnp.where(counted, x, 0.0).reshape(*x.shape[:2], -1, C)])
 
 
 def query_sums(
