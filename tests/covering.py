@@ -409,7 +409,8 @@ MOSAIC = Space(
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
         "widths": ((128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (192, 192), (256, 256)),
-        "heads": ("H = G", "pairs"),
+        "heads": ("H = G", "pairs", "one key head"),
+        "dtype": ("bfloat16", "float16"),
         "eps": (1e-6, 0.5),
         "layout": LAYOUTS,
         "batched": (True, False),
@@ -497,9 +498,44 @@ MOSAIC = Space(
             "needs D = V",
         ),
         Rule(
-            ("heads", "widths"),
-            lambda heads, widths: heads != "H = G" and widths[0] == 64,
-            "needs H = G, and even",
+            ("heads", "widths", "decay"),
+            lambda heads, widths, decay: (
+                widths[0] == 64
+                and (heads == "one key head" or heads == "pairs" and decay == "channel")
+            ),
+            "needs",
+        ),
+        Rule(
+            ("dtype", "causal"),
+            lambda dtype, causal: dtype == "float16" and not causal,
+            "does not support float16 without causal",
+        ),
+        Rule(
+            ("dtype", "decay", "segments"),
+            lambda dtype, decay, segments: (
+                dtype == "float16" and (decay != "none" or segments != "none")
+            ),
+            "does not support float16 with a decay or segments",
+        ),
+        Rule(
+            ("dtype", "widths"),
+            lambda dtype, widths: dtype == "float16" and widths[0] > 128,
+            "does not support float16 with more than 128 columns",
+        ),
+        Rule(
+            ("dtype", "feature_map"),
+            lambda dtype, feature_map: dtype == "float16" and feature_map in ("exp", "tanh"),
+            "does not support float16 with feature_map",
+        ),
+        Rule(
+            ("dtype", "initial_state", "feature_map", "normalize"),
+            lambda dtype, initial_state, feature_map, normalize: (
+                dtype == "float16"
+                and initial_state
+                and normalize is None
+                and feature_map == "elu1"
+            ),
+            "does not support float16 with a normalizer beside an initial_state",
         ),
     ),
     triples=(

@@ -98,8 +98,9 @@ BESIDE = {
         "linear_attention/scans/channel*.py",
     ),
 }
-# The entries of a table that order backends.
+# The entries of a table that order backends, and the functions of a backend.
 ORDER = ("first", "last")
+ORDERING = ("beats_later_backends",)
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
 # No test runs these unless it says so: the others' heads are narrower, their gates whole, and their
@@ -134,7 +135,8 @@ def beside(part: str) -> set[Path]:
 
 
 def stripped(source: str) -> str:
-    """Python source without comments, docstrings, blank lines and trailing spaces.
+    """Python source without comments, docstrings, blank lines and trailing spaces, and without
+    what only orders backends: no kernel becomes another by that.
 
     Cut out by position, so that every Python version comes to the same text.
     """
@@ -144,6 +146,10 @@ def stripped(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name in ORDERING:
+            first, last = node.lineno, node.end_lineno or node.lineno
+            lines[first - 1 : last] = [""] * (last - first + 1)
+            continue
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno

@@ -110,7 +110,9 @@ SERIALIZED = {"channel_output"}
 def label(call: Call) -> str:
     seen = "causal" if call.causal else "every key"
     mapped = "" if call.feature_map == "elu1" else f", {call.feature_map}"
-    return f"D {call.D}, {seen}, decay {call.decay}{mapped}"
+    of_group = "" if call.G is None else f", H = {call.H // call.G} G"
+    in_half = "" if call.dtype == "bfloat16" else f", {call.dtype}"
+    return f"D {call.D}, {seen}, decay {call.decay}{mapped}{of_group}{in_half}"
 
 
 of_the_oldest = pytest.mark.skipif(

@@ -33,7 +33,7 @@ GROUP = 6
 COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
-    "mosaic_gpu": (49, 1106, 377),
+    "mosaic_gpu": (58, 1244, 458),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
 }

@@ -327,13 +327,41 @@ def needs_hopper() -> None:
 def test_mosaic_gpu(
     B: int, T: int, H: int, G: int, D: int, layout: str, scale: float
 ) -> None:
-    """What is chosen where no backend is named; of groups the gradients are Triton's."""
+    """What is chosen where no backend is named; of groups with wide heads the gradients are
+    Triton's."""
     needs_hopper()
     qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout, scale=scale)
     options = {"causal": True, "layout": layout, "implementation": None}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == "mosaic_gpu"
-    assert explained.backward.backend == ("mosaic_gpu" if H == G else "triton")
+    assert explained.backward.backend == ("mosaic_gpu" if H == G or D <= 128 else "triton")
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "scale", "options"),
+    [
+        (1, LONG, 2, 2, 128, 1.0, {}),
+        (1, LONG, 4, 2, 64, 0.01, {}),
+        (2, 9000, 8, 2, 128, 30.0, {"layout": "bhtd"}),
+        (2, 9000, 8, 8, 64, 30.0, {"feature_map": "softplus"}),
+        (2, 9001, 8, 8, 64, 1.0, {"feature_map": "relu", "return_state": True}),
+        (2, 9000, 8, 4, 96, 1.0, {"feature_map": "silu", "scale": 1e-3}),
+        (2, 9000, 8, 8, 128, 30.0, {"feature_map": "identity", "scale": 1e-8}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float16(
+    B: int, T: int, H: int, G: int, D: int, scale: float, options: dict[str, Any]
+) -> None:
+    """Sums and weights far beyond float16's range, and far below."""
+    needs_hopper()
+    layout = options.get("layout", "bthd")
+    qkv = arrays("float16", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
+    options = options | {"causal": True, "implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
 
 
@@ -394,19 +422,17 @@ def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
 @pytest.mark.parametrize(
     "name, scale", [("head", 1.0), ("step", 1.0), ("mild", 1.0), ("mild", 30.0)]
 )
-@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (3, 4, 96)])
+@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (4, 2, 64), (3, 4, 96)])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_gates_of_mosaic_gpu(
     name: str, scale: float, B: int, G: int, D: int, normalize: bool
 ) -> None:
-    """Of groups the gradients are Triton's."""
     needs_hopper()
     qkv = arrays("bfloat16", B=B, T=9000, H=4, G=G, D=D, scale=scale)
     options = linear_options(name, B, 9000, D, G=G) | {"implementation": None}
     options |= {"normalize": normalize}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
-    assert explained.forward.backend == "mosaic_gpu"
-    assert explained.backward.backend == ("mosaic_gpu" if G == 4 else "triton")
+    assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
 
 

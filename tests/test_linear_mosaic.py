@@ -366,7 +366,7 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
         (1, 1024, 8, 8, "bthd", {"causal": True, "return_state": True} | PLAIN, 5),
         (1, 16384, 32, 32, "bthd", {"causal": True, "D": 64}, 5),
         (1, 16384, 8, 8, "bhtd", {"causal": True, "D": 64, "decay": True} | PLAIN, 7),
-        (1, 1000, 8, 2, "bthd", {"causal": True, "decay": True}, 2),
+        (1, 1000, 8, 2, "bthd", {"causal": True, "decay": True}, 7),
         (1, 16384, 8, 8, "bthd", {"causal": True, "decay": True, "return_state": True} | PLAIN, 7),
         (1, 16384, 32, 32, "bthd", {"S": 1000}, 4),
         (2, 1000, 8, 2, "bhtd", {"S": 712, "D": 96, "return_state": True} | PLAIN, 4),

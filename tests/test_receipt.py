@@ -70,6 +70,13 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
+def test_which_backend_is_chosen_does_not_count() -> None:
+    rule = "def beats_later_backends(spec):\n    return spec.T > {}\n"
+    rule += "def kernel():\n    return {}\n"
+    assert receipt.stripped(rule.format(1, 2)) == receipt.stripped(rule.format(3, 2))
+    assert receipt.stripped(rule.format(1, 2)) != receipt.stripped(rule.format(1, 3))
+
+
 HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}
 HASHES |= {"wide_attention": "w", "channel_gates": "c", "mosaic_gpu": "m", "bridge": "b"}
 HASHES |= {"mosaic_channel_gates": "g"}
