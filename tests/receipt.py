@@ -135,26 +135,109 @@ def beside(part: str) -> set[Path]:
 
 
 def stripped(source: str) -> str:
-    """Python source without comments, docstrings, blank lines and trailing spaces, and without
-    what only orders backends: no kernel becomes another by that.
+    """Python source without comments, docstrings, types of arguments, blank lines and trailing
+    spaces, and without what only orders backends: no kernel becomes another by these."""
+    return _joined(_bare_lines(source))
 
-    Cut out by position, so that every Python version comes to the same text.
-    """
+
+def _joined(lines: list[str]) -> str:
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _bare_lines(source: str) -> list[str]:
+    """The lines of the source, of which the rest is cut out by position, so that every Python
+    version comes to the same text."""
     lines = source.splitlines()
+    cuts = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+            cuts.append((row, column, len(lines[row - 1])))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name in ORDERING:
-            first, last = node.lineno, node.end_lineno or node.lineno
-            lines[first - 1 : last] = [""] * (last - first + 1)
-            continue
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            named = node.col_offset + len(node.arg)
+            if node.lineno == node.annotation.end_lineno:
+                cuts.append((node.lineno, named, node.annotation.end_col_offset or named))
+    for row, first, last in sorted(cuts, reverse=True):
+        lines[row - 1] = lines[row - 1][:first] + lines[row - 1][last:]
+    for node in ast.walk(ast.parse(source)):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
-            lines[first - 1 : last] = [""] * (last - first + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+        if isinstance(node, ast.FunctionDef) and node.name in ORDERING:
+            _blank(lines, node)
+        elif isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            _blank(lines, node.body[0])
+    return lines
+
+
+def _blank(lines: list[str], node: ast.stmt) -> None:
+    first, last = node.lineno, node.end_lineno or node.lineno
+    lines[first - 1 : last] = [""] * (last - first + 1)
+
+
+def reached(kit: list[Path], users: list[Path]) -> dict[Path, str]:
+    """What the code of `users` runs of a kit: of each file the definitions that are named there, or
+    in another such definition, and what is neither a definition nor an import."""
+    definitions: dict[str, list[tuple[Path, ast.stmt]]] = {}
+    found: dict[Path, list[ast.stmt]] = {path: [] for path in kit}
+    for path in kit:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [one.id for target in targets for one in _names(target)]
+            elif not isinstance(node, ast.Import | ast.ImportFrom):
+                found[path].append(node)
+                continue
+            else:
+                continue
+            for name in names:
+                definitions.setdefault(name, []).append((path, node))
+    trees = [ast.parse(path.read_text()) for path in users]
+    waiting: list[ast.AST] = [*trees, *(node for nodes in found.values() for node in nodes)]
+    while waiting:
+        for name in _identifiers(waiting.pop()):
+            for path, node in definitions.pop(name, []):
+                if node not in found[path]:
+                    found[path].append(node)
+                    waiting.append(node)
+    return {path: _text_of(path, nodes) for path, nodes in found.items()}
+
+
+def _names(target: ast.expr) -> list[ast.Name]:
+    return [node for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _identifiers(tree: ast.AST) -> set[str]:
+    """All but those in types of arguments and results."""
+    types: list[Any] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            types.append(node.annotation)
+        elif isinstance(node, ast.FunctionDef):
+            types.append(node.returns)
+    skipped = {id(node) for one in types if one is not None for node in ast.walk(one)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.name)
+    return found
+
+
+def _text_of(path: Path, nodes: list[ast.stmt]) -> str:
+    lines = _bare_lines(path.read_text())
+    kept = []
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(one.lineno for one in decorators)])
+        kept += lines[first - 1 : node.end_lineno]
+    return _joined(kept)
 
 
 def tables_of(op: str, text: str) -> dict[str, Any]:
@@ -185,16 +268,25 @@ def tables_of(op: str, text: str) -> dict[str, Any]:
 
 def source_hash(part: str) -> str:
     digest = hashlib.sha256()
-    for path in source_files(part):
+    files = source_files(part)
+    kits = {path for pattern in (KIT, HOPPER_KIT) for path in ROOT.glob(pattern)}
+    of_kits = reached(
+        [path for path in files if path in kits],
+        [path for path in files if path.suffix == ".py" and path not in kits],
+    )
+    for path in files:
         text = path.read_text()
-        if path.suffix == ".py":
+        if path in of_kits:
+            text = of_kits[path]
+        elif path.suffix == ".py":
             text = stripped(text)
         elif tables := tables_of(part, text):
             text = json.dumps(tables)
         else:
             # A table of another op, or one that only orders backends.
             continue
-        digest.update(f"{path.relative_to(ROOT)}\n{text}\n".encode())
+        if text:
+            digest.update(f"{path.relative_to(ROOT)}\n{text}\n".encode())
     return digest.hexdigest()
 
 

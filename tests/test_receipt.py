@@ -70,6 +70,22 @@ def test_comments_and_docstrings_do_not_count_and_code_does() -> None:
     assert receipt.stripped('x = "#no comment"') == 'x = "#no comment"'
 
 
+def test_what_kernels_do_not_use_of_a_kit_does_not_count(tmp_path: Path) -> None:
+    kit, kernel = tmp_path / "kit.py", tmp_path / "kernel.py"
+    source = "from x import y\nWIDTH = 2\n\ndef one(a: Kind):\n    return a * WIDTH\n\n"
+    kernel.write_text("from kit import one\n\ndef kernel(a):\n    return one(a)\n")
+
+    def text(source: str) -> str:
+        kit.write_text(source)
+        return receipt.reached([kit], [kernel])[kit]
+
+    bare = text(source)
+    assert bare == "WIDTH = 2\ndef one(a):\n    return a * WIDTH"
+    assert text(source + "class Kind:\n    pass\n\ndef other(a):\n    return one(a)\n") == bare
+    assert text(source.replace("2", "3")) != bare
+    assert text(source.replace("a * WIDTH", "WIDTH")) != bare
+
+
 def test_which_backend_is_chosen_does_not_count() -> None:
     rule = "def beats_later_backends(spec):\n    return spec.T > {}\n"
     rule += "def kernel():\n    return {}\n"
