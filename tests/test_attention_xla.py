@@ -356,6 +356,15 @@ def test_gradient_of_a_bias_whose_terms_cancel():
         np.testing.assert_array_equal(result["dbias"], 0)
 
 
+@pytest.mark.parametrize("bias", [-1e3, -1e6, -1e9])
+def test_lse_of_a_sink_beside_a_bias_by_query(bias: float) -> None:
+    """The bias hides the keys from all queries but not the sink, whose logit is then lse."""
+    sinks = jnp.full(4, 0.1)
+    options = {"bias": jnp.full((1, 1, 1, 1), bias), "sinks": sinks, "return_lse": True}
+    _, lse = attention(*qkv(), **options, implementation="xla")
+    assert np.array_equal(lse, np.broadcast_to(np.float32(0.1), lse.shape))
+
+
 def test_gradient_of_a_bias_by_query_beside_large_sinks() -> None:
     """The keys have 1e-7 of the weight: 1 less the sink's share says nothing of it."""
     q, k, v = qkv(T=6, S=6)

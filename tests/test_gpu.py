@@ -361,7 +361,7 @@ def test_mosaic_gpu_in_float16(
     qkv = arrays("float16", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
     options = options | {"causal": True, "implementation": None}
     explained = ato_jax.explain("linear_attention", *qkv, **options)
-    assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
+    assert explained.recorded.backend == explained.backward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
 
 

@@ -101,7 +101,9 @@ def main() -> None:
     if not options.interpret and jax.default_backend() != "gpu":
         sys.exit("JAX finds no GPU here: --interpret runs the kernels without one")
 
-    page = pages.run(PAGE)
+    # Without a GPU, on which JAX multiplies float32 in fewer bits than the page's checks allow.
+    with jax.default_device(jax.devices("cpu")[0]):
+        page = pages.run(PAGE)
     if options.interpret:
         heads, length, head_dim, blocks = 1, 64, 16, {}
     else:

@@ -112,7 +112,7 @@ def _softmax(
     m = _largest(s, beside)
     total = _normaliser(s, beside, m)
     out = _values(spec, _dropped(spec, jnp.exp(s - m), keep), v) / _not_zero(total)
-    return out, _lse(m, total, by_query)
+    return out, _lse(m, total, sinks, by_query)
 
 
 @_softmax.defjvp
@@ -135,7 +135,7 @@ def _softmax_jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> Any:
     out = _values(spec, _dropped(spec, p, keep), v)
     d_out = _values(spec, _dropped(spec, p * (d_s - mean), keep), v)
     d_out = d_out + _values(spec, _dropped(spec, p, keep), d_v)
-    return (out, _lse(m, total, by_query)), (d_out, d_lse)
+    return (out, _lse(m, total, sinks, by_query)), (d_out, d_lse)
 
 
 def _beside(sinks: jax.Array | None, by_query: jax.Array | None) -> jax.Array | None:
@@ -157,9 +157,20 @@ def _normaliser(s: jax.Array, sinks: jax.Array | None, m: jax.Array) -> jax.Arra
     return total if sinks is None else total + jnp.exp(sinks - m)
 
 
-def _lse(m: jax.Array, total: jax.Array, by_query: jax.Array | None) -> jax.Array:
-    lse = jnp.where(total > 0, m + jnp.log(_not_zero(total)), -jnp.inf)
-    return lse if by_query is None else lse + by_query
+def _lse(
+    m: jax.Array, total: jax.Array, sinks: jax.Array | None, by_query: jax.Array | None
+) -> jax.Array:
+    log_total = jnp.log(_not_zero(total))
+    if by_query is None:
+        return jnp.where(total > 0, m + log_total, -jnp.inf)
+    top = m + by_query
+    if sinks is not None:
+        # Where the sink is the largest, m + by_query is sinks - by_query + by_query, which loses
+        # the sink's digits beside a large bias.
+        top = jnp.where(sinks - by_query >= m, sinks, top)
+    # m has no derivative, which `total` makes up for; by_query has one.
+    shifted = lax.stop_gradient(top) + (by_query - lax.stop_gradient(by_query))
+    return jnp.where(total > 0, shifted + log_total, -jnp.inf)
 
 
 def _not_zero(total: jax.Array) -> jax.Array:
