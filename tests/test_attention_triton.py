@@ -204,6 +204,7 @@ def test_one_key_with_all_the_weight_at_scores_in_the_thousands(dtype, D, size, 
         dict(softcap=10000.0),
         dict(q_lengths=jnp.array([70]), kv_lengths=jnp.array([85])),
         dict(mask=jnp.asarray(np.arange(90) % 7 > 0)[None, None]),
+        dict(bias=jnp.zeros((1, 1, 1, 90))),
     ],
     ids=lambda options: ", ".join(options),
 )
