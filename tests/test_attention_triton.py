@@ -132,6 +132,96 @@ def test_queries_that_one_key_has_nearly_to_itself(dtype, parts):
     assert error < numerics.budget("dq", dtype) and worst < 4 * numerics.budget("dq", dtype)
 
 
+def draw_pairs_of_keys(dtype, D, size, causal=False, T=80, S=90):
+    """Queries between two keys; at size 30 their scores are thousands above all others'.
+
+    In every 40th row the second key has a few hundredths of the weight. In all other rows it has
+    none: do . v_j - do . out vanishes there, and dq and dk come from the few rows alone.
+    """
+    generator = np.random.default_rng(0)
+    k, v = size * generator.normal(size=(S, D)), generator.normal(size=(S, D))
+    row = np.arange(T)
+    last = row + S - T if causal else np.full(T, S - 1)
+    middle = last // 2 + 1
+    pair = np.stack([generator.integers(0, middle), generator.integers(middle, last + 1)])
+    first, second = k[generator.permuted(pair, axis=0)]
+    apart = first - second
+    q = (first + second) / np.sqrt(2)
+    lead = np.where(row % 40 == 0, generator.uniform(3, 5, size=T), 40.0) * np.sqrt(D)
+    q += apart * ((lead - np.sum(q * apart, 1)) / np.sum(apart**2, 1))[:, None]
+    return tuple(jnp.asarray(array[None, :, None], dtype) for array in (q, k, v))
+
+
+def check_pairs_of_keys(q, k, v, tiles=None, **options):
+    """The result and the oracle; lse gets no cotangent, which would be most of dq."""
+    generator = np.random.default_rng(1)
+    out = jnp.asarray(generator.normal(size=(*q.shape[:-1], v.shape[-1])), v.dtype)
+    cotangents = Outputs(out, jnp.zeros(q.shape[:-1], jnp.float32))
+    wanted = numerics.oracle(
+        "attention", q, k, v, cotangents=cotangents, return_lse=True, **options
+    )
+    medium = dict.fromkeys(SMALL_TILES, 32)
+    with ato_jax.interpret():
+        result = numerics.run_backends(
+            "triton",
+            "triton",
+            wanted,
+            forward_config=medium | (tiles or {}),
+            backward_config=medium,
+        )
+    numerics.compare(result, wanted)
+    return result, wanted
+
+
+def check_without_terms(result, wanted):
+    """dq and dk keep their budgets measured against what is left of the terms that cancel."""
+    for name in ("dq", "dk"):
+        exact = wanted.exact[name]
+        error, _ = numerics.errors(np.asarray(result[name], np.float64), exact, None, True)
+        assert error < numerics.budget(name, wanted.request.spec.dtype), (name, error)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 10.0, 30.0])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_one_key_with_all_the_weight_at_scores_in_the_thousands(dtype, D, size, causal):
+    """The weight of the highest score is 1 but for the rounding of m, and 1 in 16 bits."""
+    result, wanted = check_pairs_of_keys(
+        *draw_pairs_of_keys(dtype, D, size, causal), causal=causal
+    )
+    if dtype != "float32" and size > 1:
+        check_without_terms(result, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(tiles={"strands": 2}),
+        dict(tiles={"parts": 2}),
+        dict(sinks=jnp.array([4000.0])),
+        dict(sinks=jnp.array([-jnp.inf])),
+        dict(softcap=10000.0),
+        dict(q_lengths=jnp.array([70]), kv_lengths=jnp.array([85])),
+        dict(mask=jnp.asarray(np.arange(90) % 7 > 0)[None, None]),
+        dict(bias=jnp.zeros((1, 1, 1, 90))),
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_options_at_scores_in_the_thousands(options):
+    result, wanted = check_pairs_of_keys(*draw_pairs_of_keys("float16", 64, 30.0), **options)
+    check_without_terms(result, wanted)
+
+
+def test_sinks_and_queries_that_see_nothing_beside_scores_in_the_thousands():
+    """Beside a sink that is above the highest score, that score's weight is not near 1."""
+    arrays = draw_pairs_of_keys("bfloat16", 64, 30.0)
+    highest = float(np.max(np.asarray(check_pairs_of_keys(*arrays)[0]["lse"])))
+    for sink in (highest - 1, highest, highest + 1):
+        check_pairs_of_keys(*arrays, sinks=jnp.array([sink]))
+    check_pairs_of_keys(*arrays, causal=True, query_offset=-30)
+
+
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 

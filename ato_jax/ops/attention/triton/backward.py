@@ -52,6 +52,7 @@ from ato_jax.ops.attention.triton.common import (
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, options_of
 from ato_jax.ops.attention.triton.visibility import for_blocks
 from ato_jax.ops.attention.triton.weights import (
+    SMALLEST_CORRECTION,
     Rows,
     correction_of,
     gain_spec,
@@ -345,9 +346,11 @@ def _with_correction(spec: AttentionSpec, do: jax.Array, rows: Rows) -> tuple[ja
     """do and the rows for the other kernels, which correct the weights of float32 alone."""
     if rows.correction is None or spec.dtype == "float32":
         return do, rows
-    by_query = rows.correction if spec.layout == "bhtd" else rows.correction.swapaxes(1, 2)
+    needed = jnp.abs(rows.correction - 1) > SMALLEST_CORRECTION
+    correction = jnp.where(needed, rows.correction, 1.0)
+    by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
     scaled = (do * by_query[..., None]).astype(do.dtype)
-    return scaled, rows._replace(delta=rows.delta * rows.correction, correction=None)
+    return scaled, rows._replace(delta=rows.delta * correction, correction=None)
 
 
 def _key_gradients(

@@ -7,9 +7,10 @@ With scores s in units of log2 (without a bias; `common.py`), each block of keys
     total = total * exp2(m - m') + sum_j p_j
     acc   = acc * exp2(m - m') + sum_j dropped(p_j) v_j
 
-and at the end out = acc / total, lse = ln(2) * m + ln(total). With a sink, m starts at the sink's
-logit and total at 1. Where the queries are too few to fill the card, several programs share the
-keys of a query block, and `merge` merges their parts.
+and at the end out = acc / total, lse = ln(2) * m + ln(total). In 16 bits, out is divided by total
+less `_rounding_of_top`. With a sink, m starts at the sink's logit and total at 1. Where the queries
+are too few to fill the card, several programs share the keys of a query block, and `merge` merges
+their parts.
 
 The exponentials depend on q k^T, so with one block of queries the tensor cores idle until the
 exponentials finish. A block of queries may therefore be cut into `strands`, each with its own m,
@@ -41,11 +42,13 @@ from ato_jax.ops.attention.triton.common import (
     in_score_units,
     inner,
     load_rows,
+    multiply_add,
     natural,
     parts_first,
     plus_product,
     power,
     raw_scores,
+    score_factor,
     sequence_spec,
     span,
     store_rows,
@@ -60,7 +63,14 @@ from ato_jax.ops.attention.triton.visibility import for_blocks
 # every score, so that exp2(m - m') is 0 at the first key.
 FLOOR = float(np.finfo(np.float32).min)
 
-Carry = tuple[jax.Array, jax.Array, Sliced]  # m, total, acc
+
+class Carry(NamedTuple):
+    """The state of a strand's queries, after the keys so far."""
+
+    m: jax.Array  # [rows]
+    top: jax.Array | None  # [rows], the highest raw score; None unless `_rounds_top`
+    total: jax.Array  # [rows]
+    acc: Sliced  # [rows, V]
 
 
 class Strand(NamedTuple):
@@ -72,14 +82,39 @@ class Strand(NamedTuple):
 
 
 def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: int) -> Carry:
-    """m, total and acc of queries that have seen no key; the first part counts the sink."""
+    """Queries that have seen no key; the first part counts the sink."""
     acc = zeros(rows, spec.V)
+    top = jnp.full((rows,), -jnp.inf, jnp.float32) if _rounds_top(spec) else None
     if sinks_ref is None:
-        return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), acc
+        m, total = jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32)
+        return Carry(m, top, total, acc)
     sink = jnp.where(part == 0, in_score_units(spec, sinks_ref[h]), -jnp.inf)
     m = jnp.maximum(sink, FLOOR)
     total = power(spec, sink - m)  # 0 for a sink of -inf
-    return jnp.full((rows,), m, jnp.float32), jnp.full((rows,), total, jnp.float32), acc
+    m, total = (jnp.full((rows,), value, jnp.float32) for value in (m, total))
+    return Carry(m, top, total, acc)
+
+
+def _rounds_top(spec: AttentionSpec) -> bool:
+    """Whether the highest score's weight may differ from 1 and is rounded for its product.
+
+    With a bias, m is the highest score itself, and the weight is 1.
+    """
+    return spec.dtype != "float32" and spec.bias is None
+
+
+def _rounding_of_top(
+    spec: AttentionSpec, m: jax.Array, top: jax.Array, fast_exp2: bool
+) -> jax.Array:
+    """The highest score's weight less the weight as rounded to 16 bits, [rows].
+
+    m = top * factor is rounded, and the multiply-add top * factor - m is not zero but that rounding
+    error. At a score of 3000 the highest weight is therefore 1 + d with |d| up to 2e-4. total holds
+    1 + d and acc holds 1 times v. Where that key has nearly all the weight, acc / total is
+    v (1 - d), and in the backward pass d exceeds what is left of do . v - do . out.
+    """
+    weight = power(spec, multiply_add(top, score_factor(spec), -m), fast_exp2)
+    return weight - weight.astype(spec.dtype).astype(jnp.float32)
 
 
 def _rest(spec: AttentionSpec, exact: jax.Array, rounded: jax.Array) -> jax.Array:
@@ -127,15 +162,16 @@ def _kernel(
 
     def weigh(
         masked: bool, query: Side, key: Side, product: jax.Array, m: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """m', the factor exp2(m - m') for the sums so far, and p [rows, block_k]."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The highest raw score, m', exp2(m - m') for the sums so far, and p [rows, block_k]."""
         raw, factor = pairs.biased(h, raw_scores(spec, product), query, key)
         seen = pairs.visible(h, masked, query, key)
         if seen is not None:
             raw = jnp.where(seen, raw, -jnp.inf)
-        m_next = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
-        p = power(spec, raw * factor - m_next[:, None], fast_exp2)
-        return m_next, power(spec, m - m_next, fast_exp2), p
+        highest = jnp.max(raw, axis=1)
+        m_next = jnp.maximum(m, highest * factor)
+        p = power(spec, multiply_add(raw, factor, -m_next[:, None]), fast_exp2)
+        return highest, m_next, power(spec, m - m_next, fast_exp2), p
 
     def step(masked: bool, n: Any, carries: tuple[Carry, ...]) -> tuple[Carry, ...]:
         j0 = n * block_k
@@ -145,8 +181,9 @@ def _kernel(
         v: Sliced = ()
         found = []
         for (_, query, _), product, carry in zip(own, products, carries, strict=True):
-            m, total, acc = carry  # [rows], [rows], [rows, V]
-            m, correction, p = weigh(masked, query, key, product, m)
+            m, top, total, acc = carry
+            highest, m, correction, p = weigh(masked, query, key, product, m)
+            top = None if top is None else jnp.maximum(top, highest)
             total = total * correction + jnp.sum(p, axis=1)
             kept = pairs.kept(h, query, key)
             if kept is not None:
@@ -155,20 +192,23 @@ def _kernel(
             v = v or load_rows(layout, v_ref, None, j0, block_k, kv_length, spec.V, not masked)
             # mypy infers no type for a lambda with a default.
             acc = each(lambda tile, by=correction: tile * by[:, None], acc)  # type: ignore[misc]
-            found.append((m, total, plus_product(spec, acc, p.astype(v[0].dtype), v)))
+            acc = plus_product(spec, acc, p.astype(v[0].dtype), v)
+            found.append(Carry(m, top, total, acc))
         return tuple(found)
 
     first = _start(spec, options.sinks, h, part, rows)
     ranges = pairs.ranges(block, block_q, block_k, part, parts)
     ended = for_blocks(ranges, step, (first,) * strands)
-    for (start, query, _), (m, total, acc) in zip(own, ended, strict=True):
+    for (start, query, _), (m, top, total, acc) in zip(own, ended, strict=True):
         if spec.q_lengths:
             exists = query.indices[:, 0] < q_length
-            m, total = jnp.where(exists, m, first[0]), jnp.where(exists, total, first[1])
+            m, total = jnp.where(exists, m, first.m), jnp.where(exists, total, first.total)
             acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)  # type: ignore[misc]
         nothing = total == 0
         safe = jnp.where(nothing, 1.0, total)
         lse = jnp.where(nothing, -jnp.inf, natural(spec, m) + jnp.log(safe))
+        if top is not None:
+            safe = jnp.where(nothing, 1.0, total - _rounding_of_top(spec, m, top, fast_exp2))
         divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
         out = each(lambda tile, by=divisor: tile / by[:, None], acc)  # type: ignore[misc]
         store_rows(layout, out_ref, None, start, out, end, spec.V)

@@ -14,8 +14,10 @@ A large lse is rounded by more than float32's budget for p: at 1000 by 3e-5. So 
 kernel for dq sums each query's recomputed weights, divides dq by that sum, which should be 1, and
 stores the inverse for the other kernels to multiply with. With a bias that is needed in every
 dtype: where it is -1e9 for all keys of a query, lse has no digit left of the logarithm of their
-number. The other kernels of 16-bit inputs then get do and delta multiplied by that inverse, which
-for most rows changes no bit of do, and hold no row more.
+number. The other kernels of 16-bit inputs then get do and delta multiplied by that inverse, and
+hold no row more. Rounding the product in 16 bits changes do . v against delta, by more than is left
+of their difference where one key has all the weight. So rows whose inverse is within
+SMALLEST_CORRECTION of 1 are left as they are.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ from ato_jax.ops.attention.triton.pairs import Pairs, Side
 
 # 2^15 is half of float16's largest number, which leaves room for weights that round above 1.
 WEIGHT_SHIFT = 15
+
+# A fault of all of a query's weights that leaves its gradients half of float16's budget.
+SMALLEST_CORRECTION = 2.0**-11
 
 
 class Rows(NamedTuple):
