@@ -118,6 +118,44 @@ def test_options(options: Any) -> None:
 
 
 @newest
+@pytest.mark.parametrize(
+    "sizes, lengths, options",
+    [
+        (dict(T=136, D=128), dict(kv_lengths=[70, 136, 1, 0]), {}),
+        (dict(T=136, S=200), dict(q_lengths=[136, 3, 0, 64], kv_lengths=[150, 128, 9, 200]), {}),
+        (dict(T=141, S=77), dict(q_lengths=[100, 70, 141, 1]), dict(causal=True)),
+        (dict(T=136), dict(query_offset=[-30, 0, 50, 10**6]), dict(window=(40, 10))),
+        (
+            dict(T=136, S=200, H=2),
+            dict(kv_lengths=[150, 128, 9, 200], query_offset=[3, -200, 70, 0]),
+            dict(causal=True, layout="bhtd", sinks=jnp.array([0.3, -1.0])),
+        ),
+    ],
+)
+def test_lengths(sizes: Any, lengths: Any, options: Any) -> None:
+    """Padding holds NaN."""
+    layout = options.get("layout", "bthd")
+    arrays = draw(**sizes, B=4, layout=layout)
+    lengths = {name: jnp.array(array, jnp.int32) for name, array in lengths.items()}
+    names = ("q_lengths", "kv_lengths", "kv_lengths")
+    arrays = [
+        with_nan(array, lengths.get(name), layout)
+        for array, name in zip(arrays, names, strict=True)
+    ]
+    forward(arrays, **lengths, **options)
+
+
+def with_nan(array: jax.Array, lengths: jax.Array | None, layout: str) -> jax.Array:
+    """NaN beyond each sequence's length."""
+    if lengths is None:
+        return array
+    axis = 1 if layout == "bthd" else 2
+    shape = tuple(-1 if n == axis else 1 for n in range(4))
+    row = jnp.arange(array.shape[axis]).reshape(shape)
+    return jnp.where(row < lengths.reshape(-1, 1, 1, 1), array, jnp.nan)
+
+
+@newest
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_large_scores(dtype: str) -> None:
     """The largest weight of a row that sees one key, or has one that towers over the others, is 1,
@@ -197,7 +235,7 @@ def test_ranges_of_blocks(left: int | None, right: int | None, offset: int) -> N
     visible = np.broadcast_to(j < S, (T, j.size)).copy()
     visible &= True if left is None else j >= position - left
     visible &= True if right is None else j <= position + right
-    limits = visibility.static_limits(spec)
+    limits = visibility.limits_of(spec, None, None)
     for first_row in range(0, T, rows):
         seen = visibility.ranges(limits, jnp.int32(first_row), rows, keys, -(-S // keys))
         first, whole, whole_end, end = map(int, seen)

@@ -61,8 +61,6 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
         "bias": spec.bias is not None,
         "mask": spec.mask is not None,
         "segments": spec.segments,
-        "lengths": spec.q_lengths or spec.kv_lengths,
-        "a query_offset that is known at run time alone": spec.offset is None,
         "dropout": spec.dropout_rate > 0,
     }
     missing = [name for name, asked in features.items() if asked]

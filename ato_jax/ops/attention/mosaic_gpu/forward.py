@@ -47,7 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, Array, Buffer, Ring, Role
+from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
 from ato_jax.ops.attention.mosaic_gpu import frame, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
@@ -72,6 +72,7 @@ class Storage(mosaic.Storage):
     queries: Ring
     keys: Ring
     values: Ring
+    cleaned: Signal | None
 
 
 def storage_of(spec: AttentionSpec, config: Config) -> Storage:
@@ -90,6 +91,7 @@ def storage_of(spec: AttentionSpec, config: Config) -> Storage:
         queries=Ring.of(1, (q,), readers),
         keys=Ring.of(config.stages, (k,), readers),
         values=Ring.of(config.stages, (v,), readers),
+        cleaned=Signal(readers) if spec.kv_lengths else None,
     )
 
 
@@ -106,6 +108,7 @@ class Walk:
     out: Any
     lse: Any
     sinks: Any = None
+    bounds: Any = None
 
     @property
     def turns(self) -> mosaic.Turns:
@@ -116,7 +119,12 @@ class Walk:
         return Softmax(self.spec.softcap or self.spec.scale)
 
     def limits(self, batch: Any) -> visibility.Limits:
-        return visibility.static_limits(self.spec)
+        return visibility.limits_of(self.spec, self.bounds, batch)
+
+    @property
+    def cleans(self) -> bool:
+        """Whether values beyond the keys' end may be anything, NaN too."""
+        return self.spec.kv_lengths
 
     def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
         """The blocks that so many rows go through."""
@@ -152,7 +160,11 @@ def forward(
     spec: AttentionSpec, config: Config, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array]:
     """out, and lse up to a whole tile of queries."""
-    given = {name: array for name, array in inputs._asdict().items() if array is not None}
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if inputs.sinks is not None:
+        given["sinks"] = inputs.sinks
+    if (bounds := visibility.limits_array(spec, inputs)) is not None:
+        given["bounds"] = bounds
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         *arrays, out, lse = refs
@@ -293,6 +305,8 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     own.keys.consumed.arrive(slot)
     rows = walk.softmax.start(config.rows)
     p, rows, _ = weights(walk, mine, is_cut, 0, rows, s)
+    if walk.cleans:
+        clean(walk, mine)
     widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
     acc = tuple(mosaic.zeros(config.rows, width) for width in widths)
     return Carried(mosaic.rounded(p, frame.dtype_of(spec)), rows, acc)
@@ -318,13 +332,47 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         (config.rows, config.keys),
         sums_of_values(walk, carried, v_slot),
         known,
-        between=lambda: own.values.produced.wait(v_slot),
+        between=functools.partial(await_values, walk, step, v_slot),
         issued=functools.partial(pass_turn_on, walk, mine),
         under=under,
     )
     own.values.consumed.arrive(v_slot)
     scaled = tuple(part * mosaic.in_columns(lasts, part.shape[1]) for part in acc)
     return Carried(mosaic.rounded(p, frame.dtype_of(walk.spec)), rows, scaled)
+
+
+def await_values(walk: Walk, step: Any, slot: Any) -> None:
+    """Those of the step before this one; `clean` awaits the first ones."""
+    if walk.cleans:
+        pl.when(step > 1)(lambda: walk.own.values.produced.wait(slot))
+    else:
+        walk.own.values.produced.wait(slot)
+
+
+def clean(walk: Walk, mine: Own) -> None:
+    """Sets the values of the first step to 0 beyond the keys' end, in blocks of 64 rows, each by
+    one consumer: a weight of 0 does not cancel NaN."""
+    own, config, item = walk.own, walk.config, mine.item
+    slot = own.values.slot(item.before)
+    own.values.produced.wait(slot)
+    here = walk.limits(item.batch).kv_length - item.block(0) * config.keys
+
+    def clean_block(block: int) -> None:
+        for part in frame.values(walk.spec).parts_of(own.v.at[slot]):
+            rows = part.at[pl.ds(block * mosaic.ROWS, mosaic.ROWS)]  # [64, V]
+            mosaic.keep_rows(rows, here - block * mosaic.ROWS)
+
+    @pl.when(here < config.keys)
+    def _() -> None:
+        for block in range(config.keys // mosaic.ROWS):
+            pl.when(mine.number == block % config.consumers)(
+                functools.partial(clean_block, block)
+            )
+
+    plgpu.commit_smem()
+    assert own.cleaned is not None
+    own.cleaned.arrive()
+    own.cleaned.wait()
 
 
 def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
@@ -343,7 +391,7 @@ def weights(
         s = jnp.tanh(s * (spec.scale / spec.softcap))
     if is_cut:
         limits = walk.limits(mine.item.batch)
-        kv_end = limits.kv_length if spec.S % config.keys else None
+        kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
         first_key = mine.item.block(step) * config.keys
         s = visibility.hide(s, limits, mine.first_row, first_key, kv_end)
     return walk.softmax.update(rows, s)
@@ -353,18 +401,23 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     """Adds the last values, and stores out and lse."""
     own, spec, config, item = walk.own, walk.spec, walk.config, mine.item
     slot = own.values.slot(item.before + item.steps - 1)
-    own.values.produced.wait(slot)
+    await_values(walk, item.steps, slot)
     acc = mosaic.multiply(*sums_of_values(walk, carried, slot))
     own.values.consumed.arrive(slot)
     sink = None if walk.sinks is None else walk.sinks[item.head]
     factor, lse = walk.softmax.finish(carried.rows, sink)
+    here = walk.limits(item.batch).q_length
+    here = None if here is None else here - mine.first_row
+    if here is not None:
+        row = plgpu.broadcasted_iota(jnp.int32, lse.shape, dimension=0, layout=mosaic.OF_ROWS)
+        lse = jnp.where(row < here, lse, -jnp.inf if sink is None else sink)
     rows = pl.ds(mine.first_row, config.rows)
     at = (item.batch, rows, item.head) if spec.layout == "bthd" else (item.batch, item.head, rows)
     mosaic.store_in_memory(walk.lse.at[at], lse)
     out = own.q.at[mine.number]
     plgpu.commit_smem()  # the products that read q, ahead of what takes its place
     for part, total in _alike(frame.outputs(spec).parts_of(out), list(acc)):
-        scaled = total * mosaic.in_columns(factor, total.shape[1])
+        scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)
         part[...] = scaled.astype(frame.dtype_of(spec))
     plgpu.commit_smem()
     frame.outputs(spec).store(out, walk.out, item.batch, item.head, mine.first_row, config.rows)
