@@ -145,6 +145,28 @@ def test_lengths(sizes: Any, lengths: Any, options: Any) -> None:
     forward(arrays, **lengths, **options)
 
 
+@newest
+@pytest.mark.parametrize(
+    "T, S, options",
+    [
+        (300, 300, {}),
+        (300, 300, dict(causal=True)),
+        (203, 270, dict(layout="bhtd", kv_lengths=jnp.array([200, 270]))),
+    ],
+)
+def test_segments(T: int, S: int, options: Any) -> None:
+    """Sorted ones, one of them over whole blocks; and ids that come back, with some that the other
+    side lacks."""
+
+    def ids(length: int) -> jax.Array:
+        row = np.arange(length)
+        sorted_ones = np.searchsorted([20, 45, 230, 280], row, side="right")
+        return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)
+
+    arrays = draw(T=T, S=S, B=2, layout=options.get("layout", "bthd"))
+    forward(arrays, q_segment_ids=ids(T), kv_segment_ids=ids(S), **options)
+
+
 def with_nan(array: jax.Array, lengths: jax.Array | None, layout: str) -> jax.Array:
     """NaN beyond each sequence's length."""
     if lengths is None:

@@ -60,7 +60,6 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
     features = {
         "bias": spec.bias is not None,
         "mask": spec.mask is not None,
-        "segments": spec.segments,
         "dropout": spec.dropout_rate > 0,
     }
     missing = [name for name, asked in features.items() if asked]

@@ -47,12 +47,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
-from ato_jax.ops.attention.mosaic_gpu import frame, visibility
+from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS, Array, Buffer, Ring, Role, Signal
+from ato_jax.ops.attention.mosaic_gpu import frame, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows, Softmax
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs
+
+Ids = tuple[jax.Array, jax.Array]
 
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 
@@ -69,6 +71,7 @@ class Storage(mosaic.Storage):
     q: Array  # [n, R, D], out behind it
     k: Array  # [stages, K, D]
     v: Array  # [stages, K, V]
+    k_ids: Array  # [stages, K] int32, with k
     queries: Ring
     keys: Ring
     values: Ring
@@ -83,13 +86,17 @@ def storage_of(spec: AttentionSpec, config: Config) -> Storage:
     )
     k = Buffer(of_keys.tiles(config.stages, config.keys), copies=of_keys.parts)
     v = Buffer(of_values.tiles(config.stages, config.keys), copies=of_values.parts)
+    k_ids = None
+    if spec.segments:
+        k_ids = Buffer(plgpu.SMEM((config.stages, config.keys), jnp.int32))
     readers = (consumer(config),)
     return Storage(
         q=q,
         k=k,
         v=v,
+        k_ids=k_ids,
         queries=Ring.of(1, (q,), readers),
-        keys=Ring.of(config.stages, (k,), readers),
+        keys=Ring.of(config.stages, (k, k_ids), readers),
         values=Ring.of(config.stages, (v,), readers),
         cleaned=Signal(readers) if spec.kv_lengths else None,
     )
@@ -109,6 +116,9 @@ class Walk:
     lse: Any
     sinks: Any = None
     bounds: Any = None
+    q_ids: Any = None
+    k_ids: Any = None
+    shared: Any = None
 
     @property
     def turns(self) -> mosaic.Turns:
@@ -129,9 +139,13 @@ class Walk:
     def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
         """The blocks that so many rows go through."""
         blocks = int(pl.cdiv(self.spec.S, self.config.keys))
-        return visibility.ranges(
+        found = visibility.ranges(
             self.limits(batch), first_row, rows, self.config.keys, blocks
         )
+        if self.shared is None:
+            return found
+        allowed = segments.ranges_of(self.config, self.shared, batch, first_row, rows)
+        return visibility.intersection(found, allowed, blocks)
 
     def each_item(self, do: Any) -> tuple[Any, Any]:
         tile = self.config.tile
@@ -165,6 +179,7 @@ def forward(
         given["sinks"] = inputs.sinks
     if (bounds := visibility.limits_array(spec, inputs)) is not None:
         given["bounds"] = bounds
+    given |= segments.arrays_of(spec, config, inputs)
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         *arrays, out, lse = refs
@@ -223,6 +238,9 @@ def load_item(walk: Walk, item: Item) -> None:
             ring.acquire(item.before + step)
             barrier = ring.produced.at[slot]
             side.load(ref, item.batch, kv_head, first_key, config.keys, tiles.at[slot], barrier)
+            if ring is own.keys and walk.k_ids is not None:
+                ids = walk.k_ids.at[item.batch, pl.ds(first_key, config.keys)]
+                plgpu.copy_gmem_to_smem(ids, own.k_ids.at[slot], barrier)  # [K]
 
     lax.fori_loop(0, item.steps, load_block, None)
 
@@ -251,12 +269,12 @@ def attend(walk: Walk, number: Any, item: Item) -> None:
         seen = walk.seen(item.batch, mine.first_row, config.rows)
         until, behind = item.seen.end - seen.whole_end, item.seen.end - seen.whole
         until, behind = (jnp.clip(bound, 1, item.steps) for bound in (until, behind))
-        if limits.high is not None:
+        if limits.high is not None or spec.segments or spec.kv_lengths:
             carried = lax.fori_loop(1, until, functools.partial(step, True), carried)
         else:
             until = jnp.int32(1)
         carried = lax.fori_loop(until, behind, functools.partial(step, False), carried)
-        if limits.low is not None:
+        if limits.low is not None or spec.segments:
             carried = lax.fori_loop(behind, item.steps, functools.partial(step, True), carried)
     else:
         carried = lax.fori_loop(1, item.steps, functools.partial(step, False), carried)
@@ -302,9 +320,10 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
         (start, factors_of_scores(walk, mine, slot)),
         meanwhile=functools.partial(pass_turn_on, walk, mine),
     )
+    ids = ids_of(walk, mine, is_cut, slot)
     own.keys.consumed.arrive(slot)
     rows = walk.softmax.start(config.rows)
-    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s)
+    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s, ids)
     if walk.cleans:
         clean(walk, mine)
     widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
@@ -321,8 +340,9 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
     await_turn(walk, mine)
 
     def known(s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
+        ids = ids_of(walk, mine, is_cut, slot)
         own.keys.consumed.arrive(slot)
-        found = weights(walk, mine, is_cut, step, carried.rows, s)
+        found = weights(walk, mine, is_cut, step, carried.rows, s, ids)
         if config.hold and under:
             mosaic.compute_first(found[1].total)
         return found
@@ -381,8 +401,25 @@ def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
     return [(acc, [(carried.p, part)]) for acc, part in zip(carried.acc, v, strict=True)]
 
 
+def ids_of(walk: Walk, mine: Own, is_cut: bool, slot: Any) -> Ids | None:
+    """The segments of the consumer's queries and of a block of keys; None where all are one."""
+    if walk.q_ids is None or not is_cut:
+        return None
+    at = mine.item.batch, pl.ds(mine.first_row, walk.config.rows)
+    of_rows = mosaic.load(walk.q_ids.at[at], OF_ROWS, optimized=False)  # [R]
+    of_keys = mosaic.load(walk.own.k_ids.at[slot], OF_COLUMNS)  # [K]
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    return of_rows, of_keys
+
+
 def weights(
-    walk: Walk, mine: Own, is_cut: bool, step: Any, rows: Rows, s: jax.Array
+    walk: Walk,
+    mine: Own,
+    is_cut: bool,
+    step: Any,
+    rows: Rows,
+    s: jax.Array,
+    ids: Ids | None,
 ) -> tuple[jax.Array, Rows, jax.Array]:
     """p in float32, the rows behind it, and what earlier sums are multiplied by. A factor that is
     rounded while products are in flight makes the assembler wait for them: it comes later."""
@@ -393,7 +430,7 @@ def weights(
         limits = walk.limits(mine.item.batch)
         kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
         first_key = mine.item.block(step) * config.keys
-        s = visibility.hide(s, limits, mine.first_row, first_key, kv_end)
+        s = visibility.hide(s, limits, mine.first_row, first_key, kv_end, ids)
     return walk.softmax.update(rows, s)
 
 
@@ -409,7 +446,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
     if here is not None:
-        row = plgpu.broadcasted_iota(jnp.int32, lse.shape, dimension=0, layout=mosaic.OF_ROWS)
+        row = plgpu.broadcasted_iota(jnp.int32, lse.shape, dimension=0, layout=OF_ROWS)
         lse = jnp.where(row < here, lse, -jnp.inf if sink is None else sink)
     rows = pl.ds(mine.first_row, config.rows)
     at = (item.batch, rows, item.head) if spec.layout == "bthd" else (item.batch, item.head, rows)

@@ -3,6 +3,7 @@
     low <= j - i <= high        causality and windows, from position(i) = offset + i
     i < q_length                a padded query sees nothing
     j < kv_length               the last block, where the keys' end cuts it
+    q_segment_i = kv_segment_j
 
 The blocks with visible pairs are a range, and inside it is a range of blocks in which every pair is
 visible:
@@ -21,7 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ato_jax.mosaic import TILE
+from ato_jax.mosaic import TILE, in_columns, in_rows
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, positions_of_first_query
 
 # Larger than any distance between positions; the sum of two fits int32.
@@ -84,7 +85,7 @@ def limits_of(spec: AttentionSpec, array: Any, batch: Any) -> Limits:
 
 def cuts(spec: AttentionSpec, limits: Limits, keys: int) -> tuple[bool, bool]:
     """Whether pairs may be hidden in the last block of a tile, and in others."""
-    bounded = limits.low is not None or limits.high is not None
+    bounded = limits.low is not None or limits.high is not None or spec.segments
     return bounded or spec.kv_lengths or spec.S % keys != 0, bounded
 
 
@@ -112,10 +113,24 @@ def ranges(limits: Limits, first_row: Any, rows: int, keys: int, blocks: int) ->
     return Ranges(first, whole, jnp.clip(whole_end, whole, end), end)
 
 
+def intersection(a: Ranges, b: Ranges, blocks: int) -> Ranges:
+    first = jnp.minimum(jnp.maximum(a.first, b.first), blocks - 1)
+    end = jnp.maximum(jnp.minimum(a.end, b.end), first + 1)
+    whole = jnp.clip(jnp.maximum(a.whole, b.whole), first, end)
+    whole_end = jnp.clip(jnp.minimum(a.whole_end, b.whole_end), whole, end)
+    return Ranges(first, whole, whole_end, end)
+
+
 def hide(
-    s: jax.Array, limits: Limits, first_row: Any, first_key: Any, kv_end: Any
+    s: jax.Array,
+    limits: Limits,
+    first_row: Any,
+    first_key: Any,
+    kv_end: Any,
+    ids: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """s [rows, keys], minus infinity where a query does not see the key."""
+    """s [rows, keys], minus infinity where a query does not see the key. `ids` are those of the
+    rows and those of the keys."""
     # Positions count from the sequence's start: numbers that do not change from block to block
     # would be kept in registers through the loops.
     key = plgpu.broadcasted_iota(jnp.int32, s.shape, dimension=1, layout=TILE) + first_key
@@ -130,4 +145,8 @@ def hide(
         if limits.low is not None:
             seen = key >= row + limits.low
             visible = seen if visible is None else visible & seen
+    if ids is not None:
+        of_rows, of_keys = ids
+        same = in_columns(of_rows, s.shape[1]) == in_rows(of_keys, s.shape[0])
+        visible = same if visible is None else visible & same
     return s if visible is None else jnp.where(visible, s, -jnp.inf)
