@@ -167,6 +167,39 @@ def test_segments(T: int, S: int, options: Any) -> None:
     forward(arrays, q_segment_ids=ids(T), kv_segment_ids=ids(S), **options)
 
 
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@newest
+@pytest.mark.parametrize(
+    "bias, mask, options",
+    [
+        ("BHTS", None, {}),
+        ("1HTS", None, dict(causal=True)),
+        ("1111", "BHTS", {}),
+        ("BHT1", "11TS", dict(softcap=2.0)),
+        ("B11S", "BH11", dict(causal=True, sinks=jnp.array([0.4, -jnp.inf]))),
+        (None, "B11S", {}),
+        (None, "BHT1", {}),
+    ],
+)
+def test_bias_and_mask(bias: str | None, mask: str | None, options: Any) -> None:
+    """Some keys are hidden by minus infinity, some rows altogether; one by the lowest number of
+    all, which its keys then share."""
+    sizes = {"B": 2, "H": 2, "T": 136, "S": 192, "1": 1}
+    generator = np.random.default_rng(1)
+    arrays: dict[str, Any] = {}
+    if bias is not None:
+        added = 3 * generator.normal(size=[sizes[letter] for letter in bias])
+        if added.size > 100:
+            added[generator.random(added.shape) < 0.1] = -np.inf
+            added[..., :1, :], added[..., -1:, :] = (-np.inf, LOWEST) if "T" in bias else (0.5, 1.0)
+        arrays["bias"] = jnp.asarray(added, "float32" if "1" in bias else "bfloat16")
+    if mask is not None:
+        arrays["mask"] = jnp.asarray(generator.random([sizes[letter] for letter in mask]) < 0.7)
+    forward(draw(T=136, S=192, B=2, H=2), **arrays, **options)
+
+
 def with_nan(array: jax.Array, lengths: jax.Array | None, layout: str) -> jax.Array:
     """NaN beyond each sequence's length."""
     if lengths is None:

@@ -13,7 +13,7 @@ from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.mosaic import program
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
-from ato_jax.ops.attention.mosaic_gpu import frame
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
 
@@ -57,22 +57,19 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
         )
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
-    features = {
-        "bias": spec.bias is not None,
-        "mask": spec.mask is not None,
-        "dropout": spec.dropout_rate > 0,
-    }
-    missing = [name for name, asked in features.items() if asked]
-    return f"does not support {', '.join(missing)}" if missing else None
+    if spec.dropout_rate > 0:
+        return "does not support dropout"
+    return pairs.unsupported(spec)
 
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
     wide = max(spec.D, spec.V) > 128
     narrow = max(spec.D, spec.V) <= 64
+    two_planes = spec.bias is not None and spec.mask is not None
     return Config(
         consumers=3 if narrow else 2,
         rows=64,
-        keys=64 if wide else 128,
+        keys=64 if wide or two_planes else 128,
         stages=2,
         multiprocessors=device.multiprocessors,
     )

@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS, Array, Buffer, Ring, Role, Signal
-from ato_jax.ops.attention.mosaic_gpu import frame, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows, Softmax
@@ -72,13 +72,16 @@ class Storage(mosaic.Storage):
     k: Array  # [stages, K, D]
     v: Array  # [stages, K, V]
     k_ids: Array  # [stages, K] int32, with k
+    bias: Array  # [1 or 2, n, R, K] or [1 or 2, K]
+    mask: Array  # as bias
     queries: Ring
     keys: Ring
     values: Ring
+    pairs: Ring | None  # of bias and mask
     cleaned: Signal | None
 
 
-def storage_of(spec: AttentionSpec, config: Config) -> Storage:
+def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Storage:
     of_queries, of_keys, of_values = frame.queries(spec), frame.keys(spec), frame.values(spec)
     q = Buffer(
         of_queries.tiles(config.consumers, config.rows),
@@ -89,15 +92,20 @@ def storage_of(spec: AttentionSpec, config: Config) -> Storage:
     k_ids = None
     if spec.segments:
         k_ids = Buffer(plgpu.SMEM((config.stages, config.keys), jnp.int32))
+    slots = planes.slots(spec, config)
+    bias, mask = (None if plane is None else plane.buffer(config, slots) for plane in planes)
     readers = (consumer(config),)
     return Storage(
         q=q,
         k=k,
         v=v,
         k_ids=k_ids,
+        bias=bias,
+        mask=mask,
         queries=Ring.of(1, (q,), readers),
         keys=Ring.of(config.stages, (k, k_ids), readers),
         values=Ring.of(config.stages, (v,), readers),
+        pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
         cleaned=Signal(readers) if spec.kv_lengths else None,
     )
 
@@ -108,6 +116,7 @@ class Walk:
 
     spec: AttentionSpec
     config: Config
+    planes: pairs.Planes
     own: Storage
     q: Any
     k: Any
@@ -119,6 +128,8 @@ class Walk:
     q_ids: Any = None
     k_ids: Any = None
     shared: Any = None
+    bias: Any = None
+    mask: Any = None
 
     @property
     def turns(self) -> mosaic.Turns:
@@ -126,6 +137,8 @@ class Walk:
 
     @property
     def softmax(self) -> Softmax:
+        if self.planes.bias is not None:
+            return Softmax(1.0, subtracts_first=True)
         return Softmax(self.spec.softcap or self.spec.scale)
 
     def limits(self, batch: Any) -> visibility.Limits:
@@ -180,15 +193,17 @@ def forward(
     if (bounds := visibility.limits_array(spec, inputs)) is not None:
         given["bounds"] = bounds
     given |= segments.arrays_of(spec, config, inputs)
+    planes = pairs.planes_of(spec, inputs)
+    given |= pairs.arrays_of(spec, config, inputs, planes)
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         *arrays, out, lse = refs
         named = dict(zip(given, arrays, strict=True))
-        return Walk(spec, config, own, out=out, lse=lse, **named)
+        return Walk(spec, config, planes, own, out=out, lse=lse, **named)
 
     roles = mosaic.Roles((consumer(config), MEMORY))
     parts = (MEMORY, memory), (consumer(config), consume)
-    program = mosaic.Program(roles, storage_of(spec, config), parts, bind)
+    program = mosaic.Program(roles, storage_of(spec, config, planes), parts, bind)
     rows = (spec.T, spec.H) if spec.layout == "bthd" else (spec.H, spec.T)
     out_types = (
         jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype),
@@ -211,6 +226,8 @@ def memory(walk: Walk) -> None:
     walk.own.queries.drain(items)
     walk.own.keys.drain(steps)
     walk.own.values.drain(steps)
+    if walk.own.pairs is not None:
+        walk.own.pairs.drain(steps)
 
 
 def load_item(walk: Walk, item: Item) -> None:
@@ -230,6 +247,7 @@ def load_item(walk: Walk, item: Item) -> None:
 
     def load_block(step: Any, _: None) -> None:
         first_key = item.block(step) * config.keys
+        load_planes(walk, item, step)
         for side, ring, ref, tiles in (
             (frame.keys(spec), own.keys, walk.k, own.k),  # [K, D]
             (frame.values(spec), own.values, walk.v, own.v),  # [K, V]
@@ -243,6 +261,23 @@ def load_item(walk: Walk, item: Item) -> None:
                 plgpu.copy_gmem_to_smem(ids, own.k_ids.at[slot], barrier)  # [K]
 
     lax.fori_loop(0, item.steps, load_block, None)
+
+
+def load_planes(walk: Walk, item: Item, step: Any) -> None:
+    """Loads bias and mask of a step."""
+    ring = walk.own.pairs
+    if ring is None:
+        return
+    ring.acquire(item.before + step)
+    slot = ring.slot(item.before + step)
+    first = item.first_row, item.block(step) * walk.config.keys
+    for plane, ref, tiles in (
+        (walk.planes.bias, walk.bias, walk.own.bias),
+        (walk.planes.mask, walk.mask, walk.own.mask),
+    ):
+        if plane is not None and plane.in_ring:
+            at, barrier = (item.batch, item.head), ring.produced.at[slot]
+            plane.load(ref, walk.config, at, first, tiles.at[slot], barrier)
 
 
 def consume(walk: Walk) -> None:
@@ -426,12 +461,38 @@ def weights(
     spec, config = walk.spec, walk.config
     if spec.softcap is not None:
         s = jnp.tanh(s * (spec.scale / spec.softcap))
+    s = with_planes(walk, mine, step, s)
     if is_cut:
         limits = walk.limits(mine.item.batch)
         kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
         first_key = mine.item.block(step) * config.keys
         s = visibility.hide(s, limits, mine.first_row, first_key, kv_end, ids)
     return walk.softmax.update(rows, s)
+
+
+def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
+    """s with bias, in natural units then, and mask."""
+    planes, ring, config = walk.planes, walk.own.pairs, walk.config
+    slot: Any = None
+    if ring is not None:
+        slot = ring.slot(mine.item.before + step)
+        ring.produced.wait(slot)
+
+    def read(plane: pairs.Plane, ref: Any, tiles: Any) -> Any:
+        tile = None
+        if plane.in_ring:
+            tile = tiles.at[slot, mine.number] if plane.extent == "pairs" else tiles.at[slot]
+        at = mine.item.batch, mine.item.head
+        return plane.read(ref, tile, config, at, mine.first_row)
+
+    bias = None if planes.bias is None else read(planes.bias, walk.bias, walk.own.bias)
+    mask = None if planes.mask is None else read(planes.mask, walk.mask, walk.own.mask)
+    if ring is not None:
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        ring.consumed.arrive(slot)
+    if bias is not None:
+        s = pairs.add(s * (walk.spec.softcap or walk.spec.scale), bias)
+    return s if mask is None else pairs.keep(s, mask)
 
 
 def finish(walk: Walk, mine: Own, carried: Carried) -> None:

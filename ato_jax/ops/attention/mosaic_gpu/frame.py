@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
+from ato_jax.device import SHARED_MEMORY
 from ato_jax.mosaic import HALF
 from ato_jax.ops.attention.spec import AttentionSpec
 
@@ -28,6 +29,10 @@ ROWS_OF_A_TILE = 8
 WIDEST_HEAD = 256
 # WGMMA's contractions come in 16 elements of 16 bits.
 HEAD_MULTIPLE = 16
+# Of shared memory, in a block.
+MOST_BYTES = SHARED_MEMORY[9, 0]
+# More than all of a kernel's barriers and vectors take.
+BARRIER_BYTES = 2048
 # Keys and values of heads that run at the same time should stay in the L2 cache: 50 MB on an H100
 # and an H200, of which a part holds what comes through.
 CACHE_BYTES = 32 * 2**20
@@ -148,6 +153,12 @@ def values(spec: AttentionSpec) -> Side:
 
 def outputs(spec: AttentionSpec) -> Side:
     return Side(spec.layout, spec.V, spec.T, dtype_of(spec))
+
+
+def shared_bytes(spec: AttentionSpec, config: Config) -> int:
+    """Of q, k and v in shared memory, and of their barriers."""
+    rows = config.tile * spec.D + config.stages * config.keys * (spec.D + spec.V)
+    return rows * jnp.dtype(spec.dtype).itemsize + BARRIER_BYTES
 
 
 def whole_tiles(spec: AttentionSpec, config: Config) -> int:

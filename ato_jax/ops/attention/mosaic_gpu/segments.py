@@ -1,4 +1,4 @@
-"""Segments: which blocks of keys may hold an id of some queries, and the ids in the kernel's arrays.
+"""Segments: which blocks of keys may hold an id of some queries, and the ids for the kernel.
 
 Two blocks of rows may have an id in common if the intervals of their ids overlap, which is exact
 for sorted ids, and their sets of bits do, which separates most others: the bit of an id is the id

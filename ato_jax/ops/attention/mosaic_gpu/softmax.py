@@ -14,6 +14,12 @@ c m is rounded before the multiply-add, which rounds once. So the largest weight
 2e-4 larger or smaller at scores of thousands. Rounded to 16 bits it is 1 again, and so the sum of
 weights has to be divided by top; lse takes the sum as it is.
 
+With a bias, scores may be as low as float32 goes, where c m is beyond it. Then
+
+    p_j = exp2(c (s_j - m)),  lse = m + ln(total)
+
+at the price of one more operation for each pair.
+
     symbol     shape       what it is
     s, p       [R, K]      scores, weights of a block
     m          [R]         the largest raw score so far
@@ -50,6 +56,7 @@ class Softmax(NamedTuple):
     """Of scores in units of `unit` natural ones."""
 
     unit: float
+    subtracts_first: bool = False
 
     @property
     def c(self) -> float:
@@ -57,15 +64,21 @@ class Softmax(NamedTuple):
 
     def start(self, rows: int) -> Rows:
         floor = -FLOOR * min(1.0, 1.0 / self.c)
+        if self.subtracts_first:
+            floor = float(jnp.finfo(F32).min)
         m = plgpu.layout_cast(jnp.full((rows,), floor, F32), OF_ROWS)
         return Rows(m, mosaic.zeros(rows, COLUMNS))
 
     def update(self, rows: Rows, s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         """The weights, float32, the rows behind them, and what earlier sums are multiplied by."""
         m = jnp.maximum(rows.m, jnp.max(s, axis=1))
-        c_m = m * self.c
-        p = jnp.exp2(s * self.c - mosaic.in_columns(c_m, s.shape[1]))
-        lasts = jnp.exp2(rows.m * self.c - c_m)
+        if self.subtracts_first:
+            p = jnp.exp2((s - mosaic.in_columns(m, s.shape[1])) * self.c)
+            lasts = jnp.exp2((rows.m - m) * self.c)
+        else:
+            c_m = m * self.c
+            p = jnp.exp2(s * self.c - mosaic.in_columns(c_m, s.shape[1]))
+            lasts = jnp.exp2(rows.m * self.c - c_m)
         total = rows.total * mosaic.in_columns(lasts, COLUMNS) + _by_columns(p)
         return p, Rows(m, total), lasts
 
@@ -73,18 +86,20 @@ class Softmax(NamedTuple):
         """What the sum of weighted values is multiplied by, and lse; `sink`, a scalar in natural
         units, or None. A row without keys has 0 and minus infinity, or the sink."""
         total = jnp.sum(rows.total, axis=1)
-        c_m = rows.m * self.c
-        # Behind the barrier this is a multiply-add again, as that of `update` is.
-        top = jnp.exp2(lax.optimization_barrier(rows.m) * self.c - c_m)
-        weight = top
+        if self.subtracts_first:
+            top, largest, to_log2, to_natural = jnp.ones_like(total), rows.m, LOG2_E, 1.0
+        else:
+            largest, to_log2, to_natural = rows.m * self.c, 1.0, math.log(2)
+            # Behind the barrier this is a multiply-add again, as that of `update` is.
+            top = jnp.exp2(lax.optimization_barrier(rows.m) * self.c - largest)
         if sink is not None:
-            sink = sink * LOG2_E
-            largest = jnp.maximum(c_m, sink)
-            lasts = jnp.exp2(c_m - largest)
-            c_m, weight = largest, top * lasts
-            total = total * lasts + jnp.exp2(sink - largest)
-        factor = jnp.where(total > 0, weight / total, 0.0)
-        return factor, (c_m + jnp.log2(total)) * math.log(2)
+            sink = sink / to_natural
+            m, largest = largest, jnp.maximum(largest, sink)
+            lasts = jnp.exp2((m - largest) * to_log2)
+            total = total * lasts + jnp.exp2((sink - largest) * to_log2)
+            top = top * lasts
+        factor = jnp.where(total > 0, top / total, 0.0)
+        return factor, largest * to_natural + jnp.log2(total) * math.log(2)
 
 
 def _by_columns(p: jax.Array) -> jax.Array:
