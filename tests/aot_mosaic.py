@@ -128,10 +128,10 @@ def compile_call(call: Call) -> Found:
     ]
     if done.returncode or not schedules:
         raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
-    return Found(_kernels(done.stdout), collections.Counter(json.loads(schedules[-1])))
+    return Found(compiled_kernels(done.stdout), collections.Counter(json.loads(schedules[-1])))
 
 
-def _kernels(printed: str) -> list[Compiled]:
+def compiled_kernels(printed: str) -> list[Compiled]:
     """Of what the PTX compiler printed."""
     found = []
     serialized = set(re.findall(r"are serialized due to .* in (?:the )?function '(\w+)'", printed))

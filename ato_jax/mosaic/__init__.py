@@ -7,21 +7,26 @@
     rings      slots and barriers whose arrival counts follow from the roles that use them
     masks      the rows of a chunk that count
     scales     units of float16 operands
+    assembly   inline PTX
+    turns      warpgroups that issue their products in turn
     program    a program's roles, storage and outputs on the card, or interpreted
 
 `docs/architecture.md` has the whole picture on one page. Kernels say `mosaic.multiply`.
 """
 
+from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.masks import keep_rows as keep_rows
 from ato_jax.mosaic.masks import kept as kept
 from ato_jax.mosaic.products import ALIKE as ALIKE
 from ato_jax.mosaic.products import PARTS as PARTS
 from ato_jax.mosaic.products import in_parts as in_parts
 from ato_jax.mosaic.products import multiply as multiply
+from ato_jax.mosaic.products import multiply_under as multiply_under
 from ato_jax.mosaic.products import multiply_while as multiply_while
 from ato_jax.mosaic.products import of_parts as of_parts
 from ato_jax.mosaic.program import Body as Body
 from ato_jax.mosaic.program import Flat as Flat
+from ato_jax.mosaic.program import Grid as Grid
 from ato_jax.mosaic.program import Program as Program
 from ato_jax.mosaic.program import launch as launch
 from ato_jax.mosaic.rings import Array as Array
@@ -33,6 +38,7 @@ from ato_jax.mosaic.rings import await_the_last as await_the_last
 from ato_jax.mosaic.rings import slot_of as slot_of
 from ato_jax.mosaic.rings import wait_until_free as wait_until_free
 from ato_jax.mosaic.roles import MEMORY_REGISTERS as MEMORY_REGISTERS
+from ato_jax.mosaic.roles import REGISTERS as REGISTERS
 from ato_jax.mosaic.roles import Role as Role
 from ato_jax.mosaic.roles import Roles as Roles
 from ato_jax.mosaic.roles import group as group
@@ -65,6 +71,8 @@ from ato_jax.mosaic.tiles import load_transposed as load_transposed
 from ato_jax.mosaic.tiles import ones as ones
 from ato_jax.mosaic.tiles import position as position
 from ato_jax.mosaic.tiles import rounded as rounded
+from ato_jax.mosaic.tiles import store_in_memory as store_in_memory
 from ato_jax.mosaic.tiles import store_transposed as store_transposed
 from ato_jax.mosaic.tiles import times_rows as times_rows
 from ato_jax.mosaic.tiles import zeros as zeros
+from ato_jax.mosaic.turns import Turns as Turns

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import device
-from ato_jax.mosaic.tiles import F32, in_columns, tiled
+from ato_jax.mosaic.tiles import F32, in_columns, tiled, zeros
 
 # WGMMA needs N >= 8, so a vector operand is replicated across 8 columns.
 ALIKE = 8
@@ -54,6 +54,49 @@ def multiply_while(
 
     product, found = pl.run_scoped(both, plgpu.ACC(shape, F32))
     return lax.optimization_barrier(product), found
+
+
+def multiply_under(
+    first: Sequence[tuple[Any, Any]],
+    shape: tuple[int, int],
+    sums: Sequence[Sum],
+    do: Callable[[jax.Array], Any],
+    *,
+    between: Callable[[], None] = lambda: None,
+    issued: Callable[[], None] = lambda: None,
+    under: bool = True,
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """(do(x), y): x [shape] is the sum of a @ b over `first`, and y what `multiply(*sums)` gives.
+
+    All products are in flight at once: first those of x, then those of y. `between` runs when those
+    of x are issued and those of y are not, `issued` behind both. `do` runs once x is known, while
+    the products of y are still in flight; or, unless `under`, once both are known.
+    """
+    if device.interpreting():
+        (x,) = _multiply_interpreted((zeros(*shape), first))
+        between()
+        issued()
+        return do(x), _multiply_interpreted(*sums)
+    later = sum(len(products) for _, products in sums)
+
+    def both(accumulator: Any, *others: Any) -> Any:
+        for other, (start, _) in zip(others, sums, strict=True):
+            other[...] = start
+        for a, b in first:
+            plgpu.wgmma(accumulator, tiled(a), tiled(b))
+        between()
+        for other, (_, products) in zip(others, sums, strict=True):
+            for a, b in products:
+                plgpu.wgmma(other, tiled(a), tiled(b))
+        issued()
+        # The barriers keep what `do` computes between the two waits.
+        x = plgpu.wgmma_accumulator_load(accumulator, wait_n=later if under else 0)
+        found = lax.optimization_barrier(do(lax.optimization_barrier(x)))
+        return found, tuple(other[...] for other in others)
+
+    others = (plgpu.ACC((start.shape[0], start.shape[1]), F32) for start, _ in sums)
+    found, totals = pl.run_scoped(both, plgpu.ACC(shape, F32), *others)
+    return found, lax.optimization_barrier(totals)
 
 
 def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:

@@ -20,12 +20,18 @@ from ato_jax import device, meshes
 from ato_jax.mosaic import tiles
 from ato_jax.mosaic.rings import Signal, Storage
 from ato_jax.mosaic.roles import Role, Roles
-from ato_jax.mosaic.schedule import Deal
 
 # What says how to interpret, from JAX 0.12 on.
 interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
 
 Body = Callable[..., None]
+
+
+class Grid(Protocol):
+    """How many blocks a launch has; `Deal` is one."""
+
+    @property
+    def blocks(self) -> int: ...
 
 
 class Runs(Protocol):
@@ -105,7 +111,7 @@ def _leave(barrier: Any) -> None:
 def launch(
     name: str,
     program: Runs,
-    deal: Deal,
+    deal: Grid,
     out_type: Any,
     arrays: Sequence[jax.Array | np.ndarray],
     *,

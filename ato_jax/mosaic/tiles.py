@@ -32,6 +32,8 @@ OF_ROWS, OF_COLUMNS = TILE.reduce(1), TILE.reduce(0)
 _OF_LOAD = inspect.signature(plgpu.load).parameters
 _NEEDS_INDEX = "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty
 _INDEX: tuple[Any, ...] = ((),) if _NEEDS_INDEX else ()
+# From JAX 0.12 on an assignment is refused where it would not fill whole lines of the cache.
+_STORE: Any = getattr(plgpu, "store", None)
 _IN_REGISTERS = jax.__version_info__ < (0, 11)
 
 
@@ -97,6 +99,15 @@ def load_transposed(ref: Any) -> jax.Array:
 def store_transposed(ref: Any, x: jax.Array) -> None:
     x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED) if _IN_REGISTERS else x
     ref.T[...] = x
+
+
+def store_in_memory(ref: Any, x: jax.Array) -> None:
+    """Stores from registers to global memory, each thread its own elements: for a few numbers whose
+    strides the copy engine does not take."""
+    if _STORE is not None:
+        _STORE(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def zeros(rows: int, columns: int) -> jax.Array:

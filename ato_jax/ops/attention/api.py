@@ -34,9 +34,8 @@ Window = tuple[int | None, int | None]
 PAGED = "triton.paged"
 OP: dispatch.Op[AttentionSpec, Inputs, Outputs] = dispatch.Op(
     "attention",
-    ("triton.wide", "triton", "cudnn", "xla", "reference"),
+    ("triton.wide", "triton", "cudnn", "mosaic_gpu", "xla", "reference"),
     package="ato_jax.ops.attention",
-    planned=("mosaic_gpu",),
     special=(("triton", PAGED),),
 )
 

@@ -1,0 +1,106 @@
+"""Softmax attention on Hopper by a Pallas kernel lowered to Mosaic GPU: the forward pass.
+
+`forward.py` has the kernel and its mathematics, `softmax.py` the softmax of rows, `visibility.py`
+which keys a query sees, `schedule.py` the order of the work, `frame.py` sizes and tiles. The kernel
+is built on the kit in `ato_jax/mosaic/`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ato_jax.backend import Backend
+from ato_jax.device import Device
+from ato_jax.mosaic import program
+from ato_jax.ops.attention.mosaic_gpu import forward as kernel
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs
+from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
+
+HOPPER = (9, 0)
+INTERPRETER_THREADS = 32
+
+
+def unsupported_device(device: Device, interpreted: bool) -> str | None:
+    if interpreted:
+        if program.interpreter is None:
+            return "JAX interprets such kernels from 0.12 on"
+        if int(os.environ.get("NPROC") or os.cpu_count() or 1) < INTERPRETER_THREADS:
+            return (
+                "its warpgroups are threads of XLA's where they are interpreted, which wait for "
+                f"one another: set NPROC={INTERPRETER_THREADS} in the environment before JAX starts"
+            )
+        return None
+    if device.capability != HOPPER:
+        return f"needs a Hopper GPU, and this one is {device.name}"
+    return None
+
+
+def unsupported(spec: AttentionSpec, phase: str) -> str | None:
+    if phase == "backward":
+        return "has no gradients yet"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"takes bfloat16 and float16 alone, got {spec.dtype}"
+    for name, width in (("D", spec.D), ("V", spec.V)):
+        if width % frame.HEAD_MULTIPLE or width > frame.WIDEST_HEAD:
+            return (
+                f"needs {name} to be a multiple of {frame.HEAD_MULTIPLE} up to "
+                f"{frame.WIDEST_HEAD}, got {width}"
+            )
+    if spec.D != spec.V:
+        return f"needs D = V, got D={spec.D}, V={spec.V}"
+    ragged = spec.T % frame.ROWS_OF_A_TILE or spec.S % frame.ROWS_OF_A_TILE
+    if ragged and spec.D % 64:
+        return (
+            f"needs T and S to be multiples of {frame.ROWS_OF_A_TILE} where D is no multiple of "
+            f"64, got T={spec.T}, S={spec.S}, D={spec.D}"
+        )
+    if spec.scale <= 0:
+        return f"needs a positive scale, got {spec.scale}"
+    if spec.dropout_rate > 0:
+        return "does not support dropout"
+    return pairs.unsupported(spec)
+
+
+def default_config(spec: AttentionSpec, device: Device) -> Config:
+    wide = max(spec.D, spec.V) > 128
+    narrow = max(spec.D, spec.V) <= 64
+    two_planes = spec.bias is not None and spec.mask is not None
+    return Config(
+        consumers=3 if narrow else 2,
+        rows=64,
+        keys=64 if wide or two_planes else 128,
+        stages=2,
+        multiprocessors=device.multiprocessors,
+    )
+
+
+def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:
+    # No card has run the kernel.
+    return False
+
+
+def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    out, lse = kernel.forward(spec, config, inputs)
+    rows = 1 if spec.layout == "bthd" else 2
+    if lse.shape[rows] != spec.T:
+        lse = lse[:, : spec.T] if rows == 1 else lse[:, :, : spec.T]
+    return Outputs(out, lse)
+
+
+def backward(
+    spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    raise NotImplementedError("`unsupported` refuses it")
+
+
+class _MosaicGpu(Backend[AttentionSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    unsupported_device = staticmethod(unsupported_device)
+    beats_later_backends = staticmethod(beats_later_backends)
+
+
+BACKEND = _MosaicGpu()

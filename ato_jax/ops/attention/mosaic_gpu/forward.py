@@ -1,0 +1,424 @@
+"""The forward kernel: a block of warpgroups for a tile of queries, keys block by block.
+
+    s_ij  = q_i . k_j                                   float32, [R, K] in registers
+    p_ij, lasts_i = softmax.update(s)                   `softmax.py`
+    acc_i = lasts_i acc_i + sum_j p_ij v_j              float32, [R, V] in registers
+    out_i = factor_i acc_i,  lse_i                      `softmax.finish`
+
+Warpgroups, and the barriers between them:
+
+    MEMORY (n)    loads q of a tile, and its blocks of k and of v, the last one first
+      |  queries: q loaded              consumed once its rows of out are stored from there
+      |  keys, values: a block loaded   consumed once the products that read it are done
+      v
+    CONSUMER (0 .. n - 1)    R queries each; turns: one issues its products at a time
+
+A consumer's step t, with scores one step ahead of values:
+
+    wait for k_t, and for its turn
+    issue s_t = q k_t^T
+    issue acc += p_(t-1) v_(t-1), once v_(t-1) is there;  pass the turn on
+    s_t is known:   let k_t go;  p_t = softmax(s_t)     under the product with v_(t-1)
+    acc is known:   let v_(t-1) go;  acc *= lasts_t
+
+So the tensor cores have a product of this consumer, or of another, while p_t is computed. p stays
+in registers: it is the first factor of its product. Only the blocks that are cut (by causality, a
+window, or the end of the keys) hide pairs: step 0, and loops of their own around the one over whole
+blocks.
+
+    symbol      shape           what it is
+    q, out      [n, R, D], V    a tile's queries; out takes their place
+    k, v        [.., K, D], V   blocks of keys and values
+    s, p        [R, K]          scores and weights; p rounded to 16 bits
+    acc         [R, V]          sums of weighted values, in parts of columns where v is in parts
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu.frame import Config
+from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
+from ato_jax.ops.attention.mosaic_gpu.softmax import Rows
+from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, Storage, Walk, consumer, storage_of
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs
+
+Ids = tuple[jax.Array, jax.Array]
+
+class Carried(NamedTuple):
+    """From step to step: weights whose values are still to be added, rounded, and the sums ahead
+    of them."""
+
+    p: jax.Array
+    rows: Rows
+    acc: tuple[jax.Array, ...]
+
+
+class Own(NamedTuple):
+    """A consumer's part of an item."""
+
+    item: Item
+    number: Any
+    first_row: Any
+
+
+def forward(
+    spec: AttentionSpec, config: Config, inputs: Inputs
+) -> tuple[jax.Array, jax.Array]:
+    """out, and lse up to a whole tile of queries."""
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if inputs.sinks is not None:
+        given["sinks"] = inputs.sinks
+    if (bounds := visibility.limits_array(spec, inputs)) is not None:
+        given["bounds"] = bounds
+    given |= segments.arrays_of(spec, config, inputs)
+    planes = pairs.planes_of(spec, inputs)
+    given |= pairs.arrays_of(spec, config, inputs, planes)
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        *arrays, out, lse = refs
+        named = dict(zip(given, arrays, strict=True))
+        return Walk(spec, config, planes, own, out=out, lse=lse, **named)
+
+    roles = mosaic.Roles((consumer(config), MEMORY))
+    parts = (MEMORY, memory), (consumer(config), consume)
+    program = mosaic.Program(roles, storage_of(spec, config, planes), parts, bind)
+    rows = (spec.T, spec.H) if spec.layout == "bthd" else (spec.H, spec.T)
+    out_types = (
+        jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype),
+        jax.ShapeDtypeStruct(frame.lse_shape(spec, config), F32),
+    )
+    out, lse = mosaic.launch(
+        "attention_forward_mosaic",
+        program,
+        Schedule(spec, config),
+        out_types,
+        tuple(given.values()),
+        own_barriers=True,
+    )
+    return out, lse
+
+
+def memory(walk: Walk) -> None:
+    """Loads queries, keys and values."""
+    items, steps = walk.each_item(functools.partial(load_item, walk))
+    walk.own.queries.drain(items)
+    walk.own.keys.drain(steps)
+    walk.own.values.drain(steps)
+    if walk.own.pairs is not None:
+        walk.own.pairs.drain(steps)
+
+
+def load_item(walk: Walk, item: Item) -> None:
+    own, spec, config = walk.own, walk.spec, walk.config
+    own.queries.acquire(item.turn)
+    for number in range(config.consumers):
+        frame.queries(spec).load(
+            walk.q,
+            item.batch,
+            item.head,
+            item.first_row + number * config.rows,
+            config.rows,
+            own.q.at[number],  # [R, D]
+            own.queries.produced.barrier,
+        )
+    kv_head = lax.div(item.head, jnp.int32(spec.H // spec.G))
+
+    def load_block(step: Any, _: None) -> None:
+        first_key = item.block(step) * config.keys
+        load_planes(walk, item, step)
+        for side, ring, ref, tiles in (
+            (frame.keys(spec), own.keys, walk.k, own.k),  # [K, D]
+            (frame.values(spec), own.values, walk.v, own.v),  # [K, V]
+        ):
+            slot = ring.slot(item.before + step)
+            ring.acquire(item.before + step)
+            barrier = ring.produced.at[slot]
+            side.load(ref, item.batch, kv_head, first_key, config.keys, tiles.at[slot], barrier)
+            if ring is own.keys and walk.k_ids is not None:
+                ids = walk.k_ids.at[item.batch, pl.ds(first_key, config.keys)]
+                plgpu.copy_gmem_to_smem(ids, own.k_ids.at[slot], barrier)  # [K]
+
+    lax.fori_loop(0, item.steps, load_block, None)
+
+
+def load_planes(walk: Walk, item: Item, step: Any) -> None:
+    """Loads bias and mask of a step."""
+    ring = walk.own.pairs
+    if ring is None:
+        return
+    ring.acquire(item.before + step)
+    slot = ring.slot(item.before + step)
+    first = item.first_row, item.block(step) * walk.config.keys
+    for plane, ref, tiles in (
+        (walk.planes.bias, walk.bias, walk.own.bias),
+        (walk.planes.mask, walk.mask, walk.own.mask),
+    ):
+        if plane is not None and plane.in_ring:
+            at, barrier = (item.batch, item.head), ring.produced.at[slot]
+            plane.load(ref, walk.config, at, first, tiles.at[slot], barrier)
+
+
+def consume(walk: Walk) -> None:
+    """Makes R rows of out, and their lse."""
+    number = mosaic.group()
+    if walk.config.turns:
+        walk.turns.open(number)
+    walk.each_item(functools.partial(attend, walk, number))
+    if walk.config.turns:
+        walk.turns.close(number)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def attend(walk: Walk, number: Any, item: Item) -> None:
+    """The steps of an item."""
+    spec, config = walk.spec, walk.config
+    mine = Own(item, number, item.first_row + number * config.rows)
+    walk.own.queries.produced.wait()
+    limits = walk.limits(item.batch)
+    last_is_cut, others_are = visibility.cuts(spec, limits, config.keys)
+    carried = first_step(walk, mine, last_is_cut)
+    step = functools.partial(one_step, walk, mine)
+    if others_are:
+        seen = walk.seen(item.batch, mine.first_row, config.rows)
+        until, behind = item.seen.end - seen.whole_end, item.seen.end - seen.whole
+        until, behind = (jnp.clip(bound, 1, item.steps) for bound in (until, behind))
+        if limits.high is not None or spec.segments or spec.kv_lengths:
+            carried = lax.fori_loop(1, until, functools.partial(step, True), carried)
+        else:
+            until = jnp.int32(1)
+        carried = lax.fori_loop(until, behind, functools.partial(step, False), carried)
+        if limits.low is not None or spec.segments:
+            carried = lax.fori_loop(behind, item.steps, functools.partial(step, True), carried)
+    else:
+        carried = lax.fori_loop(1, item.steps, functools.partial(step, False), carried)
+    finish(walk, mine, carried)
+
+
+def factors_of_scores(walk: Walk, mine: Own, slot: Any) -> list[tuple[Any, Any]]:
+    q = frame.queries(walk.spec).parts_of(walk.own.q.at[mine.number])
+    k = frame.keys(walk.spec).parts_of(walk.own.k.at[slot])
+    return _products(q, k)
+
+
+def _products(q: list[Any], k: list[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of parts of columns; where only one side is in parts, the other is cut alike."""
+    if len(q) < len(k):
+        q = _cut(q[0], len(k))
+    elif len(k) < len(q):
+        k = _cut(k[0], len(q))
+    return [(a, b.T) for a, b in zip(q, k, strict=True)]
+
+
+def _cut(tile: Any, parts: int) -> list[Any]:
+    return [tile.at[:, pl.ds(part * mosaic.HALF, mosaic.HALF)] for part in range(parts)]
+
+
+def _alike(out: list[Any], acc: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
+    """Parts of columns of the same width: the parts of out beside the sums for them."""
+    if len(out) < len(acc):
+        out = _cut(out[0], len(acc))
+    elif len(acc) < len(out):
+        width = mosaic.HALF
+        acc = [acc[0][:, part * width : (part + 1) * width] for part in range(len(out))]
+    return list(zip(out, acc, strict=True))
+
+
+def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
+    own, config, spec = walk.own, walk.config, walk.spec
+    slot = own.keys.slot(mine.item.before)
+    own.keys.produced.wait(slot)
+    await_turn(walk, mine)
+    start = mosaic.zeros(config.rows, config.keys)
+    (s,) = mosaic.multiply(
+        (start, factors_of_scores(walk, mine, slot)),
+        meanwhile=functools.partial(pass_turn_on, walk, mine),
+    )
+    ids = ids_of(walk, mine, is_cut, slot)
+    own.keys.consumed.arrive(slot)
+    rows = walk.softmax.start(config.rows)
+    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s, ids)
+    if walk.cleans:
+        clean(walk, mine)
+    widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
+    acc = tuple(mosaic.zeros(config.rows, width) for width in widths)
+    return Carried(mosaic.rounded(p, frame.dtype_of(spec)), rows, acc)
+
+
+def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -> Carried:
+    """Scores of a step, and the product with the values of the one before it."""
+    own, config = walk.own, walk.config
+    now, under = mine.item.before + step, config.under and not is_cut
+    slot, v_slot = own.keys.slot(now), own.values.slot(now - 1)
+    own.keys.produced.wait(slot)
+    await_turn(walk, mine)
+
+    def known(s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
+        ids = ids_of(walk, mine, is_cut, slot)
+        own.keys.consumed.arrive(slot)
+        found = weights(walk, mine, is_cut, step, carried.rows, s, ids)
+        if config.hold and under:
+            mosaic.compute_first(found[1].total)
+        return found
+
+    (p, rows, lasts), acc = mosaic.multiply_under(
+        factors_of_scores(walk, mine, slot),
+        (config.rows, config.keys),
+        sums_of_values(walk, carried, v_slot),
+        known,
+        between=functools.partial(await_values, walk, step, v_slot),
+        issued=functools.partial(pass_turn_on, walk, mine),
+        under=under,
+    )
+    own.values.consumed.arrive(v_slot)
+    scaled = tuple(part * mosaic.in_columns(lasts, part.shape[1]) for part in acc)
+    return Carried(mosaic.rounded(p, frame.dtype_of(walk.spec)), rows, scaled)
+
+
+def await_values(walk: Walk, step: Any, slot: Any) -> None:
+    """Those of the step before this one; `clean` awaits the first ones."""
+    if walk.cleans:
+        pl.when(step > 1)(lambda: walk.own.values.produced.wait(slot))
+    else:
+        walk.own.values.produced.wait(slot)
+
+
+def clean(walk: Walk, mine: Own) -> None:
+    """Sets the values of the first step to 0 beyond the keys' end, in blocks of 64 rows, each by
+    one consumer: a weight of 0 does not cancel NaN."""
+    own, config, item = walk.own, walk.config, mine.item
+    slot = own.values.slot(item.before)
+    own.values.produced.wait(slot)
+    here = walk.limits(item.batch).kv_length - item.block(0) * config.keys
+
+    def clean_block(block: int) -> None:
+        for part in frame.values(walk.spec).parts_of(own.v.at[slot]):
+            rows = part.at[pl.ds(block * mosaic.ROWS, mosaic.ROWS)]  # [64, V]
+            mosaic.keep_rows(rows, here - block * mosaic.ROWS)
+
+    @pl.when(here < config.keys)
+    def _() -> None:
+        for block in range(config.keys // mosaic.ROWS):
+            pl.when(mine.number == block % config.consumers)(
+                functools.partial(clean_block, block)
+            )
+
+    plgpu.commit_smem()
+    assert own.cleaned is not None
+    own.cleaned.arrive()
+    own.cleaned.wait()
+
+
+def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
+    """acc + p v, for each part of v's columns."""
+    v = frame.values(walk.spec).parts_of(walk.own.v.at[slot])
+    return [(acc, [(carried.p, part)]) for acc, part in zip(carried.acc, v, strict=True)]
+
+
+def ids_of(walk: Walk, mine: Own, is_cut: bool, slot: Any) -> Ids | None:
+    """The segments of the consumer's queries and of a block of keys; None where all are one."""
+    if walk.q_ids is None or not is_cut:
+        return None
+    at = mine.item.batch, pl.ds(mine.first_row, walk.config.rows)
+    of_rows = mosaic.load(walk.q_ids.at[at], OF_ROWS, optimized=False)  # [R]
+    of_keys = mosaic.load(walk.own.k_ids.at[slot], OF_COLUMNS)  # [K]
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    return of_rows, of_keys
+
+
+def weights(
+    walk: Walk,
+    mine: Own,
+    is_cut: bool,
+    step: Any,
+    rows: Rows,
+    s: jax.Array,
+    ids: Ids | None,
+) -> tuple[jax.Array, Rows, jax.Array]:
+    """p in float32, the rows behind it, and what earlier sums are multiplied by. A factor that is
+    rounded while products are in flight makes the assembler wait for them: it comes later."""
+    spec, config = walk.spec, walk.config
+    if spec.softcap is not None:
+        s = jnp.tanh(s * (spec.scale / spec.softcap))
+    s = with_planes(walk, mine, step, s)
+    if is_cut:
+        limits = walk.limits(mine.item.batch)
+        kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
+        first_key = mine.item.block(step) * config.keys
+        s = visibility.hide(s, limits, mine.first_row, first_key, kv_end, ids)
+    return walk.softmax.update(rows, s)
+
+
+def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
+    """s with bias, in natural units then, and mask."""
+    planes, ring, config = walk.planes, walk.own.pairs, walk.config
+    slot: Any = None
+    if ring is not None:
+        slot = ring.slot(mine.item.before + step)
+        ring.produced.wait(slot)
+
+    def read(plane: pairs.Plane, ref: Any, tiles: Any) -> Any:
+        tile = None
+        if plane.in_ring:
+            tile = tiles.at[slot, mine.number] if plane.extent == "pairs" else tiles.at[slot]
+        at = mine.item.batch, mine.item.head
+        return plane.read(ref, tile, config, at, mine.first_row)
+
+    bias = None if planes.bias is None else read(planes.bias, walk.bias, walk.own.bias)
+    mask = None if planes.mask is None else read(planes.mask, walk.mask, walk.own.mask)
+    if ring is not None:
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        ring.consumed.arrive(slot)
+    if bias is not None:
+        s = pairs.add(s * (walk.spec.softcap or walk.spec.scale), bias)
+    return s if mask is None else pairs.keep(s, mask)
+
+
+def finish(walk: Walk, mine: Own, carried: Carried) -> None:
+    """Adds the last values, and stores out and lse."""
+    own, spec, config, item = walk.own, walk.spec, walk.config, mine.item
+    slot = own.values.slot(item.before + item.steps - 1)
+    await_values(walk, item.steps, slot)
+    acc = mosaic.multiply(*sums_of_values(walk, carried, slot))
+    own.values.consumed.arrive(slot)
+    sink = None if walk.sinks is None else walk.sinks[item.head]
+    factor, lse = walk.softmax.finish(carried.rows, sink)
+    here = walk.limits(item.batch).q_length
+    here = None if here is None else here - mine.first_row
+    if here is not None:
+        row = plgpu.broadcasted_iota(jnp.int32, lse.shape, dimension=0, layout=OF_ROWS)
+        lse = jnp.where(row < here, lse, -jnp.inf if sink is None else sink)
+    rows = pl.ds(mine.first_row, config.rows)
+    at = (item.batch, rows, item.head) if spec.layout == "bthd" else (item.batch, item.head, rows)
+    mosaic.store_in_memory(walk.lse.at[at], lse)
+    out = own.q.at[mine.number]
+    plgpu.commit_smem()  # the products that read q, ahead of what takes its place
+    for part, total in _alike(frame.outputs(spec).parts_of(out), list(acc)):
+        scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)
+        part[...] = scaled.astype(frame.dtype_of(spec))
+    plgpu.commit_smem()
+    frame.outputs(spec).store(out, walk.out, item.batch, item.head, mine.first_row, config.rows)
+    if Schedule(spec, config).persistent:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own.queries.consumed.arrive()
+
+
+def await_turn(walk: Walk, mine: Own) -> None:
+    if walk.config.turns:
+        walk.turns.wait(mine.number)
+
+
+def pass_turn_on(walk: Walk, mine: Own) -> None:
+    if walk.config.turns:
+        walk.turns.pass_on(mine.number)

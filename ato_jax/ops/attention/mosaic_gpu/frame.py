@@ -1,0 +1,171 @@
+"""What Hopper's kernels of softmax attention agree on: block sizes, and how heads lie in tiles.
+
+A tile is rows of a sequence of one head, [rows, columns]. Tiles come by TMA and lie swizzled in
+shared memory, in rows of as many bytes as divide those of a head. Where a sequence is no multiple
+of 8 rows, the copy engine takes 64 columns at a time (`mosaic.Views`): a tile is then several
+parts of [rows, 64], one behind the other, and a product over its columns, or one whose result has
+them, is one for each part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.device import SHARED_MEMORY
+from ato_jax.mosaic import HALF
+from ato_jax.ops.attention.spec import AttentionSpec
+
+# Of an array whose rows the copy engine takes in tiles.
+ROWS_OF_A_TILE = 8
+# The widest head: WGMMA has at most 256 columns, and a row of the output fills the registers.
+WIDEST_HEAD = 256
+# WGMMA's contractions come in 16 elements of 16 bits.
+HEAD_MULTIPLE = 16
+# Of shared memory, in a block.
+MOST_BYTES = SHARED_MEMORY[9, 0]
+# More than all of a kernel's barriers and vectors take.
+BARRIER_BYTES = 2048
+# Keys and values of heads that run at the same time should stay in the L2 cache: 50 MB on an H100
+# and an H200, of which a part holds what comes through.
+CACHE_BYTES = 32 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Block sizes, and how the work is laid out.
+
+    Attributes:
+      consumers: warpgroups that multiply.
+      rows: queries of each of them, a multiple of 64.
+      keys: keys of a step.
+      stages: slots of keys, and of values.
+      under: whether a step's exponentials run under the products of its predecessor's values.
+      hold: whether the wait for that product is held behind the exponentials, ahead of which the
+        assembler would move it.
+      turns: whether the consumers take turns in issuing products.
+      persistent: whether a block takes several tiles of queries, one after the other.
+      multiprocessors: of the device: the blocks of a persistent launch.
+    """
+
+    consumers: int
+    rows: int
+    keys: int
+    stages: int
+    under: bool = True
+    hold: bool = True
+    turns: bool = True
+    persistent: bool = False
+    multiprocessors: int = 132
+
+    @property
+    def tile(self) -> int:
+        """Queries of a block at a time."""
+        return self.consumers * self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """How rows of one array lie in global and in shared memory.
+
+    Attributes:
+      layout: "bthd" or "bhtd".
+      columns: of a head.
+      length: rows of a sequence.
+      dtype: of the elements, 16 bits.
+    """
+
+    layout: str
+    columns: int
+    length: int
+    dtype: Any
+
+    @property
+    def parts(self) -> int:
+        """How many parts of columns a tile has."""
+        ragged = self.length % ROWS_OF_A_TILE != 0
+        return self.columns // HALF if ragged else 1
+
+    @functools.cached_property
+    def tiling(self) -> mosaic.Tiling:
+        ragged = self.length % ROWS_OF_A_TILE != 0
+        return mosaic.Tiling(self.layout, self.columns, self.columns, 1, self.dtype, ragged)
+
+    def tiles(self, slots: int, rows: int) -> Any:
+        """Room for `slots` tiles."""
+        if self.length % ROWS_OF_A_TILE:
+            return self.tiling.of_rows(slots, self.parts, rows, HALF)
+        return self.tiling.of_rows(slots, rows, self.columns)
+
+    def parts_of(self, tile: Any) -> list[Any]:
+        """The parts of one of `tiles`, each [rows, columns or 64]."""
+        if self.length % ROWS_OF_A_TILE:
+            return [tile.at[part] for part in range(self.parts)]
+        return [tile]
+
+    def in_memory(self, ref: Any, batch: Any, head: Any, first: Any, rows: int) -> list[Any]:
+        """These rows of a head in global memory, as `parts_of` has them. Rows beyond the sequence
+        come as zeros and are not stored."""
+        # Slices that are statically out of bounds are rejected, even where TMA would fill them.
+        within = pl.ds(first + 0 * lax.axis_index("block"), rows)
+        at = (batch, within, head) if self.layout == "bthd" else (batch, head, within)
+        if self.length % ROWS_OF_A_TILE:
+            return [ref.at[(*at, pl.ds(part * HALF, HALF))] for part in range(self.parts)]
+        return [ref.at[at]]
+
+    def load(
+        self, ref: Any, batch: Any, head: Any, first: Any, rows: int, tile: Any, barrier: Any
+    ) -> None:
+        """Starts `parts` copies, which all arrive on the barrier."""
+        sources = self.in_memory(ref, batch, head, first, rows)
+        for source, own in zip(sources, self.parts_of(tile), strict=True):
+            plgpu.copy_gmem_to_smem(source, mosaic.for_copy(own), barrier)
+
+    def store(self, tile: Any, ref: Any, batch: Any, head: Any, first: Any, rows: int) -> None:
+        """Starts the copies from one of `tiles` to global memory."""
+        targets = self.in_memory(ref, batch, head, first, rows)
+        for own, target in zip(self.parts_of(tile), targets, strict=True):
+            plgpu.copy_smem_to_gmem(mosaic.for_copy(own), target)
+
+
+def dtype_of(spec: AttentionSpec) -> Any:
+    return jnp.dtype(spec.dtype).type
+
+
+def queries(spec: AttentionSpec) -> Side:
+    return Side(spec.layout, spec.D, spec.T, dtype_of(spec))
+
+
+def keys(spec: AttentionSpec) -> Side:
+    return Side(spec.layout, spec.D, spec.S, dtype_of(spec))
+
+
+def values(spec: AttentionSpec) -> Side:
+    return Side(spec.layout, spec.V, spec.S, dtype_of(spec))
+
+
+def outputs(spec: AttentionSpec) -> Side:
+    return Side(spec.layout, spec.V, spec.T, dtype_of(spec))
+
+
+def shared_bytes(spec: AttentionSpec, config: Config) -> int:
+    """Of q, k and v in shared memory, and of their barriers."""
+    rows = config.tile * spec.D + config.stages * config.keys * (spec.D + spec.V)
+    return rows * jnp.dtype(spec.dtype).itemsize + BARRIER_BYTES
+
+
+def whole_tiles(spec: AttentionSpec, config: Config) -> int:
+    """T, up to a whole tile of queries."""
+    return int(pl.cdiv(spec.T, config.tile)) * config.tile
+
+
+def lse_shape(spec: AttentionSpec, config: Config) -> tuple[int, ...]:
+    rows = whole_tiles(spec, config)
+    return (spec.B, rows, spec.H) if spec.layout == "bthd" else (spec.B, spec.H, rows)

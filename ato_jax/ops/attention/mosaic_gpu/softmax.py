@@ -1,0 +1,111 @@
+"""The softmax of rows whose scores come block by block, in base 2.
+
+With raw scores s and c = scale * log2(e), each block of keys updates
+
+    m'    = max(m, max_j s_j)
+    p_j   = exp2(c s_j - c m')              one multiply-add and one exponential
+    total = exp2(c m - c m') total + sum_j p_j
+
+and the sums that p_j multiplies are scaled alike. At the end
+
+    out = acc / (total / top),  lse = ln(2) (c m + log2(total)),  top = exp2(c m - c m)
+
+c m is rounded before the multiply-add, which rounds once. So the largest weight is top, not 1: by
+2e-4 larger or smaller at scores of thousands. Rounded to 16 bits it is 1 again, and so the sum of
+weights has to be divided by top; lse takes the sum as it is.
+
+With a bias, scores may be as low as float32 goes, where c m is beyond it. Then
+
+    p_j = exp2(c (s_j - m)),  lse = m + ln(total)
+
+at the price of one more operation for each pair.
+
+    symbol     shape       what it is
+    s, p       [R, K]      scores, weights of a block
+    m          [R]         the largest raw score so far
+    total      [R, 8]      sums over every 8th key: added up across threads at the end alone
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, OF_ROWS
+
+LOG2_E = math.log2(math.e)
+# Columns of a register tile; a thread has two of them, and sums up its own.
+COLUMNS = 8
+# The initial m: finite, so that no infinities are subtracted in rows which have seen no key, and so
+# small that exp2(c m - c m') is 0 at the first one.
+FLOOR = 2.0**120
+
+
+class Rows(NamedTuple):
+    m: jax.Array
+    total: jax.Array
+
+
+class Softmax(NamedTuple):
+    """Of scores in units of `unit` natural ones."""
+
+    unit: float
+    subtracts_first: bool = False
+
+    @property
+    def c(self) -> float:
+        return self.unit * LOG2_E
+
+    def start(self, rows: int) -> Rows:
+        floor = -FLOOR * min(1.0, 1.0 / self.c)
+        if self.subtracts_first:
+            floor = float(jnp.finfo(F32).min)
+        m = plgpu.layout_cast(jnp.full((rows,), floor, F32), OF_ROWS)
+        return Rows(m, mosaic.zeros(rows, COLUMNS))
+
+    def update(self, rows: Rows, s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
+        """The weights, float32, the rows behind them, and what earlier sums are multiplied by."""
+        m = jnp.maximum(rows.m, jnp.max(s, axis=1))
+        if self.subtracts_first:
+            p = jnp.exp2((s - mosaic.in_columns(m, s.shape[1])) * self.c)
+            lasts = jnp.exp2((rows.m - m) * self.c)
+        else:
+            c_m = m * self.c
+            p = jnp.exp2(s * self.c - mosaic.in_columns(c_m, s.shape[1]))
+            lasts = jnp.exp2(rows.m * self.c - c_m)
+        total = rows.total * mosaic.in_columns(lasts, COLUMNS) + _by_columns(p)
+        return p, Rows(m, total), lasts
+
+    def finish(self, rows: Rows, sink: Any) -> tuple[jax.Array, jax.Array]:
+        """What the sum of weighted values is multiplied by, and lse; `sink`, a scalar in natural
+        units, or None. A row without keys has 0 and minus infinity, or the sink."""
+        total = jnp.sum(rows.total, axis=1)
+        if self.subtracts_first:
+            top, largest, to_log2, to_natural = jnp.ones_like(total), rows.m, LOG2_E, 1.0
+        else:
+            largest, to_log2, to_natural = rows.m * self.c, 1.0, math.log(2)
+            # Behind the barrier this is a multiply-add again, as that of `update` is.
+            top = jnp.exp2(lax.optimization_barrier(rows.m) * self.c - largest)
+        if sink is not None:
+            sink = sink / to_natural
+            m, largest = largest, jnp.maximum(largest, sink)
+            lasts = jnp.exp2((m - largest) * to_log2)
+            total = total * lasts + jnp.exp2((sink - largest) * to_log2)
+            top = top * lasts
+        factor = jnp.where(total > 0, top / total, 0.0)
+        return factor, largest * to_natural + jnp.log2(total) * math.log(2)
+
+
+def _by_columns(p: jax.Array) -> jax.Array:
+    """p [R, K] added up to [R, 8], each thread its own elements."""
+    parts = [p[:, n : n + COLUMNS] for n in range(0, p.shape[1], COLUMNS)]
+    while len(parts) > 1:
+        paired = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = paired + parts[len(paired) * 2 :]
+    return parts[0]

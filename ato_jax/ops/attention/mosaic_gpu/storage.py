@@ -1,0 +1,129 @@
+"""The forward kernel's roles, its shared memory, and what its parts are called with (`forward.py`
+has the mathematics)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import Array, Buffer, Ring, Role, Signal
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu.frame import Config
+from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
+from ato_jax.ops.attention.mosaic_gpu.softmax import Softmax
+from ato_jax.ops.attention.spec import AttentionSpec
+
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+
+
+@functools.cache
+def consumer(config: Config) -> Role:
+    warpgroups = config.consumers + 1
+    dealt = warpgroups * (mosaic.REGISTERS // warpgroups // 8 * 8) - mosaic.MEMORY_REGISTERS
+    return Role("consumer", dealt // config.consumers // 8 * 8, config.consumers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    q: Array  # [n, R, D], out behind it
+    k: Array  # [stages, K, D]
+    v: Array  # [stages, K, V]
+    k_ids: Array  # [stages, K] int32, with k
+    bias: Array  # [1 or 2, n, R, K] or [1 or 2, K]
+    mask: Array  # as bias
+    queries: Ring
+    keys: Ring
+    values: Ring
+    pairs: Ring | None  # of bias and mask
+    cleaned: Signal | None
+
+
+def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Storage:
+    of_queries, of_keys, of_values = frame.queries(spec), frame.keys(spec), frame.values(spec)
+    q = Buffer(
+        of_queries.tiles(config.consumers, config.rows),
+        copies=config.consumers * of_queries.parts,
+    )
+    k = Buffer(of_keys.tiles(config.stages, config.keys), copies=of_keys.parts)
+    v = Buffer(of_values.tiles(config.stages, config.keys), copies=of_values.parts)
+    k_ids = None
+    if spec.segments:
+        k_ids = Buffer(plgpu.SMEM((config.stages, config.keys), jnp.int32))
+    slots = planes.slots(spec, config)
+    bias, mask = (None if plane is None else plane.buffer(config, slots) for plane in planes)
+    readers = (consumer(config),)
+    return Storage(
+        q=q,
+        k=k,
+        v=v,
+        k_ids=k_ids,
+        bias=bias,
+        mask=mask,
+        queries=Ring.of(1, (q,), readers),
+        keys=Ring.of(config.stages, (k, k_ids), readers),
+        values=Ring.of(config.stages, (v,), readers),
+        pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
+        cleaned=Signal(readers) if spec.kv_lengths else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: AttentionSpec
+    config: Config
+    planes: pairs.Planes
+    own: Storage
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    sinks: Any = None
+    bounds: Any = None
+    q_ids: Any = None
+    k_ids: Any = None
+    shared: Any = None
+    bias: Any = None
+    mask: Any = None
+
+    @property
+    def turns(self) -> mosaic.Turns:
+        return mosaic.Turns(self.config.consumers, self.config.consumers + 1)
+
+    @property
+    def softmax(self) -> Softmax:
+        if self.planes.bias is not None:
+            return Softmax(1.0, subtracts_first=True)
+        return Softmax(self.spec.softcap or self.spec.scale)
+
+    def limits(self, batch: Any) -> visibility.Limits:
+        return visibility.limits_of(self.spec, self.bounds, batch)
+
+    @property
+    def cleans(self) -> bool:
+        """Whether values beyond the keys' end may be anything, NaN too."""
+        return self.spec.kv_lengths
+
+    def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
+        """The blocks that so many rows go through."""
+        blocks = int(pl.cdiv(self.spec.S, self.config.keys))
+        found = visibility.ranges(
+            self.limits(batch), first_row, rows, self.config.keys, blocks
+        )
+        if self.shared is None:
+            return found
+        allowed = segments.ranges_of(self.config, self.shared, batch, first_row, rows)
+        return visibility.intersection(found, allowed, blocks)
+
+    def each_item(self, do: Any) -> tuple[Any, Any]:
+        tile = self.config.tile
+        schedule = Schedule(self.spec, self.config)
+        return schedule.each(lambda batch, row: self.seen(batch, row, tile), do)

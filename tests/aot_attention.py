@@ -1,0 +1,100 @@
+"""Compiles Mosaic GPU's kernel of softmax attention for a Hopper card on a machine that has none.
+
+    python -m tests.aot_attention '{"T": 8192, "D": 128, "options": {"causal": true}}'
+
+As `tests.aot_mosaic` does for linear attention, which says how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.aot_mosaic import HOPPER, ROOT, Compiled, compiled_kernels, environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`config` replaces fields of the kernel's block sizes; `options` are the call's. `arrays` are
+    those of its options that are arrays, each with its shape's letters, or numbers, and dtype."""
+
+    T: int
+    D: int
+    B: int = 2
+    H: int = 16
+    G: int | None = None  # H, unless it is said
+    S: int | None = None  # T, unless it is said
+    dtype: str = "bfloat16"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def compile_call(call: Call) -> Compiled:
+    command = [sys.executable, "-m", "tests.aot_attention", json.dumps(dataclasses.asdict(call))]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode:
+        raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
+    (found,) = compiled_kernels(done.stdout)
+    return found
+
+
+def main(call: Call) -> None:
+    import jax
+    from jax.experimental import topologies
+
+    import ato_jax
+    from ato_jax import device
+    from ato_jax.ops.attention import mosaic_gpu
+
+    card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
+    device.of_call = lambda _: card
+    rule = mosaic_gpu.default_config
+    mosaic_gpu._MosaicGpu.default_config = staticmethod(
+        lambda spec, device: dataclasses.replace(rule(spec, device), **call.config)
+    )
+    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("cards",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    B, T, H, G, S = call.B, call.T, call.H, call.G or call.H, call.S or call.T
+    sizes = {"B": B, "T": T, "H": H, "G": G, "S": S, "D": call.D, "1": 1}
+    of_queries, of_keys = "BTHD", "BSGD"
+    if call.options.get("layout") == "bhtd":
+        of_queries, of_keys = "BHTD", "BGSD"
+
+    def array(letters: str, dtype: str) -> Any:
+        shape = tuple(sizes[letter] for letter in letters)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def forward(q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+        return ato_jax.attention(
+            q, k, v, implementation="mosaic_gpu", **call.options, **arrays
+        )
+
+    q, k = array(of_queries, call.dtype), array(of_keys, call.dtype)
+    arrays = {name: array(*of) for name, of in call.arrays.items()}
+    kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
+    ):
+        traced = jax.jit(forward, in_shardings=sharding, out_shardings=sharding).trace(
+            q, k, k, arrays
+        )
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    lowered.compile()
+
+
+if __name__ == "__main__":
+    main(Call(**json.loads(sys.argv[1])))
