@@ -87,10 +87,8 @@ def forward(
         (dict(T=200, D=128, H=2), dict(keys=128), dict(causal=True)),
         (dict(T=130, S=200, D=256), {}, dict(layout="bhtd")),
         (dict(T=300, D=64, dtype="float16"), dict(consumers=3), dict(causal=True)),
-        (dict(T=136, S=264, D=96), {}, dict(causal=True)),
-        (dict(T=264, S=136, D=80), dict(rows=128), dict(causal=True)),
+        (dict(T=264, S=136, D=96), dict(rows=128), dict(causal=True)),
         (dict(T=203, S=141, D=128, H=2), {}, dict(causal=True)),
-        (dict(T=72, S=141, D=128), {}, {}),
         (dict(T=75, S=144, D=128), {}, dict(causal=True, layout="bhtd")),
     ],
 )
@@ -107,9 +105,7 @@ def test_numbers(sizes: Any, config: Any, options: Any) -> None:
         dict(window=(50, 60)),
         dict(causal=True, window=(70, None)),
         dict(causal=True, query_offset=-40),
-        dict(causal=True, query_offset=500),
-        dict(softcap=3.0),
-        dict(causal=True, sinks=jnp.array([0.5, -jnp.inf])),
+        dict(softcap=3.0, causal=True, sinks=jnp.array([0.5, -jnp.inf])),
         dict(window=(None, 3), scale=1e-3),
     ],
 )
@@ -121,7 +117,6 @@ def test_options(options: Any) -> None:
 @pytest.mark.parametrize(
     "sizes, lengths, options",
     [
-        (dict(T=136, D=128), dict(kv_lengths=[70, 136, 1, 0]), {}),
         (dict(T=136, S=200), dict(q_lengths=[136, 3, 0, 64], kv_lengths=[150, 128, 9, 200]), {}),
         (dict(T=141, S=77), dict(q_lengths=[100, 70, 141, 1]), dict(causal=True)),
         (dict(T=136), dict(query_offset=[-30, 0, 50, 10**6]), dict(window=(40, 10))),
@@ -149,7 +144,6 @@ def test_lengths(sizes: Any, lengths: Any, options: Any) -> None:
 @pytest.mark.parametrize(
     "T, S, options",
     [
-        (300, 300, {}),
         (300, 300, dict(causal=True)),
         (203, 270, dict(layout="bhtd", kv_lengths=jnp.array([200, 270]))),
     ],
@@ -174,12 +168,10 @@ LOWEST = float(np.finfo(np.float32).min)
 @pytest.mark.parametrize(
     "bias, mask, options",
     [
-        ("BHTS", None, {}),
-        ("1HTS", None, dict(causal=True)),
+        ("BHTS", "B11S", dict(causal=True)),
         ("1111", "BHTS", {}),
         ("BHT1", "11TS", dict(softcap=2.0)),
         ("B11S", "BH11", dict(causal=True, sinks=jnp.array([0.4, -jnp.inf]))),
-        (None, "B11S", {}),
         (None, "BHT1", {}),
     ],
 )
@@ -211,11 +203,10 @@ def with_nan(array: jax.Array, lengths: jax.Array | None, layout: str) -> jax.Ar
 
 
 @newest
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_large_scores(dtype: str) -> None:
+def test_large_scores() -> None:
     """The largest weight of a row that sees one key, or has one that towers over the others, is 1,
     and so is its sum: out is that key's value, bit by bit."""
-    q, k, v = draw(T=136, D=64, dtype=dtype)
+    q, k, v = draw(T=136, D=64, dtype="float16")
     q, k = 20 * q, 20 * k  # scores of thousands
     found = forward([q, k, v], causal=True)
     assert bool(jnp.all(found["out"][:, 0] == v[:, 0]))
@@ -228,11 +219,19 @@ def test_large_scores(dtype: str) -> None:
 
 
 @newest
+def test_large_scores_that_are_alike() -> None:
+    """Scores of 30,000 and a little: sums of earlier blocks keep their share from step to step."""
+    q, k, v = draw(T=64, S=1024, D=64)
+    q, k = q.at[..., 0].set(64), k.at[..., 0].set(3750)
+    v = 0.1 * v + jnp.linspace(-1, 2, 1024, dtype=v.dtype)[:, None, None]
+    forward([q, k, v.astype(q.dtype)])
+
+
+@newest
 @pytest.mark.parametrize(
     "config",
     [
-        dict(under=False),
-        dict(turns=False, stages=3),
+        dict(under=False, turns=False, stages=3),
         dict(persistent=True, multiprocessors=3),
         dict(persistent=True, multiprocessors=2, stages=1),
     ],

@@ -12,7 +12,8 @@ and the sums that p_j multiplies are scaled alike. At the end
 
 c m is rounded before the multiply-add, which rounds once. So the largest weight is top, not 1: by
 2e-4 larger or smaller at scores of thousands. Rounded to 16 bits it is 1 again, and so the sum of
-weights has to be divided by top; lse takes the sum as it is.
+weights has to be divided by top; lse takes the sum as it is. Earlier sums are multiplied by a power
+of the difference of two rounded numbers: by exactly 1 where m stays what it is.
 
 With a bias, scores may be as low as float32 goes, where c m is beyond it. Then
 
@@ -23,6 +24,7 @@ at the price of one more operation for each pair.
     symbol     shape       what it is
     s, p       [R, K]      scores, weights of a block
     m          [R]         the largest raw score so far
+    c_m        [R]         c m, rounded
     total      [R, 8]      sums over every 8th key: added up across threads at the end alone
 """
 
@@ -43,12 +45,13 @@ LOG2_E = math.log2(math.e)
 # Columns of a register tile; a thread has two of them, and sums up its own.
 COLUMNS = 8
 # The initial m: finite, so that no infinities are subtracted in rows which have seen no key, and so
-# small that exp2(c m - c m') is 0 at the first one.
-FLOOR = 2.0**120
+# small that exp2(c m - c m') is 0 at the first one. It is minus 2 to this, or to less.
+FLOOR_EXPONENT = 120
 
 
 class Rows(NamedTuple):
     m: jax.Array
+    c_m: jax.Array
     total: jax.Array
 
 
@@ -63,24 +66,31 @@ class Softmax(NamedTuple):
         return self.unit * LOG2_E
 
     def start(self, rows: int) -> Rows:
-        floor = -FLOOR * min(1.0, 1.0 / self.c)
+        # A power of two, whose product with c is exact.
+        floor = -(2.0 ** (FLOOR_EXPONENT - max(0, math.ceil(math.log2(self.c)))))
         if self.subtracts_first:
             floor = float(jnp.finfo(F32).min)
         m = plgpu.layout_cast(jnp.full((rows,), floor, F32), OF_ROWS)
-        return Rows(m, mosaic.zeros(rows, COLUMNS))
+        c_m = m if self.subtracts_first else self._rounded(m)
+        return Rows(m, c_m, mosaic.zeros(rows, COLUMNS))
+
+    def _rounded(self, m: jax.Array) -> jax.Array:
+        """c m. Without the barrier it would become a part of multiply-adds, unrounded."""
+        return lax.optimization_barrier(m * self.c)
 
     def update(self, rows: Rows, s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         """The weights, float32, the rows behind them, and what earlier sums are multiplied by."""
         m = jnp.maximum(rows.m, jnp.max(s, axis=1))
         if self.subtracts_first:
+            c_m = m
             p = jnp.exp2((s - mosaic.in_columns(m, s.shape[1])) * self.c)
             lasts = jnp.exp2((rows.m - m) * self.c)
         else:
-            c_m = m * self.c
+            c_m = self._rounded(m)
             p = jnp.exp2(s * self.c - mosaic.in_columns(c_m, s.shape[1]))
-            lasts = jnp.exp2(rows.m * self.c - c_m)
+            lasts = jnp.exp2(rows.c_m - c_m)
         total = rows.total * mosaic.in_columns(lasts, COLUMNS) + _by_columns(p)
-        return p, Rows(m, total), lasts
+        return p, Rows(m, c_m, total), lasts
 
     def finish(self, rows: Rows, sink: Any) -> tuple[jax.Array, jax.Array]:
         """What the sum of weighted values is multiplied by, and lse; `sink`, a scalar in natural
@@ -89,9 +99,8 @@ class Softmax(NamedTuple):
         if self.subtracts_first:
             top, largest, to_log2, to_natural = jnp.ones_like(total), rows.m, LOG2_E, 1.0
         else:
-            largest, to_log2, to_natural = rows.m * self.c, 1.0, math.log(2)
-            # Behind the barrier this is a multiply-add again, as that of `update` is.
-            top = jnp.exp2(lax.optimization_barrier(rows.m) * self.c - largest)
+            largest, to_log2, to_natural = rows.c_m, 1.0, math.log(2)
+            top = jnp.exp2(rows.m * self.c - rows.c_m)  # a multiply-add, as in `update`
         if sink is not None:
             sink = sink / to_natural
             m, largest = largest, jnp.maximum(largest, sink)
