@@ -544,6 +544,77 @@ MOSAIC = Space(
     backend="mosaic_gpu",
 )
 
+# Whole blocks and tails of queries and keys, in multiples of 8 rows or of none.
+MOSAIC_ATTENTION_LENGTHS = {
+    "T = S, whole blocks": (2, 256, 256),
+    "T = S": (2, 301, 301),
+    "T < S": (2, 72, 640),
+    "T > S": (2, 640, 128),
+    "tails": (2, 200, 456),
+    "odd": (2, 203, 300),
+    "T = 1": (2, 1, 640),
+    "S = 1": (2, 130, 1),
+    "long": (1, 1088, 1088),
+}
+def _is_of_pairs(axes: str, lengths: str) -> bool:
+    """Whether an array with these axes has one element for each query and key."""
+    _, T, S = MOSAIC_ATTENTION_LENGTHS[lengths]
+    return axes != "none" and ("T" in axes or T == 1) and ("S" in axes or S == 1)
+
+
+def _tails_of_pairs(lengths: str, bias: str, mask: str) -> bool:
+    _, T, S = MOSAIC_ATTENTION_LENGTHS[lengths]
+    return bool(T % 8 or S % 64) and any(_is_of_pairs(axes, lengths) for axes in (bias, mask))
+
+
+MOSAIC_ATTENTION = Space(
+    "attention",
+    {
+        "lengths": tuple(MOSAIC_ATTENTION_LENGTHS),
+        "padding": LENGTH_KINDS,
+        "sight": tuple(WINDOWS),
+        "query_offset": ("none", "int", "array"),
+        "segments": SEGMENT_KINDS,
+        "bias": ("none", "BHTS", "TS", "BS", "HT", "H", ""),
+        "mask": ("none", "BHTS", "TS", "BS", "T"),
+        "widths": ((128, 128), (64, 64), (80, 80), (96, 96), (192, 192), (256, 256)),
+        "heads": tuple(HEADS),
+        "dtype": ("bfloat16", "float16"),
+        "softcap": (None, 1.5),
+        "sinks": (False, True),
+        "scale": (None, 0.2, -0.2),
+        "dropout": (False, True),
+        "return_lse": (False, True),
+        "layout": LAYOUTS,
+        "batched": (True, False),
+        "x64": (False, True),
+        "alone": (True,),
+    },
+    rules=(
+        SEGMENTS_RULE,
+        Rule(("scale",), lambda scale: scale == -0.2, "needs a positive scale"),
+        Rule(("dropout",), lambda dropout: dropout, "does not support dropout"),
+        Rule(
+            ("lengths", "widths"),
+            lambda lengths, widths: (
+                any(size % 8 for size in MOSAIC_ATTENTION_LENGTHS[lengths][1:])
+                and widths[0] % 64 != 0
+            ),
+            "needs T and S to be multiples of 8",
+        ),
+        Rule(("lengths", "bias", "mask"), _tails_of_pairs, "over pairs, got"),
+        Rule(
+            ("bias", "mask", "widths", "lengths"),
+            lambda bias, mask, widths, lengths: (
+                _is_of_pairs(bias, lengths) and _is_of_pairs(mask, lengths) and widths[0] > 128
+            ),
+            "has no room for a bias and a mask",
+        ),
+    ),
+    triples=("padding", "sight", "query_offset", "segments"),
+    backend="mosaic_gpu",
+)
+
 DECODE = Space(
     "decode_attention",
     {
@@ -602,16 +673,19 @@ SPACES = {
     "attention": ATTENTION,
     "linear_attention": LINEAR_ATTENTION,
     "mosaic_gpu": MOSAIC,
+    "mosaic_attention": MOSAIC_ATTENTION,
     "decode_attention": DECODE,
     "linear_attention_step": STEP,
 }
+
+OWN_LENGTHS = {MOSAIC: MOSAIC_LENGTHS, MOSAIC_ATTENTION: MOSAIC_ATTENTION_LENGTHS}
 
 
 def _sizes(space: Space, row: Row, small: bool) -> tuple[int, ...]:
     D, V = row["widths"]
     wide = max(D, V) > WIDEST_WHOLE_ROW
-    if space is MOSAIC:
-        B, T, S = MOSAIC_LENGTHS[row["lengths"]]
+    if space in OWN_LENGTHS:
+        B, T, S = OWN_LENGTHS[space][row["lengths"]]
     else:
         B, T, S = LENGTHS[row["lengths"]][1 if small else 2 if wide else 0]
     if small and not wide:
@@ -856,7 +930,7 @@ def lower(space: Space, row: Row) -> list[str]:
         target for target in aot.targets_of_calls(lowered) if target.startswith("mosaic_gpu")
     ]
     found = [*(kernel.name for kernel in kernels), *of_mosaic]
-    assert of_mosaic or space is not MOSAIC, f"no kernel of Mosaic GPU: {found}"
+    assert of_mosaic or space.backend != "mosaic_gpu", f"no kernel of Mosaic GPU: {found}"
     assert found, "no kernel"
     return found
 

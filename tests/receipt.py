@@ -56,6 +56,7 @@ OPS = (
     "channel_gates",
     "mosaic_gpu",
     "mosaic_channel_gates",
+    "mosaic_attention",
 )
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
@@ -76,13 +77,15 @@ APART = {
         "decay.py",
         "mosaic_gpu/*.py",
         "scans/*.py",
-    )
+    ),
+    "mosaic_attention": ("attention", "spec.py", "mosaic_gpu/*.py"),
 }
 # The kit for Triton, and the parts whose kernels are made of it.
 KIT = "ato_jax/triton/*.py"
 MADE_OF_THE_KIT = ("linear_attention", "mosaic_gpu")
-# The kit of Hopper kernels.
+# The kit of Hopper kernels, and the parts that are made of it.
 HOPPER_KIT = "ato_jax/mosaic/*.py"
+MADE_OF_HOPPERS_KIT = ("mosaic_gpu", "mosaic_attention")
 # Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
     "decode_attention": ("attention", "attention/triton/paged*.py"),
@@ -105,7 +108,13 @@ ORDERING = ("beats_later_backends",)
 WIDE = "triton.wide"
 # No test runs these unless it says so: the others' heads are narrower, their gates whole, and their
 # calls name Triton.
-MARKED_ALONE = {"wide_attention", "channel_gates", "mosaic_gpu", "mosaic_channel_gates"}
+MARKED_ALONE = {
+    "wide_attention",
+    "channel_gates",
+    "mosaic_gpu",
+    "mosaic_channel_gates",
+    "mosaic_attention",
+}
 # What a parameter says of whose kernels a test runs.
 NAMED = {
     "channel": "channel_gates",
@@ -124,7 +133,7 @@ def source_files(part: str) -> list[Path]:
     folder, *names = APART.get(below, (below, *SOURCES_OF_AN_OP))
     patterns = [*SHARED_SOURCES, *(f"ato_jax/ops/{folder}/{name}" for name in names)]
     patterns += [KIT] if below in MADE_OF_THE_KIT else []
-    patterns += [HOPPER_KIT] if below == "mosaic_gpu" else []
+    patterns += [HOPPER_KIT] if below in MADE_OF_HOPPERS_KIT else []
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 

@@ -34,6 +34,7 @@ COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
     "mosaic_gpu": (58, 1244, 458),
+    "mosaic_attention": (80, 1860, 201),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
 }
@@ -184,6 +185,8 @@ def part_of(space: Space, row: Row) -> str:
     """Whose kernels the row runs, by the receipt's names."""
     if space in (DECODE, STEP):
         return "decode_attention" if space is DECODE else "linear_attention"
+    if space is covering.MOSAIC_ATTENTION:
+        return "mosaic_attention"
     if space is ATTENTION:
         wide = max(row["widths"]) > covering.WIDEST_WHOLE_ROW
         return "wide_attention" if wide else "attention"

@@ -7,6 +7,7 @@ With workers, `-n 16 --dist load --maxschedchunk 1`, it takes minutes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -37,6 +38,7 @@ of_decoding = pytest.mark.kernels("decode_attention")
 of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 of_wide_heads = pytest.mark.kernels("wide_attention")
 of_mosaic_gpu = pytest.mark.kernels("mosaic_gpu")
+of_mosaic_attention = pytest.mark.kernels("mosaic_attention")
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
@@ -202,6 +204,36 @@ def test_cross(op: str, T: int, S: int) -> None:
 @pytest.mark.parametrize(("T", "S"), [(100, 1025), (1025, 100), (1, 700)])
 def test_causal_cross_attention(T: int, S: int) -> None:
     check("attention", *arrays("float16", T=T, S=S), causal=True, return_lse=True)
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(
+    "T, S, dtype, scale",
+    [
+        (8192, 8192, "bfloat16", 1.0),
+        (2500, 4099, "float16", 1.0),
+        (4099, 2500, "bfloat16", 30.0),
+        (1024, 8192, "float16", 30.0),
+        (2048, 2048, "bfloat16", 0.01),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_attention_by_mosaic_gpu(
+    T: int, S: int, dtype: str, scale: float, D: int, causal: bool
+) -> None:
+    """The forward pass, twice the same bits."""
+    needs_hopper()
+    qkv = arrays(dtype, B=1, T=T, S=S, H=4, G=2, D=D, scale=scale, layout="bhtd")
+    options = {"causal": causal, "return_lse": True, "layout": "bhtd"}
+    wanted = numerics.oracle("attention", *qkv, **options)
+    outputs = ato_jax.attention(*qkv, **options, implementation="mosaic_gpu")
+    again = ato_jax.attention(*qkv, **options, implementation="mosaic_gpu")
+    assert all(map(jnp.array_equal, outputs, again))
+    found = numerics.named_outputs("attention", outputs)
+    exact = {name: wanted.exact[name] for name in found}
+    numerics.compare(found, dataclasses.replace(wanted, exact=exact))
 
 
 # float32, float32 by TF32, and what takes half of the bytes.

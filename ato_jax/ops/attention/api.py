@@ -34,7 +34,7 @@ Window = tuple[int | None, int | None]
 PAGED = "triton.paged"
 OP: dispatch.Op[AttentionSpec, Inputs, Outputs] = dispatch.Op(
     "attention",
-    ("triton.wide", "triton", "cudnn", "mosaic_gpu", "xla", "reference"),
+    ("mosaic_gpu", "triton.wide", "triton", "cudnn", "xla", "reference"),
     package="ato_jax.ops.attention",
     special=(("triton", PAGED),),
 )

@@ -30,7 +30,8 @@ from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs
 
-# Keys of a tile that lie side by side in a row of the swizzle, where elements have 16 bits.
+# Keys of a tile that lie side by side in a row of the swizzle; in float32 half as many. S is a
+# multiple of them.
 KEYS_OF_A_TILE = 64
 
 
@@ -71,7 +72,7 @@ class Plane:
         if self.extent != "pairs":
             return None
         size = jnp.dtype(self.dtype).itemsize
-        swizzle = min(128, config.keys * size)
+        swizzle = min(128, KEYS_OF_A_TILE * size)
         tiled = plgpu.TilingTransform((8, swizzle // size))
         shape = (slots, config.consumers, config.rows, config.keys)
         transforms = (tiled, plgpu.SwizzleTransform(swizzle))
