@@ -29,7 +29,7 @@ def test_golden_file() -> None:
 
 @pytest.mark.parametrize("card", HOPPER)
 def test_every_hopper_card_has_hoppers_choices(card: str) -> None:
-    assert backends(PLAIN, card) == ["cudnn"] * 3
+    assert backends(PLAIN, card) == ["mosaic_gpu", "cudnn", "cudnn"]
     linear = Row("linear_attention", B=2, H=16, T=16384, D=128)
     assert backends(linear, card) == ["mosaic_gpu"] * 3
 
@@ -55,7 +55,8 @@ def test_explain_says_where_a_choice_comes_from() -> None:
     exact = [jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.float32)] * 3
     with choices.pretending(choices.described("H100")):
         told = str(ato_jax.explain(ato_jax.attention, *arrays))
-        assert "forward: cudnn, Config() (first by tuned/sm_90.toml; block sizes by rule)" in told
+        assert "(first in the op's order; block sizes by rule)" in told
+        assert "cudnn, Config() (first by tuned/sm_90.toml; block sizes by rule)" in told
         named = ato_jax.explain(ato_jax.attention, *arrays, implementation="triton")
         assert named.forward is not None and named.forward.why == ""
         told = str(ato_jax.explain(ato_jax.linear_attention, *exact))
@@ -166,9 +167,9 @@ def test_without_cudnn_its_kernels_are_not_chosen(
     """On a machine with a card, JAX is asked; here it finds no cuDNN."""
     from ato_jax.ops.attention import cudnn
 
-    assert backends(PLAIN, "H100") == ["cudnn"] * 3
+    assert backends(PLAIN, "H100") == ["mosaic_gpu", "cudnn", "cudnn"]
     cudnn._missing.cache_clear()
     request.addfinalizer(cudnn._missing.cache_clear)
     monkeypatch.setattr(cudnn.jax, "default_backend", lambda: "gpu")
-    assert backends(PLAIN, "H100") == ["triton"] * 3
+    assert backends(PLAIN, "H100") == ["mosaic_gpu", "mosaic_gpu", "triton"]
     assert "cuDNN is not detected" in str(cudnn._missing())
