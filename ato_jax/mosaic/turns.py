@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.mosaic.assembly import named_barrier
 
-# Of one warpgroup that waits and one that arrives.
+# A named barrier counts the threads of one warpgroup that waits and of one that arrives.
 THREADS = 256
 
 

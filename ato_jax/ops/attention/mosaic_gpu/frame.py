@@ -23,13 +23,13 @@ from ato_jax.device import SHARED_MEMORY
 from ato_jax.mosaic import HALF
 from ato_jax.ops.attention.spec import AttentionSpec
 
-# Of an array whose rows the copy engine takes in tiles.
+# The copy engine takes tiles of 8 rows, of arrays whose rows are a multiple of 8.
 ROWS_OF_A_TILE = 8
 # The widest head: WGMMA has at most 256 columns, and a row of the output fills the registers.
 WIDEST_HEAD = 256
 # WGMMA's contractions come in 16 elements of 16 bits.
 HEAD_MULTIPLE = 16
-# Of shared memory, in a block.
+# The shared memory that a block can have.
 MOST_BYTES = SHARED_MEMORY[9, 0]
 # More than all of a kernel's barriers and vectors take.
 BARRIER_BYTES = 2048
@@ -156,7 +156,7 @@ def outputs(spec: AttentionSpec) -> Side:
 
 
 def shared_bytes(spec: AttentionSpec, config: Config) -> int:
-    """Of q, k and v in shared memory, and of their barriers."""
+    """How many bytes q, k, v and the barriers take in shared memory."""
     rows = config.tile * spec.D + config.stages * config.keys * (spec.D + spec.V)
     return rows * jnp.dtype(spec.dtype).itemsize + BARRIER_BYTES
 

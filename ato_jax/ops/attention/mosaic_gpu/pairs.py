@@ -61,7 +61,7 @@ class Plane:
         return (batch if self.full[0] else 0), (head if self.full[1] else 0)
 
     def bytes(self, config: Config) -> int:
-        """Of a slot."""
+        """How many bytes a slot takes."""
         size = jnp.dtype(self.dtype).itemsize
         rows = {"pairs": config.tile, "keys": 1}.get(self.extent, 0)
         return rows * config.keys * size
@@ -101,7 +101,7 @@ class Plane:
     def read(
         self, ref: Any, tile: Any, config: Config, at: tuple[Any, Any], first_row: Any
     ) -> Any:
-        """Of R queries and K keys, in registers: [R, K], or a scalar."""
+        """Loads the elements for R queries and K keys into registers: [R, K], or a scalar."""
         shape = (config.rows, config.keys)
         if self.extent == "pairs":
             return mosaic.load(tile, optimized=jnp.dtype(self.dtype).itemsize > 1)

@@ -25,7 +25,7 @@ from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.visibility import Ranges
 from ato_jax.ops.attention.spec import AttentionSpec
 
-# Of an element of 16 bits.
+# The size of an element of 16 bits.
 ITEM_BYTES = 2
 
 

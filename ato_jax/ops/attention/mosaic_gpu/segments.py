@@ -25,7 +25,7 @@ WORDS = 8
 
 
 class _Blocks(NamedTuple):
-    """Of the ids of each block: the smallest, the largest, and their set, [B, blocks] each."""
+    """The smallest id of each block, the largest, and the set of its ids, [B, blocks] each."""
 
     low: jax.Array
     high: jax.Array

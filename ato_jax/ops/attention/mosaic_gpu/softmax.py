@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Of scores in units of `unit` natural ones."""
+    """The softmax of scores s whose natural value is `unit` times s."""
 
     unit: float
     subtracts_first: bool = False
@@ -93,8 +93,9 @@ class Softmax(NamedTuple):
         return p, Rows(m, c_m, total), lasts
 
     def finish(self, rows: Rows, sink: Any) -> tuple[jax.Array, jax.Array]:
-        """What the sum of weighted values is multiplied by, and lse; `sink`, a scalar in natural
-        units, or None. A row without keys has 0 and minus infinity, or the sink."""
+        """Returns the factor of the sum of weighted values, and lse. `sink` is a scalar in natural
+        units, or None. A row without keys has a factor of 0, and an lse of minus infinity or of
+        the sink."""
         total = jnp.sum(rows.total, axis=1)
         if self.subtracts_first:
             top, largest, to_log2, to_natural = jnp.ones_like(total), rows.m, LOG2_E, 1.0
