@@ -305,7 +305,7 @@ def test_which_backend_runs(
     for name in ("cudnn", "mosaic_gpu", "triton.wide"):
         with pytest.raises(ato_jax.UnsupportedError, match=f"{name}: has no kernels for this op"):
             backend(gpu, name)
-    with pytest.raises(ValueError, match="implementation must be None or one of 'triton.wide', "):
+    with pytest.raises(ValueError, match="implementation must be None or one of 'mosaic_gpu', "):
         backend(cpu, "cuda")
     last = {"when": {"dtype": "bfloat16"}, "backend": "triton"}
     for entries, chosen in (([], "triton"), ([last], "xla")):

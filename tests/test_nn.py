@@ -459,7 +459,7 @@ def test_full_cache() -> None:
         (nn.LinearAttention, {"feature_map": "elu"}, "feature_map must be one of 'elu1'"),
         (nn.LinearAttention, {"normalize": 1}, "normalize must be True or False"),
         (nn.LinearAttention, {"implementation": "cudnn"}, "implementation must be one of"),
-        (nn.Attention, {"implementation": "flash"}, "implementation must be one of 'triton.wide'"),
+        (nn.Attention, {"implementation": "flash"}, "implementation must be one of 'mosaic_gpu'"),
         (nn.Attention, {"window": 4}, r"window must be a pair \(left, right\)"),
         (nn.Attention, {"softcap": -1.0}, "softcap must be positive"),
         (nn.Attention, {"precision": "low"}, "precision must be None"),
