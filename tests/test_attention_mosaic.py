@@ -346,10 +346,21 @@ def test_shared_memory_suffices() -> None:
 
 # Bytes of registers that a call's kernel spills; no products may wait for each other.
 COMPILED = [
-    (aot_attention.Call(8192, 128), 0),
     (aot_attention.Call(8192, 64, H=32, options=dict(causal=True)), 160),
+    (aot_attention.Call(8192, 128), 0),
     (aot_attention.Call(8191, 128, S=8000, options=dict(causal=True, window=(1024, None))), 0),
     (aot_attention.Call(8192, 256, H=8, options=dict(causal=True, layout="bhtd")), 0),
+    (
+        aot_attention.Call(
+            8192,
+            128,
+            options=dict(causal=True),
+            arrays=dict(
+                bias=("1HTS", "bfloat16"), mask=("B1TS", "bool"), kv_lengths=("B", "int32")
+            ),
+        ),
+        64,
+    ),
 ]
 
 
