@@ -7,11 +7,12 @@ is built on the kit in `ato_jax/mosaic/`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
+from ato_jax import device
 from ato_jax.backend import Backend
-from ato_jax.device import Device
-from ato_jax.mosaic import program
+from ato_jax.mosaic import HALF, program
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
@@ -21,7 +22,7 @@ HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
 
 
-def unsupported_device(device: Device, interpreted: bool) -> str | None:
+def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
     if interpreted:
         if program.interpreter is None:
             return "JAX interprets such kernels from 0.12 on"
@@ -47,41 +48,50 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
                 f"needs {name} to be a multiple of {frame.HEAD_MULTIPLE} up to "
                 f"{frame.WIDEST_HEAD}, got {width}"
             )
-    if spec.D != spec.V:
-        return f"needs D = V, got D={spec.D}, V={spec.V}"
     ragged = spec.T % frame.ROWS_OF_A_TILE or spec.S % frame.ROWS_OF_A_TILE
-    if ragged and spec.D % 64:
+    if ragged and (spec.D % HALF or spec.V % HALF):
         return (
-            f"needs T and S to be multiples of {frame.ROWS_OF_A_TILE} where D is no multiple of "
-            f"64, got T={spec.T}, S={spec.S}, D={spec.D}"
+            f"needs T and S to be multiples of {frame.ROWS_OF_A_TILE} where D or V is no multiple "
+            f"of {HALF}, got T={spec.T}, S={spec.S}, D={spec.D}, V={spec.V}"
         )
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
     if spec.dropout_rate > 0:
         return "does not support dropout"
-    return pairs.unsupported(spec)
+    if lacking := pairs.unsupported(spec):
+        return lacking
+    if not _fits(spec, default_config(spec, device.of_call(()))):
+        return f"has no room in shared memory for D={spec.D}, V={spec.V} with a bias or a mask"
+    return None
 
 
-def default_config(spec: AttentionSpec, device: Device) -> Config:
-    wide = max(spec.D, spec.V) > 128
-    narrow = max(spec.D, spec.V) <= 64
+def _fits(spec: AttentionSpec, config: Config) -> bool:
+    own = frame.shared_bytes(spec, config) + pairs.most_bytes(spec, config)
+    return own <= frame.MOST_BYTES
+
+
+def default_config(spec: AttentionSpec, device: device.Device) -> Config:
+    widest = max(spec.D, spec.V)
     two_planes = spec.bias is not None and spec.mask is not None
-    return Config(
-        consumers=3 if narrow else 2,
+    config = Config(
+        consumers=3 if widest <= 64 else 2,
         rows=64,
-        keys=64 if wide or two_planes else 128,
+        keys=64 if widest > 128 or two_planes else 128,
         stages=2,
         multiprocessors=device.multiprocessors,
     )
+    return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 
 
-def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:
+def beats_later_backends(
+    spec: AttentionSpec, device: device.Device, backward_follows: bool
+) -> bool:
     # On an H100, forward in us: B4 H16 T512 D128 causal 21, by Triton 31; B1 H4 T1024 D64 causal 18
     # and 21; but B8 H16 T1024 D64 104 and 100, and B2 H16 T4096 D128 with a bias over pairs 999 and
-    # 949. Fewer queries or keys are not measured.
+    # 949. Fewer queries or keys are not measured, and no card has run values of another width.
     planes = [full for full in (spec.bias, spec.mask) if full is not None]
     of_pairs = any(pairs.extent(full) == "pairs" for full in planes)
-    return min(spec.T, spec.S) >= 512 and not of_pairs
+    return min(spec.T, spec.S) >= 512 and spec.D == spec.V and not of_pairs
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:

@@ -27,7 +27,7 @@ window, or the end of the keys) hide pairs: step 0, and loops of their own aroun
 blocks.
 
     symbol      shape           what it is
-    q, out      [n, R, D], V    a tile's queries; out takes their place
+    q, out      [n, R, D], V    a tile's queries; out takes their place where V = D
     k, v        [.., K, D], V   blocks of keys and values
     s, p        [R, K]          scores and weights; p rounded to 16 bits
     acc         [R, V]          sums of weighted values, in parts of columns where v is in parts
@@ -402,7 +402,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     rows = pl.ds(mine.first_row, config.rows)
     at = (item.batch, rows, item.head) if spec.layout == "bthd" else (item.batch, item.head, rows)
     mosaic.store_in_memory(walk.lse.at[at], lse)
-    out = own.q.at[mine.number]
+    out = (own.q if own.out is None else own.out).at[mine.number]
     plgpu.commit_smem()  # the products that read q, ahead of what takes its place
     for part, total in _alike(frame.outputs(spec).parts_of(out), list(acc)):
         scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)

@@ -156,9 +156,10 @@ def outputs(spec: AttentionSpec) -> Side:
 
 
 def shared_bytes(spec: AttentionSpec, config: Config) -> int:
-    """How many bytes q, k, v and the barriers take in shared memory."""
-    rows = config.tile * spec.D + config.stages * config.keys * (spec.D + spec.V)
-    return rows * jnp.dtype(spec.dtype).itemsize + BARRIER_BYTES
+    """How many bytes q, k, v, out and the barriers take in shared memory."""
+    elements = config.tile * (spec.D if spec.D == spec.V else spec.D + spec.V)
+    elements += config.stages * config.keys * (spec.D + spec.V)
+    return elements * jnp.dtype(spec.dtype).itemsize + BARRIER_BYTES
 
 
 def whole_tiles(spec: AttentionSpec, config: Config) -> int:

@@ -185,9 +185,17 @@ def unsupported(spec: AttentionSpec) -> str | None:
             f"needs T to be a multiple of {multiples[0]} and S of {multiples[1]} for a "
             f"{of_pairs[0]} over pairs, got T={spec.T}, S={spec.S}"
         )
-    if len(of_pairs) == 2 and spec.D > mosaic.HALF * 2:
-        return f"has no room for a bias and a mask over pairs where D > 128, got {spec.D}"
     return None
+
+
+def most_bytes(spec: AttentionSpec, config: Config) -> int:
+    """Of shared memory for a slot of both, where a bias has float32."""
+    found = 0
+    for full, dtype in ((spec.bias, F32), (spec.mask, jnp.int8)):
+        if full is not None:
+            own = dtype if extent(full) == "pairs" else F32
+            found += Plane(full, own).bytes(config)
+    return found
 
 
 def add(s: jax.Array, bias: Any) -> jax.Array:

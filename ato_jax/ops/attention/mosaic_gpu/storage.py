@@ -35,6 +35,7 @@ class Storage(mosaic.Storage):
     k: Array  # [stages, K, D]
     v: Array  # [stages, K, V]
     k_ids: Array  # [stages, K] int32, with k
+    out: Array  # [n, R, V] where V is not D, else in the place of q
     bias: Array  # [1 or 2, n, R, K] or [1 or 2, K]
     mask: Array  # as bias
     queries: Ring
@@ -55,6 +56,9 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
     k_ids = None
     if spec.segments:
         k_ids = Buffer(plgpu.SMEM((config.stages, config.keys), jnp.int32))
+    out = None
+    if spec.V != spec.D:
+        out = Buffer(frame.outputs(spec).tiles(config.consumers, config.rows))
     slots = planes.slots(spec, config)
     bias, mask = (None if plane is None else plane.buffer(config, slots) for plane in planes)
     readers = (consumer(config),)
@@ -63,6 +67,7 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
         k=k,
         v=v,
         k_ids=k_ids,
+        out=out,
         bias=bias,
         mask=mask,
         queries=Ring.of(1, (q,), readers),
