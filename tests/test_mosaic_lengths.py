@@ -57,8 +57,8 @@ def test_lengths(
 ) -> None:
     """Sequences end in the second piece, at a chunk's end, and before their first row; a sequence
     has two pieces of two chunks."""
-    B, T = 3, 200
-    lengths = jnp.array([150, 64, 0], jnp.int32)
+    B, T = 2, 200
+    lengths = jnp.array([150, 0] if given else [150, 64], jnp.int32)
     arrays = poisoned(draw(B, T, H, H, layout, D=D), lengths, layout)
     options = options_of(B, H, layout, given, D) | options
     options |= {"decay": decay_of(decay, B, T, H, layout)}
@@ -90,9 +90,9 @@ def test_segments(
 ) -> None:
     """Segments have one row, or cross chunks and pieces, or begin with a chunk. A state stands
     ahead of the first segment, and the state behind the last one is returned."""
-    B, T, G = 2, 200, H
+    B, T, G = 1 + padded, 200, H
     ids = jnp.repeat(jnp.arange(5), jnp.array([40, 1, 23, 100, 36]))
-    ids = jnp.stack([ids, jnp.where(ids == 2, 0, ids)])
+    ids = jnp.stack([ids, jnp.where(ids == 2, 0, ids)])[:B]
     arrays = draw(B, T, H, G, layout, D=D)
     options = options_of(B, G, layout, True, D) | {"segment_ids": ids} | options
     options |= {"decay": decay_of(decay, B, T, G, layout)}
@@ -135,8 +135,8 @@ def test_lengths_where_every_query_sees_every_key(
     "D, H, G, layout, decay, given, options",
     [
         (128, 4, 2, "bthd", "none", True, {}),
-        (96, 3, 1, "bhtd", "head", True, {"normalize": False, "feature_map": "silu"}),
-        (128, 4, 1, "bthd", "step", True, {}),
+        (96, 2, 1, "bhtd", "head", True, {"normalize": False, "feature_map": "silu"}),
+        (128, 3, 1, "bthd", "step", True, {}),
         (128, 4, 2, "bhtd", "steep", True, {}),
         (64, 4, 2, "bthd", "none", True, {}),
         (64, 4, 2, "bthd", "steep", False, {"feature_map": "exp"}),
@@ -152,12 +152,12 @@ def test_gradients_of_groups(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two pieces of two chunks, the second one's last in part; some sequences are shorter. Where a
-    state is given, the gradients have pieces of one chunk."""
+    """Two pieces of two chunks, the last in part. Where a state is given, the gradients have pieces
+    of one chunk. With one pair of keys and values there are two sequences, one of them shorter."""
     if given:
         monkeypatch.setattr(causal, "LEAST_CHUNKS", 1)
-    B, T = 2, 200
-    lengths = jnp.array([150, 200], jnp.int32)
+    B, T = 2 if G == 1 else 1, 200
+    lengths = jnp.array([150, 200][:B], jnp.int32)
     arrays = poisoned(draw(B, T, H, G, layout, D=D), lengths, layout)
     options = options_of(B, G, layout, given, D) | options
     options |= {"decay": decay_of(decay, B, T, G, layout), "kv_lengths": lengths}
