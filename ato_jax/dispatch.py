@@ -215,8 +215,9 @@ def _in_order(call: _Call, phase: str) -> list[str]:
 
 def _family_beats_later(call: _Call, name: str, phase: str) -> bool:
     """False where kernels of its family that are made for such sizes are slow at these."""
+    both = call.backward_follows or phase == "backward"
     return all(
-        call.op.backend(other).beats_later_backends(call.spec, call.device, call.backward_follows)
+        call.op.backend(other).beats_later_backends(call.spec, call.device, both)
         for other in call.op.backends
         if family(other) == family(name) and reason_against(call, other, phase) is None
     )

@@ -34,6 +34,13 @@ def test_every_hopper_card_has_hoppers_choices(card: str) -> None:
     assert backends(linear, card) == ["mosaic_gpu"] * 3
 
 
+def test_both_passes_of_training_weigh_that_there_are_both() -> None:
+    """Groups of 64 columns: on an H100 the forward pass alone is faster by Triton, both by Mosaic
+    GPU together."""
+    row = Row("linear_attention", B=2, H=32, G=8, T=16384, D=64, causal=True)
+    assert backends(row, "H100") == ["triton", "mosaic_gpu", "mosaic_gpu"]
+
+
 @pytest.mark.parametrize("op", ["attention", "linear_attention"])
 @pytest.mark.parametrize("card", ["T4", "unknown"])
 def test_a_card_without_triton_runs_xla_and_says_why(op: str, card: str) -> None:
