@@ -346,7 +346,17 @@ def load_check() -> types.ModuleType:
     return check
 
 
-GOOD = '<h1 id="top">Page</h1><a href="other.html#part">on</a><img src="a.png" alt="A figure">'
+# As mkdocstrings writes what a function returns, and another entry of it.
+RETURNS = (
+    '<p><span class="doc-section-title">Returns:</span></p>'
+    '<ul><li class="doc-section-item field-body">out, a sentence</li>'
+)
+ENTRY = '<li class="doc-section-item field-body">that goes on</li>'
+RAISES = f'</ul><p><span class="doc-section-title">Raises:</span></p><ul>{2 * ENTRY}</ul>'
+GOOD = (
+    f'{RETURNS}{RAISES}<h1 id="top">Page</h1><a href="other.html#part">on</a>'
+    '<img src="a.png" alt="A figure">'
+)
 FAULTS = {
     '<a href="missing.html">on</a>': "missing.html leads to no file",
     '<a href="other.html#gone">on</a>': "other.html#gone leads to no anchor",
@@ -357,6 +367,7 @@ FAULTS = {
     '<script src="//example.org/a.js"></script>': "from another host",
     '<link rel="preconnect" href="https://example.org">': "from another host",
     "<style>@font-face { src: url(https://example.org/a.woff) }</style>": "from another host",
+    f"{RETURNS}{ENTRY}": "has several entries, one for each line",
 }
 
 

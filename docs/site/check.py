@@ -1,7 +1,8 @@
 """Checks the built site: `python docs/site/check.py site`. It needs Python and nothing else.
 
 Every link, image, script and style sheet leads to a file of the site, and every anchor to an
-element of its page; images have a text; and nothing that a page loads comes from another host.
+element of its page; images have a text; nothing that a page loads comes from another host; and what
+a function returns is one entry.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.faults: list[str] = []
         self._in_style = False
+        self._in_title = False
+        self._returns = 0  # entries so far, inside a section Returns
+        self._section = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -56,13 +60,21 @@ class Page(HTMLParser):
             self.faults.append(f"image {found.get('src')} has no alt text")
         self._in_style = tag == "style"
         self._styles(found.get("style", ""))
+        classes = found.get("class", "").split()
+        self._in_title = "doc-section-title" in classes
+        if "doc-section-item" in classes and self._section == "Returns:":
+            self._returns += 1
+            if self._returns == 2:
+                self.faults.append("a section Returns has several entries, one for each line")
 
     def handle_data(self, data: str) -> None:
         if self._in_style:
             self._styles(data)
+        if self._in_title:
+            self._section, self._returns = data.strip(), 0
 
     def handle_endtag(self, tag: str) -> None:
-        self._in_style = False
+        self._in_style = self._in_title = False
 
     def _styles(self, css: str) -> None:
         self.loads += ELSEWHERE_IN_CSS.findall(css)
