@@ -305,6 +305,13 @@ def test_docstrings_have_their_sections(module_name):
     assert faults == {}
 
 
+@pytest.mark.parametrize("op", ["attention", "linear_attention", "delta_rule"])
+def test_the_docstring_of_an_op_names_its_backends(op):
+    api = importlib.import_module(f"ato_jax.ops.{op}.api")
+    told = sections(getattr(api, api.OP.name).__doc__)["Args"].partition("implementation:")[2]
+    assert [name for name in api.OP.backends if f'"{name}"' not in told] == []
+
+
 @pytest.mark.parametrize("module_name", MODULES)
 def test_the_reference_shows_every_public_object(module_name):
     import_or_skip(module_name)
