@@ -61,6 +61,8 @@ dnn_version_info { major: 9 minor: 7 }
 runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
+# Ahead of a call: to be compiled in this process, which has the plugin.
+IN_THIS_PROCESS = "--in-this-process"
 NO_LAUNCH = {"parameter", "constant", "get-tuple-element", "bitcast", "tuple"}
 SCHEDULE = "what is launched: "
 
@@ -92,11 +94,22 @@ class Compiled:
     spill_stores: int
     serialized: bool
 
+    def __str__(self) -> str:
+        waits = ", products serialized" if self.serialized else ""
+        return (
+            f"{self.name}: {self.registers} registers a thread, "
+            f"{self.spill_stores} bytes spilled{waits}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     kernels: list[Compiled]  # Mosaic GPU's, one for each that differs
     launches: collections.Counter[str]  # of all kernels, by name; XLA's own are "fusion"
+
+    def __str__(self) -> str:
+        launched = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
+        return "\n".join([*map(str, self.kernels), f"launched: {launched}"])
 
 
 def environment() -> dict[str, str]:
@@ -111,7 +124,8 @@ def environment() -> dict[str, str]:
 
 
 def compile_call(call: Call) -> Found:
-    command = [sys.executable, "-m", "tests.aot_mosaic", json.dumps(dataclasses.asdict(call))]
+    told = json.dumps(dataclasses.asdict(call))
+    command = [sys.executable, "-m", "tests.aot_mosaic", IN_THIS_PROCESS, told]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -227,5 +241,13 @@ def main(call: Call) -> None:
     print(SCHEDULE + json.dumps(_launches(text)))
 
 
+def run(*arguments: str) -> None:
+    *here, call = arguments
+    if here == [IN_THIS_PROCESS]:
+        main(Call(**json.loads(call)))
+    else:
+        print(compile_call(Call(**json.loads(call))))
+
+
 if __name__ == "__main__":
-    main(Call(**json.loads(sys.argv[1])))
+    run(*sys.argv[1:])

@@ -8,12 +8,15 @@ way and both ways, of narrow and of wide heads. After a change to the kernels, c
 
 from __future__ import annotations
 
+import collections
 import os
+from types import ModuleType
 
 import jax
 import pytest
 
-from tests.aot_mosaic import Call, compile_call, requires_plugin
+from tests import aot_attention, aot_mosaic
+from tests.aot_mosaic import Call, Compiled, Found, compile_call, requires_plugin
 
 # Kernels launched in all, and bytes of registers that each spills: what is not here spills none.
 # The second of two that write the same outputs, for pieces that lose much, may be called new_body.
@@ -143,3 +146,31 @@ def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> Non
 def test_what_does_not_compile_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs D = V"):
         compile_call(Call(1, 16384, 8, 72))
+
+
+OUTPUT = Compiled("output", 96, 8, True)
+
+
+@pytest.mark.parametrize(
+    "module, call, found",
+    [
+        (
+            aot_mosaic,
+            '{"B": 1, "T": 64, "H": 1, "D": 128}',
+            Found([OUTPUT], collections.Counter(output=1)),
+        ),
+        (aot_attention, '{"T": 64, "D": 128}', OUTPUT),
+    ],
+)
+def test_the_commands_start_a_process_with_the_plugin(
+    module: ModuleType,
+    call: str,
+    found: object,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The JAX of `make venv` cannot compile for a card by itself."""
+    monkeypatch.setattr(module, "compile_call", lambda call: found)
+    module.run(call)
+    told = capsys.readouterr().out
+    assert told.startswith("output: 96 registers a thread, 8 bytes spilled, products serialized\n")
