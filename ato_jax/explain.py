@@ -73,7 +73,12 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
     unwrapped = inspect.unwrap(op) if callable(op) else op
     name = names.get(unwrapped) if isinstance(unwrapped, Hashable) else None
     if name is None:
-        raise ValueError(f"op must be one of {', '.join(map(repr, KNOWN))}, got {op!r}")
+        of_torch = str(getattr(op, "__module__", "")).startswith("ato_torch")
+        hint = "; of PyTorch's tensors ato_torch.explain tells how a call is launched"
+        raise ValueError(
+            f"op must be one of {', '.join(map(repr, KNOWN))} or that function of ato_jax, "
+            f"got {op!r}{hint if of_torch else ''}"
+        )
     function, explained = KNOWN[name]
     try:
         inspect.signature(function).bind(*args, **kwargs)

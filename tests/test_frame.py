@@ -127,7 +127,11 @@ def test_explain_knows_its_functions_from_their_namesakes(op: str) -> None:
         pass
 
     namesake.__name__ = op
-    with pytest.raises(ValueError, match="op must be one of"):
+    with pytest.raises(ValueError, match="op must be one of") as refused:
+        ato_jax.explain(namesake, *arrays(op))
+    assert "ato_torch" not in str(refused.value)
+    namesake.__module__ = "ato_torch.functional"
+    with pytest.raises(ValueError, match="of PyTorch's tensors ato_torch.explain tells"):
         ato_jax.explain(namesake, *arrays(op))
 
 
