@@ -104,7 +104,8 @@ def linear_attention(
       layout: "bhtd", or "bthd" for query, key, value, out [B, T, H, D] and decay [B, S, G] or
         [B, S, G, D].
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
-      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
+      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest that
+        PyTorch can launch: "mosaic_gpu", which only JAX can launch, runs where it is named.
 
     Returns:
       out [B, H, T, V] in value's dtype; with `return_state` the pair (out, `LinearState(kv,
