@@ -232,11 +232,15 @@ def _sources(call: _Call, name: str, kernel: str, phase: str) -> tuple[str, str]
         order = tuning.order(call.op.name, call.spec, call.device, call.use(phase))
         before = call.op.backends[: call.op.backends.index(name)]
         passed = [other for other in before if family(other) in order.last]
+        slow = [other for other in before if reason_against(call, other, phase) is None]
         if name in order.first:
             why = f"first by tuned/{order.first[name]}.toml"
         elif passed:
             last = ", ".join(dict.fromkeys(map(family, passed)))
             why = f"{last} last by tuned/{order.last[family(passed[0])]}.toml"
+        elif slow:
+            last = ", ".join(dict.fromkeys(map(family, slow)))
+            why = f"{last} last by its own rule for such calls"
         else:
             why = "first in the op's order"
     _, by = tuning.overrides(call.op.name, kernel, call.spec.traits(), call.device)

@@ -64,6 +64,10 @@ def test_explain_says_where_a_choice_comes_from() -> None:
         told = str(ato_jax.explain(ato_jax.attention, *arrays))
         assert "(first in the op's order; block sizes by rule)" in told
         assert "cudnn, Config() (first by tuned/sm_90.toml; block sizes by rule)" in told
+        few = [jax.ShapeDtypeStruct((2, 256, 16, 128), jnp.bfloat16)] * 3
+        told = str(ato_jax.explain(ato_jax.attention, *few))
+        assert "(mosaic_gpu last by its own rule for such calls; block sizes by rule)" in told
+        assert "first in the op's order" not in told.partition("backward: ")[0]
         named = ato_jax.explain(ato_jax.attention, *arrays, implementation="triton")
         assert named.forward is not None and named.forward.why == ""
         told = str(ato_jax.explain(ato_jax.linear_attention, *exact))
