@@ -603,13 +603,6 @@ MOSAIC_ATTENTION = Space(
             "needs T and S to be multiples of 8",
         ),
         Rule(("lengths", "bias", "mask"), _tails_of_pairs, "over pairs, got"),
-        Rule(
-            ("bias", "mask", "widths", "lengths"),
-            lambda bias, mask, widths, lengths: (
-                _is_of_pairs(bias, lengths) and _is_of_pairs(mask, lengths) and widths[0] > 128
-            ),
-            "has no room for a bias and a mask",
-        ),
     ),
     triples=("padding", "sight", "query_offset", "segments"),
     backend="mosaic_gpu",

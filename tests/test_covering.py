@@ -34,7 +34,7 @@ COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
     "mosaic_gpu": (58, 1244, 458),
-    "mosaic_attention": (80, 1860, 201),
+    "mosaic_attention": (77, 1860, 201),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
 }
