@@ -34,6 +34,44 @@ def test_every_hopper_card_has_hoppers_choices(card: str) -> None:
     assert backends(linear, card) == ["mosaic_gpu"] * 3
 
 
+def softmax(T: int = 2048, D: int = 128, **changes: Any) -> Row:
+    return Row("attention", B=2, H=16, T=T, D=D, **changes)
+
+
+BY_CUDNN = ["mosaic_gpu", "cudnn", "cudnn"]
+BEFORE_TRITON = ["mosaic_gpu", "mosaic_gpu", "triton"]
+
+
+@pytest.mark.parametrize(
+    "row, wanted",
+    [
+        (softmax(T=128, D=1024), ["triton.wide"] * 3),
+        (softmax(D=1024), ["xla"] * 3),
+        (softmax(dtype="float32"), ["triton"] * 3),
+        (softmax(T=504), ["triton"] * 3),
+        (softmax(V=64), ["triton"] * 3),
+        (softmax(D=40), ["triton"] * 3),
+        (softmax(T=2047, D=80), ["triton"] * 3),
+        (softmax(bias=True), ["triton"] * 3),
+        (softmax(T=512), BY_CUDNN),
+        (softmax(causal=True, options=(("window", (1023, None)),)), BY_CUDNN),
+        (softmax(D=64), BY_CUDNN),
+        (softmax(T=512, D=64), BEFORE_TRITON),
+        (softmax(T=2047), BEFORE_TRITON),
+        (softmax(D=80), BEFORE_TRITON),
+        (softmax(dtype="float16"), BEFORE_TRITON),
+        (softmax(documents=512), BEFORE_TRITON),
+        (softmax(lengths=True), BEFORE_TRITON),
+        (softmax(options=(("softcap", 30.0),)), BEFORE_TRITON),
+        (softmax(options=(("layout", "bhtd"),)), BEFORE_TRITON),
+    ],
+    ids=str,
+)
+def test_what_the_faq_tells_of_softmax_attention_on_hopper(row: Row, wanted: list[str]) -> None:
+    """The table in docs/faq.md, "What costs extra?"."""
+    assert backends(row, "H100") == wanted
+
+
 def test_both_passes_of_training_weigh_that_there_are_both() -> None:
     """Groups of 64 columns: on an H100 the forward pass alone is faster by Triton, both by Mosaic
     GPU together."""
