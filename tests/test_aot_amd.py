@@ -34,7 +34,7 @@ from tests import (
 # Of the block sizes of this card some ask for the bare instruction of an exponential.
 AMPERE = test_aot_kernels.DEVICES[80]
 INSTINCT = Device("gpu", "AMD Instinct MI300X", None, 304, aot.AMD_SHARED_LIMIT, "gfx942")
-STEP = 8
+STEP = 13
 ROWS = [(op, row) for op, rows in support.ROWS.items() for row in rows]
 Program = tuple[Any, tuple[Any, ...]]
 
