@@ -200,9 +200,14 @@ def choose(call: _Call, phase: str) -> Choice:
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
 
 
+def _order(call: _Call, phase: str) -> tuning.Order:
+    backends = tuple(call.op.backends)
+    return tuning.order(call.op.name, call.spec, call.device, call.use(phase), backends)
+
+
 def _in_order(call: _Call, phase: str) -> list[str]:
     """The op's backends as `implementation=None` tries them on a GPU."""
-    order = tuning.order(call.op.name, call.spec, call.device, call.use(phase))
+    order = _order(call, phase)
 
     def rank(name: str) -> int:
         by_table = order.rank(name, family(name))
@@ -229,7 +234,7 @@ def _sources(call: _Call, name: str, kernel: str, phase: str) -> tuple[str, str]
         return "", ""
     why = ""
     if call.implementation is None and not call.interpret:
-        order = tuning.order(call.op.name, call.spec, call.device, call.use(phase))
+        order = _order(call, phase)
         before = call.op.backends[: call.op.backends.index(name)]
         passed = [other for other in before if family(other) in order.last]
         slow = [other for other in before if reason_against(call, other, phase) is None]

@@ -21,8 +21,10 @@ differs from its architecture. In each table the first entry that agrees with a 
 `when` names traits of the spec (`spec.traits()`) and `sizes` its lengths (`sizes_of`). A condition
 is one value, a list of allowed values, or inclusive bounds. `phase` is "forward", for a call whose
 derivative is not taken, or "training", for both passes of a call whose derivative is taken; an
-entry without it counts for both. Block sizes never depend on lengths, so their entries have no
-`sizes`, and nothing is tuned at call time. "triton" in `last` means all kernels of that family.
+entry without it counts for both. `without` names a backend: the entry counts only for callers that
+do not have it, as PyTorch does not have `mosaic_gpu`. Block sizes never depend on lengths, so their
+entries have no `sizes`, and nothing is tuned at call time. "triton" in `last` means all kernels of
+that family.
 
 Cards and architectures without a table follow a rule:
 
@@ -147,14 +149,18 @@ class Order:
 
 
 @functools.lru_cache(maxsize=4096)
-def order(op: str, spec: Spec, device: Device, phase: str) -> Order:
-    """The backends that the tables put first or last for this spec."""
+def order(
+    op: str, spec: Spec, device: Device, phase: str, backends: tuple[str, ...] = ()
+) -> Order:
+    """The backends that the tables put first or last for this spec, where these are to choose
+    from."""
     traits, sizes = spec.traits(), sizes_of(spec)
 
     def agreeing(kind: str) -> Iterator[tuple[str, str]]:
         for entry, name in _entries(op, kind, device):
             if (
                 entry.get("phase", phase) == phase
+                and entry.get("without") not in backends
                 and _agree(entry["when"], traits)
                 and _agree(entry.get("sizes", {}), sizes)
             ):

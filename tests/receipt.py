@@ -101,9 +101,9 @@ BESIDE = {
         "linear_attention/scans/channel*.py",
     ),
 }
-# The entries of a table that order backends, and the functions of a backend.
+# The entries of a table that order backends, and the functions, of a backend and of `tuning.py`.
 ORDER = ("first", "last")
-ORDERING = ("beats_later_backends",)
+ORDERING = ("beats_later_backends", "order")
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
 # No test runs these unless it says so: the others' heads are narrower, their gates whole, and their

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device, dispatch
+from ato_jax import device, dispatch, tuning
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.attention.spec import AttentionSpec
 from benchmarks.choices import Row
 from tests import choices, numerics
 
@@ -39,7 +41,7 @@ def softmax(T: int = 2048, D: int = 128, **changes: Any) -> Row:
 
 
 BY_CUDNN = ["mosaic_gpu", "cudnn", "cudnn"]
-BEFORE_TRITON = ["mosaic_gpu", "mosaic_gpu", "triton"]
+BY_TRITON = ["mosaic_gpu", "triton", "triton"]
 
 
 @pytest.mark.parametrize(
@@ -56,20 +58,31 @@ BEFORE_TRITON = ["mosaic_gpu", "mosaic_gpu", "triton"]
         (softmax(T=512), BY_CUDNN),
         (softmax(causal=True, options=(("window", (1023, None)),)), BY_CUDNN),
         (softmax(D=64), BY_CUDNN),
-        (softmax(T=512, D=64), BEFORE_TRITON),
-        (softmax(T=2047), BEFORE_TRITON),
-        (softmax(D=80), BEFORE_TRITON),
-        (softmax(dtype="float16"), BEFORE_TRITON),
-        (softmax(documents=512), BEFORE_TRITON),
-        (softmax(lengths=True), BEFORE_TRITON),
-        (softmax(options=(("softcap", 30.0),)), BEFORE_TRITON),
-        (softmax(options=(("layout", "bhtd"),)), BEFORE_TRITON),
+        (softmax(T=512, D=64), BY_TRITON),
+        (softmax(T=2047), BY_TRITON),
+        (softmax(D=80), BY_TRITON),
+        (softmax(dtype="float16"), BY_TRITON),
+        (softmax(documents=512), BY_TRITON),
+        (softmax(lengths=True), BY_TRITON),
+        (softmax(options=(("softcap", 30.0),)), BY_TRITON),
+        (softmax(options=(("layout", "bhtd"),)), BY_TRITON),
     ],
     ids=str,
 )
 def test_what_the_faq_tells_of_softmax_attention_on_hopper(row: Row, wanted: list[str]) -> None:
     """The table in docs/faq.md, "What costs extra?"."""
     assert backends(row, "H100") == wanted
+
+
+def test_callers_without_hoppers_kernel_run_cudnn() -> None:
+    """Calls from PyTorch, whose ops lack `mosaic_gpu`."""
+    spec = AttentionSpec(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", 1.0)
+    names, card = attention_api.OP.backends, choices.described("H100")
+    without = tuple(name for name in names if name != "mosaic_gpu")
+    assert tuning.order("attention", spec, card, tuning.FORWARD, without).first == {
+        "cudnn": "sm_90"
+    }
+    assert tuning.order("attention", spec, card, tuning.FORWARD, names).first == {}
 
 
 def test_both_passes_of_training_weigh_that_there_are_both() -> None:
@@ -220,5 +233,5 @@ def test_without_cudnn_its_kernels_are_not_chosen(
     cudnn._missing.cache_clear()
     request.addfinalizer(cudnn._missing.cache_clear)
     monkeypatch.setattr(cudnn.jax, "default_backend", lambda: "gpu")
-    assert backends(PLAIN, "H100") == ["mosaic_gpu", "mosaic_gpu", "triton"]
+    assert backends(PLAIN, "H100") == ["mosaic_gpu", "triton", "triton"]
     assert "cuDNN is not detected" in str(cudnn._missing())

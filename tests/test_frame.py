@@ -455,8 +455,10 @@ def test_tables_name_real_traits_and_fields(op: str) -> None:
             for entry in entries:
                 assert set(entry["when"]) <= set(spec.traits()), (path, entry)
                 if name in ("first", "last"):
-                    assert entry.keys() <= {"when", "sizes", "phase", "backend"}, (path, entry)
+                    known = {"when", "sizes", "phase", "without", "backend"}
+                    assert entry.keys() <= known, (path, entry)
                     assert entry["backend"] in api.OP.backends
+                    assert entry.get("without", entry["backend"]) in api.OP.backends
                     assert set(entry.get("sizes", {})) <= set(tuning.sizes_of(spec))
                     assert entry.get("phase", "forward") in ("forward", "training")
                     for bounds in (*entry["when"].values(), *entry.get("sizes", {}).values()):
