@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ato_jax import backend
 from ato_jax.meshes import partition, sharded
@@ -154,6 +155,37 @@ def within_bounds(spec: AttentionSpec, position: Any, key: Any) -> Any:
     if spec.right is not None:
         visible = visible & (key <= position + spec.right)
     return visible
+
+
+def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """[B, T, H, V] with 0 beyond the lengths, whatever the padding holds."""
+    if lengths is None:
+        return array
+    time = 1 if layout == "bthd" else 2
+    index = lax.broadcasted_iota(jnp.int32, array.shape, time)
+    return jnp.where(index < jnp.expand_dims(lengths, range(1, array.ndim)), array, 0)
+
+
+def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:
+    """In float16 a power of two per group, [B, G], with gain * |dp - delta| <= 1; else None."""
+    if spec.dtype != "float16":
+        return None
+    heads = 2 if spec.layout == "bthd" else 1
+
+    def largest(array: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        """[B, G], over all other axes."""
+        array = _without_padding(spec.layout, array, lengths)
+        shape = array.shape[:heads] + (spec.G, -1) + array.shape[heads + 1 :]
+        array = jnp.abs(array.reshape(shape)).astype(jnp.float32)
+        return jnp.max(array, axis=[a for a in range(array.ndim) if a not in (0, heads)])
+
+    # |dp| <= V max|do| max|v|, and out . do is a mean of dp.
+    bound = 2 * spec.V * largest(cotangents.out, inputs.q_lengths)
+    bound *= largest(inputs.v, inputs.kv_lengths) / (1 - spec.dropout_rate)
+    if spec.return_lse:
+        bound += largest(cotangents.lse, inputs.q_lengths)
+    _, exponent = jnp.frexp(bound)
+    return jnp.ldexp(jnp.float32(1), -exponent)
 
 
 def _mix(bits: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Softmax attention on Hopper by a Pallas kernel lowered to Mosaic GPU: the forward pass.
+"""Softmax attention on Hopper by Pallas kernels lowered to Mosaic GPU.
 
-`forward.py` has the kernel and its mathematics, `softmax.py` the softmax of rows, `visibility.py`
-which keys a query sees, `schedule.py` the order of the work, `frame.py` sizes and tiles. The kernel
-is built on the kit in `ato_jax/mosaic/`.
+`forward.py` and `gradient.py` have the kernels and their mathematics, `backward.py` what XLA does
+around the latter, `softmax.py` the softmax of rows, `visibility.py` which keys a query sees,
+`schedule.py` the order of the work, `frame.py` sizes and tiles. The kernels are built on the kit in
+`ato_jax/mosaic/`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ato_jax.backend import Backend
 from ato_jax.mosaic import HALF, program
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs
+from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
@@ -38,8 +40,6 @@ def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:
-    if phase == "backward":
-        return "has no gradients yet"
     if spec.dtype not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16 alone, got {spec.dtype}"
     for name, width in (("D", spec.D), ("V", spec.V)):
@@ -105,12 +105,6 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     if lse.shape[rows] != spec.T:
         lse = lse[:, : spec.T] if rows == 1 else lse[:, :, : spec.T]
     return Outputs(out, lse)
-
-
-def backward(
-    spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
-) -> Inputs:
-    raise NotImplementedError("`unsupported` refuses it")
 
 
 class _MosaicGpu(Backend[AttentionSpec, Config, Inputs, Outputs]):

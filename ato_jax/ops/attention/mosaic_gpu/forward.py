@@ -209,30 +209,7 @@ def attend(walk: Walk, number: Any, item: Item) -> None:
 def factors_of_scores(walk: Walk, mine: Own, slot: Any) -> list[tuple[Any, Any]]:
     q = frame.queries(walk.spec).parts_of(walk.own.q.at[mine.number])
     k = frame.keys(walk.spec).parts_of(walk.own.k.at[slot])
-    return _products(q, k)
-
-
-def _products(q: list[Any], k: list[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of parts of columns; where only one side is in parts, the other is cut alike."""
-    if len(q) < len(k):
-        q = _cut(q[0], len(k))
-    elif len(k) < len(q):
-        k = _cut(k[0], len(q))
-    return [(a, b.T) for a, b in zip(q, k, strict=True)]
-
-
-def _cut(tile: Any, parts: int) -> list[Any]:
-    return [tile.at[:, pl.ds(part * mosaic.HALF, mosaic.HALF)] for part in range(parts)]
-
-
-def _alike(out: list[Any], acc: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
-    """Parts of columns of the same width: the parts of out beside the sums for them."""
-    if len(out) < len(acc):
-        out = _cut(out[0], len(acc))
-    elif len(acc) < len(out):
-        width = mosaic.HALF
-        acc = [acc[0][:, part * width : (part + 1) * width] for part in range(len(out))]
-    return list(zip(out, acc, strict=True))
+    return frame.products(q, k)
 
 
 def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
@@ -404,7 +381,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     mosaic.store_in_memory(walk.lse.at[at], lse)
     out = (own.q if own.out is None else own.out).at[mine.number]
     plgpu.commit_smem()  # the products that read q, ahead of what takes its place
-    for part, total in _alike(frame.outputs(spec).parts_of(out), list(acc)):
+    for part, total in frame.alike(frame.outputs(spec).parts_of(out), list(acc)):
         scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)
         part[...] = scaled.astype(frame.dtype_of(spec))
     plgpu.commit_smem()

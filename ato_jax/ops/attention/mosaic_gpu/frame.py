@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -53,6 +54,9 @@ class Config:
       turns: whether the consumers take turns in issuing products.
       persistent: whether a block takes several tiles of queries, one after the other.
       multiprocessors: of the device: the blocks of a persistent launch.
+      dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
+        multiply, the queries of a step, and their slots.
+      dq_consumers, dq_keys, dq_stages: of the kernel for dq, likewise.
     """
 
     consumers: int
@@ -64,6 +68,12 @@ class Config:
     turns: bool = True
     persistent: bool = False
     multiprocessors: int = 132
+    dkv_consumers: int = 2
+    dkv_queries: int = 64
+    dkv_stages: int = 2
+    dq_consumers: int = 2
+    dq_keys: int = 64
+    dq_stages: int = 2
 
     @property
     def tile(self) -> int:
@@ -133,6 +143,30 @@ class Side:
         targets = self.in_memory(ref, batch, head, first, rows)
         for own, target in zip(self.parts_of(tile), targets, strict=True):
             plgpu.copy_smem_to_gmem(mosaic.for_copy(own), target)
+
+
+def products(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:
+    """Factors of a @ b.T by parts of columns; where only one side is in parts, the other is cut
+    alike."""
+    if len(a) < len(b):
+        a = _cut(a[0], len(b))
+    elif len(b) < len(a):
+        b = _cut(b[0], len(a))
+    return [(x, y.T) for x, y in zip(a, b, strict=True)]
+
+
+def _cut(tile: Any, parts: int) -> list[Any]:
+    return [tile.at[:, pl.ds(part * HALF, HALF)] for part in range(parts)]
+
+
+def alike(tile: list[Any], sums: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
+    """Parts of columns of the same width: the parts of a tile beside the sums for them."""
+    if len(tile) < len(sums):
+        tile = _cut(tile[0], len(sums))
+    elif len(sums) < len(tile):
+        parts = range(len(tile))
+        sums = [sums[0][:, part * HALF : (part + 1) * HALF] for part in parts]
+    return list(zip(tile, sums, strict=True))
 
 
 def dtype_of(spec: AttentionSpec) -> Any:

@@ -108,12 +108,17 @@ class Schedule:
 
     def place(self, number: Any) -> tuple[Any, Any, Any]:
         """Batch, head and first row of an item."""
-        of_group = self.group * self.tiles
-        group = lax.div(number, jnp.int32(of_group))
-        within = lax.rem(number, jnp.int32(of_group))
-        heads = jnp.minimum(self.group, self.heads - group * self.group)
-        tile, head = lax.div(within, heads), lax.rem(within, heads) + group * self.group
+        head, tile = in_groups(number, self.heads, self.tiles, self.group)
         if self.spec.right is not None:
             tile = self.tiles - 1 - tile
         batch, head = lax.div(head, self.spec.H), lax.rem(head, self.spec.H)
         return batch, head, tile * self.config.tile
+
+
+def in_groups(number: Any, heads: int, tiles: int, group: int) -> tuple[Any, Any]:
+    """Head and tile of an item: all tiles of a group of heads come before those of the next, and
+    within a group all heads of a tile."""
+    index = lax.div(number, jnp.int32(group * tiles))
+    within = lax.rem(number, jnp.int32(group * tiles))
+    own = jnp.minimum(group, heads - index * group)
+    return lax.rem(within, own) + index * group, lax.div(within, own)

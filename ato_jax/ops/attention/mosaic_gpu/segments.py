@@ -40,13 +40,17 @@ def arrays_of(spec: AttentionSpec, config: Config, inputs: Inputs) -> dict[str, 
     """
     if inputs.q_segments is None or inputs.kv_segments is None:
         return {}
-    q_ids = _padded(inputs.q_segments, frame.whole_tiles(spec, config))
-    k_ids = _padded(inputs.kv_segments, int(pl.cdiv(spec.S, config.keys)) * config.keys)
-    own, other = _blocks(q_ids, config.rows), _blocks(k_ids, config.keys)
-    return {"q_ids": q_ids, "k_ids": k_ids, "shared": _ranges(own, other)}
+    q_ids = padded(inputs.q_segments, frame.whole_tiles(spec, config))
+    k_ids = padded(inputs.kv_segments, int(pl.cdiv(spec.S, config.keys)) * config.keys)
+    return {"q_ids": q_ids, "k_ids": k_ids, "shared": shared(q_ids, config.rows, k_ids, config.keys)}
 
 
-def _padded(ids: jax.Array, length: int) -> jax.Array:
+def shared(own_ids: jax.Array, rows: int, other_ids: jax.Array, others: int) -> jax.Array:
+    """`Ranges` of blocks of `others` ids that each group of `rows` ids allows, [B, groups, 4]."""
+    return _ranges(_blocks(own_ids, rows), _blocks(other_ids, others))
+
+
+def padded(ids: jax.Array, length: int) -> jax.Array:
     return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
 
 
@@ -84,9 +88,10 @@ def _ranges(own: _Blocks, other: _Blocks) -> jax.Array:
     return jnp.stack([first, whole, whole_end, end], axis=-1)
 
 
-def ranges_of(config: Config, shared: Any, batch: Any, first_row: Any, rows: int) -> Ranges:
-    """The ranges of so many rows; of several groups together, whole blocks are left out."""
-    group, count = lax.div(first_row, config.rows), rows // config.rows
+def ranges_of(of_group: int, shared: Any, batch: Any, first_row: Any, rows: int) -> Ranges:
+    """The ranges of so many rows, in groups of `of_group`; of several groups together, whole blocks
+    are left out."""
+    group, count = lax.div(first_row, of_group), rows // of_group
     found = [[shared[batch, group + n, bound] for bound in range(4)] for n in range(count)]
     first, whole, whole_end, end = found[0]
     if count == 1:

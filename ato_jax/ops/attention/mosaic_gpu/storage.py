@@ -22,11 +22,15 @@ from ato_jax.ops.attention.spec import AttentionSpec
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 
 
-@functools.cache
 def consumer(config: Config) -> Role:
-    warpgroups = config.consumers + 1
-    dealt = warpgroups * (mosaic.REGISTERS // warpgroups // 8 * 8) - mosaic.MEMORY_REGISTERS
-    return Role("consumer", dealt // config.consumers // 8 * 8, config.consumers)
+    return consumers_of(config.consumers)
+
+
+@functools.cache
+def consumers_of(count: int) -> Role:
+    """So many warpgroups that multiply, beside the one that loads."""
+    dealt = (count + 1) * (mosaic.REGISTERS // (count + 1) // 8 * 8) - mosaic.MEMORY_REGISTERS
+    return Role("consumer", dealt // count // 8 * 8, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Walk:
         )
         if self.shared is None:
             return found
-        allowed = segments.ranges_of(self.config, self.shared, batch, first_row, rows)
+        allowed = segments.ranges_of(self.config.rows, self.shared, batch, first_row, rows)
         return visibility.intersection(found, allowed, blocks)
 
     def each_item(self, do: Any) -> tuple[Any, Any]:

@@ -83,6 +83,14 @@ def limits_of(spec: AttentionSpec, array: Any, batch: Any) -> Limits:
     return Limits(low, high, q_length, kv_length)
 
 
+def exchanged(spec: AttentionSpec, limits: Limits) -> Limits:
+    """The limits of i - j in the place of j - i: those by which a key sees queries."""
+    low = None if limits.high is None else -limits.high
+    high = None if limits.low is None else -limits.low
+    own = limits.kv_length if spec.kv_lengths else None
+    return Limits(low, high, own, spec.T if limits.q_length is None else limits.q_length)
+
+
 def cuts(spec: AttentionSpec, limits: Limits, keys: int) -> tuple[bool, bool]:
     """Whether pairs may be hidden in the last block of a tile, and in others."""
     bounded = limits.low is not None or limits.high is not None or spec.segments

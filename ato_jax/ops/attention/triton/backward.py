@@ -26,7 +26,14 @@ from jax.experimental import pallas as pl
 
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs, Residuals
+from ato_jax.ops.attention.spec import (
+    REST_UNITS,
+    AttentionSpec,
+    Inputs,
+    Outputs,
+    Residuals,
+    gradient_gain,
+)
 from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
@@ -56,7 +63,6 @@ from ato_jax.ops.attention.triton.weights import (
     Rows,
     correction_of,
     gain_spec,
-    gradient_gain,
     load_gain,
     norm_of,
     plain_delta,

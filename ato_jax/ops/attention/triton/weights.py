@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.attention.triton.common import (
     BIASED_UNIT,
     LOG2_E,
@@ -83,37 +82,6 @@ def scaled_weight(
         return exp2(in_log2(spec, raw - norm), fast_exp2)
     log2_unit = LOG2_E / BIASED_UNIT
     return exp2(multiply_add(raw - norm, log2_unit, jnp.float32(shift(spec))), fast_exp2)
-
-
-def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """[B, T, H, V] with 0 beyond the lengths, whatever the padding holds."""
-    if lengths is None:
-        return array
-    time = 1 if layout == "bthd" else 2
-    index = lax.broadcasted_iota(jnp.int32, array.shape, time)
-    return jnp.where(index < jnp.expand_dims(lengths, range(1, array.ndim)), array, 0)
-
-
-def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:
-    """In float16 a power of two per group, [B, G], with gain * |dp - delta| <= 1; else None."""
-    if spec.dtype != "float16":
-        return None
-    heads = 2 if spec.layout == "bthd" else 1
-
-    def largest(array: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        """[B, G], over all other axes."""
-        array = _without_padding(spec.layout, array, lengths)
-        shape = array.shape[:heads] + (spec.G, -1) + array.shape[heads + 1 :]
-        array = jnp.abs(array.reshape(shape)).astype(jnp.float32)
-        return jnp.max(array, axis=[a for a in range(array.ndim) if a not in (0, heads)])
-
-    # |dp| <= V max|do| max|v|, and out . do is a mean of dp.
-    bound = 2 * spec.V * largest(cotangents.out, inputs.q_lengths)
-    bound *= largest(inputs.v, inputs.kv_lengths) / (1 - spec.dropout_rate)
-    if spec.return_lse:
-        bound += largest(cotangents.lse, inputs.q_lengths)
-    _, exponent = jnp.frexp(bound)
-    return jnp.ldexp(jnp.float32(1), -exponent)
 
 
 def load_gain(gain_ref: Any | None) -> jax.Array | None:

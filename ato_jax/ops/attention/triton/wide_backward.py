@@ -33,7 +33,13 @@ from jax.experimental import pallas as pl
 
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, Residuals
+from ato_jax.ops.attention.spec import (
+    AttentionSpec,
+    Inputs,
+    Outputs,
+    Residuals,
+    gradient_gain,
+)
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
     dot,
@@ -49,7 +55,6 @@ from ato_jax.ops.attention.triton.common import (
 from ato_jax.ops.attention.triton.pairs import Options
 from ato_jax.ops.attention.triton.weights import (
     gain_spec,
-    gradient_gain,
     load_gain,
     shift,
     weight_gradient,

@@ -1,0 +1,348 @@
+"""The kernel of the backward pass: one algorithm for dk and dv, and, its sides exchanged, for dq.
+
+A block of warpgroups holds rows of one side, its own, and walks over the other side's:
+
+    s_rc   = x_r . x'_c,  dp_rc = y_r . y'_c       float32, [R, C] in registers
+    p_rc   = exp2(c s_rc - norm)                   norm = lse log2(e), of the query
+    ds_rc  = p_rc (dp_rc - delta)                  delta = out . dout - dlse, of the query
+    dx_r  += sum_c ds_rc x'_c                      float32, [R, D] in registers
+    dy_r  += sum_c p_rc y'_c                       float32, [R, V] in registers
+
+    symbol   shape             for dk and dv          for dq
+    x, y     [n, R, D], V      k, v                   q, dout
+    x', y'   [.., C, D], V     q, dout                k, v
+    dx, dy   [R, D], [R, V]    dk, dv                 dq, none
+    norm     [C] or [R]        of the others          of the own rows
+    delta    [C] or [R]        likewise
+
+So for dk and dv the pairs are transposed, keys by queries, as these sums need them: p and ds stay in
+registers, the first factors of their products.
+
+Warpgroups, and the barriers between them:
+
+    MEMORY (n)    loads x and y of a tile, and blocks of x' and y', the last one first
+      |  x_loaded, y_loaded   a tile's x, y
+      |  xs, ys: a block of x' (with norm), of y' (with delta) loaded
+      |                       consumed once the products that read it are done
+      v
+    CONSUMER (0 .. n - 1)   R own rows each
+      |  cleaned              rows of x' and y' beyond their end are 0: by all, for all
+
+A consumer's step:
+
+    issue s = x x'^T and dp = y y'^T, once x' and y' are there
+    s is known:    p = exp2(c s - norm)     under the product dp
+    dp is known:   ds = p (dp - delta);  round p and ds
+    issue dy += p y' and dx += ds x'
+    both are known:   let x' and y' go
+
+While one consumer computes p and ds, the tensor cores run another's products. Only the blocks that
+are cut (by causality, a window, or the end of the keys) hide pairs: in loops of their own around the
+one over whole blocks.
+
+A group's heads of queries are H / G walks, one after the other, into the same sums dk and dv.
+
+In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
+power of two that keeps it within 1; the sums lose both at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
+from ato_jax.ops.attention.mosaic_gpu import frame, visibility
+from ato_jax.ops.attention.mosaic_gpu.frame import Side
+from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
+    ROWS,
+    Pass,
+    Storage,
+    Walk,
+    roles_of,
+    storage_of,
+)
+from ato_jax.ops.attention.mosaic_gpu.schedule import Item
+from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
+from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
+
+# The power of two that float16's weights carry: half of its largest number, which leaves room for
+# weights that round above 1.
+WEIGHT_SHIFT = 15
+
+
+class Sums(NamedTuple):
+    """In parts of columns where the others' tiles are in parts; none where it is not made."""
+
+    dx: tuple[jax.Array, ...]
+    dy: tuple[jax.Array, ...]
+
+
+class Own(NamedTuple):
+    """A consumer's part of an item: `norm` and `delta` of its rows where these are queries."""
+
+    item: Item
+    number: Any
+    first_row: Any
+    norm: Any
+    delta: Any
+
+
+class At(NamedTuple):
+    """Where a step is: which block of the others, and the slots that it lies in."""
+
+    block: Any
+    x_slot: Any
+    y_slot: Any
+
+
+def run(of: Pass, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+    """dx, dy or both, from the arrays of `Walk` by name."""
+    wanted = [
+        (name, side, array)
+        for name, side, array, made in (
+            ("dx", of.own[0], arrays["x"], of.with_x),
+            ("dy", of.own[1], arrays["y"], of.with_y),
+        )
+        if made
+    ]
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        names = [*arrays, *(name for name, _, _ in wanted)]
+        return Walk(of, own, **dict(zip(names, refs, strict=True)))
+
+    consumer, _ = cast = roles_of(of)
+    program = mosaic.Program(
+        mosaic.Roles(cast), storage_of(of), ((MEMORY, memory), (consumer, consume)), bind
+    )
+    made = "_".join({"dx": "dk", "dy": "dv"}[name] for name, _, _ in wanted)
+    found = mosaic.launch(
+        f"attention_backward_{made if of.of_keys else 'dq'}_mosaic",
+        program,
+        of,
+        tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for _, _, array in wanted),
+        tuple(arrays.values()),
+        own_barriers=True,
+    )
+    return list(found)
+
+
+def memory(walk: Walk) -> None:
+    """Loads x and y of a tile, and the blocks of x' and y'."""
+    own, of, item = walk.own, walk.of, walk.item()
+    (own_x, own_y), (other_x, other_y) = of.own, of.other
+
+    def load_own(side: Side, ref: Any, tiles: Any, barrier: Any) -> None:
+        for number in range(of.consumers):
+            first = item.first_row + number * ROWS
+            side.load(ref, item.batch, item.head, first, ROWS, tiles.at[number], barrier)
+
+    def load_member(member: Any, _: None) -> None:
+        lax.fori_loop(0, item.steps, functools.partial(load_block, member), None)
+
+    def load_block(member: Any, step: Any, _: None) -> None:
+        now, head = member * item.steps + step, walk.other_head(item, member)
+        first = item.block(step) * of.others
+        rows = pl.ds(first, of.others)
+        slot, barrier = own.xs.slot(now), own.xs.produced
+        own.xs.acquire(now)
+        tile = own.other_x.at[slot]  # [C, D]
+        other_x.load(walk.other_x, item.batch, head, first, of.others, tile, barrier.at[slot])
+        if own.norm is not None:
+            source = walk.norm.at[item.batch, head, rows]  # [C]
+            plgpu.copy_gmem_to_smem(source, own.norm.at[slot], barrier.at[slot])
+        if own.ids is not None:
+            source = walk.other_ids.at[item.batch, rows]  # [C]
+            plgpu.copy_gmem_to_smem(source, own.ids.at[slot], barrier.at[slot])
+        slot, barrier = own.ys.slot(now), own.ys.produced
+        own.ys.acquire(now)
+        tile = own.other_y.at[slot]  # [C, V]
+        other_y.load(walk.other_y, item.batch, head, first, of.others, tile, barrier.at[slot])
+        if own.delta is not None:
+            source = walk.delta.at[item.batch, head, rows]  # [C]
+            plgpu.copy_gmem_to_smem(source, own.delta.at[slot], barrier.at[slot])
+
+    load_own(own_x, walk.x, own.x, own.x_loaded.barrier)  # [n, R, D]
+    if of.with_x:
+        load_own(own_y, walk.y, own.y, own.y_loaded.barrier)  # [n, R, V]
+    lax.fori_loop(0, of.members, load_member, None)
+    own.xs.drain(of.members * item.steps)
+    own.ys.drain(of.members * item.steps)
+
+
+def consume(walk: Walk) -> None:
+    """Makes R rows of dx and dy."""
+    of, item, number = walk.of, walk.item(), mosaic.group()
+    first_row = item.first_row + number * ROWS
+    norm = delta = None
+    if not of.of_keys:
+        at = item.batch, item.head, pl.ds(first_row, ROWS)
+        norm, delta = (
+            mosaic.load(ref.at[at], OF_ROWS, optimized=False) for ref in (walk.norm, walk.delta)
+        )  # [R]
+    mine = Own(item, number, first_row, norm, delta)
+    walk.own.x_loaded.wait()
+    if of.with_x:
+        walk.own.y_loaded.wait()
+    sums = Sums(
+        _zeros(of.other[0]) if of.with_x else (),
+        _zeros(of.other[1]) if of.with_y else (),
+    )
+    sums = lax.fori_loop(0, of.members, functools.partial(walk_once, walk, mine), sums)
+    finish(walk, mine, sums)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _zeros(side: Side) -> tuple[jax.Array, ...]:
+    return tuple(mosaic.zeros(ROWS, side.columns // side.parts) for _ in range(side.parts))
+
+
+def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
+    """All blocks of one head of the others: cut ones, whole ones, and cut ones."""
+    of, item = walk.of, mine.item
+    limits = walk.limits(item.batch)
+    cut_at_end = limits.high is not None or of.spec.segments or of.cleans or of.masks_the_end
+    cut_at_start = limits.low is not None or of.spec.segments
+    seen = walk.seen(item.batch, mine.first_row, ROWS)
+    until, behind = item.seen.end - seen.whole_end, item.seen.end - seen.whole
+    until, behind = (jnp.clip(bound, 0, item.steps) for bound in (until, behind))
+    until = until if cut_at_end else jnp.int32(0)
+    behind = behind if cut_at_start else item.steps
+
+    def step(is_cut: bool, number: Any, sums: Sums) -> Sums:
+        now = member * item.steps + number
+        at = At(item.block(number), walk.own.xs.slot(now), walk.own.ys.slot(now))
+        return one_step(walk, mine, is_cut, at, sums)
+
+    if cut_at_end:
+        sums = lax.fori_loop(0, until, functools.partial(step, True), sums)
+    sums = lax.fori_loop(until, behind, functools.partial(step, False), sums)
+    if cut_at_start:
+        sums = lax.fori_loop(behind, item.steps, functools.partial(step, True), sums)
+    return sums
+
+
+def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
+    of, own = walk.of, walk.own
+    own.xs.produced.wait(at.x_slot)
+    (own_x, own_y), (other_x, other_y) = of.own, of.other
+    xs = other_x.parts_of(own.other_x.at[at.x_slot])
+    ys = other_y.parts_of(own.other_y.at[at.y_slot])
+    if is_cut and of.cleans:
+        own.ys.produced.wait(at.y_slot)
+        clean(walk, mine, at, xs, ys)
+        await_ys: Any = lambda: None
+    else:
+        await_ys = functools.partial(own.ys.produced.wait, at.y_slot)
+    of_s = frame.products(own_x.parts_of(own.x.at[mine.number]), xs)
+    of_dp = frame.products(own_y.parts_of(own.y.at[mine.number]), ys)
+    start = mosaic.zeros(ROWS, of.others)
+    (p, slope), (dp,) = mosaic.multiply_under(
+        of_s,
+        (ROWS, of.others),
+        [(start, of_dp)],
+        functools.partial(weights, walk, mine, is_cut, at),
+        between=await_ys,
+    )
+    dtype = frame.dtype_of(of.spec)
+    ds = weights_gradient(walk, mine, at, p, slope, dp)
+    p, ds = mosaic.rounded(p, dtype), mosaic.rounded(ds, dtype)
+    found = mosaic.multiply(
+        *((total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=of.with_y)),
+        *((total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=of.with_x)),
+    )
+    own.xs.consumed.arrive(at.x_slot)
+    own.ys.consumed.arrive(at.y_slot)
+    return Sums(found[len(sums.dy) :], found[: len(sums.dy)])
+
+
+def clean(walk: Walk, mine: Own, at: At, xs: list[Any], ys: list[Any]) -> None:
+    """Sets x' and y' to 0 beyond their end, in blocks of 64 rows, each by one consumer: a weight of
+    0 does not cancel NaN."""
+    of = walk.of
+    here = walk.limits(mine.item.batch).kv_length - at.block * of.others
+    cleaned = walk.own.cleaned
+    assert cleaned is not None
+
+    def clean_block(block: int) -> None:
+        for part in (*xs, *ys):
+            rows = part.at[pl.ds(block * ROWS, ROWS)]  # [64, D or V]
+            mosaic.keep_rows(rows, here - block * ROWS)
+
+    @pl.when(here < of.others)
+    def _() -> None:
+        for block in range(of.others // ROWS):
+            pl.when(mine.number == block % of.consumers)(functools.partial(clean_block, block))
+        plgpu.commit_smem()
+        cleaned.arrive()
+        cleaned.wait()
+
+
+def weights(
+    walk: Walk, mine: Own, is_cut: bool, at: At, s: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """p, float32, and the softcap's slope."""
+    spec = walk.of.spec
+    slope = None
+    factor = spec.scale * LOG2_E
+    if is_cut:
+        s = hide(walk, mine, at, s)
+    norm = walk.own.norm
+    return jnp.exp2(s * factor - per_query(mine.norm, norm, at.x_slot, s)), slope
+
+
+def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
+    of, limits = walk.of, walk.limits(mine.item.batch)
+    end = limits.kv_length if of.masks_the_end else None
+    return visibility.hide(s, limits, mine.first_row, at.block * of.others, end, None)
+
+
+def per_query(of_rows: Any, vectors: Any, slot: Any, like: jax.Array) -> jax.Array:
+    """norm or delta at each pair, from own rows or from a slot of others."""
+    rows, columns = like.shape
+    if vectors is None:
+        return mosaic.in_columns(of_rows, columns)
+    return mosaic.in_rows(mosaic.load(vectors.at[slot], OF_COLUMNS), rows)
+
+
+def weights_gradient(
+    walk: Walk, mine: Own, at: At, p: jax.Array, slope: jax.Array | None, dp: jax.Array
+) -> jax.Array:
+    delta = per_query(mine.delta, walk.own.delta, at.y_slot, dp)
+    if walk.own.delta is not None:
+        plgpu.commit_smem()  # norm and delta were read, ahead of the load that overwrites them
+    ds = p * (dp - delta)
+    return ds if slope is None else ds * slope
+
+
+def finish(walk: Walk, mine: Own, sums: Sums) -> None:
+    """Stores dx and dy, in the places of x and y."""
+    of, own, item = walk.of, walk.own, mine.item
+    here = walk.limits(item.batch).q_length
+    here = None if here is None else here - mine.first_row
+    plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
+    for side, tiles, ref, totals, factor in (
+        (of.own[0], own.x, walk.dx, sums.dx, of.spec.scale),
+        (of.own[1], own.y, walk.dy, sums.dy, 1.0),
+    ):
+        if not totals:
+            continue
+        tile = tiles.at[mine.number]
+        for part, total in frame.alike(side.parts_of(tile), list(totals)):
+            part[...] = mosaic.kept(total * factor, here).astype(side.dtype)
+    plgpu.commit_smem()
+    for side, tiles, ref, totals in (
+        (of.own[0], own.x, walk.dx, sums.dx),
+        (of.own[1], own.y, walk.dy, sums.dy),
+    ):
+        if totals:
+            tile = tiles.at[mine.number]
+            side.store(tile, ref, item.batch, item.head, mine.first_row, ROWS)

@@ -1,0 +1,251 @@
+"""The backward kernels' passes, their roles and shared memory, and what their parts are called with
+(`gradient.py` has the mathematics)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
+from ato_jax.ops.attention.mosaic_gpu import frame, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
+from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
+from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
+from ato_jax.ops.attention.spec import AttentionSpec
+
+ROWS = mosaic.ROWS  # of a consumer
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One launch: whose gradients it makes, and its block sizes.
+
+    Attributes:
+      of_keys: whether the own rows are keys, and the others queries; else the sides are exchanged.
+      with_x, with_y: the sums that it makes: dk and dv, or dq alone.
+      consumers: warpgroups of 64 own rows each.
+      others: rows of a step.
+      x_stages, y_stages: slots of them.
+    """
+
+    spec: AttentionSpec
+    of_keys: bool
+    with_x: bool
+    with_y: bool
+    consumers: int
+    others: int
+    x_stages: int
+    y_stages: int
+
+    @property
+    def tile(self) -> int:
+        return self.consumers * ROWS
+
+    @property
+    def own(self) -> tuple[Side, Side]:
+        """x and y: keys and values, or queries and the cotangents of out."""
+        spec = self.spec
+        if self.of_keys:
+            return frame.keys(spec), frame.values(spec)
+        return frame.queries(spec), frame.outputs(spec)
+
+    @property
+    def other(self) -> tuple[Side, Side]:
+        return dataclasses.replace(self, of_keys=not self.of_keys).own
+
+    @property
+    def members(self) -> int:
+        """How many heads of the other side each own head goes through."""
+        return self.spec.H // self.spec.G if self.of_keys else 1
+
+    @property
+    def heads(self) -> int:
+        """Own heads of a batch entry."""
+        return self.spec.G if self.of_keys else self.spec.H
+
+    @property
+    def tiles(self) -> int:
+        return int(pl.cdiv(self.own[0].length, self.tile))
+
+    @property
+    def blocks(self) -> int:
+        return self.spec.B * self.heads * self.tiles
+
+    @property
+    def group(self) -> int:
+        """Own heads whose other rows fit the cache together."""
+        spec = self.spec
+        of_head = self.other[0].length * (spec.D + spec.V) * ITEM_BYTES
+        together = max(1, frame.CACHE_BYTES // (of_head * self.members))
+        return min(spec.B * self.heads, together * (1 if self.of_keys else spec.H // spec.G))
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        """Batch, head and first row of an item; tiles that see many others come first."""
+        head, tile = in_groups(number, self.spec.B * self.heads, self.tiles, self.group)
+        if self.spec.right is not None and not self.of_keys:
+            tile = self.tiles - 1 - tile
+        return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile
+
+    @property
+    def others_blocks(self) -> int:
+        return int(pl.cdiv(self.other[0].length, self.others))
+
+    @property
+    def cleans(self) -> bool:
+        """Whether others beyond their end may be anything, NaN too."""
+        return self.spec.q_lengths if self.of_keys else self.spec.kv_lengths
+
+    @property
+    def masks_the_end(self) -> bool:
+        """Whether others beyond their end have to be hidden. The weights of queries beyond it are 0
+        by themselves, since their norm is infinite."""
+        return not self.of_keys and (self.spec.kv_lengths or self.spec.S % self.others != 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
+        elements = self.tile * (spec.D + spec.V)
+        elements += self.others * (self.x_stages * spec.D + self.y_stages * spec.V)
+        of_rows = 4 * self.others * (self.x_stages + self.y_stages) if self.of_keys else 0
+        of_ids = 4 * self.others * self.x_stages if spec.segments else 0
+        return elements * size + of_rows + of_ids + frame.BARRIER_BYTES
+
+
+def dq_pass(spec: AttentionSpec, config: Config) -> Pass:
+    return Pass(
+        spec,
+        of_keys=False,
+        with_x=True,
+        with_y=False,
+        consumers=config.dq_consumers,
+        others=config.dq_keys,
+        x_stages=config.dq_stages,
+        y_stages=config.dq_stages,
+    )
+
+
+def dkv_passes(spec: AttentionSpec, config: Config) -> list[Pass]:
+    """One for dk and dv."""
+    both = Pass(
+        spec,
+        of_keys=True,
+        with_x=True,
+        with_y=True,
+        consumers=config.dkv_consumers,
+        others=config.dkv_queries,
+        x_stages=config.dkv_stages,
+        y_stages=config.dkv_stages,
+    )
+    return [both]
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    x: Array  # [n, R, D], dx behind it
+    y: Array  # [n, R, V], dy behind it
+    other_x: Array  # [x stages, C, D]
+    other_y: Array  # [y stages, C, V]
+    norm: Array  # [x stages, C] float32, with other_x, where the others are queries
+    delta: Array  # [y stages, C] float32, with other_y, likewise
+    ids: Array  # [x stages, C] int32, segments of the others, with other_x
+    x_loaded: Signal
+    y_loaded: Signal
+    xs: Ring
+    ys: Ring
+    cleaned: Signal | None
+
+
+def storage_of(of: Pass) -> Storage:
+    (own_x, own_y), (other_x, other_y) = of.own, of.other
+    x = Buffer(own_x.tiles(of.consumers, ROWS), copies=of.consumers * own_x.parts)
+    y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
+    xs = Buffer(other_x.tiles(of.x_stages, of.others), copies=other_x.parts)
+    ys = Buffer(other_y.tiles(of.y_stages, of.others), copies=other_y.parts)
+    norm = delta = ids = None
+    if of.of_keys:
+        norm = Buffer(plgpu.SMEM((of.x_stages, of.others), F32))
+        delta = Buffer(plgpu.SMEM((of.y_stages, of.others), F32)) if of.with_x else None
+    if of.spec.segments:
+        ids = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
+    readers = (consumers_of(of.consumers),)
+    return Storage(
+        x=x,
+        y=y,
+        other_x=xs,
+        other_y=ys,
+        norm=norm,
+        delta=delta,
+        ids=ids,
+        x_loaded=Signal((x,)),
+        y_loaded=Signal((y,)),
+        xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
+        ys=Ring.of(of.y_stages, (ys, delta), readers),
+        cleaned=Signal(readers) if of.cleans else None,
+    )
+
+
+def roles_of(of: Pass) -> tuple[Role, Role]:
+    return consumers_of(of.consumers), MEMORY
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: its pass, its arrays in global memory, and its storage."""
+
+    of: Pass
+    own: Storage
+    x: Any
+    y: Any
+    other_x: Any
+    other_y: Any
+    norm: Any  # [B, H, T up to whole tiles]
+    delta: Any
+    dx: Any = None
+    dy: Any = None
+    gain: Any = None  # [B, G]
+    bounds: Any = None
+    own_ids: Any = None
+    other_ids: Any = None
+    shared: Any = None
+
+    def limits(self, batch: Any) -> visibility.Limits:
+        """As own rows see others."""
+        spec = self.of.spec
+        found = visibility.limits_of(spec, self.bounds, batch)
+        return visibility.exchanged(spec, found) if self.of.of_keys else found
+
+    def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
+        """The blocks of others that so many own rows see."""
+        blocks = self.of.others_blocks
+        found = visibility.ranges(self.limits(batch), first_row, rows, self.of.others, blocks)
+        if self.shared is None:
+            return found
+        allowed = segments.ranges_of(ROWS, self.shared, batch, first_row, rows)
+        return visibility.intersection(found, allowed, blocks)
+
+    def item(self) -> Item:
+        """What this block works on. Its steps are those of one head of the others."""
+        batch, head, first_row = self.of.place(lax.axis_index("block"))
+        nothing = jnp.int32(0)
+        return Item(
+            nothing, batch, head, first_row, self.seen(batch, first_row, self.of.tile), nothing
+        )
+
+    def other_head(self, item: Item, member: Any) -> Any:
+        share = self.of.spec.H // self.of.spec.G
+        if self.of.of_keys:
+            return item.head * share + member
+        return lax.div(item.head, jnp.int32(share))
+
+    def gain_of(self, item: Item) -> Any:
+        if self.gain is None:
+            return None
+        share = self.of.spec.H // self.of.spec.G
+        head = item.head if self.of.of_keys else lax.div(item.head, jnp.int32(share))
+        return self.gain[item.batch, head]
