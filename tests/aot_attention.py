@@ -38,9 +38,21 @@ class Call:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     arrays: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gradients: bool = False
 
 
 def compile_call(call: Call) -> Compiled:
+    (found,) = compile_all(call)
+    return found
+
+
+def compile_gradients(call: Call) -> list[Compiled]:
+    """The kernels of the backward pass."""
+    found = compile_all(dataclasses.replace(call, gradients=True))
+    return [one for one in found if one.name.startswith("attention_backward")]
+
+
+def compile_all(call: Call) -> list[Compiled]:
     told = json.dumps(dataclasses.asdict(call))
     command = [sys.executable, "-m", "tests.aot_attention", IN_THIS_PROCESS, told]
     done = subprocess.run(
@@ -54,8 +66,7 @@ def compile_call(call: Call) -> Compiled:
     )
     if done.returncode:
         raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
-    (found,) = compiled_kernels(done.stdout)
-    return found
+    return compiled_kernels(done.stdout)
 
 
 def main(call: Call) -> None:
@@ -91,13 +102,18 @@ def main(call: Call) -> None:
             q, k, v, implementation="mosaic_gpu", **call.options, **arrays
         )
 
+    def with_gradients(q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+        outputs, pull = jax.vjp(lambda *qkv: forward(*qkv, arrays), q, k, v)
+        return pull(outputs)
+
     q, k = array(of_queries, call.dtype), array(of_keys, call.dtype)
     arrays = {name: array(*of) for name, of in call.arrays.items()}
     kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
     ):
-        traced = jax.jit(forward, in_shardings=sharding, out_shardings=sharding).trace(
+        function = with_gradients if call.gradients else forward
+        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(
             q, k, k, arrays
         )
         lowered = traced.lower(lowering_platforms=("cuda",))
@@ -109,7 +125,7 @@ def run(*arguments: str) -> None:
     if here == [IN_THIS_PROCESS]:
         main(Call(**json.loads(call)))
     else:
-        print(compile_call(Call(**json.loads(call))))
+        print(*compile_all(Call(**json.loads(call))), sep="\n")
 
 
 if __name__ == "__main__":

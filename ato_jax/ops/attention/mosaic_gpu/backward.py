@@ -2,8 +2,9 @@
 
     norm_i  = log2(e) lse_i            plus infinity for a query that sees nothing
     delta_i = out_i . dout_i - dlse_i
+    dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
-XLA computes both, in one pass over out and dout. With these
+XLA computes these, in one pass over out and dout. Then
 
     dv_j = sum_i p_ij dout_i
     dk_j = scale sum_i p_ij (dp_ij - delta_i) q_i
@@ -21,42 +22,60 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.mosaic import F32
-from ato_jax.ops.attention.mosaic_gpu import gradient, visibility
+from ato_jax.ops.attention.mosaic_gpu import gradient, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.mosaic_gpu.gradient_storage import Pass, dkv_passes, dq_pass
+from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, dkv_passes, dq_pass
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
-from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs, Residuals
+from ato_jax.ops.attention.spec import (
+    REST_UNITS,
+    AttentionSpec,
+    Inputs,
+    Outputs,
+    Residuals,
+    gradient_gain,
+)
 
 
 def backward(
     spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     inputs = residuals.inputs
-    norm, delta = rows_of(spec, config, residuals, cotangents)
+    gain = gradient_gain(spec, inputs, cotangents)
+    lse, delta = of_queries(spec, residuals, cotangents)
+    norm = padded(spec, config, lse * LOG2_E - gradient.shift(spec), jnp.inf)
+    of_gain = delta if gain is None else delta * _by_head(spec, gain)
+    rows = {"norm": norm, "delta": padded(spec, config, of_gain, 0)}
+    if gain is not None:
+        rows["gain"] = gain
     found: dict[str, jax.Array] = {}
     for of in (dq_pass(spec, config), *dkv_passes(spec, config)):
-        names = ("k", "v") if of.of_keys else ("q",)
-        results = gradient.run(of, arrays_of(of, inputs, cotangents.out, norm, delta))
-        found |= dict(zip(names, results, strict=True))
+        results = gradient.run(of, arrays_of(of, inputs, cotangents.out) | rows)
+        found |= dict(zip(of.names, results, strict=True))
+    if inputs.sinks is not None:
+        shares = jnp.exp(jnp.minimum(inputs.sinks[:, None] - lse, 0))
+        found["sinks"] = -jnp.sum(shares * delta, axis=(0, 2))
     return Inputs(**found)
 
 
-def arrays_of(
-    of: Pass, inputs: Inputs, dout: jax.Array, norm: jax.Array, delta: jax.Array
-) -> dict[str, jax.Array]:
-    """The kernel's arrays, by the names of `gradient_storage.Walk`."""
-    sides = (inputs.q, dout), (inputs.k, inputs.v)
-    (x, y), (other_x, other_y) = reversed(sides) if of.of_keys else sides
-    given = dict(x=x, y=y, other_x=other_x, other_y=other_y, norm=norm, delta=delta)
+def arrays_of(of: Pass, inputs: Inputs, dout: jax.Array) -> dict[str, jax.Array]:
+    """The kernel's arrays, by the names of `gradient_storage.Walk`, but for the rows of queries."""
+    sides = (inputs.q, dout, inputs.q_segments), (inputs.k, inputs.v, inputs.kv_segments)
+    (x, y, own_ids), (other_x, other_y, other_ids) = reversed(sides) if of.of_keys else sides
+    given = dict(x=x, y=y, other_x=other_x, other_y=other_y)
     if (bounds := visibility.limits_array(of.spec, inputs)) is not None:
         given["bounds"] = bounds
+    if own_ids is not None and other_ids is not None:
+        own_ids = segments.padded(own_ids, of.tiles * of.tile)
+        other_ids = segments.padded(other_ids, of.other_blocks * of.others)
+        shared = segments.shared(own_ids, ROWS, other_ids, of.others)
+        given |= dict(own_ids=own_ids, other_ids=other_ids, shared=shared)
     return given
 
 
-def rows_of(
-    spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+def of_queries(
+    spec: AttentionSpec, residuals: Residuals, cotangents: Outputs
 ) -> tuple[jax.Array, jax.Array]:
-    """norm and delta, [B, H, T up to whole tiles] float32."""
+    """lse, plus infinity for a query that sees nothing, and delta, [B, H, T] float32."""
     out, lse, rest = residuals.outputs
     exact = out.astype(F32)
     if rest is not None:
@@ -66,15 +85,21 @@ def rows_of(
         delta -= cotangents.lse
     if spec.layout == "bthd":
         lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
-    sees = lse > -jnp.inf
     lengths = residuals.inputs.q_lengths
     if lengths is not None:
         exists = lax.broadcasted_iota(jnp.int32, lse.shape, 2) < lengths[:, None, None]
-        sees, delta = sees & exists, jnp.where(exists, delta, 0)
-    norm = jnp.where(sees, lse * LOG2_E, jnp.inf)
-    whole = max(
-        int(pl.cdiv(spec.T, rows)) * rows
-        for rows in (dq_pass(spec, config).tile, *(of.others for of in dkv_passes(spec, config)))
-    )
+        lse, delta = jnp.where(exists, lse, jnp.inf), jnp.where(exists, delta, 0)
+    return jnp.where(lse > -jnp.inf, lse, jnp.inf), delta
+
+
+def padded(spec: AttentionSpec, config: Config, rows: jax.Array, value: float) -> jax.Array:
+    """[B, H, T up to a whole tile of each kernel]"""
+    sizes = dq_pass(spec, config).tile, *(of.others for of in dkv_passes(spec, config))
+    whole = max(int(pl.cdiv(spec.T, size)) * size for size in sizes)
     beyond = ((0, 0), (0, 0), (0, whole - spec.T))
-    return jnp.pad(norm, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond)
+    return jnp.pad(rows, beyond, constant_values=value)
+
+
+def _by_head(spec: AttentionSpec, gain: jax.Array) -> jax.Array:
+    """[B, G] -> [B, H, 1]"""
+    return jnp.repeat(gain, spec.H // spec.G, axis=1)[..., None]

@@ -73,10 +73,15 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
+from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
 
 # The power of two that float16's weights carry: half of its largest number, which leaves room for
 # weights that round above 1.
 WEIGHT_SHIFT = 15
+
+
+def shift(spec: AttentionSpec) -> int:
+    return WEIGHT_SHIFT if spec.dtype == "float16" else 0
 
 
 class Sums(NamedTuple):
@@ -106,29 +111,22 @@ class At(NamedTuple):
 
 def run(of: Pass, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     """dx, dy or both, from the arrays of `Walk` by name."""
-    wanted = [
-        (name, side, array)
-        for name, side, array, made in (
-            ("dx", of.own[0], arrays["x"], of.with_x),
-            ("dy", of.own[1], arrays["y"], of.with_y),
-        )
-        if made
-    ]
+    made = {"dx": of.with_x, "dy": of.with_y}
+    wanted = [name for name, makes in made.items() if makes]
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        names = [*arrays, *(name for name, _, _ in wanted)]
-        return Walk(of, own, **dict(zip(names, refs, strict=True)))
+        return Walk(of, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
 
     consumer, _ = cast = roles_of(of)
-    program = mosaic.Program(
-        mosaic.Roles(cast), storage_of(of), ((MEMORY, memory), (consumer, consume)), bind
-    )
-    made = "_".join({"dx": "dk", "dy": "dv"}[name] for name, _, _ in wanted)
+    parts = (MEMORY, memory), (consumer, consume)
     found = mosaic.launch(
-        f"attention_backward_{made if of.of_keys else 'dq'}_mosaic",
-        program,
+        f"attention_backward_{'_'.join(f"d{name}" for name in of.names)}_mosaic",
+        mosaic.Program(mosaic.Roles(cast), storage_of(of), parts, bind),
         of,
-        tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for _, _, array in wanted),
+        tuple(
+            jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for array in (arrays[name.removeprefix("d")] for name in wanted)
+        ),
         tuple(arrays.values()),
         own_barriers=True,
     )
@@ -254,6 +252,8 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     )
     dtype = frame.dtype_of(of.spec)
     ds = weights_gradient(walk, mine, at, p, slope, dp)
+    if own.norm is not None or own.ids is not None:
+        plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
     p, ds = mosaic.rounded(p, dtype), mosaic.rounded(ds, dtype)
     found = mosaic.multiply(
         *((total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=of.with_y)),
@@ -290,19 +290,32 @@ def weights(
     walk: Walk, mine: Own, is_cut: bool, at: At, s: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """p, float32, and the softcap's slope."""
-    spec = walk.of.spec
-    slope = None
-    factor = spec.scale * LOG2_E
+    spec, slope = walk.of.spec, None
+    if spec.softcap is not None:
+        s, slope = capped(s * (spec.scale / spec.softcap))
     if is_cut:
         s = hide(walk, mine, at, s)
-    norm = walk.own.norm
-    return jnp.exp2(s * factor - per_query(mine.norm, norm, at.x_slot, s)), slope
+    factor = (spec.softcap or spec.scale) * LOG2_E
+    return jnp.exp2(s * factor - per_query(mine.norm, walk.own.norm, at.x_slot, s)), slope
+
+
+def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """tanh and its slope: with e = exp(-2 |x|) and u = 2 e / (1 + e), tanh |x| = 1 - u, and the
+    slope is u (2 - u), which cancels no digits where tanh is close to 1."""
+    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
+    u = jnp.where(e > SMALLEST_SLOPE / 4, 2 * e / (1 + e), 0.0)
+    return jnp.where(x < 0, u - 1, 1 - u), u * (2 - u)
 
 
 def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
-    of, limits = walk.of, walk.limits(mine.item.batch)
+    of, own, limits = walk.of, walk.own, walk.limits(mine.item.batch)
     end = limits.kv_length if of.masks_the_end else None
-    return visibility.hide(s, limits, mine.first_row, at.block * of.others, end, None)
+    ids = None
+    if own.ids is not None:
+        rows = walk.own_ids.at[mine.item.batch, pl.ds(mine.first_row, ROWS)]
+        of_others = mosaic.load(own.ids.at[at.x_slot], OF_COLUMNS)
+        ids = mosaic.load(rows, OF_ROWS, optimized=False), of_others  # [R], [C]
+    return visibility.hide(s, limits, mine.first_row, at.block * of.others, end, ids)
 
 
 def per_query(of_rows: Any, vectors: Any, slot: Any, like: jax.Array) -> jax.Array:
@@ -316,10 +329,10 @@ def per_query(of_rows: Any, vectors: Any, slot: Any, like: jax.Array) -> jax.Arr
 def weights_gradient(
     walk: Walk, mine: Own, at: At, p: jax.Array, slope: jax.Array | None, dp: jax.Array
 ) -> jax.Array:
+    """ds, float32."""
     delta = per_query(mine.delta, walk.own.delta, at.y_slot, dp)
-    if walk.own.delta is not None:
-        plgpu.commit_smem()  # norm and delta were read, ahead of the load that overwrites them
-    ds = p * (dp - delta)
+    gain = walk.gain_of(mine.item)
+    ds = p * ((dp if gain is None else dp * gain) - delta)
     return ds if slope is None else ds * slope
 
 
@@ -328,10 +341,12 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     of, own, item = walk.of, walk.own, mine.item
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
+    unit, gain = 2.0 ** -shift(of.spec), walk.gain_of(item)
+    of_x: Any = of.spec.scale * unit if gain is None else of.spec.scale * unit / gain
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
-    for side, tiles, ref, totals, factor in (
-        (of.own[0], own.x, walk.dx, sums.dx, of.spec.scale),
-        (of.own[1], own.y, walk.dy, sums.dy, 1.0),
+    for side, tiles, totals, factor in (
+        (of.own[0], own.x, sums.dx, of_x),
+        (of.own[1], own.y, sums.dy, unit),
     ):
         if not totals:
             continue

@@ -60,6 +60,13 @@ class Pass:
         return dataclasses.replace(self, of_keys=not self.of_keys).own
 
     @property
+    def names(self) -> list[str]:
+        """Of the inputs whose gradients it makes."""
+        names = ("k", "v") if self.of_keys else ("q", "out")
+        made = (self.with_x, self.with_y)
+        return [name for name, makes in zip(names, made, strict=True) if makes]
+
+    @property
     def members(self) -> int:
         """How many heads of the other side each own head goes through."""
         return self.spec.H // self.spec.G if self.of_keys else 1
@@ -93,7 +100,7 @@ class Pass:
         return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile
 
     @property
-    def others_blocks(self) -> int:
+    def other_blocks(self) -> int:
         return int(pl.cdiv(self.other[0].length, self.others))
 
     @property
@@ -222,7 +229,7 @@ class Walk:
 
     def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
         """The blocks of others that so many own rows see."""
-        blocks = self.of.others_blocks
+        blocks = self.of.other_blocks
         found = visibility.ranges(self.limits(batch), first_row, rows, self.of.others, blocks)
         if self.shared is None:
             return found
