@@ -18,6 +18,7 @@ from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
+from ato_jax.ops.attention.mosaic_gpu.gradient_storage import passes
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 
 HOPPER = (9, 0)
@@ -58,10 +59,21 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
         return f"needs a positive scale, got {spec.scale}"
     if spec.dropout_rate > 0:
         return "does not support dropout"
+    config = default_config(spec, device.of_call(()))
+    if phase == "backward":
+        return _no_gradients(spec, config)
     if lacking := pairs.unsupported(spec):
         return lacking
-    if not _fits(spec, default_config(spec, device.of_call(()))):
+    if not _fits(spec, config):
         return f"has no room in shared memory for D={spec.D}, V={spec.V} with a bias or a mask"
+    return None
+
+
+def _no_gradients(spec: AttentionSpec, config: Config) -> str | None:
+    if spec.bias is not None or spec.mask is not None:
+        return "has no gradients with a bias or a mask yet"
+    if not all(of.fits for of in passes(spec, config)):
+        return f"has no room in shared memory for the gradients of D={spec.D}, V={spec.V}"
     return None
 
 
@@ -79,6 +91,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
         keys=64 if widest > 128 or two_planes else 128,
         stages=2,
         multiprocessors=device.multiprocessors,
+        dq_keys=64 if widest > 128 else 128,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 

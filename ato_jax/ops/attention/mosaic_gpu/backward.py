@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from ato_jax.mosaic import F32
 from ato_jax.ops.attention.mosaic_gpu import gradient, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, dkv_passes, dq_pass
+from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
 from ato_jax.ops.attention.spec import (
     REST_UNITS,
@@ -48,7 +48,7 @@ def backward(
     if gain is not None:
         rows["gain"] = gain
     found: dict[str, jax.Array] = {}
-    for of in (dq_pass(spec, config), *dkv_passes(spec, config)):
+    for of in passes(spec, config):
         results = gradient.run(of, arrays_of(of, inputs, cotangents.out) | rows)
         found |= dict(zip(of.names, results, strict=True))
     if inputs.sinks is not None:
@@ -94,7 +94,7 @@ def of_queries(
 
 def padded(spec: AttentionSpec, config: Config, rows: jax.Array, value: float) -> jax.Array:
     """[B, H, T up to a whole tile of each kernel]"""
-    sizes = dq_pass(spec, config).tile, *(of.others for of in dkv_passes(spec, config))
+    sizes = [of.others if of.of_keys else of.tile for of in passes(spec, config)]
     whole = max(int(pl.cdiv(spec.T, size)) * size for size in sizes)
     beyond = ((0, 0), (0, 0), (0, whole - spec.T))
     return jnp.pad(rows, beyond, constant_values=value)

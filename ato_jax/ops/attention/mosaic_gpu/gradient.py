@@ -49,7 +49,7 @@ power of two that keeps it within 1; the sums lose both at the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -231,37 +231,59 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
 def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     of, own = walk.of, walk.own
     own.xs.produced.wait(at.x_slot)
-    (own_x, own_y), (other_x, other_y) = of.own, of.other
+    other_x, other_y = of.other
     xs = other_x.parts_of(own.other_x.at[at.x_slot])
     ys = other_y.parts_of(own.other_y.at[at.y_slot])
+    await_ys: Callable[[], None] = functools.partial(own.ys.produced.wait, at.y_slot)
     if is_cut and of.cleans:
-        own.ys.produced.wait(at.y_slot)
+        await_ys()
         clean(walk, mine, at, xs, ys)
-        await_ys: Any = lambda: None
-    else:
-        await_ys = functools.partial(own.ys.produced.wait, at.y_slot)
-    of_s = frame.products(own_x.parts_of(own.x.at[mine.number]), xs)
-    of_dp = frame.products(own_y.parts_of(own.y.at[mine.number]), ys)
-    start = mosaic.zeros(ROWS, of.others)
-    (p, slope), (dp,) = mosaic.multiply_under(
-        of_s,
-        (ROWS, of.others),
-        [(start, of_dp)],
-        functools.partial(weights, walk, mine, is_cut, at),
-        between=await_ys,
-    )
-    dtype = frame.dtype_of(of.spec)
-    ds = weights_gradient(walk, mine, at, p, slope, dp)
+        await_ys = _nothing
+    p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys, await_ys)
+    dtype, of_dx, of_dy = frame.dtype_of(of.spec), [], []
+    if of.with_x:
+        ds = mosaic.rounded(weights_gradient(walk, mine, at, p, slope, dp), dtype)
+        of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
-    p, ds = mosaic.rounded(p, dtype), mosaic.rounded(ds, dtype)
-    found = mosaic.multiply(
-        *((total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=of.with_y)),
-        *((total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=of.with_x)),
-    )
+    if of.with_y:
+        p = mosaic.rounded(p, dtype)
+        of_dy = [(total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=True)]
+    found = mosaic.multiply(*of_dy, *of_dx)
     own.xs.consumed.arrive(at.x_slot)
     own.ys.consumed.arrive(at.y_slot)
-    return Sums(found[len(sums.dy) :], found[: len(sums.dy)])
+    return Sums(found[len(of_dy) :], found[: len(of_dy)])
+
+
+def pairs_of(
+    walk: Walk,
+    mine: Own,
+    is_cut: bool,
+    at: At,
+    xs: list[Any],
+    ys: list[Any],
+    await_ys: Callable[[], None],
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """p, the softcap's slope, and dp, where dx is made."""
+    of = walk.of
+    x, y = (
+        side.parts_of(tiles.at[mine.number])
+        for side, tiles in zip(of.own, (walk.own.x, walk.own.y), strict=True)
+    )
+    start = mosaic.zeros(ROWS, of.others)
+    known = functools.partial(weights, walk, mine, is_cut, at)
+    of_s = frame.products(x, xs)
+    if not of.with_x:
+        (s,) = mosaic.multiply((start, of_s), meanwhile=await_ys)
+        return *known(s), None
+    of_dp = [(start, frame.products(y, ys))]
+    (p, slope), (dp,) = mosaic.multiply_under(
+        of_s, (ROWS, of.others), of_dp, known, between=await_ys
+    )
+    return p, slope, dp
+
+
+def _nothing() -> None: ...
 
 
 def clean(walk: Walk, mine: Own, at: At, xs: list[Any], ys: list[Any]) -> None:

@@ -20,6 +20,9 @@ from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
 from ato_jax.ops.attention.spec import AttentionSpec
 
 ROWS = mosaic.ROWS  # of a consumer
+# Of dk and dv together: half as many registers of each thread hold the sums, beside those for p and
+# dp.
+MOST_COLUMNS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,19 @@ class Pass:
         by themselves, since their norm is infinite."""
         return not self.of_keys and (self.spec.kv_lengths or self.spec.S % self.others != 0)
 
+    def fitted(self) -> Pass:
+        """With fewer slots, where shared memory has no room for so many: first of the factor that
+        is let go of early."""
+        found = self
+        for name in ("y_stages", "x_stages") if self.with_x else ("x_stages", "y_stages"):
+            while not found.fits and getattr(found, name) > 1:
+                found = dataclasses.replace(found, **{name: getattr(found, name) - 1})
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes <= frame.MOST_BYTES
+
     @property
     def shared_bytes(self) -> int:
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
@@ -125,6 +141,7 @@ class Pass:
 
 
 def dq_pass(spec: AttentionSpec, config: Config) -> Pass:
+    stages = config.dq_stages
     return Pass(
         spec,
         of_keys=False,
@@ -132,13 +149,15 @@ def dq_pass(spec: AttentionSpec, config: Config) -> Pass:
         with_y=False,
         consumers=config.dq_consumers,
         others=config.dq_keys,
-        x_stages=config.dq_stages,
-        y_stages=config.dq_stages,
-    )
+        x_stages=stages,
+        y_stages=stages,
+    ).fitted()
 
 
 def dkv_passes(spec: AttentionSpec, config: Config) -> list[Pass]:
-    """One for dk and dv."""
+    """One for dk and dv, or one for each where a consumer's registers do not hold both sums. Then
+    s is made twice: one product more than the seven of all gradients."""
+    stages = config.dkv_stages
     both = Pass(
         spec,
         of_keys=True,
@@ -146,10 +165,19 @@ def dkv_passes(spec: AttentionSpec, config: Config) -> list[Pass]:
         with_y=True,
         consumers=config.dkv_consumers,
         others=config.dkv_queries,
-        x_stages=config.dkv_stages,
-        y_stages=config.dkv_stages,
+        x_stages=stages,
+        y_stages=stages,
     )
-    return [both]
+    if spec.D + spec.V <= MOST_COLUMNS:
+        return [both.fitted()]
+    apart = (True, False), (False, True)
+    return [
+        dataclasses.replace(both, with_x=with_x, with_y=with_y).fitted() for with_x, with_y in apart
+    ]
+
+
+def passes(spec: AttentionSpec, config: Config) -> list[Pass]:
+    return [dq_pass(spec, config), *dkv_passes(spec, config)]
 
 
 @dataclasses.dataclass(frozen=True)
