@@ -85,13 +85,15 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
 def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     widest = max(spec.D, spec.V)
     two_planes = spec.bias is not None and spec.mask is not None
+    # With pairs to hide in several loops 128 keys of a step spill 140 to 300 bytes at D = 128.
+    hides = spec.left is not None or spec.segments or spec.q_lengths or spec.kv_lengths
     config = Config(
         consumers=3 if widest <= 64 else 2,
         rows=64,
         keys=64 if widest > 128 or two_planes else 128,
         stages=2,
         multiprocessors=device.multiprocessors,
-        dq_keys=64 if widest > 128 else 128,
+        dq_keys=64 if widest > 128 or widest > 64 and hides else 128,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 
@@ -104,7 +106,7 @@ def beats_later_backends(
     # 949. Fewer queries or keys are not measured, and no card has run values of another width.
     # Behind it Triton's backward pass would take out . dout of out as it was rounded: where one key
     # has nearly all of a query's weight, rows of dq are off by 5e-2. Triton's own forward keeps
-    # `Outputs.rest` for it.
+    # `Outputs.rest` for it. This module's own backward pass has run on no card yet.
     if backward_follows:
         return False
     planes = [full for full in (spec.bias, spec.mask) if full is not None]

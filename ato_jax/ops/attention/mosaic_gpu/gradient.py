@@ -15,8 +15,8 @@ A block of warpgroups holds rows of one side, its own, and walks over the other 
     norm     [C] or [R]        of the others          of the own rows
     delta    [C] or [R]        likewise
 
-So for dk and dv the pairs are transposed, keys by queries, as these sums need them: p and ds stay in
-registers, the first factors of their products.
+So for dk and dv the pairs are transposed, keys by queries, as these sums need them: p and ds stay
+in registers, the first factors of their products.
 
 Warpgroups, and the barriers between them:
 
@@ -37,8 +37,8 @@ A consumer's step:
     both are known:   let x' and y' go
 
 While one consumer computes p and ds, the tensor cores run another's products. Only the blocks that
-are cut (by causality, a window, or the end of the keys) hide pairs: in loops of their own around the
-one over whole blocks.
+are cut (by causality, a window, or the end of the keys) hide pairs: in loops of their own around
+the one over whole blocks.
 
 A group's heads of queries are H / G walks, one after the other, into the same sums dk and dv.
 
@@ -120,7 +120,7 @@ def run(of: Pass, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     consumer, _ = cast = roles_of(of)
     parts = (MEMORY, memory), (consumer, consume)
     found = mosaic.launch(
-        f"attention_backward_{'_'.join(f"d{name}" for name in of.names)}_mosaic",
+        "_".join(("attention_backward", *(f"d{name}" for name in of.names), "mosaic")),
         mosaic.Program(mosaic.Roles(cast), storage_of(of), parts, bind),
         of,
         tuple(

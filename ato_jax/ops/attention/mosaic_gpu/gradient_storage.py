@@ -23,6 +23,8 @@ ROWS = mosaic.ROWS  # of a consumer
 # Of dk and dv together: half as many registers of each thread hold the sums, beside those for p and
 # dp.
 MOST_COLUMNS = 256
+# Mosaic GPU lays each buffer at a multiple of so many bytes, and all barriers take fewer.
+ALIGNMENT = BARRIER_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +134,14 @@ class Pass:
 
     @property
     def shared_bytes(self) -> int:
+        """Of all buffers, each up to a whole kilobyte, and of the barriers."""
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
-        elements = self.tile * (spec.D + spec.V)
-        elements += self.others * (self.x_stages * spec.D + self.y_stages * spec.V)
-        of_rows = 4 * self.others * (self.x_stages + self.y_stages) if self.of_keys else 0
-        of_ids = 4 * self.others * self.x_stages if spec.segments else 0
-        return elements * size + of_rows + of_ids + frame.BARRIER_BYTES
+        elements = [self.tile * width for width in (spec.D, spec.V)]
+        elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
+        of_rows = [self.others * self.x_stages] * (self.of_keys + spec.segments)
+        of_rows += [self.others * self.y_stages] * (self.of_keys and self.with_x)
+        buffers = [count * size for count in elements] + [count * 4 for count in of_rows]
+        return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in buffers) + BARRIER_BYTES
 
 
 def dq_pass(spec: AttentionSpec, config: Config) -> Pass:

@@ -42,7 +42,8 @@ def arrays_of(spec: AttentionSpec, config: Config, inputs: Inputs) -> dict[str, 
         return {}
     q_ids = padded(inputs.q_segments, frame.whole_tiles(spec, config))
     k_ids = padded(inputs.kv_segments, int(pl.cdiv(spec.S, config.keys)) * config.keys)
-    return {"q_ids": q_ids, "k_ids": k_ids, "shared": shared(q_ids, config.rows, k_ids, config.keys)}
+    ranges = shared(q_ids, config.rows, k_ids, config.keys)
+    return {"q_ids": q_ids, "k_ids": k_ids, "shared": ranges}
 
 
 def shared(own_ids: jax.Array, rows: int, other_ids: jax.Array, others: int) -> jax.Array:

@@ -1,0 +1,162 @@
+"""The gradients of softmax attention by Mosaic GPU: interpreted beside the float64 reference,
+compiled for a Hopper card without one, and their schedule."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax import dispatch
+from ato_jax.ops.attention import api, mosaic_gpu
+from ato_jax.ops.attention.mosaic_gpu import gradient_storage, visibility
+from tests import aot_attention, numerics
+from tests.aot_mosaic import requires_plugin
+from tests.test_attention_mosaic import H200, draw, newest, no_races, spec_of, with_nan
+
+__all__ = ["no_races"]  # for every test of this module
+
+
+def gradients(arrays: list[Any], config: dict[str, Any] | None = None, **options: Any) -> None:
+    """Compares them with the reference's."""
+    wanted = numerics.oracle("attention", *arrays, **options)
+    assert mosaic_gpu.unsupported(wanted.request.spec, "backward") is None
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            "reference", "mosaic_gpu", wanted, device=H200, backward_config=config
+        )
+    numerics.compare(found, wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(T=200, D=128, H=2), dict(causal=True)),
+        (dict(T=136, S=72, D=256), dict(causal=True)),
+        (
+            dict(T=203, S=141, D=64, V=128, H=2, dtype="float16"),
+            dict(layout="bhtd", return_lse=True, softcap=2.0, sinks=jnp.array([0.5, -jnp.inf])),
+        ),
+    ],
+)
+def test_numbers(sizes: Any, options: Any) -> None:
+    """Tails, groups, queries that see nothing, dk and dv apart, parts of columns on either side."""
+    gradients(draw(**sizes, layout=options.get("layout", "bthd")), **options)
+
+
+@newest
+def test_lengths() -> None:
+    """Padding holds NaN. A sequence without keys, one that no query sees, and a window."""
+    lengths = {
+        "q_lengths": jnp.array([200, 3, 0, 64], jnp.int32),
+        "kv_lengths": jnp.array([136, 128, 9, 70], jnp.int32),
+        "query_offset": jnp.array([-30, 10, 50, 10**6], jnp.int32),
+    }
+    arrays = draw(T=200, S=136, D=64, B=4)
+    of_arrays = [lengths["q_lengths"], lengths["kv_lengths"], lengths["kv_lengths"]]
+    arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, of_arrays, strict=True)]
+    gradients(arrays, dict(dq_keys=64), window=(70, 10), **lengths)
+
+
+@newest
+def test_segments() -> None:
+    """Sorted ones, and ids that come back, with some that the other side lacks; groups of two."""
+
+    def ids(length: int) -> Any:
+        row = np.arange(length)
+        sorted_ones = np.searchsorted([20, 45, 150, 190], row, side="right")
+        return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)
+
+    gradients(
+        draw(T=200, S=136, B=2, H=2, G=1),
+        causal=True,
+        q_segment_ids=ids(200),
+        kv_segment_ids=ids(136),
+    )
+
+
+def test_nothing_is_chosen_that_no_card_has_timed() -> None:
+    """Only a call that names the backend has its gradients by it."""
+    for implementation, wanted in ((None, "cudnn"), ("mosaic_gpu", "mosaic_gpu")):
+        spec = spec_of(T=1024, S=1024, G=4)
+        call = dispatch._Call(api.OP, spec, implementation, H200, False, training=True)
+        assert dispatch.choose(call, "backward").backend == wanted
+
+
+@pytest.mark.parametrize("right", [None, 0])
+def test_each_tile_is_one_item(right: int | None) -> None:
+    spec = spec_of(right=right, T=2**16, S=1000)
+    of = gradient_storage.dkv_passes(spec, mosaic_gpu.default_config(spec, H200))[0]
+    places = [tuple(map(int, of.place(jnp.int32(n)))) for n in range(of.blocks)]
+    wanted = [(b, g, 128 * tile) for b in range(2) for g in range(2) for tile in range(8)]
+    assert sorted(places) == wanted
+    # All tiles of the heads whose queries fit the cache, the ones that are seen most first.
+    assert places[:2] == [(0, 0, 0), (0, 0, 128)]
+
+
+@pytest.mark.parametrize(
+    "left, right, offset", [(None, 0, 24), (9, 30, 0), (70, 0, -5), (3, None, 0)]
+)
+def test_ranges_of_queries(left: int | None, right: int | None, offset: int) -> None:
+    """Against all pairs: no query that sees a key of the block is left out, and whole blocks hide
+    no pair."""
+    T, S, keys, queries = 100, 130, 16, 8
+    spec = spec_of(T=T, S=S, left=left, right=right, offset=offset)
+    position, j = np.arange(-(-T // queries) * queries)[:, None] + offset, np.arange(S)[None]
+    visible = np.broadcast_to(position - offset < T, (position.size, S)).copy()
+    visible &= True if left is None else j >= position - left
+    visible &= True if right is None else j <= position + right
+    limits = visibility.exchanged(spec, visibility.limits_of(spec, None, None))
+    blocks = position.size // queries
+    for first_key in range(0, S, keys):
+        seen = visibility.ranges(limits, jnp.int32(first_key), keys, queries, blocks)
+        first, whole, whole_end, end = map(int, seen)
+        assert 0 <= first < end and first <= whole <= whole_end <= end
+        own = visible[:, first_key : first_key + keys].reshape(blocks, queries, -1)
+        some, every = own.any((1, 2)), own.all((1, 2))
+        assert not some[:first].any() and not some[end:].any()
+        assert every[whole:whole_end].all()
+
+
+@pytest.mark.parametrize("changes", [dict(bias=(True,) * 4), dict(mask=(False,) * 4)])
+def test_what_is_refused_says_why(changes: Any) -> None:
+    assert "bias or a mask" in str(mosaic_gpu.unsupported(spec_of(**changes), "backward"))
+    assert mosaic_gpu.unsupported(spec_of(), "backward") is None
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_shared_memory_suffices(segments: bool) -> None:
+    """With room for loads ahead of the products, but for the widest heads with segments."""
+    for D, V in itertools.product(range(16, 257, 16), repeat=2):
+        spec = spec_of(T=1024, S=1024, D=D, V=V, segments=segments)
+        for of in gradient_storage.passes(spec, mosaic_gpu.default_config(spec, H200)):
+            assert of.fits and of.x_stages + of.y_stages >= (2 if segments else 3)
+
+
+# Bytes of registers that the kernels of dq and of dk and dv spill; no products may wait for each
+# other.
+COMPILED = [
+    (aot_attention.Call(8192, 128), 0, 0),
+    (aot_attention.Call(8192, 64, H=32, options=dict(causal=True)), 0, 0),
+    (aot_attention.Call(8192, 128, options=dict(causal=True)), 16, 16),
+]
+# The ordinary tests compile every third one; after a change to the kernel, compile all.
+STEP = 1 if os.environ.get("ATO_ALL_ROWS") == "1" else 3
+
+
+@requires_plugin
+@pytest.mark.parametrize(
+    "call, of_dq, of_keys", COMPILED[::STEP], ids=[f"D {call.D}" for call, *_ in COMPILED[::STEP]]
+)
+def test_calls_compile(call: aot_attention.Call, of_dq: int, of_keys: int) -> None:
+    found = aot_attention.compile_gradients(call)
+    assert len(found) >= 2
+    for one in found:
+        spills = of_dq if "_dq" in one.name else of_keys
+        assert not one.serialized and one.spill_stores <= spills, found
