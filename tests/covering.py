@@ -608,6 +608,28 @@ MOSAIC_ATTENTION = Space(
     backend="mosaic_gpu",
 )
 
+# What the gradients depend on, of calls that have them.
+MOSAIC_GRADIENTS = Space(
+    "attention",
+    {
+        **MOSAIC_ATTENTION.factors,
+        "lengths": tuple(
+            name for name in MOSAIC_ATTENTION_LENGTHS if name not in ("T = S", "S = 1")
+        ),
+        "widths": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
+        "bias": ("none",),
+        "mask": ("none",),
+        "scale": (None, 0.2),
+        "dropout": (False,),
+        "batched": (True,),
+        "alone": (False,),
+    },
+    rules=tuple(
+        rule for rule in MOSAIC_ATTENTION.rules if not {"bias", "dropout", "scale"} & {*rule.factors}
+    ),
+    backend="mosaic_gpu",
+)
+
 DECODE = Space(
     "decode_attention",
     {
@@ -667,11 +689,16 @@ SPACES = {
     "linear_attention": LINEAR_ATTENTION,
     "mosaic_gpu": MOSAIC,
     "mosaic_attention": MOSAIC_ATTENTION,
+    "mosaic_gradients": MOSAIC_GRADIENTS,
     "decode_attention": DECODE,
     "linear_attention_step": STEP,
 }
 
-OWN_LENGTHS = {MOSAIC: MOSAIC_LENGTHS, MOSAIC_ATTENTION: MOSAIC_ATTENTION_LENGTHS}
+OWN_LENGTHS = {
+    MOSAIC: MOSAIC_LENGTHS,
+    MOSAIC_ATTENTION: MOSAIC_ATTENTION_LENGTHS,
+    MOSAIC_GRADIENTS: MOSAIC_ATTENTION_LENGTHS,
+}
 
 
 def _sizes(space: Space, row: Row, small: bool) -> tuple[int, ...]:
@@ -884,8 +911,8 @@ def program(space: Space, row: Row) -> tuple[Callable[..., Any], dict[str, Any]]
 def has_gradients(space: Space, row: Row) -> bool:
     """Whether the backend has them: those of some of Mosaic GPU's calls are Triton's, and those of
     decoding are plain JAX."""
-    if space is not MOSAIC:
-        return space in (ATTENTION, LINEAR_ATTENTION)
+    if space not in (MOSAIC, MOSAIC_ATTENTION):
+        return space in (ATTENTION, LINEAR_ATTENTION, MOSAIC_GRADIENTS)
     arguments, options = call_of(space, row).arguments()
     spec = numerics.prepare(space.op, *arguments, **options)[0].spec
     return numerics.APIS[space.op].OP.backend(space.backend).unsupported(spec, "backward") is None

@@ -35,6 +35,7 @@ COVERED = {
     "linear_attention": (116, 2186, 450),
     "mosaic_gpu": (58, 1244, 458),
     "mosaic_attention": (77, 1860, 201),
+    "mosaic_gradients": (41, 1152, 0),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
 }
@@ -185,7 +186,7 @@ def part_of(space: Space, row: Row) -> str:
     """Whose kernels the row runs, by the receipt's names."""
     if space in (DECODE, STEP):
         return "decode_attention" if space is DECODE else "linear_attention"
-    if space is covering.MOSAIC_ATTENTION:
+    if space in (covering.MOSAIC_ATTENTION, covering.MOSAIC_GRADIENTS):
         return "mosaic_attention"
     if space is ATTENTION:
         wide = max(row["widths"]) > covering.WIDEST_WHOLE_ROW
