@@ -8,10 +8,14 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.mlir import ir
 
 from ato_jax import device
 from ato_jax.mosaic.tiles import TILE
+
+COLUMNS = 8  # of a register tile; a thread has two of them
 
 
 def _ptx(text: str, constraints: str, operands: Sequence[Any]) -> None:
@@ -70,4 +74,17 @@ def compute_first(x: jax.Array) -> None:
                 elements,
             )
 
-    store_if_negative(x)
+    store_if_negative(_signs(x))
+
+
+def _signs(x: jax.Array) -> jax.Array:
+    """[rows, columns] to [rows, 8]: numbers with the sign bits of all elements of a thread. A tree
+    of bitwise ORs takes a third of the instructions that a test of each pair would."""
+    parts = [x[:, first : first + COLUMNS] for first in range(0, x.shape[1], COLUMNS)]
+    if len(parts) == 1:
+        return x
+    bits = [lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+    while len(bits) > 1:
+        paired = [a | b for a, b in zip(bits[::2], bits[1::2], strict=False)]
+        bits = paired + bits[len(paired) * 2 :]
+    return lax.bitcast_convert_type(bits[0], jnp.float32)

@@ -43,8 +43,7 @@ def backward(
     gain = gradient_gain(spec, inputs, cotangents)
     lse, delta = of_queries(spec, residuals, cotangents)
     norm = padded(spec, config, lse * LOG2_E - gradient.shift(spec), jnp.inf)
-    of_gain = delta if gain is None else delta * _by_head(spec, gain)
-    rows = {"norm": norm, "delta": padded(spec, config, of_gain, 0)}
+    rows = {"norm": norm, "minus_delta": padded(spec, config, -delta, 0)}
     if gain is not None:
         rows["gain"] = gain
     found: dict[str, jax.Array] = {}
@@ -98,8 +97,3 @@ def padded(spec: AttentionSpec, config: Config, rows: jax.Array, value: float) -
     whole = max(int(pl.cdiv(spec.T, size)) * size for size in sizes)
     beyond = ((0, 0), (0, 0), (0, whole - spec.T))
     return jnp.pad(rows, beyond, constant_values=value)
-
-
-def _by_head(spec: AttentionSpec, gain: jax.Array) -> jax.Array:
-    """[B, G] -> [B, H, 1]"""
-    return jnp.repeat(gain, spec.H // spec.G, axis=1)[..., None]

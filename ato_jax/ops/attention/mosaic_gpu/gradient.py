@@ -25,20 +25,26 @@ Warpgroups, and the barriers between them:
       |  xs, ys: a block of x' (with norm), of y' (with delta) loaded
       |                       consumed once the products that read it are done
       v
-    CONSUMER (0 .. n - 1)   R own rows each
+    CONSUMER (0 .. n - 1)   R own rows each; turns: one issues its products at a time
       |  cleaned              rows of x' and y' beyond their end are 0: by all, for all
 
 A consumer's step:
 
-    issue s = x x'^T and dp = y y'^T, once x' and y' are there
+    wait for its turn
+    issue s = x x'^T and dp - delta = y y'^T - delta;  pass the turn on
     s is known:    p = exp2(c s - norm)     under the product dp
     dp is known:   ds = p (dp - delta);  round p and ds
-    issue dy += p y' and dx += ds x'
+    wait for its turn
+    issue dy += p y' and dx += ds x';  pass the turn on
     both are known:   let x' and y' go
 
-While one consumer computes p and ds, the tensor cores run another's products. Only the blocks that
+So two consumers' pairs of products alternate, and while one consumer computes p and ds, the tensor
+cores run those of the other. Only the blocks that
 are cut (by causality, a window, or the end of the keys) hide pairs: in loops of their own around
 the one over whole blocks.
+
+The sum dp - delta starts at -delta: its registers have to be written ahead of the product anyway,
+those of s do not.
 
 A group's heads of queries are H / G walks, one after the other, into the same sums dk and dv.
 
@@ -49,7 +55,7 @@ power of two that keeps it within 1; the sums lose both at the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,13 +98,13 @@ class Sums(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A consumer's part of an item: `norm` and `delta` of its rows where these are queries."""
+    """A consumer's part of an item: `norm` and `minus_delta` of its rows where these are queries."""
 
     item: Item
     number: Any
     first_row: Any
     norm: Any
-    delta: Any
+    minus_delta: Any
 
 
 class At(NamedTuple):
@@ -164,9 +170,9 @@ def memory(walk: Walk) -> None:
         own.ys.acquire(now)
         tile = own.other_y.at[slot]  # [C, V]
         other_y.load(walk.other_y, item.batch, head, first, of.others, tile, barrier.at[slot])
-        if own.delta is not None:
-            source = walk.delta.at[item.batch, head, rows]  # [C]
-            plgpu.copy_gmem_to_smem(source, own.delta.at[slot], barrier.at[slot])
+        if own.minus_delta is not None:
+            source = walk.minus_delta.at[item.batch, head, rows]  # [C]
+            plgpu.copy_gmem_to_smem(source, own.minus_delta.at[slot], barrier.at[slot])
 
     load_own(own_x, walk.x, own.x, own.x_loaded.barrier)  # [n, R, D]
     if of.with_x:
@@ -180,13 +186,14 @@ def consume(walk: Walk) -> None:
     """Makes R rows of dx and dy."""
     of, item, number = walk.of, walk.item(), mosaic.group()
     first_row = item.first_row + number * ROWS
-    norm = delta = None
+    norm = minus_delta = None
     if not of.of_keys:
         at = item.batch, item.head, pl.ds(first_row, ROWS)
-        norm, delta = (
-            mosaic.load(ref.at[at], OF_ROWS, optimized=False) for ref in (walk.norm, walk.delta)
-        )  # [R]
-    mine = Own(item, number, first_row, norm, delta)
+        norm, minus_delta = (
+            mosaic.load(ref.at[at], OF_ROWS, optimized=False)  # [R]
+            for ref in (walk.norm, walk.minus_delta)
+        )
+    mine = Own(item, number, first_row, norm, minus_delta)
     walk.own.x_loaded.wait()
     if of.with_x:
         walk.own.y_loaded.wait()
@@ -194,7 +201,11 @@ def consume(walk: Walk) -> None:
         _zeros(of.other[0]) if of.with_x else (),
         _zeros(of.other[1]) if of.with_y else (),
     )
+    if walk.turns is not None:
+        walk.turns.open(number)
     sums = lax.fori_loop(0, of.members, functools.partial(walk_once, walk, mine), sums)
+    if walk.turns is not None:
+        walk.turns.close(number)
     finish(walk, mine, sums)
     plgpu.wait_smem_to_gmem(0)
 
@@ -234,22 +245,24 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     other_x, other_y = of.other
     xs = other_x.parts_of(own.other_x.at[at.x_slot])
     ys = other_y.parts_of(own.other_y.at[at.y_slot])
-    await_ys: Callable[[], None] = functools.partial(own.ys.produced.wait, at.y_slot)
+    # Ahead of all products: with a branch between them the assembler would set dp's registers to 0.
+    own.ys.produced.wait(at.y_slot)
     if is_cut and of.cleans:
-        await_ys()
         clean(walk, mine, at, xs, ys)
-        await_ys = _nothing
-    p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys, await_ys)
+    p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys)
     dtype, of_dx, of_dy = frame.dtype_of(of.spec), [], []
     if of.with_x:
-        ds = mosaic.rounded(weights_gradient(walk, mine, at, p, slope, dp), dtype)
+        ds = mosaic.rounded(gradient_of_scores(walk, mine, p, slope, dp), dtype)
         of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
     if of.with_y:
         p = mosaic.rounded(p, dtype)
         of_dy = [(total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=True)]
-    found = mosaic.multiply(*of_dy, *of_dx)
+    await_turn(walk, mine)
+    found = mosaic.multiply(
+        *of_dy, *of_dx, meanwhile=functools.partial(pass_turn_on, walk, mine)
+    )
     own.xs.consumed.arrive(at.x_slot)
     own.ys.consumed.arrive(at.y_slot)
     return Sums(found[len(of_dy) :], found[: len(of_dy)])
@@ -262,28 +275,42 @@ def pairs_of(
     at: At,
     xs: list[Any],
     ys: list[Any],
-    await_ys: Callable[[], None],
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """p, the softcap's slope, and dp, where dx is made."""
+    """p, the softcap's slope, and dp - delta, where dx is made."""
     of = walk.of
     x, y = (
         side.parts_of(tiles.at[mine.number])
         for side, tiles in zip(of.own, (walk.own.x, walk.own.y), strict=True)
     )
-    start = mosaic.zeros(ROWS, of.others)
-    known = functools.partial(weights, walk, mine, is_cut, at)
-    of_s = frame.products(x, xs)
+    issued = functools.partial(pass_turn_on, walk, mine)
+    start, of_s = mosaic.zeros(ROWS, of.others), frame.products(x, xs)
     if not of.with_x:
-        (s,) = mosaic.multiply((start, of_s), meanwhile=await_ys)
-        return *known(s), None
-    of_dp = [(start, frame.products(y, ys))]
+        await_turn(walk, mine)
+        (s,) = mosaic.multiply((start, of_s), meanwhile=issued)
+        return *weights(walk, mine, is_cut, at, s), None
+
+    def known(s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        p, slope = weights(walk, mine, is_cut, at, s)
+        if of.hold:
+            mosaic.compute_first(p)
+        return p, slope
+
+    minus_delta = per_query(walk, mine.minus_delta, walk.own.minus_delta, at.y_slot)
+    await_turn(walk, mine)
     (p, slope), (dp,) = mosaic.multiply_under(
-        of_s, (ROWS, of.others), of_dp, known, between=await_ys
+        of_s, (ROWS, of.others), [(minus_delta, frame.products(y, ys))], known, issued=issued
     )
     return p, slope, dp
 
 
-def _nothing() -> None: ...
+def await_turn(walk: Walk, mine: Own) -> None:
+    if walk.turns is not None:
+        walk.turns.wait(mine.number)
+
+
+def pass_turn_on(walk: Walk, mine: Own) -> None:
+    if walk.turns is not None:
+        walk.turns.pass_on(mine.number)
 
 
 def clean(walk: Walk, mine: Own, at: At, xs: list[Any], ys: list[Any]) -> None:
@@ -318,7 +345,8 @@ def weights(
     if is_cut:
         s = hide(walk, mine, at, s)
     factor = (spec.softcap or spec.scale) * LOG2_E
-    return jnp.exp2(s * factor - per_query(mine.norm, walk.own.norm, at.x_slot, s)), slope
+    norm = per_query(walk, mine.norm, walk.own.norm, at.x_slot)
+    return jnp.exp2(s * factor - norm), slope
 
 
 def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -340,21 +368,19 @@ def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
     return visibility.hide(s, limits, mine.first_row, at.block * of.others, end, ids)
 
 
-def per_query(of_rows: Any, vectors: Any, slot: Any, like: jax.Array) -> jax.Array:
-    """norm or delta at each pair, from own rows or from a slot of others."""
-    rows, columns = like.shape
+def per_query(walk: Walk, of_rows: Any, vectors: Any, slot: Any) -> jax.Array:
+    """norm or -delta at each pair, [R, C], of own rows or from a slot of others."""
     if vectors is None:
-        return mosaic.in_columns(of_rows, columns)
-    return mosaic.in_rows(mosaic.load(vectors.at[slot], OF_COLUMNS), rows)
+        return mosaic.in_columns(of_rows, walk.of.others)
+    return mosaic.in_rows(mosaic.load(vectors.at[slot], OF_COLUMNS), ROWS)
 
 
-def weights_gradient(
-    walk: Walk, mine: Own, at: At, p: jax.Array, slope: jax.Array | None, dp: jax.Array
+def gradient_of_scores(
+    walk: Walk, mine: Own, p: jax.Array, slope: jax.Array | None, dp: jax.Array
 ) -> jax.Array:
-    """ds, float32."""
-    delta = per_query(mine.delta, walk.own.delta, at.y_slot, dp)
+    """ds, float32, from dp - delta."""
     gain = walk.gain_of(mine.item)
-    ds = p * ((dp if gain is None else dp * gain) - delta)
+    ds = p * (dp if gain is None else dp * gain)
     return ds if slope is None else ds * slope
 
 

@@ -37,6 +37,7 @@ class Pass:
       consumers: warpgroups of 64 own rows each.
       others: rows of a step.
       x_stages, y_stages: slots of them.
+      hold, turns: as in `frame.Config`.
     """
 
     spec: AttentionSpec
@@ -47,6 +48,8 @@ class Pass:
     others: int
     x_stages: int
     y_stages: int
+    hold: bool
+    turns: bool
 
     @property
     def tile(self) -> int:
@@ -155,6 +158,8 @@ def dq_pass(spec: AttentionSpec, config: Config) -> Pass:
         others=config.dq_keys,
         x_stages=stages,
         y_stages=stages,
+        hold=config.hold,
+        turns=config.turns,
     ).fitted()
 
 
@@ -171,6 +176,8 @@ def dkv_passes(spec: AttentionSpec, config: Config) -> list[Pass]:
         others=config.dkv_queries,
         x_stages=stages,
         y_stages=stages,
+        hold=config.hold,
+        turns=config.turns,
     )
     if spec.D + spec.V <= MOST_COLUMNS:
         return [both.fitted()]
@@ -191,7 +198,7 @@ class Storage(mosaic.Storage):
     other_x: Array  # [x stages, C, D]
     other_y: Array  # [y stages, C, V]
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
-    delta: Array  # [y stages, C] float32, with other_y, likewise
+    minus_delta: Array  # [y stages, C] float32, with other_y, likewise
     ids: Array  # [x stages, C] int32, segments of the others, with other_x
     x_loaded: Signal
     y_loaded: Signal
@@ -206,10 +213,10 @@ def storage_of(of: Pass) -> Storage:
     y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
     xs = Buffer(other_x.tiles(of.x_stages, of.others), copies=other_x.parts)
     ys = Buffer(other_y.tiles(of.y_stages, of.others), copies=other_y.parts)
-    norm = delta = ids = None
+    norm = minus_delta = ids = None
     if of.of_keys:
         norm = Buffer(plgpu.SMEM((of.x_stages, of.others), F32))
-        delta = Buffer(plgpu.SMEM((of.y_stages, of.others), F32)) if of.with_x else None
+        minus_delta = Buffer(plgpu.SMEM((of.y_stages, of.others), F32)) if of.with_x else None
     if of.spec.segments:
         ids = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
     readers = (consumers_of(of.consumers),)
@@ -219,12 +226,12 @@ def storage_of(of: Pass) -> Storage:
         other_x=xs,
         other_y=ys,
         norm=norm,
-        delta=delta,
+        minus_delta=minus_delta,
         ids=ids,
         x_loaded=Signal((x,)),
         y_loaded=Signal((y,)),
         xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
-        ys=Ring.of(of.y_stages, (ys, delta), readers),
+        ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
         cleaned=Signal(readers) if of.cleans else None,
     )
 
@@ -244,7 +251,7 @@ class Walk:
     other_x: Any
     other_y: Any
     norm: Any  # [B, H, T up to whole tiles]
-    delta: Any
+    minus_delta: Any
     dx: Any = None
     dy: Any = None
     gain: Any = None  # [B, G]
@@ -252,6 +259,11 @@ class Walk:
     own_ids: Any = None
     other_ids: Any = None
     shared: Any = None
+
+    @property
+    def turns(self) -> mosaic.Turns | None:
+        consumers = self.of.consumers
+        return mosaic.Turns(consumers, consumers + 1) if self.of.turns else None
 
     def limits(self, batch: Any) -> visibility.Limits:
         """As own rows see others."""
