@@ -85,15 +85,18 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
 def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     widest = max(spec.D, spec.V)
     two_planes = spec.bias is not None and spec.mask is not None
-    # With pairs to hide in several loops 128 keys of a step spill 140 to 300 bytes at D = 128.
-    hides = spec.left is not None or spec.segments or spec.q_lengths or spec.kv_lengths
+    # With these the kernel for dq spills 100 to 540 bytes at D = 128, if a step has 128 keys.
+    lengths = spec.q_lengths or spec.kv_lengths
+    plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
     config = Config(
         consumers=3 if widest <= 64 else 2,
         rows=64,
         keys=64 if widest > 128 or two_planes else 128,
         stages=2,
         multiprocessors=device.multiprocessors,
-        dq_keys=64 if widest > 128 or widest > 64 and hides else 128,
+        dkv_consumers=3 if widest <= 64 else 2,
+        dq_consumers=3 if widest <= 64 else 2,
+        dq_keys=128 if 64 < widest <= 128 and plain else 64,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 
