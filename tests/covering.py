@@ -625,7 +625,9 @@ MOSAIC_GRADIENTS = Space(
         "alone": (False,),
     },
     rules=tuple(
-        rule for rule in MOSAIC_ATTENTION.rules if not {"bias", "dropout", "scale"} & {*rule.factors}
+        rule
+        for rule in MOSAIC_ATTENTION.rules
+        if not {"bias", "dropout", "scale"} & {*rule.factors}
     ),
     backend="mosaic_gpu",
 )

@@ -98,7 +98,7 @@ class Sums(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A consumer's part of an item: `norm` and `minus_delta` of its rows where these are queries."""
+    """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries."""
 
     item: Item
     number: Any
