@@ -98,13 +98,15 @@ class Sums(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries."""
+    """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries, and
+    float16's `gain`."""
 
     item: Item
     number: Any
     first_row: Any
     norm: Any
     minus_delta: Any
+    gain: Any
 
 
 class At(NamedTuple):
@@ -193,7 +195,7 @@ def consume(walk: Walk) -> None:
             mosaic.load(ref.at[at], OF_ROWS, optimized=False)  # [R]
             for ref in (walk.norm, walk.minus_delta)
         )
-    mine = Own(item, number, first_row, norm, minus_delta)
+    mine = Own(item, number, first_row, norm, minus_delta, walk.gain_of(item))
     walk.own.x_loaded.wait()
     if of.with_x:
         walk.own.y_loaded.wait()
@@ -242,17 +244,16 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
 def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     of, own = walk.of, walk.own
     own.xs.produced.wait(at.x_slot)
+    own.ys.produced.wait(at.y_slot)
     other_x, other_y = of.other
     xs = other_x.parts_of(own.other_x.at[at.x_slot])
     ys = other_y.parts_of(own.other_y.at[at.y_slot])
-    # Ahead of all products: with a branch between them the assembler would set dp's registers to 0.
-    own.ys.produced.wait(at.y_slot)
     if is_cut and of.cleans:
         clean(walk, mine, at, xs, ys)
     p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys)
     dtype, of_dx, of_dy = frame.dtype_of(of.spec), [], []
     if of.with_x:
-        ds = mosaic.rounded(gradient_of_scores(walk, mine, p, slope, dp), dtype)
+        ds = mosaic.rounded(gradient_of_scores(mine, p, slope, dp), dtype)
         of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
@@ -383,11 +384,10 @@ def per_query(walk: Walk, of_rows: Any, vectors: Any, slot: Any) -> jax.Array:
 
 
 def gradient_of_scores(
-    walk: Walk, mine: Own, p: jax.Array, slope: jax.Array | None, dp: jax.Array
+    mine: Own, p: jax.Array, slope: jax.Array | None, dp: jax.Array
 ) -> jax.Array:
     """ds, float32, from dp - delta."""
-    gain = walk.gain_of(mine.item)
-    ds = p * (dp if gain is None else dp * gain)
+    ds = p * (dp if mine.gain is None else dp * mine.gain)
     return ds if slope is None else ds * slope
 
 
@@ -396,7 +396,7 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     of, own, item = walk.of, walk.own, mine.item
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
-    unit, gain = 2.0 ** -shift(of.spec), walk.gain_of(item)
+    unit, gain = 2.0 ** -shift(of.spec), mine.gain
     of_x: Any = of.spec.scale * unit if gain is None else of.spec.scale * unit / gain
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
     for side, tiles, totals, factor in (
