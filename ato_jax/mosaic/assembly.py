@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from ato_jax import device
 from ato_jax.mosaic.tiles import TILE
 
-TILE_COLUMNS = 8  # of a register tile; a thread has two of them
+COLUMNS_OF_SIGNS = 8  # of a register tile; a thread has two of them
 
 
 def _ptx(text: str, constraints: str, operands: Sequence[Any]) -> None:
@@ -80,7 +80,8 @@ def compute_first(x: jax.Array) -> None:
 def _signs(x: jax.Array) -> jax.Array:
     """[rows, columns] to [rows, 8]: numbers with the sign bits of all elements of a thread. A tree
     of bitwise ORs takes a third of the instructions that a test of each pair would."""
-    parts = [x[:, first : first + TILE_COLUMNS] for first in range(0, x.shape[1], TILE_COLUMNS)]
+    width = COLUMNS_OF_SIGNS
+    parts = [x[:, first : first + width] for first in range(0, x.shape[1], width)]
     if len(parts) == 1:
         return x
     bits = [lax.bitcast_convert_type(part, jnp.int32) for part in parts]
