@@ -98,8 +98,10 @@ def _output(
             first, length = pieces.first_row(piece, i, block), lengths.get("q_length")
             rows = tiles.tile_rows(first, block, spec.T, whole, length)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
-            features = products.operand(spec, mapping.features_of(spec, q, rows), wide=True)
-            out = products.product(spec, features, kv, wide=True)  # [T_block, V]
+            features = mapping.features_of(spec, q, rows)  # [T_block, F]
+            if not products.rounds_both_signs(spec):
+                features = products.operand(spec, features, wide=True)
+            out = products.read_by_features(spec, features, kv)  # [T_block, V]
             if spec.normalize:
                 den = jnp.sum(products.product(spec, features, z, wide=True), axis=1)  # [T_block]
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]

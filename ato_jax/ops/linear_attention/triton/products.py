@@ -135,6 +135,25 @@ def add_weighted_sum(
     return jax.lax.fori_loop(0, 2, add, sums)
 
 
+def rounds_both_signs(spec: LinearAttentionSpec) -> bool:
+    """Whether a query's features are multiplied with a state in two parts: rounded, and what that
+    leaves off. Products of features of either sign cancel, and four roundings, of both sides'
+    features, the state and the result, then come to twice the last one, which is the limit."""
+    phi = spec.feature_map
+    is_rounded = spec.dtype == "bfloat16" and phi.name != "identity"
+    return is_rounded and not phi.nonnegative and not spec.normalize
+
+
+def read_by_features(
+    spec: LinearAttentionSpec, features: jax.Array, state: jax.Array, *, trans_b: bool = False
+) -> jax.Array:
+    """The features of queries [C, F] @ state; they are float32 where `rounds_both_signs`."""
+    found = product(spec, features, state, wide=True, trans_b=trans_b)
+    if rounds_both_signs(spec):
+        found += product(spec, left_by_rounding(spec, features), state, trans_b=trans_b)
+    return found
+
+
 def read_state(spec: LinearAttentionSpec, rows: jax.Array, state: jax.Array) -> jax.Array:
     """rows @ state, the state rounded as little as weights are in `weighted_sum`."""
     found = product(spec, rows, state, wide=True)
