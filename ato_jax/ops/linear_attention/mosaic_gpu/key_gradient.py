@@ -61,8 +61,8 @@ each row the pair with itself, and all else would be lost beside it, dk and dv l
     A_j  = phi(k_j) . (R^T v_j + u) exp2(L_C - L_j)
     I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(L_i - L_j)
 
-Where `splits_states`, R is multiplied in two parts for dk, rounded and what that leaves off, e and u
-are 0, and R is left at each piece's start.
+Where `splits_states`, R is multiplied in two parts for dk, rounded and what that leaves off; e and
+u are 0; and R is left at each piece's start.
 
 I is of b, which dk puts in shared memory, times a, which dv puts beside it: a product with ones
 where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.

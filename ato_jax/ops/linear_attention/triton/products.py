@@ -177,15 +177,20 @@ def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
 def of_initial_sums(spec: LinearAttentionSpec) -> bool:
     """Whether dz is a gradient that the caller sees, that of an initial state's k_sum.
 
-    It is sum_i e_i u_i. Where keys and values are alike, so are all its numbers, one sum of terms of
-    either sign: roundings of single terms come to more of it than the budget. So u, and the weights
-    that make e, are multiplied in two parts.
+    It is sum_i e_i u_i. Where keys and values are alike, all its numbers are alike, too: one sum of
+    terms of either sign, of which roundings of single terms may be more than the budget. So u, and
+    the weights that make e, are multiplied in two parts.
     """
     return spec.initial_state and spec.normalize and spec.dtype == "bfloat16"
 
 
 def sum_by_normalizer(spec: LinearAttentionSpec, u: jax.Array, e: jax.Array) -> jax.Array:
-    """sum_i e_i u_i [F, 16] of u [C, F], float32 where `of_initial_sums`, and e from `as_columns`."""
+    """sum_i e_i u_i, [F, 16].
+
+    Args:
+      u: [C, F], float32 where `of_initial_sums`.
+      e: [C, 16], from `as_columns`.
+    """
     found = product(spec, u, e, wide=True, trans_a=True)
     if of_initial_sums(spec):
         found += product(spec, left_by_rounding(spec, u), e, trans_a=True)
