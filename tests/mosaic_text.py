@@ -90,6 +90,8 @@ CASES = [
     Case(64, layout="bhtd", states=True, normalize=False),
     Case(64, decay="step"),
     Case(64, decay="head", layout="bhtd", states=True),
+    Case(128, decay="head", normalize=False, feature_map="identity"),
+    Case(64, decay="head", normalize=False, feature_map="identity"),
     Case(80, layout="bhtd", states=True),
     Case(96, decay="step"),
     Case(112, decay="head", normalize=False, layout="bhtd"),

@@ -319,6 +319,34 @@ def on_the_host(x):
     return jax.pure_callback(np.exp, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+def compare(q, k, v, **options):
+    wanted = numerics.oracle(OP, q, k, v, **options)
+    with ato_jax.interpret():
+        numerics.compare(numerics.run_backends("triton", "triton", wanted), wanted)
+
+
+def test_features_of_either_sign_are_read_in_two_parts():
+    """Rounding them too would be the fourth of four roundings, at the limit."""
+    q, k, v = (
+        draw(1, 128, 2, 32, dtype="bfloat16", scale=scale, seed=seed)
+        for seed, scale in enumerate((0.1, 0.1, 1.0))
+    )
+    compare(q, k, v, feature_map="silu")
+
+
+@pytest.mark.parametrize(
+    "seed, causal, decay", [(12, False, None), (9, True, None), (9, True, -0.01)]
+)
+def test_the_gradient_of_k_sum_where_keys_are_alike(seed, causal, decay):
+    """It is one sum of terms of either sign in all of its numbers."""
+    generator = np.random.default_rng(seed)
+    q, k = (jnp.asarray(0.02 * generator.normal(size=(1, 40, 1, 16)), "bfloat16") for _ in "qk")
+    sums = generator.uniform(0.2, 1.0, size=(1, 1, 16, 17))
+    state = LinearState(*(jnp.asarray(x, jnp.float32) for x in (sums[..., :16], sums[..., 16])))
+    options = {} if decay is None else {"decay": jnp.array([decay])}
+    compare(q, k, jnp.ones_like(k), initial_state=state, causal=causal, **options)
+
+
 def test_reasons():
     base = spec_of(64, "bfloat16", causal=True)
     for change, word in (

@@ -90,9 +90,9 @@ def test_segments(
 ) -> None:
     """Segments have one row, or cross chunks and pieces, or begin with a chunk. A state stands
     ahead of the first segment, and the state behind the last one is returned."""
-    B, T, G = 1 + padded, 200, H
+    B, T, G = 2, 200, H
     ids = jnp.repeat(jnp.arange(5), jnp.array([40, 1, 23, 100, 36]))
-    ids = jnp.stack([ids, jnp.where(ids == 2, 0, ids)])[:B]
+    ids = jnp.stack([ids, jnp.where(ids == 2, 0, ids)])
     arrays = draw(B, T, H, G, layout, D=D)
     options = options_of(B, G, layout, True, D) | {"segment_ids": ids} | options
     options |= {"decay": decay_of(decay, B, T, G, layout)}
@@ -136,7 +136,7 @@ def test_lengths_where_every_query_sees_every_key(
     [
         (128, 4, 2, "bthd", "none", True, {}),
         (96, 2, 1, "bhtd", "head", True, {"normalize": False, "feature_map": "silu"}),
-        (128, 3, 1, "bthd", "step", True, {}),
+        (128, 4, 1, "bthd", "step", True, {}),
         (128, 4, 2, "bhtd", "steep", True, {}),
         (64, 4, 2, "bthd", "none", True, {}),
         (64, 4, 2, "bthd", "steep", False, {"feature_map": "exp"}),

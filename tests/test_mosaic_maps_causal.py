@@ -51,3 +51,22 @@ def test_causal_passes(
         options["decay"] = decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
     wanted = numerics.oracle(OP, *draw(1, T, H, H, layout, D=D), causal=True, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, T, decay, options",
+    [
+        (64, 320, (-0.4, -1.0), {}),
+        (64, 136, (-0.3, -4.0), options_of(1, 2, "bthd", True, 64) | {"return_state": False}),
+    ],
+)
+def test_a_decay_per_head_and_features_of_either_sign(
+    D: int, T: int, decay: tuple[float, ...], options: dict[str, Any]
+) -> None:
+    """Its gradient is a sum over all steps, in which what rounding the states leaves off would add
+    up. In two pieces; a steep head beside one that is not."""
+    H = len(decay)
+    options = options | PLAIN | {"feature_map": "identity", "decay": jnp.array(decay)}
+    wanted = numerics.oracle(OP, *draw(1, T, H, H, D=D), causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)

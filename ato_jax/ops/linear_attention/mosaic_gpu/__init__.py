@@ -41,6 +41,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     steps,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import splits_states
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.scans.returned import add_returned
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -181,6 +182,8 @@ def beats_later_backends(
     cut = spec.segments or spec.T % frame.ROWS_OF_A_TILE
     if backward_follows and cut and unsupported(spec, "backward"):
         return False
+    if backward_follows and splits_states(spec):
+        return False  # no card has run these gradients
     if spec.D == mosaic.HALF and spec.H != spec.G and not (spec.decay or backward_follows):
         # On an H100, B2 H32 G8 T16384: 0.208 ms, by Triton's 0.200; with gradients 0.773 and 0.911.
         return False

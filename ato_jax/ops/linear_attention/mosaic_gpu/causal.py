@@ -32,7 +32,10 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import (
+    query_gradient,
+    splits_states,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.scans import flows
@@ -288,7 +291,13 @@ def backward(
             of_kv = s[:, :, 0].astype(jnp.float32) * jnp.swapaxes(kv, 2, 3)
             of_start = jnp.sum(of_kv, axis=(2, 3)) + jnp.sum(z[:, :, 0] * k_sum, axis=2)
         of_queries = of_queries._replace(flows=_of_groups(spec, of_queries.flows, 2))
-        d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
+        if splits_states(spec):
+            starts = s[:, :, : deal.pieces]
+            d_decay = flows.decay_flows_in_pieces(
+                spec, deal, gates, of_queries, of_keys, starts, decay
+            )
+        else:
+            d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=behind.end)
 
 

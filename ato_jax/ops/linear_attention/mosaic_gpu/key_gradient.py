@@ -61,6 +61,9 @@ each row the pair with itself, and all else would be lost beside it, dk and dv l
     A_j  = phi(k_j) . (R^T v_j + u) exp2(L_C - L_j)
     I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(L_i - L_j)
 
+Where `splits_states`, R is multiplied in two parts for dk, rounded and what that leaves off; e and
+u are 0; and R is left at each piece's start.
+
 I is of b, which dk puts in shared memory, times a, which dv puts beside it: a product with ones
 where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.
 
@@ -94,6 +97,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import (
     cast_of,
     storage_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import splits_states
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -110,8 +114,14 @@ def key_gradient(
     if gates is not None:
         rows = jax.ShapeDtypeStruct(gates.shape, F32)
         of_edges = spec.B, spec.G, flows.places(deal)
-        kv = jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16)
-        out_type = (*out_type, rows, rows, kv, jax.ShapeDtypeStruct((*of_edges, spec.F), F32))
+        edges = [
+            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
+            jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
+        ]
+        if splits_states(spec):
+            starts = spec.B, spec.G, deal.pieces, spec.V, spec.F
+            edges = [jax.ShapeDtypeStruct(starts, BF16)] * 2
+        out_type = (*out_type, rows, rows, *edges)
         rest = _program(spec, deal, list(given), some_steep=True)
     program = _program(spec, deal, list(given), some_steep=False)
     name = frame.name_of("key_gradient")
@@ -119,6 +129,9 @@ def key_gradient(
     if not found:
         return dk, dv, None
     inside, adds, *edges = found
+    if splits_states(spec):
+        rounded, rest = (part.astype(F32) for part in edges)
+        return dk, dv, flows.OfKeys(adds, inside, rounded + rest)
     return dk, dv, flows.OfKeys(adds, inside, *edges)
 
 
@@ -152,8 +165,9 @@ def load_piece(walk: Walk, item: Item) -> None:
         of_member, produced = walk.of_queries(item, member), own.rows.produced
         own.rows.acquire(step)
         tiling.copy_tile(arrays.q, item, rows, of_member.head, own.q, slot, produced)  # [64, F]
-        tiling.copy_vector(arrays.inverse, of_member, rows, own.inverse, slot, produced)  # [64]
-        tiling.copy_vector(arrays.e, of_member, rows, own.e, slot, produced)  # [64]
+        if walk.has_e:
+            tiling.copy_vector(arrays.inverse, of_member, rows, own.inverse, slot, produced)  # [64]
+            tiling.copy_vector(arrays.e, of_member, rows, own.e, slot, produced)  # [64]
         tiling.copy_tile(arrays.g, item, rows, of_member.head, own.g, slot, produced)  # [64, V]
         if walk.gated:
             tiling.copy_vector(arrays.gates, item, rows, own.gates, slot, produced)  # [64]
@@ -179,10 +193,11 @@ def load_piece(walk: Walk, item: Item) -> None:
 def state(walk: Walk) -> None:
     """Maps queries in place, and sums up R and u."""
     steps = walk.each(functools.partial(sum_piece, walk))
+    if walk.has_e:
 
-    @pl.when(steps > 0)
-    def _() -> None:
-        walk.own.state.consumed.wait()
+        @pl.when(steps > 0)
+        def _() -> None:
+            walk.own.state.consumed.wait()
 
     if walk.gated:
         plgpu.wait_smem_to_gmem(0)
@@ -190,14 +205,15 @@ def state(walk: Walk) -> None:
 
 def sum_piece(walk: Walk, item: Item) -> None:
     own, tiling = walk.own, walk.tiling
+    if walk.has_e:  # else `leave_sums` waited
 
-    @pl.when(item.before > 0)
-    def _() -> None:
-        own.state.consumed.wait()
+        @pl.when(item.before > 0)
+        def _() -> None:
+            own.state.consumed.wait()
 
     if walk.gated:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for ref, starts in ((walk.arrays.r, own.r), (walk.arrays.u, own.u_start)):
+    for ref, starts in ((walk.arrays.r, own.r), (walk.arrays.u, own.u_start))[: 1 + walk.has_e]:
         for head, target in zip(walk.heads_of(item), tiling.by_heads(starts), strict=True):
             source = ref.at[item.batch, head, item.piece]  # [V, F], and [F]
             plgpu.copy_gmem_to_smem(source, target, own.start.barrier)
@@ -206,9 +222,13 @@ def sum_piece(walk: Walk, item: Item) -> None:
             source = walk.arrays.r_units.at[item.batch, head, item.piece]  # [V]
             plgpu.copy_gmem_to_smem(source, target, own.start.barrier)
     own.start.wait()
-    sums = [
-        ([load(rows).astype(F32) for rows in of_r], mosaic.in_parts(load(of_u, OF_ROWS)))
-        for of_r, of_u in zip(walk.parts_of_r(), tiling.by_heads(own.u_start), strict=True)
+    us: Any = tiling.by_heads(own.u_start) if walk.has_e else [None] * walk.heads
+    sums: Any = [
+        (
+            [load(rows).astype(F32) for rows in of_r],
+            None if of_u is None else mosaic.in_parts(load(of_u, OF_ROWS)),
+        )
+        for of_r, of_u in zip(walk.parts_of_r(), us, strict=True)
     ]
     one = jnp.float32(1)
     factors: list[Any] = [(one, one) if walk.has_units else one] * walk.heads
@@ -218,7 +238,9 @@ def sum_piece(walk: Walk, item: Item) -> None:
             sums[n] = [total * mosaic.in_columns(load(row_units, OF_ROWS), total.shape[1])], of_u
     plgpu.commit_smem()  # what was read, ahead of the next piece's
     sum_one = functools.partial(sum_chunk, walk, item)
-    lax.fori_loop(0, item.chunks, sum_one, (sums, factors))
+    sums, to_start = lax.fori_loop(0, item.chunks, sum_one, (sums, factors))
+    if not walk.has_e:
+        leave_sums(walk, item, sums, to_start)
 
 
 def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
@@ -250,12 +272,12 @@ def sum_queries(
     added = [[g] for g in walk.in_heads(own.g, slot)]
     if walk.gated and heads == 1:
         added = [[walk.tiling.half_of(own.g, slot, half) for half in range(2)]]
-    if walk.gated and is_first:
+    if walk.gated and walk.has_e and is_first:
         keep_sums(walk, item, chunk)
     if walk.some_steep:
         factors = zip(gates, queries, added, sums, strict=True)
         sums = [
-            sum_one_by_one(walk, of_head, is_first, q, own.minus_e.at[n], g, *own_sums)
+            sum_one_by_one(walk, of_head, is_first, q, n, g, *own_sums)
             for n, (of_head, q, g, own_sums) in enumerate(factors)
         ]
     else:
@@ -282,14 +304,18 @@ def map_queries(
     own, tiling, heads = walk.own, walk.tiling, walk.heads
     own.rows.produced.wait(slot)
     queries = walk.in_heads(own.q, slot)
-    inverses = [load(rows, OF_ROWS) for rows in tiling.by_heads(own.inverse.at[slot])]
-    es = [load(rows, OF_ROWS) for rows in tiling.by_heads(own.e.at[slot])]
+    inverses: list[Any] = [walk.spec.scale] * heads
+    es: list[Any] = []
+    if walk.has_e:
+        inverses = [load(rows, OF_ROWS) for rows in tiling.by_heads(own.inverse.at[slot])]
+        es = [load(rows, OF_ROWS) for rows in tiling.by_heads(own.e.at[slot])]
     gates: list[Any] = [None] * heads
     if walk.gated:
         gates = walk.gates_in(slot)
         for n, of_head in enumerate(gates):
             inverses[n] = inverses[n] * jnp.exp2(of_head.since_middle())
-            es[n] = es[n] * of_head.if_steep(of_head.of(OF_ROWS))
+            if es:
+                es[n] = es[n] * of_head.if_steep(of_head.of(OF_ROWS))
     for n, (of_q, of_e) in enumerate(units or ()):
         inverses[n], es[n] = inverses[n] / of_q, es[n] / of_e
     for n in range(heads):
@@ -297,7 +323,8 @@ def map_queries(
         phi_q = walk.phi.unrounded(x) * mosaic.in_columns(inverses[n], x.shape[1])
         queries[n][...] = mosaic.kept(phi_q, count).astype(walk.dtype)
         mosaic.keep_rows(walk.in_heads(own.g, slot)[n], count)
-        spread(es[n], own.minus_e.at[n])
+        if es:
+            spread(es[n], own.minus_e.at[n])
     plgpu.commit_smem()
     own.mapped.arrive(slot)
     return gates, queries
@@ -319,12 +346,16 @@ def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, to_start: list[
     if walk.gated:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     stored = as_stored(walk, sums, to_start) if walk.has_units else sums
-    for rows, of_u, (total, parts) in zip(
-        walk.parts_of_r(), walk.tiling.by_heads(own.u), stored, strict=True
-    ):
+    us = walk.tiling.by_heads(own.u) if walk.has_e else [None] * walk.heads
+    for rows, of_u, (total, parts) in zip(walk.parts_of_r(), us, stored, strict=True):
         for ref, x in zip(rows, total, strict=True):
             ref[...] = x.astype(walk.dtype)
-        of_u[...] = mosaic.of_parts(parts)
+        if of_u is not None:
+            of_u[...] = mosaic.of_parts(parts)
+    if walk.splits:
+        for rows, (total, _) in zip(walk.parts_of_r(own.r_rest), sums, strict=True):
+            for ref, x in zip(rows, total, strict=True):
+                ref[...] = rest_of(x)
     plgpu.commit_smem()
     own.state.produced.arrive()
     return sums, to_start
@@ -351,9 +382,12 @@ def sum_at_once(walk: Walk, queries: list[Any], added: list[list[Any]], sums: An
     for n, (total, parts) in enumerate(sums):
         of_g = zip(total, added[n], strict=True)
         products += [(own, [(g.T, queries[n])]) for own, g in of_g]
-        products.append((parts, [(queries[n].T, walk.own.minus_e.at[n].T)]))
+        if walk.has_e:
+            products.append((parts, [(queries[n].T, walk.own.minus_e.at[n].T)]))
     found = iter(multiply(*products))
-    return [([next(found) for _ in total], next(found)) for total, _ in sums]
+    return [
+        ([next(found) for _ in total], next(found) if walk.has_e else None) for total, _ in sums
+    ]
 
 
 def sum_one_by_one(
@@ -361,12 +395,12 @@ def sum_one_by_one(
     gates: chunk_decay.Gates,
     is_first: bool,
     queries: Any,
-    minus_e: Any,
+    n: int,
     added: list[Any],
     total: list[jax.Array],
-    parts: jax.Array,
+    parts: jax.Array | None,
 ) -> Any:
-    """R and u of one head where the chunk may be steep: there are no registers for all factors.
+    """R and u of head n where the chunk may be steep: there are no registers for all factors.
     For want of them ptxas would serialize the products of other chunks, too. Sums of later chunks
     decay with the first of a group's members."""
     reads, keeps = gates.if_steep(gates.of(OF_COLUMNS)), gates.if_steep(gates.last)
@@ -374,8 +408,31 @@ def sum_one_by_one(
     for x, g in zip(total, added, strict=True):
         scaled = mosaic.times_rows(g, reads)
         found += multiply((x * keeps if is_first else x, [(scaled, queries)]))
-    (parts,) = multiply((parts * keeps if is_first else parts, [(queries.T, minus_e.T)]))
+    if parts is not None:
+        minus_e = walk.own.minus_e.at[n]
+        (parts,) = multiply((parts * keeps if is_first else parts, [(queries.T, minus_e.T)]))
     return found, parts
+
+
+def rest_of(x: jax.Array) -> jax.Array:
+    """What rounding x leaves off, rounded."""
+    return mosaic.rounded(x - mosaic.rounded(x).astype(F32))
+
+
+def leave_sums(walk: Walk, item: Item, sums: Any, to_start: list[Any]) -> None:
+    """Stores R at the piece's start, rounded, and then what that leaves off, by way of its place
+    in shared memory, when DV and DK have let go of it."""
+    own = walk.own
+    own.state.consumed.wait()
+    for part, target in zip((mosaic.rounded, rest_of), walk.flows[2:], strict=True):
+        for rows, (total, _), onto in zip(walk.parts_of_r(), sums, to_start, strict=True):
+            for ref, x in zip(rows, total, strict=True):
+                ref[...] = part(x * onto)
+        plgpu.commit_smem()
+        of_heads = walk.tiling.by_heads(own.r)
+        for head, source in zip(walk.heads_of(item), of_heads, strict=True):
+            plgpu.copy_smem_to_gmem(source, target.at[item.batch, head, item.piece])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def keep_sums(walk: Walk, item: Item, chunk: Any) -> None:

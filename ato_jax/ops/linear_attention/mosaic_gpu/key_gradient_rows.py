@@ -220,7 +220,7 @@ def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.mapped.wait(slot)
     queries, vs = walk.in_heads(own.q, slot), walk.in_heads(own.v, k_slot)
-    es = [load(rows, OF_COLUMNS) for rows in tiling.by_heads(own.e.at[slot])]
+    es = es_of(walk, slot)
     own.keys.produced.wait(k_slot)
     if walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
@@ -235,13 +235,16 @@ def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
         slopes.append(jnp.exp2(exponents[-1]) if walk.gated else None)
     own.state.produced.wait()
     states, tiles = tiling.by_heads(own.r), walk.in_heads(own.k, k_slot)
-    of_others = [mosaic.in_rows(load(u, OF_COLUMNS), C) for u in tiling.by_heads(own.u)]
+    if walk.has_e:
+        of_others = [mosaic.in_rows(load(u, OF_COLUMNS), C) for u in tiling.by_heads(own.u)]
+    else:
+        of_others = [mosaic.zeros(C, spec.F)] * heads
     plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
     reads: list[jax.Array] = []
     if walk.some_steep:
         dk = []
         for n in range(heads):
-            state_read = of_others[n], [(vs[n], states[n])]
+            state_read = of_others[n], walk.of_state(n, vs[n])
             keys = tiles[n], exponents[n]
             one, read = keys_one_by_one(
                 walk, n, gates[n], found[n], state_read, keys, queries[n], count
@@ -256,7 +259,7 @@ def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
         dk = list(
             multiply(
                 *(
-                    (of_others[n], [(vs[n], states[n]), *((b, queries[n]) for b in both)])
+                    (of_others[n], [*walk.of_state(n, vs[n]), *((b, queries[n]) for b in both)])
                     for n, both in enumerate(parts_of(seen(b)) for b in found)
                 )
             )
@@ -302,7 +305,7 @@ def add_pairs(
     slot = own.rows.slot(walk.row_step(step, member))
     own.mapped.wait(slot)
     queries, vs = walk.in_heads(own.q, slot), walk.in_heads(own.v, k_slot)
-    es = [load(rows, OF_COLUMNS) for rows in walk.tiling.by_heads(own.e.at[slot])]
+    es = es_of(walk, slot)
     found = [mosaic.kept(b, count) for b in pairs_of(walk, slot, vs, es)]
     if walk.some_steep:
         gates = walk.gates_in(slot)
@@ -333,9 +336,16 @@ def decayed_keys(walk: Walk, x: jax.Array, exponents: jax.Array, count: Any) -> 
     return phi_k.astype(F32)
 
 
+def es_of(walk: Walk, slot: Any) -> list[jax.Array]:
+    """e [64] of each head."""
+    if not walk.has_e:
+        return []
+    return [load(rows, OF_COLUMNS) for rows in walk.tiling.by_heads(walk.own.e.at[slot])]
+
+
 def pairs_of(walk: Walk, slot: Any, vs: list[Any], es: list[jax.Array]) -> list[jax.Array]:
     """v_j . g_i - e_i of each head, [64, 64] at [j, i]."""
-    minus_e = [mosaic.in_rows(-e, C) for e in es]
+    minus_e = [mosaic.in_rows(-e, C) for e in es] or [mosaic.zeros(C, C)] * walk.heads
     starts = [mosaic.zeros(C, C)] * walk.heads if walk.rounds_b else minus_e
     pairs = zip(starts, vs, walk.in_heads(walk.own.g, slot), strict=True)
     found = list(multiply(*((start, [(v, g.T)]) for start, v, g in pairs)))

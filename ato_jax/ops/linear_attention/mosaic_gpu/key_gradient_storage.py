@@ -14,7 +14,11 @@ from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import rounds_pairs
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import (
+    rounds_pairs,
+    splits_in_walk,
+    splits_states,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of q, g, inverse and e; and of k and v.
@@ -54,6 +58,7 @@ class Storage(mosaic.Storage):
     pairs: Array  # [heads, 2, 64, 64] b of a steep chunk, rounded, and what that left off
     q: Array  # as g
     r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
+    r_rest: Array  # as r: what rounding left off, where states are split
     r_rows: Array  # [V] float32, for float16: the units of R's rows, then one unit for all of R
     u: Array  # [F] float32
     u_start: Array  # [F] float32: u behind the piece
@@ -87,21 +92,25 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
     heads, shared = tiling.heads, tiling.shared
     cast = cast_of(heads)
     replaces_keys = gated and feature_maps.features(spec).slope_is_known
+    splits, has_e = splits_in_walk(spec, some_steep), not splits_states(spec)
+    # Where a chunk may be steep there is no room for more beside what rounding R left off.
+    k_stages = 1 if some_steep and splits else K_STAGES
 
     def of_rows() -> Buffer:
         return Buffer(tiling.tiles(STAGES), copies=heads)
 
     def of_keys() -> Buffer:
-        return Buffer(tiling.tiles(K_STAGES), copies=heads)
+        return Buffer(tiling.tiles(k_stages), copies=heads)
 
     def vectors() -> Buffer:
         return Buffer(plgpu.SMEM((STAGES, heads * C), F32), copies=heads)
 
-    q, g, e, inverse = of_rows(), of_rows(), vectors(), vectors()
+    q, g = of_rows(), of_rows()
+    e, inverse = (vectors(), vectors()) if has_e else (None, None)
     k, v = of_keys(), of_keys()
     gates = vectors() if gated else None
     r = Buffer(shared(V, spec.F), copies=heads)
-    u_start = Buffer(plgpu.SMEM((F,), F32), copies=heads)
+    u_start = Buffer(plgpu.SMEM((F,), F32), copies=heads) if has_e else None
     r_rows = None
     if mosaic.has_units(tiling.dtype):
         r_rows = Buffer(plgpu.SMEM((V,), F32), copies=heads)
@@ -113,22 +122,23 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         gates=gates,
         inverse=inverse,
         k=k,
-        minus_e=Buffer(shared(heads, ALIKE, C)),
+        minus_e=Buffer(shared(heads, ALIKE, C)) if has_e else None,
         out=Buffer(tiling.tiles(2)),
         pairs=Buffer(shared(heads, 2, C, C)) if some_steep else None,
         q=q,
         r=r,
+        r_rest=Buffer(shared(V, spec.F)) if splits else None,
         r_rows=r_rows,
-        u=Buffer(plgpu.SMEM((F,), F32)),
+        u=Buffer(plgpu.SMEM((F,), F32)) if has_e else None,
         u_start=u_start,
         v=v,
         rows=Ring.of(STAGES, (q, g, inverse, e, gates), (cast.state, cast.dv, cast.dk)),
-        keys=Ring.of(K_STAGES, (k, v), (cast.dv, cast.dk)),
+        keys=Ring.of(k_stages, (k, v), (cast.dv, cast.dk)),
         state=Ring.of(1, (cast.state,), (cast.dv, cast.dk)),
         pairs_ring=Ring.of(1, (cast.dk,), (cast.dv,)) if some_steep else None,
         mapped=Signal((cast.state,), STAGES),
-        keys_mapped=Signal((cast.dv,), K_STAGES) if replaces_keys else None,
-        start=Signal((r, u_start) if r_rows is None else (r, u_start, r_rows)),
+        keys_mapped=Signal((cast.dv,), k_stages) if replaces_keys else None,
+        start=Signal(tuple(one for one in (r, u_start, r_rows) if one is not None)),
     )
 
 
@@ -163,7 +173,9 @@ class Walk:
     arrays: Arrays
     dk: Any
     dv: Any
-    flows: Sequence[Any]  # with a decay: I(t), A_j, R and u
+    # With a decay I(t), A_j, R and u; where states are split, in place of R and u at some chunks,
+    # R at each piece's start: rounded, and what that leaves off.
+    flows: Sequence[Any]
     own: Storage
 
     @property
@@ -201,6 +213,16 @@ class Walk:
         of_member = self.of_queries(item, member)
         at = ((item.batch, head, number) for head in self.heads_of(of_member))
         return [(self.arrays.q_units[one], self.arrays.e_units[one]) for one in at]
+
+    @property
+    def has_e(self) -> bool:
+        """Whether e, and so u, may be other than 0, as far as the kernel minds."""
+        return not splits_states(self.spec)
+
+    @property
+    def splits(self) -> bool:
+        """Whether R is multiplied in two parts."""
+        return splits_in_walk(self.spec, self.some_steep)
 
     @property
     def rounds_b(self) -> bool:
@@ -259,10 +281,15 @@ class Walk:
         of_heads = self.tiling.by_heads(self.own.gates.at[slot])
         return [chunk_decay.gates_of(own, self.some_steep) for own in of_heads]
 
-    def parts_of_r(self) -> list[list[Any]]:
+    def of_state(self, n: int, rows: Any) -> list[tuple[Any, Any]]:
+        """The factors of rows times R of head n."""
+        found = [self.own.r, *([self.own.r_rest] if self.splits else [])]
+        return [(rows, self.tiling.by_heads(part)[n]) for part in found]
+
+    def parts_of_r(self, r: Any = None) -> list[list[Any]]:
         """R of each head; with a decay, of 128 columns in two parts, as there are no registers to
         multiply it whole."""
-        r = self.own.r
+        r = self.own.r if r is None else r
         if self.heads == 1 and not self.gated:
             return [[r]]
         halves = [r.at[pl.ds(half * HALF, HALF)] for half in range(2)]

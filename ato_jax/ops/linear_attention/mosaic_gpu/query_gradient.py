@@ -39,7 +39,8 @@ of
 which is what the pairs of the query add to the loss's derivative, and S and z ahead of some chunks.
 Keys leave theirs, of which those of the same pairs are to cancel: so either both round w, or here,
 too, it is multiplied with what rounding it leaves off (`rounds_pairs`). In a steep chunk the sum is
-of what is read of the state alone.
+of what is read of the state alone. Where `splits_states`, S is multiplied in two parts, rounded and
+what that leaves off, and is not left: the second part lies in dq's slots until dq is there.
 
 Where a tile is two heads', the halves are these, and nothing has to be exchanged.
 """
@@ -110,11 +111,9 @@ def query_gradient(
     if gated:
         arrays = *arrays, gates, steep
         of_edges = spec.B, spec.G, flows.places(deal)
-        out_type = (
-            *out_type,
-            jax.ShapeDtypeStruct((2 // heads, *rows.shape), F32),
-            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
-        )
+        out_type = *out_type, jax.ShapeDtypeStruct((2 // heads, *rows.shape), F32)
+        if not splits_states(spec):
+            out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16)
         if sums_keys:
             out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.F), F32)
     body, scratch = _walk(spec, deal, some_steep=False)
@@ -140,6 +139,24 @@ def rounds_pairs(spec: LinearAttentionSpec, some_steep: bool) -> bool:
     return spec.decay == "step" and not some_steep and frame.heads_of_tile(spec) == 1
 
 
+def splits_states(spec: LinearAttentionSpec) -> bool:
+    """Whether both walks multiply a state in two parts, rounded and what that leaves off.
+
+    Products of features of either sign cancel, and rounding does not. So what a rounded S and R
+    leave off adds up in the gradient of a decay per head, a sum over all steps: 8e-2 of it at 1,024
+    steps of a decay of -1, where features of one sign have 1e-2.
+    """
+    # With a normaliser R has a vector beside it, for which shared memory has no room, too.
+    one_sign = spec.feature_map.nonnegative
+    return spec.decay == "head" and not spec.normalize and not one_sign
+
+
+def splits_in_walk(spec: LinearAttentionSpec, some_steep: bool) -> bool:
+    """Whether the kernel of such pieces does. Where a tile is one head's, all of its chunks are
+    steep or none is, and of a steep one no state is left that could err later."""
+    return splits_states(spec) and not (some_steep and frame.heads_of_tile(spec) == 1)
+
+
 def _walk(
     spec: LinearAttentionSpec, deal: mosaic.Deal, some_steep: bool
 ) -> tuple[mosaic.Body, dict[str, Any]]:
@@ -153,6 +170,7 @@ def _walk(
     values_registers, features_registers = GATED_REGISTERS if gated else OWN_REGISTERS
     sums_keys, phi = _sums_keys(spec), feature_maps.features(spec)
     has_units = mosaic.has_units(tiling.dtype)
+    splits = splits_in_walk(spec, some_steep)
     # In which w is multiplied: rounded, and what that leaves off.
     w_parts = 2 if gated and not rounds_pairs(spec, some_steep) else 1
     scratch = dict(
@@ -161,7 +179,8 @@ def _walk(
         q_s=tiling.of_rows(Q_STAGES, 2, C, HALF),
         k_s=tiling.of_rows(K_STAGES, 2, C, HALF),
         s_s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
-        # Two slots of dq; before a piece's first chunk, S of its start [V, HALF].
+        # Two slots of dq; before a piece's first chunk, S of its start [V, HALF]. Where states are
+        # split, before a chunk's dq, what rounding S leaves off, alike.
         dq_s=tiling.of_rows(2, 2 * C, HALF),
         ones_s=tiling.shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
@@ -343,6 +362,11 @@ def _walk(
                 def publish() -> None:
                     if gated:
                         mosaic.store_transposed(s_s.at[half], S.astype(BF16))
+                        if splits:
+                            # The stores of dq that lay there.
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            rest = S - S.astype(BF16).astype(F32)
+                            mosaic.store_transposed(start_in(half), rest.astype(BF16))
                     elif has_units:
                         units = mosaic.units_of_rows([S])
                         units_s.at[half][...] = units
@@ -387,10 +411,11 @@ def _walk(
                 (w,) = multiply((mosaic.zeros(C, C), [(g, v.T)]), meanwhile=publish)
 
                 state = s_s.at[half] if gated else s_s.at[half].T
+                of_state_parts = [(g, state), *([(g, start_in(half))] if splits else [])]
 
                 def at_once() -> tuple[Any, ...]:
                     """D, z_i where it is needed, S and z behind the chunk."""
-                    reads = [(g, state)]
+                    reads = [*of_state_parts]
                     if not has_units:
                         reads += [(part, features) for part in parts_of(where_seen(w))]
                     of_queries = [(mosaic.zeros(C, HALF), reads)]
@@ -421,7 +446,7 @@ def _walk(
                     product after the other, as there are no registers for all factors."""
                     left = mosaic.in_columns(gates.if_steep(gates.of(OF_ROWS)), HALF)
                     pairs = gates.of_pairs(queries=0)
-                    (D,) = multiply((mosaic.zeros(C, HALF), [(g, state)]))
+                    (D,) = multiply((mosaic.zeros(C, HALF), of_state_parts))
                     D *= left
                     phi_q = features_of_queries()
                     reads = [jnp.sum(phi_q * D, axis=1)]
@@ -442,7 +467,8 @@ def _walk(
                     return D, z, own_S, own_totals, reads
 
                 of_state: Any = None
-                if gated:
+                leaves_state = gated and not splits_states(spec)
+                if leaves_state:
                     keep_state(item, chunk)
                 if some_steep:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
@@ -453,7 +479,7 @@ def _walk(
                     plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
-                if gated:
+                if leaves_state:
 
                     @pl.when(flows.is_kept(chunk))
                     def _() -> None:  # S and z, ahead of what replaces them

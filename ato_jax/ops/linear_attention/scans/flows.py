@@ -23,7 +23,13 @@ spread evenly over the chunks between. One pass computes the known Y and the sum
 the gradient of each step. The roundings of S and dS make Y wrong by a like amount in neighbouring
 chunks, which adds up in the gradient of a decay per head, a sum over all steps.
 
-Both passes are kernels that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton.
+Where features have either sign, that is too much of such a gradient. There the kernels multiply
+each state in two parts, rounded and what that leaves off, so that R and A have no error that adds
+up, and Y is the running sum over a whole piece (`decay_flows_in_pieces`). It begins with S as the
+walk over queries was given it there and dS as the walk over keys left it, of which R and A are.
+
+Both passes are kernels that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton. The
+running sums over whole pieces are XLA's.
 """
 
 from __future__ import annotations
@@ -53,15 +59,19 @@ NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
 
 class OfQueries(NamedTuple):
     flows: jax.Array  # one or two parts of R_i, [1 or 2, B, H, T up to a whole chunk]
-    kv: jax.Array  # S ahead of the chunks where Y is known, [B, H, places, V, F] bfloat16
+    # S ahead of the chunks where Y is known, [B, H, places, V, F] bfloat16; None where states are
+    # multiplied in two parts.
+    kv: jax.Array | None = None
     k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
 
 
 class OfKeys(NamedTuple):
     flows: jax.Array  # A_j, [B, H, T up to a whole chunk]
     inside: jax.Array  # I(t), [B, H, T up to a whole chunk]
-    kv: jax.Array  # dS behind the chunks before those, [B, H, places, V, F] bfloat16
-    k_sum: jax.Array  # dz there, [B, H, places, F] float32
+    # dS behind the chunks before those, [B, H, places, V, F] bfloat16; where states are multiplied
+    # in two parts, at the start of each piece, [B, H, P, V, F] float32.
+    kv: jax.Array
+    k_sum: jax.Array | None = None  # dz there, [B, H, places, F] float32
 
 
 class Known(NamedTuple):
@@ -127,6 +137,33 @@ def decay_flows(
     return _of_steps(spec, deal, gates, queries, keys, known, decay)
 
 
+def decay_flows_in_pieces(
+    spec: LinearAttentionSpec,
+    deal: Cut,
+    gates: jax.Array,
+    queries: OfQueries,
+    keys: OfKeys,
+    starts: jax.Array,
+    decay: jax.Array | None,
+) -> jax.Array:
+    """As `decay_flows`, where the kernels multiply states in two parts.
+
+    Args:
+      starts: S at the start of each piece, as the walk over queries reads it, [B, H, P, V, F].
+    """
+    _, B, H, length = queries.flows.shape
+    in_piece = deal.rows // C
+    passing = (keys.flows - jnp.sum(queries.flows, axis=0)).reshape(B, H, -1, C)
+    of_chunks = jnp.sum(passing, axis=3)
+    missing = deal.pieces * in_piece - length // C
+    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
+    of_chunks = of_chunks.reshape(B, H, deal.pieces, in_piece)
+    before = jnp.cumsum(of_chunks, axis=3) - of_chunks
+    crossing = jnp.sum(starts.astype(jnp.float32) * keys.kv, axis=(3, 4))[..., None] + before
+    crossing = crossing.reshape(B, H, -1)[:, :, : length // C]
+    return _of_chunks_by_xla(spec, gates, queries, keys, crossing, decay)
+
+
 def _known(
     deal: Cut,
     gates: jax.Array,
@@ -136,6 +173,7 @@ def _known(
 ) -> Known:
     """The first pass; a program has a place."""
     parts, B, H, length = queries.flows.shape
+    assert queries.kv is not None and keys.k_sum is not None
     count, size = length // C, queries.kv.shape[3] * queries.kv.shape[4]
 
     def kernel(
@@ -314,6 +352,7 @@ def _known_by_xla(
     keys: OfKeys,
     of_start: jax.Array | None,
 ) -> Known:
+    assert queries.kv is not None and keys.k_sum is not None
     _, B, H, length = queries.flows.shape
     count, in_piece, of_piece = length // C, deal.rows // C, _places_of_piece(deal)
     first = _chunk_of(deal, np.arange(places(deal)))  # of each place
@@ -360,14 +399,11 @@ def _of_steps_by_xla(
     known: Known,
     decay: jax.Array | None,
 ) -> jax.Array:
-    _, B, H, length = queries.flows.shape
-    count = length // C
+    count = queries.flows.shape[3] // C
     chunk = np.arange(count)
     here = _place_before(deal, chunk)
     low, high = _chunk_of(deal, here), _chunk_of(deal, here + 1)
     is_known = high < count
-    reads = jnp.sum(queries.flows, axis=0).reshape(B, H, count, C)
-    passing = keys.flows.reshape(B, H, count, C) - reads
     start = known.crossing[:, :, here]
     # Nothing crosses the end, unless a state is returned.
     next_place = np.minimum(here + 1, known.crossing.shape[2] - 1)
@@ -377,6 +413,22 @@ def _of_steps_by_xla(
         missed = jnp.where(is_known, missed, 0.0)
     share = ((chunk - low) / (np.minimum(high, count) - low)).astype(np.float32)
     crossing = start + known.before + missed * share
+    return _of_chunks_by_xla(spec, gates, queries, keys, crossing, decay)
+
+
+def _of_chunks_by_xla(
+    spec: LinearAttentionSpec,
+    gates: jax.Array,
+    queries: OfQueries,
+    keys: OfKeys,
+    crossing: jax.Array,
+    decay: jax.Array | None,
+) -> jax.Array:
+    """The gradient, from Y at the start of each chunk, [B, H, chunks]."""
+    _, B, H, length = queries.flows.shape
+    count = length // C
+    reads = jnp.sum(queries.flows, axis=0).reshape(B, H, count, C)
+    passing = keys.flows.reshape(B, H, count, C) - reads
     # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
     rows = gates.reshape(B, H, count, C)
     steep = is_steep(rows[..., C // 2 - 1], rows[..., C - 1])

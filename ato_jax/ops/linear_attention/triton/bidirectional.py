@@ -98,8 +98,10 @@ def _output(
             first, length = pieces.first_row(piece, i, block), lengths.get("q_length")
             rows = tiles.tile_rows(first, block, spec.T, whole, length)
             q = tiles.load_tile(q_ref, rows, spec.D)  # [T_block, D]
-            features = products.operand(spec, mapping.features_of(spec, q, rows), wide=True)
-            out = products.product(spec, features, kv, wide=True)  # [T_block, V]
+            features = mapping.features_of(spec, q, rows)  # [T_block, F]
+            if not products.rounds_both_signs(spec):
+                features = products.operand(spec, features, wide=True)
+            out = products.read_by_features(spec, features, kv)  # [T_block, V]
             if spec.normalize:
                 den = jnp.sum(products.product(spec, features, z, wide=True), axis=1)  # [T_block]
                 out *= (1 / jnp.maximum(den, spec.eps))[:, None]
@@ -167,7 +169,7 @@ def _add_terms(
     return [
         (
             dkv + products.product(spec, do, u, wide=True, trans_a=True),  # [V, F]
-            dz + products.product(spec, u, e, wide=True, trans_a=True)  # [F, 16]
+            dz + products.sum_by_normalizer(spec, u, e)  # [F, 16]
             if spec.normalize
             else dz,
         )
@@ -239,7 +241,9 @@ def _query_gradient(
             factor = inverse[:, None]
             for part, y_part, slope in zip(parts, y, slopes, strict=True):
                 tiles.store_tile(dq_ref, rows, part, y_part * (factor * slope))
-            us = [products.operand(spec, x * (factor * usual), wide=True) for x in features]
+            us = [x * (factor * usual) for x in features]
+            if not products.of_initial_sums(spec):
+                us = [products.operand(spec, u, wide=True) for u in us]
             terms = us, products.as_columns(spec, e)
             if not delayed:
                 return _add_terms(spec, carry, do, *terms)
@@ -254,7 +258,8 @@ def _query_gradient(
             for part in parts
         ]
         if delayed:
-            dtype = jnp.bfloat16 if spec.dtype == "bfloat16" else jnp.float32
+            is_rounded = spec.dtype == "bfloat16" and not products.of_initial_sums(spec)
+            dtype = jnp.bfloat16 if is_rounded else jnp.float32
             us = [jnp.zeros((block, part.count), dtype) for part in parts]
             before = us, jnp.zeros((block, tiles.COLUMNS), dtype)
             sums, before = jax.lax.fori_loop(0, count, write_tile, (sums, before))

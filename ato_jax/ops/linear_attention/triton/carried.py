@@ -183,6 +183,8 @@ def query_gradient(
 
             from_state = read_for_gradient(spec, refs, "reads", start, do, state)
             y = from_state[0] + products.product(spec, dw, phi_k, wide=True)
+            if products.of_initial_sums(spec):
+                y += products.product(spec, products.left_by_rounding(spec, dw), phi_k)
             e = z_seen = None
             inverse = jnp.full((block,), spec.scale, jnp.float32)
             if spec.normalize:
@@ -196,11 +198,13 @@ def query_gradient(
             u = phi_q * inverse[:, None]
             if "reads_of_piece" in refs:
                 u = tiles.scale_rows(u, refs["reads_of_piece"], start)
+            unrounded = u
             u = products.operand(spec, u, wide=True)
             dkv += products.product(spec, do, u, wide=True, trans_a=True)
             if e is not None:
                 columns = products.as_columns(spec, e)
-                dz += products.product(spec, u, columns, wide=True, trans_a=True)
+                of_e = unrounded if products.of_initial_sums(spec) else u
+                dz += products.sum_by_normalizer(spec, of_e, columns)
             state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
             return state, (dkv, dz)
 

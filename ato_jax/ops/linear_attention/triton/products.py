@@ -135,6 +135,25 @@ def add_weighted_sum(
     return jax.lax.fori_loop(0, 2, add, sums)
 
 
+def rounds_both_signs(spec: LinearAttentionSpec) -> bool:
+    """Whether a query's features are multiplied with a state in two parts: rounded, and what that
+    leaves off. Products of features of either sign cancel, and four roundings, of both sides'
+    features, the state and the result, then come to twice the last one, which is the limit."""
+    phi = spec.feature_map
+    is_rounded = spec.dtype == "bfloat16" and phi.name != "identity"
+    return is_rounded and not phi.nonnegative and not spec.normalize
+
+
+def read_by_features(
+    spec: LinearAttentionSpec, features: jax.Array, state: jax.Array, *, trans_b: bool = False
+) -> jax.Array:
+    """The features of queries [C, F] @ state; they are float32 where `rounds_both_signs`."""
+    found = product(spec, features, state, wide=True, trans_b=trans_b)
+    if rounds_both_signs(spec):
+        found += product(spec, left_by_rounding(spec, features), state, trans_b=trans_b)
+    return found
+
+
 def read_state(spec: LinearAttentionSpec, rows: jax.Array, state: jax.Array) -> jax.Array:
     """rows @ state, the state rounded as little as weights are in `weighted_sum`."""
     found = product(spec, rows, state, wide=True)
@@ -153,6 +172,29 @@ def as_columns(spec: LinearAttentionSpec, vector: jax.Array) -> jax.Array:
     rest = vector - rounded(spec, vector, wide=True)
     columns = jnp.where(column == 0, vector[:, None], 0.0)
     return operand(spec, jnp.where(column == 1, rest[:, None], columns), wide=True)
+
+
+def of_initial_sums(spec: LinearAttentionSpec) -> bool:
+    """Whether dz is a gradient that the caller sees, that of an initial state's k_sum.
+
+    It is sum_i e_i u_i. Where keys and values are alike, all its numbers are alike, too: one sum of
+    terms of either sign, of which roundings of single terms may be more than the budget. So u, and
+    the weights that make e, are multiplied in two parts.
+    """
+    return spec.initial_state and spec.normalize and spec.dtype == "bfloat16"
+
+
+def sum_by_normalizer(spec: LinearAttentionSpec, u: jax.Array, e: jax.Array) -> jax.Array:
+    """sum_i e_i u_i, [F, 16].
+
+    Args:
+      u: [C, F], float32 where `of_initial_sums`.
+      e: [C, 16], from `as_columns`.
+    """
+    found = product(spec, u, e, wide=True, trans_a=True)
+    if of_initial_sums(spec):
+        found += product(spec, left_by_rounding(spec, u), e, trans_a=True)
+    return found
 
 
 def row_parts(tile: jax.Array) -> jax.Array:

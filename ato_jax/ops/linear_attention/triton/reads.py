@@ -110,7 +110,7 @@ def _output_in_parts(
             z = tiles.load_vector(k_sum_ref, columns)  # [f]
             den += jnp.sum(phi.astype(jnp.float32) * z[None, :], axis=1)
         kv = tiles.load_matrix(kv_ref, spec.V, columns)  # [V, f]
-        return num + products.product(spec, phi, kv, wide=True, trans_b=True), den
+        return num + products.read_by_features(spec, phi, kv, trans_b=True), den
 
     num = jnp.zeros((phi_q.size, tiles.padded(spec.V)), jnp.float32)
     den = jnp.zeros(phi_q.size, jnp.float32) if spec.normalize else None
@@ -140,13 +140,14 @@ def read_for_output(
     Args:
       name: the factors of `steps.gates` by which queries read the state, if refs has them.
       start: the first query's step.
-      phi_q: [C, F] from `for_state`; float32 where z is in each of C rows.
+      phi_q: [C, F] from `for_state`; float32 where z is in each of C rows, and where
+        `products.rounds_both_signs`.
     """
     kv, z = state
     if in_parts(spec):
         num, den = _output_in_parts(spec, phi_q, kv)
     else:
-        num = products.product(spec, phi_q, kv, wide=True, trans_b=True)
+        num = products.read_by_features(spec, phi_q, kv, trans_b=True)
         den = _denominator(spec, phi_q, z) if spec.normalize else None
     if name in refs:
         reads = tiles.load_steps(refs[name], start, num.shape[0])  # [C]

@@ -107,11 +107,14 @@ def piece_states(
                 features, wide = features * tiles.load_rows(weight_refs[0], rows)[:, None], True
             elif weights is not None:
                 features, wide = features * weights.features, True
+            unrounded = features
             features = products.rounded(spec, features, wide=wide)
             kv += products.product(spec, other, features, wide=wide, trans_a=True)
             if weights is not None:
                 if weights.k_sum is None:
                     return kv, k_sum
+                if products.of_initial_sums(spec):
+                    features = unrounded
                 features *= tiles.load_rows(weight_refs[1], rows)[:, None]  # [C, 1]
             return kv, k_sum + jnp.sum(features.reshape(-1, apart, width), axis=0)
 

@@ -40,11 +40,16 @@ def output(
         q = tiles.load_tile(q_ref, queries, spec.D)  # [C, D]
         phi_q = mapping.feature_operand(spec, q, queries, wide=True)  # [C, F]
 
+        in_two = products.rounds_both_signs(spec)
+
         def map_part(columns: Columns) -> jax.Array:  # phi(q) [C, f]
             q = tiles.load_tile(q_ref, queries, columns)  # [C, f]
+            if in_two:
+                return mapping.features_of(spec, q, queries, columns)
             return mapping.feature_operand(spec, q, queries, columns, wide=True)
 
-        reading = for_state(spec, phi_q, map_part)
+        unrounded = mapping.features_of(spec, q, queries) if in_two else phi_q  # [C, F]
+        reading = for_state(spec, unrounded, map_part)
         state = load_state(spec, side_refs[0])
         out, den = read_for_output(spec, refs, "reads", start, reading, state)
         if walk.both_ways:

@@ -177,7 +177,7 @@ def _by_sums(tile: QueryTile, keep: Keep, with_flows: bool) -> Found:
         phi_k, pairs, dw = of_keys
         y, z_seen = sums
         dw = pairs.weigh(dw)
-        if matched:
+        if matched or products.of_initial_sums(spec):
             y = products.add_weighted_sum(spec, y, dw, phi_k)
         else:
             y += products.product(spec, dw, phi_k, wide=True)
