@@ -133,6 +133,13 @@ class Outputs(NamedTuple):
         return self._replace(rest=None)
 
 
+def rest_in_units(spec: AttentionSpec, exact: jax.Array, rounded: jax.Array) -> jax.Array:
+    """`Outputs.rest` of an exact and a rounded `out`, both float32."""
+    share = (exact - rounded) / jnp.where(rounded == 0, jnp.inf, rounded)
+    nearest = jnp.floor(share / REST_UNITS[spec.dtype] + 0.5)
+    return jnp.clip(nearest, -127, 127).astype(jnp.int8)
+
+
 Residuals = backend.Residuals[Inputs, Outputs]
 
 

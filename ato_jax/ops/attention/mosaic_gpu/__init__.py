@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import jax.numpy as jnp
+
 from ato_jax import device
 from ato_jax.backend import Backend
 from ato_jax.mosaic import HALF, program
@@ -19,7 +21,7 @@ from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import passes
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, rest_in_units
 
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
@@ -107,22 +109,22 @@ def beats_later_backends(
     # On an H100, forward in us: B4 H16 T512 D128 causal 21, by Triton 31; B1 H4 T1024 D64 causal 18
     # and 21; but B8 H16 T1024 D64 104 and 100, and B2 H16 T4096 D128 with a bias over pairs 999 and
     # 949. Fewer queries or keys are not measured, and no card has run values of another width.
-    # Behind it Triton's backward pass would take out . dout of out as it was rounded: where one key
-    # has nearly all of a query's weight, rows of dq are off by 5e-2. Triton's own forward keeps
-    # `Outputs.rest` for it. This module's own backward pass has run on no card yet.
     if backward_follows:
-        return False
+        return False  # no card has run what it keeps for a backward pass, nor its own
     planes = [full for full in (spec.bias, spec.mask) if full is not None]
     of_pairs = any(pairs.extent(full) == "pairs" for full in planes)
     return min(spec.T, spec.S) >= 512 and spec.D == spec.V and not of_pairs
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    out, lse = kernel.forward(spec, config, inputs)
+    out, lse, *rest = kernel.forward(spec, config, inputs)
     rows = 1 if spec.layout == "bthd" else 2
     if lse.shape[rows] != spec.T:
         lse = lse[:, : spec.T] if rows == 1 else lse[:, :, : spec.T]
-    return Outputs(out, lse)
+    if not spec.keep_rest:
+        return Outputs(out, lse)
+    rounded, left = out.astype(jnp.float32), rest[0].astype(jnp.float32)
+    return Outputs(out, lse, rest_in_units(spec, rounded + left, rounded))
 
 
 class _MosaicGpu(Backend[AttentionSpec, Config, Inputs, Outputs]):

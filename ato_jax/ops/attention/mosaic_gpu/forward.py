@@ -75,8 +75,8 @@ class Own(NamedTuple):
 
 def forward(
     spec: AttentionSpec, config: Config, inputs: Inputs
-) -> tuple[jax.Array, jax.Array]:
-    """out, and lse up to a whole tile of queries."""
+) -> tuple[jax.Array, ...]:
+    """out, lse up to a whole tile of queries, and where `keep_rest` what rounding took from out."""
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if inputs.sinks is not None:
         given["sinks"] = inputs.sinks
@@ -87,19 +87,18 @@ def forward(
     given |= pairs.arrays_of(spec, config, inputs, planes)
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        *arrays, out, lse = refs
-        named = dict(zip(given, arrays, strict=True))
-        return Walk(spec, config, planes, own, out=out, lse=lse, **named)
+        made = "out", "lse", *(["rest"] if spec.keep_rest else [])
+        named = dict(zip([*given, *made], refs, strict=True))
+        return Walk(spec, config, planes, own, **named)
 
     roles = mosaic.Roles((consumer(config), MEMORY))
     parts = (MEMORY, memory), (consumer(config), consume)
     program = mosaic.Program(roles, storage_of(spec, config, planes), parts, bind)
     rows = (spec.T, spec.H) if spec.layout == "bthd" else (spec.H, spec.T)
-    out_types = (
-        jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype),
-        jax.ShapeDtypeStruct(frame.lse_shape(spec, config), F32),
-    )
-    out, lse = mosaic.launch(
+    of_out = jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype)
+    of_lse = jax.ShapeDtypeStruct(frame.lse_shape(spec, config), F32)
+    out_types = of_out, of_lse, *([of_out] if spec.keep_rest else [])
+    found = mosaic.launch(
         "attention_forward_mosaic",
         program,
         Schedule(spec, config),
@@ -107,7 +106,7 @@ def forward(
         tuple(given.values()),
         own_barriers=True,
     )
-    return out, lse
+    return tuple(found)
 
 
 def memory(walk: Walk) -> None:
@@ -363,7 +362,8 @@ def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
 
 
 def finish(walk: Walk, mine: Own, carried: Carried) -> None:
-    """Adds the last values, and stores out and lse."""
+    """Adds the last values, and stores out, lse, and where `keep_rest` what rounding took from out,
+    from out's place in shared memory."""
     own, spec, config, item = walk.own, walk.spec, walk.config, mine.item
     slot = own.values.slot(item.before + item.steps - 1)
     await_values(walk, item.steps, slot)
@@ -379,13 +379,21 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     rows = pl.ds(mine.first_row, config.rows)
     at = (item.batch, rows, item.head) if spec.layout == "bthd" else (item.batch, item.head, rows)
     mosaic.store_in_memory(walk.lse.at[at], lse)
-    out = (own.q if own.out is None else own.out).at[mine.number]
+    tile = (own.q if own.out is None else own.out).at[mine.number]
+    side, dtype = frame.outputs(spec), frame.dtype_of(spec)
     plgpu.commit_smem()  # the products that read q, ahead of what takes its place
-    for part, total in frame.alike(frame.outputs(spec).parts_of(out), list(acc)):
-        scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)
-        part[...] = scaled.astype(frame.dtype_of(spec))
-    plgpu.commit_smem()
-    frame.outputs(spec).store(out, walk.out, item.batch, item.head, mine.first_row, config.rows)
+    for ref in (walk.out, walk.rest):
+        if ref is None:
+            continue
+        if ref is walk.rest:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, total in frame.alike(side.parts_of(tile), list(acc)):
+            scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)
+            if ref is walk.rest:
+                scaled -= mosaic.rounded(scaled, dtype).astype(F32)
+            part[...] = scaled.astype(dtype)
+        plgpu.commit_smem()
+        side.store(tile, ref, item.batch, item.head, mine.first_row, config.rows)
     if Schedule(spec, config).persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     own.queries.consumed.arrive()

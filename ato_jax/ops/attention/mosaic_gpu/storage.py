@@ -95,6 +95,7 @@ class Walk:
     v: Any
     out: Any
     lse: Any
+    rest: Any = None  # [B, T, H, V], what rounding took from out
     sinks: Any = None
     bounds: Any = None
     q_ids: Any = None

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.merging import merge
-from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, rest_in_units
 from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
     Blocks,
@@ -115,13 +115,6 @@ def _rounding_of_top(
     """
     weight = power(spec, multiply_add(top, score_factor(spec), -m), fast_exp2)
     return weight - weight.astype(spec.dtype).astype(jnp.float32)
-
-
-def _rest(spec: AttentionSpec, exact: jax.Array, rounded: jax.Array) -> jax.Array:
-    """`Outputs.rest` of an exact and a rounded `out`, both float32."""
-    share = (exact - rounded) / jnp.where(rounded == 0, jnp.inf, rounded)
-    nearest = jnp.floor(share / REST_UNITS[spec.dtype] + 0.5)
-    return jnp.clip(nearest, -127, 127).astype(jnp.int8)
 
 
 def _kernel(
@@ -214,9 +207,12 @@ def _kernel(
         store_rows(layout, out_ref, None, start, out, end, spec.V)
         store_tile(layout, lse_ref, None, start, lse, end)
         if rest_ref is not None:
-            rest = each(
-                lambda tile: _rest(spec, tile, tile.astype(out_ref.dtype).astype(jnp.float32)), out
-            )
+
+            def left(tile: jax.Array) -> jax.Array:
+                rounded = tile.astype(out_ref.dtype).astype(jnp.float32)
+                return rest_in_units(spec, tile, rounded)
+
+            rest = each(left, out)
             store_rows(layout, rest_ref, None, start, rest, end, spec.V)
 
 
@@ -264,5 +260,6 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         if spec.keep_rest:
             # XLA may remove a pair of casts, but not this.
             figures = jnp.finfo(inputs.v.dtype)
-            rest = _rest(spec, out, lax.reduce_precision(out, figures.nexp, figures.nmant))
+            rounded = lax.reduce_precision(out, figures.nexp, figures.nmant)
+            rest = rest_in_units(spec, out, rounded)
     return Outputs(out.astype(inputs.v.dtype), lse, rest)
