@@ -207,6 +207,20 @@ def check_linear() -> None:
         "causal, a decay per channel, bhtd", op, qkv("bhtd"), causal=True, layout="bhtd",
         decay=log_decay(B, G, T, D), feature_map=jnp.tanh, initial_state=state(),
     )  # fmt: skip
+    check_case(
+        "a decay per step both ways, segments, lengths", op, padded, segment_ids=IDS,
+        decay=log_decay(B, T, G), q_lengths=np.array([19, 32]), initial_state=state(),
+        return_state=True,
+    )  # fmt: skip
+    check_case(
+        "a decay per channel both ways, bhtd", op, qkv("bhtd"), layout="bhtd",
+        decay=log_decay(B, G, T, D), feature_map="identity", initial_state=state(),
+    )  # fmt: skip
+    check_case(
+        "a decay per head both ways, bfloat16, the batch cut, too", op,
+        qkv(dtype=jnp.bfloat16, D=16, V=16), decay=-np.array([0.02, 0.4], np.float32),
+        own={"batch": True},
+    )  # fmt: skip
     check_case("causal, segments", op, qkv(), causal=True, segment_ids=IDS, return_state=True)
 
 
@@ -349,9 +363,12 @@ def refused(error: Any, match: str, function: Any, *arrays: Any, **options: Any)
 def check_refusals() -> None:
     linear = ato_jax.parallel.linear_attention
     decay = -np.ones(G, np.float32)
-    refused(ato_jax.UnsupportedError, "decay needs causal=True", linear, *qkv(), decay=decay)
-    refused(ato_jax.UnsupportedError, "needs T = S, got T=4, S=6", linear, *qkv(S=48), causal=True)
     lengths = {"q_lengths": np.array([3, 4]), "kv_lengths": np.array([3, 5])}
+    refused(
+        ato_jax.UnsupportedError, "a decay needs the same lengths", linear, *qkv(), decay=decay,
+        **lengths,
+    )  # fmt: skip
+    refused(ato_jax.UnsupportedError, "needs T = S, got T=4, S=6", linear, *qkv(S=48), causal=True)
     refused(ato_jax.UnsupportedError, "same lengths", linear, *qkv(), causal=True, **lengths)
     refused(ValueError, "between 0 and T=32", linear, *qkv(), q_lengths=np.array([33, 1]))
     refused(ValueError, r"k must be \[B, S, G, D\]", linear, *qkv()[:1], *qkv(D=7)[1:])

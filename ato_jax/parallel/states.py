@@ -7,9 +7,13 @@ The keys of device d add S_d to a causal state and leave M_d of the state ahead 
 
     state ahead of d + 1 = M_d (state ahead of d) + S_d
 
-A segment that begins with d's first row makes the state ahead of d zero. Both ways and without a
-decay, a query sees its segment on both sides: the part on the devices after d is a second state,
-made from the sums over the first segment of each device, from the last device to the first.
+A segment that begins with d's first row makes the state ahead of d zero. Both ways, a query sees
+its segment on both sides. With segments or a decay, the part on the devices after d is a second
+state, made from the sums over the first segment of each device, from the last device to the first:
+
+    F_d = sum_j exp(sum of the decays from d's first row to j) phi(k_j) v_j^T
+
+    state behind d - 1 = F_d + M_d (state behind d)
 
 One all-gather brings S_d, M_d and the ids of the first and the last key to every device, and every
 device computes the sums that it needs.
@@ -48,7 +52,7 @@ class Around(NamedTuple):
     """The states around one device's rows."""
 
     ahead: LinearState  # of the first segment here, on earlier devices and in the initial state
-    behind: LinearState | None  # of the last segment here, on later devices
+    behind: LinearState | None  # of the last segment here, on later devices, from their first row
     total: LinearState  # after the last key of all
 
 
@@ -86,9 +90,11 @@ def last_of(rows: jax.Array, lengths: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(rows, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
 
 
-@functools.partial(jax.checkpoint, static_argnums=0)
-def sums(spec: LinearAttentionSpec, inputs: Inputs, counted: jax.Array | None) -> LinearState:
-    """S over the keys for which `counted` [B, S] is true; None for all.
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def sums(
+    spec: LinearAttentionSpec, from_start: bool, inputs: Inputs, counted: jax.Array | None
+) -> LinearState:
+    """S over the keys for which `counted` [B, S] is true, None for all; F with `from_start`.
 
     The derivative maps the keys to features again, in place of keeping these.
     """
@@ -104,12 +110,8 @@ def sums(spec: LinearAttentionSpec, inputs: Inputs, counted: jax.Array | None) -
     v = only(inputs.v).astype(jnp.float32)  # [B, S, G, V]
     decay = decays(spec, inputs)
     if decay is not None:
-        # A sum over later steps, where a difference of sums over earlier ones would cancel.
-        later = lax.cumsum(decay, time, reverse=True)
-        later = lax.slice_in_dim(later, 1, spec.S, axis=time)
-        later = jnp.pad(later, [(0, int(axis == time)) for axis in range(4)])
         # Keys that are not counted are 0 in k.
-        k = k * jnp.exp(later)
+        k = k * jnp.exp(lax.cumsum(decay, time) if from_start else after(decay, time))
     rows = axes(spec.layout, "bsg")
     exact = spec.dtype == "float32" and spec.precision == "exact"
     kv = jnp.einsum(
@@ -119,6 +121,13 @@ def sums(spec: LinearAttentionSpec, inputs: Inputs, counted: jax.Array | None) -
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
     )
     return LinearState(kv, jnp.sum(k, axis=time))
+
+
+def after(decay: jax.Array, time: int) -> jax.Array:
+    """The sums of the decays of later rows: a difference of sums over earlier ones would cancel."""
+    later = lax.cumsum(decay, time, reverse=True)
+    later = lax.slice_in_dim(later, 1, decay.shape[time], axis=time)
+    return jnp.pad(later, [(0, int(axis == time)) for axis in range(decay.ndim)])
 
 
 def decays(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
@@ -142,7 +151,7 @@ def decays(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
 def part_of(spec: LinearAttentionSpec, inputs: Inputs, ids: jax.Array | None) -> Part:
     """What this device's keys do to a state. `ids` [B, S] are the keys' segments on all devices."""
     of_first, of_last = runs(spec, inputs)
-    state = sums(spec, inputs, of_last)
+    state = sums(spec, False, inputs, of_last)
     first = keeps = ends = empty = None
     decay = decays(spec, inputs)
     if decay is not None:
@@ -154,8 +163,8 @@ def part_of(spec: LinearAttentionSpec, inputs: Inputs, ids: jax.Array | None) ->
         ends = jnp.concatenate([ids[:, :1], last_of(ids, inputs.kv_lengths)], axis=1)
         if inputs.kv_lengths is not None:
             empty = inputs.kv_lengths == 0
-        if not spec.causal:
-            first = sums(spec, inputs, of_first)
+    if not spec.causal and keeps is not None:
+        first = sums(spec, True, inputs, of_first)
     return Part(state, first, keeps, ends, empty)
 
 
@@ -224,7 +233,7 @@ def around(
 ) -> Around:
     """The states around this device's rows, from the parts of all."""
     index, numbers = devices.index, jnp.arange(devices.count)
-    if not spec.causal and parts.ids is None:
+    if not spec.causal and parts.first is None:
         # A sum without this device's part: a difference would lose small parts of others.
         def others(array: jax.Array) -> jax.Array:
             here = jnp.expand_dims(numbers == index, tuple(range(1, array.ndim)))
