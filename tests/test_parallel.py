@@ -98,7 +98,7 @@ def check_case(name: str, op: str, arrays: list[Any], **given: Any) -> None:
     def spec_of(part: str, value: Any) -> Any:
         if part in CUT:
             return P(*([batch] if batched else []), "time")
-        if part == "decay" and value.ndim > 1:
+        if part == "beta" or part == "decay" and value.ndim > 1:
             return rows
         if part in ("bias", "mask"):
             return P(None, None, "time" if value.shape[2] > 1 else None)
@@ -149,7 +149,9 @@ def check_case(name: str, op: str, arrays: list[Any], **given: Any) -> None:
     )
     found = numerics.named_outputs(op, result)
     for part, gradient in gradients.items():
-        if part == "initial_state":
+        if part == "initial_state" and op == "gated_delta_rule":
+            found["dstate"] = gradient
+        elif part == "initial_state":
             found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}
         else:
             found[f"d{part}"] = gradient
@@ -222,6 +224,51 @@ def check_linear() -> None:
         own={"batch": True},
     )  # fmt: skip
     check_case("causal, segments", op, qkv(), causal=True, segment_ids=IDS, return_state=True)
+
+
+def delta(layout: str = "bthd", dtype: Any = np.float32, **sizes: int) -> tuple[list[Any], Any]:
+    """q, k, v and beta."""
+    known = {"B": B, "T": T, "H": H, "G": G, "D": D, "V": V} | sizes
+    letters = ("BTGD", "BTGD", "BTHV", "BTH") if layout == "bthd" else (
+        "BGTD", "BGTD", "BHTV", "BHT"
+    )  # fmt: skip
+    q, k, v, beta = (
+        draw(tuple(known[letter] for letter in axes), seed) for seed, axes in enumerate(letters)
+    )
+    return [array.astype(dtype) for array in (q, k, v)], 1 / (1 + np.exp(beta))
+
+
+def check_delta_rule() -> None:
+    op = "gated_delta_rule"
+    arrays, beta = delta()
+    for array in arrays:
+        array[0, 19:] = np.nan
+    started = draw((B, H, D, V), 9)
+    check_case(
+        "delta, a decay per step, segments, lengths, NaN in padding", op, arrays, beta=beta,
+        decay=log_decay(B, T, H), segment_ids=IDS, lengths=np.array([19, 32]),
+        initial_state=started, return_state=True, normalize_qk=True,
+    )  # fmt: skip
+    arrays, beta = delta("bhtd")
+    check_case(
+        "delta, a decay per channel, bhtd", op, arrays, beta=beta, layout="bhtd", scale=0.7,
+        decay=log_decay(B, H, T, D), initial_state=started, normalize_qk=True,
+    )  # fmt: skip
+    arrays, beta = delta(dtype=jnp.bfloat16, D=16, V=16)
+    check_case(
+        "delta, bfloat16, no batch axis", op, [array[0] for array in arrays], beta=beta[0],
+        normalize_qk=True, lengths=np.array([27]), return_state=True,
+    )  # fmt: skip
+    function = on_devices(ato_jax.parallel.gated_delta_rule)
+    arrays, beta = delta()
+    found = collectives(function, *arrays, beta)
+    assert found == {"all-gather": [DEVICES * 4 * B * H * D * (V + D)]}, found
+    found = collectives(gradients(function), *arrays, beta)
+    assert found.pop("all-gather") == [DEVICES * 4 * B * H * D * (V + D)]
+    assert list(found) == ["reduce-scatter"]
+    lengths = {"lengths": np.array([33, 1])}
+    function = ato_jax.parallel.gated_delta_rule
+    refused(ValueError, "between 0 and T=32", function, *arrays, beta, **lengths)
 
 
 def check_attention(schedule: str) -> None:
@@ -303,7 +350,7 @@ def collectives(function: Any, *arguments: Any) -> dict[str, list[int]]:
 def on_devices(function: Any, **options: Any) -> Any:
     cut = P(None, "time")
     return jax.shard_map(
-        lambda q, k, v: function(q, k, v, axis_name="time", **options),
+        lambda *arrays: function(*arrays, axis_name="time", **options),
         mesh=mesh_of(time=DEVICES),
         in_specs=cut,
         out_specs=cut,
@@ -311,7 +358,7 @@ def on_devices(function: Any, **options: Any) -> Any:
 
 
 def gradients(function: Any) -> Any:
-    return jax.grad(lambda *qkv: jnp.sum(function(*qkv) ** 2), (0, 1, 2))
+    return jax.grad(lambda *arrays: jnp.sum(function(*arrays) ** 2), (0, 1, 2))
 
 
 def check_bytes() -> None:
@@ -387,6 +434,7 @@ def check_refusals() -> None:
 
 CHECKS = {
     "linear": check_linear,
+    "delta_rule": check_delta_rule,
     "all_gather": check_all_gather,
     "ring": check_ring,
     "bytes": check_bytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ato_jax import shapes
 from ato_jax.meshes import varying_with
 from ato_jax.ops.common import bind_lengths
 
+Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
 
 
@@ -32,6 +33,17 @@ class Devices:
     def gather(self, array: jax.Array) -> jax.Array:
         """[...] of each device -> [count, ...]."""
         return lax.all_gather(varying_with(array, self.index), self.axis)
+
+    def same(self, tree: Tree) -> Tree:
+        """Arrays that are equal on all devices, of a type that says so.
+
+        All devices have them, but only a reduction tells JAX that they do.
+        """
+        here = self.index == 0
+        found: Tree = jax.tree.map(
+            lambda array: lax.psum(jnp.where(here, array, 0), self.axis), tree
+        )
+        return found
 
 
 def devices_along(axis_name: Any) -> Devices:

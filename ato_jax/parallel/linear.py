@@ -245,11 +245,7 @@ def _attend(
 
     state = found.total
     if request.spec.return_state:
-        # All devices have the same, but only a reduction tells JAX that they do.
-        here = devices.index == 0
-        state = jax.tree.map(
-            lambda array: lax.psum(jnp.where(here, array, 0), devices.axis), state
-        )
+        state = devices.same(state)
         if not request.batched:
             state = jax.tree.map(lambda array: array[0], state)
     return out, state

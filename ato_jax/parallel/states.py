@@ -22,7 +22,7 @@ device computes the sums that it needs.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ from ato_jax.ops.common import axes
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 from ato_jax.parallel.devices import Devices
+
+PartT = TypeVar("PartT")
 
 
 class Part(NamedTuple):
@@ -168,10 +170,10 @@ def part_of(spec: LinearAttentionSpec, inputs: Inputs, ids: jax.Array | None) ->
     return Part(state, first, keeps, ends, empty)
 
 
-def gather(part: Part, devices: Devices) -> Part:
-    """The parts of all devices, by one all-gather of float32 [B, N]."""
-    B = part.state.kv.shape[0]
+def gather(part: PartT, devices: Devices) -> PartT:
+    """The parts of all devices, whose arrays begin with B, by one all-gather of float32 [B, N]."""
     leaves, structure = jax.tree.flatten(part)
+    B = len(leaves[0])
     columns = []
     for leaf in leaves:
         found = leaf.reshape(B, -1)
@@ -187,18 +189,18 @@ def gather(part: Part, devices: Devices) -> Part:
             high, low = jnp.split(found.astype(jnp.int32), 2, axis=2)
             found = (high << 16) | low
         gathered.append(found.astype(leaf.dtype).reshape(devices.count, *leaf.shape))
-    found_part: Part = jax.tree.unflatten(structure, gathered)
+    found_part: PartT = jax.tree.unflatten(structure, gathered)
     return found_part
 
 
-def begins(parts: Part) -> jax.Array | None:
+def begins(ids: jax.Array | None, empty: jax.Array | None) -> jax.Array | None:
     """Whether a segment begins with the first key of each device, [devices, B]; None: nowhere."""
-    if parts.ids is None:
+    if ids is None:
         return None
-    changed = parts.ids[1:, :, 0] != parts.ids[:-1, :, 1]
+    changed = ids[1:, :, 0] != ids[:-1, :, 1]
     first = jnp.zeros_like(changed[:1])  # continues the initial state
     changed = jnp.concatenate([first, changed])
-    return changed if parts.empty is None else changed & ~parts.empty
+    return changed if empty is None else changed & ~empty
 
 
 def zero_where(mask: jax.Array | None, state: LinearState) -> LinearState:
@@ -243,7 +245,7 @@ def around(
         own = jax.tree.map(lambda array: array[index], parts.state)
         return Around(ahead, None, plus(ahead, own))
 
-    starts = begins(parts)
+    starts = begins(parts.ids, parts.empty)
     initial, zero = varying_with((initial, jax.tree.map(jnp.zeros_like, initial)), parts)
 
     def rightwards(carry: Any, entry: Any) -> tuple[Any, None]:
