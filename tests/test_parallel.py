@@ -303,6 +303,10 @@ def check_attention(schedule: str) -> None:
         [array[0] for array in qkv(dtype=jnp.bfloat16, S=48, D=16, V=16)], causal=True,
         query_offset=11,
     )  # fmt: skip
+    check(
+        "causal, dropout, groups", qkv(), "zigzag", causal=True, dropout_rate=0.3,
+        dropout_key=jax.random.key(4), return_lse=True,
+    )  # fmt: skip
     if schedule == "all_gather":
         bias, mask = draw((B, 1, T, T), 6), draw((1, H, T, T), 8) > -1
         check("a bias and a mask", qkv(), bias=bias, mask=mask)
@@ -422,8 +426,6 @@ def check_refusals() -> None:
     ids = {"q_segment_ids": IDS[:, :4], "kv_segment_ids": IDS[:, 4:8]}
     refused(ato_jax.UnsupportedError, "give segment_ids", linear, *qkv(), **ids)
     softmax = ato_jax.parallel.attention
-    dropout = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
-    refused(ato_jax.UnsupportedError, "dropout_rate must be 0", softmax, *qkv(), **dropout)
     bias = {"bias": draw((T // DEVICES, T), 0), "schedule": "ring"}
     refused(ato_jax.UnsupportedError, "bias needs schedule='all_gather'", softmax, *qkv(), **bias)
     refused(ValueError, "schedule must be one of 'all_gather'", softmax, *qkv(), schedule="star")
