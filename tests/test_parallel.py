@@ -6,6 +6,7 @@ devices exchange is read from the text of the compiled programs.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -17,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ato_jax
+import ato_jax.nn
 from tests import numerics
 
 DEVICES = 8
@@ -337,6 +340,70 @@ def check_zigzag() -> None:
         ato_jax.parallel.zigzag(x, 2, axis=3)
 
 
+def check_layer(make: Any, ids: Any = None, own: Any = None, **options: Any) -> None:
+    """A layer whose tokens are cut: its result, and the gradients of parameters and inputs."""
+    own = own or {}
+    x, options = draw((B, T, 16), 0), {"num_kv_heads": 2, **options}
+    zigzag, drops = own.get("context_order") == "zigzag", "dropout_rate" in options
+    # Dropout counts batch entries from the first of each device.
+    rows = P(None if drops else "data", "time")
+    layers = [make(H, 16, rngs=nnx.Rngs(0), **options, **given) for given in (
+        {}, {"context_axis": "time", **own}
+    )]  # fmt: skip
+    parameters = nnx.state(layers[0], nnx.Param)
+
+    def call(layer: Any, parameters: Any, x: Any, ids: Any) -> Any:
+        graph, _, others = nnx.split(layer, nnx.Param, ...)
+        rngs = nnx.Rngs(dropout=1) if drops else None
+        return nnx.merge(graph, parameters, others)(x, segment_ids=ids, rngs=rngs)
+
+    def on_mesh(layer: Any, parameters: Any, x: Any, ids: Any) -> Any:
+        if zigzag:
+            x, ids = (ato_jax.parallel.zigzag(array, 4) for array in (x, ids))
+        out = jax.shard_map(
+            functools.partial(call, layer), mesh=mesh_of(data=2, time=4),
+            in_specs=(P(), rows, rows), out_specs=rows,
+        )(parameters, x, ids)  # fmt: skip
+        return ato_jax.parallel.unzigzag(out, 4) if zigzag else out
+
+    def both(function: Any, layer: Any) -> Any:
+        def loss(parameters: Any, x: Any) -> Any:
+            out = function(layer, parameters, x, ids)
+            return jnp.sum(out**2), out
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(parameters, x)
+
+    print(make.__name__, options, own, flush=True)
+    found = map(jax.tree.leaves, map(both, (call, on_mesh), layers))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def check_layers() -> None:
+    sizes = (3, 7, 12, 10), (1, 1, 9, 21)
+    documents = np.stack([np.repeat(np.arange(4), lengths) for lengths in sizes])
+    attention, linear = ato_jax.nn.Attention, ato_jax.nn.LinearAttention
+    ring = {"context_schedule": "ring", "context_order": "zigzag"}
+    check_layer(attention, documents, ring, causal=True, rope_theta=10.0)
+    check_layer(attention, window=(9, 3), sinks=True, dropout_rate=0.3, deterministic=False)
+    check_layer(linear, documents, causal=True, rope_theta=10.0)
+    check_layer(ato_jax.nn.GatedLinearAttention, causal=False)
+
+    layer, x = attention(H, 16, context_axis="time", rngs=nnx.Rngs(0)), draw((B, T, 16), 0)
+    with pytest.raises(ValueError, match=r"context_axis must be an axis of the jax.shard_map"):
+        layer(x)
+    mask = {"mask": np.ones((T, T), bool)}
+    for given, match in ((mask, "mask"), ({"decode": True}, "decode")):
+        call = functools.partial(layer, **given)
+        cut = P(None, "time")
+        with pytest.raises(ValueError, match=f"{match} cannot be given with context_axis"):
+            jax.shard_map(call, mesh=mesh_of(time=DEVICES), in_specs=cut, out_specs=cut)(x)
+    with pytest.raises(ValueError, match=r"context_axis must be the name of a mesh axis.*\(\)"):
+        attention(H, 16, context_axis=(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="context_schedule must be one of 'all_gather'"):
+        attention(H, 16, context_schedule="star", rngs=nnx.Rngs(0))
+
+
 def collectives(function: Any, *arguments: Any) -> dict[str, list[int]]:
     """The collectives of the compiled program: for each kind, the bytes of each result."""
     text = jax.jit(function).lower(*arguments).compile().as_text()
@@ -439,6 +506,7 @@ CHECKS = {
     "delta_rule": check_delta_rule,
     "all_gather": check_all_gather,
     "ring": check_ring,
+    "layers": check_layers,
     "bytes": check_bytes,
     "ring_program": check_ring_program,
     "refusals": check_refusals,
