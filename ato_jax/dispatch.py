@@ -27,10 +27,12 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 
-from ato_jax import autodiff, device, meshes, programs, tuning
+from ato_jax import autodiff, device, meshes, partitioning, programs, tuning
 from ato_jax.backend import Backend, InputsT, OutputsT, Residuals, SpecialForward, SpecT
 
 PLAIN_JAX = ("xla", "reference")
+# XLA divides these among devices, or their kernels say how.
+DIVIDES_ITSELF = (*PLAIN_JAX, "cudnn")
 INTERPRETABLE = ("triton", "mosaic_gpu")
 PHASES = ("forward", "backward")
 
@@ -125,6 +127,7 @@ class _Call(Generic[SpecT, InputsT, OutputsT]):
     Attributes:
       backward_follows: the outputs go to `_kernels_backward` of the same call, and nowhere else.
       training: the derivative of the call is taken, by JAX or by the caller.
+      cut: how the explicit axes of a mesh cut the arrays; None without such axes.
     """
 
     op: Op[SpecT, InputsT, OutputsT]
@@ -134,6 +137,7 @@ class _Call(Generic[SpecT, InputsT, OutputsT]):
     interpret: bool
     backward_follows: bool = False
     training: bool = False
+    cut: partitioning.Cut | None = None
 
     def use(self, phase: str) -> str:
         """The name that the tables give to the use that this phase is a part of."""
@@ -279,7 +283,78 @@ def choose_if_any(call: _Call, phase: str) -> Choice | None:
 
 
 def _forward(call: _Call, inputs: InputsT) -> Any:
-    """The outputs, with what only the backward pass reads where that follows."""
+    """The outputs, with what only the backward pass reads where that follows.
+
+    Kernels are divided among the devices of a mesh (`partitioning.py`). What a part keeps for its
+    own backward depends on the part's sizes, so there it is zeros, which `_divided_backward` does
+    not read.
+    """
+    arrays, tree = jax.tree.flatten(inputs)
+    choice = choose(call, "forward")
+    if not _is_divided(call, choice, arrays):
+        return _forward_here(call, inputs)
+    kept: list[Any] = []  # the outputs as shapes, and which of them every backward reads
+
+    def whole(*arrays: jax.Array) -> list[jax.Array]:
+        outputs = _forward_here(call, jax.tree.unflatten(tree, arrays))
+        read = jax.tree.map(id, jax.tree.leaves(outputs.for_any_backward()))
+        kept[:] = jax.tree.structure(outputs), [
+            read.index(id(leaf)) if id(leaf) in read else None
+            for leaf in jax.tree.leaves(outputs)
+        ], [jax.typeof(leaf) for leaf in jax.tree.leaves(outputs)]  # fmt: skip
+        return jax.tree.leaves(outputs)
+
+    def letters_of(shapes: Any) -> list[str]:
+        outputs = jax.tree.unflatten(kept[0], shapes).for_any_backward()
+        known = _letters(outputs, call.spec.layout)
+        return [
+            "." * shape.ndim if index is None else known[index]
+            for index, shape in zip(kept[1], shapes, strict=True)
+        ]
+
+    def part(cut: partitioning.Cut, *arrays: jax.Array) -> list[jax.Array]:
+        spec, mine = _part_of(call, cut, jax.tree.unflatten(tree, arrays))
+        training = call.training or call.backward_follows
+        here = dataclasses.replace(
+            call, spec=spec, implementation=choice.backend, backward_follows=False,
+            training=training,
+        )  # fmt: skip
+        found = jax.tree.leaves(_forward_here(here, mine).for_any_backward())
+        return [
+            jnp.zeros(shape.shape, shape.dtype) if index is None else found[index]
+            for index, shape in zip(*kept[1:], strict=True)
+        ]
+
+    operands = arrays, _letters(inputs, call.spec.layout)
+    outputs = partitioning.divided(whole, part, operands, letters_of, cut=call.cut)
+    return jax.tree.unflatten(kept[0], outputs)
+
+
+def _is_divided(call: _Call, choice: Choice, arrays: Sequence[jax.Array]) -> bool:
+    """Whether the library divides a phase among devices."""
+    if choice.backend in DIVIDES_ITSELF:
+        return False
+    return call.cut is not None or partitioning.may_divide(arrays)
+
+
+def _letters(tree: Any, layout: str) -> list[str]:
+    """The letters of each array of an op's inputs or outputs, in the layout."""
+    return [
+        partitioning.laid_out(letters, layout) for letters in jax.tree.leaves(tree.letters())
+    ]
+
+
+def _part_of(call: _Call, cut: partitioning.Cut, inputs: InputsT) -> tuple[Any, Any]:
+    """The spec and the inputs of a device's part of a call."""
+    spec = dataclasses.replace(
+        call.spec,
+        **{letter: getattr(call.spec, letter) // cut.parts[letter] for letter in "BGH"},
+    )
+    return spec, inputs.placed(cut.start("B", spec.B), cut.start("H", spec.H))
+
+
+def _forward_here(call: _Call, inputs: InputsT) -> Any:
+    """The outputs of a call that is not divided."""
     choice = choose(call, "forward")
     backend = call.op.backend(choice.backend)
     run: Any = backend.forward
@@ -325,9 +400,69 @@ def _kernels_transposed(call: _Call, residuals: Any, cotangents: OutputsT) -> tu
 def _kernels_backward(
     call: _Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
 ) -> InputsT:
-    with device.interpret(call.interpret):
-        choice = choose(call, "backward")
-        return backward_by(call.op, choice, call.spec, residuals, cotangents)
+    return _divided_backward(call, residuals, cotangents)
+
+
+def _divided_backward(
+    call: _Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
+) -> InputsT:
+    """The backward pass, divided among the devices of a mesh like the forward pass."""
+
+    def run(call: _Call, residuals: Any, cotangents: Any) -> Any:
+        with device.interpret(call.interpret):
+            choice = choose(call, "backward")
+            return backward_by(call.op, choice, call.spec, residuals, cotangents)
+
+    arrays, tree = jax.tree.flatten((residuals, cotangents))
+    choice = choose(call, "backward")
+    if not _is_divided(call, choice, arrays):
+        return run(call, residuals, cotangents)
+    layout = call.spec.layout
+    of_inputs = _letters(residuals.inputs, layout)
+    read: Any = residuals.outputs.for_any_backward()
+    known = {
+        id(leaf): letters
+        for leaf, letters in zip(jax.tree.leaves(read), _letters(read, layout), strict=True)
+    }
+    of_outputs = [
+        known.get(id(leaf), "." * leaf.ndim) for leaf in jax.tree.leaves(residuals.outputs)
+    ]
+    of_cotangents = _letters(cotangents, layout)
+    of_gradients: list[Any] = []  # their structure, and their letters
+
+    def whole(*arrays: jax.Array) -> list[jax.Array]:
+        gradients = run(call, *jax.tree.unflatten(tree, arrays))
+        of_gradients[:] = jax.tree.structure(gradients), _letters_of_given(
+            gradients, residuals.inputs, layout
+        )  # fmt: skip
+        return jax.tree.leaves(gradients)
+
+    def part(cut: partitioning.Cut, *arrays: jax.Array) -> list[jax.Array]:
+        residuals, cotangents = jax.tree.unflatten(tree, arrays)
+        spec, mine = _part_of(call, cut, residuals.inputs)
+        here = dataclasses.replace(call, spec=spec, implementation=choice.backend)
+        read = residuals.outputs.for_any_backward()
+        return jax.tree.leaves(run(here, Residuals(mine, read), cotangents))
+
+    operands = arrays, [*of_inputs, *of_outputs, *of_cotangents]
+    marks = [False] * (len(arrays) - len(of_cotangents)) + [True] * len(of_cotangents)
+    found = partitioning.divided(
+        whole, part, operands, lambda _: of_gradients[1], marks, call.cut
+    )
+    gradients: InputsT = jax.tree.unflatten(of_gradients[0], found)
+    return gradients
+
+
+def _letters_of_given(gradients: Any, inputs: Any, layout: str) -> list[str]:
+    """The letters of those inputs that have a gradient."""
+    absent = lambda leaf: leaf is None  # noqa: E731
+    given = jax.tree.leaves(gradients, is_leaf=absent)
+    names = jax.tree.leaves(inputs.letters(), is_leaf=absent)
+    return [
+        partitioning.laid_out(letters, layout)
+        for one, letters in zip(given, names, strict=True)
+        if one is not None
+    ]
 
 
 def backward_by(
@@ -443,6 +578,9 @@ def run(
     `training`: the caller keeps the outputs for `backward`.
     """
     call = _call_of(op, spec, inputs, implementation, training)
+    letters = functools.partial(_letters, inputs, spec.layout)
+    if cut := partitioning.cut_by_types(jax.tree.leaves(inputs), letters):
+        call = dataclasses.replace(call, cut=cut)
     compute = _nothing if spec.B == 0 else _run
     partition = functools.partial(inputs.partition_of_outputs, spec.layout)
     return meshes.call(lambda inputs: compute(call, inputs), inputs, partition)
