@@ -144,9 +144,8 @@ def test_every_shard_runs_kernels(
     ), phase, 1)  # fmt: skip
     assert kernels(text) == kernels(alone) and kernels(text)
     assert ("mosaic_gpu" in text) == (case.call.op == "linear_attention")
-    # XLA multiplies no rows, but for the sums over the keys of a device.
-    sums = case.cut == "time" and case.call.op == "linear_attention"
-    assert ("stablehlo.dot_general" in text) == sums
+    # XLA multiplies nothing.
+    assert "stablehlo.dot_general" not in text
 
 
 def test_the_suite_runs(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_the_suite_runs(tmp_path: Path) -> None:
         assert not row["wrong"] and not row["skipped"] and row["speed_up"] > 0, row
         assert row["errors"] and len(row["batches"]["all"]) >= 3
     linear, ring = told["rows"][0], told["rows"][2]
-    assert [one["kind"] for one in linear["sends"]] == ["all-gather", "reduce-scatter"]
+    assert [one["kind"] for one in linear["sends"]] == ["all-gather"] * 2
     assert "ring" in ring["row"] and {one["kind"] for one in ring["sends"]} == {
         "collective-permute"
     }

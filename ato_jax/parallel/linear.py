@@ -2,7 +2,7 @@
 
 Each device computes the sums over its own keys, one all-gather brings those of all devices to each,
 and the single-device operation continues from the state that they add up to (`states.py` has the
-mathematics). JAX transposes the all-gather to one reduction of the states' gradients.
+mathematics). The backward pass gathers the cotangents of these states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ato_jax.ops.common import Integers, Precision, axes, bind_qkv, bind_segment
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.api import FeatureMapLike, Request
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
-from ato_jax.parallel import states
+from ato_jax.parallel import states, walk
 from ato_jax.parallel.devices import (
     AxisName,
     Devices,
@@ -218,37 +218,43 @@ def _attend(
     request: Request, ids: jax.Array | None, devices: Devices
 ) -> tuple[jax.Array, LinearState]:
     """The output of this device's queries, and the state after the last key of all devices."""
-    spec, inputs = request.spec, request.inputs
-    parts = states.gather(states.part_of(spec, inputs, ids), devices)
-    initial = inputs.initial_state
-    if initial is None:
-        rows = (spec.B, spec.G, spec.F)
-        initial = LinearState(jnp.zeros((*rows, spec.V), jnp.float32), jnp.zeros(rows, jnp.float32))
-    found = states.around(spec, parts, initial, devices)
-
-    ahead = found.ahead
-    decays_both_ways = found.behind is not None and spec.decay is not None
-    if found.behind is not None and not decays_both_ways:
-        assert inputs.kv_segments is not None
-        last = states.last_of(inputs.kv_segments, inputs.kv_lengths)  # [B, 1]
-        # Where one segment has all rows, its queries see the states on both sides.
-        ahead = states.plus(ahead, states.zero_where(last[:, 0] != 0, found.behind))
-    spec = dataclasses.replace(spec, initial_state=True, return_state=False)
-    request_here = request._replace(spec=spec, inputs=inputs._replace(initial_state=ahead))
-    if decays_both_ways:
-        assert found.behind is not None
-        out = _with_later_rows(request_here, found.behind)
+    spec = request.spec
+    if spec.causal or (spec.decay is None and ids is None):
+        out, state = walk.attend(request, ids, devices)
+        out = out if request.batched else out[0]
     else:
-        out, _ = api.run(request_here)
-        if found.behind is not None:
-            out = _with_last_segment(request, parts, found.behind, out, devices)
-
-    state = found.total
-    if request.spec.return_state:
+        out, state = _both_ways(request, ids, devices)
+    if spec.return_state:
         state = devices.same(state)
         if not request.batched:
             state = jax.tree.map(lambda array: array[0], state)
     return out, state
+
+
+def _both_ways(
+    request: Request, ids: jax.Array | None, devices: Devices
+) -> tuple[jax.Array, LinearState]:
+    """`_attend` where queries see both ways, with a decay or segments: two states around them."""
+    spec, inputs = request.spec, request.inputs
+    initial = inputs.initial_state
+    if initial is None:
+        rows = (spec.B, spec.G, spec.F)
+        initial = LinearState(jnp.zeros((*rows, spec.V), jnp.float32), jnp.zeros(rows, jnp.float32))
+    parts = states.gather(states.part_of(spec, inputs, ids), devices)
+    found = states.around(spec, parts, initial, devices)
+    ahead, behind = found.ahead, found.behind
+    assert behind is not None
+    if spec.decay is None:
+        assert inputs.kv_segments is not None
+        last = states.last_of(inputs.kv_segments, inputs.kv_lengths)  # [B, 1]
+        # Where one segment has all rows, its queries see the states on both sides.
+        ahead = states.plus(ahead, states.zero_where(last[:, 0] != 0, behind))
+    spec = dataclasses.replace(spec, initial_state=True, return_state=False)
+    here = request._replace(spec=spec, inputs=inputs._replace(initial_state=ahead))
+    if spec.decay is not None:
+        return _with_later_rows(here, behind), found.total
+    out, _ = api.run(here)
+    return _with_last_segment(request, parts, behind, out, devices), found.total
 
 
 def _with_last_segment(

@@ -150,10 +150,18 @@ def decays(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
     return decay if real is None else jnp.where(over_rows(real, spec), decay, 0)
 
 
-def part_of(spec: LinearAttentionSpec, inputs: Inputs, ids: jax.Array | None) -> Part:
-    """What this device's keys do to a state. `ids` [B, S] are the keys' segments on all devices."""
+def part_of(
+    spec: LinearAttentionSpec,
+    inputs: Inputs,
+    ids: jax.Array | None,
+    state: LinearState | None = None,
+) -> Part:
+    """What this device's keys do to a state. `ids` [B, S] are the keys' segments on all devices.
+
+    `state` is S where it is known.
+    """
     of_first, of_last = runs(spec, inputs)
-    state = sums(spec, False, inputs, of_last)
+    state = sums(spec, False, inputs, of_last) if state is None else state
     first = keeps = ends = empty = None
     decay = decays(spec, inputs)
     if decay is not None:
@@ -230,18 +238,25 @@ def pick(wanted: jax.Array, one: LinearState, other: LinearState) -> LinearState
     return found
 
 
+def others(gathered: LinearState, devices: Devices) -> LinearState:
+    """The sum of other devices' states: a difference of sums would lose small ones."""
+
+    def of_one(array: jax.Array) -> jax.Array:
+        here = jnp.arange(devices.count) == devices.index
+        here = jnp.expand_dims(here, tuple(range(1, array.ndim)))
+        return jnp.sum(jnp.where(here, 0, array), axis=0)
+
+    found: LinearState = jax.tree.map(of_one, gathered)
+    return found
+
+
 def around(
     spec: LinearAttentionSpec, parts: Part, initial: LinearState, devices: Devices
 ) -> Around:
     """The states around this device's rows, from the parts of all."""
     index, numbers = devices.index, jnp.arange(devices.count)
     if not spec.causal and parts.first is None:
-        # A sum without this device's part: a difference would lose small parts of others.
-        def others(array: jax.Array) -> jax.Array:
-            here = jnp.expand_dims(numbers == index, tuple(range(1, array.ndim)))
-            return jnp.sum(jnp.where(here, 0, array), axis=0)
-
-        ahead = plus(initial, jax.tree.map(others, parts.state))
+        ahead = plus(initial, others(parts.state, devices))
         own = jax.tree.map(lambda array: array[index], parts.state)
         return Around(ahead, None, plus(ahead, own))
 
