@@ -54,19 +54,9 @@ class ForwardOutputs(Protocol):
     def plain(self) -> Any:
         """The op's `Outputs`, without what only a backward pass reads."""
 
-    def for_any_backward(self) -> Any:
-        """The op's `Outputs`, without what only the same backend's own backward pass reads."""
-
 
 class OpInputs(Protocol):
     """The arrays of a call, a pytree."""
-
-    def letters(self) -> Any:
-        """The same tree with a text in place of each array: a letter for each of its axes, as with
-        layout "bthd", and a "." for an axis that `partitioning.py` never cuts."""
-
-    def placed(self, b: Any, h: Any) -> Any:
-        """The inputs of a part of a call that begins at batch entry b and head h."""
 
     def partition_of_outputs(self, layout: str) -> Any:
         """The op's `Outputs` with a `PartitionSpec` in place of each array."""

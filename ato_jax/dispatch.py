@@ -81,6 +81,11 @@ class Op(Generic[SpecT, InputsT, OutputsT]):
     def special_forward(self, name: str) -> SpecialForward[SpecT, Any, InputsT, OutputsT]:
         return self.module(name).SPECIAL_FORWARD
 
+    def parts(self) -> Any:
+        """The module that says how a call is divided: `letters_of_inputs`, `letters_of_outputs`,
+        `for_any_backward` and `placed`."""
+        return self.module("parts")
+
     def check_name(self, implementation: object) -> None:
         """A ValueError unless it is None or the name of a backend, planned ones included."""
         names = self.backends + self.planned
@@ -290,14 +295,15 @@ def _forward(call: _Call, inputs: InputsT) -> Any:
     not read.
     """
     arrays, tree = jax.tree.flatten(inputs)
-    choice = choose(call, "forward")
-    if not _is_divided(call, choice, arrays):
+    choice = _divided_choice(call, "forward", arrays)
+    if choice is None:
         return _forward_here(call, inputs)
+    parts = call.op.parts()
     kept: list[Any] = []  # the outputs as shapes, and which of them every backward reads
 
     def whole(*arrays: jax.Array) -> list[jax.Array]:
         outputs = _forward_here(call, jax.tree.unflatten(tree, arrays))
-        read = jax.tree.map(id, jax.tree.leaves(outputs.for_any_backward()))
+        read = jax.tree.map(id, jax.tree.leaves(parts.for_any_backward(outputs)))
         kept[:] = jax.tree.structure(outputs), [
             read.index(id(leaf)) if id(leaf) in read else None
             for leaf in jax.tree.leaves(outputs)
@@ -305,8 +311,8 @@ def _forward(call: _Call, inputs: InputsT) -> Any:
         return jax.tree.leaves(outputs)
 
     def letters_of(shapes: Any) -> list[str]:
-        outputs = jax.tree.unflatten(kept[0], shapes).for_any_backward()
-        known = _letters(outputs, call.spec.layout)
+        outputs = parts.for_any_backward(jax.tree.unflatten(kept[0], shapes))
+        known = _laid_out(parts.letters_of_outputs(outputs), call.spec.layout)
         return [
             "." * shape.ndim if index is None else known[index]
             for index, shape in zip(kept[1], shapes, strict=True)
@@ -319,29 +325,33 @@ def _forward(call: _Call, inputs: InputsT) -> Any:
             call, spec=spec, implementation=choice.backend, backward_follows=False,
             training=training,
         )  # fmt: skip
-        found = jax.tree.leaves(_forward_here(here, mine).for_any_backward())
+        found = jax.tree.leaves(parts.for_any_backward(_forward_here(here, mine)))
         return [
             jnp.zeros(shape.shape, shape.dtype) if index is None else found[index]
             for index, shape in zip(*kept[1:], strict=True)
         ]
 
-    operands = arrays, _letters(inputs, call.spec.layout)
+    operands = arrays, _letters(call, inputs)
     outputs = partitioning.divided(whole, part, operands, letters_of, cut=call.cut)
     return jax.tree.unflatten(kept[0], outputs)
 
 
-def _is_divided(call: _Call, choice: Choice, arrays: Sequence[jax.Array]) -> bool:
-    """Whether the library divides a phase among devices."""
-    if choice.backend in DIVIDES_ITSELF:
-        return False
-    return call.cut is not None or partitioning.may_divide(arrays)
+def _divided_choice(call: _Call, phase: str, arrays: Sequence[jax.Array]) -> Choice | None:
+    """The backend of a phase that the library divides among devices; None where it divides none."""
+    if call.cut is None and not partitioning.may_divide(arrays):
+        return None
+    choice = choose(call, phase)
+    return None if choice.backend in DIVIDES_ITSELF else choice
 
 
-def _letters(tree: Any, layout: str) -> list[str]:
-    """The letters of each array of an op's inputs or outputs, in the layout."""
-    return [
-        partitioning.laid_out(letters, layout) for letters in jax.tree.leaves(tree.letters())
-    ]
+def _letters(call: _Call, inputs: InputsT) -> list[str]:
+    """The letters of each array of a call."""
+    return _laid_out(call.op.parts().letters_of_inputs(inputs), call.spec.layout)
+
+
+def _laid_out(letters: Any, layout: str) -> list[str]:
+    """The letters of each array in a tree, in the layout."""
+    return [partitioning.laid_out(one, layout) for one in jax.tree.leaves(letters)]
 
 
 def _part_of(call: _Call, cut: partitioning.Cut, inputs: InputsT) -> tuple[Any, Any]:
@@ -350,7 +360,7 @@ def _part_of(call: _Call, cut: partitioning.Cut, inputs: InputsT) -> tuple[Any, 
         call.spec,
         **{letter: getattr(call.spec, letter) // cut.parts[letter] for letter in "BGH"},
     )
-    return spec, inputs.placed(cut.start("B", spec.B), cut.start("H", spec.H))
+    return spec, call.op.parts().placed(inputs, cut.start("B", spec.B), cut.start("H", spec.H))
 
 
 def _forward_here(call: _Call, inputs: InputsT) -> Any:
@@ -414,26 +424,26 @@ def _divided_backward(
             return backward_by(call.op, choice, call.spec, residuals, cotangents)
 
     arrays, tree = jax.tree.flatten((residuals, cotangents))
-    choice = choose(call, "backward")
-    if not _is_divided(call, choice, arrays):
+    choice = _divided_choice(call, "backward", arrays)
+    if choice is None:
         return run(call, residuals, cotangents)
-    layout = call.spec.layout
-    of_inputs = _letters(residuals.inputs, layout)
-    read: Any = residuals.outputs.for_any_backward()
+    parts, layout = call.op.parts(), call.spec.layout
+    of_inputs = parts.letters_of_inputs(residuals.inputs)
+    read = parts.for_any_backward(residuals.outputs)
+    letters = _laid_out(parts.letters_of_outputs(read), layout)
     known = {
-        id(leaf): letters
-        for leaf, letters in zip(jax.tree.leaves(read), _letters(read, layout), strict=True)
+        id(leaf): one for leaf, one in zip(jax.tree.leaves(read), letters, strict=True)
     }
     of_outputs = [
         known.get(id(leaf), "." * leaf.ndim) for leaf in jax.tree.leaves(residuals.outputs)
     ]
-    of_cotangents = _letters(cotangents, layout)
+    of_cotangents = _laid_out(parts.letters_of_outputs(cotangents), layout)
     of_gradients: list[Any] = []  # their structure, and their letters
 
     def whole(*arrays: jax.Array) -> list[jax.Array]:
         gradients = run(call, *jax.tree.unflatten(tree, arrays))
         of_gradients[:] = jax.tree.structure(gradients), _letters_of_given(
-            gradients, residuals.inputs, layout
+            gradients, of_inputs, layout
         )  # fmt: skip
         return jax.tree.leaves(gradients)
 
@@ -441,10 +451,10 @@ def _divided_backward(
         residuals, cotangents = jax.tree.unflatten(tree, arrays)
         spec, mine = _part_of(call, cut, residuals.inputs)
         here = dataclasses.replace(call, spec=spec, implementation=choice.backend)
-        read = residuals.outputs.for_any_backward()
+        read = parts.for_any_backward(residuals.outputs)
         return jax.tree.leaves(run(here, Residuals(mine, read), cotangents))
 
-    operands = arrays, [*of_inputs, *of_outputs, *of_cotangents]
+    operands = arrays, [*_laid_out(of_inputs, layout), *of_outputs, *of_cotangents]
     marks = [False] * (len(arrays) - len(of_cotangents)) + [True] * len(of_cotangents)
     found = partitioning.divided(
         whole, part, operands, lambda _: of_gradients[1], marks, call.cut
@@ -453,14 +463,14 @@ def _divided_backward(
     return gradients
 
 
-def _letters_of_given(gradients: Any, inputs: Any, layout: str) -> list[str]:
-    """The letters of those inputs that have a gradient."""
+def _letters_of_given(gradients: Any, letters: Any, layout: str) -> list[str]:
+    """The letters of those inputs that have a gradient; `letters` are those of all inputs."""
     absent = lambda leaf: leaf is None  # noqa: E731
     given = jax.tree.leaves(gradients, is_leaf=absent)
-    names = jax.tree.leaves(inputs.letters(), is_leaf=absent)
+    names = jax.tree.leaves(letters, is_leaf=absent)
     return [
-        partitioning.laid_out(letters, layout)
-        for one, letters in zip(given, names, strict=True)
+        partitioning.laid_out(name, layout)
+        for one, name in zip(given, names, strict=True)
         if one is not None
     ]
 
@@ -578,10 +588,13 @@ def run(
     `training`: the caller keeps the outputs for `backward`.
     """
     call = _call_of(op, spec, inputs, implementation, training)
-    letters = functools.partial(_letters, inputs, spec.layout)
-    if cut := partitioning.cut_by_types(jax.tree.leaves(inputs), letters):
-        call = dataclasses.replace(call, cut=cut)
     compute = _nothing if spec.B == 0 else _run
+    mesh = meshes.of(inputs)
+    if mesh is None:
+        return compute(call, inputs)
+    letters = functools.partial(_letters, call, inputs)
+    if cut := partitioning.cut_by_types(mesh, jax.tree.leaves(inputs), letters):
+        call = dataclasses.replace(call, cut=cut)
     partition = functools.partial(inputs.partition_of_outputs, spec.layout)
     return meshes.call(lambda inputs: compute(call, inputs), inputs, partition)
 

@@ -14,7 +14,9 @@ arrays of G are whole, too, and each device reads the head of its queries. An ou
 cut axis is the same on all devices along it. The backward pass there counts its cotangent once, and
 the gradient of an input that lacks a cut axis is summed over the devices along it.
 
-On one device, and inside `jax.shard_map`, nothing is divided, and the kernel runs as it is.
+In a process with one device, and inside `jax.shard_map`, nothing is divided, and the kernel runs as
+it is. With several devices, JAX lowers no division for an `AbstractMesh` of automatic axes, and
+`jax.export` does not serialize it: explicit axes and `jax.shard_map` have neither limit.
 """
 
 from __future__ import annotations
@@ -337,12 +339,12 @@ def cut_by(
 
 
 def cut_by_types(
-    arrays: Sequence[jax.Array], letters: Callable[[], Sequence[Letters]]
+    mesh: Any, arrays: Sequence[jax.Array], letters: Callable[[], Sequence[Letters]]
 ) -> Cut | None:
-    """The cut along the explicit axes of a mesh; None where there are none."""
-    meshes_of = (jax.typeof(array).sharding.mesh for array in arrays)
-    mesh = next((mesh for mesh in meshes_of if not mesh.empty and mesh.explicit_axes), None)
-    if mesh is None or mesh.manual_axes:
+    """The cut along the explicit axes of the arrays' mesh; None where there are none, and on a mesh
+    of one device.
+    """
+    if not mesh.explicit_axes or mesh.manual_axes or mesh.size == 1:
         return None
     pairs = [*zip(arrays, letters(), strict=True)]
 

@@ -47,10 +47,10 @@ def main() -> None:
     )
     mesh = topologies.make_mesh(topology, (4, 2), ("data", "model"))
     rows = NamedSharding(mesh, P("data", None, "model"))
-    arrays = [jax.ShapeDtypeStruct((8, 8192, 8, 64), jnp.bfloat16, sharding=rows)] * 3
+    arrays = [jax.ShapeDtypeStruct((8, 2048, 8, 64), jnp.bfloat16, sharding=rows)] * 3
 
     linear = functools.partial(ato_jax.linear_attention, causal=True, implementation="mosaic_gpu")
-    softmax = functools.partial(ato_jax.attention, causal=True, implementation="triton")
+    softmax = functools.partial(ato_jax.attention, causal=True, implementation="mosaic_gpu")
 
     def both(call: Any) -> Any:
         def run(*arrays: Any) -> Any:

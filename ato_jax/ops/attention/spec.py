@@ -109,31 +109,6 @@ class Inputs(NamedTuple):
     query_offset: jax.Array | None = None  # [B] int32
     dropout_seed: jax.Array | None = None  # [2] or [6] uint32, as `dropout_keep` reads it
 
-    def letters(self) -> Any:
-        """The letters of each array's axes, as with layout "bthd"."""
-
-        def of_pairs(array: Any) -> str:
-            return "".join(
-                "." if size == 1 else letter
-                for letter, size in zip("BHTS", array.shape, strict=True)
-            )
-
-        every = ("BTHD", "BSGD", "BSGV", of_pairs, of_pairs, "H", "BT", "BS", "B", "B", "B", ".")
-        given: Any = (
-            None if array is None else letters(array) if callable(letters) else letters
-            for array, letters in zip(self, every, strict=True)
-        )
-        return Inputs(*given)
-
-    def placed(self, b: jax.Array, h: jax.Array) -> Inputs:
-        """The inputs of a part of a call that begins at batch entry b and head h."""
-        if self.dropout_seed is None:
-            return self
-        start = jnp.stack([b, h, jnp.zeros_like(b), jnp.zeros_like(b)]).astype(jnp.uint32)
-        words, given = self.dropout_seed[:2], self.dropout_seed[2:]
-        start = start + given if given.size else start
-        return self._replace(dropout_seed=jnp.concatenate([words, start]))
-
     def partition_of_outputs(self, layout: str) -> Outputs:
         """`Outputs` with a `PartitionSpec` in place of each array."""
         rows = partition(self.q)[:3]
@@ -152,15 +127,6 @@ class Outputs(NamedTuple):
     out: jax.Array  # [B, T, H, V], v's dtype
     lse: jax.Array  # [B, T, H] float32 ([B, H, T] with layout "bhtd")
     rest: jax.Array | None = None  # [B, T, H, V] int8, in `REST_UNITS` of out
-
-    def letters(self) -> Any:
-        """The letters of each array's axes, as with layout "bthd"."""
-        return Outputs("BTHV", "BTH", None if self.rest is None else "BTHV")  # type: ignore[arg-type]
-
-    def for_any_backward(self) -> Outputs:
-        """Without the products that `triton.wide` keeps for its own."""
-        own = self.rest is not None and self.rest.dtype != jnp.int8
-        return self._replace(rest=None) if own else self
 
     def plain(self) -> Outputs:
         """`out` and `lse`, without what only a backward pass reads."""

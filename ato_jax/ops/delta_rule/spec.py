@@ -79,17 +79,6 @@ class Inputs(NamedTuple):
     segments: jax.Array | None = None  # [B, T] int32
     lengths: jax.Array | None = None  # [B] int32
 
-    def letters(self) -> Any:
-        """The letters of each array's axes, as with layout "bthd"."""
-        decay = "BTH" if self.decay is None or self.decay.ndim == 3 else "BTHD"
-        every = ("BTGD", "BTGD", "BTHV", "BTH", decay, "BHDV", "BT", "B")
-        given = zip(self, every, strict=True)
-        return Inputs(*(None if array is None else letters for array, letters in given))  # type: ignore[arg-type]
-
-    def placed(self, b: jax.Array, h: jax.Array) -> Inputs:
-        """The inputs of a part of a call that begins at batch entry b and head h."""
-        return self
-
     def partition_of_outputs(self, layout: str) -> Outputs:
         """`Outputs` of how each is sharded."""
         rows = partition(self.v)[:3]
@@ -101,14 +90,6 @@ class Outputs(NamedTuple):
 
     out: jax.Array  # [B, T, H, V], v's dtype
     state: jax.Array  # [B, H, D, V] float32, after the last step
-
-    def letters(self) -> Any:
-        """The letters of each array's axes, as with layout "bthd"."""
-        return Outputs("BTHV", "BHDV")  # type: ignore[arg-type]
-
-    def for_any_backward(self) -> Outputs:
-        """What any backend's backward reads: all of it."""
-        return self
 
     def plain(self) -> Outputs:
         """Without what only a backward reads: all of it."""

@@ -109,20 +109,6 @@ class Inputs(NamedTuple):
     q_lengths: jax.Array | None = None  # [B] int32
     kv_lengths: jax.Array | None = None  # [B] int32
 
-    def letters(self) -> Any:
-        """The letters of each array's axes, as with layout "bthd"."""
-        decay = None if self.decay is None else {1: "G", 3: "BSG", 4: "BSGF"}[self.decay.ndim]
-        rows = ("BTHD", "BSGD", "BSGV", decay)
-        state = None if self.initial_state is None else LinearState("BGFV", "BGF")  # type: ignore[arg-type]
-        parameters = tuple("." * array.ndim for array in self.feature_parameters)
-        others = zip(self[6:], ("BT", "BS", "B", "B"), strict=True)
-        given = (None if array is None else letters for array, letters in others)
-        return Inputs(*rows, state, parameters, *given)  # type: ignore[arg-type]
-
-    def placed(self, b: jax.Array, h: jax.Array) -> Inputs:
-        """The inputs of a part of a call that begins at batch entry b and head h."""
-        return self
-
     def partition_of_outputs(self, layout: str) -> Outputs:
         """`Outputs` of how each is sharded."""
         rows, keys = partition(self.q)[:3], partition(self.k)
@@ -140,14 +126,6 @@ class Outputs(NamedTuple):
 
     out: jax.Array  # [B, T, H, V], v's dtype
     state: LinearState
-
-    def letters(self) -> Any:
-        """The letters of each array's axes, as with layout "bthd"."""
-        return Outputs("BTHV", LinearState("BGFV", "BGF"))  # type: ignore[arg-type]
-
-    def for_any_backward(self) -> Outputs:
-        """What any backend's backward reads: all of it."""
-        return self
 
     def plain(self) -> Outputs:
         """Without what only a backward reads: all of it."""

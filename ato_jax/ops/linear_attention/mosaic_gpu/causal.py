@@ -119,9 +119,6 @@ class Kept(NamedTuple):
     features: channel_backward.Features | None = None
     units: jax.Array | None = None  # of the rows of s, in float16
 
-    def for_any_backward(self) -> Outputs:
-        return self.plain()
-
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
 

@@ -64,8 +64,5 @@ class Kept(NamedTuple):
     state: LinearState
     whole: LinearState
 
-    def for_any_backward(self) -> Outputs:
-        return self.plain()
-
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
