@@ -27,10 +27,12 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 
-from ato_jax import autodiff, device, meshes, programs, tuning
+from ato_jax import autodiff, device, meshes, partitioning, programs, tuning
 from ato_jax.backend import Backend, InputsT, OutputsT, Residuals, SpecialForward, SpecT
 
 PLAIN_JAX = ("xla", "reference")
+# XLA divides these among devices, or their kernels say how.
+DIVIDES_ITSELF = (*PLAIN_JAX, "cudnn")
 INTERPRETABLE = ("triton", "mosaic_gpu")
 PHASES = ("forward", "backward")
 
@@ -79,6 +81,11 @@ class Op(Generic[SpecT, InputsT, OutputsT]):
     def special_forward(self, name: str) -> SpecialForward[SpecT, Any, InputsT, OutputsT]:
         return self.module(name).SPECIAL_FORWARD
 
+    def parts(self) -> Any:
+        """The module that says how a call is divided: `letters_of_inputs`, `letters_of_outputs`,
+        `for_any_backward` and `placed`."""
+        return self.module("parts")
+
     def check_name(self, implementation: object) -> None:
         """A ValueError unless it is None or the name of a backend, planned ones included."""
         names = self.backends + self.planned
@@ -125,6 +132,7 @@ class _Call(Generic[SpecT, InputsT, OutputsT]):
     Attributes:
       backward_follows: the outputs go to `_kernels_backward` of the same call, and nowhere else.
       training: the derivative of the call is taken, by JAX or by the caller.
+      cut: how the explicit axes of a mesh cut the arrays; None without such axes.
     """
 
     op: Op[SpecT, InputsT, OutputsT]
@@ -134,6 +142,7 @@ class _Call(Generic[SpecT, InputsT, OutputsT]):
     interpret: bool
     backward_follows: bool = False
     training: bool = False
+    cut: partitioning.Cut | None = None
 
     def use(self, phase: str) -> str:
         """The name that the tables give to the use that this phase is a part of."""
@@ -279,7 +288,83 @@ def choose_if_any(call: _Call, phase: str) -> Choice | None:
 
 
 def _forward(call: _Call, inputs: InputsT) -> Any:
-    """The outputs, with what only the backward pass reads where that follows."""
+    """The outputs, with what only the backward pass reads where that follows.
+
+    Kernels are divided among the devices of a mesh (`partitioning.py`). What a part keeps for its
+    own backward depends on the part's sizes, so there it is zeros, which `_divided_backward` does
+    not read.
+    """
+    arrays, tree = jax.tree.flatten(inputs)
+    choice = _divided_choice(call, "forward", arrays)
+    if choice is None:
+        return _forward_here(call, inputs)
+    parts = call.op.parts()
+    kept: list[Any] = []  # the outputs as shapes, and which of them every backward reads
+
+    def whole(*arrays: jax.Array) -> list[jax.Array]:
+        outputs = _forward_here(call, jax.tree.unflatten(tree, arrays))
+        read = jax.tree.map(id, jax.tree.leaves(parts.for_any_backward(outputs)))
+        kept[:] = jax.tree.structure(outputs), [
+            read.index(id(leaf)) if id(leaf) in read else None
+            for leaf in jax.tree.leaves(outputs)
+        ], [jax.typeof(leaf) for leaf in jax.tree.leaves(outputs)]  # fmt: skip
+        return jax.tree.leaves(outputs)
+
+    def letters_of(shapes: Any) -> list[str]:
+        outputs = parts.for_any_backward(jax.tree.unflatten(kept[0], shapes))
+        known = _laid_out(parts.letters_of_outputs(outputs), call.spec.layout)
+        return [
+            "." * shape.ndim if index is None else known[index]
+            for index, shape in zip(kept[1], shapes, strict=True)
+        ]
+
+    def part(cut: partitioning.Cut, *arrays: jax.Array) -> list[jax.Array]:
+        spec, mine = _part_of(call, cut, jax.tree.unflatten(tree, arrays))
+        training = call.training or call.backward_follows
+        here = dataclasses.replace(
+            call, spec=spec, implementation=choice.backend, backward_follows=False,
+            training=training,
+        )  # fmt: skip
+        found = jax.tree.leaves(parts.for_any_backward(_forward_here(here, mine)))
+        return [
+            jnp.zeros(shape.shape, shape.dtype) if index is None else found[index]
+            for index, shape in zip(*kept[1:], strict=True)
+        ]
+
+    operands = arrays, _letters(call, inputs)
+    outputs = partitioning.divided(whole, part, operands, letters_of, cut=call.cut)
+    return jax.tree.unflatten(kept[0], outputs)
+
+
+def _divided_choice(call: _Call, phase: str, arrays: Sequence[jax.Array]) -> Choice | None:
+    """The backend of a phase that the library divides among devices; None where it divides none."""
+    if call.cut is None and not partitioning.may_divide(arrays):
+        return None
+    choice = choose(call, phase)
+    return None if choice.backend in DIVIDES_ITSELF else choice
+
+
+def _letters(call: _Call, inputs: InputsT) -> list[str]:
+    """The letters of each array of a call."""
+    return _laid_out(call.op.parts().letters_of_inputs(inputs), call.spec.layout)
+
+
+def _laid_out(letters: Any, layout: str) -> list[str]:
+    """The letters of each array in a tree, in the layout."""
+    return [partitioning.laid_out(one, layout) for one in jax.tree.leaves(letters)]
+
+
+def _part_of(call: _Call, cut: partitioning.Cut, inputs: InputsT) -> tuple[Any, Any]:
+    """The spec and the inputs of a device's part of a call."""
+    spec = dataclasses.replace(
+        call.spec,
+        **{letter: getattr(call.spec, letter) // cut.parts[letter] for letter in "BGH"},
+    )
+    return spec, call.op.parts().placed(inputs, cut.start("B", spec.B), cut.start("H", spec.H))
+
+
+def _forward_here(call: _Call, inputs: InputsT) -> Any:
+    """The outputs of a call that is not divided."""
     choice = choose(call, "forward")
     backend = call.op.backend(choice.backend)
     run: Any = backend.forward
@@ -325,9 +410,69 @@ def _kernels_transposed(call: _Call, residuals: Any, cotangents: OutputsT) -> tu
 def _kernels_backward(
     call: _Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
 ) -> InputsT:
-    with device.interpret(call.interpret):
-        choice = choose(call, "backward")
-        return backward_by(call.op, choice, call.spec, residuals, cotangents)
+    return _divided_backward(call, residuals, cotangents)
+
+
+def _divided_backward(
+    call: _Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
+) -> InputsT:
+    """The backward pass, divided among the devices of a mesh like the forward pass."""
+
+    def run(call: _Call, residuals: Any, cotangents: Any) -> Any:
+        with device.interpret(call.interpret):
+            choice = choose(call, "backward")
+            return backward_by(call.op, choice, call.spec, residuals, cotangents)
+
+    arrays, tree = jax.tree.flatten((residuals, cotangents))
+    choice = _divided_choice(call, "backward", arrays)
+    if choice is None:
+        return run(call, residuals, cotangents)
+    parts, layout = call.op.parts(), call.spec.layout
+    of_inputs = parts.letters_of_inputs(residuals.inputs)
+    read = parts.for_any_backward(residuals.outputs)
+    letters = _laid_out(parts.letters_of_outputs(read), layout)
+    known = {
+        id(leaf): one for leaf, one in zip(jax.tree.leaves(read), letters, strict=True)
+    }
+    of_outputs = [
+        known.get(id(leaf), "." * leaf.ndim) for leaf in jax.tree.leaves(residuals.outputs)
+    ]
+    of_cotangents = _laid_out(parts.letters_of_outputs(cotangents), layout)
+    of_gradients: list[Any] = []  # their structure, and their letters
+
+    def whole(*arrays: jax.Array) -> list[jax.Array]:
+        gradients = run(call, *jax.tree.unflatten(tree, arrays))
+        of_gradients[:] = jax.tree.structure(gradients), _letters_of_given(
+            gradients, of_inputs, layout
+        )  # fmt: skip
+        return jax.tree.leaves(gradients)
+
+    def part(cut: partitioning.Cut, *arrays: jax.Array) -> list[jax.Array]:
+        residuals, cotangents = jax.tree.unflatten(tree, arrays)
+        spec, mine = _part_of(call, cut, residuals.inputs)
+        here = dataclasses.replace(call, spec=spec, implementation=choice.backend)
+        read = parts.for_any_backward(residuals.outputs)
+        return jax.tree.leaves(run(here, Residuals(mine, read), cotangents))
+
+    operands = arrays, [*_laid_out(of_inputs, layout), *of_outputs, *of_cotangents]
+    marks = [False] * (len(arrays) - len(of_cotangents)) + [True] * len(of_cotangents)
+    found = partitioning.divided(
+        whole, part, operands, lambda _: of_gradients[1], marks, call.cut
+    )
+    gradients: InputsT = jax.tree.unflatten(of_gradients[0], found)
+    return gradients
+
+
+def _letters_of_given(gradients: Any, letters: Any, layout: str) -> list[str]:
+    """The letters of those inputs that have a gradient; `letters` are those of all inputs."""
+    absent = lambda leaf: leaf is None  # noqa: E731
+    given = jax.tree.leaves(gradients, is_leaf=absent)
+    names = jax.tree.leaves(letters, is_leaf=absent)
+    return [
+        partitioning.laid_out(name, layout)
+        for one, name in zip(given, names, strict=True)
+        if one is not None
+    ]
 
 
 def backward_by(
@@ -444,6 +589,12 @@ def run(
     """
     call = _call_of(op, spec, inputs, implementation, training)
     compute = _nothing if spec.B == 0 else _run
+    mesh = meshes.of(inputs)
+    if mesh is None:
+        return compute(call, inputs)
+    letters = functools.partial(_letters, call, inputs)
+    if cut := partitioning.cut_by_types(mesh, jax.tree.leaves(inputs), letters):
+        call = dataclasses.replace(call, cut=cut)
     partition = functools.partial(inputs.partition_of_outputs, spec.layout)
     return meshes.call(lambda inputs: compute(call, inputs), inputs, partition)
 

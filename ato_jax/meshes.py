@@ -62,6 +62,12 @@ def nowhere() -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
+def of(arrays: Any) -> Any:
+    """The mesh that the arrays' types name; None where they name none."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arrays))
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
 def call(
     function: Callable[[InputsT], OutputsT],
     inputs: InputsT,
@@ -77,8 +83,7 @@ def call(
       inputs: the tree.
       partition_of_outputs: returns the outputs' tree with a `PartitionSpec` for each array.
     """
-    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(inputs))
-    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    mesh = of(inputs)
     if mesh is None:
         return function(inputs)
     inputs = varying_with(inputs, inputs)

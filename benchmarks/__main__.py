@@ -4,6 +4,7 @@
     run --suite=NAME                a suite beside its peers, or several, or a --config
     run --suite=choices             whether implementation=None takes the fastest backend
     run --suite=cliffs              each option of linear attention beside its base case
+    run --suite=devices             one call on one device and on several of this host
     linear, attention               short for `run` of these suites
     fit A.json B.json               what tables of choices lack, by that suite's figures
     compare A.json B.json           what became slower
@@ -37,6 +38,7 @@ from benchmarks import (  # noqa: E402
     cliffs,
     compare,
     demo,
+    devices,
     document,
     profiling,
     run,
@@ -49,6 +51,7 @@ from benchmarks.results import ResultsError  # noqa: E402
 
 flags.adopt_module_key_flags(cliffs)
 flags.adopt_module_key_flags(demo)
+flags.adopt_module_key_flags(devices)
 flags.adopt_module_key_flags(document)
 flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)

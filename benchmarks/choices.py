@@ -268,7 +268,17 @@ def called(
     row: Row, phase: str, implementation: str | None
 ) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     """From the arrays of a call to its output, and in the second phase to its gradients."""
-    function, options = FUNCTIONS[row.op], keywords(row)
+    function = FUNCTIONS[row.op]
+    options = {**keywords(row), "implementation": implementation}
+    return in_phase(functools.partial(function, **options), phase)
+
+
+def in_phase(
+    function: Callable[..., jax.Array], phase: str
+) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """`function(q, k, v, **named)` as a function of a call's arrays; in the second phase with its
+    gradients.
+    """
 
     def call(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         inputs = {name: array for name, array in arrays.items() if name != "dout"}
@@ -277,7 +287,7 @@ def called(
         def attend(wanted: dict[str, jax.Array]) -> jax.Array:
             named = wanted | inputs
             q, k, v = (named.pop(name) for name in "qkv")
-            return function(q, k, v, **named, **options, implementation=implementation)
+            return function(q, k, v, **named)
 
         if phase == PHASES[0]:
             return {"out": attend(wanted)}

@@ -26,6 +26,7 @@ from benchmarks import (
     choices,
     cliffs,
     demo,
+    devices,
     machine,
     ours,
     peers,
@@ -175,6 +176,8 @@ def main(names: Sequence[str]) -> int:
             raise ResultsError(f"{name} is run alone: it has no peers")
     if names == [choices.NAME]:
         return choices.main()
+    if names == [devices.NAME]:
+        return devices.main()
     alone = names == [cliffs.NAME]
     wanted = [] if alone else suites.chosen(names, FLAGS.config)
     if FLAGS.keep:

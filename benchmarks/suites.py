@@ -425,7 +425,7 @@ NAMES = (
     "report",
 )
 # These have no peers, and so no contests: the module of that name runs each, by itself.
-ALONE = ("choices", "cliffs")
+ALONE = ("choices", "cliffs", "devices")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax.ops.attention.api import attention
+from ato_jax.ops.attention.api import PlacedSeed, attention, dropout_seed
 from ato_jax.ops.attention.decode import decode_attention
 from ato_jax.ops.attention.pieces import combine, total_attention
 
@@ -347,3 +347,21 @@ def test_decode_refuses(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         decode_attention(**(arguments | change))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_dropout_in_a_part_of_a_call(implementation: str) -> None:
+    """A part that knows its place drops the weights that the whole call drops there."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
+    key = jax.random.key(1)
+    drop = functools.partial(
+        attention, dropout_rate=0.4, implementation=implementation
+    )
+    placed = PlacedSeed(dropout_seed(key), 1, 2, 16, 0)
+    with ato_jax.interpret():
+        whole = drop(q, k, v, dropout_key=key)
+        part = drop(
+            *(array[1:, start:, 2:] for array, start in ((q, 16), (k, 0), (v, 0))),
+            dropout_key=placed,
+        )
+    np.testing.assert_allclose(part, whole[1:, 16:, 2:], rtol=1e-5, atol=1e-6)

@@ -12,7 +12,18 @@ from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
-from benchmarks import choices, cliff_rows, cliffs, results, run, show, suites, summary, timing
+from benchmarks import (
+    choices,
+    cliff_rows,
+    cliffs,
+    devices,
+    results,
+    run,
+    show,
+    suites,
+    summary,
+    timing,
+)
 from benchmarks.cases import PHASES, Case
 from benchmarks.choices import Row
 from benchmarks.cliff_rows import Step, Target
@@ -258,4 +269,4 @@ def test_few_base_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_suite_is_among_those_that_are_named() -> None:
-    assert suites.ALONE == (choices.NAME, cliffs.NAME)
+    assert suites.ALONE == (choices.NAME, cliffs.NAME, devices.NAME)

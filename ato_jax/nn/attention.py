@@ -29,6 +29,8 @@ from ato_jax.nn.multi_head import MultiHead
 from ato_jax.ops.attention import decode
 from ato_jax.ops.attention.api import OP, attention, bounds
 from ato_jax.paged_cache import PagedCache
+from ato_jax.parallel import softmax as parallel
+from ato_jax.parallel.devices import AxisName
 
 
 class Attention(MultiHead):
@@ -66,6 +68,12 @@ class Attention(MultiHead):
       sinks_init: Initialiser of `sinks`.
       rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
         none. It needs an even D.
+      context_axis: The axis of the `jax.shard_map` around the call that cuts T and S, as in
+        `ato_jax.parallel`: each device gives its own tokens and gets their outputs. None for whole
+        sequences. Masks and `decode` are refused with it.
+      context_schedule: "all_gather" or "ring", as in `ato_jax.parallel.attention`.
+      context_order: "contiguous" or "zigzag", the order of the tokens over the devices. In zigzag
+        order, rotary positions count through segments, which leaves their differences as they are.
       implementation: A backend of `ato_jax.attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters and for dropout.
       **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
@@ -101,6 +109,9 @@ class Attention(MultiHead):
         sinks: bool = False,
         sinks_init: Initializer = nnx.initializers.zeros,
         rope_theta: float | None = None,
+        context_axis: AxisName | None = None,
+        context_schedule: str = "all_gather",
+        context_order: str = "contiguous",
         implementation: str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -110,6 +121,8 @@ class Attention(MultiHead):
         if softcap is not None:
             shapes.positive("softcap", softcap)
         refuse_no_initialiser(sinks_init=sinks_init)
+        shapes.one_of("context_schedule", context_schedule, parallel.SCHEDULES)
+        shapes.one_of("context_order", context_order, parallel.ORDERS)
         super().__init__(
             num_heads,
             in_features,
@@ -119,10 +132,12 @@ class Attention(MultiHead):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
+            context_axis=context_axis,
             implementation=as_implementation(OP, implementation),
             rngs=rngs,
             **options,
         )
+        self.context_schedule, self.context_order = context_schedule, context_order
         self.window = window
         self.softcap = softcap
         self.sinks: nnx.Param[jax.Array] | None = nnx.data(None)
@@ -159,12 +174,21 @@ class Attention(MultiHead):
         return out
 
     def _attention(self, call: Call, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-        return attention(
+        if self.context_axis is None:
+            function: Any = attention
+            options["mask"] = bind_mask(call.mask, call, key.shape[1])
+        else:
+            function = parallel.attention
+            options |= {
+                "axis_name": self.context_axis,
+                "schedule": self.context_schedule,
+                "order": self.context_order,
+            }
+        out: jax.Array = function(
             call.query,
             key,
             value,
             window=self.window,
-            mask=bind_mask(call.mask, call, key.shape[1]),
             segment_ids=call.segment_ids,
             softcap=self.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
@@ -174,6 +198,7 @@ class Attention(MultiHead):
             implementation=self.implementation,
             **options,
         )
+        return out
 
     def _attend_pages(self, call: Call, variable: nnx.Cache[PagedCache]) -> jax.Array:
         held: PagedCache = variable.get_value()

@@ -70,7 +70,8 @@ class GatedLinearAttention(LinearAttention):
         sets the memory before training. This bias exists whatever `use_bias` is.
       norm_scale_init: Initialiser of the scale of `norm`.
       rngs: Random keys: the stream `params` for the parameters.
-      **options: As in `LinearAttention`, with `rope_theta` and `implementation` among them.
+      **options: As in `LinearAttention`, with `rope_theta`, `context_axis` and `implementation`
+        among them.
 
     Raises:
       ValueError: An argument has a wrong type or value. The message names it.

@@ -33,6 +33,8 @@ from ato_jax.ops.linear_attention.api import OP, FeatureMapLike, linear_attentio
 from ato_jax.ops.linear_attention.features import Favor, favor, resolve
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step
+from ato_jax.parallel import linear as parallel
+from ato_jax.parallel.devices import AxisName
 
 
 class LinearAttention(MultiHead):
@@ -67,6 +69,9 @@ class LinearAttention(MultiHead):
         non-negative.
       rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
         none. It needs an even D.
+      context_axis: The axis of the `jax.shard_map` around the call that cuts T and S, as in
+        `ato_jax.parallel`: each device gives its own tokens and gets their outputs. None for whole
+        sequences. Masks and `decode` are refused with it.
       implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters.
       **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
@@ -100,6 +105,7 @@ class LinearAttention(MultiHead):
         causal: bool = False,
         normalize: bool | None = None,
         rope_theta: float | None = None,
+        context_axis: AxisName | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -123,6 +129,7 @@ class LinearAttention(MultiHead):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
+            context_axis=context_axis,
             implementation=as_implementation(OP, implementation),
             rngs=rngs,
             **options,
@@ -160,7 +167,12 @@ class LinearAttention(MultiHead):
             decay = blank_steps(decay, visible.keys)
         options: dict[str, Any] = {"feature_map": feature_map, "normalize": self.normalize}
         if not call.decode:
-            out = linear_attention(
+            if self.context_axis is not None:
+                options["axis_name"] = self.context_axis
+            function: Any = (
+                linear_attention if self.context_axis is None else parallel.linear_attention
+            )
+            out = function(
                 call.query,
                 key,
                 value,
@@ -274,6 +286,7 @@ class Performer(LinearAttention):
       causal: Query i sees the keys up to i (T = S).
       rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
         none. It needs an even D.
+      context_axis: As in `LinearAttention`.
       implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters and w.
       **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
@@ -309,6 +322,7 @@ class Performer(LinearAttention):
         num_features: int | None = None,
         causal: bool = False,
         rope_theta: float | None = None,
+        context_axis: AxisName | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -325,6 +339,7 @@ class Performer(LinearAttention):
             in_kv_features,
             causal=causal,
             rope_theta=rope_theta,
+            context_axis=context_axis,
             implementation=implementation,
             rngs=rngs,
             **options,

@@ -44,8 +44,10 @@ from ato_jax.nn.arguments import (
 )
 from ato_jax.nn.caches import caches_restored, made
 from ato_jax.nn.call import Call, as_segment_ids, one_batch_axis
-from ato_jax.nn.rotary import as_positions, positions_in_segments, rotate
+from ato_jax.nn.rotary import as_positions, positions_in_segments, positions_over_devices, rotate
 from ato_jax.ops.common import Integers, precision_of
+from ato_jax.parallel.devices import AxisName, check_axis, devices_along
+from ato_jax.parallel.order import positions
 
 
 class MultiHead(nnx.MultiHeadAttention):
@@ -61,6 +63,9 @@ class MultiHead(nnx.MultiHeadAttention):
       causal: Query i sees the keys up to i (T = S).
       rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
         none. It needs an even D.
+      context_axis: The axis of the `jax.shard_map` around the call that cuts T and S, as in
+        `ato_jax.parallel`: each device gives its own tokens and gets their outputs. None for whole
+        sequences. Masks and `decode` are refused with it.
       implementation: A backend of `ato_jax.attention` by name; None takes the fastest.
       rngs: Random keys: the stream `params` for the parameters.
       **options: Other constructor arguments of nnx.MultiHeadAttention, such as dtype, param_dtype,
@@ -82,6 +87,7 @@ class MultiHead(nnx.MultiHeadAttention):
         *,
         causal: bool = False,
         rope_theta: float | None = None,
+        context_axis: AxisName | None = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -131,6 +137,10 @@ class MultiHead(nnx.MultiHeadAttention):
             )
         self.causal = shapes.flag("causal", causal)
         self.rope_theta = None if rope_theta is None else shapes.positive("rope_theta", rope_theta)
+        if context_axis is not None:
+            check_axis(context_axis, "context_axis")
+        self.context_axis = context_axis
+        self.context_order = "contiguous"
         self.implementation = implementation
 
     def attend(self, call: Call) -> jax.Array:
@@ -218,6 +228,8 @@ class MultiHead(nnx.MultiHeadAttention):
             asked = "decode" if decode else "causal attention"
             raise ValueError(f"{asked} needs as many keys as queries, got T={T}, S={S}")
         ids = as_segment_ids(segment_ids, batch, T, S, decode)
+        if self.context_axis is not None:
+            self._refuse_beside_context(mask, decode)
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         key = self.key(inputs_k, out_sharding=qkv_sharding)
@@ -230,8 +242,11 @@ class MultiHead(nnx.MultiHeadAttention):
             if input_positions is not None:
                 raise ValueError("input_positions need a rope_theta: this layer rotates nothing")
         else:
-            if input_positions is None and ids is not None:
+            if input_positions is None and ids is not None and self.context_axis is None:
                 q_positions = k_positions = positions_in_segments(ids)
+            elif input_positions is None and ids is not None and self.context_order == "contiguous":
+                devices = devices_along(self.context_axis, "context_axis")
+                q_positions = k_positions = positions_over_devices(ids, devices)
             else:
                 q_positions, k_positions = self._positions(input_positions, batch, T, S, decode)
             query = rotate(query, q_positions, self.rope_theta)
@@ -256,6 +271,19 @@ class MultiHead(nnx.MultiHeadAttention):
                 x = x.reshape(*batch, *x.shape[1:])
             return self.out(x, out_sharding=out_sharding)
 
+    def _refuse_beside_context(self, mask: Mask | None, decode: bool) -> None:
+        """A ValueError for what a layer of whole sequences alone can do."""
+        devices_along(self.context_axis, "context_axis")
+        if mask is not None:
+            raise ValueError(
+                "mask cannot be given with context_axis: it would have to be gathered; use causal, "
+                "segment_ids or a window"
+            )
+        if decode:
+            raise ValueError(
+                "decode cannot be given with context_axis: a cache holds whole sequences"
+            )
+
     def _positions(
         self, given: jax.Array | None, batch: tuple[int, ...], T: int, S: int, decode: bool
     ) -> tuple[jax.Array, jax.Array]:
@@ -270,6 +298,13 @@ class MultiHead(nnx.MultiHeadAttention):
                 )
             given = one_batch_axis(given, 1)
             return given, given
+        if self.context_axis is not None:
+            devices = devices_along(self.context_axis, "context_axis")
+            found = (
+                positions(self.context_order, devices.index, devices.count, rows)[None]
+                for rows in (T, S)
+            )
+            return next(found), next(found)
         first = self._held() if decode else 0
         return first + jnp.arange(T)[None], first + jnp.arange(S)[None]
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import shapes
+from ato_jax.parallel.devices import Devices, comparable
 
 
 def as_positions(positions: Any) -> jax.Array:
@@ -30,6 +31,24 @@ def positions_in_segments(segment_ids: jax.Array) -> jax.Array:
     same = segment_ids[:, 1:] == segment_ids[:, :-1]
     begins = jnp.pad(~same, ((0, 0), (1, 0)), constant_values=True)
     return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+
+
+def positions_over_devices(segment_ids: jax.Array, devices: Devices) -> jax.Array:
+    """The same of ids [B, T] that are cut in contiguous parts: runs go on over the devices' edges.
+    """
+    own = positions_in_segments(segment_ids)
+    T = own.shape[1]
+    segment_ids = comparable("segment_ids", segment_ids)
+    ends = jnp.stack([segment_ids[:, 0], segment_ids[:, -1], own[:, -1] + 1], axis=1)
+    ends = devices.gather(ends)  # [devices, B, 3]
+    continues = jnp.pad(ends[1:, :, 0] == ends[:-1, :, 1], ((1, 0), (0, 0)))
+    ahead = [jnp.zeros_like(ends[0, :, 2])]  # rows of each device's first run on earlier devices
+    for number in range(devices.count - 1):
+        last = ends[number, :, 2]
+        last = jnp.where(last == T, T + ahead[-1], last)  # all rows are one run
+        ahead.append(jnp.where(continues[number + 1], last, 0))
+    in_first = own == jnp.arange(T)
+    return own + jnp.where(in_first, jnp.stack(ahead)[devices.index][:, None], 0)
 
 
 @functools.partial(jax.jit, static_argnames="theta", inline=True)  # one program, not a dozen

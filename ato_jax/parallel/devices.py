@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ato_jax import shapes
 from ato_jax.meshes import varying_with
 from ato_jax.ops.common import bind_lengths
 
+Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
 
 
@@ -33,22 +34,41 @@ class Devices:
         """[...] of each device -> [count, ...]."""
         return lax.all_gather(varying_with(array, self.index), self.axis)
 
+    def same(self, tree: Tree) -> Tree:
+        """Arrays that are equal on all devices, of a type that says so.
 
-def devices_along(axis_name: Any) -> Devices:
-    """The devices along `axis_name`; a ValueError unless `jax.shard_map` binds it here."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
-        raise ValueError(
-            f"axis_name must be the name of a mesh axis, or a tuple of names, got {axis_name!r}"
+        All devices have them, but only a reduction tells JAX that they do.
+        """
+        here = self.index == 0
+        found: Tree = jax.tree.map(
+            lambda array: lax.psum(jnp.where(here, array, 0), self.axis), tree
         )
+        return found
+
+
+def devices_along(axis_name: Any, argument: str = "axis_name") -> Devices:
+    """The devices along `axis_name`; a ValueError, which names the argument, unless `jax.shard_map`
+    binds it here.
+    """
+    check_axis(axis_name, argument)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         count = int(np.prod([lax.axis_size(name) for name in names]))
         return Devices(axis_name, count, lax.axis_index(axis_name))
     except NameError:
         raise ValueError(
-            "axis_name must be an axis of the jax.shard_map around the call, over which it cuts "
+            f"{argument} must be an axis of the jax.shard_map around the call, over which it cuts "
             f"the sequence, got {axis_name!r}"
         ) from None
+
+
+def check_axis(axis_name: Any, argument: str) -> None:
+    """A ValueError unless `axis_name` can be the name of an axis, or a tuple of names."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
+        raise ValueError(
+            f"{argument} must be the name of a mesh axis, or a tuple of names, got {axis_name!r}"
+        )
 
 
 def whole_lengths(

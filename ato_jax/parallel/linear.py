@@ -2,12 +2,13 @@
 
 Each device computes the sums over its own keys, one all-gather brings those of all devices to each,
 and the single-device operation continues from the state that they add up to (`states.py` has the
-mathematics). JAX transposes the all-gather to one reduction of the states' gradients.
+mathematics). The backward pass gathers the cotangents of these states.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, overload
 
 import jax
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from ato_jax import autodiff
 from ato_jax.dispatch import UnsupportedError
-from ato_jax.ops.common import Integers, Precision, bind_qkv, bind_segments
+from ato_jax.ops.common import Integers, Precision, axes, bind_qkv, bind_segments
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.api import FeatureMapLike, Request
-from ato_jax.ops.linear_attention.spec import LinearState
-from ato_jax.parallel import states
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+from ato_jax.parallel import states, walk
 from ato_jax.parallel.devices import (
     AxisName,
     Devices,
@@ -88,8 +90,9 @@ def linear_attention(
     `axis_name`: T and S below are the rows of one device, and n T and n S those of the whole
     sequence on n devices. The result is that of the whole sequence. Devices exchange one state
     each, B G F (V + 1) float32 numbers in one all-gather, whatever T is, and as much for the
-    gradient; q, k, v and the output stay where they are. (Segments of queries that see both ways
-    need two states a device.)
+    gradient; q, k, v and the output stay where they are. (Where queries see both ways, segments and
+    a decay need two states a device. With a decay the sums over a device's own keys are computed in
+    float32 then, with factors rounded to TF32 where q has 16 bits.)
 
     Args:
       q: This device's queries [B, T, H, D], as in `ato_jax.linear_attention`. B may be missing.
@@ -98,8 +101,8 @@ def linear_attention(
       axis_name: The mesh axis along which the sequence is cut, or a tuple of axes.
       feature_map: As in `ato_jax.linear_attention`; every device gives the same.
       causal: Query i sees key j if and only if j <= i, counted over the whole sequence (T = S).
-      decay: As in `ato_jax.linear_attention`, with `causal` alone: [G], the same on every device,
-        or this device's [B, S, G] or [B, S, G, D].
+      decay: As in `ato_jax.linear_attention`: [G], the same on every device, or this device's
+        [B, S, G] or [B, S, G, D].
       normalize: As in `ato_jax.linear_attention`, as are `scale` and `eps`.
       scale: Factor of the result for normalize=False.
       eps: The smallest denominator, > 0.
@@ -125,8 +128,8 @@ def linear_attention(
     Raises:
       ValueError: An argument is wrong: no `jax.shard_map` binds `axis_name`, or a shape, dtype or
         value is. The message names the argument, what it was and what it has to be.
-      UnsupportedError: A decay without `causal`; `causal` with T != S or with different lengths of
-        queries and keys; segments of their own for queries and keys; or the backend named by
+      UnsupportedError: `causal` with T != S; `causal` or a decay with different lengths of queries
+        and keys; segments of their own for queries and keys; or the backend named by
         `implementation` does not support the call. The message says what to do instead.
 
     Example:
@@ -199,20 +202,15 @@ def _shared_ids(segment_ids: Any, q_segment_ids: Any, kv_segment_ids: Any) -> An
 def _refuse(request: Request, shared: bool) -> None:
     """An UnsupportedError for what a single device alone can do."""
     spec = request.spec
-    if spec.decay is not None and not spec.causal:
-        raise UnsupportedError(
-            f"{NAME}: a decay needs causal=True. Both ways, gather k, v and decay by "
-            "jax.lax.all_gather(..., tiled=True) and call ato_jax.linear_attention"
-        )
     if spec.causal and spec.T != spec.S:
         raise UnsupportedError(
             f"{NAME}: causal=True needs T = S, got T={spec.T}, S={spec.S}; pad the shorter side "
             "and give its lengths"
         )
-    if spec.causal and not shared:
+    if (spec.causal or spec.decay) and not shared:
         raise UnsupportedError(
-            f"{NAME}: causal=True needs the same lengths of queries and keys; give one of "
-            "q_lengths and kv_lengths"
+            f"{NAME}: {'causal=True' if spec.causal else 'a decay'} needs the same lengths of "
+            "queries and keys; give one of q_lengths and kv_lengths"
         )
 
 
@@ -220,37 +218,43 @@ def _attend(
     request: Request, ids: jax.Array | None, devices: Devices
 ) -> tuple[jax.Array, LinearState]:
     """The output of this device's queries, and the state after the last key of all devices."""
+    spec = request.spec
+    if spec.causal or (spec.decay is None and ids is None):
+        out, state = walk.attend(request, ids, devices)
+        out = out if request.batched else out[0]
+    else:
+        out, state = _both_ways(request, ids, devices)
+    if spec.return_state:
+        state = devices.same(state)
+        if not request.batched:
+            state = jax.tree.map(lambda array: array[0], state)
+    return out, state
+
+
+def _both_ways(
+    request: Request, ids: jax.Array | None, devices: Devices
+) -> tuple[jax.Array, LinearState]:
+    """`_attend` where queries see both ways, with a decay or segments: two states around them."""
     spec, inputs = request.spec, request.inputs
-    parts = states.gather(states.part_of(spec, inputs, ids), devices)
     initial = inputs.initial_state
     if initial is None:
         rows = (spec.B, spec.G, spec.F)
         initial = LinearState(jnp.zeros((*rows, spec.V), jnp.float32), jnp.zeros(rows, jnp.float32))
+    parts = states.gather(states.part_of(spec, inputs, ids), devices)
     found = states.around(spec, parts, initial, devices)
-
-    ahead = found.ahead
-    if found.behind is not None:
+    ahead, behind = found.ahead, found.behind
+    assert behind is not None
+    if spec.decay is None:
         assert inputs.kv_segments is not None
         last = states.last_of(inputs.kv_segments, inputs.kv_lengths)  # [B, 1]
         # Where one segment has all rows, its queries see the states on both sides.
-        ahead = states.plus(ahead, states.zero_where(last[:, 0] != 0, found.behind))
+        ahead = states.plus(ahead, states.zero_where(last[:, 0] != 0, behind))
     spec = dataclasses.replace(spec, initial_state=True, return_state=False)
-    out, _ = api.run(
-        request._replace(spec=spec, inputs=inputs._replace(initial_state=ahead))
-    )
-    if found.behind is not None:
-        out = _with_last_segment(request, parts, found.behind, out, devices)
-
-    state = found.total
-    if request.spec.return_state:
-        # All devices have the same, but only a reduction tells JAX that they do.
-        here = devices.index == 0
-        state = jax.tree.map(
-            lambda array: lax.psum(jnp.where(here, array, 0), devices.axis), state
-        )
-        if not request.batched:
-            state = jax.tree.map(lambda array: array[0], state)
-    return out, state
+    here = request._replace(spec=spec, inputs=inputs._replace(initial_state=ahead))
+    if spec.decay is not None:
+        return _with_later_rows(here, behind), found.total
+    out, _ = api.run(here)
+    return _with_last_segment(request, parts, behind, out, devices), found.total
 
 
 def _with_last_segment(
@@ -287,3 +291,64 @@ def _with_last_segment(
     in_last = states.over_rows((run == last) & (last != 0), spec)
     in_last = in_last[:, : request.T] if time == 1 else in_last[:, :, : request.T]
     return jnp.where(in_last if request.batched else in_last[0], reading, out)
+
+
+def _with_later_rows(request: Request, behind: LinearState) -> jax.Array:
+    """The output of this device's queries, from its keys, the state ahead and the one `behind`.
+
+    The operation takes the state ahead, which decays from the first row on, and no other. So it
+    gives sums that are not normalised, with the normaliser as one more column, in float32, and what
+    later devices hold is added to them:
+
+        phi(q_i) exp(sum of the decays after i) (state behind)      i in the last segment
+    """
+    spec, inputs = request.spec, request.inputs
+    given = inputs.v.dtype
+    exact = spec.dtype == "float32" and spec.precision == "exact"
+    sums_spec = dataclasses.replace(
+        spec, V=spec.V + 1, dtype="float32", normalize=False, scale=1.0,
+        precision="exact" if exact else "tf32",
+    )  # fmt: skip
+    q, k, v = (array.astype(jnp.float32) for array in (inputs.q, inputs.k, inputs.v))
+    v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    assert inputs.initial_state is not None
+    found, _ = api.run(request._replace(
+        spec=sums_spec,
+        inputs=inputs._replace(
+            q=q, k=k, v=v, initial_state=api.with_sums(inputs.initial_state)
+        ),
+    ))  # fmt: skip
+    later = _read_behind(spec, inputs, api.with_sums(behind).kv)
+    found = found + (later if request.batched else later[0])
+    num, den = found[..., :-1], found[..., -1:]
+    if spec.normalize:
+        return autodiff.quotient(num, jnp.maximum(den, spec.eps)).astype(given)
+    return (spec.scale * num).astype(given)
+
+
+@functools.partial(jax.checkpoint, static_argnums=0)
+def _read_behind(
+    spec: LinearAttentionSpec, inputs: Inputs, kv: jax.Array
+) -> jax.Array:
+    """What the state behind adds to the sums of this device's queries: [B, T, H, V + 1] float32.
+
+    The derivative maps the queries to features again, in place of keeping these.
+    """
+    time = axes(spec.layout, "BSG").index("S")
+    # T = S, and queries and keys have one length and one segment.
+    counted = states.runs(spec, inputs)[1]
+
+    def only(array: jax.Array) -> jax.Array:
+        return array if counted is None else jnp.where(states.over_rows(counted, spec), array, 0)
+
+    q = only(spec.feature_map(only(inputs.q).astype(jnp.float32), *inputs.feature_parameters))
+    heads = time ^ 3  # 2 or 1
+    q = q.reshape(*q.shape[:heads], spec.G, -1, *q.shape[heads + 1 :])  # H as [G, H // G]
+    decay = states.decays(spec, inputs)
+    assert decay is not None
+    q = q * jnp.expand_dims(jnp.exp(states.after(decay, time)), heads + 1)
+    rows = axes(spec.layout, "bsg").replace("g", "gr")
+    exact = spec.dtype == "float32" and spec.precision == "exact"
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    found = jnp.einsum(f"{rows}f,bgfv->{rows}v", q, kv, precision=precision)
+    return found.reshape(*found.shape[:heads], spec.H, *found.shape[heads + 2 :])

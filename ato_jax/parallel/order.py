@@ -22,6 +22,15 @@ def chunks_in_order(devices: int) -> list[int]:
     return [chunk for pair in pairs for chunk in pair]
 
 
+def positions(order: str, index: jax.Array | int, devices: int, rows: int) -> jax.Array:
+    """Where the rows of device `index` stand in the whole sequence, [rows] int32."""
+    if order == "contiguous":
+        return index * rows + jnp.arange(rows, dtype=jnp.int32)
+    own = jnp.arange(rows // 2, dtype=jnp.int32)
+    size = rows // 2
+    return jnp.concatenate([index * size + own, (2 * devices - 1 - index) * size + own])
+
+
 def zigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
     """Puts a whole sequence into zigzag order, so that equal parts of it balance causal attention.
 

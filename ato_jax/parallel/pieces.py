@@ -69,6 +69,7 @@ class Rows(NamedTuple):
     q_lengths: Any  # [B], of the whole sequence
     kv_lengths: Any  # [B]
     offset: Any  # [B], the position of the first query of all among the keys
+    seed: Any = None  # [2] uint32, of dropout
 
 
 def attend(
@@ -96,6 +97,9 @@ def attend(
         elif rows.q_lengths is not None or rows.kv_lengths is not None:
             # Where T = S, one that is missing would be taken for the other.
             arguments[name] = jnp.full(q.shape[0], size, jnp.int32)
+    if rows.seed is not None:
+        # Positions in the whole sequence, so that the same weights are dropped on any mesh.
+        arguments["dropout_key"] = api.PlacedSeed(rows.seed, 0, 0, q_start, k_start)
     bounded = plan.left is not None or plan.right is not None
     return api.attention(
         q,

@@ -130,8 +130,10 @@ def attention(
       softcap: c > 0.
       sinks: Floats [H], the same on every device.
       scale: D ** -0.5 unless given.
-      dropout_rate: 0, as dropout is not supported here.
-      dropout_key: None.
+      dropout_rate: As in `ato_jax.attention`.
+      dropout_key: JAX random key, the same on every device along `axis_name`. The weights that are
+        dropped are those of the whole sequence on one device, in either order. Batch entries and
+        heads count from this device's first: where these are cut, too, give each part its own key.
       return_lse: Return (out, lse) in place of out.
       layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D] and lse [B, H, T].
       precision: As in `ato_jax.attention`.
@@ -144,7 +146,7 @@ def attention(
     Raises:
       ValueError: An argument is wrong: no `jax.shard_map` binds `axis_name`, or a shape, dtype or
         value is. The message names the argument, what it was and what it has to be.
-      UnsupportedError: Dropout; a bias or a mask with `schedule="ring"`; or the backend named by
+      UnsupportedError: A bias or a mask with `schedule="ring"`; or the backend named by
         `implementation` does not support the call. The message says what to do instead.
 
     Example:
@@ -170,7 +172,8 @@ def attention(
     (q, k, v), sizes, batched = bind_qkv(q, k, v, layout)
     causal, return_lse = shapes.flag("causal", causal), shapes.flag("return_lse", return_lse)
     left, right = api.bounds(causal, window)
-    _refuse(schedule, bias, mask, dropout_rate)
+    _refuse(schedule, bias, mask)
+    dropout_rate, seed = api.bind_dropout(dropout_rate, dropout_key)
     for letter in "TS":
         if order == "zigzag" and sizes[letter] % 2:
             raise ValueError(
@@ -200,6 +203,7 @@ def attention(
         options=(
             ("softcap", None if softcap is None else shapes.positive("softcap", softcap)),
             ("scale", None if scale is None else shapes.static_number("scale", scale)),
+            ("dropout_rate", dropout_rate),
             ("precision", precision),
             ("implementation", implementation),
         ),
@@ -207,7 +211,7 @@ def attention(
         interpret=device.interpreting(),
     )
     offset = _offset(query_offset, q_whole, kv_whole, shared, sizes, batched, devices.count)
-    rows = Rows(q_ids, kv_ids, q_whole, kv_whole, offset)
+    rows = Rows(q_ids, kv_ids, q_whole, kv_whole, offset, seed)
     if schedule == "ring":
         out, lse = _by_ring(plan, (q, k, v, rows), sinks)
     else:
@@ -219,12 +223,8 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse(schedule: str, bias: Any, mask: Any, dropout_rate: Any) -> None:
+def _refuse(schedule: str, bias: Any, mask: Any) -> None:
     """An UnsupportedError for what a single device alone can do."""
-    if shapes.static_number("dropout_rate", dropout_rate) != 0:
-        raise UnsupportedError(
-            f"{NAME}: dropout_rate must be 0, got {dropout_rate}; drop elsewhere in the model"
-        )
     for name, array in (("bias", bias), ("mask", mask)):
         if schedule == "ring" and array is not None:
             raise UnsupportedError(f"{NAME}: {name} needs schedule='all_gather'")

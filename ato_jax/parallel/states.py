@@ -7,9 +7,13 @@ The keys of device d add S_d to a causal state and leave M_d of the state ahead 
 
     state ahead of d + 1 = M_d (state ahead of d) + S_d
 
-A segment that begins with d's first row makes the state ahead of d zero. Both ways and without a
-decay, a query sees its segment on both sides: the part on the devices after d is a second state,
-made from the sums over the first segment of each device, from the last device to the first.
+A segment that begins with d's first row makes the state ahead of d zero. Both ways, a query sees
+its segment on both sides. With segments or a decay, the part on the devices after d is a second
+state, made from the sums over the first segment of each device, from the last device to the first:
+
+    F_d = sum_j exp(sum of the decays from d's first row to j) phi(k_j) v_j^T
+
+    state behind d - 1 = F_d + M_d (state behind d)
 
 One all-gather brings S_d, M_d and the ids of the first and the last key to every device, and every
 device computes the sums that it needs.
@@ -18,7 +22,7 @@ device computes the sums that it needs.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +33,8 @@ from ato_jax.ops.common import axes
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 from ato_jax.parallel.devices import Devices
+
+PartT = TypeVar("PartT")
 
 
 class Part(NamedTuple):
@@ -48,7 +54,7 @@ class Around(NamedTuple):
     """The states around one device's rows."""
 
     ahead: LinearState  # of the first segment here, on earlier devices and in the initial state
-    behind: LinearState | None  # of the last segment here, on later devices
+    behind: LinearState | None  # of the last segment here, on later devices, from their first row
     total: LinearState  # after the last key of all
 
 
@@ -86,9 +92,11 @@ def last_of(rows: jax.Array, lengths: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(rows, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
 
 
-@functools.partial(jax.checkpoint, static_argnums=0)
-def sums(spec: LinearAttentionSpec, inputs: Inputs, counted: jax.Array | None) -> LinearState:
-    """S over the keys for which `counted` [B, S] is true; None for all.
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def sums(
+    spec: LinearAttentionSpec, from_start: bool, inputs: Inputs, counted: jax.Array | None
+) -> LinearState:
+    """S over the keys for which `counted` [B, S] is true, None for all; F with `from_start`.
 
     The derivative maps the keys to features again, in place of keeping these.
     """
@@ -104,12 +112,8 @@ def sums(spec: LinearAttentionSpec, inputs: Inputs, counted: jax.Array | None) -
     v = only(inputs.v).astype(jnp.float32)  # [B, S, G, V]
     decay = decays(spec, inputs)
     if decay is not None:
-        # A sum over later steps, where a difference of sums over earlier ones would cancel.
-        later = lax.cumsum(decay, time, reverse=True)
-        later = lax.slice_in_dim(later, 1, spec.S, axis=time)
-        later = jnp.pad(later, [(0, int(axis == time)) for axis in range(4)])
         # Keys that are not counted are 0 in k.
-        k = k * jnp.exp(later)
+        k = k * jnp.exp(lax.cumsum(decay, time) if from_start else after(decay, time))
     rows = axes(spec.layout, "bsg")
     exact = spec.dtype == "float32" and spec.precision == "exact"
     kv = jnp.einsum(
@@ -119,6 +123,13 @@ def sums(spec: LinearAttentionSpec, inputs: Inputs, counted: jax.Array | None) -
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
     )
     return LinearState(kv, jnp.sum(k, axis=time))
+
+
+def after(decay: jax.Array, time: int) -> jax.Array:
+    """The sums of the decays of later rows: a difference of sums over earlier ones would cancel."""
+    later = lax.cumsum(decay, time, reverse=True)
+    later = lax.slice_in_dim(later, 1, decay.shape[time], axis=time)
+    return jnp.pad(later, [(0, int(axis == time)) for axis in range(decay.ndim)])
 
 
 def decays(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
@@ -139,10 +150,18 @@ def decays(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
     return decay if real is None else jnp.where(over_rows(real, spec), decay, 0)
 
 
-def part_of(spec: LinearAttentionSpec, inputs: Inputs, ids: jax.Array | None) -> Part:
-    """What this device's keys do to a state. `ids` [B, S] are the keys' segments on all devices."""
+def part_of(
+    spec: LinearAttentionSpec,
+    inputs: Inputs,
+    ids: jax.Array | None,
+    state: LinearState | None = None,
+) -> Part:
+    """What this device's keys do to a state. `ids` [B, S] are the keys' segments on all devices.
+
+    `state` is S where it is known.
+    """
     of_first, of_last = runs(spec, inputs)
-    state = sums(spec, inputs, of_last)
+    state = sums(spec, False, inputs, of_last) if state is None else state
     first = keeps = ends = empty = None
     decay = decays(spec, inputs)
     if decay is not None:
@@ -154,15 +173,15 @@ def part_of(spec: LinearAttentionSpec, inputs: Inputs, ids: jax.Array | None) ->
         ends = jnp.concatenate([ids[:, :1], last_of(ids, inputs.kv_lengths)], axis=1)
         if inputs.kv_lengths is not None:
             empty = inputs.kv_lengths == 0
-        if not spec.causal:
-            first = sums(spec, inputs, of_first)
+    if not spec.causal and keeps is not None:
+        first = sums(spec, True, inputs, of_first)
     return Part(state, first, keeps, ends, empty)
 
 
-def gather(part: Part, devices: Devices) -> Part:
-    """The parts of all devices, by one all-gather of float32 [B, N]."""
-    B = part.state.kv.shape[0]
+def gather(part: PartT, devices: Devices) -> PartT:
+    """The parts of all devices, whose arrays begin with B, by one all-gather of float32 [B, N]."""
     leaves, structure = jax.tree.flatten(part)
+    B = len(leaves[0])
     columns = []
     for leaf in leaves:
         found = leaf.reshape(B, -1)
@@ -178,18 +197,18 @@ def gather(part: Part, devices: Devices) -> Part:
             high, low = jnp.split(found.astype(jnp.int32), 2, axis=2)
             found = (high << 16) | low
         gathered.append(found.astype(leaf.dtype).reshape(devices.count, *leaf.shape))
-    found_part: Part = jax.tree.unflatten(structure, gathered)
+    found_part: PartT = jax.tree.unflatten(structure, gathered)
     return found_part
 
 
-def begins(parts: Part) -> jax.Array | None:
+def begins(ids: jax.Array | None, empty: jax.Array | None) -> jax.Array | None:
     """Whether a segment begins with the first key of each device, [devices, B]; None: nowhere."""
-    if parts.ids is None:
+    if ids is None:
         return None
-    changed = parts.ids[1:, :, 0] != parts.ids[:-1, :, 1]
+    changed = ids[1:, :, 0] != ids[:-1, :, 1]
     first = jnp.zeros_like(changed[:1])  # continues the initial state
     changed = jnp.concatenate([first, changed])
-    return changed if parts.empty is None else changed & ~parts.empty
+    return changed if empty is None else changed & ~empty
 
 
 def zero_where(mask: jax.Array | None, state: LinearState) -> LinearState:
@@ -219,22 +238,29 @@ def pick(wanted: jax.Array, one: LinearState, other: LinearState) -> LinearState
     return found
 
 
+def others(gathered: LinearState, devices: Devices) -> LinearState:
+    """The sum of other devices' states: a difference of sums would lose small ones."""
+
+    def of_one(array: jax.Array) -> jax.Array:
+        here = jnp.arange(devices.count) == devices.index
+        here = jnp.expand_dims(here, tuple(range(1, array.ndim)))
+        return jnp.sum(jnp.where(here, 0, array), axis=0)
+
+    found: LinearState = jax.tree.map(of_one, gathered)
+    return found
+
+
 def around(
     spec: LinearAttentionSpec, parts: Part, initial: LinearState, devices: Devices
 ) -> Around:
     """The states around this device's rows, from the parts of all."""
     index, numbers = devices.index, jnp.arange(devices.count)
-    if not spec.causal and parts.ids is None:
-        # A sum without this device's part: a difference would lose small parts of others.
-        def others(array: jax.Array) -> jax.Array:
-            here = jnp.expand_dims(numbers == index, tuple(range(1, array.ndim)))
-            return jnp.sum(jnp.where(here, 0, array), axis=0)
-
-        ahead = plus(initial, jax.tree.map(others, parts.state))
+    if not spec.causal and parts.first is None:
+        ahead = plus(initial, others(parts.state, devices))
         own = jax.tree.map(lambda array: array[index], parts.state)
         return Around(ahead, None, plus(ahead, own))
 
-    starts = begins(parts)
+    starts = begins(parts.ids, parts.empty)
     initial, zero = varying_with((initial, jax.tree.map(jnp.zeros_like, initial)), parts)
 
     def rightwards(carry: Any, entry: Any) -> tuple[Any, None]:

@@ -89,10 +89,7 @@ def prepare(
     bias = bind_bias(bias, sizes)
     mask = bind_mask(mask, sizes)
     sinks = bind_sinks(sinks, sizes)
-    dropout_rate = shapes.static_number("dropout_rate", dropout_rate)
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {dropout_rate}")
-    seed = dropout_seed(dropout_key) if dropout_rate > 0 else None
+    dropout_rate, seed = bind_dropout(dropout_rate, dropout_key)
     static_offset, query_offset = bind_offset(query_offset, sizes, batched)
 
     T = sizes["T"]
@@ -229,8 +226,30 @@ def bind_sinks(sinks: Any, sizes: dict[str, int]) -> jax.Array | None:
     return sinks.astype(jnp.float32)
 
 
+def bind_dropout(rate: Any, key: Any) -> tuple[float, jax.Array | None]:
+    """The rate, and the seed where it is above 0."""
+    rate = shapes.static_number("dropout_rate", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}")
+    return rate, dropout_seed(key) if rate > 0 else None
+
+
+class PlacedSeed(NamedTuple):
+    """What takes a dropout key's place in a part of a larger call: the two words that the key gives
+    there, and where the part's pairs begin, each an integer."""
+
+    words: jax.Array  # [2] uint32
+    b: Any
+    h: Any
+    i: Any
+    j: Any
+
+
 def dropout_seed(key: Any) -> jax.Array:
-    """Two words from a JAX random key."""
+    """Two words from a JAX random key, and where the call is a part, the position of the part."""
+    if isinstance(key, PlacedSeed):
+        start = (jnp.asarray(index).astype(jnp.uint32) for index in key[1:])
+        return jnp.stack([*key.words, *start])
     if key is None:
         raise ValueError("dropout_key must be given with a dropout_rate above 0")
     return shapes.draw("dropout_key", key, lambda key: jax.random.bits(key, (2,), jnp.uint32))

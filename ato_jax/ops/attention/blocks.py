@@ -6,7 +6,7 @@ All functions here work on one kv head and the R = H // G query heads that read 
 in a dictionary (`Arrays`), which lacks the optional ones that are not given:
 
     q [R,T,D]  k [S,D]  v [S,V]  bias, mask [R|1,T|1,S|1]  sinks, h [R]  q_segments [T]
-    kv_segments [S]  first, b, q_lengths, kv_lengths []  seed [2]  i0, j0 []
+    kv_segments [S]  first, b, q_lengths, kv_lengths []  seed [2|6]  i0, j0 []
 
 `first` is the position of query 0 among the keys, `b` and `h` are the indices that dropout hashes,
 `i0` and `j0` are the indices of the first query and the first key that the arrays hold.

@@ -107,7 +107,7 @@ class Inputs(NamedTuple):
     q_lengths: jax.Array | None = None  # [B] int32
     kv_lengths: jax.Array | None = None  # [B] int32
     query_offset: jax.Array | None = None  # [B] int32
-    dropout_seed: jax.Array | None = None  # [2] uint32
+    dropout_seed: jax.Array | None = None  # [2] or [6] uint32, as `dropout_keep` reads it
 
     def partition_of_outputs(self, layout: str) -> Outputs:
         """`Outputs` with a `PartitionSpec` in place of each array."""
@@ -206,14 +206,16 @@ def dropout_keep(rate: float, seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     """Which weights dropout keeps, by a hash of the seed and the position (b, h, i, j) alone.
 
     So forward and backward agree, on every backend and for every tile size. `seed` holds two uint32
-    scalars, and the indices broadcast against each other.
+    scalars, and where the call is a part of a larger one, four more: the position there of its
+    first pair. The indices broadcast against each other.
     """
 
-    def word(x: Any) -> Any:
-        return jnp.asarray(x).astype(jnp.uint32)
+    def word(x: Any, axis: int) -> Any:
+        x = jnp.asarray(x).astype(jnp.uint32)
+        return x + seed[2 + axis] if len(seed) > 2 else x
 
-    row = _mix(_mix(_mix(seed[0] ^ word(b)) + word(h)) + word(i))
-    bits = _mix(_mix(row ^ seed[1]) + word(j))
+    row = _mix(_mix(_mix(seed[0] ^ word(b, 0)) + word(h, 1)) + word(i, 2))
+    bits = _mix(_mix(row ^ seed[1]) + word(j, 3))
     # With 24 bits the threshold is exact in float32 and the comparison exact in int32.
     threshold = round(rate * (1 << 24))
     return (bits >> 8).astype(jnp.int32) >= threshold

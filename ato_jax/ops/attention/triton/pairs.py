@@ -164,7 +164,7 @@ class Pairs:
         rate = self.spec.dropout_rate
         if not rate:
             return None
-        seed = (self.refs.seed[0], self.refs.seed[1])
+        seed = tuple(self.refs.seed[word] for word in range(self.refs.seed.shape[0]))
         return dropout_keep(rate, seed, self.b, h, query.indices, key.indices)
 
     def _plane(self, ref: Any, full: Broadcast, h: Any, query: Side, key: Side) -> jax.Array:

@@ -1,0 +1,55 @@
+"""How a call is divided by batch and heads: the axes of its arrays, and what a part reads.
+
+`partitioning.py` says what the letters mean. They stand as with layout "bthd", and a "." is an axis
+that is never cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.ops.attention.spec import Inputs, Outputs
+
+
+def letters_of_inputs(inputs: Inputs) -> Any:
+    """The same tree with the letters of its axes in place of each array."""
+
+    def of_pairs(array: Any) -> str:
+        return "".join(
+            "." if size == 1 else letter
+            for letter, size in zip("BHTS", array.shape, strict=True)
+        )
+
+    every = ("BTHD", "BSGD", "BSGV", of_pairs, of_pairs, "H", "BT", "BS", "B", "B", "B", ".")
+    given: Any = (
+        None if array is None else letters(array) if callable(letters) else letters
+        for array, letters in zip(inputs, every, strict=True)
+    )
+    return Inputs(*given)
+
+
+def letters_of_outputs(outputs: Outputs) -> Any:
+    """The letters of the outputs that callers and any backend's backward read."""
+    return Outputs("BTHV", "BTH", None if outputs.rest is None else "BTHV")  # type: ignore[arg-type]
+
+
+def for_any_backward(outputs: Outputs) -> Outputs:
+    """The outputs without the products that `triton.wide` keeps for its own backward."""
+    own = outputs.rest is not None and outputs.rest.dtype != jnp.int8
+    return outputs._replace(rest=None) if own else outputs
+
+
+def placed(inputs: Inputs, b: jax.Array, h: jax.Array) -> Inputs:
+    """The inputs of a part of a call that begins at batch entry b and head h.
+
+    Dropout hashes the positions in the whole call.
+    """
+    if inputs.dropout_seed is None:
+        return inputs
+    start = jnp.stack([b, h, jnp.zeros_like(b), jnp.zeros_like(b)]).astype(jnp.uint32)
+    words, given = inputs.dropout_seed[:2], inputs.dropout_seed[2:]
+    start = start + given if given.size else start
+    return inputs._replace(dropout_seed=jnp.concatenate([words, start]))

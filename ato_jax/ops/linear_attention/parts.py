@@ -1,0 +1,43 @@
+"""How a call is divided by batch and heads: the axes of its arrays, and what a part reads.
+
+`partitioning.py` says what the letters mean. They stand as with layout "bthd", and a "." is an axis
+that is never cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
+
+
+def letters_of_inputs(inputs: Inputs) -> Any:
+    """The same tree with the letters of its axes in place of each array."""
+    decay = None if inputs.decay is None else {1: "G", 3: "BSG", 4: "BSGF"}[inputs.decay.ndim]
+    rows = ("BTHD", "BSGD", "BSGV", decay)
+    state = None if inputs.initial_state is None else _STATE
+    parameters = tuple("." * array.ndim for array in inputs.feature_parameters)
+    others = zip(inputs[6:], ("BT", "BS", "B", "B"), strict=True)
+    given = (None if array is None else letters for array, letters in others)
+    return Inputs(*rows, state, parameters, *given)  # type: ignore[arg-type]
+
+
+def letters_of_outputs(outputs: Outputs) -> Any:
+    """The letters of the outputs that callers and any backend's backward read."""
+    return Outputs("BTHV", _STATE)  # type: ignore[arg-type]
+
+
+_STATE: Any = LinearState("BGFV", "BGF")  # type: ignore[arg-type]
+
+
+def for_any_backward(outputs: Any) -> Outputs:
+    """The outputs without what only the same backend's own backward reads."""
+    found: Outputs = outputs.plain()
+    return found
+
+
+def placed(inputs: Inputs, b: jax.Array, h: jax.Array) -> Inputs:
+    """The inputs of a part of a call that begins at batch entry b and head h."""
+    return inputs

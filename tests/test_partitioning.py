@@ -1,0 +1,179 @@
+"""Kernels under `jax.jit` are divided among devices by batch and heads, and nothing is gathered.
+
+They need several devices, and so a process of their own, in which this file is the program. The
+kernels are Triton's, interpreted.
+
+    ATO_ALL_ROWS=1 python -m pytest tests/test_partitioning.py     every cut
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ato_jax
+from benchmarks.collectives import collectives
+from tests.aot_devices import compile_calls
+from tests.aot_mosaic import requires_plugin
+
+B, T, H, D = 2, 8, 8, 16
+KEY = jax.random.key(3)
+ALL_ROWS = os.environ.get("ATO_ALL_ROWS") == "1"
+
+
+def test_in_a_process_with_eight_devices() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.test_partitioning"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.split("\n")[-2] == "all alike"
+
+
+def gradients(*qkv: Any) -> Any:
+    attend = functools.partial(ato_jax.attention, implementation="triton")
+    return jax.grad(lambda *qkv: jnp.sum(attend(*qkv)), (0, 1, 2))(*qkv)
+
+
+def test_one_device_divides_nothing() -> None:
+    """Nor does a mesh of one, whose axis is explicit."""
+    qkv = [draw(B, T, H, D, seed=seed) for seed in range(3)]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    placed = [jax.device_put(array, NamedSharding(mesh, P("data"))) for array in qkv]
+    with ato_jax.interpret():
+        alone = str(jax.make_jaxpr(gradients)(*qkv))
+        with jax.set_mesh(mesh):
+            on_a_mesh = str(jax.make_jaxpr(gradients)(*placed))
+    for text in (alone, on_a_mesh):
+        assert "pallas_call" in text
+        assert "custom_partitioning" not in text and "shard_map" not in text
+
+
+@requires_plugin
+def test_compiled_for_eight_cards() -> None:
+    """Kernels of each card's own part, and nothing that cards send to each other."""
+    found = compile_calls()
+    assert found["linear"]["kernels"]["mosaic_gpu"] >= 5
+    assert found["softmax"]["kernels"]["mosaic_gpu"] == 1
+    for call in found.values():
+        assert not call["sent"] and call["results"] == ['["data", null, "model"]']
+
+
+def draw(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
+
+
+def check(
+    name: str, op: Any, arrays: dict[str, Any], specs: dict[str, Any], kind: Any = AxisType.Auto,
+    sends: set[str] | None = None, gradients: bool = True, **options: Any,
+) -> None:  # fmt: skip
+    """The results and gradients on a mesh of 2 x 4 devices are those of XLA on one device.
+
+    The collectives of the program are checked, too.
+
+    `specs` places arrays by name; others are the same on all devices. `sends` are the kinds of the
+    collectives that are allowed.
+    """
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    learned = {one: array for one, array in arrays.items() if array.dtype == np.float32}
+    others = {one: array for one, array in arrays.items() if one not in learned}
+
+    def loss(implementation: str, learned: Any, others: Any) -> Any:
+        found = op(**learned, **others, implementation=implementation, **options)
+        # The derivative by a state or lse, too.
+        return sum(jnp.sum(jnp.sin(array)) for array in jax.tree.leaves(found)), found
+
+    def program(implementation: str) -> Any:
+        call = functools.partial(loss, implementation)
+        return jax.jit(jax.grad(call, has_aux=True) if gradients else call)
+
+    wanted = program("xla")(learned, others)
+    with ato_jax.interpret():
+        with jax.set_mesh(mesh):
+            place = lambda tree: {  # noqa: E731
+                one: jax.device_put(array, NamedSharding(mesh, specs.get(one, P())))
+                for one, array in tree.items()
+            }
+            compiled = program("triton").lower(place(learned), place(others)).compile()
+            found = compiled(place(learned), place(others))
+    sent = collectives(compiled.as_text())
+    print(name, [(one.kind, one.result) for one in sent], flush=True)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=name)
+    # The smallest of q, k, v, out and their gradients on one device.
+    least = min(array.nbytes for one, array in arrays.items() if one in "qkv") // 8
+    kinds = {one.kind for one in sent if one.result >= least}
+    assert kinds <= (sends or set()), (name, sent)
+
+
+def main() -> None:
+    rows = P("data", None, "model")
+    plain = dict.fromkeys("qkv", rows)
+    q, k, v = (draw(B, T, H, D, seed=seed) for seed in range(3))
+    four = {"q": q, "k": k[:, :, :4], "v": v[:, :, :4]}
+    two = {"q": q, "k": k[:, :, :2], "v": v[:, :, :2]}
+    lengths = np.array([3, 8], np.int32)
+
+    attend = functools.partial(ato_jax.attention, causal=True, return_lse=True)
+    more = {"sinks": draw(H), "bias": draw(1, 1, T, T), "kv_lengths": lengths}
+    drop = {"dropout_rate": 0.3, "dropout_key": KEY}
+    check("attention", attend, {**four, **more}, {**plain, "kv_lengths": P("data")}, **drop)
+    # One head of keys for two devices: keys are whole on each, and their gradients are summed.
+    few = {"q": rows, "k": P("data"), "v": P("data")}
+    if ALL_ROWS:
+        check("shared heads", attend, two, few, sends={"all-reduce"})
+    heads_first = {one: array.swapaxes(1, 2) for one, array in four.items()}
+    by_head = dict.fromkeys("qkv", P("data", "model"))
+    check(
+        "explicit axes, bhtd", attend, heads_first, by_head, AxisType.Explicit, layout="bhtd"
+    )
+    by_time = dict.fromkeys("qkv", P("data", "model"))
+    check("cut by time", attend, four, by_time, sends={"all-gather"}, gradients=False)
+
+    linear = functools.partial(ato_jax.linear_attention, causal=True, return_state=True)
+    state = ato_jax.LinearState(draw(B, 2, D, D), np.abs(draw(B, 2, D)))
+
+    def with_state(q: Any, k: Any, v: Any, decay: Any, kv: Any, k_sum: Any, **options: Any) -> Any:
+        initial = ato_jax.LinearState(kv, k_sum)
+        return linear(q, k, v, decay=-jnp.abs(decay), initial_state=initial, **options)
+
+    gated = {**two, "decay": draw(B, T, 2), "kv": state.kv, "k_sum": state.k_sum}
+    placed = {**few, **dict.fromkeys(("decay", "kv", "k_sum"), P("data"))}
+    check("linear, shared heads, states", with_state, gated, placed, sends={"all-reduce"})
+    mapped = {one: np.stack([array, 2 * array, -array]) for one, array in four.items()}
+
+    def over_all(q: Any, k: Any, v: Any, decay: Any, implementation: str) -> Any:
+        def call(q: Any, k: Any, v: Any) -> Any:
+            return linear(q, k, v, decay=-jnp.abs(decay), implementation=implementation)[0]
+
+        return jax.vmap(jax.checkpoint(call))(q, k, v)
+
+    rows = P(None, "data", None, "model")
+    check(
+        "vmap, remat, a decay per head", over_all, {**mapped, "decay": draw(4)},
+        dict.fromkeys("qkv", rows),
+    )  # fmt: skip
+    with ato_jax.interpret():
+        alone = jax.jit(gradients).lower(*(array[:1, :, :1] for array in (q, k, v)))
+    # As JAX names the call that XLA divides.
+    assert "CustomSPMDPartitioning" not in alone.as_text()
+    print("all alike")
+
+
+if __name__ == "__main__":
+    main()
