@@ -152,25 +152,27 @@ OUTPUT = Compiled("output", 96, 8, True)
 
 
 @pytest.mark.parametrize(
-    "module, call, found",
+    "module, compiles, call, found",
     [
         (
             aot_mosaic,
+            "compile_call",
             '{"B": 1, "T": 64, "H": 1, "D": 128}',
             Found([OUTPUT], collections.Counter(output=1)),
         ),
-        (aot_attention, '{"T": 64, "D": 128}', OUTPUT),
+        (aot_attention, "compile_all", '{"T": 64, "D": 128}', [OUTPUT]),
     ],
 )
 def test_the_commands_start_a_process_with_the_plugin(
     module: ModuleType,
+    compiles: str,
     call: str,
     found: object,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The JAX of `make venv` cannot compile for a card by itself."""
-    monkeypatch.setattr(module, "compile_call", lambda call: found)
+    monkeypatch.setattr(module, compiles, lambda call: found)
     module.run(call)
     told = capsys.readouterr().out
     assert told.startswith("output: 96 registers a thread, 8 bytes spilled, products serialized\n")
