@@ -206,28 +206,42 @@ def test_causal_cross_attention(T: int, S: int) -> None:
     check("attention", *arrays("float16", T=T, S=S), causal=True, return_lse=True)
 
 
-@of_mosaic_attention
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize(
-    "T, S, dtype, scale",
-    [
-        (8192, 8192, "bfloat16", 1.0),
-        (2500, 4099, "float16", 1.0),
-        (4099, 2500, "bfloat16", 30.0),
-        (1024, 8192, "float16", 30.0),
-        (2048, 2048, "bfloat16", 0.01),
-    ],
-)
-@pytest.mark.usefixtures("linear_time_oracle")
+def of_large_calls(test: Any) -> Any:
+    """A test of a function of T, S, dtype, scale, D and causal, by Hopper's softmax kernels."""
+    for name, values in (
+        (
+            "T, S, dtype, scale",
+            [
+                (8192, 8192, "bfloat16", 1.0),
+                (2500, 4099, "float16", 1.0),
+                (4099, 2500, "bfloat16", 30.0),
+                (1024, 8192, "float16", 30.0),
+                (2048, 2048, "bfloat16", 0.01),
+            ],
+        ),
+        ("D", [64, 128, 256]),
+        ("causal", [False, True]),
+    ):
+        test = pytest.mark.parametrize(name, values)(test)
+    return of_mosaic_attention(pytest.mark.usefixtures("linear_time_oracle")(test))
+
+
+def large_call(
+    T: int, S: int, dtype: str, scale: float, D: int, causal: bool
+) -> tuple[list[jax.Array], dict[str, Any], numerics.Oracle]:
+    """q, k and v, the options, and what is right."""
+    needs_hopper()
+    qkv = arrays(dtype, B=1, T=T, S=S, H=4, G=2, D=D, scale=scale, layout="bhtd")
+    options = {"causal": causal, "return_lse": True, "layout": "bhtd"}
+    return qkv, options, numerics.oracle("attention", *qkv, **options)
+
+
+@of_large_calls
 def test_attention_by_mosaic_gpu(
     T: int, S: int, dtype: str, scale: float, D: int, causal: bool
 ) -> None:
     """The forward pass, twice the same bits."""
-    needs_hopper()
-    qkv = arrays(dtype, B=1, T=T, S=S, H=4, G=2, D=D, scale=scale, layout="bhtd")
-    options = {"causal": causal, "return_lse": True, "layout": "bhtd"}
-    wanted = numerics.oracle("attention", *qkv, **options)
+    qkv, options, wanted = large_call(T, S, dtype, scale, D, causal)
     outputs = ato_jax.attention(*qkv, **options, implementation="mosaic_gpu")
     again = ato_jax.attention(*qkv, **options, implementation="mosaic_gpu")
     assert all(map(jnp.array_equal, outputs, again))
@@ -236,28 +250,12 @@ def test_attention_by_mosaic_gpu(
     numerics.compare(found, dataclasses.replace(wanted, exact=exact))
 
 
-@of_mosaic_attention
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize(
-    "T, S, dtype, scale",
-    [
-        (8192, 8192, "bfloat16", 1.0),
-        (2500, 4099, "float16", 1.0),
-        (4099, 2500, "bfloat16", 30.0),
-        (1024, 8192, "float16", 30.0),
-        (2048, 2048, "bfloat16", 0.01),
-    ],
-)
-@pytest.mark.usefixtures("linear_time_oracle")
+@of_large_calls
 def test_attention_gradients_by_mosaic_gpu(
     T: int, S: int, dtype: str, scale: float, D: int, causal: bool
 ) -> None:
     """Twice the same bits."""
-    needs_hopper()
-    qkv = arrays(dtype, B=1, T=T, S=S, H=4, G=2, D=D, scale=scale, layout="bhtd")
-    options = {"causal": causal, "return_lse": True, "layout": "bhtd"}
-    wanted = numerics.oracle("attention", *qkv, **options)
+    qkv, options, wanted = large_call(T, S, dtype, scale, D, causal)
     found, again = (
         numerics.run("attention", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options)
         for _ in range(2)

@@ -34,8 +34,8 @@ def positions_in_segments(segment_ids: jax.Array) -> jax.Array:
 
 
 def positions_over_devices(segment_ids: jax.Array, devices: Devices) -> jax.Array:
-    """The same of ids [B, T] that are cut in contiguous parts: runs go on over the devices' edges.
-    """
+    """`positions_in_segments` where devices hold contiguous parts of ids [B, T]. A segment may
+    continue from one device to the next."""
     own = positions_in_segments(segment_ids)
     T = own.shape[1]
     segment_ids = comparable("segment_ids", segment_ids)

@@ -35,7 +35,7 @@ from ato_jax.parallel.devices import (
 
 
 class Part(NamedTuple):
-    """What the steps of one device do to a state; None for what the call has no use for."""
+    """How the steps of one device change a state. A field that the call does not need is None."""
 
     effect: jax.Array  # [N, M], [B, H, D, V + D] float32
     ids: jax.Array | None  # [B, 2] int32, of the first and of the last step

@@ -330,7 +330,8 @@ def _with_later_rows(request: Request, behind: LinearState) -> jax.Array:
 def _read_behind(
     spec: LinearAttentionSpec, inputs: Inputs, kv: jax.Array
 ) -> jax.Array:
-    """What the state behind adds to the sums of this device's queries: [B, T, H, V + 1] float32.
+    """The terms that the state behind adds to the sums of this device's queries, [B, T, H, V + 1]
+    float32.
 
     The derivative maps the queries to features again, in place of keeping these.
     """

@@ -38,7 +38,7 @@ from ato_jax.parallel.devices import AxisName, Devices, devices_along
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What is static about one call."""
+    """The static part of one call."""
 
     spec: LinearAttentionSpec
     implementation: str | None

@@ -15,7 +15,7 @@ from ato_jax.ops.attention.spec import Inputs, Outputs
 
 
 def letters_of_inputs(inputs: Inputs) -> Any:
-    """The same tree with the letters of its axes in place of each array."""
+    """Returns the tree of inputs with each array replaced by the letters of its axes."""
 
     def of_pairs(array: Any) -> str:
         return "".join(

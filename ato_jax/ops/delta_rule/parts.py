@@ -14,7 +14,7 @@ from ato_jax.ops.delta_rule.spec import Inputs, Outputs
 
 
 def letters_of_inputs(inputs: Inputs) -> Any:
-    """The same tree with the letters of its axes in place of each array."""
+    """Returns the tree of inputs with each array replaced by the letters of its axes."""
     decay = "BTH" if inputs.decay is None or inputs.decay.ndim == 3 else "BTHD"
     every = ("BTGD", "BTGD", "BTHV", "BTH", decay, "BHDV", "BT", "B")
     given = zip(inputs, every, strict=True)

@@ -14,7 +14,7 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
 
 
 def letters_of_inputs(inputs: Inputs) -> Any:
-    """The same tree with the letters of its axes in place of each array."""
+    """Returns the tree of inputs with each array replaced by the letters of its axes."""
     decay = None if inputs.decay is None else {1: "G", 3: "BSG", 4: "BSGF"}[inputs.decay.ndim]
     rows = ("BTHD", "BSGD", "BSGV", decay)
     state = None if inputs.initial_state is None else _STATE

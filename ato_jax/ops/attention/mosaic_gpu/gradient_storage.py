@@ -20,8 +20,8 @@ from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
 from ato_jax.ops.attention.spec import AttentionSpec
 
 ROWS = mosaic.ROWS  # of a consumer
-# Of dk and dv together: half as many registers of each thread hold the sums, beside those for p and
-# dp.
+# The most columns of dk and dv in one kernel. Their sums take half of the registers of each thread;
+# p and dp need the rest.
 MOST_COLUMNS = 256
 # Mosaic GPU lays each buffer at a multiple of so many bytes, and all barriers take fewer.
 ALIGNMENT = BARRIER_BYTES = 1024
@@ -69,7 +69,7 @@ class Pass:
 
     @property
     def names(self) -> list[str]:
-        """Of the inputs whose gradients it makes."""
+        """The names of the inputs whose gradients it makes."""
         names = ("k", "v") if self.of_keys else ("q", "out")
         made = (self.with_x, self.with_y)
         return [name for name, makes in zip(names, made, strict=True) if makes]
@@ -137,7 +137,7 @@ class Pass:
 
     @property
     def shared_bytes(self) -> int:
-        """Of all buffers, each up to a whole kilobyte, and of the barriers."""
+        """The shared memory of all buffers, each rounded up to 1 KiB, and of the barriers."""
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
         elements = [self.tile * width for width in (spec.D, spec.V)]
         elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
@@ -148,43 +148,39 @@ class Pass:
 
 
 def dq_pass(spec: AttentionSpec, config: Config) -> Pass:
-    stages = config.dq_stages
-    return Pass(
-        spec,
-        of_keys=False,
-        with_x=True,
-        with_y=False,
-        consumers=config.dq_consumers,
-        others=config.dq_keys,
-        x_stages=stages,
-        y_stages=stages,
-        hold=config.hold,
-        turns=config.turns,
-    ).fitted()
+    sizes = config.dq_consumers, config.dq_keys, config.dq_stages
+    return _pass(spec, config, False, *sizes).fitted()
 
 
 def dkv_passes(spec: AttentionSpec, config: Config) -> list[Pass]:
     """One for dk and dv, or one for each where a consumer's registers do not hold both sums. Then
     s is made twice: one product more than the seven of all gradients."""
-    stages = config.dkv_stages
-    both = Pass(
-        spec,
-        of_keys=True,
-        with_x=True,
-        with_y=True,
-        consumers=config.dkv_consumers,
-        others=config.dkv_queries,
-        x_stages=stages,
-        y_stages=stages,
-        hold=config.hold,
-        turns=config.turns,
-    )
+    sizes = config.dkv_consumers, config.dkv_queries, config.dkv_stages
+    both = _pass(spec, config, True, *sizes)
     if spec.D + spec.V <= MOST_COLUMNS:
         return [both.fitted()]
     apart = (True, False), (False, True)
     return [
         dataclasses.replace(both, with_x=with_x, with_y=with_y).fitted() for with_x, with_y in apart
     ]
+
+
+def _pass(
+    spec: AttentionSpec, config: Config, of_keys: bool, consumers: int, others: int, stages: int
+) -> Pass:
+    """The pass that makes all gradients of its side, before `fitted`."""
+    return Pass(
+        spec,
+        of_keys=of_keys,
+        with_x=True,
+        with_y=of_keys,
+        consumers=consumers,
+        others=others,
+        x_stages=stages,
+        y_stages=stages,
+        hold=config.hold,
+        turns=config.turns,
+    )
 
 
 def passes(spec: AttentionSpec, config: Config) -> list[Pass]:
