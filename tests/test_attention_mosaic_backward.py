@@ -3,6 +3,7 @@ compiled for a Hopper card without one, and their schedule."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from typing import Any
@@ -12,8 +13,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import dispatch
-from ato_jax.ops.attention import api, mosaic_gpu
+from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.mosaic_gpu import gradient_storage, visibility
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
@@ -81,18 +81,11 @@ def test_segments() -> None:
     )
 
 
-def test_nothing_is_chosen_that_no_card_has_timed() -> None:
-    """Only a call that names the backend has its gradients by it."""
-    for implementation, wanted in ((None, "cudnn"), ("mosaic_gpu", "mosaic_gpu")):
-        spec = spec_of(T=1024, S=1024, G=4)
-        call = dispatch._Call(api.OP, spec, implementation, H200, False, training=True)
-        assert dispatch.choose(call, "backward").backend == wanted
-
-
 @pytest.mark.parametrize("right", [None, 0])
 def test_each_tile_is_one_item(right: int | None) -> None:
     spec = spec_of(right=right, T=2**16, S=1000)
-    of = gradient_storage.dkv_passes(spec, mosaic_gpu.default_config(spec, H200))[0]
+    config = dataclasses.replace(mosaic_gpu.default_config(spec, H200), dkv_consumers=2)
+    of = gradient_storage.dkv_passes(spec, config)[0]
     places = [tuple(map(int, of.place(jnp.int32(n)))) for n in range(of.blocks)]
     wanted = [(b, g, 128 * tile) for b in range(2) for g in range(2) for tile in range(8)]
     assert sorted(places) == wanted

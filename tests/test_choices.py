@@ -31,17 +31,16 @@ def test_golden_file() -> None:
 
 @pytest.mark.parametrize("card", HOPPER)
 def test_every_hopper_card_has_hoppers_choices(card: str) -> None:
-    assert backends(PLAIN, card) == ["mosaic_gpu", "cudnn", "cudnn"]
+    assert backends(PLAIN, card) == ["mosaic_gpu"] * 3
     linear = Row("linear_attention", B=2, H=16, T=16384, D=128)
     assert backends(linear, card) == ["mosaic_gpu"] * 3
 
 
-def softmax(T: int = 2048, D: int = 128, **changes: Any) -> Row:
-    return Row("attention", B=2, H=16, T=T, D=D, **changes)
+def softmax(T: int = 2048, D: int = 128, B: int = 2, **changes: Any) -> Row:
+    return Row("attention", B=B, H=16, T=T, D=D, **changes)
 
 
-BY_CUDNN = ["mosaic_gpu", "cudnn", "cudnn"]
-BY_TRITON = ["mosaic_gpu", "triton", "triton"]
+HOPPERS = ["mosaic_gpu"] * 3
 
 
 @pytest.mark.parametrize(
@@ -51,21 +50,22 @@ BY_TRITON = ["mosaic_gpu", "triton", "triton"]
         (softmax(D=1024), ["xla"] * 3),
         (softmax(dtype="float32"), ["triton"] * 3),
         (softmax(T=504), ["triton"] * 3),
-        (softmax(V=64), ["triton"] * 3),
         (softmax(D=40), ["triton"] * 3),
         (softmax(T=2047, D=80), ["triton"] * 3),
         (softmax(bias=True), ["triton"] * 3),
-        (softmax(T=512), BY_CUDNN),
-        (softmax(causal=True, options=(("window", (1023, None)),)), BY_CUDNN),
-        (softmax(D=64), BY_CUDNN),
-        (softmax(T=512, D=64), BY_TRITON),
-        (softmax(T=2047), BY_TRITON),
-        (softmax(D=80), BY_TRITON),
-        (softmax(dtype="float16"), BY_TRITON),
-        (softmax(documents=512), BY_TRITON),
-        (softmax(lengths=True), BY_TRITON),
-        (softmax(options=(("softcap", 30.0),)), BY_TRITON),
-        (softmax(options=(("layout", "bhtd"),)), BY_TRITON),
+        (softmax(T=1024, D=64), HOPPERS),
+        (softmax(T=1024, D=64, B=8), ["mosaic_gpu", "triton", "triton"]),
+        (softmax(T=512), HOPPERS),
+        (softmax(causal=True, options=(("window", (1023, None)),)), HOPPERS),
+        (softmax(D=64), HOPPERS),
+        (softmax(V=64), HOPPERS),
+        (softmax(T=2047), HOPPERS),
+        (softmax(D=80), HOPPERS),
+        (softmax(dtype="float16"), HOPPERS),
+        (softmax(documents=512), HOPPERS),
+        (softmax(lengths=True), HOPPERS),
+        (softmax(options=(("softcap", 30.0),)), HOPPERS),
+        (softmax(options=(("layout", "bhtd"),)), HOPPERS),
     ],
     ids=str,
 )
@@ -114,7 +114,9 @@ def test_explain_says_where_a_choice_comes_from() -> None:
     with choices.pretending(choices.described("H100")):
         told = str(ato_jax.explain(ato_jax.attention, *arrays))
         assert "(first in the op's order; block sizes by rule)" in told
-        assert "cudnn, Config() (first by tuned/sm_90.toml; block sizes by rule)" in told
+        wide = [jax.ShapeDtypeStruct((8, 1024, 16, 64), jnp.bfloat16)] * 3
+        told = str(ato_jax.explain(ato_jax.attention, *wide))
+        assert "(first by tuned/sm_90.toml; block sizes by rule)" in told.partition("backward: ")[2]
         few = [jax.ShapeDtypeStruct((2, 256, 16, 128), jnp.bfloat16)] * 3
         told = str(ato_jax.explain(ato_jax.attention, *few))
         assert "(mosaic_gpu last by its own rule for such calls; block sizes by rule)" in told
@@ -229,9 +231,11 @@ def test_without_cudnn_its_kernels_are_not_chosen(
     """On a machine with a card, JAX is asked; here it finds no cuDNN."""
     from ato_jax.ops.attention import cudnn
 
-    assert backends(PLAIN, "H100") == ["mosaic_gpu", "cudnn", "cudnn"]
+    spec, card = choices.spec_of(PLAIN), choices.described("H100")
+    call = dispatch._Call(attention_api.OP, spec, "cudnn", card, False)
+    assert dispatch.reason_against(call, "cudnn", "forward") is None
     cudnn._missing.cache_clear()
     request.addfinalizer(cudnn._missing.cache_clear)
     monkeypatch.setattr(cudnn.jax, "default_backend", lambda: "gpu")
-    assert backends(PLAIN, "H100") == ["mosaic_gpu", "triton", "triton"]
+    assert "cuDNN is not" in str(dispatch.reason_against(call, "cudnn", "forward"))
     assert "cuDNN is not detected" in str(cudnn._missing())

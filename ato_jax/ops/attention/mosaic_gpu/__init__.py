@@ -9,6 +9,7 @@ around the latter, `softmax.py` the softmax of rows, `visibility.py` which keys 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
-from ato_jax.ops.attention.mosaic_gpu.gradient_storage import passes
+from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, passes
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, rest_in_units
 
 HOPPER = (9, 0)
@@ -90,30 +91,43 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     # With these the kernel for dq spills 100 to 540 bytes at D = 128, if a step has 128 keys.
     lengths = spec.q_lengths or spec.kv_lengths
     plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
+    most = 3 if widest <= 64 else 2
+    fill = functools.partial(_filling, most, device.multiprocessors)
+    of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
     config = Config(
-        consumers=3 if widest <= 64 else 2,
+        consumers=of_queries,
         rows=64,
         keys=64 if widest > 128 or two_planes else 128,
         stages=2,
+        turns=of_queries > 1,
         multiprocessors=device.multiprocessors,
-        dkv_consumers=3 if widest <= 64 else 2,
-        dq_consumers=3 if widest <= 64 else 2,
+        dkv_consumers=of_keys,
+        dq_consumers=of_queries,
         dq_keys=128 if 64 < widest <= 128 and plain else 64,
+        dq_hold=widest > 64,
+        dq_turns=widest > 128 and of_queries > 1,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
+
+
+def _filling(most: int, multiprocessors: int, rows: int, heads: int) -> int:
+    """The fewest warpgroups of 64 rows in a block with which all blocks run at once, or `most`."""
+    for count in range(1, most):
+        if -(-rows // (count * ROWS)) * heads <= multiprocessors:
+            return count
+    return most
 
 
 def beats_later_backends(
     spec: AttentionSpec, device: device.Device, backward_follows: bool
 ) -> bool:
-    # On an H100, forward in us: B4 H16 T512 D128 causal 21, by Triton 31; B1 H4 T1024 D64 causal 18
-    # and 21; but B8 H16 T1024 D64 104 and 100, and B2 H16 T4096 D128 with a bias over pairs 999 and
-    # 949. Fewer queries or keys are not measured, and no card has run values of another width.
-    if backward_follows:
-        return False  # no card has run what it keeps for a backward pass, nor its own
+    # On an H100, in us, and Triton's kernels: forward, B4 H16 T512 D128 causal 21 and 31; with
+    # gradients, the same without a mask 105 and 120, B1 H2 T4096 D64 causal 117 and 140. But a
+    # forward pass of B2 H16 T4096 D128 with a bias over pairs 999 and 949. Fewer queries or keys
+    # are not measured.
     planes = [full for full in (spec.bias, spec.mask) if full is not None]
     of_pairs = any(pairs.extent(full) == "pairs" for full in planes)
-    return min(spec.T, spec.S) >= 512 and spec.D == spec.V and not of_pairs
+    return min(spec.T, spec.S) >= 512 and not of_pairs
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:

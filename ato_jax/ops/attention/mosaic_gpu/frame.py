@@ -57,6 +57,7 @@ class Config:
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.
       dq_consumers, dq_keys, dq_stages: of the kernel for dq, likewise.
+      dkv_hold, dkv_turns, dq_hold, dq_turns: `hold` and `turns` of these kernels.
     """
 
     consumers: int
@@ -64,7 +65,7 @@ class Config:
     keys: int
     stages: int
     under: bool = True
-    hold: bool = True
+    hold: bool = False
     turns: bool = True
     persistent: bool = False
     multiprocessors: int = 132
@@ -74,6 +75,10 @@ class Config:
     dq_consumers: int = 2
     dq_keys: int = 64
     dq_stages: int = 2
+    dkv_hold: bool = False
+    dkv_turns: bool = False
+    dq_hold: bool = True
+    dq_turns: bool = False
 
     @property
     def tile(self) -> int:

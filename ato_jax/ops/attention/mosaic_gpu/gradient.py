@@ -25,12 +25,12 @@ Warpgroups, and the barriers between them:
       |  xs, ys: a block of x' (with norm), of y' (with delta) loaded
       |                       consumed once the products that read it are done
       v
-    CONSUMER (0 .. n - 1)   R own rows each; turns: one issues its products at a time
+    CONSUMER (0 .. n - 1)   R own rows each; turns, if any: one issues its products at a time
       |  cleaned              rows of x' and y' beyond their end are 0: by all, for all
 
 A consumer's step:
 
-    wait for its turn
+    wait for its turn, if there are turns
     issue s = x x'^T and dp - delta = y y'^T - delta;  pass the turn on
     s is known:    p = exp2(c s - norm)     under the product dp
     dp is known:   ds = p (dp - delta);  round p and ds
@@ -38,10 +38,9 @@ A consumer's step:
     issue dy += p y' and dx += ds x';  pass the turn on
     both are known:   let x' and y' go
 
-So two consumers' pairs of products alternate, and while one consumer computes p and ds, the tensor
-cores run those of the other. Only the blocks that
-are cut (by causality, a window, or the end of the keys) hide pairs: in loops of their own around
-the one over whole blocks.
+So while one consumer computes p and ds, the tensor cores run the products of another. Only the
+blocks that are cut (by causality, a window, or the end of the keys) hide pairs: in loops of their
+own around the one over whole blocks.
 
 The sum dp - delta starts at -delta: its registers have to be written ahead of the product anyway,
 those of s do not.
@@ -279,10 +278,8 @@ def pairs_of(
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """p, the softcap's slope, and dp - delta, where dx is made."""
     of = walk.of
-    x, y = (
-        side.parts_of(tiles.at[mine.number + unknown_zero(mine, at)])
-        for side, tiles in zip(of.own, (walk.own.x, walk.own.y), strict=True)
-    )
+    number = mine.number + unknown_zero(mine, at)
+    x = of.own[0].parts_of(walk.own.x.at[number])
     issued = functools.partial(pass_turn_on, walk, mine)
     start, of_s = mosaic.zeros(ROWS, of.others), frame.products(x, xs)
     if not of.with_x:
@@ -296,6 +293,7 @@ def pairs_of(
             mosaic.compute_first(p)
         return p, slope
 
+    y = of.own[1].parts_of(walk.own.y.at[number])
     minus_delta = per_query(walk, mine.minus_delta, walk.own.minus_delta, at.y_slot)
     await_turn(walk, mine)
     (p, slope), (dp,) = mosaic.multiply_under(
@@ -394,6 +392,7 @@ def gradient_of_scores(
 def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     """Stores dx and dy, in the places of x and y."""
     of, own, item = walk.of, walk.own, mine.item
+    place_of_dy = own.x if own.y is None else own.y
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
     unit, gain = 2.0 ** -shift(of.spec), mine.gain
@@ -401,7 +400,7 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
     for side, tiles, totals, factor in (
         (of.own[0], own.x, sums.dx, of_x),
-        (of.own[1], own.y, sums.dy, unit),
+        (of.own[1], place_of_dy, sums.dy, unit),
     ):
         if not totals:
             continue
@@ -411,7 +410,7 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     plgpu.commit_smem()
     for side, tiles, ref, totals in (
         (of.own[0], own.x, walk.dx, sums.dx),
-        (of.own[1], own.y, walk.dy, sums.dy),
+        (of.own[1], place_of_dy, walk.dy, sums.dy),
     ):
         if totals:
             tile = tiles.at[mine.number]

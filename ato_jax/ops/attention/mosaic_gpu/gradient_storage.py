@@ -37,7 +37,7 @@ class Pass:
       consumers: warpgroups of 64 own rows each.
       others: rows of a step.
       x_stages, y_stages: slots of them.
-      hold, turns: as in `frame.Config`.
+      hold, turns: as in `frame.Config`, of this kernel.
     """
 
     spec: AttentionSpec
@@ -66,6 +66,12 @@ class Pass:
     @property
     def other(self) -> tuple[Side, Side]:
         return dataclasses.replace(self, of_keys=not self.of_keys).own
+
+    @property
+    def keeps_y(self) -> bool:
+        """Whether own y has room of its own. Where only dy is made, y is not read, and dy takes the
+        place of x, if it is as wide."""
+        return self.with_x or self.spec.D != self.spec.V
 
     @property
     def names(self) -> list[str]:
@@ -139,7 +145,7 @@ class Pass:
     def shared_bytes(self) -> int:
         """The shared memory of all buffers, each rounded up to 1 KiB, and of the barriers."""
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
-        elements = [self.tile * width for width in (spec.D, spec.V)]
+        elements = [self.tile * width for width in (spec.D, spec.V)[: 1 + self.keeps_y]]
         elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
         of_rows = [self.others * self.x_stages] * (self.of_keys + spec.segments)
         of_rows += [self.others * self.y_stages] * (self.of_keys and self.with_x)
@@ -159,10 +165,9 @@ def dkv_passes(spec: AttentionSpec, config: Config) -> list[Pass]:
     both = _pass(spec, config, True, *sizes)
     if spec.D + spec.V <= MOST_COLUMNS:
         return [both.fitted()]
-    apart = (True, False), (False, True)
-    return [
-        dataclasses.replace(both, with_x=with_x, with_y=with_y).fitted() for with_x, with_y in apart
-    ]
+    of_dk = dataclasses.replace(both, with_y=False)
+    of_dv = dataclasses.replace(both, with_x=False)
+    return [of_dk.fitted(), of_dv.fitted()]
 
 
 def _pass(
@@ -178,8 +183,8 @@ def _pass(
         others=others,
         x_stages=stages,
         y_stages=stages,
-        hold=config.hold,
-        turns=config.turns,
+        hold=config.dkv_hold if of_keys else config.dq_hold,
+        turns=config.dkv_turns if of_keys else config.dq_turns,
     )
 
 
@@ -190,14 +195,14 @@ def passes(spec: AttentionSpec, config: Config) -> list[Pass]:
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
     x: Array  # [n, R, D], dx behind it
-    y: Array  # [n, R, V], dy behind it
+    y: Array | None  # [n, R, V], dy behind it; None where dy takes the place of x
     other_x: Array  # [x stages, C, D]
     other_y: Array  # [y stages, C, V]
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
     minus_delta: Array  # [y stages, C] float32, with other_y, likewise
     ids: Array  # [x stages, C] int32, segments of the others, with other_x
     x_loaded: Signal
-    y_loaded: Signal
+    y_loaded: Signal | None
     xs: Ring
     ys: Ring
     cleaned: Signal | None
@@ -206,7 +211,9 @@ class Storage(mosaic.Storage):
 def storage_of(of: Pass) -> Storage:
     (own_x, own_y), (other_x, other_y) = of.own, of.other
     x = Buffer(own_x.tiles(of.consumers, ROWS), copies=of.consumers * own_x.parts)
-    y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
+    y = None
+    if of.keeps_y:
+        y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
     xs = Buffer(other_x.tiles(of.x_stages, of.others), copies=other_x.parts)
     ys = Buffer(other_y.tiles(of.y_stages, of.others), copies=other_y.parts)
     norm = minus_delta = ids = None
@@ -225,7 +232,7 @@ def storage_of(of: Pass) -> Storage:
         minus_delta=minus_delta,
         ids=ids,
         x_loaded=Signal((x,)),
-        y_loaded=Signal((y,)),
+        y_loaded=None if y is None else Signal((y,)),
         xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
         ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
         cleaned=Signal(readers) if of.cleans else None,

@@ -19,6 +19,8 @@ from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Softmax
 from ato_jax.ops.attention.spec import AttentionSpec
 
+# What a thread can have beside a warpgroup that loads, in eights.
+MOST_REGISTERS = 240
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 
 
@@ -30,7 +32,7 @@ def consumer(config: Config) -> Role:
 def consumers_of(count: int) -> Role:
     """So many warpgroups that multiply, beside the one that loads."""
     dealt = (count + 1) * (mosaic.REGISTERS // (count + 1) // 8 * 8) - mosaic.MEMORY_REGISTERS
-    return Role("consumer", dealt // count // 8 * 8, count)
+    return Role("consumer", min(MOST_REGISTERS, dealt // count // 8 * 8), count)
 
 
 @dataclasses.dataclass(frozen=True)
