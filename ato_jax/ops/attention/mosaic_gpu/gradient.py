@@ -176,7 +176,7 @@ def memory(walk: Walk) -> None:
             plgpu.copy_gmem_to_smem(source, own.minus_delta.at[slot], barrier.at[slot])
 
     load_own(own_x, walk.x, own.x, own.x_loaded.barrier)  # [n, R, D]
-    if of.with_x:
+    if own.y_loaded is not None:
         load_own(own_y, walk.y, own.y, own.y_loaded.barrier)  # [n, R, V]
     lax.fori_loop(0, of.members, load_member, None)
     own.xs.drain(of.members * item.steps)
@@ -196,7 +196,7 @@ def consume(walk: Walk) -> None:
         )
     mine = Own(item, number, first_row, norm, minus_delta, walk.gain_of(item))
     walk.own.x_loaded.wait()
-    if of.with_x:
+    if walk.own.y_loaded is not None:
         walk.own.y_loaded.wait()
     sums = Sums(
         _zeros(of.other[0]) if of.with_x else (),

@@ -195,7 +195,7 @@ def passes(spec: AttentionSpec, config: Config) -> list[Pass]:
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
     x: Array  # [n, R, D], dx behind it
-    y: Array | None  # [n, R, V], dy behind it; None where dy takes the place of x
+    y: Array  # [n, R, V], dy behind it; None where dy takes the place of x
     other_x: Array  # [x stages, C, D]
     other_y: Array  # [y stages, C, V]
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
@@ -232,7 +232,7 @@ def storage_of(of: Pass) -> Storage:
         minus_delta=minus_delta,
         ids=ids,
         x_loaded=Signal((x,)),
-        y_loaded=None if y is None else Signal((y,)),
+        y_loaded=Signal((y,)) if y is not None and of.with_x else None,
         xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
         ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
         cleaned=Signal(readers) if of.cleans else None,
