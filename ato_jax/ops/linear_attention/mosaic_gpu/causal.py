@@ -30,7 +30,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_outpu
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
-from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays, keeps_start
 from ato_jax.ops.linear_attention.mosaic_gpu.output import output
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import (
     query_gradient,
@@ -272,7 +272,7 @@ def backward(
         first,
         ends=spec.initial_state,
         reverse=True,
-        dtype=_dtype_of_edges(spec),
+        dtype=jnp.float32 if keeps_start(spec) else _dtype_of_edges(spec),
     )
     r, r_units = _in_units(spec, behind.kv)
     of_walk = q, k, v, g, inverse, e, r, behind.k_sum

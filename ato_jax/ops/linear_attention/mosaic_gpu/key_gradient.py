@@ -77,7 +77,7 @@ steps of `rows`, one for each member of the group. R and u are published with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -213,7 +213,9 @@ def sum_piece(walk: Walk, item: Item) -> None:
 
     if walk.gated:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for ref, starts in ((walk.arrays.r, own.r), (walk.arrays.u, own.u_start))[: 1 + walk.has_e]:
+    copied = [] if walk.keeps_start else [(walk.arrays.r, own.r)]
+    copied += [(walk.arrays.u, own.u_start)] if walk.has_e else []
+    for ref, starts in copied:
         for head, target in zip(walk.heads_of(item), tiling.by_heads(starts), strict=True):
             source = ref.at[item.batch, head, item.piece]  # [V, F], and [F]
             plgpu.copy_gmem_to_smem(source, target, own.start.barrier)
@@ -224,11 +226,8 @@ def sum_piece(walk: Walk, item: Item) -> None:
     own.start.wait()
     us: Any = tiling.by_heads(own.u_start) if walk.has_e else [None] * walk.heads
     sums: Any = [
-        (
-            [load(rows).astype(F32) for rows in of_r],
-            None if of_u is None else mosaic.in_parts(load(of_u, OF_ROWS)),
-        )
-        for of_r, of_u in zip(walk.parts_of_r(), us, strict=True)
+        (of_r, None if of_u is None else mosaic.in_parts(load(of_u, OF_ROWS)))
+        for of_r, of_u in zip(r_behind(walk, item), us, strict=True)
     ]
     one = jnp.float32(1)
     factors: list[Any] = [(one, one) if walk.has_units else one] * walk.heads
@@ -241,6 +240,17 @@ def sum_piece(walk: Walk, item: Item) -> None:
     sums, to_start = lax.fori_loop(0, item.chunks, sum_one, (sums, factors))
     if not walk.has_e:
         leave_sums(walk, item, sums, to_start)
+
+
+def r_behind(walk: Walk, item: Item) -> Iterator[list[jax.Array]]:
+    """R behind the piece, of each head in turn, float32, in the parts that it is multiplied in."""
+    if not walk.keeps_start:
+        for of_head in walk.parts_of_r():
+            yield [load(rows).astype(F32) for rows in of_head]
+        return
+    heads = [walk.arrays.r.at[item.batch, head, item.piece] for head in walk.heads_of(item)]
+    for of_head in [[head] for head in heads] if walk.heads == 2 else walk.parts_of_r(*heads):
+        yield [load(rows, optimized=False) for rows in of_head]
 
 
 def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:

@@ -29,6 +29,17 @@ REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
 DV, DK = 0, 1  # warpgroups, and what they store of `out` and `flows`
 
 
+def keeps_start(spec: LinearAttentionSpec) -> bool:
+    """Whether `Arrays.r` is in float32: where R behind the last piece is a state's cotangent.
+
+    That may be far above what chunks add to R. Rounded to bfloat16, and again as it is published,
+    it loses additions below half its last digit, all with the same sign for features of one sign:
+    dv is then 4.5e-3 off. In units float16 has three digits more.
+    """
+    tiling = frame.tiling(spec)
+    return spec.return_state and not frame.is_wide(spec) and not mosaic.has_units(tiling.dtype)
+
+
 class Cast(NamedTuple):
     """The roles, in the order of their warpgroups' numbers."""
 
@@ -69,7 +80,7 @@ class Storage(mosaic.Storage):
     pairs_ring: Ring | None
     mapped: Signal  # phi' and -e lie in the slot
     keys_mapped: Signal | None  # phi(k) lies in k's place; with a decay, for some maps
-    start: Signal  # r and u_start of a piece have landed
+    start: Signal  # u_start of a piece has landed, and r unless it is read from global memory
 
     barriers = (
         "rows.consumed",
@@ -114,6 +125,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
     r_rows = None
     if mosaic.has_units(tiling.dtype):
         r_rows = Buffer(plgpu.SMEM((V,), F32), copies=heads)
+    starts = (None if keeps_start(spec) else r), u_start, r_rows
     return Storage(
         before=Buffer(shared(C, C)) if some_steep else None,
         e=e,
@@ -138,7 +150,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         pairs_ring=Ring.of(1, (cast.dk,), (cast.dv,)) if some_steep else None,
         mapped=Signal((cast.state,), STAGES),
         keys_mapped=Signal((cast.dv,), k_stages) if replaces_keys else None,
-        start=Signal(tuple(one for one in (r, u_start, r_rows) if one is not None)),
+        start=Signal(tuple(one for one in starts if one is not None)),
     )
 
 
@@ -151,7 +163,7 @@ class Arrays(NamedTuple):
     g: Any
     inverse: Any  # [B, H, T up to a whole chunk] float32
     e: Any  # alike
-    r: Any  # [B, G, P, V, F]: R behind each piece, summed over the group
+    r: Any  # [B, G, P, V, F]: R behind each piece, summed over the group; see `keeps_start`
     u: Any  # [B, G, P, F] float32
     gates: Any = None  # [B, G, ..] with a decay; as `output` has them
     steep: Any = None
@@ -218,6 +230,10 @@ class Walk:
     def has_e(self) -> bool:
         """Whether e, and so u, may be other than 0, as far as the kernel minds."""
         return not splits_states(self.spec)
+
+    @property
+    def keeps_start(self) -> bool:
+        return keeps_start(self.spec)
 
     @property
     def splits(self) -> bool:
