@@ -34,6 +34,7 @@ MARKS = ("", "gpu", "no-run")
 OPTIONAL = {"torch": "torch", "ato_torch": "torch", "transformers": "transformers"}
 
 MODULES = ("ato_jax", "ato_jax.nn", "ato_jax.parallel", "ato_torch")
+OURS = ("ato_jax", "ato_torch")
 # Methods that a layer or nnx calls, not a user.
 CALLED_BY_LAYERS = ("attend", "decay", "set_view")
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")
@@ -207,7 +208,10 @@ def test_every_page_is_in_the_navigation():
 
 
 def public_members(found: object) -> list[str]:
-    """The methods that a class of ours defines and shows."""
+    """The methods that a class of ours defines and shows.
+
+    Flax puts methods of its own into the class of a layer when it makes the first one.
+    """
     if not inspect.isclass(found):
         return []
     return [
@@ -216,6 +220,7 @@ def public_members(found: object) -> list[str]:
         if not name.startswith("_")
         and name not in CALLED_BY_LAYERS
         and (inspect.isfunction(member) or isinstance(member, classmethod | staticmethod))
+        and member.__module__.partition(".")[0] in OURS
     ]
 
 
