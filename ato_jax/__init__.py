@@ -2,8 +2,8 @@
 
 from ato_jax import parallel as parallel
 from ato_jax.checking import checked
+from ato_jax.choosing import UnsupportedError
 from ato_jax.device import interpret
-from ato_jax.dispatch import UnsupportedError
 from ato_jax.explain import explain
 from ato_jax.ops.attention.api import attention
 from ato_jax.ops.attention.decode import decode_attention

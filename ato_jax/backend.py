@@ -13,7 +13,7 @@ A backend is a module of named functions, and at its end an object that declares
 mypy compares the type of each function with the protocol, and reports a missing one at the line
 that makes the object. Functions that the protocol gives a body are optional. The spec and the
 arrays have the op's types, which all of its backends share; `Config`, a frozen dataclass of block
-sizes, is the backend's own. `dispatch.py` calls the functions.
+sizes, is the backend's own. `choosing.py` and `dispatch.py` call the functions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import jax
 
 from ato_jax.device import Device
 
@@ -150,6 +152,33 @@ class Backend(Protocol[SpecT, ConfigT, InputsT, OutputsT]):
     ) -> InputsT:
         """`backward`, which branches on the device to `fallback`, the next backend's backward."""
         return self.backward(spec, config, residuals, cotangents)
+
+
+class Parts(Protocol[InputsT, OutputsT]):
+    """How a call of an op is divided by batch and heads: the axes of its arrays, and what a part
+    reads.
+
+    `partitioning.py` says what the letters mean. They stand as with layout "bthd", and a "." is an
+    axis that is never cut. Each op has a module `parts`, which declares its functions as a
+    backend's module does.
+    """
+
+    @abc.abstractmethod
+    def letters_of_inputs(self, inputs: InputsT, /) -> Any:
+        """The tree of inputs with each array replaced by the letters of its axes."""
+
+    @abc.abstractmethod
+    def letters_of_outputs(self, outputs: OutputsT, /) -> Any:
+        """The letters of the outputs that callers and any backend's backward read."""
+
+    def for_any_backward(self, outputs: Any, /) -> OutputsT:
+        """The outputs without what only the same backend's own backward reads."""
+        found: OutputsT = outputs.plain()
+        return found
+
+    def placed(self, inputs: InputsT, b: jax.Array, h: jax.Array, /) -> InputsT:
+        """The inputs of a part of a call that begins at batch entry b and head h."""
+        return inputs
 
 
 class SpecialForward(abc.ABC, Generic[SpecT, ConfigT, InputsT, OutputsT]):

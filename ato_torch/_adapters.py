@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ato_jax import dispatch
+from ato_jax import choosing, dispatch
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention.pieces import combine
 from ato_jax.ops.attention.spec import Outputs as AttentionOutputs
@@ -99,7 +99,7 @@ class _Kernels:
         """The op's outputs out of a flat list."""
         raise NotImplementedError
 
-    def op(self, request: Any) -> dispatch.Op:
+    def op(self, request: Any) -> choosing.Op:
         """The op, without backends that cannot be launched directly unless one was asked for.
 
         A CUDA graph could not capture calls of such a backend.

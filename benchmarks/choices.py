@@ -43,7 +43,7 @@ from absl import flags, logging
 from jax.experimental import serialize_executable
 
 import ato_jax
-from ato_jax import device, dispatch, tuning
+from ato_jax import choosing, device, dispatch, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from benchmarks import ahead, cases, demo, machine, ours, results, timing
@@ -351,14 +351,14 @@ def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
         q, k, v = (named.pop(name) for name in "qkv")
         api = APIS[row.op]
         request = api.prepare(q, k, v, **named, **keywords(row))
-        wanted = dispatch.PHASES if phase == PHASES[1] else dispatch.PHASES[:1]
+        wanted = choosing.PHASES if phase == PHASES[1] else choosing.PHASES[:1]
         told = dispatch.explain(api.OP, request.spec, request.inputs, None)
         supported, refused = [], {}
-        for name in dict.fromkeys(map(dispatch.family, api.OP.backends)):
+        for name in dict.fromkeys(map(choosing.family, api.OP.backends)):
             if name == "reference":
                 continue
             # A backend runs a phase where any kernels of its family do.
-            family = [one for one in api.OP.backends if dispatch.family(one) == name]
+            family = [one for one in api.OP.backends if choosing.family(one) == name]
             reasons = [
                 " ".join(str(told.reasons[one][needed]) for one in family)
                 for needed in wanted
@@ -371,7 +371,7 @@ def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
         choices = [told.forward]
         if phase == PHASES[1]:
             choices = [told.recorded, told.backward]
-        names = dict.fromkeys(dispatch.family(one.backend) if one else "none" for one in choices)
+        names = dict.fromkeys(choosing.family(one.backend) if one else "none" for one in choices)
         sizes = tuning.sizes_of(request.spec)
         found.append(
             Told(" + ".join(names), request.spec.traits(), sizes, supported, refused)

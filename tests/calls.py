@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import ato_jax
-from ato_jax.dispatch import PHASES
+from ato_jax.choosing import PHASES
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention.features import Favor

@@ -20,7 +20,7 @@ from unittest import mock
 
 import jax
 
-from ato_jax import device, dispatch, tuning
+from ato_jax import choosing, device, dispatch, tuning
 from benchmarks.choices import APIS, ROWS, Row, draw, keywords
 
 GOLDEN = Path(__file__).parent / "choices.txt"
@@ -88,15 +88,15 @@ def spec_of(row: Row) -> Any:
     return found[0]
 
 
-def chosen(row: Row, card: device.Device) -> tuple[dispatch.Choice | None, ...]:
+def chosen(row: Row, card: device.Device) -> tuple[choosing.Choice | None, ...]:
     """Of the forward pass alone, and of both passes where the derivative is taken."""
     spec = spec_of(row)
-    call = dispatch._Call(APIS[row.op].OP, spec, None, card, False)
+    call = choosing.Call(APIS[row.op].OP, spec, None, card, False)
     with pretending(card):
-        return dispatch.choose_if_any(call, "forward"), *dispatch.choices_of_training(call)
+        return choosing.choose_if_any(call, "forward"), *dispatch.choices_of_training(call)
 
 
-def _text(choice: dispatch.Choice | None) -> str:
+def _text(choice: choosing.Choice | None) -> str:
     if choice is None:
         return "-"
     values = dataclasses.astuple(choice.config)
@@ -106,7 +106,7 @@ def _text(choice: dispatch.Choice | None) -> str:
     return f"{choice.kernel}{f' [{sizes}{by}]' if sizes else ''}{beside}"
 
 
-def _line(choices: tuple[dispatch.Choice | None, ...]) -> str:
+def _line(choices: tuple[choosing.Choice | None, ...]) -> str:
     forward, *training = map(_text, choices)
     both = training[0] if len(set(training)) == 1 else " then ".join(training)
     return forward if forward == both else f"{forward}; {both}"

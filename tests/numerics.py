@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ato_jax import autodiff, dispatch
+from ato_jax import autodiff, choosing, dispatch
 from ato_jax.backend import Residuals
 from ato_jax.device import describe, interpreting
 from ato_jax.ops.attention import api as attention_api
@@ -541,7 +541,7 @@ def _forward_and_backward(
     forward: Any,
     spec: Any,
     forward_config: Any,
-    backward: dispatch.Choice,
+    backward: choosing.Choice,
     inputs: Any,
     cotangents: Any,
 ) -> tuple[Any, Any]:
@@ -571,9 +571,9 @@ def run_backends(
         dataclasses.replace(module.default_config(request.spec, device), **(override or {}))
         for module, override in zip(modules, (forward_config, backward_config), strict=True)
     ]
-    call = dispatch._Call(APIS[op].OP, request.spec, backward, device, interpreting())
-    fallback = dispatch.fallback_of(call, backward, "backward")
-    choice = dispatch.Choice(backward, configs[1], backward, fallback)
+    call = choosing.Call(APIS[op].OP, request.spec, backward, device, interpreting())
+    fallback = choosing.fallback_of(call, backward, "backward")
+    choice = choosing.Choice(backward, configs[1], backward, fallback)
     outputs, gradients = _forward_and_backward(
         op,
         modules[0],

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ato_jax
-from ato_jax import dispatch
+from ato_jax import choosing
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
@@ -283,13 +283,13 @@ def arguments(row: Row, seed: int = 0) -> tuple[list[jax.Array], dict[str, Any]]
     return arrays, options
 
 
-def families(op: dispatch.Op) -> list[str]:
-    return list(dict.fromkeys(map(dispatch.family, op.backends)))
+def families(op: choosing.Op) -> list[str]:
+    return list(dict.fromkeys(map(choosing.family, op.backends)))
 
 
-def _reason(op: dispatch.Op, spec: Any, family: str, phase: str) -> str | None:
+def _reason(op: choosing.Op, spec: Any, family: str, phase: str) -> str | None:
     """None where one of the family supports it, else the reasons of all."""
-    names = [name for name in op.backends if dispatch.family(name) == family]
+    names = [name for name in op.backends if choosing.family(name) == family]
     found = [op.backend(name).unsupported(spec, phase) for name in names]
     if None in found:
         return None

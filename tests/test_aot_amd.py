@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import pytest
 
-from ato_jax import dispatch, tuning
+from ato_jax import choosing, tuning
 from ato_jax.backend import Residuals
 from ato_jax.device import Device, compiling_for
 from ato_jax.ops.linear_attention import features
@@ -47,7 +47,7 @@ def programs_of_row(op: str, row: support.Row) -> Iterator[Program]:
     for name in api.OP.backends:
         module = api.OP.backend(name)
         spec = request.spec.for_backward()
-        is_triton = dispatch.family(name) == "triton"
+        is_triton = choosing.family(name) == "triton"
         if not is_triton or any(module.unsupported(spec, phase) for phase in support.PHASES):
             continue
         config = tuning.config(op, name, module, spec, INSTINCT)

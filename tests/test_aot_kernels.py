@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ato_jax import dispatch, tuning
+from ato_jax import choosing, tuning
 from ato_jax.backend import Residuals
 from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.attention import api as attention_api
@@ -30,7 +30,7 @@ from ato_jax.ops.linear_attention import api as linear_attention_api
 from tests import aot
 
 APIS: dict[str, Any] = {"attention": attention_api, "linear_attention": linear_attention_api}
-OPS: dict[str, dispatch.Op] = {op: api.OP for op, api in APIS.items()}
+OPS: dict[str, choosing.Op] = {op: api.OP for op, api in APIS.items()}
 DEVICES = {
     80: Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, SHARED_MEMORY[8, 0]),
     90: Device("gpu", "NVIDIA H200", (9, 0), 132, SHARED_MEMORY[9, 0]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import dispatch, tuning
+from ato_jax import choosing, tuning
 from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.attention import api
 from ato_jax.ops.attention.triton import wide, wide_backward
@@ -197,8 +197,8 @@ def test_only_calls_of_several_blocks_are_taken_unasked():
     def backend(B, implementation=None, **sizes):
         spec = api.prepare(*draw("bfloat16", **{"B": 1, "D": 513, **sizes})).spec
         spec = dataclasses.replace(spec, B=B)
-        call = dispatch._Call(api.OP, spec, implementation, device, False)
-        chosen = {dispatch.choose(call, phase).backend for phase in dispatch.PHASES}
+        call = choosing.Call(api.OP, spec, implementation, device, False)
+        chosen = {choosing.choose(call, phase).backend for phase in choosing.PHASES}
         (name,) = chosen
         return name
 
@@ -214,19 +214,19 @@ def test_only_calls_of_several_blocks_are_taken_unasked():
 @pytest.mark.lowering
 def test_calls_with_a_bias_leave_what_other_kernels_read():
     """The gradient of a bias is the other kernels', which want more than the rounded output."""
-    call = dispatch._Call(
+    call = choosing.Call(
         api.OP,
         api.prepare(*draw("bfloat16", B=8), bias=jnp.zeros((1, 1, 16, 16))).spec,
         "triton",
         Device("gpu", "another card", (9, 0), 132, SHARED_MEMORY[9, 0]),
         False,
     )
-    assert dispatch.choose(call, "forward").backend == "triton.wide"
+    assert choosing.choose(call, "forward").backend == "triton.wide"
     call = dataclasses.replace(call, spec=call.spec.for_backward())
-    assert {dispatch.choose(call, phase).backend for phase in dispatch.PHASES} == {"triton"}
+    assert {choosing.choose(call, phase).backend for phase in choosing.PHASES} == {"triton"}
     wide_call = dataclasses.replace(call, spec=dataclasses.replace(call.spec, D=600))
     with pytest.raises(ato_jax.UnsupportedError, match="no kernel for a bias's gradient"):
-        dispatch.choose(wide_call, "forward")
+        choosing.choose(wide_call, "forward")
 
 
 def test_no_sequences():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device, dispatch, tuning
+from ato_jax import choosing, device, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention.spec import AttentionSpec
 from benchmarks.choices import Row
@@ -99,11 +99,11 @@ def test_a_card_without_triton_runs_xla_and_says_why(op: str, card: str) -> None
     assert backends(row, card) == ["xla"] * 3
     here, spec = choices.described(card), choices.spec_of(row)
     for name in choices.APIS[op].OP.backends:
-        call = dispatch._Call(choices.APIS[op].OP, spec, name, here, False)
-        if name in dispatch.PLAIN_JAX:
+        call = choosing.Call(choices.APIS[op].OP, spec, name, here, False)
+        if name in choosing.PLAIN_JAX:
             continue
         with choices.pretending(here), pytest.raises(ato_jax.UnsupportedError) as refused:
-            dispatch.choose(call, "forward")
+            choosing.choose(call, "forward")
         wanted = "7.5" if card == "T4" else "Some GPU"
         assert wanted in str(refused.value) or here.name in str(refused.value), name
 
@@ -139,9 +139,9 @@ def test_explain_tells_the_passes_of_training(
 ) -> None:
     """`recorded` and `backward` are the choices that a gradient makes when it is traced."""
     ran = []
-    choose = dispatch.choose
+    choose = choosing.choose
 
-    def choosing(call: Any, phase: str) -> dispatch.Choice:
+    def recording(call: Any, phase: str) -> choosing.Choice:
         choice = choose(call, phase)
         if phase == "backward" or call.backward_follows:
             ran.append((phase, choice))
@@ -156,7 +156,7 @@ def test_explain_tells_the_passes_of_training(
 
     with choices.pretending(choices.described("H100")):
         told = ato_jax.explain(ato_jax.linear_attention, x, x, x, causal=True, segment_ids=ids)
-        monkeypatch.setattr(dispatch, "choose", choosing)
+        monkeypatch.setattr(choosing, "choose", recording)
         jax.eval_shape(jax.grad(loss), x, ids)
     assert dict(ran) == {"forward": told.recorded, "backward": told.backward}
 
@@ -166,18 +166,18 @@ def test_a_kernel_forward_with_a_plain_derivative(op: str, monkeypatch: Any) -> 
     """Where the forward pass alone is a kernel's, and both passes of a derivative plain JAX:
     right to second order, and of one forward pass.
     """
-    found = dispatch.choose
+    found = choosing.choose
 
-    def choose(call: Any, phase: str) -> dispatch.Choice:
+    def choose(call: Any, phase: str) -> choosing.Choice:
         if call.implementation is not None:
             return found(call, phase)
         name = "triton" if call.use(phase) == "forward" else "xla"
-        named = dispatch.dataclasses.replace(call, implementation=name)
+        named = choosing.dataclasses.replace(call, implementation=name)
         seen.append((call.use(phase), phase))
         return found(named, phase)
 
     seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setattr(choosing, "choose", choose)
     draw = np.random.default_rng(0)
     q, k, v = (jnp.asarray(draw.normal(size=(2, 24, 2, 16)), jnp.float32) for _ in "qkv")
     ids = jnp.arange(24)[None].repeat(2, 0) // 9
@@ -232,10 +232,10 @@ def test_without_cudnn_its_kernels_are_not_chosen(
     from ato_jax.ops.attention import cudnn
 
     spec, card = choices.spec_of(PLAIN), choices.described("H100")
-    call = dispatch._Call(attention_api.OP, spec, "cudnn", card, False)
-    assert dispatch.reason_against(call, "cudnn", "forward") is None
+    call = choosing.Call(attention_api.OP, spec, "cudnn", card, False)
+    assert choosing.reason_against(call, "cudnn", "forward") is None
     cudnn._missing.cache_clear()
     request.addfinalizer(cudnn._missing.cache_clear)
     monkeypatch.setattr(cudnn.jax, "default_backend", lambda: "gpu")
-    assert "cuDNN is not" in str(dispatch.reason_against(call, "cudnn", "forward"))
+    assert "cuDNN is not" in str(choosing.reason_against(call, "cudnn", "forward"))
     assert "cuDNN is not detected" in str(cudnn._missing())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import device, dispatch, launch, programs, tuning
+from ato_jax import choosing, device, dispatch, launch, programs, tuning
 from ato_jax.backend import Backend, SpecialForward
 from tests import numerics
 
@@ -208,7 +208,7 @@ def test_explain_decoding_by_name_and_by_table(monkeypatch: pytest.MonkeyPatch) 
 def test_unsupported_lists_every_backend() -> None:
     """With implementation=None the error tells each backend's reason."""
 
-    class Op(dispatch.Op):
+    class Op(choosing.Op):
         def backend(self, name: str) -> Any:
             return types.SimpleNamespace(
                 unsupported_device=lambda device, interpreted: None,
@@ -216,9 +216,9 @@ def test_unsupported_lists_every_backend() -> None:
             )
 
     op = Op("toy", ("xla", "reference"), "toy")
-    call = dispatch._Call(op, Spec(64), None, device.Device("cpu"), False)
+    call = choosing.Call(op, Spec(64), None, device.Device("cpu"), False)
     with pytest.raises(ato_jax.UnsupportedError, match="xla: not xla; reference: not reference"):
-        dispatch.choose(call, "forward")
+        choosing.choose(call, "forward")
 
 
 # -- the protocol --------------------------------------------------------------------------------

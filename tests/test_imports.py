@@ -1,6 +1,6 @@
 """Imports go one way, and `import ato_jax` brings JAX and nothing else of weight.
 
-    ato_torch, nn -> ops/*/api -> spec, dispatch -> tuning -> backend -> device
+    ato_torch, nn -> ops/*/api -> spec, dispatch -> choosing -> tuning -> backend -> device
     a backend -> scans, spec, backend, device, Pallas; never another backend
     scans -> spec, decay, launch; never a backend
     triton, the kit of the Triton kernels -> launch, device; never an op
@@ -136,8 +136,25 @@ def test_scans(name: str) -> None:
         ("ato_jax.backend", ("ato_jax.device",)),
         ("ato_jax.tuning", ("ato_jax.backend", "ato_jax.device")),
         (
+            "ato_jax.division",
+            ("ato_jax.backend", "ato_jax.device", "ato_jax.meshes", "ato_jax.partitioning"),
+        ),
+        (
+            "ato_jax.choosing",
+            (
+                "ato_jax.backend",
+                "ato_jax.device",
+                "ato_jax.launch",
+                "ato_jax.meshes",
+                "ato_jax.partitioning",
+                "ato_jax.tuning",
+            ),
+        ),
+        (
             "ato_jax.dispatch",
             (
+                "ato_jax.choosing",
+                "ato_jax.division",
                 "ato_jax.backend",
                 "ato_jax.tuning",
                 "ato_jax.device",

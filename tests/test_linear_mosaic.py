@@ -14,7 +14,7 @@ import pytest
 import test_linear_channel as channel
 
 import ato_jax
-from ato_jax import dispatch
+from ato_jax import choosing, dispatch
 from ato_jax.mosaic import program
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention import decay as decay_limits
@@ -411,8 +411,8 @@ def test_lowers(
         jax.eval_shape(prepared, *arrays)
         (spec,) = found
         config = mosaic_gpu.default_config(spec, channel.GPU)
-        call = dispatch._Call(api.OP, spec, "mosaic_gpu", channel.GPU, False)
-        backward = dispatch.choose_if_any(call, "backward")
+        call = choosing.Call(api.OP, spec, "mosaic_gpu", channel.GPU, False)
+        backward = choosing.choose_if_any(call, "backward")
 
         def both(*arrays: Any) -> Any:
             inputs = Inputs(*arrays)
@@ -429,7 +429,7 @@ def test_lowers(
 def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients on a mesh, of a batch of calls, too; a decay for each head in a batch of calls, and
     of none."""
-    monkeypatch.setattr(dispatch.device, "of_call", lambda arrays: channel.GPU)
+    monkeypatch.setattr(choosing.device, "of_call", lambda arrays: channel.GPU)
 
     def gradients(*qkv: jax.Array, causal: bool) -> Any:
         def total(*qkv: jax.Array) -> jax.Array:
@@ -496,8 +496,8 @@ def test_who_is_asked_for_what() -> None:
 
     def backend(device: Any, B: int = 1024, followed: bool = False, **options: Any) -> str:
         spec = dataclasses.replace(api.prepare(q, k, v, **options).spec, B=B)
-        call = dispatch._Call(api.OP, spec, None, device, False, followed)
-        return dispatch.choose(call, "forward").backend
+        call = choosing.Call(api.OP, spec, None, device, False, followed)
+        return choosing.choose(call, "forward").backend
 
     assert backend(channel.GPU, causal=True) == backend(channel.GPU, 342) == "mosaic_gpu"
     assert backend(channel.GPU, causal=True, feature_map="silu") == "mosaic_gpu"
@@ -524,10 +524,10 @@ def test_who_is_asked_for_what() -> None:
     q, k, v = draw(1, 64, 2, 1)
     spec = dataclasses.replace(api.prepare(q, q, q, causal=True).spec, T=128, S=128, B=1024)
     for decay, after in (("channel", "triton"), ("step", None)):
-        call = dispatch._Call(
+        call = choosing.Call(
             api.OP, dataclasses.replace(spec, decay=decay), "mosaic_gpu", channel.GPU, False
         )
-        choice = dispatch.choose(call, "backward")
+        choice = choosing.choose(call, "backward")
         assert choice.backend == "mosaic_gpu"
         assert (choice.fallback.backend if choice.fallback else None) == after
     assert "Hopper" in str(mosaic_gpu.unsupported_device(ampere, False))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import ato_jax
-from ato_jax import dispatch
+from ato_jax import choosing
 from tests import numerics, support
 
 REGENERATE = "support has changed: run `python -m tests.support` and look at what it changed"
@@ -56,7 +56,7 @@ def test_supported_rows_run(op: str, row: support.Row) -> None:
             assert found["forward"] in str(refusal.value)
             return
         assert explained.forward is not None
-        assert dispatch.family(explained.forward.backend) == "triton"
+        assert choosing.family(explained.forward.backend) == "triton"
         wanted = numerics.oracle(op, *arrays, **options)
         result: Any = numerics.run(op, "triton", *arrays, cotangents=wanted.cotangents, **options)
     numerics.compare(result, wanted)

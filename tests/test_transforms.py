@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import dispatch
+from ato_jax import choosing
 from tests import numerics
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -241,7 +241,7 @@ def test_numpy_arrays_are_taken(op: str) -> None:
 def test_a_phase_without_a_backend_says_so(op: str) -> None:
     with pytest.raises(ato_jax.UnsupportedError), ato_jax.interpret():
         jax.grad(loss_of(call(op, "mosaic_gpu")))(*arrays())
-    assert dispatch.PHASES == ("forward", "backward")
+    assert choosing.PHASES == ("forward", "backward")
 
 
 def test_a_decay_that_a_traced_function_closes_over() -> None:

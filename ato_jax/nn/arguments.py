@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ato_jax import dispatch, shapes
+from ato_jax import choosing, shapes
 
 # A mask as callers give it, and a feature map: a name, or an elementwise JAX function.
 Mask = jax.Array | np.ndarray
@@ -85,7 +85,7 @@ def optional_flag(name: str, value: Any) -> None:
         shapes.flag(name, value)
 
 
-def as_implementation(op: dispatch.Op, implementation: str | None) -> str | None:
+def as_implementation(op: choosing.Op, implementation: str | None) -> str | None:
     """`implementation` of a constructor: None, or the name of one of the op's backends."""
     if implementation is not None:
         shapes.one_of("implementation", implementation, op.backends + op.planned)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ato_jax import autodiff
-from ato_jax.dispatch import UnsupportedError
+from ato_jax.choosing import UnsupportedError
 from ato_jax.ops.common import Integers, Precision, axes, bind_qkv, bind_segments
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.api import FeatureMapLike, Request

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ato_jax import device, shapes
-from ato_jax.dispatch import UnsupportedError
+from ato_jax.choosing import UnsupportedError
 from ato_jax.meshes import varying_with
 from ato_jax.ops.attention import api
 from ato_jax.ops.attention.api import Window

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ato_jax import autodiff, device, dispatch
+from ato_jax import autodiff, choosing, device, dispatch
 from ato_jax.meshes import varying_with
 from ato_jax.ops.linear_attention import api
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
@@ -111,7 +111,7 @@ def attend(
     return _attend(walk, *varying_with((inputs, ids), (inputs, ids, devices.index)))
 
 
-def _other(one: dispatch.Choice | None, other: dispatch.Choice | None) -> bool:
+def _other(one: choosing.Choice | None, other: choosing.Choice | None) -> bool:
     """Whether two choices are of different backends."""
     return (one and one.backend) != (other and other.backend)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ato_jax import dispatch, shapes
+from ato_jax import choosing, dispatch, shapes
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.common import (
     Integers,
@@ -32,7 +32,7 @@ Window = tuple[int | None, int | None]
 
 # The kernel for a few queries of each sequence and a long cache, in pages or not.
 PAGED = "triton.paged"
-OP: dispatch.Op[AttentionSpec, Inputs, Outputs] = dispatch.Op(
+OP: choosing.Op[AttentionSpec, Inputs, Outputs] = choosing.Op(
     "attention",
     ("mosaic_gpu", "triton.wide", "triton", "cudnn", "xla", "reference"),
     package="ato_jax.ops.attention",

@@ -20,8 +20,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ato_jax import checking, device, programs, shapes, tuning
+from ato_jax.choosing import PHASES, Choice, UnsupportedError
 from ato_jax.device import Device
-from ato_jax.dispatch import PHASES, Choice, Explanation, UnsupportedError
+from ato_jax.dispatch import Explanation
 from ato_jax.ops.attention.api import OP, PAGED, Window, attention, bind_sinks, bounds
 from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import AttentionSpec

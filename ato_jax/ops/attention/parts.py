@@ -1,8 +1,4 @@
-"""How a call is divided by batch and heads: the axes of its arrays, and what a part reads.
-
-`partitioning.py` says what the letters mean. They stand as with layout "bthd", and a "." is an axis
-that is never cut.
-"""
+"""How a call is divided by batch and heads, as `backend.Parts` asks for it."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ato_jax.backend import Parts
 from ato_jax.ops.attention.spec import Inputs, Outputs
 
 
@@ -53,3 +50,13 @@ def placed(inputs: Inputs, b: jax.Array, h: jax.Array) -> Inputs:
     words, given = inputs.dropout_seed[:2], inputs.dropout_seed[2:]
     start = start + given if given.size else start
     return inputs._replace(dropout_seed=jnp.concatenate([words, start]))
+
+
+class _AttentionParts(Parts[Inputs, Outputs]):
+    letters_of_inputs = staticmethod(letters_of_inputs)
+    letters_of_outputs = staticmethod(letters_of_outputs)
+    for_any_backward = staticmethod(for_any_backward)
+    placed = staticmethod(placed)
+
+
+PARTS = _AttentionParts()

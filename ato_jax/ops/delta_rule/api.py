@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ato_jax import dispatch, shapes
+from ato_jax import choosing, dispatch, shapes
 from ato_jax.ops.common import (
     LAYOUTS,
     Integers,
@@ -30,7 +30,7 @@ from ato_jax.ops.common import (
 )
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
-OP: dispatch.Op[DeltaRuleSpec, Inputs, Outputs] = dispatch.Op(
+OP: choosing.Op[DeltaRuleSpec, Inputs, Outputs] = choosing.Op(
     "gated_delta_rule",
     ("xla", "reference"),
     package="ato_jax.ops.delta_rule",

@@ -1,15 +1,10 @@
-"""How a call is divided by batch and heads: the axes of its arrays, and what a part reads.
-
-`partitioning.py` says what the letters mean. They stand as with layout "bthd", and a "." is an axis
-that is never cut.
-"""
+"""How a call is divided by batch and heads, as `backend.Parts` asks for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
-
+from ato_jax.backend import Parts
 from ato_jax.ops.delta_rule.spec import Inputs, Outputs
 
 
@@ -26,12 +21,9 @@ def letters_of_outputs(outputs: Outputs) -> Any:
     return Outputs("BTHV", "BHDV")  # type: ignore[arg-type]
 
 
-def for_any_backward(outputs: Any) -> Outputs:
-    """The outputs without what only the same backend's own backward reads."""
-    found: Outputs = outputs.plain()
-    return found
+class _DeltaRuleParts(Parts[Inputs, Outputs]):
+    letters_of_inputs = staticmethod(letters_of_inputs)
+    letters_of_outputs = staticmethod(letters_of_outputs)
 
 
-def placed(inputs: Inputs, b: jax.Array, h: jax.Array) -> Inputs:
-    """The inputs of a part of a call that begins at batch entry b and head h."""
-    return inputs
+PARTS = _DeltaRuleParts()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ato_jax import checking, dispatch, shapes
+from ato_jax import checking, choosing, dispatch, shapes
 from ato_jax.ops.common import (
     Integers,
     Precision,
@@ -35,7 +35,7 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Linea
 # A name, or a function of one array, such as what `favor` returns.
 FeatureMapLike = str | Callable[[jax.Array], jax.Array]
 
-OP: dispatch.Op[LinearAttentionSpec, Inputs, Outputs] = dispatch.Op(
+OP: choosing.Op[LinearAttentionSpec, Inputs, Outputs] = choosing.Op(
     "linear_attention",
     ("mosaic_gpu", "triton", "xla", "reference"),
     package="ato_jax.ops.linear_attention",

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ato_jax import autodiff, checking, device, programs, shapes
+from ato_jax.choosing import PHASES, Choice
 from ato_jax.device import Device
-from ato_jax.dispatch import PHASES, Choice, Explanation
+from ato_jax.dispatch import Explanation
 from ato_jax.ops.common import check_heads, refuse_positive, with_batch
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import (
