@@ -244,11 +244,10 @@ def run(
     """
     call = _call_of(op, spec, inputs, implementation, training)
     compute = _nothing if spec.B == 0 else _run
-    mesh = meshes.of(inputs)
-    if mesh is None:
+    if meshes.of(inputs) is None:
         return compute(call, inputs)
     letters = functools.partial(division.letters, op.parts(), spec, inputs)
-    if cut := partitioning.cut_by_types(mesh, jax.tree.leaves(inputs), letters):
+    if cut := partitioning.cut_of(inputs, letters):
         call = dataclasses.replace(call, cut=cut)
     partition = functools.partial(inputs.partition_of_outputs, spec.layout)
     return meshes.call(lambda inputs: compute(call, inputs), inputs, partition)

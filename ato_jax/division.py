@@ -2,12 +2,13 @@
 
 `partitioning.py` divides a function of arrays by their letters. Here are the arrays of an op's
 passes: an op's `Parts` (`backend.py`) has their letters, and a device's part of a call has a spec
-with its own sizes.
+with its own sizes. `alone` is for a kernel that has no backward pass, as those of decoding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,16 @@ def _laid_out(letters: Any, layout: str) -> list[str]:
     return [partitioning.laid_out(one, layout) for one in jax.tree.leaves(letters)]
 
 
+def spec_of(spec: Any, cut: partitioning.Cut) -> Any:
+    """The spec of a device's part of a call."""
+    sizes = {letter: getattr(spec, letter) // cut.parts[letter] for letter in "BGH"}
+    return dataclasses.replace(spec, **sizes)
+
+
 def _part_of(parts: Parts, spec: Any, cut: partitioning.Cut, inputs: Any) -> tuple[Any, Any]:
     """The spec and the inputs of a device's part of a call."""
-    sizes = {letter: getattr(spec, letter) // cut.parts[letter] for letter in "BGH"}
-    starts = (cut.start(letter, sizes[letter]) for letter in "BH")
-    return dataclasses.replace(spec, **sizes), parts.placed(inputs, *starts)
+    own = spec_of(spec, cut)
+    return own, parts.placed(inputs, cut.start("B", own.B), cut.start("H", own.H))
 
 
 def forward(
@@ -120,6 +126,33 @@ def backward(
     marks = [False] * (len(arrays) - len(of_cotangents)) + [True] * len(of_cotangents)
     found = partitioning.divided(of_all, of_part, operands, lambda _: of_gradients[1], marks, cut)
     return jax.tree.unflatten(of_gradients[0], found)
+
+
+def alone(
+    function: Callable[[partitioning.Cut | None, Any], Any],
+    inputs: Any,
+    letters: Any,
+    letters_of_outputs: Any,
+    cut: partitioning.Cut | None,
+) -> Any:
+    """`function(None, inputs)`, and on several devices `function(cut, inputs)` of each one's part.
+
+    `letters` and `letters_of_outputs` are the trees of inputs and outputs with each array replaced
+    by the letters of its axes. `cut` is as in `partitioning.divided`.
+    """
+    arrays, tree = jax.tree.flatten(inputs)
+    if cut is None and not partitioning.may_divide(arrays):
+        return function(None, inputs)
+
+    def run(cut: partitioning.Cut | None, *arrays: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(function(cut, jax.tree.unflatten(tree, arrays)))
+
+    operands = arrays, jax.tree.leaves(letters)
+    results, outputs = jax.tree.flatten(letters_of_outputs)
+    found = partitioning.divided(
+        functools.partial(run, None), run, operands, lambda _: results, cut=cut
+    )
+    return jax.tree.unflatten(outputs, found)
 
 
 def _letters_of_given(gradients: Any, letters: Any, layout: str) -> list[str]:

@@ -17,6 +17,8 @@ is ever written.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ato_jax import checking, programs, shapes
+from ato_jax import checking, meshes, programs, shapes
 from ato_jax.ops.common import Integers
 
 # Pages that `defragment` moves in one step: what it needs beside the cache.
@@ -165,7 +167,7 @@ class PagedCache(NamedTuple):
           0
         """
         sizes = _bind(self)
-        cache, slot, fine = _allocate(self)
+        cache, (slot, fine) = _allocate(self)
         _require(fine, (f"allocate() needs a free slot, and all B = {sizes['B']} are taken",), {})
         return cache, slot
 
@@ -227,7 +229,7 @@ class PagedCache(NamedTuple):
             shapes.bind(sizes, "slots", slots.shape, "N")
             slots = shapes.clipped(slots, -2, sizes["B"])
         S = sizes["pages"] * sizes["page"]
-        cache, fits, fine, numbers = _append(self, k, v, slots, counts)
+        cache, (fits, fine, numbers) = _append(self, k, v, slots, counts)
         messages = (
             f"slots must lie between -1 and B - 1 = {sizes['B'] - 1}, got {{slots}}",
             "slots must name none twice, got {slots}",
@@ -278,7 +280,7 @@ class PagedCache(NamedTuple):
         if length is not None:
             given["length"] = _scalar("length", length)
             length = shapes.clipped(given["length"], -1, shapes.INT32.max)
-        cache, new, fine, numbers = _fork(self, slot, length)
+        cache, (new, fine, numbers) = _fork(self, slot, length)
         messages = (
             "slot must be an allocated one, got {slot}",
             "length must lie between 0 and the sequence's {held}, got {length}",
@@ -342,7 +344,7 @@ class PagedCache(NamedTuple):
           ([1, -1], [0, -1])
         """
         _bind(self)
-        return _defragment(self)
+        return _defragment(self)[0]
 
     def contiguous(self) -> tuple[jax.Array, jax.Array]:
         """Copies each slot's keys and values into one row, S = pages * page.
@@ -367,11 +369,23 @@ class PagedCache(NamedTuple):
         """
         _bind(self)
 
-        def row(pages: jax.Array) -> jax.Array:
-            found = jnp.take(pages, jnp.maximum(self.page_table, 0), axis=0, mode="clip")
-            return found.reshape(found.shape[0], -1, *found.shape[3:])
+        def rows(cache: PagedCache) -> tuple[jax.Array, ...]:
+            pages = cache.k_pages, cache.v_pages
+            found = [
+                jnp.take(one, jnp.maximum(cache.page_table, 0), axis=0, mode="clip")
+                for one in pages
+            ]
+            return tuple(one.reshape(one.shape[0], -1, *one.shape[3:]) for one in found)
 
-        return row(self.k_pages), row(self.v_pages)
+        def partition_of_outputs() -> Any:
+            slots, _ = meshes.partition(self.page_table)
+            return tuple(
+                meshes.sharded(slots, None, *meshes.partition(one)[2:])
+                for one in (self.k_pages, self.v_pages)
+            )
+
+        k, v = meshes.call(rows, self, partition_of_outputs)
+        return k, v
 
 
 def _pages(length: Any, page: int) -> Any:
@@ -444,18 +458,38 @@ def _first_free(cache: PagedCache) -> jax.Array:
     return jnp.where(cache.active.all(), -1, jnp.argmin(cache.active)).astype(jnp.int32)
 
 
+def _on_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(cache, *arrays)`, a cache and what else it returns, where explicit axes of a mesh
+    cut the cache: the new cache is cut alike, and the rest is the same on all devices.
+    """
+
+    @functools.wraps(function)
+    def run(cache: PagedCache, *arrays: Any) -> Any:
+        def partition_of_outputs() -> Any:
+            found = PagedCache(*(meshes.sharded(*meshes.partition(one)) for one in cache))
+            return found, meshes.sharded()
+
+        return meshes.call(
+            lambda given: function(given[0], *given[1:]), (cache, *arrays), partition_of_outputs
+        )
+
+    return run
+
+
+@_on_meshes
 @programs.jit()
-def _allocate(cache: PagedCache) -> tuple[PagedCache, jax.Array, jax.Array]:
+def _allocate(cache: PagedCache) -> tuple[PagedCache, tuple[jax.Array, jax.Array]]:
     """As allocate, and what must hold, [1]."""
     slot = _first_free(cache)
     active = cache.active | (jnp.arange(cache.active.size) == slot)
-    return cache._replace(active=active), slot, slot[None] >= 0
+    return cache._replace(active=active), (slot, slot[None] >= 0)
 
 
+@_on_meshes
 @programs.jit()
 def _append(
     cache: PagedCache, k: jax.Array, v: jax.Array, slots: Any, counts: Any
-) -> tuple[PagedCache, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> tuple[PagedCache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """As append, and what must hold, [7], and what its messages say."""
     P, page = cache.k_pages.shape[:2]
     B, pages = cache.page_table.shape
@@ -543,13 +577,14 @@ def _append(
         references=references,
         available=cache.available - needs.sum(dtype=jnp.int32),
     )
-    return cache, fits, fine, numbers
+    return cache, (fits, fine, numbers)
 
 
+@_on_meshes
 @programs.jit()
 def _fork(
     cache: PagedCache, slot: jax.Array, length: Any
-) -> tuple[PagedCache, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> tuple[PagedCache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """As fork, and what must hold, [3], and what its messages say."""
     P, page = cache.k_pages.shape[:2]
     B, pages = cache.page_table.shape
@@ -569,9 +604,10 @@ def _fork(
         active=cache.active | chosen,
         references=cache.references.at[shared].add(1, mode="drop"),
     )
-    return cache, new, fine, {"slot": slot, "held": held, "length": length}
+    return cache, (new, fine, {"slot": slot, "held": held, "length": length})
 
 
+@_on_meshes
 @programs.jit()
 def _free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
     """As free, and what must hold, [1]."""
@@ -596,8 +632,9 @@ def _free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
     return cache, fine[None]
 
 
+@_on_meshes
 @programs.jit()
-def _defragment(cache: PagedCache) -> PagedCache:
+def _defragment(cache: PagedCache) -> tuple[PagedCache, None]:
     P = cache.references.size
     in_use = cache.references > 0
     behind = jnp.arange(P) >= in_use.sum()
@@ -623,10 +660,11 @@ def _defragment(cache: PagedCache) -> PagedCache:
     )
     homes = jnp.arange(P, dtype=jnp.int32).at[sources].set(targets.astype(jnp.int32), mode="drop")
     table = cache.page_table
-    return cache._replace(
+    cache = cache._replace(
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=jnp.where(table >= 0, homes[jnp.maximum(table, 0)], -1),
         references=jnp.where(behind, 0, references),
         free_pages=_stack(P),
     )
+    return cache, None

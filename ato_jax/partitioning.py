@@ -358,6 +358,14 @@ def cut_by_types(
     return cut_by(axes_of, sizes_of(pairs), dict(mesh.shape))
 
 
+def cut_of(inputs: Any, letters: Callable[[], Any]) -> Cut | None:
+    """`cut_by_types` of a tree of arrays and that of their letters, on the mesh of their types."""
+    mesh = meshes.of(inputs)
+    if mesh is None:
+        return None
+    return cut_by_types(mesh, jax.tree.leaves(inputs), lambda: jax.tree.leaves(letters()))
+
+
 def axes_along(mesh: Any, array: Any, at: int) -> tuple[str, ...]:
     """The mesh axes that cut one axis of an array, the slowest first; () where none does, or where
     they do not cut it evenly.

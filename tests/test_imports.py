@@ -78,7 +78,9 @@ KIT = "ato_jax.triton"
 SHARED = (
     *(
         f"ato_jax.{name}"
-        for name in ("autodiff", "backend", "device", "launch", "meshes", "shapes")
+        for name in (
+            "autodiff", "backend", "device", "launch", "meshes", "partitioning", "shapes",
+        )
     ),
     *(name for name in modules() if within(name, KIT)),
 )

@@ -177,7 +177,7 @@ def test_the_state_is_updated_in_place() -> None:
     """One kernel of the lowered step takes over both parts of a donated state."""
     spec = StepSpec(features.NAMED["elu1"], True, 1.0, 1e-6)
     inputs = shapes(64, 32, 32, 128, 128, dtype="bfloat16")
-    run = functools.partial(step._step, spec, GPUS[90], False)
+    run = functools.partial(step._step, spec, GPUS[90], False, None)
     target = jax.sharding.AbstractDevice(aot.DEVICE_KIND[90], num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), (), abstract_device=target)

@@ -19,6 +19,7 @@ follow from the spec alone, so keys outside of a strip are never multiplied. Ins
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ato_jax import partitioning
 from ato_jax.device import Device
 from ato_jax.ops.attention.spec import (
     SMALLEST_SLOPE,
@@ -168,29 +170,43 @@ def per_head(
     spec: AttentionSpec, config: Config, function: Callable[[Arrays], Any], arrays: Arrays
 ) -> Any:
     """`function` of every kv head's arrays; its results [R, ...] are stacked to [B, H, ...]."""
+    divides = partitioning.may_divide([*arrays.values()])
+    devices = partitioning.device_count() if divides else 1
 
     def entry(arrays: Arrays) -> Any:
-        return _each(lambda head: function(ready(spec, head)), arrays, spec.G, config.heads)
+        return _each(
+            lambda head: function(ready(spec, head)), arrays, spec.G, config.heads, devices
+        )
 
-    found = _each(entry, arrays, spec.B, config.batch)  # [B, G, R, ...]
+    found = _each(entry, arrays, spec.B, config.batch, devices)  # [B, G, R, ...]
     return jax.tree.map(lambda x: x.reshape(spec.B, spec.H, *x.shape[3:]), found)
 
 
-def _each(function: Callable[[Arrays], Any], arrays: Arrays, size: int, together: int) -> Any:
+def _each(
+    function: Callable[[Arrays], Any], arrays: Arrays, size: int, together: int, devices: int
+) -> Any:
     """`function` of every entry of the leading axis, `together` at once; the results are stacked.
 
     All entries share an array whose leading axis is 1: it is not expanded, and its gradient is
-    summed.
+    summed. Where several devices may have cut the axis into runs of entries, each step takes one
+    entry or more of each run: XLA would gather the axis on every device for a loop over it.
     """
     shared = {name: array[0] for name, array in arrays.items() if array.shape[0] == 1}
     own = {name: array for name, array in arrays.items() if name not in shared}
     if size == 1:
         return jax.tree.map(lambda x: x[None], function(shared))
+    of_entry = lambda entry: function(shared | entry)  # noqa: E731
+    together = math.lcm(together, math.gcd(size, devices))
     if together >= size:
-        return jax.vmap(lambda entry: function(shared | entry))(own)
-    return lax.map(
-        lambda entry: function(shared | entry), own, batch_size=together if together > 1 else None
-    )
+        return jax.vmap(of_entry)(own)
+    if devices == 1:
+        return lax.map(of_entry, own, batch_size=together if together > 1 else None)
+    steps = {
+        name: array.reshape(together, -1, *array.shape[1:]).swapaxes(0, 1)
+        for name, array in own.items()
+    }
+    found = lax.map(jax.vmap(of_entry), steps)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), found)
 
 
 def _has(axes: dict[str, int], name: str, array: jax.Array) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+
+from ato_jax.meshes import partition, sharded
 
 # The dtypes of a cache in 8 bits, where every row has a scale of its own.
 EIGHT_BITS = ("int8", "float8_e4m3fn")
@@ -32,3 +34,21 @@ class CacheInputs(NamedTuple):
     first: jax.Array | None = None  # [B] int32, query 0's position; lengths - T without it
     q_lengths: jax.Array | None = None  # [B] int32
     sinks: jax.Array | None = None  # [H] float32
+
+    def letters(self) -> Any:
+        """The tree with each array replaced by the letters of its axes (`partitioning.py`).
+
+        Pages belong to no sequence: all devices that share a batch read all of them.
+        """
+        rows = ".." if self.table is not None else "BS"
+        every = ("BTHD", rows + "GD", rows + "GV", "B", "B.", rows + "G", rows + "G", "B", "B", "H")
+        given: Any = (
+            None if array is None else letters
+            for array, letters in zip(self, every, strict=True)
+        )
+        return CacheInputs(*given)
+
+    def partition_of_outputs(self) -> Any:
+        """(out, lse) with a `PartitionSpec` in place of each array."""
+        rows = partition(self.q)[:3]
+        return sharded(*rows, None), sharded(*rows)

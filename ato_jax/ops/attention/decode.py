@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ato_jax import checking, device, programs, shapes, tuning
+from ato_jax import checking, device, division, meshes, partitioning, programs, shapes, tuning
 from ato_jax.choosing import PHASES, Choice, UnsupportedError
 from ato_jax.device import Device
 from ato_jax.dispatch import Explanation
@@ -264,10 +264,12 @@ def decode_attention(
     here = device.of_call(inputs)
     name = _backend(spec, here, inputs.k, implementation)
     if name == "triton":
-        out, lse = _by_kernel(spec, here, device.interpreting(), inputs)
+        cut = partitioning.cut_of(inputs, inputs.letters)
+        run = functools.partial(_by_kernel, spec, here, device.interpreting(), cut)
     else:
         _warn_of_no_triton(spec, here, inputs.k, implementation)
-        out, lse = _plain(spec, name, inputs)
+        run = functools.partial(_plain, spec, name)
+    out, lse = meshes.call(run, inputs, inputs.partition_of_outputs)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if spec.return_lse else out
@@ -439,24 +441,41 @@ def _plain(spec: AttentionSpec, name: str, inputs: CacheInputs) -> tuple[jax.Arr
     return out.astype(spec.dtype), lse
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-@programs.jit(static=3)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+@programs.jit(static=4)
 def _by_kernel(
-    spec: AttentionSpec, here: Device, interpret: bool, inputs: CacheInputs
+    spec: AttentionSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    inputs: CacheInputs,
 ) -> tuple[jax.Array, jax.Array]:
     paged = OP.module(PAGED)
-    config = paged.default_config(spec, here, inputs)
-    with device.interpret(interpret):
-        return paged.attend(spec, config, inputs)
+
+    def attend(cut: partitioning.Cut | None, inputs: CacheInputs) -> Any:
+        own = spec if cut is None else division.spec_of(spec, cut)
+        config = paged.default_config(own, here, inputs)
+        with device.interpret(interpret):
+            return paged.attend(own, config, inputs)
+
+    outputs: tuple[jax.Array, jax.Array] = division.alone(
+        attend, inputs, inputs.letters(), ("BTHV", "BTH"), cut
+    )
+    return outputs
 
 
 @_by_kernel.defjvp
 def _by_kernel_jvp(
-    spec: AttentionSpec, here: Device, interpret: bool, primals: Any, tangents: Any
+    spec: AttentionSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    primals: Any,
+    tangents: Any,
 ) -> tuple[Any, Any]:
     """The plain one's derivative: right in forward mode, reverse mode and to any order."""
     _, tangents = jax.jvp(functools.partial(_plain, spec, "xla"), primals, tangents)
-    return _by_kernel(spec, here, interpret, *primals), tangents
+    return _by_kernel(spec, here, interpret, cut, *primals), tangents
 
 
 def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ato_jax.backend import Parts
-from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
+from ato_jax.ops.linear_attention.spec import STATE_LETTERS, Inputs, Outputs
 
 
 def letters_of_inputs(inputs: Inputs) -> Any:
     """Returns the tree of inputs with each array replaced by the letters of its axes."""
     decay = None if inputs.decay is None else {1: "G", 3: "BSG", 4: "BSGF"}[inputs.decay.ndim]
     rows = ("BTHD", "BSGD", "BSGV", decay)
-    state = None if inputs.initial_state is None else _STATE
+    state = None if inputs.initial_state is None else STATE_LETTERS
     parameters = tuple("." * array.ndim for array in inputs.feature_parameters)
     others = zip(inputs[6:], ("BT", "BS", "B", "B"), strict=True)
     given = (None if array is None else letters for array, letters in others)
@@ -21,10 +21,7 @@ def letters_of_inputs(inputs: Inputs) -> Any:
 
 def letters_of_outputs(outputs: Outputs) -> Any:
     """The letters of the outputs that callers and any backend's backward read."""
-    return Outputs("BTHV", _STATE)  # type: ignore[arg-type]
-
-
-_STATE: Any = LinearState("BGFV", "BGF")  # type: ignore[arg-type]
+    return Outputs("BTHV", STATE_LETTERS)  # type: ignore[arg-type]
 
 
 class _LinearAttentionParts(Parts[Inputs, Outputs]):

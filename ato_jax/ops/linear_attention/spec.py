@@ -145,6 +145,9 @@ class StepSpec:
     eps: float
 
 
+STATE_LETTERS: Any = LinearState("BGFV", "BGF")  # type: ignore[arg-type]
+
+
 class StepInputs(NamedTuple):
     """The arrays of one step, bound and batched."""
 
@@ -154,6 +157,21 @@ class StepInputs(NamedTuple):
     state: LinearState
     decay: jax.Array | None  # [B or 1, G, F or 1] float32
     feature_parameters: tuple[jax.Array, ...]
+
+    def letters(self) -> Any:
+        """The tree with each array replaced by the letters of its axes (`partitioning.py`)."""
+        decay = None
+        if self.decay is not None:
+            batch = "B" if self.decay.shape[0] == len(self.q) else "."
+            decay = batch + ("GF" if self.decay.shape[2] == self.state.kv.shape[2] else "G.")
+        parameters = tuple("." * array.ndim for array in self.feature_parameters)
+        return StepInputs("BHD", "BGD", "BGV", STATE_LETTERS, decay, parameters)  # type: ignore[arg-type]
+
+    def partition_of_outputs(self) -> Any:
+        """(out, state) with a `PartitionSpec` in place of each array."""
+        heads = partition(self.k)[:2]
+        state = LinearState(sharded(*heads, None, None), sharded(*heads, None))
+        return sharded(*partition(self.q)[:2], None), state
 
 
 def positions_of_first_query(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:

@@ -20,7 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ato_jax import autodiff, checking, device, programs, shapes
+from ato_jax import (
+    autodiff,
+    checking,
+    device,
+    division,
+    meshes,
+    partitioning,
+    programs,
+    shapes,
+)
 from ato_jax.choosing import PHASES, Choice
 from ato_jax.device import Device
 from ato_jax.dispatch import Explanation
@@ -35,7 +44,7 @@ from ato_jax.ops.linear_attention.api import (
     to_sums,
     with_sums,
 )
-from ato_jax.ops.linear_attention.spec import LinearState, StepInputs, StepSpec
+from ato_jax.ops.linear_attention.spec import STATE_LETTERS, LinearState, StepInputs, StepSpec
 
 EXACT = jax.lax.Precision.HIGHEST
 KERNEL = "triton.decode"
@@ -149,7 +158,9 @@ def linear_attention_step(
         of_sums = to_sums(inputs)
         sums, _ = _plain(unscaled, of_sums._replace(state=with_sums(of_sums.state)))
         check_sums(spec.feature_map, spec.normalize, sums)
-    out, state = _step(spec, device.of_call(inputs), device.interpreting(), inputs)
+    cut = partitioning.cut_of(inputs, inputs.letters)
+    run = functools.partial(_step, spec, device.of_call(inputs), device.interpreting(), cut)
+    out, state = meshes.call(run, inputs, inputs.partition_of_outputs)
     return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
 
 
@@ -211,26 +222,45 @@ def _plain(spec: StepSpec, inputs: StepInputs) -> tuple[jax.Array, LinearState]:
     return out.reshape(B, H, V).astype(v.dtype), LinearState(kv, k_sum)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _kernel(
-    spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
+    spec: StepSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    inputs: StepInputs,
 ) -> tuple[jax.Array, LinearState]:
-    with device.interpret(interpret):
-        return OP.module(KERNEL).step(spec, here, inputs)
+    def step(_: partitioning.Cut | None, inputs: StepInputs) -> Any:
+        with device.interpret(interpret):
+            return OP.module(KERNEL).step(spec, here, inputs)
+
+    outputs: tuple[jax.Array, LinearState] = division.alone(
+        step, inputs, inputs.letters(), ("BHV", STATE_LETTERS), cut
+    )
+    return outputs
 
 
 @_kernel.defjvp
 def _kernel_jvp(
-    spec: StepSpec, here: Device, interpret: bool, primals: Any, tangents: Any
+    spec: StepSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    primals: Any,
+    tangents: Any,
 ) -> tuple[Any, Any]:
     """The plain step's derivative: right in forward mode, reverse mode and to any order."""
     _, tangents = jax.jvp(functools.partial(_plain, spec), primals, tangents)
-    return _kernel(spec, here, interpret, *primals), tangents
+    return _kernel(spec, here, interpret, cut, *primals), tangents
 
 
-@programs.jit(static=3)
+@programs.jit(static=4)
 def _step(
-    spec: StepSpec, here: Device, interpret: bool, inputs: StepInputs
+    spec: StepSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    inputs: StepInputs,
 ) -> tuple[jax.Array, LinearState]:
     # Not on a CPU at all, where naming the kernel would import Pallas's Triton.
     if here.platform == "gpu":
@@ -238,7 +268,7 @@ def _step(
 
         kernel = OP.module(KERNEL)
         if kernel.unsupported(inputs, here) is None:
-            return _kernel(spec, here, interpret, inputs)
+            return _kernel(spec, here, interpret, cut, inputs)
         if kernel.out_of_range(inputs, here) is None:
             launch.warn_of_no_triton()
     return _plain(spec, inputs)
