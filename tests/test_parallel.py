@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 import ato_jax
 import ato_jax.nn
 from ato_jax.parallel import walk
+from benchmarks import collectives as programs
+from benchmarks import scaling
 from tests import numerics
 
 DEVICES = 8
@@ -278,11 +279,18 @@ def check_delta_rule() -> None:
         )  # fmt: skip
     function = on_devices(ato_jax.parallel.gated_delta_rule)
     arrays, beta = delta()
-    found = collectives(function, *arrays, beta)
+    sizes = DEVICES, B, H, D, V
+    model = scaling.delta_rule_bytes(*sizes)
+    found = collectives(function, *arrays, beta, model=model)
     assert found == {"all-gather": [DEVICES * 4 * B * H * D * (V + D)]}, found
-    found = collectives(gradients(function), *arrays, beta)
-    assert found.pop("all-gather") == [DEVICES * 4 * B * H * D * (V + D)]
-    assert list(found) == ["reduce-scatter"]
+    model = scaling.delta_rule_bytes(*sizes, both=True)
+    for size in (T, 4 * T):
+        arrays, beta = delta(T=size)
+        found = collectives(gradients(function), *arrays, beta, model=model)
+        # The states' effects, and the cotangents of the states.
+        wanted = [DEVICES * 4 * B * H * D * columns for columns in (V, V + D)]
+        assert {kind: sorted(one) for kind, one in found.items()} == {"all-gather": wanted}, found
+    arrays, beta = delta()
     lengths = {"lengths": np.array([33, 1])}
     function = ato_jax.parallel.gated_delta_rule
     refused(ValueError, "between 0 and T=32", function, *arrays, beta, **lengths)
@@ -419,17 +427,20 @@ def check_layers() -> None:
         attention(H, 16, context_schedule="star", rngs=nnx.Rngs(0))
 
 
-def collectives(function: Any, *arguments: Any) -> dict[str, list[int]]:
-    """The collectives of the compiled program: for each kind, the bytes of each result."""
+def collectives(
+    function: Any, *arguments: Any, model: dict[str, int] | None = None
+) -> dict[str, list[int]]:
+    """The collectives of the compiled program: for each kind, the bytes of each result.
+
+    `model` is what `benchmarks.scaling` says that a device receives, by kind.
+    """
     text = jax.jit(function).lower(*arguments).compile().as_text()
     found: dict[str, list[int]] = {}
-    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
-    for types, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
-        size = 0
-        for dtype, shape in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", types):
-            width = int(re.sub(r"\D", "", dtype)) // 8
-            size += width * int(np.prod([int(axis) for axis in shape.split(",") if axis]))
-        found.setdefault(kind, []).append(size)
+    received: dict[str, int] = {}
+    for one in programs.collectives(text):
+        found.setdefault(one.kind, []).append(one.result)
+        received[one.kind] = received.get(one.kind, 0) + one.received * one.times
+    assert model is None or received == model, (received, model)
     return found
 
 
@@ -459,9 +470,13 @@ def check_bytes() -> None:
         for size in (T, 4 * T):
             arrays = qkv(T=size, S=size)
             gathered = DEVICES * 4 * (numbers + more)
-            assert collectives(function, *arrays) == {"all-gather": [gathered]}
+            of_states = functools.partial(
+                scaling.linear_bytes, DEVICES, B, G, D, V, more // (B * G)
+            )
+            found = collectives(function, *arrays, model=of_states())
+            assert found == {"all-gather": [gathered]}
             # The gradient gathers the states' cotangents.
-            found = collectives(gradients(function), *arrays)
+            found = collectives(gradients(function), *arrays, model=of_states(both=True))
             print(options, size, found, flush=True)
             back = DEVICES * 4 * numbers
             assert {kind: sorted(sizes) for kind, sizes in found.items()} == {
@@ -474,14 +489,18 @@ def check_ring_program() -> None:
     attention = ato_jax.parallel.attention
     for order, change in (("contiguous", lambda function: function), ("zigzag", gradients)):
         function = on_devices(attention, schedule="ring", order=order, causal=True)
-        found = collectives(change(function), *qkv())
+        model = scaling.ring_bytes(DEVICES, B, T, G, D, V, 4, change is gradients)
+        found = collectives(change(function), *qkv(), model=model)
         print(order, found, flush=True)
         assert set(found) == {"collective-permute"}
     # Of k and of v, the rows of all devices.
-    gathered = collectives(on_devices(attention, causal=True), *qkv())
+    sizes = DEVICES, B, T, G, D, V, 4
+    function = on_devices(attention, causal=True)
+    gathered = collectives(function, *qkv(), model=scaling.gathered_bytes(*sizes))
     assert sorted(gathered.pop("all-gather")) == [4 * B * T * G * V, 4 * B * T * G * D]
     assert not gathered
-    found = collectives(gradients(on_devices(attention, causal=True)), *qkv())
+    model = scaling.gathered_bytes(*sizes, both=True)
+    found = collectives(gradients(function), *qkv(), model=model)
     # The gradients of both, summed: what stays is a device's own rows.
     assert sorted(found["reduce-scatter"]) == [
         4 * B * T // DEVICES * G * V, 4 * B * T // DEVICES * G * D

@@ -6,13 +6,24 @@ The steps of device d are affine in the state S [D, V] ahead of them, column by 
 
 The operation itself computes both in one pass: N_d are its columns for the values, from a state of
 0, and M_d its columns for values of 0, from the identity. One all-gather brings them to every
-device, which multiplies its way to the state ahead of its own steps; from there the operation
-continues. JAX transposes the all-gather to one reduction of the cotangents.
+device, which multiplies its way to the state S_d ahead of its own steps; from there the operation
+continues.
+
+The backward pass gathers D_d, the cotangent of S_d by d's own steps alone. With E_d, that of the
+state after d,
+
+    E_d-1 = D_d + M_d^T E_d       0 where a segment begins with d's first step
+    dN_d  = E_d                   dM_d = E_d S_d^T
+
+so each device receives (n - 1) B H D (V + D) float32 numbers from n devices in the forward pass,
+and (n - 1) B H D V in the backward pass. JAX's transpose of the first all-gather, a reduce-scatter,
+would bring the cotangents of N and M, (n - 1) B H D (V + D) once more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -32,6 +43,8 @@ from ato_jax.parallel.devices import (
     devices_along,
     part_of_lengths,
 )
+
+EXACT = lax.Precision.HIGHEST
 
 
 class Part(NamedTuple):
@@ -85,7 +98,8 @@ def gated_delta_rule(
     Call it inside `jax.shard_map`, with T cut into contiguous parts of one size along `axis_name`:
     T below are the steps of one device, and n T those of the whole sequence on n devices. The
     result is that of the whole sequence. Devices exchange B H D (V + D) float32 numbers each in one
-    all-gather, whatever T is, and as much for the gradient. Each goes over its own steps twice.
+    all-gather, whatever T is, and B H D V in another one for the gradient. Each goes over its own
+    steps twice.
 
     Args:
       q: This device's queries [B, T, G, D], as in `ato_jax.gated_delta_rule`. B may be missing.
@@ -201,26 +215,76 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The output of this device's steps, and the state after the last step of all devices."""
     spec, inputs = request.spec, request.inputs
-    parts = states.gather(part_of(request, ids), devices)
-    initial = inputs.initial_state
+    part, initial = part_of(request, ids), inputs.initial_state
     if initial is None:
         initial = jnp.zeros((spec.B, spec.H, spec.D, spec.V), jnp.float32)
+    # A custom derivative gives each cotangent the type of its input.
+    given = varying_with((part, initial), (part, initial, devices.index))
+    ahead, total = _states(devices.axis, spec.return_state, *given)
+    out, _ = _run(request, initial_state=ahead)
+    out = lax.slice_in_dim(out, 0, request.T, axis=spec.layout.index("t"))
+    return out, devices.same(total) if spec.return_state else total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _states(
+    axis: AxisName, returns_total: bool, part: Part, initial: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The state ahead of this device's steps, and that after the last step of all."""
+    return _states_forward(axis, returns_total, part, initial)[0]
+
+
+def _states_forward(axis: AxisName, returns_total: bool, part: Part, initial: jax.Array) -> Any:
+    devices = devices_along(axis)
+    parts = states.gather(part, devices)
     starts = states.begins(parts.ids, parts.empty)
 
     def onwards(carry: Any, entry: Any) -> tuple[Any, None]:
         """The state ahead of one device -> that ahead of the next; and the one ahead of here."""
         state, here = carry
         number, starts, effect = entry
-        if starts is not None:
-            state = jnp.where(starts[:, None, None, None], 0, state)
+        state = _zero_where(starts, state)
         here = jnp.where(number == devices.index, state, here)
-        added, kept = jnp.split(effect, [spec.V], axis=-1)
-        state = added + jnp.matmul(kept, state, precision=lax.Precision.HIGHEST)
-        return (state, here), None
+        added, kept = jnp.split(effect, [initial.shape[-1]], axis=-1)
+        return (added + jnp.matmul(kept, state, precision=EXACT), here), None
 
     entries = jnp.arange(devices.count), starts, parts.effect
-    carry = varying_with((initial, jnp.zeros_like(initial)), (initial, entries, devices.index))
-    (total, ahead), _ = lax.scan(onwards, carry, entries)
-    out, _ = _run(request, initial_state=ahead)
-    out = lax.slice_in_dim(out, 0, request.T, axis=spec.layout.index("t"))
-    return out, devices.same(total) if spec.return_state else total
+    (total, ahead), _ = lax.scan(onwards, (initial, jnp.zeros_like(initial)), entries)
+    kept = parts.effect[..., initial.shape[-1] :]
+    return (ahead, total), (kept, starts, ahead)
+
+
+def _states_backward(
+    axis: AxisName, returns_total: bool, residuals: Any, cotangents: Any
+) -> tuple[Part, jax.Array]:
+    kept, starts, ahead = residuals
+    own, after = cotangents
+    devices = devices_along(axis)
+    if returns_total:  # the devices' cotangents of one state
+        after = varying_with(lax.psum(after, axis), own)
+    else:
+        after = jnp.zeros_like(own)
+
+    def backwards(carry: Any, entry: Any) -> tuple[Any, None]:
+        """The cotangent after one device -> that after the one before; and that after here."""
+        after, here = carry
+        number, starts, kept, own = entry
+        here = jnp.where(number == devices.index, after, here)
+        before = own + jnp.matmul(kept.mT, after, precision=EXACT)
+        return (_zero_where(starts, before), here), None
+
+    entries = jnp.arange(devices.count), starts, kept, devices.gather(own)
+    (first, here), _ = lax.scan(
+        backwards, (after, jnp.zeros_like(after)), entries, reverse=True
+    )
+    effect = jnp.concatenate([here, jnp.matmul(here, ahead.mT, precision=EXACT)], axis=-1)
+    # The initial state is the same on all devices, and its cotangents there are summed.
+    return Part(effect, None, None), jnp.where(devices.index == 0, first, 0)
+
+
+_states.defvjp(_states_forward, _states_backward)
+
+
+def _zero_where(starts: jax.Array | None, state: jax.Array) -> jax.Array:
+    """The state, 0 where `starts` [B] is true."""
+    return state if starts is None else jnp.where(starts[:, None, None, None], 0, state)

@@ -1,0 +1,306 @@
+"""What context parallelism costs on 1 to 1024 GPUs: bytes, times and memory, from a small model.
+
+    python -m benchmarks scaling        writes the tables of docs/scaling.md
+
+One call of H heads is cut over n GPUs by time. A GPU receives, of B = 1 sequences,
+
+    linear attention    all-gather of states           (n - 1) 4 G F (V + 1)         each way
+    delta rule          all-gather of effects          (n - 1) 4 H D (V + D)         forward
+                        all-gather of cotangents       (n - 1) 4 H D V               backward
+    softmax, gathered   all-gather of k and v          (n - 1) / n  S G (D + V) e    forward
+                        reduce-scatter of dk and dv    (n - 1) / n  S G (D + V) e    backward
+    softmax, ring       permutes of k and v            (n - 1) / n  S G (D + V) e    forward
+                        the same, and of dk and dv     and  S G (D + V) 4            backward
+
+with e bytes an element. `tests/test_parallel.py` holds these numbers against compiled programs.
+
+Times add up a call on one GPU, measured, over n, and what its collectives take: the bytes over a
+link's bandwidth, and a latency for each of the n - 1 steps. A node has 8 GPUs. Within it all links
+are NVLink; of what comes from other nodes each GPU takes an eighth over its own InfiniBand port,
+and the rest from its neighbours. In a ring the slowest link is the one between two nodes. The ring
+computes while it sends: a step takes the longer of the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import results
+
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+BEGIN, END = "<!-- scaling -->", "<!-- /scaling -->"
+NODE = 8
+COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
+FLOAT32, BFLOAT16 = 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Bytes a second that a GPU receives, and seconds that a step takes without any."""
+
+    bandwidth: float
+    latency: float
+
+
+# By their data sheets 450 GB/s (fourth generation, 18 links) and 50 GB/s (NDR, 400 Gbit/s); of
+# these, assumed, 80%. The latencies are assumed.
+NVLINK = Link(0.8 * 450e9, 3e-6)
+INFINIBAND = Link(0.8 * 50e9, 8e-6)
+# Of one H200, without what CUDA and XLA keep for themselves.
+MEMORY = 130e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A causal call of one sequence; `seconds` are measured at `measured` rows on one GPU,
+    forward, and forward and backward."""
+
+    name: str
+    H: int = 16
+    G: int = 16
+    D: int = 128
+    V: int = 128
+    measured: int = 65536
+    seconds: tuple[float, float] = (0.0, 0.0)
+    power: int = 1  # of the rows, in the time
+
+    def alone(self, rows: int, both: bool) -> float:
+        """Seconds on one GPU."""
+        return self.seconds[both] * (rows / self.measured) ** self.power
+
+
+# The forward pass, and both, of B1 H16 T65536 D128 and of B2 H16 T16384 D128 (half of which is one
+# sequence) on one H200: docs/results.md.
+LINEAR = Call("linear attention", seconds=(0.4677e-3, 1.528e-3))
+SOFTMAX = Call("softmax", measured=16384, seconds=(3.933e-3 / 2, 14.66e-3 / 2), power=2)
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+def linear_bytes(
+    n: int, B: int, G: int, features: int, V: int, kept: int = 0, both: bool = False
+) -> dict[str, int]:
+    """Bytes that a device receives, by collective. `kept` are the numbers of a head's decay that
+    go with a state: 0, 1, or as many as features for a decay per channel."""
+    state = FLOAT32 * B * G * features * (V + 1)
+    return {"all-gather": (n - 1) * (state * (1 + both) + FLOAT32 * B * G * kept)}
+
+
+def delta_rule_bytes(
+    n: int, B: int, H: int, D: int, V: int, both: bool = False
+) -> dict[str, int]:
+    columns = V + D + (V if both else 0)
+    return {"all-gather": (n - 1) * FLOAT32 * B * H * D * columns}
+
+
+def gathered_bytes(
+    n: int, B: int, S: int, G: int, D: int, V: int, itemsize: int, both: bool = False
+) -> dict[str, int]:
+    """Softmax with `schedule="all_gather"`, of S keys in all."""
+    rows = (n - 1) * (S // n) * B * G * (D + V) * itemsize
+    return {"all-gather": rows, **({"reduce-scatter": rows} if both else {})}
+
+
+def ring_bytes(
+    n: int, B: int, S: int, G: int, D: int, V: int, itemsize: int, both: bool = False
+) -> dict[str, int]:
+    """Softmax with `schedule="ring"`, of S keys in all."""
+    chunk = (S // n) * B * G * (D + V)
+    backward = n * chunk * FLOAT32 if both else 0
+    return {"collective-permute": (n - 1) * chunk * itemsize * (1 + both) + backward}
+
+
+# -- times ---------------------------------------------------------------------------------------
+
+
+def gather_seconds(n: int, received: float) -> float:
+    """An all-gather, or a reduce-scatter, by which a device receives so many bytes."""
+    if n == 1:
+        return 0.0
+    if n <= NODE:
+        return received / NVLINK.bandwidth + (n - 1) * NVLINK.latency
+    nodes = n // NODE
+    # An eighth of what other nodes have comes over each GPU's own port.
+    outside = received * (n - NODE) / (n - 1) / NODE
+    return (
+        max(outside / INFINIBAND.bandwidth, received / NVLINK.bandwidth)
+        + (nodes - 1) * INFINIBAND.latency
+        + (NODE - 1) * NVLINK.latency
+    )
+
+
+def linear_seconds(T: int, n: int, both: bool = True) -> float:
+    sent = linear_bytes(n, 1, LINEAR.G, LINEAR.D, LINEAR.V, both=both)["all-gather"]
+    calls = 1 + both
+    return LINEAR.alone(T, both) / n + calls * gather_seconds(n, sent / calls)
+
+
+def gathered_seconds(T: int, n: int, both: bool = True) -> float:
+    call = SOFTMAX
+    sent = gathered_bytes(n, 1, T, call.G, call.D, call.V, BFLOAT16, both)
+    return call.alone(T, both) / n + sum(gather_seconds(n, one) for one in sent.values())
+
+
+def ring_seconds(T: int, n: int, both: bool = True) -> float:
+    call = SOFTMAX
+    if n == 1:
+        return call.alone(T, both)
+    link = NVLINK if n <= NODE else INFINIBAND
+    chunk = (T // n) * call.G * (call.D + call.V)
+    backward = call.seconds[1] - call.seconds[0]
+
+    def turns(bytes_of_step: float, seconds: float) -> float:
+        """n steps, of which all but the last send."""
+        computes = seconds * (T / call.measured) ** 2 / n / n
+        sends = bytes_of_step / link.bandwidth + link.latency
+        return (n - 1) * max(computes, sends) + computes
+
+    found = turns(chunk * BFLOAT16, call.seconds[0])
+    if both:
+        # The gradients leave when a step has added to them: nothing hides them.
+        gradients = chunk * FLOAT32 / link.bandwidth + link.latency
+        found += turns(chunk * BFLOAT16, backward) + n * gradients
+    return found
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def memory(schedule: str, T: int, n: int) -> float:
+    """Bytes on a GPU for a forward and a backward pass of one call in bfloat16.
+
+    q, k, v, out and their gradients are the device's rows; `schedule` is what comes on top.
+    """
+    call = SOFTMAX
+    rows = T // n
+    own = 2 * BFLOAT16 * rows * (call.H * (call.D + call.V) + call.G * (call.D + call.V))
+    pairs = call.G * (call.D + call.V)
+    if schedule == "linear":
+        return own + 3 * n * FLOAT32 * call.G * call.D * (call.V + 1)
+    if schedule == "all_gather":
+        return own + 2 * BFLOAT16 * T * pairs
+    # Keys and values of two devices, gradients of two, out and dq in float32.
+    return own + rows * (2 * (BFLOAT16 + FLOAT32) * pairs + FLOAT32 * call.H * (call.D + call.V))
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def size(count: float) -> str:
+    """Such as "8.45 MB"."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def took(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def label(T: int) -> str:
+    return f"{T >> 20}M" if T >= 1 << 20 else f"{T >> 10}K"
+
+
+def bytes_table(T: int) -> str:
+    rows = []
+    for n in COUNTS[1:]:
+        of_keys = n, 1, T, SOFTMAX.G, SOFTMAX.D, SOFTMAX.V, BFLOAT16, True
+        cells = [
+            linear_bytes(n, 1, LINEAR.G, LINEAR.D, LINEAR.V, both=True),
+            delta_rule_bytes(n, 1, LINEAR.H, LINEAR.D, LINEAR.V, both=True),
+            gathered_bytes(*of_keys),
+            ring_bytes(*of_keys),
+        ]
+        rows.append([str(n), *(size(sum(cell.values())) for cell in cells)])
+    return table(["GPUs", "linear", "delta rule", "softmax, gathered", "softmax, ring"], rows)
+
+
+def times_table(T: int) -> str:
+    rows = []
+    for n in COUNTS:
+        cells = [str(n)]
+        for seconds in (linear_seconds, gathered_seconds, ring_seconds):
+            here = seconds(T, n)
+            cells += [took(here), f"{seconds(T, 1) / here / n:.0%}"]
+        rows.append(cells)
+    header = ["GPUs", "linear", "of n", "gathered", "of n", "ring", "of n"]
+    return table(header, rows)
+
+
+def crossover(n: int, within: float, both: bool) -> int | None:
+    """The fewest rows, a power of two up to 128M, at which the ring takes no more than `within`
+    times as long as the all-gather."""
+    for power in range(10, 28):
+        T = 1 << power
+        if T >= 2 * n and ring_seconds(T, n, both) <= within * gathered_seconds(T, n, both):
+            return T
+    return None
+
+
+def crossover_table() -> str:
+    columns = (1.0, False), (1.0, True), (1.1, True)
+    rows = []
+    for n in COUNTS[1:]:
+        found = [crossover(n, *column) for column in columns]
+        rows.append([str(n), *(label(T) if T else "-" for T in found)])
+    return table(["GPUs", "forward", "with backward", "with backward, within 10%"], rows)
+
+
+def memory_table() -> str:
+    rows = []
+    for T in (1 << 20, 1 << 24):
+        for n in (1, 8, 64, 256):
+            cells = [memory(schedule, T, n) for schedule in ("linear", "all_gather", "ring")]
+            fits = [f"{size(cell)}{'' if cell <= MEMORY else ', too much'}" for cell in cells]
+            rows.append([label(T), str(n), *fits])
+    return table(["T", "GPUs", "linear", "softmax, gathered", "softmax, ring"], rows)
+
+
+def tables() -> str:
+    """All of them, in Markdown."""
+    parts = [
+        "## Bytes",
+        "Bytes that a GPU receives, forward and backward, T = 1M:",
+        bytes_table(1 << 20),
+        "## Times",
+        *(
+            text
+            for T in (1 << 17, 1 << 20)
+            for text in (
+                f"Forward and backward, T = {label(T)}; \"of n\" is the speed-up over the number "
+                "of GPUs:",
+                times_table(T),
+            )
+        ),
+        "## Ring or all-gather",
+        "The fewest rows, a power of two up to 128M, at which the ring takes no longer, or at most "
+        "10% longer:",
+        crossover_table(),
+        "## What fits",
+        f"Bytes on a GPU, forward and backward; more than {MEMORY / 1e9:.0f} GB are too much for "
+        "an H200:",
+        memory_table(),
+    ]
+    return "\n\n".join(parts)
+
+
+def page(text: str) -> str:
+    """The page with its tables made again."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def main() -> int:
+    results.write(PAGE, page(PAGE.read_text()))
+    print(f"wrote {PAGE}")
+    return 0
