@@ -12,6 +12,7 @@
     profile --case=CASE             what each kernel of a case takes; --ncu: its counters
     table FILE.json                 what a file of figures has
     plot FILE.json                  the same as pictures
+    scaling                         the tables of docs/scaling.md, from a model
     report                          docs/results.md, the README's table and pictures, from
                                     the files in benchmarks/results
 
@@ -42,6 +43,7 @@ from benchmarks import (  # noqa: E402
     document,
     profiling,
     run,
+    scaling,
     show,
     side_by_side,
     tune,
@@ -69,6 +71,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "profile": profiling.main,
     "table": show.table,
     "plot": show.plot,
+    "scaling": lambda _: scaling.main(),
     "report": document.main,
 }
 # Those that take names after their own.

@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 
 from ato_jax import device
 from benchmarks import __main__ as entry
-from benchmarks import choices, collectives, devices
+from benchmarks import choices, collectives, devices, scaling
 from benchmarks.cases import PHASES
 from benchmarks.choices import Row
 from benchmarks.collectives import Collective
@@ -80,6 +80,22 @@ def test_collectives_of_a_program() -> None:
     assert collectives.received(found) == 780 + 96 + 3 * 32 + 48
     assert "3 collective-permutes of 3.2e-05 MB, 2 all-reduces" in collectives.told(found)
     assert collectives.kernels(PROGRAM) == {"mosaic_gpu": 1, "triton": 1}
+
+
+def test_the_page_of_scaling_has_the_model_s_tables() -> None:
+    text = scaling.PAGE.read_text()
+    assert scaling.page(text) == text
+
+
+def test_seconds_of_the_model() -> None:
+    """Within a node each GPU receives by NVLink alone; beyond, an eighth by its own port."""
+    assert scaling.gather_seconds(1, 0) == 0
+    within, beyond = (scaling.gather_seconds(n, 1e12) for n in (8, 1024))
+    assert within == pytest.approx(1e12 / scaling.NVLINK.bandwidth, rel=1e-3)
+    outside = 1e12 * 1016 / 1023 / 8
+    assert beyond == pytest.approx(outside / scaling.INFINIBAND.bandwidth, rel=1e-2)
+    for seconds in (scaling.linear_seconds, scaling.gathered_seconds, scaling.ring_seconds):
+        assert seconds(1 << 20, 1) == pytest.approx(8 * seconds(1 << 20, 8), rel=0.05)
 
 
 def test_rows() -> None:
