@@ -21,6 +21,9 @@ at once, then token by token.
     python -m examples.char_lm --small      about a minute on two CPU cores
     python -m examples.char_lm              for a GPU
     python -m examples.char_lm --speed      only training tokens/s, over longer and longer texts
+    python -m examples.char_lm --small --mesh data=2,context=4
+                                            only training on text, on a mesh of devices, which a
+                                            CPU simulates: sharding.py says what the axes do
 
 needs `pip install '.[examples]'` and writes a picture, the figures (JSON) and checkpoints to
 --output.
@@ -31,7 +34,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +48,12 @@ if not __package__:  # started by its path, from whatever folder
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import ato_jax.nn
-from examples import command, training
+from examples import command, sharding, training
+from examples.texts import UNCOUNTED, Batch, recall_batches, standard_library, text_batches
 
 KINDS = ("softmax", "linear", "gated", "hybrid")
 CHARACTERS = 128  # ASCII; the little that is not in it is left out
 PROMPT = "def __init__(self, "
-UNCOUNTED = -1  # a target that is no task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,9 @@ FULL = Setting(
 )
 
 
-def build_attention(kind: str, setting: Setting, rngs: nnx.Rngs) -> nnx.MultiHeadAttention:
+def build_attention(
+    kind: str, setting: Setting, rngs: nnx.Rngs, context_axis: str | None = None
+) -> nnx.MultiHeadAttention:
     """One causal layer; rotary positions where no gate tells what is how far away."""
     options: dict[str, Any] = {
         "num_heads": setting.heads,
@@ -132,6 +136,7 @@ def build_attention(kind: str, setting: Setting, rngs: nnx.Rngs) -> nnx.MultiHea
         "decode": False,
         "use_bias": False,
         "dtype": jnp.dtype(setting.dtype),
+        "context_axis": context_axis,
         "rngs": rngs,
     }
     if kind == "softmax":
@@ -150,13 +155,18 @@ def build_attention(kind: str, setting: Setting, rngs: nnx.Rngs) -> nnx.MultiHea
 class Shift(nnx.Module):
     """y_t = m * x_t + (1 - m) * x_{t-1}, with a learned m [features] that starts from 0 to 1."""
 
-    def __init__(self, features: int, dtype: Any) -> None:
+    def __init__(self, features: int, dtype: Any, context_axis: str | None = None) -> None:
         self.mix = nnx.Param(jnp.linspace(0.0, 1.0, features))
         self.dtype = dtype
+        self.context_axis = context_axis
         self.cached_token: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def __call__(self, x: jax.Array, *, decode: bool) -> jax.Array:
         before = self.cached_token[...] if decode else jnp.zeros_like(x[:, :1])  # [B, 1, features]
+        if self.context_axis is not None:
+            # The last token of the device before; the first device gets zeros.
+            pairs = [(n, n + 1) for n in range(jax.lax.axis_size(self.context_axis) - 1)]
+            before = jax.lax.ppermute(x[:, -1:], self.context_axis, pairs)
         shifted = jnp.concatenate([before, x[:, :-1]], axis=1)
         if decode:
             self.cached_token[...] = x[:, -1:]
@@ -169,11 +179,13 @@ class Shift(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, kind: str, setting: Setting, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, kind: str, setting: Setting, rngs: nnx.Rngs, context_axis: str | None = None
+    ) -> None:
         features, dtype = setting.features, jnp.dtype(setting.dtype)
         self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
-        self.shift = Shift(features, dtype)
-        self.attention = build_attention(kind, setting, rngs)
+        self.shift = Shift(features, dtype, context_axis)
+        self.attention = build_attention(kind, setting, rngs, context_axis)
         self.mlp_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         left = 12 * features**2 - training.count_parameters(self.attention)
         width = round(left / (2 * features))
@@ -186,16 +198,21 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """tokens [B, T] -> logits [B, T, vocabulary], float32, for the token after each."""
+    """tokens [B, T] -> logits [B, T, vocabulary], float32, for the token after each.
 
-    def __init__(self, kind: str, setting: Setting, rngs: nnx.Rngs) -> None:
+    With a `context_axis` it is called inside `jax.shard_map`, which cuts T along that axis.
+    """
+
+    def __init__(
+        self, kind: str, setting: Setting, rngs: nnx.Rngs, context_axis: str | None = None
+    ) -> None:
         features, dtype = setting.features, jnp.dtype(setting.dtype)
         vocabulary = setting.vocabulary
         self.features, self.dtype = features, dtype
         self.embed = nnx.Embed(vocabulary, features, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(
             [
-                Block(layer_kind(kind, layer, setting), setting, rngs)
+                Block(layer_kind(kind, layer, setting), setting, rngs, context_axis)
                 for layer in range(setting.layers)
             ]
         )
@@ -224,58 +241,24 @@ def layer_kind(kind: str, layer: int, setting: Setting) -> str:
     return "softmax" if (layer + 1) % setting.softmax_every == 0 else "gated"
 
 
-Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets [B, T]
-
-
-def standard_library(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The text for training and that for validation, at `most` so many characters together."""
-    library = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(
-        source for source in library.rglob("*.py") if "-packages" not in source.parent.as_posix()
-    )
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for number, source in enumerate(sources):
-        text = source.read_text(encoding="utf-8", errors="ignore").encode("ascii", "ignore")
-        parts[number % 10 == 9].append(text)
-    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    return train[: most * 9 // 10].astype(np.int32), validation[: most // 10].astype(np.int32)
-
-
-def text_batches(text: np.ndarray, B: int, T: int, seed: int) -> Iterator[Batch]:
-    """Endless: pieces of the text from anywhere in it, and for each token the next."""
-    random = np.random.default_rng(seed)
-    while True:
-        starts = random.integers(0, len(text) - T, (B, 1))
-        pieces = text[starts + np.arange(T + 1)]
-        yield pieces[:, :-1], pieces[:, 1:]
-
-
-def recall_batches(B: int, pairs: int, symbols: int, seed: int) -> Iterator[Batch]:
-    """Endless: k1 v1 k2 v2 ..., then the same pairs in another order, where each k asks for its v.
-
-    No key comes twice among the pairs. Keys are the tokens from 0, values those from `symbols`.
-    """
-    random = np.random.default_rng(seed)
-    while True:
-        keys = random.permuted(np.tile(np.arange(symbols), (B, 1)), axis=1)[:, :pairs]
-        values = symbols + random.integers(0, symbols, (B, pairs))
-        told = np.stack([keys, values], axis=-1)  # [B, pairs, 2]
-        order = random.permuted(np.tile(np.arange(pairs), (B, 1)), axis=1)
-        asked = np.take_along_axis(told, order[..., None], axis=1)
-        targets = np.full((B, 2 * pairs, 2), UNCOUNTED)
-        targets[:, pairs:, 0] = asked[..., 1]
-        tokens = np.concatenate([told, asked], axis=1)
-        yield tokens.reshape(B, -1).astype(np.int32), targets.reshape(B, -1).astype(np.int32)
-
-
-def loss_function(model: LanguageModel, batch: Batch) -> tuple[jax.Array, training.Metrics]:
-    """Cross entropy in nats and the share of right answers, over the targets that count."""
+def sums(model: LanguageModel, batch: Batch) -> tuple[jax.Array, ...]:
+    """Cross entropy in nats, right answers and targets that count, summed over the tokens."""
     tokens, targets = batch
     logits = model(tokens)
     counted = targets != UNCOUNTED
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets, where=counted)
     right = (logits.argmax(-1) == targets) & counted
-    return losses.sum() / counted.sum(), {"accuracy": right.sum() / counted.sum()}
+    return losses.sum(), right.sum(), counted.sum()
+
+
+def means(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, training.Metrics]:
+    losses, right, counted = sums
+    return losses / counted, {"accuracy": right / counted}
+
+
+def loss_function(model: LanguageModel, batch: Batch) -> tuple[jax.Array, training.Metrics]:
+    """Cross entropy in nats and the share of right answers, over the targets that count."""
+    return means(sums(model, batch))
 
 
 measure = nnx.jit(loss_function)
@@ -382,6 +365,41 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
     return figures
 
 
+def train_on_mesh(
+    setting: Setting, sizes: dict[str, int], output: Path, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Trains every kind on text on a mesh; each checkpoint is evaluated on one device."""
+    text, validation = standard_library(setting.characters)
+    B, T = setting.batch_size, setting.tokens
+    mesh = sharding.mesh_of(sizes)
+    context_axis = "context" if "context" in sizes else None
+    loss = sharding.loss_on(mesh, sums, means)
+    evaluate = evaluator(text_batches(validation, B, T, seed=1), setting.evaluation_batches)
+    figures = {}
+    for kind in KINDS:
+        model = LanguageModel(kind, setting, nnx.Rngs(seed), context_axis)
+        sharding.place(model, mesh)
+        history = training.train(
+            model,
+            sharding.batches_on(mesh, text_batches(text, B, T, seed)),
+            loss,
+            steps=setting.steps,
+            learning_rate=setting.learning_rate,
+            label=f"{kind}, {', '.join(f'{name} {size}' for name, size in sizes.items())}",
+        )
+        checkpoint = output / "checkpoints" / kind
+        training.save(model, checkpoint)
+        alone = LanguageModel(kind, setting, nnx.Rngs(seed + 1))
+        training.load(alone, checkpoint)
+        alone.eval()
+        figures[kind] = {
+            "first_loss": history.first("loss"),
+            "last_loss": history.last("loss"),
+            "validation_loss": evaluate(alone)["validation loss"],
+        }
+    return figures
+
+
 def measure_speed(setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
     """Training tokens per second by kind and T; the tokens of a batch stay as many."""
     text, _ = standard_library(setting.characters)
@@ -436,17 +454,31 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     parser = training.argument_parser(__doc__, output="examples/output")
     parser.add_argument("--speed", action="store_true", help="only training tokens/s, long texts")
     parser.add_argument("--steps", type=int, help="of each task, instead of the setting's")
+    parser.add_argument(
+        "--mesh", type=sharding.sizes_of, help="only train on text, such as data=2,context=4"
+    )
     options = parser.parse_args(arguments)
     setting = SMALL if options.small else FULL
     if options.steps:
         setting = dataclasses.replace(setting, steps=options.steps)
+    name = "char_lm.json"
+    if options.mesh:
+        try:
+            sharding.mesh_of(options.mesh)
+        except ValueError as error:
+            parser.error(f"--mesh: {error}")
     print(describe(setting))
-    if options.speed:
+    if options.mesh:
+        name = "char_lm_mesh.json"
+        figures = train_on_mesh(setting, options.mesh, options.output, options.seed)
+        write(options.output / name, setting, figures)
+    elif options.speed:
+        name = "char_lm_speed.json"
         figures = measure_speed(setting, options.seed)
-        write(options.output / "char_lm_speed.json", setting, figures)
+        write(options.output / name, setting, figures)
     else:
         figures = compare(setting, options.output, options.seed)
-    command.told(options.output / ("char_lm_speed.json" if options.speed else "char_lm.json"))
+    command.told(options.output / name)
     report(figures)
     return figures
 

@@ -13,7 +13,7 @@ import pytest
 from examples import command
 
 FOLDER = Path(command.__file__).parent
-SHARED = {"command", "training"}
+SHARED = {"command", "sharding", "texts", "training"}
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 NEEDS = {"hugging_face": "transformers"}
 WRITE = ["02_original_benchmarks", "03_comparison", "char_lm", "encoder", "swap_attention"]
