@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ato_jax
+from ato_jax import device
 from benchmarks.collectives import collectives
 from tests.aot_devices import compile_calls
 from tests.aot_mosaic import requires_plugin
+from tests.mosaic_text import H200
 
 B, T, H, D = 2, 8, 8, 16
 KEY = jax.random.key(3)
@@ -72,6 +76,76 @@ def test_compiled_for_eight_cards() -> None:
     assert found["softmax"]["kernels"]["mosaic_gpu"] == 1
     for call in found.values():
         assert not call["sent"] and call["results"] == ['["data", null, "model"]']
+
+
+def both(call: Any) -> Any:
+    """The call and its gradients."""
+
+    def run(*arrays: Any) -> Any:
+        out, pull = jax.vjp(call, *arrays)
+        return out, pull(out)
+
+    return run
+
+
+def step(q: Any, k: Any, v: Any, kv: Any, k_sum: Any) -> Any:
+    return ato_jax.linear_attention_step(q, k, v, ato_jax.LinearState(kv, k_sum))
+
+
+# The calls, and of each array the shape, what cuts it and its dtype.
+ROWS, HEADS, FIRST = P("data", None, "model"), P("data", "model"), P("data")
+_qkv = [((8, 4096, 16, 128), ROWS, "bfloat16")] * 3
+_pages = ((64, 64, 8, 128), P(None, None, "model"), "bfloat16")
+CALLS: dict[str, tuple[Any, list[Any], int]] = {
+    "linear": (both(functools.partial(ato_jax.linear_attention, causal=True)), _qkv, 5),
+    "softmax": (
+        both(functools.partial(ato_jax.attention, causal=True, implementation="mosaic_gpu")),
+        _qkv, 3,
+    ),
+    "decode": (
+        functools.partial(ato_jax.decode_attention, implementation="triton"),
+        [
+            ((8, 1, 16, 128), ROWS, "bfloat16"), _pages, _pages, ((8, 16), FIRST, "int32"),
+            ((8,), FIRST, "int32"),
+        ],
+        2,
+    ),
+    "step": (
+        step,
+        [
+            *[((8, 16, 128), HEADS, "bfloat16")] * 3, ((8, 16, 128, 128), HEADS, "float32"),
+            ((8, 16, 128), HEADS, "float32"),
+        ],
+        1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.lowering
+@pytest.mark.parametrize("name", CALLS)
+def test_lowered_for_a_mesh_of_cards_that_are_not_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of eight H200s has kernels of its own part, and XLA multiplies nothing."""
+    monkeypatch.setattr(device, "of_call", lambda _: H200)
+    kind = jax.sharding.AbstractDevice(H200.name, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh(
+        (2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, abstract_device=kind
+    )
+    call, arrays, least = CALLS[name]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec, dtype in arrays
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
+    lines = lowered.as_text().splitlines()
+    kernels = [line for line in lines if re.search(r"custom_call @(mosaic_gpu|__gpu)", line)]
+    assert len(kernels) >= least
+    # A part has 4 of 8 sequences.
+    whole = re.compile(r"tensor<8x\d+x\d+x")
+    assert not [line for line in kernels if whole.search(line.rpartition(":")[2])]
+    assert not [line for line in lines if "stablehlo.dot_general" in line]
 
 
 def draw(*shape: int, seed: int = 0) -> Any:
