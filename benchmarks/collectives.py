@@ -121,7 +121,14 @@ def _devices(instruction: str) -> int:
         return len(found[1].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", instruction):
         return int(found[1])
-    return 2
+    if found := re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\] *\{([^}]*)\}", instruction):
+        # By the axes of a mesh, of which an axis may be cut: 'time':(2)4 are 4 of its devices.
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
+        parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(size or sizes[name]) for name, size in parts)
+    if "source_target_pairs=" in instruction:
+        return 2
+    raise ValueError(f"no known form of replica groups in {instruction}")
 
 
 def received(found: list[Collective]) -> int:

@@ -98,6 +98,24 @@ def test_seconds_of_the_model() -> None:
         assert seconds(1 << 20, 1) == pytest.approx(8 * seconds(1 << 20, 8), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("groups", "count"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
+        ("replica_groups=[2,4]<=[8]", 4),
+        ("replica_groups=mesh['time'=8] {'time'}", 8),
+        ("replica_groups=mesh['data'=2,'time'=4] {'time'}", 4),
+        ("replica_groups=mesh['data'=2,'time'=4] {'data','time':(2)2}", 4),
+    ],
+)
+def test_devices_of_a_collective(groups: str, count: int) -> None:
+    """As XLA writes them, from JAX 0.11 on by the mesh."""
+    text = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n  %a = f32[4]{{0}} all-reduce(%p), {groups}\n}}"
+    assert [one.devices for one in collectives.collectives(text)] == [count]
+    with pytest.raises(ValueError, match="no known form"):
+        collectives.collectives(text.replace("replica_groups", "groups"))
+
+
 def test_rows() -> None:
     for platform, groups in devices.GROUPS.items():
         assert len(set(groups)) == len(groups)
