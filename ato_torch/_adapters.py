@@ -25,10 +25,16 @@ from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.spec import Outputs as LinearAttentionOutputs
 from ato_jax.ops.linear_attention.step import linear_attention_step
+from ato_torch import _elf
 from ato_torch._calls import PARAMETERS, Arrays, Call, Shape, Shapes
 
-# Backends whose kernels only JAX's runtime can launch.
-THROUGH_JAX_ALONE = ("mosaic_gpu",)
+# Backends whose kernels only JAX's runtime can launch. JAX serializes the steps of a program from
+# 0.11 on, and what a launch of Mosaic GPU needs lies in code for the host (`_mosaic`).
+READS_LAUNCHES = jax.__version_info__ >= (0, 11) and _elf.runs_host_code()
+
+
+def through_jax_alone() -> tuple[str, ...]:
+    return () if READS_LAUNCHES else ("mosaic_gpu",)
 
 
 def arguments(call: Call, arrays: Arrays) -> dict[str, Any]:
@@ -106,7 +112,7 @@ class _Kernels:
         """
         if request.implementation is not None:
             return self.api.OP
-        names = tuple(name for name in self.api.OP.backends if name not in THROUGH_JAX_ALONE)
+        names = tuple(name for name in self.api.OP.backends if name not in through_jax_alone())
         return dataclasses.replace(self.api.OP, backends=names)
 
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:

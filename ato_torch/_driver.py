@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ato_torch._mosaic import MAP_BYTES, TensorMap
+
 OUT_OF_MEMORY = 2
 EVENT_DISABLE_TIMING = 2
 INVALID_CONTEXT = 201
@@ -85,6 +87,32 @@ def library() -> ctypes.CDLL:
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     return driver
+
+
+def tensor_map(what: TensorMap, address: int) -> bytes:
+    """A tensor map of the array at an address, as Mosaic GPU makes them."""
+    rank, alignment = len(what.sizes), 64
+    memory = ctypes.create_string_buffer(MAP_BYTES + alignment)
+    start = -(-ctypes.addressof(memory) // alignment) * alignment
+    words, halves = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    none = ctypes.c_int(0)  # interleaving, promotion in the cache, NaN in the place of zeros
+    check(
+        library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(start),
+            ctypes.c_int(what.element),
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(address),
+            words(*what.sizes),
+            words(*what.strides),
+            halves(*what.tile),
+            halves(*[1] * rank),
+            none,
+            ctypes.c_int(what.swizzle),
+            none,
+            none,
+        )
+    )
+    return ctypes.string_at(start, MAP_BYTES)
 
 
 def check(error: int) -> None:

@@ -25,6 +25,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
+from ato_torch import _mosaic
 from ato_torch._protobuf import (
     KIND_BITS64_ABSOLUTE,
     Message,
@@ -44,6 +45,14 @@ SYMBOL_PREFIX = "buffer_for_"
 NOT_IN_SYMBOLS = re.compile(r"[^A-Za-z0-9_]")
 # The fields of a literal: numbers as they lie in memory, or varints, by their bytes in memory.
 FIXED_WIDTH = ("f32s", "f64s", "f16s", "bf16s", "s8s", "u8s")
+# The custom call whose kernels Mosaic GPU compiled, the type of what XLA keeps of it (a C++ name),
+# and the versions of that message that are known.
+MOSAIC_GPU, MOSAIC_STATE = b"mosaic_gpu_v2", b"N6mosaic3gpu19CustomCallResourcesE"
+MOSAIC_VERSIONS = (2, 3, 4)
+# Its attributes that say how it was compiled, which the machine code has, and those that have to be
+# false.
+MOSAIC_SOURCES = {b"kernel_hash", b"module"}
+MOSAIC_SWITCHES = {b"skip_device_barrier", b"use_custom_barrier", b"uses_xla_collective_metadata"}
 VARINTS = {"preds": 1, "s32s": 4, "u32s": 4, "s64s": 8, "u64s": 8}
 
 
@@ -71,7 +80,11 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch of the kernel `name` in the machine code `code`; all arguments are addresses."""
+    """A launch of the kernel `name` in the machine code `code`.
+
+    All arguments are addresses. Where they lie among the kernel's parameters `parameters` says, its
+    places in the order of the arguments; without it, one behind the other.
+    """
 
     name: str
     code: bytes = dataclasses.field(repr=False)
@@ -80,6 +93,7 @@ class Launch:
     shared_bytes: int
     arguments: tuple[Slice, ...]
     written: tuple[Slice, ...]
+    parameters: _mosaic.Parameters | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +354,8 @@ def _steps(data: bytes, code: bytes) -> Iterator[Step]:
         yield _kernel(thunk, code)
     elif kind == "custom_kernel_thunk":
         yield _custom_kernel(thunk)
+    elif kind == "custom_call_thunk":
+        yield _mosaic_kernel(thunk)
     elif kind == "device_to_device_copy_thunk":
         copy = Message("xla.gpu.DeviceToDeviceCopyThunkProto", thunk)
         copy = Message("xla.gpu.CopyThunkProto", copy.part("copy_thunk"))
@@ -400,6 +416,64 @@ def _custom_kernel(data: bytes) -> Launch:
         arguments,
         fields.numbers("written"),
     )
+
+
+def _mosaic_kernel(data: bytes) -> Launch:
+    fields = Message("xla.gpu.CustomCallThunkProto", data)
+    name = fields.part("target_name")
+    if name != MOSAIC_GPU:
+        raise UnknownError(f"a step is the custom call {name!r}, not a kernel, a copy or a fill")
+    _check_switches(fields.part("attributes"))
+    if "called_computation" in fields or any(fields.parts("opaque")):
+        raise UnknownError("a kernel of Mosaic GPU calls another program")
+    state = Message("xla.ffi.ExecutionStateProto", fields.part("execution_state"))
+    if state.part("type_name") != MOSAIC_STATE:
+        raise UnknownError(f"a kernel of Mosaic GPU is a {state.part('type_name')!r}")
+    compiled = Message("mosaic.gpu.MosaicGpuKernelProto", state.part("state"))
+    if compiled.number("version") not in MOSAIC_VERSIONS:
+        raise UnknownError(f"Mosaic GPU's format has the version {compiled.number('version')}")
+    if compiled.number("is_nvshmem_used") or compiled.number("is_multimem_used"):
+        raise UnknownError("a kernel of Mosaic GPU is of several cards")
+    arrays, results = (
+        [_array(each) for each in fields.parts(kind)] for kind in ("operands", "results")
+    )
+    kernel, code = compiled.part("kernel_name").decode(), compiled.part("gpu_binary")
+    found = _mosaic.record(
+        compiled.part("object_file"),
+        compiled.part("host_func_name").decode(),
+        code,
+        kernel,
+        len(arrays) + len(results),
+    )
+    if found.shared_bytes != compiled.number("smem_bytes"):
+        raise UnknownError(f"a kernel of Mosaic GPU has {found.shared_bytes} bytes to share")
+    arguments = []
+    for place in found.parameters.places:
+        whole = (arrays + results)[place.argument]
+        start, size = whole.offset + place.within, whole.size - place.within
+        arguments.append(Slice(whole.allocation, start, size))
+    dimensions = found.grid, found.block, found.shared_bytes
+    return Launch(
+        kernel, code, *dimensions, tuple(arguments), tuple(results), found.parameters
+    )
+
+
+def _array(data: bytes) -> Slice:
+    """The slice in a NullableShapedSliceProto."""
+    return _slice(Message("xla.NullableShapedSliceProto", data).part("shaped_slice"))
+
+
+def _check_switches(data: bytes) -> None:
+    """Refuses a call of Mosaic GPU with an attribute that is not known."""
+    for each in Message("xla.ffi.AttributesMapProto", data).parts("attrs"):
+        entry = Message("xla.ffi.AttributesMapProto.AttrsEntry", each)
+        name = entry.part("key")
+        if name in MOSAIC_SOURCES:
+            continue
+        value = Message("xla.ffi.AttributeProto", entry.part("value"))
+        is_known = name in MOSAIC_SWITCHES and "scalar" in value
+        if not is_known or Message("xla.ffi.ScalarProto", value.part("scalar")).number("b"):
+            raise UnknownError(f"a kernel of Mosaic GPU has the attribute {name!r}")
 
 
 def _launch(

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,6 +112,8 @@ class Kernels:
         driver = _driver.library()
         self.context = ctypes.c_void_p()
         self.of_launches: dict[_executable.Launch, ctypes.c_void_p] = {}
+        # The bytes of each launch's parameters; those of addresses are 0.
+        self.constant_bytes: dict[_executable.Launch, bytes] = {}
         torch.cuda.current_stream().query()  # PyTorch creates the context on first use
         _driver.check(driver.cuCtxGetCurrent(ctypes.byref(self.context)))
         self.loaded = Loaded(driver, self.context)
@@ -131,10 +134,9 @@ class Kernels:
             kernel, module = ctypes.c_void_p(), module_of(launch.code)
             name = launch.name.encode()
             _driver.check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name))
-            width = _driver.POINTER_BYTES
-            addresses = [(width * n, width) for n in range(len(launch.arguments))]
-            if _parameters(kernel) != addresses:
+            if _parameters(kernel) != layout_of(launch):
                 raise ClosedError(f"the kernel {launch.name!r} has other parameters")
+            self.constant_bytes[launch] = constant_bytes(launch)
             if launch.shared_bytes > SHARED_BYTES:
                 attribute = _driver.MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _driver.check(driver.cuFuncSetAttribute(kernel, attribute, launch.shared_bytes))
@@ -150,6 +152,46 @@ class Kernels:
                 raise ClosedError(f"{constant} has {size.value} bytes in the machine code")
             _write(address, constant.content)
             self.constants.append(address.value)
+
+
+def layout_of(launch: _executable.Launch) -> list[tuple[int, int]]:
+    """(offset in bytes, size in bytes) of each parameter of a launch's kernel."""
+    if launch.parameters is not None:
+        return list(launch.parameters.layout)
+    width = _driver.POINTER_BYTES
+    return [(width * n, width) for n in range(len(launch.arguments))]
+
+
+def places_of(launch: _executable.Launch) -> list[int]:
+    """The offset in bytes of each argument's address among the parameters."""
+    if launch.parameters is not None:
+        return [place.offset for place in launch.parameters.places]
+    return [offset for offset, _ in layout_of(launch)]
+
+
+def constant_bytes(launch: _executable.Launch) -> bytes:
+    """The parameters without the addresses of arrays.
+
+    The driver makes each tensor map; its first word is the address. That is not documented, so it
+    is asked for two addresses, and the maps may differ in nothing else.
+    """
+    if launch.parameters is None:
+        return bytes(_driver.POINTER_BYTES * len(launch.arguments))
+    found = bytearray(launch.parameters.constant)
+    for place in launch.parameters.places:
+        if place.map is None:
+            continue
+        maps = []
+        for address in (1 << 21, 3 << 32):
+            whole = _driver.tensor_map(place.map, address)
+            if whole[: _driver.POINTER_BYTES] != address.to_bytes(_driver.POINTER_BYTES, "little"):
+                raise ClosedError("a tensor map does not begin with its address")
+            maps.append(whole[_driver.POINTER_BYTES :])
+        if maps[0] != maps[1]:
+            raise ClosedError("two tensor maps differ in more than their addresses")
+        start = place.offset + _driver.POINTER_BYTES
+        found[start : start + len(maps[0])] = maps[0]
+    return bytes(found)
 
 
 def _write(address: ctypes.c_uint64, content: bytes) -> None:
@@ -172,6 +214,11 @@ def _parameters(kernel: ctypes.c_void_p) -> list[tuple[int, int]]:
     return found
 
 
+def _fill(memory: memoryview, words: list[int], *addresses: int) -> None:
+    for word, address in zip(words, addresses, strict=True):
+        memory[word] = address
+
+
 # A function of the driver and its arguments.
 _Call = tuple[Any, tuple[Any, ...]]
 
@@ -190,20 +237,33 @@ class LaunchSequence:
         self, executable: _executable.Executable, kernels: Kernels, stream: int
     ) -> None:
         steps = executable.steps
-        count = sum(len(step.arguments) for step in steps)
-        pointers = (ctypes.c_uint64 * count)()
-        self.fill = functools.partial(struct.Struct(f"{count}Q").pack_into, pointers, 0)
+        width = _driver.POINTER_BYTES
+        # The parameters of all launches and the addresses of other steps, one behind the other.
+        contents, words, starts = b"", list[int](), list[int]()
+        for step in steps:
+            start = len(contents) // width
+            starts.append(start)
+            if isinstance(step, _executable.Launch):
+                words += [start + offset // width for offset in places_of(step)]
+                contents += kernels.constant_bytes[step]
+            else:
+                words += range(start, start + len(step.arguments))
+                contents += bytes(width * len(step.arguments))
+        pointers = (ctypes.c_uint64 * (len(contents) // width)).from_buffer_copy(contents)
+        self.fill: Callable[..., None]
+        if words == list(range(len(pointers))):
+            self.fill = functools.partial(struct.Struct(f"{len(words)}Q").pack_into, pointers, 0)
+        else:
+            self.fill = functools.partial(_fill, memoryview(pointers).cast("B").cast("Q"), words)
         self.stream = ctypes.c_size_t(stream)
         kernels.loaded.streams.add(stream)
         self.of_steps: list[_Call] = []
         # Keeps alive the memory that the arguments point to.
         self.held: list[Any] = []
-        start = 0
         call: _Call
-        width = _driver.POINTER_BYTES
-        for step in steps:
+        for step, start in zip(steps, starts, strict=True):
             if isinstance(step, _executable.Launch):
-                size = ctypes.c_size_t(width * len(step.arguments))
+                size = ctypes.c_size_t(max(map(sum, layout_of(step))))
                 extra = (ctypes.c_void_p * 5)(
                     _driver.LAUNCH_PARAM_BUFFER_POINTER,
                     ctypes.addressof(pointers) + width * start,
@@ -227,20 +287,19 @@ class LaunchSequence:
                     copied = (first, *rest, bytes_of, self.stream)
                     call = _driver.library().cuMemcpyDtoDAsync_v2, copied
                 else:
-                    words = ctypes.c_size_t(step.target.size // _executable.WORD)
+                    count = ctypes.c_size_t(step.target.size // _executable.WORD)
                     value = ctypes.c_uint(step.value)
-                    call = _driver.library().cuMemsetD32Async, (first, value, words, self.stream)
+                    call = _driver.library().cuMemsetD32Async, (first, value, count, self.stream)
             self.of_steps.append(call)
-            start += len(step.arguments)
         launches = [step for step in steps if isinstance(step, _executable.Launch)]
         self.is_several = len(launches) == len(steps) > 1
         self.of_graph: list[_Call] = []
-        self._facts = launches, kernels, pointers
+        self._facts = launches, kernels, pointers, starts
 
     def make_graph(self) -> list[_Call]:
         """Makes `of_graph`: the kernels as a CUDA graph, each node after the one before."""
         driver, pointer = _driver.library(), ctypes.c_void_p
-        launches, kernels, pointers = self._facts
+        launches, kernels, pointers, starts = self._facts
         context, graph, ready = pointer(), pointer(), pointer()
         _driver.check(driver.cuCtxGetCurrent(ctypes.byref(context)))
         if not context:  # this thread has not used CUDA yet
@@ -248,12 +307,10 @@ class LaunchSequence:
         _driver.check(driver.cuGraphCreate(ctypes.byref(graph), 0))
         kernels.loaded.graphs.append((graph, ready))
         nodes: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
-        address = ctypes.addressof(pointers)
-        for launch in launches:
-            count = len(launch.arguments)
-            width = _driver.POINTER_BYTES
-            parameters = (pointer * count)(*range(address, address + width * count, width))
-            address += width * count
+        for launch, start in zip(launches, starts, strict=True):
+            address = ctypes.addressof(pointers) + _driver.POINTER_BYTES * start
+            offsets = [offset for offset, _ in layout_of(launch)]
+            parameters = (pointer * len(offsets))(*(address + offset for offset in offsets))
             found = _driver.KernelNode(kernels.of_launches[launch], launch.grid, launch.block)
             found.shared_bytes = launch.shared_bytes
             found.parameters = ctypes.addressof(parameters)

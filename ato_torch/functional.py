@@ -110,8 +110,9 @@ def attention(
         also sets a missing `q_lengths`.
       return_lse: Return (out, lse) in place of out.
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
-      implementation: A backend of `ato_jax.attention` by name; None takes the fastest that
-        PyTorch can launch: "mosaic_gpu", which only JAX can launch, runs where it is named.
+      implementation: A backend of `ato_jax.attention` by name; None takes the fastest. With a
+        JAX before 0.11, or on a host other than Linux on x86-64, only JAX can launch "mosaic_gpu",
+        which then runs where it is named.
 
     Returns:
       out [..., H, T, V] in query's dtype; with `return_lse` the pair (out, lse). lse [..., H, T] is

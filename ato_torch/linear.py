@@ -104,8 +104,9 @@ def linear_attention(
       layout: "bhtd", or "bthd" for query, key, value, out [B, T, H, D] and decay [B, S, G] or
         [B, S, G, D].
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
-      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest that
-        PyTorch can launch: "mosaic_gpu", which only JAX can launch, runs where it is named.
+      implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest. With
+        a JAX before 0.11, or on a host other than Linux on x86-64, only JAX can launch
+        "mosaic_gpu", which then runs where it is named.
 
     Returns:
       out [B, H, T, V] in value's dtype; with `return_state` the pair (out, `LinearState(kv,

@@ -27,6 +27,8 @@ from tests import aot_mosaic
 PACKAGE = aot_mosaic.ROOT / "ato_torch"
 READ = "what was read: "
 B, H, G, T, D = 2, 4, 2, 130, 64
+# Of the calls that Hopper's own kernels take.
+LONG = dict.fromkeys("qkv", ((1, 16, 16384, 128), "bfloat16"))
 
 
 def without_torch(name: str) -> Any:
@@ -74,7 +76,7 @@ def _descriptions(data: mmap.mmap) -> Iterator[int]:
         end += len(b".proto")
         for start in range(end - 3, max(end - 130, 0), -1):
             if data[start] == 0x0A and data[start + 1] == end - start - 2:
-                if data[start + 2 : start + 6] == b"xla/":
+                if data[start + 2 : start + 6] in (b"xla/", b"jaxl"):
                     yield start
                 break
         end = data.find(b".proto\x12", end)
@@ -178,6 +180,15 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
             qkv | {f"initial_state.{name}": fact for name, fact in state.items()},
             linear | {"causal": True, "return_state": True},
             True,
+        ),
+        ("hopper attention", "attention", LONG, softmax | {"causal": True}, True),
+        ("hopper linear", "linear_attention", LONG, linear | {"causal": True}, True),
+        (
+            "hopper gates",
+            "linear_attention",
+            LONG | {"decay": (LONG["q"][0], "float32")},
+            linear | {"causal": True},
+            False,  # it branches
         ),
         (
             "step",

@@ -27,6 +27,7 @@ torch = pytest.importorskip(
 import ato_jax  # noqa: E402
 import ato_torch  # noqa: E402
 from ato_torch import (  # noqa: E402
+    _adapters,
     _bridge,
     _calls,
     _checked_calls,
@@ -34,6 +35,7 @@ from ato_torch import (  # noqa: E402
     _driver,
     _executable,
     _kernels,
+    _mosaic,
     _ops,
     _plan,
     _programs,
@@ -61,9 +63,13 @@ def call_of(op, options, training=False, names=("q", "k", "v")):
     return _calls.Call(op, tuple(names), tuple(options.items()), training, False)
 
 
-def test_without_a_name_kernels_are_those_that_go_this_road():
+@pytest.mark.parametrize("reads", [False, True])
+def test_without_a_name_kernels_are_those_that_go_this_road(reads, monkeypatch):
+    """Where this JAX or this machine does not tell how Mosaic GPU's are launched, these are not."""
     ours = _programs.OPS["linear_attention"]
-    for name, is_among in ((None, False), ("mosaic_gpu", True)):
+    assert _adapters.through_jax_alone() == (() if _adapters.READS_LAUNCHES else ("mosaic_gpu",))
+    monkeypatch.setattr(_adapters, "READS_LAUNCHES", reads)
+    for name, is_among in ((None, reads), ("mosaic_gpu", True)):
         backends = ours.op(types.SimpleNamespace(implementation=name)).backends
         assert ("mosaic_gpu" in backends) == is_among and "triton" in backends
 
@@ -109,10 +115,32 @@ def times(x, y, product, square):
     array(square)[:] = array(x) * array(x)
 
 
+# The parameters of a kernel of Mosaic GPU, as (offset, size) in bytes: a number and an address, and
+# from byte 64 on two tensor maps. In words that is:
+LAYOUT, TARGET, CONSTANT, MAPS = ((0, 16), (64, 256)), 1, 0, (8, 24)
+MAP = _mosaic.TensorMap(element=9, sizes=(8, 2), strides=(16,), tile=(8, 1), swizzle=3)
+
+
+def mapped(*words):
+    """out = x + y, by tensor maps, whose first words are addresses."""
+    x, y = (words[start] for start in MAPS)
+    assert words[CONSTANT] == 77 and not any(words[2:8])
+    for start in MAPS:
+        assert words[start + 1 : start + 16] == tuple(encoded(MAP)), "no tensor map"
+    add(x, y, words[TARGET])
+
+
+def encoded(what):
+    """15 words that say all of a tensor map but its address."""
+    return [hash((what, n)) & (1 << 64) - 1 for n in range(15)]
+
+
 class Driver:
     """Of CUDA's driver what `_direct` calls; kernels are Python's functions of addresses."""
 
-    KERNELS = {b"add": (add, 3), b"times": (times, 4)}
+    KERNELS = {b"add": (add, 3), b"times": (times, 4), b"mapped": (mapped, 40)}
+    # Whether tensor maps hold their addresses where it is known.
+    maps_are_known = True
 
     def __init__(self):
         self.calls, self.errors, self.contexts = [], [], []
@@ -196,7 +224,22 @@ class Driver:
         ctypes.memmove(address.value, content, size.value)
         return 0
 
+    def cuTensorMapEncodeTiled(self, place, element, rank, address, *rest):
+        sizes, strides, tile, steps, interleave, swizzle, promotion, fill = rest
+        assert list(steps) == [1] * rank.value and place.value % 64 == 0
+        assert interleave.value == promotion.value == fill.value == 0
+        strides = tuple(strides)[: rank.value - 1]
+        what = element.value, tuple(sizes), strides, tuple(tile), swizzle.value
+        words = [address.value, *encoded(_mosaic.TensorMap(*what))]
+        if not self.maps_are_known:
+            words[-1] ^= address.value
+        ctypes.memmove(place.value, struct.pack("16Q", *words), 128)
+        return 0
+
     def cuFuncGetParamInfo(self, kernel, n, offset, size):
+        if list(self.KERNELS)[kernel.value - 1] == b"mapped":
+            offset._obj.value, size._obj.value = LAYOUT[min(n, 1)]
+            return int(n >= 2)
         offset._obj.value, size._obj.value = 8 * n, self.parameter_size
         return int(n >= list(self.KERNELS.values())[kernel.value - 1][1])
 
@@ -261,8 +304,15 @@ class Driver:
         )
         assert extra == other == context == 0
         function, count = list(self.KERNELS.values())[kernel - 1]
-        places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[:count]
-        values = [ctypes.c_uint64.from_address(place).value for place in places]
+        if function is mapped:
+            places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[: len(LAYOUT)]
+            values = [0] * count
+            for place, (offset, size) in zip(places, LAYOUT, strict=True):
+                words = struct.unpack(f"{size // 8}Q", ctypes.string_at(place, size))
+                values[offset // 8 : (offset + size) // 8] = words
+        else:
+            places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[:count]
+            values = [ctypes.c_uint64.from_address(place).value for place in places]
         self.graphs[ready.value - 1][node.value - 1] = function, sizes, values
         return 0
 
@@ -381,6 +431,37 @@ def test_kernels_alone_are_launched_as_one(driver, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7)
     assert torch.equal(made([x, y])[0], out) and len(driver.graphs) == 2
     assert driver.calls[-2][2] == 7
+
+
+def by_maps(count):
+    """(x, y) -> x + y, by so many launches of Mosaic GPU's kernel, of which each does all."""
+    x, y, out = Slice(1, 0, SIZE), Slice(2, 0, SIZE), Slice(3, 0, SIZE)
+    places = [
+        _mosaic.Place(8 * TARGET, 2, 0),
+        *(_mosaic.Place(8 * start, n, 0, MAP) for n, start in enumerate(MAPS)),
+    ]
+    constant = struct.pack("40Q", 77, *[0] * 39)
+    parameters = _mosaic.Parameters(LAYOUT, constant, tuple(places))
+    sizes = (2, 1, 1), (32, 1, 1), 0
+    launch = Launch("mapped", b"ELF 3", *sizes, (out, x, y), (out,), parameters)
+    allocations = {n: Allocation(SIZE, n - 1 if n < 3 else None, False) for n in (1, 2, 3)}
+    return Executable(allocations, (launch,) * count, (3,))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tensor_maps_get_the_addresses_of_each_call(driver, count):
+    """One launch, and two as a graph."""
+    found = plan(by_maps(count), results=1)
+    for n in range(3):
+        x, y = torch.randn(1, 2, 3), torch.full((1, 2, 3), float(n))
+        assert torch.equal(found([x, y])[0], x + y)
+    assert ("as one" in driver.calls) == (count > 1)
+
+
+def test_a_tensor_map_of_another_form_has_no_plan(driver, monkeypatch):
+    monkeypatch.setattr(driver, "maps_are_known", False)
+    with pytest.raises(_direct.ClosedError, match="differ in more than their addresses"):
+        plan(by_maps(1), results=1)
 
 
 def test_constants_lie_in_the_machine_code(driver):
@@ -1025,6 +1106,47 @@ def test_every_way_gives_the_same_bits(shape, causal):
     for op, asked in (("attention", ATTENTION), ("linear_attention", LINEAR)):
         call = call_of(op, asked | {"causal": causal})
         by_both(_programs.Program(call, _bridge.jax_device(tensors[0].device)).answer, tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _adapters.READS_LAUNCHES, reason="this JAX does not tell the launches")
+@pytest.mark.parametrize(
+    ("op", "shape", "options"),
+    [
+        ("attention", (2, 8, 1024, 128), {"causal": True}),
+        ("attention", (2, 4, 1003, 64), {}),
+        ("linear_attention", (1, 16, 16384, 128), {"causal": True}),
+        ("linear_attention", (1, 16, 16384, 128), {"causal": False}),
+    ],
+    ids=str,
+)
+def test_hoppers_own_kernels_go_this_road(op, shape, options):
+    """Chosen without a name, what JAX gives to the bit, at other addresses, and in a CUDA graph."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs a Hopper GPU")
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).bfloat16().cuda() for _ in range(4)]
+    asked = (ATTENTION if op == "attention" else LINEAR) | options
+    program = _programs.Program(call_of(op, asked, True), _bridge.jax_device(tensors[0].device))
+    *qkv, cotangent = tensors
+    outputs = by_both(program.forward, qkv)
+    given = tuple(n == 0 for n in range(len(outputs)))
+    backward = program.backward((True,) * 3, given)
+    by_both(backward, [*qkv, *outputs, cotangent])
+    for function, arrays in ((program.forward, qkv), (backward, [*qkv, *outputs, cotangent])):
+        plan = _direct.plan_of(function, arrays)
+        names = [step.name for step in plan.executable.steps if isinstance(step, Launch)]
+        assert any("mosaic_gpu" in name for name in names), names
+        moved = [tensor.clone() for tensor in arrays]
+        wanted = plan(arrays)
+        assert all(map(torch.equal, plan(moved), wanted))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = plan(moved)
+        for tensor in found:
+            tensor.zero_()
+        graph.replay()
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.gpu

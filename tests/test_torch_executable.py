@@ -436,3 +436,12 @@ def test_programs_that_xla_compiles_are_read():
     assert constant.endswith(f"of {4 * 64 * 128} bytes are not 0") and not constant.startswith("0 ")
     assert found["states, backward"][-3] == "linear_attention_causal_key_gradient"
     assert found["step"] == ["Copy", "linear_attention_step"]
+    # Kernels of Mosaic GPU among others, launched as their host code tells.
+    of_mosaic = {
+        name: [step for step in steps if step.endswith("_mosaic_mosaic_gpu_kernel")]
+        for name, steps in found.items()
+    }
+    assert found["hopper attention"][0] in of_mosaic["hopper attention"]
+    assert len(of_mosaic["hopper attention, backward"]) == 2
+    assert len(of_mosaic["hopper linear"]) == 2 and len(of_mosaic["hopper linear, backward"]) == 4
+    assert len(of_mosaic["hopper gates"]) == 2
