@@ -618,7 +618,6 @@ MOSAIC_GRADIENTS = Space(
         ),
         "widths": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
         "bias": ("none",),
-        "mask": ("none",),
         "scale": (None, 0.2),
         "dropout": (False,),
         "batched": (True,),
@@ -627,7 +626,7 @@ MOSAIC_GRADIENTS = Space(
     rules=tuple(
         rule
         for rule in MOSAIC_ATTENTION.rules
-        if not {"bias", "dropout", "scale"} & {*rule.factors}
+        if not {"dropout", "scale"} & {*rule.factors}
     ),
     backend="mosaic_gpu",
 )

@@ -335,8 +335,10 @@ def test_shared_memory_suffices() -> None:
                 None if mask is None else pairs.Plane(mask, jnp.int8),
             )
             reason = mosaic_gpu.unsupported(spec, "forward")
-            slots = planes.slots(spec, config) * sum(n.bytes(config) for n in planes.in_ring)
-            fits = frame.shared_bytes(spec, config) + slots <= H200.shared_memory
+            block, own = pairs.block_of(config), frame.shared_bytes(spec, config)
+            slots = planes.slots(block, frame.MOST_BYTES - own)
+            slots *= sum(plane.bytes(block) for plane in planes.in_ring)
+            fits = own + slots <= H200.shared_memory
             assert fits if reason is None else "no room" in reason
             refused += reason is not None
             assert config.stages == 2 or bias is not None or V != D

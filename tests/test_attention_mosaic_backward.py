@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax.ops.attention import mosaic_gpu
+from ato_jax import choosing
+from ato_jax.ops.attention import api, mosaic_gpu
 from ato_jax.ops.attention.mosaic_gpu import gradient_storage, visibility
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
@@ -81,6 +82,34 @@ def test_segments() -> None:
     )
 
 
+@newest
+@pytest.mark.parametrize(
+    "mask, sizes, options",
+    [
+        ("1HTS", dict(T=72, S=128, H=2, G=1), dict(causal=True)),
+        ("B11S", dict(T=72, S=76, B=2, G=1), {}),
+        ("BHT1", dict(T=72, S=64, B=2, H=2, G=2), dict(layout="bhtd")),
+    ],
+)
+def test_masks(mask: str, sizes: Any, options: Any) -> None:
+    """Some queries see nothing, some keys are seen by none."""
+    generator = np.random.default_rng(1)
+    kept = generator.random([{"1": 1, **sizes}[letter] for letter in mask]) < 0.7
+    kept[..., :1, :] &= "T" not in mask
+    kept[..., 5:6] &= "S" not in mask
+    gradients(
+        draw(**sizes, layout=options.get("layout", "bthd")), mask=jnp.asarray(kept), **options
+    )
+
+
+def test_nothing_is_chosen_that_no_card_has_timed() -> None:
+    """Only a call that names the backend has such gradients by it."""
+    for implementation, wanted in ((None, "triton"), ("mosaic_gpu", "mosaic_gpu")):
+        spec = spec_of(T=1024, S=1024, mask=(True, False, False, True))
+        call = choosing.Call(api.OP, spec, implementation, H200, False, training=True)
+        assert choosing.choose(call, "backward").backend == wanted
+
+
 @pytest.mark.parametrize("right", [None, 0])
 def test_each_tile_is_one_item(right: int | None) -> None:
     spec = spec_of(right=right, T=2**16, S=1000)
@@ -117,19 +146,20 @@ def test_ranges_of_queries(left: int | None, right: int | None, offset: int) -> 
         assert every[whole:whole_end].all()
 
 
-@pytest.mark.parametrize("changes", [dict(bias=(True,) * 4), dict(mask=(False,) * 4)])
-def test_what_is_refused_says_why(changes: Any) -> None:
-    assert "bias or a mask" in str(mosaic_gpu.unsupported(spec_of(**changes), "backward"))
+def test_what_is_refused_says_why() -> None:
+    assert "a bias" in str(mosaic_gpu.unsupported(spec_of(bias=(False,) * 4), "backward"))
     assert mosaic_gpu.unsupported(spec_of(), "backward") is None
 
 
-@pytest.mark.parametrize("segments", [False, True])
-def test_shared_memory_suffices(segments: bool) -> None:
-    """With room for loads ahead of the products, but for the widest heads with segments."""
+@pytest.mark.parametrize(
+    "options", [{}, dict(segments=True), dict(mask=(True,) * 4), dict(mask=(True, False) * 2)]
+)
+def test_shared_memory_suffices(options: dict[str, Any]) -> None:
+    """With room for loads ahead of the products, but for the widest heads with an option."""
     for D, V in itertools.product(range(16, 257, 16), repeat=2):
-        spec = spec_of(T=1024, S=1024, D=D, V=V, segments=segments)
+        spec = spec_of(T=1024, S=1024, D=D, V=V, **options)
         for of in gradient_storage.passes(spec, mosaic_gpu.default_config(spec, H200)):
-            assert of.fits and of.x_stages + of.y_stages >= (2 if segments else 3)
+            assert of.fits and of.x_stages + of.y_stages >= (2 if options else 3)
 
 
 # Bytes of registers that the kernels of dq and of dk and dv spill; no products may wait for each

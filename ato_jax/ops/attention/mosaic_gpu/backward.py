@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.mosaic import F32
-from ato_jax.ops.attention.mosaic_gpu import gradient, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import gradient, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
@@ -48,7 +48,8 @@ def backward(
         rows["gain"] = gain
     found: dict[str, jax.Array] = {}
     for of in passes(spec, config):
-        results = gradient.run(of, arrays_of(of, inputs, cotangents.out) | rows)
+        planes = pairs.planes_of(spec, inputs, of.of_keys)
+        results = gradient.run(of, planes, arrays_of(of, planes, inputs, cotangents.out) | rows)
         found |= dict(zip(of.names, results, strict=True))
     if inputs.sinks is not None:
         shares = jnp.exp(jnp.minimum(inputs.sinks[:, None] - lse, 0))
@@ -56,16 +57,20 @@ def backward(
     return Inputs(**found)
 
 
-def arrays_of(of: Pass, inputs: Inputs, dout: jax.Array) -> dict[str, jax.Array]:
+def arrays_of(
+    of: Pass, planes: pairs.Planes, inputs: Inputs, dout: jax.Array
+) -> dict[str, jax.Array]:
     """The kernel's arrays, by the names of `gradient_storage.Walk`, but for the rows of queries."""
     sides = (inputs.q, dout, inputs.q_segments), (inputs.k, inputs.v, inputs.kv_segments)
     (x, y, own_ids), (other_x, other_y, other_ids) = reversed(sides) if of.of_keys else sides
     given = dict(x=x, y=y, other_x=other_x, other_y=other_y)
     if (bounds := visibility.limits_array(of.spec, inputs)) is not None:
         given["bounds"] = bounds
+    rows, columns = of.tiles * of.tile, of.other_blocks * of.others
+    given |= pairs.arrays_of(planes, inputs, rows, columns, of.of_keys)
     if own_ids is not None and other_ids is not None:
-        own_ids = segments.padded(own_ids, of.tiles * of.tile)
-        other_ids = segments.padded(other_ids, of.other_blocks * of.others)
+        own_ids = segments.padded(own_ids, rows)
+        other_ids = segments.padded(other_ids, columns)
         shared = segments.shared(own_ids, ROWS, other_ids, of.others)
         given |= dict(own_ids=own_ids, other_ids=other_ids, shared=shared)
     return given

@@ -84,7 +84,10 @@ def forward(
         given["bounds"] = bounds
     given |= segments.arrays_of(spec, config, inputs)
     planes = pairs.planes_of(spec, inputs)
-    given |= pairs.arrays_of(spec, config, inputs, planes)
+    blocks = int(pl.cdiv(spec.S, config.keys))
+    given |= pairs.arrays_of(
+        planes, inputs, frame.whole_tiles(spec, config), blocks * config.keys
+    )
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         made = "out", "lse", *(["rest"] if spec.keep_rest else [])
@@ -166,7 +169,8 @@ def load_planes(walk: Walk, item: Item, step: Any) -> None:
     ):
         if plane is not None and plane.in_ring:
             at, barrier = (item.batch, item.head), ring.produced.at[slot]
-            plane.load(ref, walk.config, at, first, tiles.at[slot], barrier)
+            block = pairs.block_of(walk.config)
+            plane.load(ref, block, at, first, tiles.at[slot], barrier)
 
 
 def consume(walk: Walk) -> None:
@@ -338,18 +342,16 @@ def weights(
 
 def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
     """s with bias, in natural units then, and mask."""
-    planes, ring, config = walk.planes, walk.own.pairs, walk.config
+    planes, ring, block = walk.planes, walk.own.pairs, pairs.block_of(walk.config)
     slot: Any = None
     if ring is not None:
         slot = ring.slot(mine.item.before + step)
         ring.produced.wait(slot)
 
     def read(plane: pairs.Plane, ref: Any, tiles: Any) -> Any:
-        tile = None
-        if plane.in_ring:
-            tile = tiles.at[slot, mine.number] if plane.extent == "pairs" else tiles.at[slot]
         at = mine.item.batch, mine.item.head
-        return plane.read(ref, tile, config, at, mine.first_row)
+        of_rows = plane.of_rows(ref, block, at, mine.first_row)
+        return plane.read(of_rows, tiles, block, slot, mine.number)
 
     bias = None if planes.bias is None else read(planes.bias, walk.bias, walk.own.bias)
     mask = None if planes.mask is None else read(planes.mask, walk.mask, walk.own.mask)

@@ -24,6 +24,7 @@ Warpgroups, and the barriers between them:
       |  x_loaded, y_loaded   a tile's x, y
       |  xs, ys: a block of x' (with norm), of y' (with delta) loaded
       |                       consumed once the products that read it are done
+      |  pairs                bias and mask of a step loaded, and consumed once in registers
       v
     CONSUMER (0 .. n - 1)   R own rows each; turns, if any: one issues its products at a time
       |  cleaned              rows of x' and y' beyond their end are 0: by all, for all
@@ -65,7 +66,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
-from ato_jax.ops.attention.mosaic_gpu import frame, visibility
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Side
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     ROWS,
@@ -98,7 +99,7 @@ class Sums(NamedTuple):
 
 class Own(NamedTuple):
     """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries, and
-    float16's `gain`."""
+    float16's `gain`; of `bias` and `mask` what is the same for all of a row's pairs."""
 
     item: Item
     number: Any
@@ -106,29 +107,33 @@ class Own(NamedTuple):
     norm: Any
     minus_delta: Any
     gain: Any
+    bias: Any = None
+    mask: Any = None
 
 
 class At(NamedTuple):
-    """Where a step is: which block of the others, and the slots that it lies in."""
+    """Where a step is: which block of the others, and the slots that it and its bias and mask lie
+    in."""
 
     block: Any
     x_slot: Any
     y_slot: Any
+    pairs_slot: Any
 
 
-def run(of: Pass, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     """dx, dy or both, from the arrays of `Walk` by name."""
     made = {"dx": of.with_x, "dy": of.with_y}
     wanted = [name for name, makes in made.items() if makes]
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        return Walk(of, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
+        return Walk(of, planes, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
 
     consumer, _ = cast = roles_of(of)
     parts = (MEMORY, memory), (consumer, consume)
     found = mosaic.launch(
         "_".join(("attention_backward", *(f"d{name}" for name in of.names), "mosaic")),
-        mosaic.Program(mosaic.Roles(cast), storage_of(of), parts, bind),
+        mosaic.Program(mosaic.Roles(cast), storage_of(of, planes), parts, bind),
         of,
         tuple(
             jax.ShapeDtypeStruct(array.shape, array.dtype)
@@ -174,6 +179,7 @@ def memory(walk: Walk) -> None:
         if own.minus_delta is not None:
             source = walk.minus_delta.at[item.batch, head, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.minus_delta.at[slot], barrier.at[slot])
+        load_planes(walk, item, (head if of.of_keys else item.head), now, first)
 
     load_own(own_x, walk.x, own.x, own.x_loaded.barrier)  # [n, R, D]
     if own.y_loaded is not None:
@@ -181,6 +187,25 @@ def memory(walk: Walk) -> None:
     lax.fori_loop(0, of.members, load_member, None)
     own.xs.drain(of.members * item.steps)
     own.ys.drain(of.members * item.steps)
+    if own.pairs is not None:
+        own.pairs.drain(of.members * item.steps)
+
+
+def load_planes(walk: Walk, item: Item, head: Any, now: Any, first: Any) -> None:
+    """Loads bias and mask of a step, for a head of queries and the others from `first` on."""
+    own, ring = walk.own, walk.own.pairs
+    if ring is None:
+        return
+    ring.acquire(now)
+    slot = ring.slot(now)
+    for plane, ref, tiles in (
+        (walk.planes.bias, walk.bias, own.bias),
+        (walk.planes.mask, walk.mask, own.mask),
+    ):
+        if plane is not None and plane.in_ring:
+            at, corner = (item.batch, head), (item.first_row, first)
+            barrier = ring.produced.at[slot]
+            plane.load(ref, walk.of.block, at, corner, tiles.at[slot], barrier)
 
 
 def consume(walk: Walk) -> None:
@@ -218,6 +243,7 @@ def _zeros(side: Side) -> tuple[jax.Array, ...]:
 def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     """All blocks of one head of the others: cut ones, whole ones, and cut ones."""
     of, item = walk.of, mine.item
+    mine = with_planes_of(walk, mine, member)
     limits = walk.limits(item.batch)
     cut_at_end = limits.high is not None or of.spec.segments or of.cleans or of.masks_the_end
     cut_at_start = limits.low is not None or of.spec.segments
@@ -227,10 +253,12 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     until = until if cut_at_end else jnp.int32(0)
     behind = behind if cut_at_start else item.steps
 
+    rings = walk.own.xs, walk.own.ys, walk.own.pairs
+
     def step(is_cut: bool, number: Any, sums: Sums) -> Sums:
         now = member * item.steps + number
-        at = At(item.block(number), walk.own.xs.slot(now), walk.own.ys.slot(now))
-        return one_step(walk, mine, is_cut, at, sums)
+        slots = (None if ring is None else ring.slot(now) for ring in rings)
+        return one_step(walk, mine, is_cut, At(item.block(number), *slots), sums)
 
     if cut_at_end:
         sums = lax.fori_loop(0, until, functools.partial(step, True), sums)
@@ -238,6 +266,17 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     if cut_at_start:
         sums = lax.fori_loop(behind, item.steps, functools.partial(step, True), sums)
     return sums
+
+
+def with_planes_of(walk: Walk, mine: Own, member: Any) -> Own:
+    """With what a head's bias and mask have for all of a row's pairs."""
+    head = walk.other_head(mine.item, member) if walk.of.of_keys else mine.item.head
+    bias, mask = (
+        None if plane is None else plane.of_rows(ref, walk.of.block, at, mine.first_row)
+        for at in [(mine.item.batch, head)]
+        for plane, ref in zip(walk.planes, (walk.bias, walk.mask), strict=True)
+    )
+    return mine._replace(bias=bias, mask=mask)
 
 
 def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
@@ -348,11 +387,31 @@ def weights(
     spec, slope = walk.of.spec, None
     if spec.softcap is not None:
         s, slope = capped(s * (spec.scale / spec.softcap))
+    s = with_planes(walk, mine, at, s)
     if is_cut:
         s = hide(walk, mine, at, s)
     factor = (spec.softcap or spec.scale) * LOG2_E
     norm = per_query(walk, mine.norm, walk.own.norm, at.x_slot)
     return jnp.exp2(s * factor - norm), slope
+
+
+def with_planes(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
+    """s with bias, in natural units then, and mask."""
+    planes, own, block = walk.planes, walk.own, walk.of.block
+    if own.pairs is not None:
+        own.pairs.produced.wait(at.pairs_slot)
+    bias, mask = (
+        None if plane is None else plane.read(of_rows, tiles, block, at.pairs_slot, mine.number)
+        for plane, of_rows, tiles in zip(
+            planes, (mine.bias, mine.mask), (own.bias, own.mask), strict=True
+        )
+    )
+    if own.pairs is not None:
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        own.pairs.consumed.arrive(at.pairs_slot)
+    if bias is not None:
+        s = pairs.add(s * (walk.of.spec.softcap or walk.of.spec.scale), bias)
+    return s if mask is None else pairs.keep(s, mask)
 
 
 def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
-from ato_jax.ops.attention.mosaic_gpu import frame, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
@@ -138,12 +138,19 @@ class Pass:
         return found
 
     @property
+    def block(self) -> pairs.Block:
+        """The pairs of a step."""
+        return pairs.Block(self.consumers, ROWS, self.others)
+
+    @property
     def fits(self) -> bool:
-        return self.shared_bytes <= frame.MOST_BYTES
+        planes = pairs.most_bytes(self.spec, self.block, self.of_keys)
+        return self.shared_bytes + planes <= frame.MOST_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of all buffers, each rounded up to 1 KiB, and of the barriers."""
+        """The shared memory of all buffers but bias and mask, each rounded up to 1 KiB, and of the
+        barriers."""
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
         elements = [self.tile * width for width in (spec.D, spec.V)[: 1 + self.keeps_y]]
         elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
@@ -201,14 +208,17 @@ class Storage(mosaic.Storage):
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
     minus_delta: Array  # [y stages, C] float32, with other_y, likewise
     ids: Array  # [x stages, C] int32, segments of the others, with other_x
+    bias: Array  # [1 or 2, n, R, C] or [1 or 2, C]
+    mask: Array  # as bias
     x_loaded: Signal
     y_loaded: Signal | None
     xs: Ring
     ys: Ring
+    pairs: Ring | None  # of bias and mask
     cleaned: Signal | None
 
 
-def storage_of(of: Pass) -> Storage:
+def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
     (own_x, own_y), (other_x, other_y) = of.own, of.other
     x = Buffer(own_x.tiles(of.consumers, ROWS), copies=of.consumers * own_x.parts)
     y = None
@@ -222,6 +232,8 @@ def storage_of(of: Pass) -> Storage:
         minus_delta = Buffer(plgpu.SMEM((of.y_stages, of.others), F32)) if of.with_x else None
     if of.spec.segments:
         ids = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
+    slots = planes.slots(of.block, frame.MOST_BYTES - of.shared_bytes)
+    bias, mask = (None if plane is None else plane.buffer(of.block, slots) for plane in planes)
     readers = (consumers_of(of.consumers),)
     return Storage(
         x=x,
@@ -231,10 +243,13 @@ def storage_of(of: Pass) -> Storage:
         norm=norm,
         minus_delta=minus_delta,
         ids=ids,
+        bias=bias,
+        mask=mask,
         x_loaded=Signal((x,)),
         y_loaded=Signal((y,)) if y is not None and of.with_x else None,
         xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
         ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
+        pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
         cleaned=Signal(readers) if of.cleans else None,
     )
 
@@ -248,6 +263,7 @@ class Walk:
     """The kernel: its pass, its arrays in global memory, and its storage."""
 
     of: Pass
+    planes: pairs.Planes
     own: Storage
     x: Any
     y: Any
@@ -262,6 +278,8 @@ class Walk:
     own_ids: Any = None
     other_ids: Any = None
     shared: Any = None
+    bias: Any = None
+    mask: Any = None
 
     @property
     def turns(self) -> mosaic.Turns | None:
