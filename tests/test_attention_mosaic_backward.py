@@ -102,6 +102,32 @@ def test_masks(mask: str, sizes: Any, options: Any) -> None:
     )
 
 
+@newest
+@pytest.mark.parametrize(
+    "bias, sizes, options",
+    [
+        ("B11S", dict(T=72, S=76, H=2, dtype="float16"), dict(causal=True)),
+        ("BHT1", dict(T=72, S=64, H=2, G=2), dict(layout="bhtd", return_lse=True)),
+        ("1H1S", dict(T=72, S=72, H=2, B=2), dict(kv_lengths=jnp.array([72, 20]), softcap=2.0)),
+    ],
+)
+def test_biases(bias: str, sizes: Any, options: Any) -> None:
+    """Some keys are hidden by minus infinity, some queries altogether, or by the lowest number of
+    all, which a query's keys then share."""
+    generator = np.random.default_rng(1)
+    added = 3 * generator.normal(size=[{"1": 1, "B": 1, **sizes}[letter] for letter in bias])
+    if "T" in bias:
+        added[..., :1, :], added[..., -1:, :] = -np.inf, np.finfo(np.float32).min
+    else:
+        added[..., 3:9], added[..., 9:11] = -np.inf, np.finfo(np.float32).min
+    options = dict(sinks=jnp.array([0.4, -jnp.inf])) | options
+    gradients(
+        draw(**sizes, layout=options.get("layout", "bthd")),
+        bias=jnp.asarray(added, "float32"),
+        **options,
+    )
+
+
 def test_nothing_is_chosen_that_no_card_has_timed() -> None:
     """Only a call that names the backend has such gradients by it."""
     for implementation, wanted in ((None, "triton"), ("mosaic_gpu", "mosaic_gpu")):
@@ -147,7 +173,8 @@ def test_ranges_of_queries(left: int | None, right: int | None, offset: int) -> 
 
 
 def test_what_is_refused_says_why() -> None:
-    assert "a bias" in str(mosaic_gpu.unsupported(spec_of(bias=(False,) * 4), "backward"))
+    refused = mosaic_gpu.unsupported(spec_of(T=1024, S=1024, bias=(True,) * 4), "backward")
+    assert "a bias over pairs" in str(refused)
     assert mosaic_gpu.unsupported(spec_of(), "backward") is None
 
 

@@ -22,6 +22,9 @@ REST_UNITS = {"bfloat16": 2.0**-8 / 127, "float16": 2.0**-11 / 127}
 # saturated score has no gradient in any precision.
 SMALLEST_SLOPE = 2.0**-53
 
+# A fault of all of a query's weights that leaves its gradients half of float16's budget.
+SMALLEST_CORRECTION = 2.0**-11
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:

@@ -73,8 +73,8 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 
 
 def _no_gradients(spec: AttentionSpec, config: Config) -> str | None:
-    if spec.bias is not None:
-        return "has no gradients with a bias yet"
+    if spec.bias is not None and pairs.extent(spec.bias) == "pairs":
+        return "has no gradients with a bias over pairs yet"
     if not all(of.fits for of in passes(spec, config)):
         return f"has no room in shared memory for the gradients of D={spec.D}, V={spec.V}"
     return None

@@ -48,6 +48,10 @@ those of s do not.
 
 A group's heads of queries are H / G walks, one after the other, into the same sums dk and dv.
 
+With a bias, scores and lse are natural, and p = exp2(log2(e) (s - lse)), since a bias may be so low
+that lse has no digit left of the logarithm of the keys' number. So the kernel for dq sums each
+query's weights up, and divides by that sum; `backward.py` brings it to dk and dv.
+
 In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
 power of two that keeps it within 1; the sums lose both at the end.
 """
@@ -65,9 +69,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
-from ato_jax.ops.attention.mosaic_gpu import frame, pairs, visibility
+from ato_jax.mosaic import OF_ROWS
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.frame import Side
+from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
+    At,
+    Own,
+    gradient_of_scores,
+    natural_weights,
+    per_query,
+    shift,
+    weights,
+    with_planes_of,
+)
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     ROWS,
     Pass,
@@ -77,54 +91,31 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     storage_of,
 )
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item
-from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
+from ato_jax.ops.attention.mosaic_gpu.softmax import COLUMNS, by_columns
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
-from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
-
-# The power of two that float16's weights carry: half of its largest number, which leaves room for
-# weights that round above 1.
-WEIGHT_SHIFT = 15
-
-
-def shift(spec: AttentionSpec) -> int:
-    return WEIGHT_SHIFT if spec.dtype == "float16" else 0
 
 
 class Sums(NamedTuple):
-    """In parts of columns where the others' tiles are in parts; none where it is not made."""
+    """In parts of columns where the others' tiles are in parts; none where it is not made. by_row
+    [R, 8]: what `Pass.by_row` says, over every 8th of the others."""
 
     dx: tuple[jax.Array, ...]
     dy: tuple[jax.Array, ...]
-
-
-class Own(NamedTuple):
-    """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries, and
-    float16's `gain`; of `bias` and `mask` what is the same for all of a row's pairs."""
-
-    item: Item
-    number: Any
-    first_row: Any
-    norm: Any
-    minus_delta: Any
-    gain: Any
-    bias: Any = None
-    mask: Any = None
-
-
-class At(NamedTuple):
-    """Where a step is: which block of the others, and the slots that it and its bias and mask lie
-    in."""
-
-    block: Any
-    x_slot: Any
-    y_slot: Any
-    pairs_slot: Any
+    by_row: jax.Array | None
 
 
 def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """dx, dy or both, from the arrays of `Walk` by name."""
+    """dx, dy and what is by rows, where they are made, from the arrays of `Walk` by name."""
     made = {"dx": of.with_x, "dy": of.with_y}
     wanted = [name for name, makes in made.items() if makes]
+    shapes = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for array in (arrays[name.removeprefix("d")] for name in wanted)
+    ]
+    if of.by_row is not None:
+        wanted.append("by_row")
+        shape = of.spec.B, of.spec.H, of.tiles * of.tile
+        shapes.append(jax.ShapeDtypeStruct(shape, mosaic.F32))
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         return Walk(of, planes, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
@@ -135,10 +126,7 @@ def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[ja
         "_".join(("attention_backward", *(f"d{name}" for name in of.names), "mosaic")),
         mosaic.Program(mosaic.Roles(cast), storage_of(of, planes), parts, bind),
         of,
-        tuple(
-            jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for array in (arrays[name.removeprefix("d")] for name in wanted)
-        ),
+        tuple(shapes),
         tuple(arrays.values()),
         own_barriers=True,
     )
@@ -226,6 +214,7 @@ def consume(walk: Walk) -> None:
     sums = Sums(
         _zeros(of.other[0]) if of.with_x else (),
         _zeros(of.other[1]) if of.with_y else (),
+        None,
     )
     if walk.turns is not None:
         walk.turns.open(number)
@@ -250,6 +239,8 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     seen = walk.seen(item.batch, mine.first_row, ROWS)
     until, behind = item.seen.end - seen.whole_end, item.seen.end - seen.whole
     until, behind = (jnp.clip(bound, 0, item.steps) for bound in (until, behind))
+    if of.by_row is not None:
+        sums = sums._replace(by_row=mosaic.zeros(ROWS, COLUMNS))
     until = until if cut_at_end else jnp.int32(0)
     behind = behind if cut_at_start else item.steps
 
@@ -265,18 +256,7 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     sums = lax.fori_loop(until, behind, functools.partial(step, False), sums)
     if cut_at_start:
         sums = lax.fori_loop(behind, item.steps, functools.partial(step, True), sums)
-    return sums
-
-
-def with_planes_of(walk: Walk, mine: Own, member: Any) -> Own:
-    """With what a head's bias and mask have for all of a row's pairs."""
-    head = walk.other_head(mine.item, member) if walk.of.of_keys else mine.item.head
-    bias, mask = (
-        None if plane is None else plane.of_rows(ref, walk.of.block, at, mine.first_row)
-        for at in [(mine.item.batch, head)]
-        for plane, ref in zip(walk.planes, (walk.bias, walk.mask), strict=True)
-    )
-    return mine._replace(bias=bias, mask=mask)
+    return finish_rows(walk, mine, member, sums)
 
 
 def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
@@ -289,9 +269,12 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     if is_cut and of.cleans:
         clean(walk, mine, at, xs, ys)
     p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys)
-    dtype, of_dx, of_dy = frame.dtype_of(of.spec), [], []
+    dtype, of_dx, of_dy, by_row = frame.dtype_of(of.spec), [], [], sums.by_row
     if of.with_x:
-        ds = mosaic.rounded(gradient_of_scores(mine, p, slope, dp), dtype)
+        ds = gradient_of_scores(mine, p, dp)
+        if by_row is not None:
+            by_row += by_columns(ds if of.of_keys else p)
+        ds = mosaic.rounded(ds if slope is None else ds * slope, dtype)
         of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
@@ -304,7 +287,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     )
     own.xs.consumed.arrive(at.x_slot)
     own.ys.consumed.arrive(at.y_slot)
-    return Sums(found[len(of_dy) :], found[: len(of_dy)])
+    return Sums(found[len(of_dy) :], found[: len(of_dy)], by_row)
 
 
 def pairs_of(
@@ -380,72 +363,30 @@ def clean(walk: Walk, mine: Own, at: At, xs: list[Any], ys: list[Any]) -> None:
         cleaned.wait()
 
 
-def weights(
-    walk: Walk, mine: Own, is_cut: bool, at: At, s: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """p, float32, and the softcap's slope."""
-    spec, slope = walk.of.spec, None
-    if spec.softcap is not None:
-        s, slope = capped(s * (spec.scale / spec.softcap))
-    s = with_planes(walk, mine, at, s)
-    if is_cut:
-        s = hide(walk, mine, at, s)
-    factor = (spec.softcap or spec.scale) * LOG2_E
-    norm = per_query(walk, mine.norm, walk.own.norm, at.x_slot)
-    return jnp.exp2(s * factor - norm), slope
-
-
-def with_planes(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
-    """s with bias, in natural units then, and mask."""
-    planes, own, block = walk.planes, walk.own, walk.of.block
-    if own.pairs is not None:
-        own.pairs.produced.wait(at.pairs_slot)
-    bias, mask = (
-        None if plane is None else plane.read(of_rows, tiles, block, at.pairs_slot, mine.number)
-        for plane, of_rows, tiles in zip(
-            planes, (mine.bias, mine.mask), (own.bias, own.mask), strict=True
-        )
-    )
-    if own.pairs is not None:
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-        own.pairs.consumed.arrive(at.pairs_slot)
-    if bias is not None:
-        s = pairs.add(s * (walk.of.spec.softcap or walk.of.spec.scale), bias)
-    return s if mask is None else pairs.keep(s, mask)
-
-
-def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """tanh and its slope: with e = exp(-2 |x|) and u = 2 e / (1 + e), tanh |x| = 1 - u, and the
-    slope is u (2 - u), which cancels no digits where tanh is close to 1."""
-    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
-    u = jnp.where(e > SMALLEST_SLOPE / 4, 2 * e / (1 + e), 0.0)
-    return jnp.where(x < 0, u - 1, 1 - u), u * (2 - u)
-
-
-def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
-    of, own, limits = walk.of, walk.own, walk.limits(mine.item.batch)
-    end = limits.kv_length if of.masks_the_end else None
-    ids = None
-    if own.ids is not None:
-        rows = walk.own_ids.at[mine.item.batch, pl.ds(mine.first_row, ROWS)]
-        of_others = mosaic.load(own.ids.at[at.x_slot], OF_COLUMNS)
-        ids = mosaic.load(rows, OF_ROWS, optimized=False), of_others  # [R], [C]
-    return visibility.hide(s, limits, mine.first_row, at.block * of.others, end, ids)
-
-
-def per_query(walk: Walk, of_rows: Any, vectors: Any, slot: Any) -> jax.Array:
-    """norm or -delta at each pair, [R, C], of own rows or from a slot of others."""
-    if vectors is None:
-        return mosaic.in_columns(of_rows, walk.of.others)
-    return mosaic.in_rows(mosaic.load(vectors.at[slot], OF_COLUMNS), ROWS)
-
-
-def gradient_of_scores(
-    mine: Own, p: jax.Array, slope: jax.Array | None, dp: jax.Array
-) -> jax.Array:
-    """ds, float32, from dp - delta."""
-    ds = p * (dp if mine.gain is None else dp * mine.gain)
-    return ds if slope is None else ds * slope
+def finish_rows(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
+    """Stores what is summed over a head's pairs: ds of each key, or by what dq is multiplied, the
+    inverse of the sum of each query's weights."""
+    of, item, gain = walk.of, mine.item, mine.gain
+    if sums.by_row is None:
+        return sums
+    found, unit, head = jnp.sum(sums.by_row, axis=1), 2.0 ** -shift(of.spec), item.head
+    if of.of_keys:
+        head = walk.other_head(item, member)
+        found = found * (unit if gain is None else unit / gain)
+        here = walk.limits(item.batch).q_length
+        if here is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=OF_ROWS)
+            found = jnp.where(row < here - mine.first_row, found, 0.0)
+    else:
+        if walk.sinks is not None:
+            found = found + natural_weights(of.spec, walk.sinks[head], mine.norm)
+        found = 1 / jnp.where(found == 0, 1.0, found * unit)
+        factor = [mosaic.in_columns(found, total.shape[1]) for total in sums.dx]
+        dx = tuple(total * by for total, by in zip(sums.dx, factor, strict=True))
+        sums = sums._replace(dx=dx)
+    at = item.batch, head, pl.ds(mine.first_row, ROWS)
+    mosaic.store_in_memory(walk.by_row.at[at], found)
+    return sums._replace(by_row=None)
 
 
 def finish(walk: Walk, mine: Own, sums: Sums) -> None:

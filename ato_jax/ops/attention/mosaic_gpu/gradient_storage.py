@@ -81,6 +81,17 @@ class Pass:
         return [name for name, makes in zip(names, made, strict=True) if makes]
 
     @property
+    def by_row(self) -> str | None:
+        """What it sums up over each own row's pairs: with a bias the weights of a query, and for
+        the gradient of a bias over keys alone ds of a key."""
+        bias = self.spec.bias
+        if bias is None or not self.with_x:
+            return None
+        if self.of_keys:
+            return "ds" if bias[3] and not bias[2] else None
+        return "weights"
+
+    @property
     def members(self) -> int:
         """How many heads of the other side each own head goes through."""
         return self.spec.H // self.spec.G if self.of_keys else 1
@@ -273,6 +284,7 @@ class Walk:
     minus_delta: Any
     dx: Any = None
     dy: Any = None
+    by_row: Any = None  # [B, H, own rows up to whole tiles] float32, as `gradient.finish_rows` says
     gain: Any = None  # [B, G]
     bounds: Any = None
     own_ids: Any = None
@@ -280,6 +292,7 @@ class Walk:
     shared: Any = None
     bias: Any = None
     mask: Any = None
+    sinks: Any = None
 
     @property
     def turns(self) -> mosaic.Turns | None:
