@@ -617,7 +617,6 @@ MOSAIC_GRADIENTS = Space(
             name for name in MOSAIC_ATTENTION_LENGTHS if name not in ("T = S", "S = 1")
         ),
         "widths": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
-        "bias": ("none",),
         "scale": (None, 0.2),
         "dropout": (False,),
         "batched": (True,),

@@ -15,7 +15,7 @@ import pytest
 import ato_jax
 from ato_jax import choosing
 from ato_jax.ops.attention import api, mosaic_gpu
-from ato_jax.ops.attention.mosaic_gpu import gradient_storage, visibility
+from ato_jax.ops.attention.mosaic_gpu import bias_gradient, gradient_storage, visibility
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.test_attention_mosaic import H200, draw, newest, no_races, spec_of, with_nan
@@ -106,9 +106,18 @@ def test_masks(mask: str, sizes: Any, options: Any) -> None:
 @pytest.mark.parametrize(
     "bias, sizes, options",
     [
-        ("B11S", dict(T=72, S=76, H=2, dtype="float16"), dict(causal=True)),
+        (
+            "B11S",
+            dict(T=72, S=76, H=2, dtype="float16"),
+            dict(causal=True, kv_lengths=jnp.array([70])),
+        ),
         ("BHT1", dict(T=72, S=64, H=2, G=2), dict(layout="bhtd", return_lse=True)),
-        ("1H1S", dict(T=72, S=72, H=2, B=2), dict(kv_lengths=jnp.array([72, 20]), softcap=2.0)),
+        ("BHTS", dict(T=72, S=128, H=2, G=1), dict(causal=True)),
+        (
+            "1HTS",
+            dict(T=72, S=64, H=2, B=2, dtype="float16"),
+            dict(kv_lengths=jnp.array([64, 20]), q_lengths=jnp.array([20, 72]), softcap=2.0),
+        ),
     ],
 )
 def test_biases(bias: str, sizes: Any, options: Any) -> None:
@@ -172,19 +181,40 @@ def test_ranges_of_queries(left: int | None, right: int | None, offset: int) -> 
         assert every[whole:whole_end].all()
 
 
-def test_what_is_refused_says_why() -> None:
-    refused = mosaic_gpu.unsupported(spec_of(T=1024, S=1024, bias=(True,) * 4), "backward")
-    assert "a bias over pairs" in str(refused)
-    assert mosaic_gpu.unsupported(spec_of(), "backward") is None
+@pytest.mark.parametrize("of_batch, of_head", [*itertools.product((False, True), repeat=2)])
+def test_each_element_of_a_bias_has_one_owner(of_batch: bool, of_head: bool) -> None:
+    """Which sums over all entries that share the element, each of them once."""
+    spec = spec_of(B=3, T=200, S=1152, bias=(of_batch, of_head, True, True))
+    tiles = bias_gradient.tiles_of(spec, mosaic_gpu.default_config(spec, H200))
+    assert tiles is not None
+    places = [tiles.place(jnp.int32(n)) for n in range(tiles.blocks)]
+    found = sorted((int(b), int(h), int(row), int(block)) for (b, h), row, block in places)
+    batches, heads = range(3 if of_batch else 1), range(4 if of_head else 1)
+    first_rows = range(0, 200, tiles.of.tile)
+    assert found == list(itertools.product(batches, heads, first_rows, (0, 8, 16)))
+    owners = itertools.product(batches, heads)
+    entries = [tiles.entry(own, jnp.int32(n)) for own in owners for n in range(tiles.entries)]
+    assert sorted((int(b), int(h)) for b, h in entries) == list(
+        itertools.product(range(3), range(4))
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(segments=True), dict(mask=(True,) * 4), dict(mask=(True, False) * 2)]
+    "options",
+    [
+        {},
+        dict(segments=True),
+        dict(mask=(True,) * 4),
+        dict(mask=(True, False) * 2),
+        dict(bias=(True,) * 4),
+        dict(bias=(False, True, True, True), mask=(True, False, True, True)),
+    ],
 )
 def test_shared_memory_suffices(options: dict[str, Any]) -> None:
     """With room for loads ahead of the products, but for the widest heads with an option."""
     for D, V in itertools.product(range(16, 257, 16), repeat=2):
-        spec = spec_of(T=1024, S=1024, D=D, V=V, **options)
+        spec = spec_of(B=64, T=1024, S=1024, D=D, V=V, **options)
+        assert mosaic_gpu.unsupported(spec, "backward") is None
         for of in gradient_storage.passes(spec, mosaic_gpu.default_config(spec, H200)):
             assert of.fits and of.x_stages + of.y_stages >= (2 if options else 3)
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from ato_jax import device
 from ato_jax.backend import Backend
 from ato_jax.mosaic import HALF, program
+from ato_jax.ops.attention.mosaic_gpu import bias_gradient, frame, pairs
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
-from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, passes
@@ -73,9 +73,10 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
 
 
 def _no_gradients(spec: AttentionSpec, config: Config) -> str | None:
+    fits = all(of.fits for of in passes(spec, config))
     if spec.bias is not None and pairs.extent(spec.bias) == "pairs":
-        return "has no gradients with a bias over pairs yet"
-    if not all(of.fits for of in passes(spec, config)):
+        fits = fits and bias_gradient.tiles_of(spec, config) is not None
+    if not fits:
         return f"has no room in shared memory for the gradients of D={spec.D}, V={spec.V}"
     return None
 

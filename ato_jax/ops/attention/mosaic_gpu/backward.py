@@ -24,7 +24,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.mosaic import F32
-from ato_jax.ops.attention.mosaic_gpu import gradient, gradient_pairs, pairs, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import (
+    bias_gradient,
+    gradient,
+    gradient_pairs,
+    pairs,
+    segments,
+    visibility,
+)
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
@@ -68,12 +75,15 @@ def backward(
         shares = shares if correction is None else shares * correction
         found["sinks"] = -jnp.sum(shares * delta, axis=(0, 2))
     if spec.bias is not None and inputs.bias is not None:
-        if by_key is not None:
-            dbias = by_key[:, :, None]  # [B, H, 1, S]
+        if pairs.extent(spec.bias) == "pairs":
+            found["bias"] = by_pairs(spec, config, inputs, dout, rows)
         else:
-            dbias = by_query(spec, cotangents, lse, delta, shares)[..., None]  # [B, H, T, 1]
-        lacked = [n for n, size in enumerate(inputs.bias.shape) if dbias.shape[n] != size]
-        found["bias"] = jnp.sum(dbias, axis=lacked, keepdims=True).astype(inputs.bias.dtype)
+            if by_key is not None:
+                dbias = by_key[:, :, None]  # [B, H, 1, S]
+            else:
+                dbias = by_query(spec, cotangents, lse, delta, shares)[..., None]  # [B, H, T, 1]
+            lacked = [n for n, size in enumerate(inputs.bias.shape) if dbias.shape[n] != size]
+            found["bias"] = jnp.sum(dbias, axis=lacked, keepdims=True).astype(inputs.bias.dtype)
     return Inputs(**found)
 
 
@@ -87,6 +97,19 @@ def with_correction(
     correction = jnp.where(needed, correction, 1.0)
     by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
     return (dout * by_query[..., None]).astype(dout.dtype), delta * correction
+
+
+def by_pairs(
+    spec: AttentionSpec, config: Config, inputs: Inputs, dout: jax.Array, rows: dict[str, jax.Array]
+) -> jax.Array:
+    """dbias of a bias over pairs, by a kernel of its own: a call that does not use it does not run
+    it. `rows` as for dk and dv."""
+    tiles = bias_gradient.tiles_of(spec, config)
+    assert tiles is not None and inputs.bias is not None
+    planes = pairs.planes_of(spec, inputs)
+    arrays = arrays_of(tiles.of, planes, inputs._replace(sinks=None), dout)
+    arrays |= {name: rows[name] for name in ("norm", "minus_delta")}
+    return bias_gradient.run(spec, config, planes, inputs.bias, arrays)
 
 
 def by_query(

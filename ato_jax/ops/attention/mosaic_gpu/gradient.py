@@ -76,6 +76,7 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
     At,
     Own,
     gradient_of_scores,
+    load_planes,
     natural_weights,
     per_query,
     shift,
@@ -90,7 +91,6 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     roles_of,
     storage_of,
 )
-from ato_jax.ops.attention.mosaic_gpu.schedule import Item
 from ato_jax.ops.attention.mosaic_gpu.softmax import COLUMNS, by_columns
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
 
@@ -177,23 +177,6 @@ def memory(walk: Walk) -> None:
     own.ys.drain(of.members * item.steps)
     if own.pairs is not None:
         own.pairs.drain(of.members * item.steps)
-
-
-def load_planes(walk: Walk, item: Item, head: Any, now: Any, first: Any) -> None:
-    """Loads bias and mask of a step, for a head of queries and the others from `first` on."""
-    own, ring = walk.own, walk.own.pairs
-    if ring is None:
-        return
-    ring.acquire(now)
-    slot = ring.slot(now)
-    for plane, ref, tiles in (
-        (walk.planes.bias, walk.bias, own.bias),
-        (walk.planes.mask, walk.mask, own.mask),
-    ):
-        if plane is not None and plane.in_ring:
-            at, corner = (item.batch, head), (item.first_row, first)
-            barrier = ring.produced.at[slot]
-            plane.load(ref, walk.of.block, at, corner, tiles.at[slot], barrier)
 
 
 def consume(walk: Walk) -> None:

@@ -51,6 +51,23 @@ class At(NamedTuple):
     pairs_slot: Any
 
 
+def load_planes(walk: Walk, item: Item, head: Any, now: Any, first: Any) -> None:
+    """Loads bias and mask of a step, for a head of queries and the others from `first` on."""
+    own, ring = walk.own, walk.own.pairs
+    if ring is None:
+        return
+    ring.acquire(now)
+    slot = ring.slot(now)
+    for plane, ref, tiles in (
+        (walk.planes.bias, walk.bias, own.bias),
+        (walk.planes.mask, walk.mask, own.mask),
+    ):
+        if plane is not None and plane.in_ring:
+            at, corner = (item.batch, head), (item.first_row, first)
+            barrier = ring.produced.at[slot]
+            plane.load(ref, walk.of.block, at, corner, tiles.at[slot], barrier)
+
+
 def with_planes_of(walk: Walk, mine: Own, member: Any) -> Own:
     """With what a head's bias and mask have for all of a row's pairs."""
     head = walk.other_head(mine.item, member) if walk.of.of_keys else mine.item.head

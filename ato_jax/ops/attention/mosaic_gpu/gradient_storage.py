@@ -141,11 +141,15 @@ class Pass:
 
     def fitted(self) -> Pass:
         """With fewer slots, where shared memory has no room for so many: first of the factor that
-        is let go of early."""
+        is let go of early. With fewer consumers, where it has none for both bias and mask."""
         found = self
         for name in ("y_stages", "x_stages") if self.with_x else ("x_stages", "y_stages"):
             while not found.fits and getattr(found, name) > 1:
                 found = dataclasses.replace(found, **{name: getattr(found, name) - 1})
+        while not found.fits and found.consumers > 1:
+            consumers = found.consumers - 1
+            turns = found.turns and consumers > 1
+            found = dataclasses.replace(found, consumers=consumers, turns=turns)
         return found
 
     @property
