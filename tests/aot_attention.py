@@ -99,6 +99,8 @@ def main(call: Call) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def forward(q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+        if call.options.get("dropout_rate"):
+            arrays = arrays | {"dropout_key": jax.random.key(0)}
         return ato_jax.attention(
             q, k, v, implementation="mosaic_gpu", **call.options, **arrays
         )

@@ -593,7 +593,6 @@ MOSAIC_ATTENTION = Space(
     rules=(
         SEGMENTS_RULE,
         Rule(("scale",), lambda scale: scale == -0.2, "needs a positive scale"),
-        Rule(("dropout",), lambda dropout: dropout, "does not support dropout"),
         Rule(
             ("lengths", "widths"),
             lambda lengths, widths: (
@@ -618,15 +617,10 @@ MOSAIC_GRADIENTS = Space(
         ),
         "widths": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
         "scale": (None, 0.2),
-        "dropout": (False,),
         "batched": (True,),
         "alone": (False,),
     },
-    rules=tuple(
-        rule
-        for rule in MOSAIC_ATTENTION.rules
-        if not {"dropout", "scale"} & {*rule.factors}
-    ),
+    rules=tuple(rule for rule in MOSAIC_ATTENTION.rules if "scale" not in rule.factors),
     backend="mosaic_gpu",
 )
 

@@ -8,6 +8,7 @@ import itertools
 import os
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -135,6 +136,22 @@ def test_biases(bias: str, sizes: Any, options: Any) -> None:
         bias=jnp.asarray(added, "float32"),
         **options,
     )
+
+
+@newest
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(T=72, S=136, H=2, G=1, dtype="float16"), dict(causal=True)),
+        (dict(T=72, S=64, B=2, H=2, V=256), dict(bias=jnp.linspace(-2, 2, 2 * 72 * 64))),
+    ],
+)
+def test_dropout(sizes: Any, options: Any) -> None:
+    """Groups, dk and dv apart, a bias over pairs."""
+    options = dict(options)
+    if "bias" in options:
+        options["bias"] = options["bias"].reshape(1, 2, 72, 64)
+    gradients(draw(**sizes), dropout_rate=0.3, dropout_key=jax.random.key(7), **options)
 
 
 def test_nothing_is_chosen_that_no_card_has_timed() -> None:

@@ -60,8 +60,6 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
         )
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
-    if spec.dropout_rate > 0:
-        return "does not support dropout"
     config = default_config(spec, device.of_call(()))
     if lacking := pairs.unsupported(spec):
         return lacking
@@ -92,7 +90,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     # With these the kernel for dq spills 100 to 540 bytes at D = 128, if a step has 128 keys.
     lengths = spec.q_lengths or spec.kv_lengths
     plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
-    plain = plain and spec.bias is None and spec.mask is None
+    plain = plain and spec.bias is None and spec.mask is None and not spec.dropout_rate
     most = 3 if widest <= 64 else 2
     fill = functools.partial(_filling, most, device.multiprocessors)
     of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
@@ -128,8 +126,8 @@ def beats_later_backends(
     # forward pass of B2 H16 T4096 D128 with a bias over pairs 999 and 949. Fewer queries or keys
     # are not measured.
     planes = [full for full in (spec.bias, spec.mask) if full is not None]
-    if backward_follows and planes:
-        return False  # no card has timed these gradients
+    if spec.dropout_rate or backward_follows and planes:
+        return False  # no card has timed these
     of_pairs = any(pairs.extent(full) == "pairs" for full in planes)
     return min(spec.T, spec.S) >= 512 and not of_pairs
 

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from ato_jax.mosaic import F32
 from ato_jax.ops.attention.mosaic_gpu import (
     bias_gradient,
+    dropout,
     gradient,
     gradient_pairs,
     pairs,
@@ -54,6 +55,8 @@ def backward(
     lse, delta = of_queries(spec, residuals, cotangents)
     norm = lse if spec.bias is not None else lse * LOG2_E - gradient_pairs.shift(spec)
     rows = {"norm": padded(spec, config, norm, jnp.inf)}
+    if (hashes := dropout.hashes(spec, inputs, rows["norm"].shape[2])) is not None:
+        rows["hashes"] = hashes
     if gain is not None:
         rows["gain"] = gain
     found: dict[str, jax.Array] = {}
@@ -108,7 +111,7 @@ def by_pairs(
     assert tiles is not None and inputs.bias is not None
     planes = pairs.planes_of(spec, inputs)
     arrays = arrays_of(tiles.of, planes, inputs._replace(sinks=None), dout)
-    arrays |= {name: rows[name] for name in ("norm", "minus_delta")}
+    arrays |= {name: array for name, array in rows.items() if name != "gain"}
     return bias_gradient.run(spec, config, planes, inputs.bias, arrays)
 
 

@@ -31,17 +31,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import OF_ROWS, Array, Buffer, Ring
+from ato_jax.mosaic import Array, Buffer, Ring
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
     At,
     Own,
+    finish_dp,
     gradient_of_scores,
     load_planes,
     shift,
+    signs,
+    start_of_dp,
+    undropped,
     weights,
     with_planes_of,
+    with_queries,
 )
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, Walk, dq_pass, roles_of
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item
@@ -120,6 +125,7 @@ class Storage(mosaic.Storage):
     pairs: Ring
     norm: None = None  # these lie by rows, as for dq
     minus_delta: None = None
+    hashes: None = None
 
 
 def tiles_of(spec: AttentionSpec, config: Config, bias_bytes: int = 4) -> Tiles | None:
@@ -304,13 +310,7 @@ def one_step(
     """The sum with an entry's ds."""
     walk, own, of = work.walk, work.storage, work.tiles.of
     first_row, stays = item.first_row + number * ROWS, work.tiles.entries == 1
-    of_item = item.batch, item.head, pl.ds(first_row, ROWS)
-    norm, minus_delta = (
-        mosaic.load(ref.at[of_item], OF_ROWS, optimized=False)  # [R]
-        for ref in (walk.norm, walk.minus_delta)
-    )
-    mine = Own(item, number, first_row, norm, minus_delta, None)
-    mine = with_planes_of(walk, mine, 0)
+    mine = with_planes_of(walk, with_queries(walk, Own(item, number, first_row)), 0)
     at = At(block, own.xs.slot(step), own.ys.slot(step), own.pairs.slot(step))
     slot = jnp.int32(0) if stays else own.own.slot(step)
     if stays:
@@ -331,9 +331,10 @@ def one_step(
 
     def known(s: jax.Array) -> jax.Array:
         p, _ = weights(walk, mine, True, at, s)
-        return p
+        return signs(walk, mine, at, p)
 
-    start = mosaic.in_columns(minus_delta, KEYS)
+    minus_delta = mosaic.in_columns(mine.minus_delta, KEYS)
+    start = start_of_dp(of.spec, minus_delta)
     p, (dp,) = mosaic.multiply_under(
         frame.products(x, xs), (ROWS, KEYS), [(start, frame.products(y, ys))], known
     )
@@ -342,7 +343,9 @@ def one_step(
         own.own.consumed.arrive(slot)
     own.xs.consumed.arrive(at.x_slot)
     own.ys.consumed.arrive(at.y_slot)
-    return total + existing(walk, mine, at, gradient_of_scores(mine, p, dp))
+    dp = finish_dp(of.spec, p, dp, minus_delta)
+    ds = gradient_of_scores(mine, undropped(of.spec, p), dp)
+    return total + existing(walk, mine, at, ds)
 
 
 def existing(walk: Walk, mine: Own, at: At, ds: jax.Array) -> jax.Array:

@@ -75,13 +75,19 @@ from ato_jax.ops.attention.mosaic_gpu.frame import Side
 from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
     At,
     Own,
+    dropped,
+    finish_dp,
     gradient_of_scores,
     load_planes,
     natural_weights,
     per_query,
     shift,
+    signs,
+    start_of_dp,
+    undropped,
     weights,
     with_planes_of,
+    with_queries,
 )
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     ROWS,
@@ -157,6 +163,9 @@ def memory(walk: Walk) -> None:
         if own.norm is not None:
             source = walk.norm.at[item.batch, head, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.norm.at[slot], barrier.at[slot])
+        if own.hashes is not None:
+            source = walk.hashes.at[item.batch, head, rows]  # [C]
+            plgpu.copy_gmem_to_smem(source, own.hashes.at[slot], barrier.at[slot])
         if own.ids is not None:
             source = walk.other_ids.at[item.batch, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.ids.at[slot], barrier.at[slot])
@@ -183,14 +192,9 @@ def consume(walk: Walk) -> None:
     """Makes R rows of dx and dy."""
     of, item, number = walk.of, walk.item(), mosaic.group()
     first_row = item.first_row + number * ROWS
-    norm = minus_delta = None
+    mine = Own(item, number, first_row, gain=walk.gain_of(item))
     if not of.of_keys:
-        at = item.batch, item.head, pl.ds(first_row, ROWS)
-        norm, minus_delta = (
-            mosaic.load(ref.at[at], OF_ROWS, optimized=False)  # [R]
-            for ref in (walk.norm, walk.minus_delta)
-        )
-    mine = Own(item, number, first_row, norm, minus_delta, walk.gain_of(item))
+        mine = with_queries(walk, mine)
     walk.own.x_loaded.wait()
     if walk.own.y_loaded is not None:
         walk.own.y_loaded.wait()
@@ -254,15 +258,15 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys)
     dtype, of_dx, of_dy, by_row = frame.dtype_of(of.spec), [], [], sums.by_row
     if of.with_x:
-        ds = gradient_of_scores(mine, p, dp)
+        ds = gradient_of_scores(mine, undropped(of.spec, p), dp)
         if by_row is not None:
-            by_row += by_columns(ds if of.of_keys else p)
+            by_row += by_columns(ds if of.of_keys else undropped(of.spec, p))
         ds = mosaic.rounded(ds if slope is None else ds * slope, dtype)
         of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
     if of.with_y:
-        p = mosaic.rounded(p, dtype)
+        p = mosaic.rounded(dropped(of.spec, p), dtype)
         of_dy = [(total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=True)]
     await_turn(walk, mine)
     found = mosaic.multiply(
@@ -281,7 +285,7 @@ def pairs_of(
     xs: list[Any],
     ys: list[Any],
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """p, the softcap's slope, and dp - delta, where dx is made."""
+    """p, with `signs`, the softcap's slope, and dp - delta, where dx is made."""
     of = walk.of
     number = mine.number + unknown_zero(mine, at)
     x = of.own[0].parts_of(walk.own.x.at[number])
@@ -290,21 +294,23 @@ def pairs_of(
     if not of.with_x:
         await_turn(walk, mine)
         (s,) = mosaic.multiply((start, of_s), meanwhile=issued)
-        return *weights(walk, mine, is_cut, at, s), None
+        p, slope = weights(walk, mine, is_cut, at, s)
+        return signs(walk, mine, at, p), slope, None
 
     def known(s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         p, slope = weights(walk, mine, is_cut, at, s)
         if of.hold:
             mosaic.compute_first(p)
-        return p, slope
+        return signs(walk, mine, at, p), slope
 
     y = of.own[1].parts_of(walk.own.y.at[number])
     minus_delta = per_query(walk, mine.minus_delta, walk.own.minus_delta, at.y_slot)
     await_turn(walk, mine)
     (p, slope), (dp,) = mosaic.multiply_under(
-        of_s, (ROWS, of.others), [(minus_delta, frame.products(y, ys))], known, issued=issued
+        of_s, (ROWS, of.others), [(start_of_dp(of.spec, minus_delta), frame.products(y, ys))],
+        known, issued=issued
     )
-    return p, slope, dp
+    return p, slope, finish_dp(of.spec, p, dp, minus_delta)
 
 
 def unknown_zero(mine: Own, at: At) -> Any:
@@ -379,11 +385,12 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
     unit, gain = 2.0 ** -shift(of.spec), mine.gain
+    of_y = unit / (1 - of.spec.dropout_rate)
     of_x: Any = of.spec.scale * unit if gain is None else of.spec.scale * unit / gain
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
     for side, tiles, totals, factor in (
         (of.own[0], own.x, sums.dx, of_x),
-        (of.own[1], place_of_dy, sums.dy, unit),
+        (of.own[1], place_of_dy, sums.dy, of_y),
     ):
         if not totals:
             continue

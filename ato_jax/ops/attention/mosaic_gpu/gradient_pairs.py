@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
-from ato_jax.ops.attention.mosaic_gpu import pairs, visibility
+from ato_jax.ops.attention.mosaic_gpu import dropout, pairs, visibility
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Walk
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
@@ -28,15 +28,17 @@ def shift(spec: AttentionSpec) -> int:
 
 
 class Own(NamedTuple):
-    """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries, and
-    float16's `gain`; of `bias` and `mask` what is the same for all of a row's pairs."""
+    """A consumer's part of an item: `norm`, `minus_delta` and dropout's `hashes` of its rows, if
+    these are queries, and float16's `gain`; of `bias` and `mask` what is the same for all of a
+    row's pairs."""
 
     item: Item
     number: Any
     first_row: Any
-    norm: Any
-    minus_delta: Any
-    gain: Any
+    norm: Any = None
+    minus_delta: Any = None
+    gain: Any = None
+    hashes: Any = None
     bias: Any = None
     mask: Any = None
 
@@ -66,6 +68,16 @@ def load_planes(walk: Walk, item: Item, head: Any, now: Any, first: Any) -> None
             at, corner = (item.batch, head), (item.first_row, first)
             barrier = ring.produced.at[slot]
             plane.load(ref, walk.of.block, at, corner, tiles.at[slot], barrier)
+
+
+def with_queries(walk: Walk, mine: Own) -> Own:
+    """With what is known of own rows that are queries, [R] each."""
+    at = mine.item.batch, mine.item.head, pl.ds(mine.first_row, ROWS)
+    norm, minus_delta, hashes = (
+        None if ref is None else mosaic.load(ref.at[at], OF_ROWS, optimized=False)
+        for ref in (walk.norm, walk.minus_delta, walk.hashes)
+    )
+    return mine._replace(norm=norm, minus_delta=minus_delta, hashes=hashes)
 
 
 def with_planes_of(walk: Walk, mine: Own, member: Any) -> Own:
@@ -148,3 +160,35 @@ def per_query(walk: Walk, of_rows: Any, vectors: Any, slot: Any) -> jax.Array:
 def gradient_of_scores(mine: Own, p: jax.Array, dp: jax.Array) -> jax.Array:
     """ds, float32, from dp - delta, without the softcap's slope."""
     return p * (dp if mine.gain is None else dp * mine.gain)
+
+
+def signs(walk: Walk, mine: Own, at: At, p: jax.Array) -> jax.Array:
+    """p, negative where dropout drops it: of two arrays the loops would hold both in registers."""
+    of = walk.of
+    if not of.spec.dropout_rate:
+        return p
+    hashes = per_query(walk, mine.hashes, walk.own.hashes, at.x_slot)
+    first_key = mine.first_row if of.of_keys else at.block * of.others
+    return jnp.where(dropout.kept(of.spec, hashes, first_key, 0 if of.of_keys else 1), p, -p)
+
+
+def undropped(spec: AttentionSpec, p: jax.Array) -> jax.Array:
+    return jnp.abs(p) if spec.dropout_rate else p
+
+
+def dropped(spec: AttentionSpec, p: jax.Array) -> jax.Array:
+    return jnp.maximum(p, 0.0) if spec.dropout_rate else p
+
+
+def start_of_dp(spec: AttentionSpec, minus_delta: jax.Array) -> jax.Array:
+    """What the product dp starts at: dropout multiplies dp, and not delta."""
+    return mosaic.zeros(*minus_delta.shape) if spec.dropout_rate else minus_delta
+
+
+def finish_dp(
+    spec: AttentionSpec, p: jax.Array, dp: jax.Array, minus_delta: jax.Array
+) -> jax.Array:
+    """dp - delta, from the product and p with `signs`."""
+    if not spec.dropout_rate:
+        return dp
+    return jnp.where(p > 0, dp * (1 / (1 - spec.dropout_rate)), 0.0) + minus_delta

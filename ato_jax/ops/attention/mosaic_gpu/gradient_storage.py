@@ -169,7 +169,8 @@ class Pass:
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
         elements = [self.tile * width for width in (spec.D, spec.V)[: 1 + self.keeps_y]]
         elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
-        of_rows = [self.others * self.x_stages] * (self.of_keys + spec.segments)
+        vectors = self.of_keys + spec.segments + (self.of_keys and spec.dropout_rate > 0)
+        of_rows = [self.others * self.x_stages] * vectors
         of_rows += [self.others * self.y_stages] * (self.of_keys and self.with_x)
         buffers = [count * size for count in elements] + [count * 4 for count in of_rows]
         return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in buffers) + BARRIER_BYTES
@@ -223,6 +224,7 @@ class Storage(mosaic.Storage):
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
     minus_delta: Array  # [y stages, C] float32, with other_y, likewise
     ids: Array  # [x stages, C] int32, segments of the others, with other_x
+    hashes: Array  # [x stages, C] int32, for dropout, with norm
     bias: Array  # [1 or 2, n, R, C] or [1 or 2, C]
     mask: Array  # as bias
     x_loaded: Signal
@@ -241,9 +243,11 @@ def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
         y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
     xs = Buffer(other_x.tiles(of.x_stages, of.others), copies=other_x.parts)
     ys = Buffer(other_y.tiles(of.y_stages, of.others), copies=other_y.parts)
-    norm = minus_delta = ids = None
+    norm = minus_delta = ids = hashes = None
     if of.of_keys:
         norm = Buffer(plgpu.SMEM((of.x_stages, of.others), F32))
+        if of.spec.dropout_rate:
+            hashes = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
         minus_delta = Buffer(plgpu.SMEM((of.y_stages, of.others), F32)) if of.with_x else None
     if of.spec.segments:
         ids = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
@@ -258,11 +262,12 @@ def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
         norm=norm,
         minus_delta=minus_delta,
         ids=ids,
+        hashes=hashes,
         bias=bias,
         mask=mask,
         x_loaded=Signal((x,)),
         y_loaded=Signal((y,)) if y is not None and of.with_x else None,
-        xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
+        xs=Ring.of(of.x_stages, (xs, norm, ids, hashes), readers),
         ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
         pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
         cleaned=Signal(readers) if of.cleans else None,
@@ -297,6 +302,7 @@ class Walk:
     bias: Any = None
     mask: Any = None
     sinks: Any = None
+    hashes: Any = None  # as norm, int32, for dropout
 
     @property
     def turns(self) -> mosaic.Turns | None:

@@ -106,6 +106,7 @@ class Walk:
     shared: Any = None
     bias: Any = None
     mask: Any = None
+    hashes: Any = None  # [B, H, T up to whole tiles], for dropout
 
     @property
     def turns(self) -> mosaic.Turns:
