@@ -154,10 +154,18 @@ def test_dropout(sizes: Any, options: Any) -> None:
     gradients(draw(**sizes), dropout_rate=0.3, dropout_key=jax.random.key(7), **options)
 
 
-def test_nothing_is_chosen_that_no_card_has_timed() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mask=(True, False, False, True)),
+        dict(bias=(True, False, False, True)),
+        dict(dropout_rate=0.1),
+    ],
+)
+def test_nothing_is_chosen_that_no_card_has_timed(options: dict[str, Any]) -> None:
     """Only a call that names the backend has such gradients by it."""
     for implementation, wanted in ((None, "triton"), ("mosaic_gpu", "mosaic_gpu")):
-        spec = spec_of(T=1024, S=1024, mask=(True, False, False, True))
+        spec = spec_of(T=1024, S=1024, **options)
         call = choosing.Call(api.OP, spec, implementation, H200, False, training=True)
         assert choosing.choose(call, "backward").backend == wanted
 
@@ -255,6 +263,45 @@ COMPILED = [
         ),
         0,
         340,
+    ),
+    (
+        aot_attention.Call(
+            8192,
+            128,
+            options=dict(causal=True),
+            arrays=dict(bias=("1HTS", "bfloat16"), mask=("B1TS", "bool")),
+        ),
+        0,
+        0,
+    ),
+    (
+        aot_attention.Call(
+            8192,
+            128,
+            options=dict(causal=True, dropout_rate=0.1),
+            arrays=dict(mask=("B11S", "bool")),
+        ),
+        0,
+        104,
+    ),
+    (
+        aot_attention.Call(
+            8192, 64, H=32, options=dict(dropout_rate=0.1), arrays=dict(bias=("B11S", "float32"))
+        ),
+        0,
+        140,
+    ),
+    (
+        aot_attention.Call(
+            8192,
+            256,
+            H=8,
+            dtype="float16",
+            options=dict(layout="bhtd"),
+            arrays=dict(bias=("11TS", "float32"), mask=("B1TS", "bool")),
+        ),
+        240,
+        200,
     ),
 ]
 # The ordinary tests compile the first one; after a change to the kernel, compile all.
