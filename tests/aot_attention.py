@@ -21,6 +21,7 @@ from tests.aot_mosaic import (
     compiled_kernels,
     environment,
 )
+from tests.numerics import DIFFERENTIABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +99,18 @@ def main(call: Call) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def forward(q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+        if call.options.get("dropout_rate"):
+            arrays = arrays | {"dropout_key": jax.random.key(0)}
         return ato_jax.attention(
             q, k, v, implementation="mosaic_gpu", **call.options, **arrays
         )
 
     def with_gradients(q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
-        outputs, pull = jax.vjp(lambda *qkv: forward(*qkv, arrays), q, k, v)
+        learned = {name: x for name, x in arrays.items() if name in DIFFERENTIABLE}
+        others = {name: x for name, x in arrays.items() if name not in DIFFERENTIABLE}
+        outputs, pull = jax.vjp(
+            lambda q, k, v, learned: forward(q, k, v, learned | others), q, k, v, learned
+        )
         return pull(outputs)
 
     q, k = array(of_queries, call.dtype), array(of_keys, call.dtype)

@@ -593,7 +593,6 @@ MOSAIC_ATTENTION = Space(
     rules=(
         SEGMENTS_RULE,
         Rule(("scale",), lambda scale: scale == -0.2, "needs a positive scale"),
-        Rule(("dropout",), lambda dropout: dropout, "does not support dropout"),
         Rule(
             ("lengths", "widths"),
             lambda lengths, widths: (
@@ -617,18 +616,11 @@ MOSAIC_GRADIENTS = Space(
             name for name in MOSAIC_ATTENTION_LENGTHS if name not in ("T = S", "S = 1")
         ),
         "widths": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
-        "bias": ("none",),
-        "mask": ("none",),
         "scale": (None, 0.2),
-        "dropout": (False,),
         "batched": (True,),
         "alone": (False,),
     },
-    rules=tuple(
-        rule
-        for rule in MOSAIC_ATTENTION.rules
-        if not {"bias", "dropout", "scale"} & {*rule.factors}
-    ),
+    rules=tuple(rule for rule in MOSAIC_ATTENTION.rules if "scale" not in rule.factors),
     backend="mosaic_gpu",
 )
 

@@ -8,13 +8,15 @@ import itertools
 import os
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax.ops.attention import mosaic_gpu
-from ato_jax.ops.attention.mosaic_gpu import gradient_storage, visibility
+from ato_jax import choosing
+from ato_jax.ops.attention import api, mosaic_gpu
+from ato_jax.ops.attention.mosaic_gpu import bias_gradient, gradient_storage, visibility
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.test_attention_mosaic import H200, draw, newest, no_races, spec_of, with_nan
@@ -81,6 +83,93 @@ def test_segments() -> None:
     )
 
 
+@newest
+@pytest.mark.parametrize(
+    "mask, sizes, options",
+    [
+        ("1HTS", dict(T=72, S=128, H=2, G=1), dict(causal=True)),
+        ("B11S", dict(T=72, S=76, B=2, G=1), {}),
+        ("BHT1", dict(T=72, S=64, B=2, H=2, G=2), dict(layout="bhtd")),
+    ],
+)
+def test_masks(mask: str, sizes: Any, options: Any) -> None:
+    """Some queries see nothing, some keys are seen by none."""
+    generator = np.random.default_rng(1)
+    kept = generator.random([{"1": 1, **sizes}[letter] for letter in mask]) < 0.7
+    kept[..., :1, :] &= "T" not in mask
+    kept[..., 5:6] &= "S" not in mask
+    gradients(
+        draw(**sizes, layout=options.get("layout", "bthd")), mask=jnp.asarray(kept), **options
+    )
+
+
+@newest
+@pytest.mark.parametrize(
+    "bias, sizes, options",
+    [
+        (
+            "B11S",
+            dict(T=72, S=76, H=2, dtype="float16"),
+            dict(causal=True, kv_lengths=jnp.array([70])),
+        ),
+        ("BHT1", dict(T=72, S=64, H=2, G=2), dict(layout="bhtd", return_lse=True)),
+        ("BHTS", dict(T=72, S=128, H=2, G=1), dict(causal=True)),
+        (
+            "1HTS",
+            dict(T=72, S=64, H=2, B=2, dtype="float16"),
+            dict(kv_lengths=jnp.array([64, 20]), q_lengths=jnp.array([20, 72]), softcap=2.0),
+        ),
+    ],
+)
+def test_biases(bias: str, sizes: Any, options: Any) -> None:
+    """Some keys are hidden by minus infinity, some queries altogether, or by the lowest number of
+    all, which a query's keys then share."""
+    generator = np.random.default_rng(1)
+    added = 3 * generator.normal(size=[{"1": 1, "B": 1, **sizes}[letter] for letter in bias])
+    if "T" in bias:
+        added[..., :1, :], added[..., -1:, :] = -np.inf, np.finfo(np.float32).min
+    else:
+        added[..., 3:9], added[..., 9:11] = -np.inf, np.finfo(np.float32).min
+    options = dict(sinks=jnp.array([0.4, -jnp.inf])) | options
+    gradients(
+        draw(**sizes, layout=options.get("layout", "bthd")),
+        bias=jnp.asarray(added, "float32"),
+        **options,
+    )
+
+
+@newest
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(T=72, S=136, H=2, G=1, dtype="float16"), dict(causal=True)),
+        (dict(T=72, S=64, B=2, H=2, V=256), dict(bias=jnp.linspace(-2, 2, 2 * 72 * 64))),
+    ],
+)
+def test_dropout(sizes: Any, options: Any) -> None:
+    """Groups, dk and dv apart, a bias over pairs."""
+    options = dict(options)
+    if "bias" in options:
+        options["bias"] = options["bias"].reshape(1, 2, 72, 64)
+    gradients(draw(**sizes), dropout_rate=0.3, dropout_key=jax.random.key(7), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mask=(True, False, False, True)),
+        dict(bias=(True, False, False, True)),
+        dict(dropout_rate=0.1),
+    ],
+)
+def test_nothing_is_chosen_that_no_card_has_timed(options: dict[str, Any]) -> None:
+    """Only a call that names the backend has such gradients by it."""
+    for implementation, wanted in ((None, "triton"), ("mosaic_gpu", "mosaic_gpu")):
+        spec = spec_of(T=1024, S=1024, **options)
+        call = choosing.Call(api.OP, spec, implementation, H200, False, training=True)
+        assert choosing.choose(call, "backward").backend == wanted
+
+
 @pytest.mark.parametrize("right", [None, 0])
 def test_each_tile_is_one_item(right: int | None) -> None:
     spec = spec_of(right=right, T=2**16, S=1000)
@@ -117,19 +206,42 @@ def test_ranges_of_queries(left: int | None, right: int | None, offset: int) -> 
         assert every[whole:whole_end].all()
 
 
-@pytest.mark.parametrize("changes", [dict(bias=(True,) * 4), dict(mask=(False,) * 4)])
-def test_what_is_refused_says_why(changes: Any) -> None:
-    assert "bias or a mask" in str(mosaic_gpu.unsupported(spec_of(**changes), "backward"))
-    assert mosaic_gpu.unsupported(spec_of(), "backward") is None
+@pytest.mark.parametrize("of_batch, of_head", [*itertools.product((False, True), repeat=2)])
+def test_each_element_of_a_bias_has_one_owner(of_batch: bool, of_head: bool) -> None:
+    """Which sums over all entries that share the element, each of them once."""
+    spec = spec_of(B=3, T=200, S=1152, bias=(of_batch, of_head, True, True))
+    tiles = bias_gradient.tiles_of(spec, mosaic_gpu.default_config(spec, H200))
+    assert tiles is not None
+    places = [tiles.place(jnp.int32(n)) for n in range(tiles.blocks)]
+    found = sorted((int(b), int(h), int(row), int(block)) for (b, h), row, block in places)
+    batches, heads = range(3 if of_batch else 1), range(4 if of_head else 1)
+    first_rows = range(0, 200, tiles.of.tile)
+    assert found == list(itertools.product(batches, heads, first_rows, (0, 8, 16)))
+    owners = itertools.product(batches, heads)
+    entries = [tiles.entry(own, jnp.int32(n)) for own in owners for n in range(tiles.entries)]
+    assert sorted((int(b), int(h)) for b, h in entries) == list(
+        itertools.product(range(3), range(4))
+    )
 
 
-@pytest.mark.parametrize("segments", [False, True])
-def test_shared_memory_suffices(segments: bool) -> None:
-    """With room for loads ahead of the products, but for the widest heads with segments."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(segments=True),
+        dict(mask=(True,) * 4),
+        dict(mask=(True, False) * 2),
+        dict(bias=(True,) * 4),
+        dict(bias=(False, True, True, True), mask=(True, False, True, True)),
+    ],
+)
+def test_shared_memory_suffices(options: dict[str, Any]) -> None:
+    """With room for loads ahead of the products, but for the widest heads with an option."""
     for D, V in itertools.product(range(16, 257, 16), repeat=2):
-        spec = spec_of(T=1024, S=1024, D=D, V=V, segments=segments)
+        spec = spec_of(B=64, T=1024, S=1024, D=D, V=V, **options)
+        assert mosaic_gpu.unsupported(spec, "backward") is None
         for of in gradient_storage.passes(spec, mosaic_gpu.default_config(spec, H200)):
-            assert of.fits and of.x_stages + of.y_stages >= (2 if segments else 3)
+            assert of.fits and of.x_stages + of.y_stages >= (2 if options else 3)
 
 
 # Bytes of registers that the kernels of dq and of dk and dv spill; no products may wait for each
@@ -151,6 +263,45 @@ COMPILED = [
         ),
         0,
         340,
+    ),
+    (
+        aot_attention.Call(
+            8192,
+            128,
+            options=dict(causal=True),
+            arrays=dict(bias=("1HTS", "bfloat16"), mask=("B1TS", "bool")),
+        ),
+        0,
+        0,
+    ),
+    (
+        aot_attention.Call(
+            8192,
+            128,
+            options=dict(causal=True, dropout_rate=0.1),
+            arrays=dict(mask=("B11S", "bool")),
+        ),
+        0,
+        104,
+    ),
+    (
+        aot_attention.Call(
+            8192, 64, H=32, options=dict(dropout_rate=0.1), arrays=dict(bias=("B11S", "float32"))
+        ),
+        0,
+        140,
+    ),
+    (
+        aot_attention.Call(
+            8192,
+            256,
+            H=8,
+            dtype="float16",
+            options=dict(layout="bhtd"),
+            arrays=dict(bias=("11TS", "float32"), mask=("B1TS", "bool")),
+        ),
+        240,
+        200,
     ),
 ]
 # The ordinary tests compile the first one; after a change to the kernel, compile all.

@@ -249,6 +249,17 @@ def test_a_bias_by_query_beside_sinks_with_nearly_all_the_weight():
     assert error < numerics.budget("dbias", "float32")
 
 
+@pytest.mark.parametrize("sinks", [None, -jnp.inf])
+def test_gradient_through_lse_of_a_low_bias_by_query(sinks):
+    """lse has no digits left there, but the sink has no share that these could spoil."""
+    q, k, v = draw("bfloat16", T=12, S=12)
+    bias = np.zeros((1, 2, 12, 1), np.float32)
+    bias[:, :, -2:, 0] = -1.3e9, LOWEST
+    options = {} if sinks is None else {"sinks": jnp.full((2,), sinks, jnp.float32)}
+    wanted = check(q, k, v, return_lse=True, bias=jnp.asarray(bias), **options)
+    assert np.all(np.abs(wanted.exact["dbias"][:, :, -2:]) > 1e-3)
+
+
 def test_sinks_beside_which_the_keys_have_no_weight():
     """In float16 lse with its power of two has another rounding than the sink."""
     q, k, v = draw("float16", T=40, S=40)

@@ -34,8 +34,8 @@ COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
     "mosaic_gpu": (58, 1244, 458),
-    "mosaic_attention": (77, 1860, 201),
-    "mosaic_gradients": (41, 1152, 0),
+    "mosaic_attention": (78, 1923, 201),
+    "mosaic_gradients": (55, 1711, 0),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
 }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ato_jax import backend
@@ -21,6 +22,9 @@ REST_UNITS = {"bfloat16": 2.0**-8 / 127, "float16": 2.0**-11 / 127}
 # A softcap's slope, 1 - tanh^2, counts as 0 below this, half of float64's epsilon, so that a
 # saturated score has no gradient in any precision.
 SMALLEST_SLOPE = 2.0**-53
+
+# A fault of all of a query's weights that leaves its gradients half of float16's budget.
+SMALLEST_CORRECTION = 2.0**-11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,25 +201,42 @@ def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> j
 
 def _mix(bits: Any) -> Any:
     """A 32-bit hash (Ettinger's lowbias32): every input bit affects every output bit."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
-    return bits ^ (bits >> 16)
+    for by, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ _shifted(bits, by)) * np.uint32(factor).astype(bits.dtype)
+    return bits ^ _shifted(bits, 16)
 
 
-def dropout_keep(rate: float, seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Which weights dropout keeps, by a hash of the seed and the position (b, h, i, j) alone.
+def _shifted(bits: Any, by: int) -> Any:
+    return lax.shift_right_logical(bits, np.uint32(by).astype(bits.dtype))
 
-    So forward and backward agree, on every backend and for every tile size. `seed` holds two uint32
+
+def dropout_row(seed: Any, b: Any, h: Any, i: Any) -> Any:
+    """Of a query what `dropout_keep_in_row` hashes with a key, uint32. `seed` holds two uint32
     scalars, and where the call is a part of a larger one, four more: the position there of its
-    first pair. The indices broadcast against each other.
-    """
+    first pair."""
 
     def word(x: Any, axis: int) -> Any:
         x = jnp.asarray(x).astype(jnp.uint32)
         return x + seed[2 + axis] if len(seed) > 2 else x
 
     row = _mix(_mix(_mix(seed[0] ^ word(b, 0)) + word(h, 1)) + word(i, 2))
-    bits = _mix(_mix(row ^ seed[1]) + word(j, 3))
+    row = _mix(row ^ seed[1])
+    return row + seed[5] if len(seed) > 2 else row
+
+
+def dropout_keep_in_row(rate: float, row: Any, j: Any) -> Any:
+    """Which weights dropout keeps: `row` and key j are both uint32, or both int32."""
+    bits = _mix(row + j)
     # With 24 bits the threshold is exact in float32 and the comparison exact in int32.
     threshold = round(rate * (1 << 24))
-    return (bits >> 8).astype(jnp.int32) >= threshold
+    return _shifted(bits, 8).astype(jnp.int32) >= threshold
+
+
+def dropout_keep(rate: float, seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Which weights dropout keeps, by a hash of the seed and the position (b, h, i, j) alone.
+
+    So forward and backward agree, on every backend and for every tile size. The indices broadcast
+    against each other.
+    """
+    row = dropout_row(seed, b, h, i)
+    return dropout_keep_in_row(rate, row, jnp.asarray(j).astype(jnp.uint32))

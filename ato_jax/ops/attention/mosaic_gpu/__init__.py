@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from ato_jax import device
 from ato_jax.backend import Backend
 from ato_jax.mosaic import HALF, program
+from ato_jax.ops.attention.mosaic_gpu import bias_gradient, frame, pairs
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
-from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, passes
@@ -60,28 +60,27 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
         )
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
-    if spec.dropout_rate > 0:
-        return "does not support dropout"
     config = default_config(spec, device.of_call(()))
-    if phase == "backward":
-        return _no_gradients(spec, config)
     if lacking := pairs.unsupported(spec):
         return lacking
+    if phase == "backward":
+        return _no_gradients(spec, config)
     if not _fits(spec, config):
         return f"has no room in shared memory for D={spec.D}, V={spec.V} with a bias or a mask"
     return None
 
 
 def _no_gradients(spec: AttentionSpec, config: Config) -> str | None:
-    if spec.bias is not None or spec.mask is not None:
-        return "has no gradients with a bias or a mask yet"
-    if not all(of.fits for of in passes(spec, config)):
+    fits = all(of.fits for of in passes(spec, config))
+    if spec.bias is not None and pairs.extent(spec.bias) == "pairs":
+        fits = fits and bias_gradient.tiles_of(spec, config) is not None
+    if not fits:
         return f"has no room in shared memory for the gradients of D={spec.D}, V={spec.V}"
     return None
 
 
 def _fits(spec: AttentionSpec, config: Config) -> bool:
-    own = frame.shared_bytes(spec, config) + pairs.most_bytes(spec, config)
+    own = frame.shared_bytes(spec, config) + pairs.most_bytes(spec, pairs.block_of(config))
     return own <= frame.MOST_BYTES
 
 
@@ -91,6 +90,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     # With these the kernel for dq spills 100 to 540 bytes at D = 128, if a step has 128 keys.
     lengths = spec.q_lengths or spec.kv_lengths
     plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
+    plain = plain and spec.bias is None and spec.mask is None and not spec.dropout_rate
     most = 3 if widest <= 64 else 2
     fill = functools.partial(_filling, most, device.multiprocessors)
     of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
@@ -126,6 +126,8 @@ def beats_later_backends(
     # forward pass of B2 H16 T4096 D128 with a bias over pairs 999 and 949. Fewer queries or keys
     # are not measured.
     planes = [full for full in (spec.bias, spec.mask) if full is not None]
+    if spec.dropout_rate or backward_follows and planes:
+        return False  # no card has timed these
     of_pairs = any(pairs.extent(full) == "pairs" for full in planes)
     return min(spec.T, spec.S) >= 512 and not of_pairs
 

@@ -16,18 +16,29 @@ gradients are the same bits each time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.mosaic import F32
-from ato_jax.ops.attention.mosaic_gpu import gradient, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import (
+    bias_gradient,
+    dropout,
+    gradient,
+    gradient_pairs,
+    pairs,
+    segments,
+    visibility,
+)
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
 from ato_jax.ops.attention.spec import (
     REST_UNITS,
+    SMALLEST_CORRECTION,
     AttentionSpec,
     Inputs,
     Outputs,
@@ -39,33 +50,105 @@ from ato_jax.ops.attention.spec import (
 def backward(
     spec: AttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    inputs = residuals.inputs
+    inputs, dout = residuals.inputs, cotangents.out
     gain = gradient_gain(spec, inputs, cotangents)
     lse, delta = of_queries(spec, residuals, cotangents)
-    norm = padded(spec, config, lse * LOG2_E - gradient.shift(spec), jnp.inf)
-    rows = {"norm": norm, "minus_delta": padded(spec, config, -delta, 0)}
+    norm = lse if spec.bias is not None else lse * LOG2_E - gradient_pairs.shift(spec)
+    rows = {"norm": padded(spec, config, norm, jnp.inf)}
+    if (hashes := dropout.hashes(spec, inputs, rows["norm"].shape[2])) is not None:
+        rows["hashes"] = hashes
     if gain is not None:
         rows["gain"] = gain
     found: dict[str, jax.Array] = {}
+    correction = by_key = None
+    corrected = delta
     for of in passes(spec, config):
-        results = gradient.run(of, arrays_of(of, inputs, cotangents.out) | rows)
-        found |= dict(zip(of.names, results, strict=True))
+        planes = pairs.planes_of(spec, inputs, of.of_keys)
+        rows["minus_delta"] = padded(spec, config, -corrected, 0)
+        results = gradient.run(of, planes, arrays_of(of, planes, inputs, dout) | rows)
+        found |= dict(zip(of.names, results, strict=False))
+        if of.by_row == "weights":
+            correction = results[-1][..., : spec.T]
+            dout, corrected = with_correction(spec, correction, dout, delta)
+        elif of.by_row == "ds":
+            by_key = results[-1][..., : spec.S]
+    shares: Any = 0.0
     if inputs.sinks is not None:
         shares = jnp.exp(jnp.minimum(inputs.sinks[:, None] - lse, 0))
+        shares = shares if correction is None else shares * correction
         found["sinks"] = -jnp.sum(shares * delta, axis=(0, 2))
+    if spec.bias is not None and inputs.bias is not None:
+        if pairs.extent(spec.bias) == "pairs":
+            found["bias"] = by_pairs(spec, config, inputs, dout, rows)
+        else:
+            if by_key is not None:
+                dbias = by_key[:, :, None]  # [B, H, 1, S]
+            else:
+                dbias = by_query(spec, cotangents, lse, delta, shares)[..., None]  # [B, H, T, 1]
+            lacked = [n for n, size in enumerate(inputs.bias.shape) if dbias.shape[n] != size]
+            found["bias"] = jnp.sum(dbias, axis=lacked, keepdims=True).astype(inputs.bias.dtype)
     return Inputs(**found)
 
 
-def arrays_of(of: Pass, inputs: Inputs, dout: jax.Array) -> dict[str, jax.Array]:
+def with_correction(
+    spec: AttentionSpec, correction: jax.Array, dout: jax.Array, delta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """dout and delta that bring the correction of the weights to dk, dv and dbias. Rounding dout
+    changes do . v against delta, by more than is left of their difference where one key has all of
+    a query's weight: so rows that hardly need it are left as they are."""
+    needed = jnp.abs(correction - 1) > SMALLEST_CORRECTION
+    correction = jnp.where(needed, correction, 1.0)
+    by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
+    return (dout * by_query[..., None]).astype(dout.dtype), delta * correction
+
+
+def by_pairs(
+    spec: AttentionSpec, config: Config, inputs: Inputs, dout: jax.Array, rows: dict[str, jax.Array]
+) -> jax.Array:
+    """dbias of a bias over pairs, by a kernel of its own: a call that does not use it does not run
+    it. `rows` as for dk and dv."""
+    tiles = bias_gradient.tiles_of(spec, config)
+    assert tiles is not None and inputs.bias is not None
+    planes = pairs.planes_of(spec, inputs)
+    arrays = arrays_of(tiles.of, planes, inputs._replace(sinks=None), dout)
+    arrays |= {name: array for name, array in rows.items() if name != "gain"}
+    return bias_gradient.run(spec, config, planes, inputs.bias, arrays)
+
+
+def by_query(
+    spec: AttentionSpec, cotangents: Outputs, lse: jax.Array, delta: jax.Array, shares: Any
+) -> jax.Array:
+    """ds summed over the keys, [B, H, T]: with the sink's share of the weights
+
+        sum_j ds_ij = out_i . dout_i - (1 - share_i) delta_i = dlse_i + share_i delta_i
+    """
+    found, counts = shares * delta, lse < jnp.inf
+    if spec.return_lse:
+        dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
+        found = found + dlse
+        # delta holds -dlse. A share is as exact as lse. Where it rounds to 1, the keys have
+        # practically no weight, and the two terms would cancel.
+        rounding = jnp.finfo(F32).eps * (2 + jnp.abs(lse) * LOG2_E)
+        counts &= (shares == 0) | (1 - shares > shares * rounding)
+    return jnp.where(counts, found, 0.0)
+
+
+def arrays_of(
+    of: Pass, planes: pairs.Planes, inputs: Inputs, dout: jax.Array
+) -> dict[str, jax.Array]:
     """The kernel's arrays, by the names of `gradient_storage.Walk`, but for the rows of queries."""
     sides = (inputs.q, dout, inputs.q_segments), (inputs.k, inputs.v, inputs.kv_segments)
     (x, y, own_ids), (other_x, other_y, other_ids) = reversed(sides) if of.of_keys else sides
     given = dict(x=x, y=y, other_x=other_x, other_y=other_y)
+    if of.by_row == "weights" and inputs.sinks is not None:
+        given["sinks"] = inputs.sinks
     if (bounds := visibility.limits_array(of.spec, inputs)) is not None:
         given["bounds"] = bounds
+    rows, columns = of.tiles * of.tile, of.other_blocks * of.others
+    given |= pairs.arrays_of(planes, inputs, rows, columns, of.of_keys)
     if own_ids is not None and other_ids is not None:
-        own_ids = segments.padded(own_ids, of.tiles * of.tile)
-        other_ids = segments.padded(other_ids, of.other_blocks * of.others)
+        own_ids = segments.padded(own_ids, rows)
+        other_ids = segments.padded(other_ids, columns)
         shared = segments.shared(own_ids, ROWS, other_ids, of.others)
         given |= dict(own_ids=own_ids, other_ids=other_ids, shared=shared)
     return given

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS
-from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import dropout, frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows
@@ -71,6 +71,7 @@ class Own(NamedTuple):
     item: Item
     number: Any
     first_row: Any
+    hashes: Any  # of its queries, for dropout
 
 
 def forward(
@@ -84,7 +85,13 @@ def forward(
         given["bounds"] = bounds
     given |= segments.arrays_of(spec, config, inputs)
     planes = pairs.planes_of(spec, inputs)
-    given |= pairs.arrays_of(spec, config, inputs, planes)
+    hashes = dropout.hashes(spec, inputs, frame.whole_tiles(spec, config))
+    if hashes is not None:
+        given["hashes"] = hashes
+    blocks = int(pl.cdiv(spec.S, config.keys))
+    given |= pairs.arrays_of(
+        planes, inputs, frame.whole_tiles(spec, config), blocks * config.keys
+    )
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         made = "out", "lse", *(["rest"] if spec.keep_rest else [])
@@ -166,7 +173,8 @@ def load_planes(walk: Walk, item: Item, step: Any) -> None:
     ):
         if plane is not None and plane.in_ring:
             at, barrier = (item.batch, item.head), ring.produced.at[slot]
-            plane.load(ref, walk.config, at, first, tiles.at[slot], barrier)
+            block = pairs.block_of(walk.config)
+            plane.load(ref, block, at, first, tiles.at[slot], barrier)
 
 
 def consume(walk: Walk) -> None:
@@ -183,7 +191,11 @@ def consume(walk: Walk) -> None:
 def attend(walk: Walk, number: Any, item: Item) -> None:
     """The steps of an item."""
     spec, config = walk.spec, walk.config
-    mine = Own(item, number, item.first_row + number * config.rows)
+    first_row, hashes = item.first_row + number * config.rows, None
+    if walk.hashes is not None:
+        at = item.batch, item.head, pl.ds(first_row, config.rows)
+        hashes = mosaic.load(walk.hashes.at[at], OF_ROWS, optimized=False)  # [R]
+    mine = Own(item, number, first_row, hashes)
     walk.own.queries.produced.wait()
     limits = walk.limits(item.batch)
     last_is_cut, others_are = visibility.cuts(spec, limits, config.keys)
@@ -333,23 +345,26 @@ def weights(
         kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
         first_key = mine.item.block(step) * config.keys
         s = visibility.hide(s, limits, mine.first_row, first_key, kv_end, ids)
-    return walk.softmax.update(rows, s)
+    p, rows, lasts = walk.softmax.update(rows, s)
+    if mine.hashes is not None:
+        hashes = mosaic.in_columns(mine.hashes, config.keys)
+        first_key = mine.item.block(step) * config.keys
+        p = jnp.where(dropout.kept(spec, hashes, first_key, 1), p, 0.0)
+    return p, rows, lasts
 
 
 def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
     """s with bias, in natural units then, and mask."""
-    planes, ring, config = walk.planes, walk.own.pairs, walk.config
+    planes, ring, block = walk.planes, walk.own.pairs, pairs.block_of(walk.config)
     slot: Any = None
     if ring is not None:
         slot = ring.slot(mine.item.before + step)
         ring.produced.wait(slot)
 
     def read(plane: pairs.Plane, ref: Any, tiles: Any) -> Any:
-        tile = None
-        if plane.in_ring:
-            tile = tiles.at[slot, mine.number] if plane.extent == "pairs" else tiles.at[slot]
         at = mine.item.batch, mine.item.head
-        return plane.read(ref, tile, config, at, mine.first_row)
+        of_rows = plane.of_rows(ref, block, at, mine.first_row)
+        return plane.read(of_rows, tiles, block, slot, mine.number)
 
     bias = None if planes.bias is None else read(planes.bias, walk.bias, walk.own.bias)
     mask = None if planes.mask is None else read(planes.mask, walk.mask, walk.own.mask)
@@ -371,6 +386,8 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     own.values.consumed.arrive(slot)
     sink = None if walk.sinks is None else walk.sinks[item.head]
     factor, lse = walk.softmax.finish(carried.rows, sink)
+    if spec.dropout_rate:
+        factor *= 1 / (1 - spec.dropout_rate)
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
     if here is not None:

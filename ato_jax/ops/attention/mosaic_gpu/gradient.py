@@ -24,6 +24,7 @@ Warpgroups, and the barriers between them:
       |  x_loaded, y_loaded   a tile's x, y
       |  xs, ys: a block of x' (with norm), of y' (with delta) loaded
       |                       consumed once the products that read it are done
+      |  pairs                bias and mask of a step loaded, and consumed once in registers
       v
     CONSUMER (0 .. n - 1)   R own rows each; turns, if any: one issues its products at a time
       |  cleaned              rows of x' and y' beyond their end are 0: by all, for all
@@ -47,6 +48,10 @@ those of s do not.
 
 A group's heads of queries are H / G walks, one after the other, into the same sums dk and dv.
 
+With a bias, scores and lse are natural, and p = exp2(log2(e) (s - lse)), since a bias may be so low
+that lse has no digit left of the logarithm of the keys' number. So the kernel for dq sums each
+query's weights up, and divides by that sum; `backward.py` brings it to dk and dv.
+
 In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
 power of two that keeps it within 1; the sums lose both at the end.
 """
@@ -64,9 +69,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
-from ato_jax.ops.attention.mosaic_gpu import frame, visibility
+from ato_jax.mosaic import OF_ROWS
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.frame import Side
+from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
+    At,
+    Own,
+    dropped,
+    finish_dp,
+    gradient_of_scores,
+    load_planes,
+    natural_weights,
+    per_query,
+    shift,
+    signs,
+    start_of_dp,
+    undropped,
+    weights,
+    with_planes_of,
+    with_queries,
+)
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     ROWS,
     Pass,
@@ -75,65 +97,42 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     roles_of,
     storage_of,
 )
-from ato_jax.ops.attention.mosaic_gpu.schedule import Item
-from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
+from ato_jax.ops.attention.mosaic_gpu.softmax import COLUMNS, by_columns
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
-from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
-
-# The power of two that float16's weights carry: half of its largest number, which leaves room for
-# weights that round above 1.
-WEIGHT_SHIFT = 15
-
-
-def shift(spec: AttentionSpec) -> int:
-    return WEIGHT_SHIFT if spec.dtype == "float16" else 0
 
 
 class Sums(NamedTuple):
-    """In parts of columns where the others' tiles are in parts; none where it is not made."""
+    """In parts of columns where the others' tiles are in parts; none where it is not made. by_row
+    [R, 8]: what `Pass.by_row` says, over every 8th of the others."""
 
     dx: tuple[jax.Array, ...]
     dy: tuple[jax.Array, ...]
+    by_row: jax.Array | None
 
 
-class Own(NamedTuple):
-    """A consumer's part of an item: `norm` and `minus_delta` of its rows, if these are queries, and
-    float16's `gain`."""
-
-    item: Item
-    number: Any
-    first_row: Any
-    norm: Any
-    minus_delta: Any
-    gain: Any
-
-
-class At(NamedTuple):
-    """Where a step is: which block of the others, and the slots that it lies in."""
-
-    block: Any
-    x_slot: Any
-    y_slot: Any
-
-
-def run(of: Pass, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """dx, dy or both, from the arrays of `Walk` by name."""
+def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+    """dx, dy and what is by rows, where they are made, from the arrays of `Walk` by name."""
     made = {"dx": of.with_x, "dy": of.with_y}
     wanted = [name for name, makes in made.items() if makes]
+    shapes = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for array in (arrays[name.removeprefix("d")] for name in wanted)
+    ]
+    if of.by_row is not None:
+        wanted.append("by_row")
+        shape = of.spec.B, of.spec.H, of.tiles * of.tile
+        shapes.append(jax.ShapeDtypeStruct(shape, mosaic.F32))
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        return Walk(of, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
+        return Walk(of, planes, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
 
     consumer, _ = cast = roles_of(of)
     parts = (MEMORY, memory), (consumer, consume)
     found = mosaic.launch(
         "_".join(("attention_backward", *(f"d{name}" for name in of.names), "mosaic")),
-        mosaic.Program(mosaic.Roles(cast), storage_of(of), parts, bind),
+        mosaic.Program(mosaic.Roles(cast), storage_of(of, planes), parts, bind),
         of,
-        tuple(
-            jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for array in (arrays[name.removeprefix("d")] for name in wanted)
-        ),
+        tuple(shapes),
         tuple(arrays.values()),
         own_barriers=True,
     )
@@ -164,6 +163,9 @@ def memory(walk: Walk) -> None:
         if own.norm is not None:
             source = walk.norm.at[item.batch, head, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.norm.at[slot], barrier.at[slot])
+        if own.hashes is not None:
+            source = walk.hashes.at[item.batch, head, rows]  # [C]
+            plgpu.copy_gmem_to_smem(source, own.hashes.at[slot], barrier.at[slot])
         if own.ids is not None:
             source = walk.other_ids.at[item.batch, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.ids.at[slot], barrier.at[slot])
@@ -174,6 +176,7 @@ def memory(walk: Walk) -> None:
         if own.minus_delta is not None:
             source = walk.minus_delta.at[item.batch, head, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.minus_delta.at[slot], barrier.at[slot])
+        load_planes(walk, item, (head if of.of_keys else item.head), now, first)
 
     load_own(own_x, walk.x, own.x, own.x_loaded.barrier)  # [n, R, D]
     if own.y_loaded is not None:
@@ -181,26 +184,24 @@ def memory(walk: Walk) -> None:
     lax.fori_loop(0, of.members, load_member, None)
     own.xs.drain(of.members * item.steps)
     own.ys.drain(of.members * item.steps)
+    if own.pairs is not None:
+        own.pairs.drain(of.members * item.steps)
 
 
 def consume(walk: Walk) -> None:
     """Makes R rows of dx and dy."""
     of, item, number = walk.of, walk.item(), mosaic.group()
     first_row = item.first_row + number * ROWS
-    norm = minus_delta = None
+    mine = Own(item, number, first_row, gain=walk.gain_of(item))
     if not of.of_keys:
-        at = item.batch, item.head, pl.ds(first_row, ROWS)
-        norm, minus_delta = (
-            mosaic.load(ref.at[at], OF_ROWS, optimized=False)  # [R]
-            for ref in (walk.norm, walk.minus_delta)
-        )
-    mine = Own(item, number, first_row, norm, minus_delta, walk.gain_of(item))
+        mine = with_queries(walk, mine)
     walk.own.x_loaded.wait()
     if walk.own.y_loaded is not None:
         walk.own.y_loaded.wait()
     sums = Sums(
         _zeros(of.other[0]) if of.with_x else (),
         _zeros(of.other[1]) if of.with_y else (),
+        None,
     )
     if walk.turns is not None:
         walk.turns.open(number)
@@ -218,26 +219,31 @@ def _zeros(side: Side) -> tuple[jax.Array, ...]:
 def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     """All blocks of one head of the others: cut ones, whole ones, and cut ones."""
     of, item = walk.of, mine.item
+    mine = with_planes_of(walk, mine, member)
     limits = walk.limits(item.batch)
     cut_at_end = limits.high is not None or of.spec.segments or of.cleans or of.masks_the_end
     cut_at_start = limits.low is not None or of.spec.segments
     seen = walk.seen(item.batch, mine.first_row, ROWS)
     until, behind = item.seen.end - seen.whole_end, item.seen.end - seen.whole
     until, behind = (jnp.clip(bound, 0, item.steps) for bound in (until, behind))
+    if of.by_row is not None:
+        sums = sums._replace(by_row=mosaic.zeros(ROWS, COLUMNS))
     until = until if cut_at_end else jnp.int32(0)
     behind = behind if cut_at_start else item.steps
 
+    rings = walk.own.xs, walk.own.ys, walk.own.pairs
+
     def step(is_cut: bool, number: Any, sums: Sums) -> Sums:
         now = member * item.steps + number
-        at = At(item.block(number), walk.own.xs.slot(now), walk.own.ys.slot(now))
-        return one_step(walk, mine, is_cut, at, sums)
+        slots = (None if ring is None else ring.slot(now) for ring in rings)
+        return one_step(walk, mine, is_cut, At(item.block(number), *slots), sums)
 
     if cut_at_end:
         sums = lax.fori_loop(0, until, functools.partial(step, True), sums)
     sums = lax.fori_loop(until, behind, functools.partial(step, False), sums)
     if cut_at_start:
         sums = lax.fori_loop(behind, item.steps, functools.partial(step, True), sums)
-    return sums
+    return finish_rows(walk, mine, member, sums)
 
 
 def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
@@ -250,14 +256,17 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     if is_cut and of.cleans:
         clean(walk, mine, at, xs, ys)
     p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys)
-    dtype, of_dx, of_dy = frame.dtype_of(of.spec), [], []
+    dtype, of_dx, of_dy, by_row = frame.dtype_of(of.spec), [], [], sums.by_row
     if of.with_x:
-        ds = mosaic.rounded(gradient_of_scores(mine, p, slope, dp), dtype)
+        ds = gradient_of_scores(mine, undropped(of.spec, p), dp)
+        if by_row is not None:
+            by_row += by_columns(ds if of.of_keys else undropped(of.spec, p))
+        ds = mosaic.rounded(ds if slope is None else ds * slope, dtype)
         of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
     if of.with_y:
-        p = mosaic.rounded(p, dtype)
+        p = mosaic.rounded(dropped(of.spec, p), dtype)
         of_dy = [(total, [(p, part)]) for total, part in zip(sums.dy, ys, strict=True)]
     await_turn(walk, mine)
     found = mosaic.multiply(
@@ -265,7 +274,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     )
     own.xs.consumed.arrive(at.x_slot)
     own.ys.consumed.arrive(at.y_slot)
-    return Sums(found[len(of_dy) :], found[: len(of_dy)])
+    return Sums(found[len(of_dy) :], found[: len(of_dy)], by_row)
 
 
 def pairs_of(
@@ -276,7 +285,7 @@ def pairs_of(
     xs: list[Any],
     ys: list[Any],
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """p, the softcap's slope, and dp - delta, where dx is made."""
+    """p, with `signs`, the softcap's slope, and dp - delta, where dx is made."""
     of = walk.of
     number = mine.number + unknown_zero(mine, at)
     x = of.own[0].parts_of(walk.own.x.at[number])
@@ -285,21 +294,23 @@ def pairs_of(
     if not of.with_x:
         await_turn(walk, mine)
         (s,) = mosaic.multiply((start, of_s), meanwhile=issued)
-        return *weights(walk, mine, is_cut, at, s), None
+        p, slope = weights(walk, mine, is_cut, at, s)
+        return signs(walk, mine, at, p), slope, None
 
     def known(s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         p, slope = weights(walk, mine, is_cut, at, s)
         if of.hold:
             mosaic.compute_first(p)
-        return p, slope
+        return signs(walk, mine, at, p), slope
 
     y = of.own[1].parts_of(walk.own.y.at[number])
     minus_delta = per_query(walk, mine.minus_delta, walk.own.minus_delta, at.y_slot)
     await_turn(walk, mine)
     (p, slope), (dp,) = mosaic.multiply_under(
-        of_s, (ROWS, of.others), [(minus_delta, frame.products(y, ys))], known, issued=issued
+        of_s, (ROWS, of.others), [(start_of_dp(of.spec, minus_delta), frame.products(y, ys))],
+        known, issued=issued
     )
-    return p, slope, dp
+    return p, slope, finish_dp(of.spec, p, dp, minus_delta)
 
 
 def unknown_zero(mine: Own, at: At) -> Any:
@@ -341,52 +352,30 @@ def clean(walk: Walk, mine: Own, at: At, xs: list[Any], ys: list[Any]) -> None:
         cleaned.wait()
 
 
-def weights(
-    walk: Walk, mine: Own, is_cut: bool, at: At, s: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """p, float32, and the softcap's slope."""
-    spec, slope = walk.of.spec, None
-    if spec.softcap is not None:
-        s, slope = capped(s * (spec.scale / spec.softcap))
-    if is_cut:
-        s = hide(walk, mine, at, s)
-    factor = (spec.softcap or spec.scale) * LOG2_E
-    norm = per_query(walk, mine.norm, walk.own.norm, at.x_slot)
-    return jnp.exp2(s * factor - norm), slope
-
-
-def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """tanh and its slope: with e = exp(-2 |x|) and u = 2 e / (1 + e), tanh |x| = 1 - u, and the
-    slope is u (2 - u), which cancels no digits where tanh is close to 1."""
-    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
-    u = jnp.where(e > SMALLEST_SLOPE / 4, 2 * e / (1 + e), 0.0)
-    return jnp.where(x < 0, u - 1, 1 - u), u * (2 - u)
-
-
-def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
-    of, own, limits = walk.of, walk.own, walk.limits(mine.item.batch)
-    end = limits.kv_length if of.masks_the_end else None
-    ids = None
-    if own.ids is not None:
-        rows = walk.own_ids.at[mine.item.batch, pl.ds(mine.first_row, ROWS)]
-        of_others = mosaic.load(own.ids.at[at.x_slot], OF_COLUMNS)
-        ids = mosaic.load(rows, OF_ROWS, optimized=False), of_others  # [R], [C]
-    return visibility.hide(s, limits, mine.first_row, at.block * of.others, end, ids)
-
-
-def per_query(walk: Walk, of_rows: Any, vectors: Any, slot: Any) -> jax.Array:
-    """norm or -delta at each pair, [R, C], of own rows or from a slot of others."""
-    if vectors is None:
-        return mosaic.in_columns(of_rows, walk.of.others)
-    return mosaic.in_rows(mosaic.load(vectors.at[slot], OF_COLUMNS), ROWS)
-
-
-def gradient_of_scores(
-    mine: Own, p: jax.Array, slope: jax.Array | None, dp: jax.Array
-) -> jax.Array:
-    """ds, float32, from dp - delta."""
-    ds = p * (dp if mine.gain is None else dp * mine.gain)
-    return ds if slope is None else ds * slope
+def finish_rows(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
+    """Stores what is summed over a head's pairs: ds of each key, or by what dq is multiplied, the
+    inverse of the sum of each query's weights."""
+    of, item, gain = walk.of, mine.item, mine.gain
+    if sums.by_row is None:
+        return sums
+    found, unit, head = jnp.sum(sums.by_row, axis=1), 2.0 ** -shift(of.spec), item.head
+    if of.of_keys:
+        head = walk.other_head(item, member)
+        found = found * (unit if gain is None else unit / gain)
+        here = walk.limits(item.batch).q_length
+        if here is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=OF_ROWS)
+            found = jnp.where(row < here - mine.first_row, found, 0.0)
+    else:
+        if walk.sinks is not None:
+            found = found + natural_weights(of.spec, walk.sinks[head], mine.norm)
+        found = 1 / jnp.where(found == 0, 1.0, found * unit)
+        factor = [mosaic.in_columns(found, total.shape[1]) for total in sums.dx]
+        dx = tuple(total * by for total, by in zip(sums.dx, factor, strict=True))
+        sums = sums._replace(dx=dx)
+    at = item.batch, head, pl.ds(mine.first_row, ROWS)
+    mosaic.store_in_memory(walk.by_row.at[at], found)
+    return sums._replace(by_row=None)
 
 
 def finish(walk: Walk, mine: Own, sums: Sums) -> None:
@@ -396,11 +385,12 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
     unit, gain = 2.0 ** -shift(of.spec), mine.gain
+    of_y = unit / (1 - of.spec.dropout_rate)
     of_x: Any = of.spec.scale * unit if gain is None else of.spec.scale * unit / gain
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
     for side, tiles, totals, factor in (
         (of.own[0], own.x, sums.dx, of_x),
-        (of.own[1], place_of_dy, sums.dy, unit),
+        (of.own[1], place_of_dy, sums.dy, of_y),
     ):
         if not totals:
             continue

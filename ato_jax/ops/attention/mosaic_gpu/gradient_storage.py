@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
-from ato_jax.ops.attention.mosaic_gpu import frame, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
@@ -81,6 +81,17 @@ class Pass:
         return [name for name, makes in zip(names, made, strict=True) if makes]
 
     @property
+    def by_row(self) -> str | None:
+        """What it sums up over each own row's pairs: with a bias the weights of a query, and for
+        the gradient of a bias over keys alone ds of a key."""
+        bias = self.spec.bias
+        if bias is None or not self.with_x:
+            return None
+        if self.of_keys:
+            return "ds" if bias[3] and not bias[2] else None
+        return "weights"
+
+    @property
     def members(self) -> int:
         """How many heads of the other side each own head goes through."""
         return self.spec.H // self.spec.G if self.of_keys else 1
@@ -130,24 +141,36 @@ class Pass:
 
     def fitted(self) -> Pass:
         """With fewer slots, where shared memory has no room for so many: first of the factor that
-        is let go of early."""
+        is let go of early. With fewer consumers, where it has none for both bias and mask."""
         found = self
         for name in ("y_stages", "x_stages") if self.with_x else ("x_stages", "y_stages"):
             while not found.fits and getattr(found, name) > 1:
                 found = dataclasses.replace(found, **{name: getattr(found, name) - 1})
+        while not found.fits and found.consumers > 1:
+            consumers = found.consumers - 1
+            turns = found.turns and consumers > 1
+            found = dataclasses.replace(found, consumers=consumers, turns=turns)
         return found
 
     @property
+    def block(self) -> pairs.Block:
+        """The pairs of a step."""
+        return pairs.Block(self.consumers, ROWS, self.others)
+
+    @property
     def fits(self) -> bool:
-        return self.shared_bytes <= frame.MOST_BYTES
+        planes = pairs.most_bytes(self.spec, self.block, self.of_keys)
+        return self.shared_bytes + planes <= frame.MOST_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of all buffers, each rounded up to 1 KiB, and of the barriers."""
+        """The shared memory of all buffers but bias and mask, each rounded up to 1 KiB, and of the
+        barriers."""
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
         elements = [self.tile * width for width in (spec.D, spec.V)[: 1 + self.keeps_y]]
         elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
-        of_rows = [self.others * self.x_stages] * (self.of_keys + spec.segments)
+        vectors = self.of_keys + spec.segments + (self.of_keys and spec.dropout_rate > 0)
+        of_rows = [self.others * self.x_stages] * vectors
         of_rows += [self.others * self.y_stages] * (self.of_keys and self.with_x)
         buffers = [count * size for count in elements] + [count * 4 for count in of_rows]
         return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in buffers) + BARRIER_BYTES
@@ -201,14 +224,18 @@ class Storage(mosaic.Storage):
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
     minus_delta: Array  # [y stages, C] float32, with other_y, likewise
     ids: Array  # [x stages, C] int32, segments of the others, with other_x
+    hashes: Array  # [x stages, C] int32, for dropout, with norm
+    bias: Array  # [1 or 2, n, R, C] or [1 or 2, C]
+    mask: Array  # as bias
     x_loaded: Signal
     y_loaded: Signal | None
     xs: Ring
     ys: Ring
+    pairs: Ring | None  # of bias and mask
     cleaned: Signal | None
 
 
-def storage_of(of: Pass) -> Storage:
+def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
     (own_x, own_y), (other_x, other_y) = of.own, of.other
     x = Buffer(own_x.tiles(of.consumers, ROWS), copies=of.consumers * own_x.parts)
     y = None
@@ -216,12 +243,16 @@ def storage_of(of: Pass) -> Storage:
         y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
     xs = Buffer(other_x.tiles(of.x_stages, of.others), copies=other_x.parts)
     ys = Buffer(other_y.tiles(of.y_stages, of.others), copies=other_y.parts)
-    norm = minus_delta = ids = None
+    norm = minus_delta = ids = hashes = None
     if of.of_keys:
         norm = Buffer(plgpu.SMEM((of.x_stages, of.others), F32))
+        if of.spec.dropout_rate:
+            hashes = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
         minus_delta = Buffer(plgpu.SMEM((of.y_stages, of.others), F32)) if of.with_x else None
     if of.spec.segments:
         ids = Buffer(plgpu.SMEM((of.x_stages, of.others), jnp.int32))
+    slots = planes.slots(of.block, frame.MOST_BYTES - of.shared_bytes)
+    bias, mask = (None if plane is None else plane.buffer(of.block, slots) for plane in planes)
     readers = (consumers_of(of.consumers),)
     return Storage(
         x=x,
@@ -231,10 +262,14 @@ def storage_of(of: Pass) -> Storage:
         norm=norm,
         minus_delta=minus_delta,
         ids=ids,
+        hashes=hashes,
+        bias=bias,
+        mask=mask,
         x_loaded=Signal((x,)),
         y_loaded=Signal((y,)) if y is not None and of.with_x else None,
-        xs=Ring.of(of.x_stages, (xs, norm, ids), readers),
+        xs=Ring.of(of.x_stages, (xs, norm, ids, hashes), readers),
         ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
+        pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
         cleaned=Signal(readers) if of.cleans else None,
     )
 
@@ -248,6 +283,7 @@ class Walk:
     """The kernel: its pass, its arrays in global memory, and its storage."""
 
     of: Pass
+    planes: pairs.Planes
     own: Storage
     x: Any
     y: Any
@@ -257,11 +293,16 @@ class Walk:
     minus_delta: Any
     dx: Any = None
     dy: Any = None
+    by_row: Any = None  # [B, H, own rows up to whole tiles] float32, as `gradient.finish_rows` says
     gain: Any = None  # [B, G]
     bounds: Any = None
     own_ids: Any = None
     other_ids: Any = None
     shared: Any = None
+    bias: Any = None
+    mask: Any = None
+    sinks: Any = None
+    hashes: Any = None  # as norm, int32, for dropout
 
     @property
     def turns(self) -> mosaic.Turns | None:

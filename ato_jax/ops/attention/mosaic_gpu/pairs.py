@@ -1,22 +1,24 @@
 """Bias and mask: arrays over pairs of queries and keys, [B|1, H|1, T|1, S|1].
 
-What an array is broadcast over decides how a consumer gets its elements for R queries and K keys:
+A kernel's rows are its own side's, queries or keys, and its columns those of the side that it walks
+over. Where the rows are keys, XLA exchanges the last two axes. What an array is broadcast over
+decides how a consumer gets its elements for R rows and C columns:
 
-    extent      T, S      how
-    pairs       full      a tile [R, K] by TMA, in the dtype it has; masks as int8
-    keys        1, full   a vector [K] by TMA
-    queries     full, 1   a vector [R], loaded from global memory
-    one         1, 1      a scalar, loaded from global memory
+    extent      rows, columns   how
+    pairs       full, full      a tile [R, C] by TMA, in the dtype it has; masks as int8
+    columns     1, full         a vector [C] by TMA
+    rows        full, 1         a vector [R], loaded from global memory
+    one         1, 1            a scalar, loaded from global memory
 
 All but those of pairs are small, so XLA makes them float32 or int32 and pads them to whole blocks.
-Tiles and vectors of keys come through a ring of their own: a consumer lets go of a slot as soon as
-it has it in registers.
+Tiles and vectors of columns come through a ring of their own: a consumer lets go of a slot as soon
+as it has it in registers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -30,20 +32,38 @@ from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs
 
-# Keys of a tile that lie side by side in a row of the swizzle; in float32 half as many. S is a
-# multiple of them.
-KEYS_OF_A_TILE = 64
+# Columns of a tile that lie side by side in a row of the swizzle; in float32 half as many. An axis
+# of columns is a multiple of them.
+COLUMNS_OF_A_TILE = 64
+
+
+class Block(NamedTuple):
+    """The pairs of a step: those of so many rows of each consumer, and of so many columns."""
+
+    consumers: int
+    rows: int
+    columns: int
+
+    @property
+    def tile(self) -> int:
+        return self.consumers * self.rows
+
+
+def block_of(config: Config) -> Block:
+    """Of the forward kernel."""
+    return Block(config.consumers, config.rows, config.keys)
 
 
 def extent(full: Broadcast) -> str:
     if full[2]:
-        return "pairs" if full[3] else "queries"
-    return "keys" if full[3] else "one"
+        return "pairs" if full[3] else "rows"
+    return "columns" if full[3] else "one"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plane:
-    """One of the two arrays: `full`, as in the spec, and the dtype that the kernel sees."""
+    """One of the two arrays: `full`, as in the spec, with the kernel's rows first, and the dtype
+    that the kernel sees."""
 
     full: Broadcast
     dtype: Any
@@ -54,64 +74,69 @@ class Plane:
 
     @property
     def in_ring(self) -> bool:
-        return self.extent in ("pairs", "keys")
+        return self.extent in ("pairs", "columns")
 
     def at(self, ref: Any, batch: Any, head: Any) -> tuple[Any, Any]:
         """The indices of a batch entry and head."""
         return (batch if self.full[0] else 0), (head if self.full[1] else 0)
 
-    def bytes(self, config: Config) -> int:
+    def bytes(self, block: Block) -> int:
         """How many bytes a slot takes."""
         size = jnp.dtype(self.dtype).itemsize
-        rows = {"pairs": config.tile, "keys": 1}.get(self.extent, 0)
-        return rows * config.keys * size
+        rows = {"pairs": block.tile, "columns": 1}.get(self.extent, 0)
+        return rows * block.columns * size
 
-    def buffer(self, config: Config, slots: int) -> Buffer | None:
-        if self.extent == "keys":
-            return Buffer(plgpu.SMEM((slots, config.keys), self.dtype))
+    def buffer(self, block: Block, slots: int) -> Buffer | None:
+        if self.extent == "columns":
+            return Buffer(plgpu.SMEM((slots, block.columns), self.dtype))
         if self.extent != "pairs":
             return None
         size = jnp.dtype(self.dtype).itemsize
-        swizzle = min(128, KEYS_OF_A_TILE * size)
+        swizzle = min(128, COLUMNS_OF_A_TILE * size)
         tiled = plgpu.TilingTransform((8, swizzle // size))
-        shape = (slots, config.consumers, config.rows, config.keys)
         transforms = (tiled, plgpu.SwizzleTransform(swizzle))
-        return Buffer(plgpu.SMEM(shape, self.dtype, transforms=transforms), config.consumers)
+        tiles = plgpu.SMEM((slots, *block), self.dtype, transforms=transforms)
+        return Buffer(tiles, block.consumers)
 
     def load(
         self,
         ref: Any,
-        config: Config,
+        block: Block,
         at: tuple[Any, Any],
         first: tuple[Any, Any],
         tiles: Any,
         barrier: Any,
     ) -> None:
-        """Starts the copies of a slot, from query and key `first` on."""
-        (batch, head), (row, key) = self.at(ref, *at), first
-        keys = pl.ds(key, config.keys)
-        if self.extent == "keys":
-            plgpu.copy_gmem_to_smem(ref.at[batch, head, 0, keys], tiles, barrier)  # [K]
+        """Starts the copies of a slot, from row and column `first` on."""
+        (batch, head), (row, column) = self.at(ref, *at), first
+        columns = pl.ds(column, block.columns)
+        if self.extent == "columns":
+            plgpu.copy_gmem_to_smem(ref.at[batch, head, 0, columns], tiles, barrier)  # [C]
             return
-        for number in range(config.consumers):
-            rows = pl.ds(row + number * config.rows, config.rows)
-            source = ref.at[batch, head, rows, keys]
-            plgpu.copy_gmem_to_smem(source, tiles.at[number], barrier)  # [R, K]
+        for number in range(block.consumers):
+            rows = pl.ds(row + number * block.rows, block.rows)
+            source = ref.at[batch, head, rows, columns]
+            plgpu.copy_gmem_to_smem(source, tiles.at[number], barrier)  # [R, C]
 
-    def read(
-        self, ref: Any, tile: Any, config: Config, at: tuple[Any, Any], first_row: Any
-    ) -> Any:
-        """Loads the elements for R queries and K keys into registers: [R, K], or a scalar."""
-        shape = (config.rows, config.keys)
-        if self.extent == "pairs":
-            return mosaic.load(tile, optimized=jnp.dtype(self.dtype).itemsize > 1)
-        if self.extent == "keys":
-            return mosaic.in_rows(mosaic.load(tile, OF_COLUMNS), shape[0])
+    def of_rows(self, ref: Any, block: Block, at: tuple[Any, Any], first_row: Any) -> Any:
+        """What is the same for all columns: a vector [R], a scalar, or None where nothing is."""
+        if self.in_ring:
+            return None
         batch, head = self.at(ref, *at)
         if self.extent == "one":
             return ref[batch, head, 0, 0]
-        rows = ref.at[batch, head, 0, pl.ds(first_row, config.rows)]
-        return mosaic.in_columns(mosaic.load(rows, OF_ROWS, optimized=False), shape[1])
+        rows = ref.at[batch, head, 0, pl.ds(first_row, block.rows)]
+        return mosaic.load(rows, OF_ROWS, optimized=False)
+
+    def read(self, of_rows: Any, tiles: Any, block: Block, slot: Any, number: Any) -> Any:
+        """The elements for R rows and C columns in registers, from a slot or from `of_rows`: a
+        tile [R, C], or a scalar."""
+        if self.extent == "pairs":
+            tile = tiles.at[slot, number]
+            return mosaic.load(tile, optimized=jnp.dtype(self.dtype).itemsize > 1)
+        if self.extent == "columns":
+            return mosaic.in_rows(mosaic.load(tiles.at[slot], OF_COLUMNS), block.rows)
+        return of_rows if self.extent == "one" else mosaic.in_columns(of_rows, block.columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,48 +151,52 @@ class Planes:
     def in_ring(self) -> list[Plane]:
         return [plane for plane in self if plane is not None and plane.in_ring]
 
-    def slots(self, spec: AttentionSpec, config: Config) -> int:
-        """Two where there is room for them."""
-        room = frame.MOST_BYTES - frame.shared_bytes(spec, config)
-        return 2 if 2 * sum(plane.bytes(config) for plane in self.in_ring) <= room else 1
+    def slots(self, block: Block, room: int) -> int:
+        """Two where there is room for them, in bytes."""
+        return 2 if 2 * sum(plane.bytes(block) for plane in self.in_ring) <= room else 1
 
 
-def planes_of(spec: AttentionSpec, inputs: Inputs) -> Planes:
+def planes_of(spec: AttentionSpec, inputs: Inputs, of_keys: bool = False) -> Planes:
+    """`of_keys`: of a kernel whose rows are keys."""
     bias = mask = None
     if spec.bias is not None and inputs.bias is not None:
         own = inputs.bias.dtype if extent(spec.bias) == "pairs" else F32
-        bias = Plane(spec.bias, jnp.dtype(own).type)
+        bias = Plane(_turned(spec.bias, of_keys), jnp.dtype(own).type)
     if spec.mask is not None:
         own = jnp.int8 if extent(spec.mask) == "pairs" else jnp.int32
-        mask = Plane(spec.mask, own)
+        mask = Plane(_turned(spec.mask, of_keys), own)
     return Planes(bias, mask)
 
 
+def _turned(full: Broadcast, of_keys: bool) -> Broadcast:
+    return (full[0], full[1], full[3], full[2]) if of_keys else full
+
+
 def arrays_of(
-    spec: AttentionSpec, config: Config, inputs: Inputs, planes: Planes
+    planes: Planes, inputs: Inputs, rows: int, columns: int, of_keys: bool = False
 ) -> dict[str, jax.Array]:
-    """The kernel's arrays, by the names of `forward.Walk`."""
+    """The kernel's arrays, by the names of its `Walk`. `rows`, `columns`: in whole tiles and
+    blocks."""
     found = {}
     for name, plane, array in (
         ("bias", planes.bias, inputs.bias),
         ("mask", planes.mask, inputs.mask),
     ):
         if plane is not None and array is not None:
-            found[name] = _prepared(spec, config, plane, array)
+            turned = jnp.swapaxes(array, 2, 3) if of_keys else array
+            found[name] = _prepared(plane, turned, rows, columns)
     return found
 
 
-def _prepared(
-    spec: AttentionSpec, config: Config, plane: Plane, array: jax.Array
-) -> jax.Array:
+def _prepared(plane: Plane, array: jax.Array, rows: int, columns: int) -> jax.Array:
     array = array.astype(plane.dtype)
-    if plane.extent == "keys":
-        keys = int(pl.cdiv(spec.S, config.keys)) * config.keys
-        return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, keys - spec.S)))
-    if plane.extent == "queries":
-        rows = frame.whole_tiles(spec, config)
-        return jnp.pad(jnp.swapaxes(array, 2, 3), ((0, 0), (0, 0), (0, 0), (0, rows - spec.T)))
-    return array
+    if plane.extent == "rows":
+        array, columns = jnp.swapaxes(array, 2, 3), rows
+    elif plane.extent == "pairs":
+        columns = int(pl.cdiv(array.shape[3], COLUMNS_OF_A_TILE)) * COLUMNS_OF_A_TILE
+    elif plane.extent == "one":
+        return array
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, columns - array.shape[3])))
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -179,7 +208,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
     ]
     if not of_pairs:
         return None
-    multiples = (frame.ROWS_OF_A_TILE, KEYS_OF_A_TILE)
+    multiples = (frame.ROWS_OF_A_TILE, COLUMNS_OF_A_TILE)
     if spec.T % multiples[0] or spec.S % multiples[1]:
         return (
             f"needs T to be a multiple of {multiples[0]} and S of {multiples[1]} for a "
@@ -188,13 +217,13 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def most_bytes(spec: AttentionSpec, config: Config) -> int:
+def most_bytes(spec: AttentionSpec, block: Block, of_keys: bool = False) -> int:
     """Of shared memory for a slot of both, where a bias has float32."""
     found = 0
     for full, dtype in ((spec.bias, F32), (spec.mask, jnp.int8)):
         if full is not None:
             own = dtype if extent(full) == "pairs" else F32
-            found += Plane(full, own).bytes(config)
+            found += Plane(_turned(full, of_keys), own).bytes(block)
     return found
 
 

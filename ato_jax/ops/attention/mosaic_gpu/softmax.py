@@ -89,7 +89,7 @@ class Softmax(NamedTuple):
             c_m = self._rounded(m)
             p = jnp.exp2(s * self.c - mosaic.in_columns(c_m, s.shape[1]))
             lasts = jnp.exp2(rows.c_m - c_m)
-        total = rows.total * mosaic.in_columns(lasts, COLUMNS) + _by_columns(p)
+        total = rows.total * mosaic.in_columns(lasts, COLUMNS) + by_columns(p)
         return p, Rows(m, c_m, total), lasts
 
     def finish(self, rows: Rows, sink: Any) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +112,7 @@ class Softmax(NamedTuple):
         return factor, largest * to_natural + jnp.log2(total) * math.log(2)
 
 
-def _by_columns(p: jax.Array) -> jax.Array:
+def by_columns(p: jax.Array) -> jax.Array:
     """p [R, K] added up to [R, 8], each thread its own elements."""
     parts = [p[:, n : n + COLUMNS] for n in range(0, p.shape[1], COLUMNS)]
     while len(parts) > 1:

@@ -65,8 +65,9 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
     out = None
     if spec.V != spec.D:
         out = Buffer(frame.outputs(spec).tiles(config.consumers, config.rows))
-    slots = planes.slots(spec, config)
-    bias, mask = (None if plane is None else plane.buffer(config, slots) for plane in planes)
+    block = pairs.block_of(config)
+    slots = planes.slots(block, frame.MOST_BYTES - frame.shared_bytes(spec, config))
+    bias, mask = (None if plane is None else plane.buffer(block, slots) for plane in planes)
     readers = (consumer(config),)
     return Storage(
         q=q,
@@ -105,6 +106,7 @@ class Walk:
     shared: Any = None
     bias: Any = None
     mask: Any = None
+    hashes: Any = None  # [B, H, T up to whole tiles], for dropout
 
     @property
     def turns(self) -> mosaic.Turns:

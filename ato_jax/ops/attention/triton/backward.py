@@ -28,6 +28,7 @@ from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import (
     REST_UNITS,
+    SMALLEST_CORRECTION,
     AttentionSpec,
     Inputs,
     Outputs,
@@ -59,7 +60,6 @@ from ato_jax.ops.attention.triton.common import (
 from ato_jax.ops.attention.triton.pairs import Options, Pairs, batch_and_part, options_of
 from ato_jax.ops.attention.triton.visibility import for_blocks
 from ato_jax.ops.attention.triton.weights import (
-    SMALLEST_CORRECTION,
     Rows,
     correction_of,
     gain_spec,

@@ -93,7 +93,7 @@ def _by_query(
         # delta holds -dlse then. A share is as exact as lse. Where it rounds to 1, the keys have
         # practically no weight, and the two terms would cancel.
         rounding = SINGLE_EPSILON * (2 + jnp.abs(in_log2(spec, rows.norm)))
-        counts = counts & (shares < 1 - rounding)
+        counts = counts & ((shares == 0) | (1 - shares > shares * rounding))
     return jnp.where(counts, found, 0.0)
 
 

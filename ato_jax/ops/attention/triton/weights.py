@@ -44,9 +44,6 @@ from ato_jax.ops.attention.triton.pairs import Pairs, Side
 # 2^15 is half of float16's largest number, which leaves room for weights that round above 1.
 WEIGHT_SHIFT = 15
 
-# A fault of all of a query's weights that leaves its gradients half of float16's budget.
-SMALLEST_CORRECTION = 2.0**-11
-
 
 class Rows(NamedTuple):
     """Rows that the dQ kernel stores for the other kernels, each [B, H, T] float32."""
