@@ -113,17 +113,17 @@ def test_masks(mask: str, sizes: Any, options: Any) -> None:
             dict(causal=True, kv_lengths=jnp.array([70])),
         ),
         ("BHT1", dict(T=72, S=64, H=2, G=2), dict(layout="bhtd", return_lse=True)),
-        ("BHTS", dict(T=72, S=128, H=2, G=1), dict(causal=True)),
+        ("BHTS", dict(T=72, S=128, H=2, G=1), dict(causal=True, softcap=2.0)),
         (
             "1HTS",
             dict(T=72, S=64, H=2, B=2, dtype="float16"),
-            dict(kv_lengths=jnp.array([64, 20]), q_lengths=jnp.array([20, 72]), softcap=2.0),
+            dict(kv_lengths=jnp.array([64, 20]), q_lengths=jnp.array([20, 72])),
         ),
     ],
 )
 def test_biases(bias: str, sizes: Any, options: Any) -> None:
     """Some keys are hidden by minus infinity, some queries altogether, or by the lowest number of
-    all, which a query's keys then share."""
+    all, which a query's keys then share. Padding holds NaN."""
     generator = np.random.default_rng(1)
     added = 3 * generator.normal(size=[{"1": 1, "B": 1, **sizes}[letter] for letter in bias])
     if "T" in bias:
@@ -131,11 +131,11 @@ def test_biases(bias: str, sizes: Any, options: Any) -> None:
     else:
         added[..., 3:9], added[..., 9:11] = -np.inf, np.finfo(np.float32).min
     options = dict(sinks=jnp.array([0.4, -jnp.inf])) | options
-    gradients(
-        draw(**sizes, layout=options.get("layout", "bthd")),
-        bias=jnp.asarray(added, "float32"),
-        **options,
-    )
+    arrays = draw(**sizes, layout=options.get("layout", "bthd"))
+    if "q_lengths" in options:
+        lengths = [options["q_lengths"], options["kv_lengths"], options["kv_lengths"]]
+        arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, lengths, strict=True)]
+    gradients(arrays, bias=jnp.asarray(added, "float32"), **options)
 
 
 @newest

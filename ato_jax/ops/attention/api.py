@@ -353,10 +353,10 @@ def attention(
         the factors to TF32. With a softcap or sinks the products are exact regardless, since TF32
         would spoil these gradients. Other dtypes ignore it.
       implementation: None for the fastest backend that supports the call on this device, or one of
-        "mosaic_gpu" (Hopper; bfloat16 and float16; D and V multiples of 16 up to 256; no gradients
-        with a bias or a mask), "triton", "triton.wide" (D or V from 257 on, up to 256 queries and
-        keys), "cudnn", "xla" and "reference". Gradients by cuDNN may differ in the last bit from
-        run to run; those of the other backends do not.
+        "mosaic_gpu" (Hopper; bfloat16 and float16; D and V multiples of 16 up to 256), "triton",
+        "triton.wide" (D or V from 257 on, up to 256 queries and keys), "cudnn", "xla" and
+        "reference". Gradients by cuDNN may differ in the last bit from run to run; those of the
+        other backends do not.
 
     Returns:
       out [B, T, H, V] in v's dtype; with `return_lse` the pair (out, lse). lse is the natural

@@ -75,7 +75,9 @@ def backward(
     shares: Any = 0.0
     if inputs.sinks is not None:
         shares = jnp.exp(jnp.minimum(inputs.sinks[:, None] - lse, 0))
-        shares = shares if correction is None else shares * correction
+        if correction is not None:
+            # Of a padded query, whose rows may hold NaN, the correction is NaN and the share 0.
+            shares = jnp.where(shares > 0, shares * correction, 0.0)
         found["sinks"] = -jnp.sum(shares * delta, axis=(0, 2))
     if spec.bias is not None and inputs.bias is not None:
         if pairs.extent(spec.bias) == "pairs":
