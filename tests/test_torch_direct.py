@@ -33,6 +33,7 @@ from ato_torch import (  # noqa: E402
     _checked_calls,
     _direct,
     _driver,
+    _elf,
     _executable,
     _kernels,
     _mosaic,
@@ -61,6 +62,13 @@ STATE = {"state.kv": (B, G, D, D), "state.k_sum": (B, G, D)}
 
 def call_of(op, options, training=False, names=("q", "k", "v")):
     return _calls.Call(op, tuple(names), tuple(options.items()), training, False)
+
+
+def test_which_versions_of_jax_tell_launches():
+    """What 0.11.0 serializes is another form of 0.11, which nothing here reads."""
+    versions = (0, 10, 2), (0, 11, 0), (0, 11, 1), (0, 12, 0, 1)
+    here = _elf.runs_host_code()
+    assert [_adapters.tells_launches(version) for version in versions] == [False, False, here, here]
 
 
 @pytest.mark.parametrize("reads", [False, True])
