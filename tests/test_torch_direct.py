@@ -466,6 +466,19 @@ def test_tensor_maps_get_the_addresses_of_each_call(driver, count):
     assert ("as one" in driver.calls) == (count > 1)
 
 
+def test_tensor_maps_among_other_steps(driver):
+    """(x, y) -> 2 x + y: by a copy of x, a launch with maps, and one without, which reads both."""
+    x, y, out, copied, half = (Slice(n, 0, SIZE) for n in (1, 2, 3, 4, 5))
+    (first,) = by_maps(1).steps
+    first = dataclasses.replace(first, arguments=(half, copied, y), written=(half,))
+    second = Launch("add", b"ELF 1", (2, 1, 1), (32, 1, 1), 0, (x, half, out), (out,))
+    allocations = {n: Allocation(SIZE, n - 1 if n < 3 else None, False) for n in range(1, 6)}
+    found = plan(Executable(allocations, (Copy(x, copied), first, second), (3,)), results=1)
+    for n in range(3):
+        x, y = torch.randn(1, 2, 3), torch.full((1, 2, 3), float(n))
+        assert torch.equal(found([x, y])[0], x + (x + y))
+
+
 def test_a_tensor_map_of_another_form_has_no_plan(driver, monkeypatch):
     monkeypatch.setattr(driver, "maps_are_known", False)
     with pytest.raises(_direct.ClosedError, match="differ in more than their addresses"):
