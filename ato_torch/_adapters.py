@@ -28,12 +28,21 @@ from ato_jax.ops.linear_attention.step import linear_attention_step
 from ato_torch import _elf
 from ato_torch._calls import PARAMETERS, Arrays, Call, Shape, Shapes
 
-# Backends whose kernels only JAX's runtime can launch. JAX serializes the steps of a program from
-# 0.11 on, and what a launch of Mosaic GPU needs lies in code for the host (`_mosaic`).
-READS_LAUNCHES = jax.__version_info__ >= (0, 11) and _elf.runs_host_code()
+
+def tells_launches(version: tuple[int, ...]) -> bool:
+    """Whether a launch of Mosaic GPU can be read from what this version of JAX serializes.
+
+    It lies in code for the host (`_mosaic`). In JAX 0.11.0 that code also loads the machine code,
+    which lies in it.
+    """
+    return version >= (0, 11, 1) and _elf.runs_host_code()
+
+
+READS_LAUNCHES = tells_launches(jax.__version_info__)
 
 
 def through_jax_alone() -> tuple[str, ...]:
+    """Backends whose kernels only JAX's runtime can launch."""
     return () if READS_LAUNCHES else ("mosaic_gpu",)
 
 

@@ -22,12 +22,15 @@ from ato_torch._protobuf import UnknownError
 MAGIC = b"\x7fELF\x02\x01"  # of 64 bits, little endian
 RELOCATABLE, X86_64 = 1, 62
 SYMBOL_TABLE, RELOCATIONS, NO_BITS = 2, 4, 8
-IN_MEMORY = 2  # a section's flag
+# Relocations in forms that x86-64 does not use: without addends, and packed.
+OTHER_RELOCATIONS = (9, 19, 0x40000014)
+WRITABLE, IN_MEMORY = 1, 2  # flags of a section
 WHOLE_ADDRESS = 1  # R_X86_64_64: the address of a symbol, plus a number
 UNDEFINED = 0
 SECTION_ALIGNMENT = 64
-# In `.nv.info.<kernel>`: attributes of 4 bytes, or of as many more as these say; among them one for
-# each of the kernel's parameters.
+# `.nv.info.<kernel>` is a list of attributes. Each has a header of 4 bytes; one of the format SIZED
+# has as many bytes behind it as the header says. An attribute PARAMETER describes one parameter of
+# the kernel; the parameter's size lies from the bit SIZE_SHIFT of the last word on.
 SIZED, PARAMETER = 4, 0x17
 PARAMETER_BYTES = 12
 SIZE_SHIFT = 18
@@ -90,7 +93,7 @@ def parameters(code: bytes, kernel: str) -> list[tuple[int, int]]:
             _, ordinal, offset, rest = struct.unpack_from("<IHHI", notes, place)
             found[ordinal] = offset, rest >> SIZE_SHIFT
         place += size
-    if sorted(found) != list(range(len(found))):
+    if not found or sorted(found) != list(range(len(found))):
         raise UnknownError(f"a kernel has the parameters {sorted(found)}")
     return [found[n] for n in range(len(found))]
 
@@ -101,20 +104,21 @@ def runs_host_code() -> bool:
 
 
 class HostCode:
-    """An object file's code and constants in memory, which may be run, until this is dropped.
+    """The code and constants of an object file, executable in memory while this object lives.
 
     Args:
       data: the file.
       symbols: the addresses of functions that it may call.
 
     Raises:
-      UnknownError: it is for another processor, or needs anything else.
+      UnknownError: it is for another processor, calls a function that is not in `symbols`, or has a
+        part that this module does not know.
     """
 
     def __init__(self, data: bytes, symbols: Mapping[str, int]) -> None:
         if not runs_host_code():
             here = f"{platform.system()} on {platform.machine()}"
-            raise UnknownError(f"its host code would run on Linux on x86-64, and this is {here}")
+            raise UnknownError(f"its host code needs Linux on x86-64, and this is {here}")
         self._sections = sections(data)
         if struct.unpack_from("<2H", data, 16) != (RELOCATABLE, X86_64):
             raise UnknownError("its host code is no object file of x86-64")
@@ -122,9 +126,13 @@ class HostCode:
         end = 0
         for n, section in enumerate(self._sections):
             if section.flags & IN_MEMORY and not section.name.startswith(".eh_frame"):
+                # Variables would need memory of their own, and initializers would have to run.
+                if section.flags & WRITABLE and section.size:
+                    raise UnknownError(f"its host code has the variables {section.name!r}")
                 self._starts[n] = end
                 end += -(-section.size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-        self._memory = mmap.mmap(-1, max(end, 1))
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, max(end, 1), flags=private)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for n, start in self._starts.items():
             self._memory[start : start + len(self._sections[n].data)] = self._sections[n].data
@@ -132,10 +140,12 @@ class HostCode:
         for section in self._sections:
             if section.kind == RELOCATIONS and section.info in self._starts:
                 self._relocate(section, symbols)
+            elif section.kind in OTHER_RELOCATIONS:
+                raise UnknownError(f"its host code has relocations of the form {section.kind}")
         protect = ctypes.CDLL(None, use_errno=True).mprotect
         place, size = ctypes.c_void_p(self.address), ctypes.c_size_t(len(self._memory))
         if protect(place, size, mmap.PROT_READ | mmap.PROT_EXEC):
-            raise UnknownError("this process must not run code that it was given")
+            raise UnknownError("this process may not make memory executable")
 
     def function(self, name: str) -> int:
         """The address of a function."""
@@ -146,7 +156,7 @@ class HostCode:
 
     @property
     def needed(self) -> set[str]:
-        """The functions that it calls and does not have."""
+        """The names of the functions that it calls and does not define."""
         return {each.name for each in self.symbols if each.section == UNDEFINED and each.name}
 
     def _symbols(self) -> list[Symbol]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import struct
 from collections.abc import Iterator, Mapping
 
 from ato_torch import _mosaic
@@ -45,15 +46,14 @@ SYMBOL_PREFIX = "buffer_for_"
 NOT_IN_SYMBOLS = re.compile(r"[^A-Za-z0-9_]")
 # The fields of a literal: numbers as they lie in memory, or varints, by their bytes in memory.
 FIXED_WIDTH = ("f32s", "f64s", "f16s", "bf16s", "s8s", "u8s")
+VARINTS = {"preds": 1, "s32s": 4, "u32s": 4, "s64s": 8, "u64s": 8}
 # The custom call whose kernels Mosaic GPU compiled, the type of what XLA keeps of it (a C++ name),
 # and the versions of that message that are known.
 MOSAIC_GPU, MOSAIC_STATE = b"mosaic_gpu_v2", b"N6mosaic3gpu19CustomCallResourcesE"
 MOSAIC_VERSIONS = (2, 3, 4)
-# Its attributes that say how it was compiled, which the machine code has, and those that have to be
-# false.
+# The attributes of the call: the program that was compiled, and switches that must be off.
 MOSAIC_SOURCES = {b"kernel_hash", b"module"}
 MOSAIC_SWITCHES = {b"skip_device_barrier", b"use_custom_barrier", b"uses_xla_collective_metadata"}
-VARINTS = {"preds": 1, "s32s": 4, "u32s": 4, "s64s": 8, "u64s": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Allocation:
 class Launch:
     """A launch of the kernel `name` in the machine code `code`.
 
-    All arguments are addresses. Where they lie among the kernel's parameters `parameters` says, its
-    places in the order of the arguments; without it, one behind the other.
+    All arguments are addresses. `parameters` says where they lie among the kernel's parameters, by
+    places in the order of the arguments; None means that they lie one behind the other.
     """
 
     name: str
@@ -166,7 +166,7 @@ def read(data: bytes) -> Executable:
     """
     try:
         return _executable(_payload(data))
-    except (IndexError, ValueError, UnicodeDecodeError) as error:
+    except (IndexError, ValueError, struct.error) as error:
         raise UnknownError(f"its bytes are not what they seem: {error}") from error
 
 
@@ -325,7 +325,7 @@ def _check(found: Executable) -> None:
     for step in steps:
         for each in step.arguments:
             whole = allocations.get(each.allocation)
-            if whole is None or each.offset + each.size > whole.size or not each.size:
+            if whole is None or each.offset + each.size > whole.size or each.size <= 0:
                 raise UnknownError(f"{each} is not in the allocations")
             if whole.is_constant and each.allocation not in found.constants:
                 raise UnknownError("a step reads a constant whose value is not known")
@@ -433,7 +433,7 @@ def _mosaic_kernel(data: bytes) -> Launch:
     if compiled.number("version") not in MOSAIC_VERSIONS:
         raise UnknownError(f"Mosaic GPU's format has the version {compiled.number('version')}")
     if compiled.number("is_nvshmem_used") or compiled.number("is_multimem_used"):
-        raise UnknownError("a kernel of Mosaic GPU is of several cards")
+        raise UnknownError("a kernel of Mosaic GPU runs on several cards")
     arrays, results = (
         [_array(each) for each in fields.parts(kind)] for kind in ("operands", "results")
     )
@@ -446,7 +446,8 @@ def _mosaic_kernel(data: bytes) -> Launch:
         len(arrays) + len(results),
     )
     if found.shared_bytes != compiled.number("smem_bytes"):
-        raise UnknownError(f"a kernel of Mosaic GPU has {found.shared_bytes} bytes to share")
+        asked, wanted = found.shared_bytes, compiled.number("smem_bytes")
+        raise UnknownError(f"a launch asks for {asked} bytes of shared memory in place of {wanted}")
     arguments = []
     for place in found.parameters.places:
         whole = (arrays + results)[place.argument]

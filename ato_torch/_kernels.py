@@ -172,8 +172,8 @@ def places_of(launch: _executable.Launch) -> list[int]:
 def constant_bytes(launch: _executable.Launch) -> bytes:
     """The parameters without the addresses of arrays.
 
-    The driver makes each tensor map; its first word is the address. That is not documented, so it
-    is asked for two addresses, and the maps may differ in nothing else.
+    The driver makes each tensor map; its first word is the address. That is not documented, so the
+    driver makes it for two addresses, and the two maps must not differ in anything else.
     """
     if launch.parameters is None:
         return bytes(_driver.POINTER_BYTES * len(launch.arguments))

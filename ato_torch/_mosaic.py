@@ -2,17 +2,17 @@
 
 Mosaic GPU compiles two programs for each kernel: the kernel's machine code, and a function for the
 host that gets the addresses of the arrays, describes arrays to the copy engine (tensor maps), and
-launches the kernel. Both lie in the serialized executable. `record` runs that function here, with
+launches the kernel. Both lie in the serialized executable. `record` runs the host's function, with
 functions of ours in the places of those that would make a tensor map and launch, and with numbers
-that are no addresses. So it sees all that a launch needs, and nothing is launched:
+that are no addresses. So `record` learns all that a launch needs, and nothing is launched:
 
     grid, block, shared memory
     the bytes of the kernel's parameters, and in them
         the addresses of arrays, each with its offset
         the tensor maps: their addresses, shapes, strides, tiles and swizzles
 
-The function has no branches on addresses: it is recorded twice, with other numbers, and both must
-say the same.
+A launch must not depend on the addresses in any other way, so the function runs twice, with
+different numbers, and both runs must give the same launch.
 
 This module imports neither PyTorch nor JAX, and needs no GPU.
 """
@@ -32,7 +32,8 @@ WORD_BYTES = 8
 MAP_WORDS = 16
 MAP_BYTES = MAP_WORDS * WORD_BYTES
 MOST_AXES = 5
-# Numbers in the places of addresses and of the words of tensor maps: a tag above, then a number.
+# Numbers in the places of addresses and of the words of tensor maps: a tag from bit 56 on, the
+# number of the array or of the map from bit 44 on, and below them an offset.
 TAG_SHIFT, NUMBER_SHIFT = 56, 44
 WITHIN = (1 << NUMBER_SHIFT) - 1
 NUMBERS = (1 << TAG_SHIFT - NUMBER_SHIFT) - 1
@@ -40,6 +41,9 @@ TAGS = ((0x5A, 0xD0), (0x35, 0xE1))  # of addresses and of maps, in the first ru
 # The bytes of an element by Mosaic GPU's number for its type, and CUDA's number for that type.
 ELEMENTS = {1: (1, 0), 2: (2, 1), 3: (4, 2), 4: (8, 4), 5: (2, 6), 6: (4, 7), 7: (2, 9), 9: (4, 3)}
 SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # by bytes, CUDA's numbers
+# How many arguments precede the arrays, by the function that the host code calls at its end: until
+# JAX 0.11, and from 0.12 on.
+AHEAD = {"mosaic_gpu_launch_kernel": 2, "mosaic_gpu_build_kernel_spec": 1}
 
 _Numbers = ctypes.POINTER(ctypes.c_int64)
 _Pointers = ctypes.POINTER(ctypes.c_void_p)
@@ -47,7 +51,7 @@ _INITIALIZE = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, _Numbers, _Numbers,
     ctypes.c_int64, _Numbers,
 )  # fmt: skip
-# Grid, cluster, block, shared memory, and whether the kernel may start ahead of its time.
+# Grid, cluster, block, shared memory, and whether it is a programmatic dependent launch.
 _DIMENSIONS = (*[ctypes.c_uint32] * 10, ctypes.c_int32)
 _LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *_DIMENSIONS, ctypes.c_void_p, _Pointers)
 # From JAX 0.12 on: a count, the parameters, and the size of each, 0 for an address.
@@ -75,8 +79,14 @@ class TensorMap(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a launch needs an address: `offset` bytes into the parameters, the array's number, and
-    the bytes from its start. Where `map` is given, the tensor map of the array begins there."""
+    """A place among a kernel's parameters that needs an address.
+
+    Attributes:
+      offset: of the place, in bytes from the start of the parameters.
+      argument: the number of the array.
+      within: of the address, in bytes from the start of the array.
+      map: the tensor map that begins at the place with the address; None for the address alone.
+    """
 
     offset: int
     argument: int
@@ -102,10 +112,17 @@ class Recorded:
 
 
 def record(host: bytes, function: str, code: bytes, kernel: str, arrays: int) -> Recorded:
-    """What the host code's function would launch, given so many arrays.
+    """The launch that a function of the host code would make.
+
+    Args:
+      host: an object file.
+      function: the function's name there.
+      code: the machine code of the kernel.
+      kernel: the kernel's name there.
+      arrays: how many arrays the function gets.
 
     Raises:
-      UnknownError: it does anything but what this module knows.
+      UnknownError: the function does anything that this module does not know.
     """
     layout = _elf.parameters(code, kernel)
     first, second = (_Run(*tags, layout).of(host, function, arrays) for tags in TAGS)
@@ -138,8 +155,12 @@ class _Run:
         buffers = (ctypes.c_void_p * arrays)(
             *(self.address << TAG_SHIFT | n << NUMBER_SHIFT for n in range(1, arrays + 1))
         )
-        # Until JAX 0.11 it launches, in a stream; from 0.12 on it describes a launch.
-        ahead = 2 if "mosaic_gpu_launch_kernel" in code.needed else 1
+        # Ahead of the arrays, a function that launches gets a kernel and a stream, and one that
+        # describes a launch gets memory. With another number it would read at random addresses.
+        ends = code.needed & AHEAD.keys()
+        if len(ends) != 1:
+            raise UnknownError(f"its host code ends in {sorted(ends)}")
+        ahead = AHEAD[ends.pop()]
         pointers = [ctypes.c_void_p] * (ahead + 1)
         run = ctypes.CFUNCTYPE(None, *pointers)(code.function(function))
         run(*[None] * ahead, ctypes.cast(buffers, ctypes.c_void_p))
@@ -150,12 +171,12 @@ class _Run:
         return self.found[0]
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """An exception cannot pass through the host code."""
+        """The function, with its exception kept, which cannot pass through the host code."""
 
         def guarded(*arguments: Any) -> None:
             try:
                 function(*arguments)
-            except Exception as error:
+            except BaseException as error:  # ctypes would drop a KeyboardInterrupt, too
                 self.errors.append(error)
 
         return guarded
@@ -165,7 +186,9 @@ class _Run:
         swizzle: int, tile: Any,
     ) -> None:  # fmt: skip
         if element not in ELEMENTS or swizzle not in SWIZZLES or not 1 <= rank <= MOST_AXES:
-            raise UnknownError(f"a tensor map has the type {element}, {rank} axes, {swizzle}")
+            raise UnknownError(
+                f"a tensor map has the type {element}, {rank} axes and a swizzle of {swizzle} bytes"
+            )
         of_element, number = ELEMENTS[element]
         last_first = range(rank - 1, -1, -1)
         if strides[rank - 1] != 1:
@@ -194,9 +217,9 @@ class _Run:
         self._add(dimensions, pointers)
 
     def _add(self, dimensions: Sequence[int], pointers: Any) -> None:
-        x, y, z, *cluster, block_x, block_y, block_z, shared_bytes, starts_early = dimensions
-        if any(cluster) or starts_early:
-            raise UnknownError(f"a kernel has clusters {cluster}, or starts early")
+        x, y, z, *cluster, block_x, block_y, block_z, shared_bytes, is_dependent = dimensions
+        if any(cluster) or is_dependent:
+            raise UnknownError(f"a kernel has clusters {cluster}, or its launch is dependent")
         end = max(offset + size for offset, size in self.layout)
         constant, places = bytearray(-(-end // WORD_BYTES) * WORD_BYTES), []
         for n, (offset, size) in enumerate(self.layout):
@@ -221,7 +244,7 @@ class _Run:
                 number = word >> NUMBER_SHIFT & NUMBERS
                 whole = struct.pack(f"<{MAP_WORDS}Q", *range(word, word + MAP_WORDS))
                 if data[place : place + MAP_BYTES] != whole or number >= len(self.maps):
-                    raise UnknownError("a parameter has a part of a tensor map")
+                    raise UnknownError("a parameter holds a part of a tensor map")
                 found.append(Place(offset + place, *self.maps[number]))
                 place += MAP_BYTES
                 continue
@@ -234,5 +257,5 @@ class _Run:
         """An array's number, and the bytes from its start."""
         number = (address >> NUMBER_SHIFT & NUMBERS) - 1
         if address >> TAG_SHIFT != self.address or number < 0:
-            raise UnknownError("a tensor map is of no array")
+            raise UnknownError("an address lies in no array")
         return number, address & WITHIN

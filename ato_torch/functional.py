@@ -111,8 +111,8 @@ def attention(
       return_lse: Return (out, lse) in place of out.
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
       implementation: A backend of `ato_jax.attention` by name; None takes the fastest. With a
-        JAX before 0.11, or on a host other than Linux on x86-64, only JAX can launch "mosaic_gpu",
-        which then runs where it is named.
+        JAX before 0.11.1, or on a host other than Linux on x86-64, only JAX can launch
+        "mosaic_gpu", which then runs where it is named.
 
     Returns:
       out [..., H, T, V] in query's dtype; with `return_lse` the pair (out, lse). lse [..., H, T] is

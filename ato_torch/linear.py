@@ -105,7 +105,7 @@ def linear_attention(
         [B, S, G, D].
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
       implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest. With
-        a JAX before 0.11, or on a host other than Linux on x86-64, only JAX can launch
+        a JAX before 0.11.1, or on a host other than Linux on x86-64, only JAX can launch
         "mosaic_gpu", which then runs where it is named.
 
     Returns:

@@ -33,6 +33,7 @@ from ato_torch import (  # noqa: E402
     _checked_calls,
     _direct,
     _driver,
+    _elf,
     _executable,
     _kernels,
     _mosaic,
@@ -61,6 +62,13 @@ STATE = {"state.kv": (B, G, D, D), "state.k_sum": (B, G, D)}
 
 def call_of(op, options, training=False, names=("q", "k", "v")):
     return _calls.Call(op, tuple(names), tuple(options.items()), training, False)
+
+
+def test_which_versions_of_jax_tell_launches():
+    """What 0.11.0 serializes is another form of 0.11, which nothing here reads."""
+    versions = (0, 10, 2), (0, 11, 0), (0, 11, 1), (0, 12, 0, 1)
+    here = _elf.runs_host_code()
+    assert [_adapters.tells_launches(version) for version in versions] == [False, False, here, here]
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -456,6 +464,19 @@ def test_tensor_maps_get_the_addresses_of_each_call(driver, count):
         x, y = torch.randn(1, 2, 3), torch.full((1, 2, 3), float(n))
         assert torch.equal(found([x, y])[0], x + y)
     assert ("as one" in driver.calls) == (count > 1)
+
+
+def test_tensor_maps_among_other_steps(driver):
+    """(x, y) -> 2 x + y: by a copy of x, a launch with maps, and one without, which reads both."""
+    x, y, out, copied, half = (Slice(n, 0, SIZE) for n in (1, 2, 3, 4, 5))
+    (first,) = by_maps(1).steps
+    first = dataclasses.replace(first, arguments=(half, copied, y), written=(half,))
+    second = Launch("add", b"ELF 1", (2, 1, 1), (32, 1, 1), 0, (x, half, out), (out,))
+    allocations = {n: Allocation(SIZE, n - 1 if n < 3 else None, False) for n in range(1, 6)}
+    found = plan(Executable(allocations, (Copy(x, copied), first, second), (3,)), results=1)
+    for n in range(3):
+        x, y = torch.randn(1, 2, 3), torch.full((1, 2, 3), float(n))
+        assert torch.equal(found([x, y])[0], x + (x + y))
 
 
 def test_a_tensor_map_of_another_form_has_no_plan(driver, monkeypatch):

@@ -229,6 +229,24 @@ def test_a_kernel_in_the_code_of_all():
     )
 
 
+def test_a_kernel_of_mosaic_gpu_whose_code_is_cut_short():
+    compiled = message((1, 4), (2, b"ELF"), (5, b"host"), (8, b"\x7fELF\2\1\1"), (9, b"kernel"))
+    state = message((1, _executable.MOSAIC_STATE), (2, compiled))
+    call = message((1, _executable.MOSAIC_GPU), (6, b""), (8, state))
+    thunk = message((1, b""), (30, call))
+    with pytest.raises(UnknownError, match="not what they seem: unpack_from requires"):
+        _executable.read(changed((13,), to(thunk)))
+
+
+def test_an_argument_behind_its_allocation():
+    """As a kernel of Mosaic GPU may have one that begins behind its array's end."""
+    argument, result = Slice(0, 128, -64), Slice(0, 0, 64)
+    launch = _executable.Launch("kernel", b"", (1, 1, 1), (32, 1, 1), 0, (argument,), (result,))
+    found = _executable.Executable({0: Allocation(64, None, False)}, (launch,), (0,))
+    with pytest.raises(UnknownError, match="is not in the allocations"):
+        _executable._check(found)
+
+
 SYMBOL = b"buffer_for_constant_22_0"
 CONSTANT_SIZE = 1048576
 

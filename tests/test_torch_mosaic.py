@@ -19,6 +19,9 @@ KERNEL = "attention_forward_mosaic_mosaic_gpu_kernel"
 # q, k, v and out [2, 1024, 4, 128] bfloat16, then lse.
 ARRAYS = 5
 RELOCATIONS_KIND = 1
+# Where a section's header has its kind and its flags, and some of those.
+KIND, FLAGS = 4, 8
+RELOCATIONS_WITHOUT_ADDENDS, WRITABLE_IN_MEMORY = 9, 3
 
 pytestmark = pytest.mark.skipif(
     not _elf.runs_host_code(), reason="the host code is for Linux on x86-64"
@@ -45,6 +48,15 @@ def code_of(notes, kernel=KERNEL):
     for name, kind, start, size in headers:
         content += struct.pack("<2I4Q2I2Q", name, kind, 0, 0, start, size, 0, 0, 1, 0)
     return found + content
+
+
+def with_header(host, section, field, value):
+    """An object file with another number in a section's header, at a byte of it."""
+    (start,) = struct.unpack_from("<Q", host, 40)
+    numbers = [n for n, each in enumerate(_elf.sections(host)) if each.name == section]
+    place = start + 64 * numbers[0] + field
+    kind = "<I" if field == KIND else "<Q"
+    return host[:place] + struct.pack(kind, value) + host[place + struct.calcsize(kind) :]
 
 
 def record(name, host=None, notes=None, function=FUNCTION, arrays=ARRAYS):
@@ -98,6 +110,10 @@ def test_what_is_not_known_is_refused(name):
         "relocation of kind 2",
         host=host.replace(data[:16], data[:8] + struct.pack("<I", 2) + data[12:16]),
     )
+    variables = with_header(host, ".lrodata.cst32", FLAGS, WRITABLE_IN_MEMORY)
+    refuse("has the variables '.lrodata.cst32'", host=variables)
+    others = with_header(host, ".rela.ltext", KIND, RELOCATIONS_WITHOUT_ADDENDS)
+    refuse("relocations of the form 9", host=others)
     # The notes of a parameter: its number, its place, and its size above other facts.
     first = notes.index(struct.pack("<BBHI", 4, 0x17, 12, 0)) + 4
     sizes = {struct.unpack_from("<IHHI", notes, first + n * 16)[1]: first + n * 16 for n in (0, 1)}
@@ -109,9 +125,10 @@ def test_what_is_not_known_is_refused(name):
         return notes[:place] + struct.pack("<I", rest) + notes[place + 4 :]
 
     assert record(name, notes=with_size(512)) == record(name)
-    refuse("parameters of|part of a tensor map", notes=with_size(504))
+    refuse("parameters of|holds a part of a tensor map", notes=with_size(504))
     skips = notes[: sizes[1] + 4] + struct.pack("<H", 5) + notes[sizes[1] + 6 :]
     refuse(r"the parameters \[0, 5\]", notes=skips)
+    refuse(r"the parameters \[\]", notes=struct.pack("<2BH", 1, 0, 0))
     refuse("has 4096 arrays", arrays=4096)
 
 
@@ -134,3 +151,29 @@ def test_an_error_within_the_host_code_comes_out(monkeypatch):
     monkeypatch.setattr(_mosaic, "ELEMENTS", {})
     with pytest.raises(UnknownError, match="a tensor map has the type 7"):
         record("mosaic_spec")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupt_within_the_host_code_comes_out(name, monkeypatch):
+    def interrupted(self, *dimensions):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_mosaic._Run, "_add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_code_that_ends_in_another_way_is_not_run(name, monkeypatch):
+    """It may have other arguments than those that it would be given."""
+    monkeypatch.setattr(_elf.HostCode, "function", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(_elf.HostCode, "needed", {"mosaic_gpu_init_tma_desc"})
+    with pytest.raises(UnknownError, match=r"ends in \[\]"):
+        record(name)
+
+
+def test_where_memory_may_not_become_executable(monkeypatch):
+    """As SELinux may have it: here the system refuses a protection that it does not know."""
+    monkeypatch.setattr(_elf.mmap, "PROT_EXEC", 1 << 20)
+    with pytest.raises(UnknownError, match="may not make memory executable"):
+        record("mosaic_launch")
