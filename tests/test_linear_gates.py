@@ -3,6 +3,7 @@
 import dataclasses
 
 import aot
+import jax
 import jax.numpy as jnp
 import numerics
 import numpy as np
@@ -11,6 +12,7 @@ from test_linear_triton import GPUS, SMALL, STORED, check, check_shared_memory, 
 
 import ato_jax
 from ato_jax.ops.linear_attention.spec import LinearState
+from ato_jax.ops.linear_attention.triton import causal, default_config, steps, walk
 
 
 def decays(*shape, seed=0):
@@ -145,6 +147,34 @@ def test_segments_of_queries_and_keys_with_decay_and_states_unnormalised_both_wa
     # Weak ones: a run that is long past weighs next to nothing.
     options |= {"decay": 0.05 * decays(2, 2, 43), "feature_map": "silu"}
     check(43, 43, 4, 2, 16, 20, B=2, **differing_segments(43, 43), **options)
+
+
+def test_exact_factors_of_strong_decays():
+    """Of queries up to 92 steps behind the last key of their run, by 8 decays of heads."""
+    T, keys, G = 100, 8, 8
+    rows = jnp.zeros((1, T, G, 16))
+    decay = np.linspace(-0.8, -0.3, G, dtype=np.float32)
+    kv_ids = np.arange(T)[None] >= keys
+    request, _ = numerics.prepare(
+        "linear_attention",
+        *(rows, rows, rows),
+        decay=jnp.asarray(decay),
+        q_segment_ids=np.zeros((1, T), np.int32),
+        kv_segment_ids=kv_ids.astype(np.int32),
+    )
+    spec = request.spec
+    plan = walk.plan(spec, default_config(spec, GPUS[90]))
+
+    @jax.jit
+    def arrays(inputs):
+        laid_out, _ = causal._lay_out(spec, plan, inputs)
+        found = steps.gates(spec, plan, laid_out, plan.steps, ("reads",))
+        return laid_out.rows["query"], found["reads"]
+
+    query, reads = map(np.asarray, arrays(request.inputs))
+    where = (query[0] >= 0) & (query[0] < T)
+    exact = np.exp(np.float64(decay)[:, None] * (query[0, where] + 1))
+    np.testing.assert_allclose(reads[0][:, where], exact, rtol=5e-7)
 
 
 def test_segments_of_queries_that_see_all_of_a_run():

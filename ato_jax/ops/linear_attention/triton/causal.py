@@ -67,6 +67,7 @@ from ato_jax.ops.linear_attention.triton.steps import (
     edge_flows,
     gates,
     lay_out,
+    to_base_2,
 )
 from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
@@ -76,7 +77,10 @@ def _lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> tuple[Ste
     layout = lay_out(spec, walk, inputs)
     decay = own = pull = None
     if inputs.decay is not None:
-        (decay, own), pull = jax.vjp(layout.place, inputs.decay)
+        _, pull = jax.vjp(layout.place, inputs.decay)
+        # Part by part: `own` is a sum, too.
+        decay, own = zip(*map(layout.place, to_base_2(spec, inputs.decay)), strict=True)
+        own = None if own[0] is None else own
     return Steps(layout.rows, decay, own, layout.run), pull
 
 

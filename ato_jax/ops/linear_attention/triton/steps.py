@@ -37,6 +37,8 @@ strong decay the difference E - sum R has none of its bits left.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,14 +59,20 @@ from ato_jax.triton.arithmetic import LOG2_E
 
 # Rows over which one product with zeros and ones sums.
 SUMMED_AT_ONCE = 128
+# ln 2 as 9 bits, whose products with multiples of `EXACT_STEP` are exact, and the rest.
+LN2 = 355 / 512, math.log(2) - 355 / 512
+
+# An exponent to base 2, in one part or in two: multiples of `EXACT_STEP`, which float32 adds
+# exactly, and what these leave off.
+Exponent = tuple[Any, ...]
 
 
 class Steps(NamedTuple):
     """The rows at each of the N = walk.steps steps, and the decays and segments for `gates`."""
 
     rows: dict[str, jax.Array]
-    decay: jax.Array | None  # [B, G, N]
-    own: jax.Array | None  # [B, G, N]
+    decay: Exponent | None  # of [B, G, N]
+    own: Exponent | None  # of [B, G, N]
     run: jax.Array | None  # [B, N]
 
 
@@ -172,6 +180,35 @@ def _triangles(size: int, strict: bool) -> tuple[np.ndarray, np.ndarray]:
     return ((i < t) if strict else (i <= t)).astype(np.float32), (i > t).astype(np.float32)
 
 
+def to_base_2(spec: LinearAttentionSpec, decay: jax.Array) -> Exponent:
+    """The log-decays, clamped; in two parts where products are exact.
+
+    A difference of sums loses what is small beside them, and so does 2 to the power of a sum. The
+    parts add up to more bits than the product with `LOG2_E` has, whose roundings are all alike in
+    like steps.
+    """
+    decay = jnp.maximum(decay, LEAST_DECAY)
+    if spec.dtype != "float32" or spec.precision != "exact":
+        return (decay * LOG2_E,)
+    coarse = jnp.round(decay * (LOG2_E / EXACT_STEP)) * EXACT_STEP
+    high, low = LN2
+    return coarse, (decay - coarse * high - coarse * low) * LOG2_E
+
+
+def _power(exponent: Exponent) -> jax.Array:
+    """2 to the exponent.
+
+    exp2 of 64 has an error of several 1e-6, that of rounding its product with ln 2, which XLA takes
+    exp of. So of two parts it only takes the fraction; powers below 2^-126 are then 0.
+    """
+    if len(exponent) == 1:
+        return jnp.exp2(jnp.asarray(exponent[0], jnp.float32))
+    coarse, fine = exponent
+    whole = jnp.round(coarse)
+    bits = jnp.maximum(whole.astype(jnp.int32) + 127, 0) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) * jnp.exp2(coarse - whole + fine)
+
+
 def gates(
     spec: LinearAttentionSpec, walk: Walk, steps: Steps, block: int, names: Sequence[str]
 ) -> dict[str, jax.Array]:
@@ -184,22 +221,16 @@ def gates(
         return {}
     count = walk.steps // block
     found: dict[str, jax.Array] = {}
-    up: Any = 0.0
-    after: Any = 0.0
-    own: Any = 0.0
+    up: Exponent = (0.0,)
+    after: Exponent = (0.0,)
+    own: Exponent = (0.0, 0.0)
     if steps.decay is not None:
-        log2 = jnp.maximum(steps.decay, LEAST_DECAY) * LOG2_E
-        log2 = log2.reshape(*log2.shape[:2], count, block)
-        up, after = _running(log2)
-        found["up"] = up
-        if spec.dtype == "float32" and spec.precision == "exact":
-            # A difference of sums loses what is small beside them. Sums of `coarse` are exact.
-            coarse = jnp.round(log2 / EXACT_STEP) * EXACT_STEP
-            found["up"], found["fine"] = _running(coarse)[0], _running(log2 - coarse)[0]
+        shape = *steps.decay[0].shape[:2], count, block
+        up, after = zip(*(_running(part.reshape(shape)) for part in steps.decay), strict=True)
+        found |= dict(zip(("up", "fine"), up, strict=False))
         if steps.own is not None:
-            own = jnp.maximum(steps.own, LEAST_DECAY) * LOG2_E
-            own = own.reshape(log2.shape)
-            found["own"] = own
+            own = tuple(part.reshape(shape) for part in steps.own)
+            found["own"] = functools.reduce(jnp.add, own)
     here: Any = True
     at_left = at_right = (here, here)
     left_stays = right_stays = here
@@ -211,18 +242,21 @@ def gates(
         at_left, at_right = (run == ahead, run == last), (run == behind, run == first)
         left_stays, right_stays = ahead == last, behind == first
 
-    def factor(exponent: Any, where: Any) -> jax.Array:
-        return jnp.where(where, jnp.exp2(jnp.asarray(exponent, jnp.float32)), 0.0)
+    def factor(exponent: Exponent, where: Any) -> jax.Array:
+        return jnp.where(where, _power(exponent), 0.0)
 
-    total = up[..., -1:] if steps.decay is not None else 0.0
+    def with_own(exponent: Exponent) -> Exponent:
+        return tuple(part + on_top for part, on_top in zip(exponent, own, strict=False))
+
+    total = up if steps.decay is None else tuple(part[..., -1:] for part in up)
     found |= {
-        "reads": factor(up + own, at_left[0]),
+        "reads": factor(with_own(up), at_left[0]),
         "adds": factor(after, at_left[1]),
         "keeps": factor(total, left_stays),
     }
     if walk.both_ways:
         found |= {
-            "reads_right": factor(after + own, at_right[0]),
+            "reads_right": factor(with_own(after), at_right[0]),
             "adds_right": factor(up, at_right[1]),
             "keeps_right": factor(total, right_stays),
         }
