@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from ato_jax import choosing
-from ato_jax.ops.attention import api, mosaic_gpu
+from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.mosaic_gpu import bias_gradient, gradient_storage, visibility
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
@@ -152,22 +151,6 @@ def test_dropout(sizes: Any, options: Any) -> None:
     if "bias" in options:
         options["bias"] = options["bias"].reshape(1, 2, 72, 64)
     gradients(draw(**sizes), dropout_rate=0.3, dropout_key=jax.random.key(7), **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(mask=(True, False, False, True)),
-        dict(bias=(True, False, False, True)),
-        dict(dropout_rate=0.1),
-    ],
-)
-def test_nothing_is_chosen_that_no_card_has_timed(options: dict[str, Any]) -> None:
-    """Only a call that names the backend has such gradients by it."""
-    for implementation, wanted in ((None, "triton"), ("mosaic_gpu", "mosaic_gpu")):
-        spec = spec_of(T=1024, S=1024, **options)
-        call = choosing.Call(api.OP, spec, implementation, H200, False, training=True)
-        assert choosing.choose(call, "backward").backend == wanted
 
 
 @pytest.mark.parametrize("right", [None, 0])
