@@ -182,14 +182,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
             True,
         ),
         ("hopper attention", "attention", LONG, softmax | {"causal": True}, True),
-        ("hopper linear", "linear_attention", LONG, linear | {"causal": True}, True),
-        (
-            "hopper gates",
-            "linear_attention",
-            LONG | {"decay": (LONG["q"][0], "float32")},
-            linear | {"causal": True},
-            False,  # it branches
-        ),
+        ("hopper linear", "linear_attention", LONG, linear | {"causal": True}, False),
         (
             "step",
             "linear_attention_step",

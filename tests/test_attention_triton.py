@@ -174,11 +174,15 @@ def check_pairs_of_keys(q, k, v, tiles=None, **options):
 
 
 def check_without_terms(result, wanted):
-    """dq and dk keep their budgets measured against what is left of the terms that cancel."""
+    """dq and dk keep their budgets, or twice the ideal's error, measured against what is left of
+    the terms that cancel. How XLA adds on a processor changes what is left by a tenth."""
     for name in ("dq", "dk"):
-        exact = wanted.exact[name]
-        error, _ = numerics.errors(np.asarray(result[name], np.float64), exact, None, True)
-        assert error < numerics.budget(name, wanted.request.spec.dtype), (name, error)
+        error, ideal = (
+            numerics.errors(np.asarray(found[name], np.float64), wanted.exact[name], None, True)[0]
+            for found in (result, wanted.ideal)
+        )
+        limit = max(numerics.budget(name, wanted.request.spec.dtype), 2 * ideal)
+        assert error < limit, (name, error, ideal)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -461,5 +461,4 @@ def test_programs_that_xla_compiles_are_read():
     }
     assert found["hopper attention"][0] in of_mosaic["hopper attention"]
     assert len(of_mosaic["hopper attention, backward"]) == 2
-    assert len(of_mosaic["hopper linear"]) == 2 and len(of_mosaic["hopper linear, backward"]) == 4
-    assert len(of_mosaic["hopper gates"]) == 2
+    assert len(of_mosaic["hopper linear"]) == 2
