@@ -263,7 +263,7 @@ class LaunchSequence:
         call: _Call
         for step, start in zip(steps, starts, strict=True):
             if isinstance(step, _executable.Launch):
-                size = ctypes.c_size_t(max(map(sum, layout_of(step))))
+                size = ctypes.c_size_t(max(map(sum, layout_of(step)), default=0))
                 extra = (ctypes.c_void_p * 5)(
                     _driver.LAUNCH_PARAM_BUFFER_POINTER,
                     ctypes.addressof(pointers) + width * start,

@@ -1,4 +1,4 @@
-"""What a program consists of, as `_executable.read` gives it: steps, and the memory they use.
+"""The parts of a program that `_executable.read` returns: its steps and its memory.
 
 This module imports neither PyTorch nor JAX.
 """

@@ -48,7 +48,7 @@ class Link:
 # these, assumed, 80%. The latencies are assumed.
 NVLINK = Link(0.8 * 450e9, 3e-6)
 INFINIBAND = Link(0.8 * 50e9, 8e-6)
-# Of one H200, without what CUDA and XLA keep for themselves.
+# The memory of one H200 that arrays can use: CUDA and XLA keep the rest.
 MEMORY = 130e9
 
 

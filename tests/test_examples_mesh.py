@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,19 +17,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from examples import char_lm, sharding
+from tests import simulated
 
 
 def test_in_a_process_with_simulated_devices() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.test_examples_mesh"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.split("\n")[-2] == "all alike"
+    assert simulated.last_line("tests.test_examples_mesh") == "all alike"
 
 
 @pytest.mark.parametrize("text", ["data", "data=2,data=2", "rows=2", "data=0", "model=2,context=2"])

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +26,7 @@ import ato_jax.nn
 from ato_jax.parallel import walk
 from benchmarks import collectives as programs
 from benchmarks import scaling
-from tests import numerics
+from tests import numerics, simulated
 
 DEVICES = 8
 ALL_ROWS = os.environ.get("ATO_ALL_ROWS") == "1"
@@ -39,18 +37,7 @@ CUT = ("segment_ids", "q_segment_ids", "kv_segment_ids")
 
 def in_a_process(check: str) -> None:
     """Runs one check of this file in a process that has as many devices as the checks need."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.test_parallel", check],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.split("\n")[-2] == f"{check} done"
+    assert simulated.last_line("tests.test_parallel", check, devices=DEVICES) == f"{check} done"
 
 
 def mesh_of(**axes: int) -> Any:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +24,7 @@ import ato_jax
 from ato_jax import device
 from ato_jax.ops.attention import blocks
 from benchmarks.collectives import collectives
+from tests import simulated
 from tests.test_partitioning import draw
 
 ALL_ROWS = os.environ.get("ATO_ALL_ROWS") == "1"
@@ -39,17 +37,7 @@ ROWS, STEP, HEADS = P("data", None, "model"), P("data", "model"), P(None, None, 
 
 
 def test_in_a_process_with_eight_devices() -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.test_partitioned_decoding"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.split("\n")[-2] == "all alike"
+    assert simulated.last_line("tests.test_partitioned_decoding", devices=8) == "all alike"
 
 
 @contextlib.contextmanager

@@ -11,9 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import ato_jax
 from ato_jax import device
 from benchmarks.collectives import collectives
+from tests import simulated
 from tests.aot_devices import compile_calls
 from tests.aot_mosaic import requires_plugin
 from tests.mosaic_text import H200
@@ -36,17 +34,7 @@ ALL_ROWS = os.environ.get("ATO_ALL_ROWS") == "1"
 
 
 def test_in_a_process_with_eight_devices() -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.test_partitioning"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.split("\n")[-2] == "all alike"
+    assert simulated.last_line("tests.test_partitioning", devices=8) == "all alike"
 
 
 def gradients(*qkv: Any) -> Any:

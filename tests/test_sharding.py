@@ -6,10 +6,6 @@ They need several devices, and so a process of their own, in which this file is 
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import ato_jax
 import ato_jax.nn
 from ato_jax import device
+from tests import simulated
 
 B, T, H, D = 4, 8, 4, 8
 OPS: dict[str, Any] = {
@@ -54,18 +51,7 @@ LAYERS: dict[str, Any] = {
 
 
 def test_in_a_process_with_four_devices() -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.test_sharding"],
-        cwd=Path(__file__).parent.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.split("\n")[-2] == "all alike"
+    assert simulated.last_line("tests.test_sharding", devices=4) == "all alike"
 
 
 def arrays(layout: str) -> list[Any]:

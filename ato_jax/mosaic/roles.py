@@ -37,10 +37,10 @@ def set_registers(count: int, warpgroups: int) -> None:
     plgpu.set_max_registers(count, action="increase" if increases else "decrease")
 
 
-def workers_registers(workers: int) -> int:
+def workers_registers(workers: int, most: int = MOST_REGISTERS) -> int:
     """Registers for each of so many warpgroups beside one that loads."""
     dealt = (workers + 1) * registers_at_launch(workers + 1)
-    return min(MOST_REGISTERS, (dealt - MEMORY_REGISTERS) // workers // 8 * 8)
+    return min(most, (dealt - MEMORY_REGISTERS) // workers // 8 * 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,6 +177,30 @@ def _without_padding(layout: str, array: jax.Array, lengths: jax.Array | None) -
     return jnp.where(index < jnp.expand_dims(lengths, range(1, array.ndim)), array, 0)
 
 
+def bias_gradient_by_query(
+    spec: AttentionSpec, cotangents: Outputs, shares: Any, delta: jax.Array, log2_lse: jax.Array
+) -> jax.Array:
+    """ds summed over the keys, [B, H, T] float32. With the sink's share of the weights it is
+
+        sum_j ds_ij = out_i . dout_i - (1 - share_i) delta_i = dlse_i + share_i delta_i
+    """
+    found, counts = shares * delta, log2_lse < jnp.inf
+    if spec.return_lse:
+        dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
+        found = found + dlse
+        # delta holds -dlse then. A share is as exact as lse. Where it rounds to 1, the keys have
+        # practically no weight, and the two terms would cancel.
+        rounding = float(np.finfo(np.float32).eps) * (2 + jnp.abs(log2_lse))
+        counts = counts & ((shares == 0) | (1 - shares > shares * rounding))
+    return jnp.where(counts, found, 0.0)
+
+
+def over_lacked_axes(found: jax.Array, bias: jax.Array) -> jax.Array:
+    """A gradient [B|1, H|1, T|1, S|1], summed over the axes that the bias lacks, in its dtype."""
+    lacked = [axis for axis, size in enumerate(bias.shape) if found.shape[axis] != size]
+    return jnp.sum(found, axis=lacked, keepdims=True).astype(bias.dtype)
+
+
 def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:
     """In float16 a power of two per group, [B, G], with gain * |dp - delta| <= 1; else None."""
     if spec.dtype != "float16":
@@ -211,9 +235,11 @@ def _shifted(bits: Any, by: int) -> Any:
 
 
 def dropout_row(seed: Any, b: Any, h: Any, i: Any) -> Any:
-    """Of a query what `dropout_keep_in_row` hashes with a key, uint32. `seed` holds two uint32
-    scalars, and where the call is a part of a larger one, four more: the position there of its
-    first pair."""
+    """A query's hash, uint32, which `dropout_keep_in_row` combines with a key.
+
+    `seed` holds two uint32 scalars, and where the call is a part of a larger one, four more: the
+    position there of its first pair.
+    """
 
     def word(x: Any, axis: int) -> Any:
         x = jnp.asarray(x).astype(jnp.uint32)

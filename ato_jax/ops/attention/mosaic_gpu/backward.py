@@ -43,7 +43,9 @@ from ato_jax.ops.attention.spec import (
     Inputs,
     Outputs,
     Residuals,
+    bias_gradient_by_query,
     gradient_gain,
+    over_lacked_axes,
 )
 
 
@@ -68,16 +70,15 @@ def backward(
         results = gradient.run(of, planes, arrays_of(of, planes, inputs, dout) | rows)
         found |= dict(zip(of.names, results, strict=False))
         if of.by_row == "weights":
-            correction = results[-1][..., : spec.T]
+            # The rows of padded queries may hold NaN.
+            correction = jnp.where(lse < jnp.inf, results[-1][..., : spec.T], 1.0)
             dout, corrected = with_correction(spec, correction, dout, delta)
         elif of.by_row == "ds":
             by_key = results[-1][..., : spec.S]
     shares: Any = 0.0
     if inputs.sinks is not None:
         shares = jnp.exp(jnp.minimum(inputs.sinks[:, None] - lse, 0))
-        if correction is not None:
-            # Of a padded query, whose rows may hold NaN, the correction is NaN and the share 0.
-            shares = jnp.where(shares > 0, shares * correction, 0.0)
+        shares = shares if correction is None else shares * correction
         found["sinks"] = -jnp.sum(shares * delta, axis=(0, 2))
     if spec.bias is not None and inputs.bias is not None:
         if pairs.extent(spec.bias) == "pairs":
@@ -86,9 +87,10 @@ def backward(
             if by_key is not None:
                 dbias = by_key[:, :, None]  # [B, H, 1, S]
             else:
-                dbias = by_query(spec, cotangents, lse, delta, shares)[..., None]  # [B, H, T, 1]
-            lacked = [n for n, size in enumerate(inputs.bias.shape) if dbias.shape[n] != size]
-            found["bias"] = jnp.sum(dbias, axis=lacked, keepdims=True).astype(inputs.bias.dtype)
+                log2_lse = lse * LOG2_E
+                by_query = bias_gradient_by_query(spec, cotangents, shares, delta, log2_lse)
+                dbias = by_query[..., None]  # [B, H, T, 1]
+            found["bias"] = over_lacked_axes(dbias, inputs.bias)
     return Inputs(**found)
 
 
@@ -115,24 +117,6 @@ def by_pairs(
     arrays = arrays_of(tiles.of, planes, inputs._replace(sinks=None), dout)
     arrays |= {name: array for name, array in rows.items() if name != "gain"}
     return bias_gradient.run(spec, config, planes, inputs.bias, arrays)
-
-
-def by_query(
-    spec: AttentionSpec, cotangents: Outputs, lse: jax.Array, delta: jax.Array, shares: Any
-) -> jax.Array:
-    """ds summed over the keys, [B, H, T]: with the sink's share of the weights
-
-        sum_j ds_ij = out_i . dout_i - (1 - share_i) delta_i = dlse_i + share_i delta_i
-    """
-    found, counts = shares * delta, lse < jnp.inf
-    if spec.return_lse:
-        dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
-        found = found + dlse
-        # delta holds -dlse. A share is as exact as lse. Where it rounds to 1, the keys have
-        # practically no weight, and the two terms would cancel.
-        rounding = jnp.finfo(F32).eps * (2 + jnp.abs(lse) * LOG2_E)
-        counts &= (shares == 0) | (1 - shares > shares * rounding)
-    return jnp.where(counts, found, 0.0)
 
 
 def arrays_of(

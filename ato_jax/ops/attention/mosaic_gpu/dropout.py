@@ -17,7 +17,7 @@ from ato_jax.ops.attention.spec import AttentionSpec, Inputs, dropout_keep_in_ro
 
 
 def hashes(spec: AttentionSpec, inputs: Inputs, rows: int) -> jax.Array | None:
-    """Of all queries, [B, H, rows]; None without dropout."""
+    """The hash of each query, int32 [B, H, rows]; None without dropout."""
     seed = inputs.dropout_seed
     if spec.dropout_rate == 0 or seed is None:
         return None

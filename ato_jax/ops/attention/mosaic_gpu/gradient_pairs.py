@@ -181,7 +181,7 @@ def dropped(spec: AttentionSpec, p: jax.Array) -> jax.Array:
 
 
 def start_of_dp(spec: AttentionSpec, minus_delta: jax.Array) -> jax.Array:
-    """What the product dp starts at: dropout multiplies dp, and not delta."""
+    """The initial value of the sum dp. It is 0 with dropout, which multiplies dp but not delta."""
     return mosaic.zeros(*minus_delta.shape) if spec.dropout_rate else minus_delta
 
 

@@ -82,8 +82,8 @@ class Pass:
 
     @property
     def by_row(self) -> str | None:
-        """What it sums up over each own row's pairs: with a bias the weights of a query, and for
-        the gradient of a bias over keys alone ds of a key."""
+        """The quantity that this pass sums over the pairs of each own row, or None: "weights" of a
+        query with any bias, "ds" of a key for the gradient of a bias over keys alone."""
         bias = self.spec.bias
         if bias is None or not self.with_x:
             return None

@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 def block_of(config: Config) -> Block:
-    """Of the forward kernel."""
+    """The block sizes of the forward kernel."""
     return Block(config.consumers, config.rows, config.keys)
 
 
@@ -119,7 +119,7 @@ class Plane:
             plgpu.copy_gmem_to_smem(source, tiles.at[number], barrier)  # [R, C]
 
     def of_rows(self, ref: Any, block: Block, at: tuple[Any, Any], first_row: Any) -> Any:
-        """What is the same for all columns: a vector [R], a scalar, or None where nothing is."""
+        """The values that all columns share: a vector [R] or a scalar; None where they differ."""
         if self.in_ring:
             return None
         batch, head = self.at(ref, *at)

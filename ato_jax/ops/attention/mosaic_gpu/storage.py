@@ -19,7 +19,7 @@ from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Softmax
 from ato_jax.ops.attention.spec import AttentionSpec
 
-# What a thread can have beside a warpgroup that loads, in eights.
+# The most registers of a consumer's thread: as many as each of two consumers gets.
 MOST_REGISTERS = 240
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 
@@ -31,8 +31,7 @@ def consumer(config: Config) -> Role:
 @functools.cache
 def consumers_of(count: int) -> Role:
     """So many warpgroups that multiply, beside the one that loads."""
-    dealt = (count + 1) * (mosaic.REGISTERS // (count + 1) // 8 * 8) - mosaic.MEMORY_REGISTERS
-    return Role("consumer", min(MOST_REGISTERS, dealt // count // 8 * 8), count)
+    return Role("consumer", mosaic.workers_registers(count, MOST_REGISTERS), count)
 
 
 @dataclasses.dataclass(frozen=True)

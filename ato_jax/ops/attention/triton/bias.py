@@ -20,13 +20,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.spec import (
+    AttentionSpec,
+    Inputs,
+    Outputs,
+    bias_gradient_by_query,
+    over_lacked_axes,
+)
 from ato_jax.ops.attention.triton.block_sizes import Config
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
@@ -50,8 +55,6 @@ from ato_jax.ops.attention.triton.weights import (
     without_powers,
 )
 
-SINGLE_EPSILON = float(np.finfo(np.float32).eps)
-
 
 def of_keys(spec: AttentionSpec) -> bool:
     """Whether the bias has an axis of keys, but none of queries."""
@@ -72,29 +75,13 @@ def gradient(
     if by_key is not None:
         found = by_key[:, :, None]  # [B, H, 1, S]
     elif not spec.bias[3]:
-        found = _by_query(spec, inputs, cotangents, rows, gain)[..., None]  # [B, H, T, 1]
+        shares, delta = sink_shares(spec, inputs.sinks, rows), plain_delta(spec, rows, gain)
+        log2_lse = in_log2(spec, rows.norm)
+        by_query = bias_gradient_by_query(spec, cotangents, shares, delta, log2_lse)
+        found = by_query[..., None]  # [B, H, T, 1]
     else:
         return _by_tile(spec, config, inputs, cotangents.out, rows, gain)
-    lacked = [axis for axis, size in enumerate(inputs.bias.shape) if found.shape[axis] != size]
-    return jnp.sum(found, axis=lacked, keepdims=True).astype(inputs.bias.dtype)
-
-
-def _by_query(
-    spec: AttentionSpec, inputs: Inputs, cotangents: Outputs, rows: Rows, gain: jax.Array | None
-) -> jax.Array:
-    """ds summed over the keys, [B, H, T]."""
-    shares = sink_shares(spec, inputs.sinks, rows)
-    found = shares * plain_delta(spec, rows, gain)
-    if spec.return_lse:
-        dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
-        found = found + dlse
-    counts = rows.norm < jnp.inf
-    if spec.return_lse:
-        # delta holds -dlse then. A share is as exact as lse. Where it rounds to 1, the keys have
-        # practically no weight, and the two terms would cancel.
-        rounding = SINGLE_EPSILON * (2 + jnp.abs(in_log2(spec, rows.norm)))
-        counts = counts & ((shares == 0) | (1 - shares > shares * rounding))
-    return jnp.where(counts, found, 0.0)
+    return over_lacked_axes(found, inputs.bias)
 
 
 def _kernel(
