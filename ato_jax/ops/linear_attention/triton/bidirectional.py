@@ -258,10 +258,10 @@ def _query_gradient(
             for part in parts
         ]
         if delayed:
-            is_rounded = spec.dtype == "bfloat16" and not products.of_initial_sums(spec)
-            dtype = jnp.bfloat16 if is_rounded else jnp.float32
-            us = [jnp.zeros((block, part.count), dtype) for part in parts]
-            before = us, jnp.zeros((block, tiles.COLUMNS), dtype)
+            operands = jnp.bfloat16 if spec.dtype == "bfloat16" else jnp.float32
+            of_us = jnp.float32 if products.of_initial_sums(spec) else operands
+            us = [jnp.zeros((block, part.count), of_us) for part in parts]
+            before = us, jnp.zeros((block, tiles.COLUMNS), operands)
             sums, before = jax.lax.fori_loop(0, count, write_tile, (sums, before))
             sums = _add_terms(spec, sums, load_do(count - 1), *before)
         else:
