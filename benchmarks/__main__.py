@@ -12,7 +12,7 @@
     profile --case=CASE             what each kernel of a case takes; --ncu: its counters
     table FILE.json                 what a file of figures has
     plot FILE.json                  the same as pictures
-    scaling                         the tables of docs/scaling.md, from a model
+    scaling                         the tables of docs/scaling.md: a model, and what was measured
     report                          docs/results.md, the README's table and pictures, from
                                     the files in benchmarks/results
 
@@ -43,7 +43,7 @@ from benchmarks import (  # noqa: E402
     document,
     profiling,
     run,
-    scaling,
+    scaling_page,
     show,
     side_by_side,
     tune,
@@ -71,7 +71,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "profile": profiling.main,
     "table": show.table,
     "plot": show.plot,
-    "scaling": lambda _: scaling.main(),
+    "scaling": lambda _: scaling_page.main(),
     "report": document.main,
 }
 # Those that take names after their own.

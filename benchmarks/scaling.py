@@ -1,6 +1,6 @@
 """What context parallelism costs on 1 to 1024 GPUs: bytes, times and memory, from a small model.
 
-    python -m benchmarks scaling        writes the tables of docs/scaling.md
+`scaling_page` makes the tables of docs/scaling.md from it.
 
 One call of H heads is cut over n GPUs by time. A GPU receives, of B = 1 sequences,
 
@@ -24,13 +24,7 @@ computes while it sends: a step takes the longer of the two.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks import results
-
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
-BEGIN, END = "<!-- scaling -->", "<!-- /scaling -->"
 NODE = 8
 COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 FLOAT32, BFLOAT16 = 4, 2
@@ -132,20 +126,18 @@ def gather_seconds(n: int, received: float) -> float:
     )
 
 
-def linear_seconds(T: int, n: int, both: bool = True) -> float:
-    sent = linear_bytes(n, 1, LINEAR.G, LINEAR.D, LINEAR.V, both=both)["all-gather"]
+def linear_seconds(T: int, n: int, both: bool = True, call: Call = LINEAR) -> float:
+    sent = linear_bytes(n, 1, call.G, call.D, call.V, both=both)["all-gather"]
     calls = 1 + both
-    return LINEAR.alone(T, both) / n + calls * gather_seconds(n, sent / calls)
+    return call.alone(T, both) / n + calls * gather_seconds(n, sent / calls)
 
 
-def gathered_seconds(T: int, n: int, both: bool = True) -> float:
-    call = SOFTMAX
+def gathered_seconds(T: int, n: int, both: bool = True, call: Call = SOFTMAX) -> float:
     sent = gathered_bytes(n, 1, T, call.G, call.D, call.V, BFLOAT16, both)
     return call.alone(T, both) / n + sum(gather_seconds(n, one) for one in sent.values())
 
 
-def ring_seconds(T: int, n: int, both: bool = True) -> float:
-    call = SOFTMAX
+def ring_seconds(T: int, n: int, both: bool = True, call: Call = SOFTMAX) -> float:
     if n == 1:
         return call.alone(T, both)
     link = NVLINK if n <= NODE else INFINIBAND
@@ -184,123 +176,3 @@ def memory(schedule: str, T: int, n: int) -> float:
         return own + 2 * BFLOAT16 * T * pairs
     # Keys and values of two devices, gradients of two, out and dq in float32.
     return own + rows * (2 * (BFLOAT16 + FLOAT32) * pairs + FLOAT32 * call.H * (call.D + call.V))
-
-
-# -- tables --------------------------------------------------------------------------------------
-
-
-def size(count: float) -> str:
-    """Such as "8.45 MB"."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def took(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def label(T: int) -> str:
-    return f"{T >> 20}M" if T >= 1 << 20 else f"{T >> 10}K"
-
-
-def bytes_table(T: int) -> str:
-    rows = []
-    for n in COUNTS[1:]:
-        of_keys = n, 1, T, SOFTMAX.G, SOFTMAX.D, SOFTMAX.V, BFLOAT16, True
-        cells = [
-            linear_bytes(n, 1, LINEAR.G, LINEAR.D, LINEAR.V, both=True),
-            delta_rule_bytes(n, 1, LINEAR.H, LINEAR.D, LINEAR.V, both=True),
-            gathered_bytes(*of_keys),
-            ring_bytes(*of_keys),
-        ]
-        rows.append([str(n), *(size(sum(cell.values())) for cell in cells)])
-    return table(["GPUs", "linear", "delta rule", "softmax, gathered", "softmax, ring"], rows)
-
-
-def times_table(T: int) -> str:
-    rows = []
-    for n in COUNTS:
-        cells = [str(n)]
-        for seconds in (linear_seconds, gathered_seconds, ring_seconds):
-            here = seconds(T, n)
-            cells += [took(here), f"{seconds(T, 1) / here / n:.0%}"]
-        rows.append(cells)
-    header = ["GPUs", "linear", "of n", "gathered", "of n", "ring", "of n"]
-    return table(header, rows)
-
-
-def crossover(n: int, within: float, both: bool) -> int | None:
-    """The fewest rows, a power of two up to 128M, at which the ring takes no more than `within`
-    times as long as the all-gather."""
-    for power in range(10, 28):
-        T = 1 << power
-        if T >= 2 * n and ring_seconds(T, n, both) <= within * gathered_seconds(T, n, both):
-            return T
-    return None
-
-
-def crossover_table() -> str:
-    columns = (1.0, False), (1.0, True), (1.1, True)
-    rows = []
-    for n in COUNTS[1:]:
-        found = [crossover(n, *column) for column in columns]
-        rows.append([str(n), *(label(T) if T else "-" for T in found)])
-    return table(["GPUs", "forward", "with backward", "with backward, within 10%"], rows)
-
-
-def memory_table() -> str:
-    rows = []
-    for T in (1 << 20, 1 << 24):
-        for n in (1, 8, 64, 256):
-            cells = [memory(schedule, T, n) for schedule in ("linear", "all_gather", "ring")]
-            fits = [f"{size(cell)}{'' if cell <= MEMORY else ', too much'}" for cell in cells]
-            rows.append([label(T), str(n), *fits])
-    return table(["T", "GPUs", "linear", "softmax, gathered", "softmax, ring"], rows)
-
-
-def tables() -> str:
-    """All of them, in Markdown."""
-    parts = [
-        "## Bytes",
-        "Bytes that a GPU receives, forward and backward, T = 1M:",
-        bytes_table(1 << 20),
-        "## Times",
-        *(
-            text
-            for T in (1 << 17, 1 << 20)
-            for text in (
-                f"Forward and backward, T = {label(T)}; \"of n\" is the speed-up over the number "
-                "of GPUs:",
-                times_table(T),
-            )
-        ),
-        "## Ring or all-gather",
-        "The fewest rows, a power of two up to 128M, at which the ring takes no longer, or at most "
-        "10% longer:",
-        crossover_table(),
-        "## What fits",
-        f"Bytes on a GPU, forward and backward; more than {MEMORY / 1e9:.0f} GB are too much for "
-        "an H200:",
-        memory_table(),
-    ]
-    return "\n\n".join(parts)
-
-
-def page(text: str) -> str:
-    """The page with its tables made again."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
-
-
-def main() -> int:
-    results.write(PAGE, page(PAGE.read_text()))
-    print(f"wrote {PAGE}")
-    return 0

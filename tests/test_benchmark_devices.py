@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 
 from ato_jax import device
 from benchmarks import __main__ as entry
-from benchmarks import choices, collectives, devices, scaling
+from benchmarks import choices, collectives, devices, scaling, scaling_page
 from benchmarks.cases import PHASES
 from benchmarks.choices import Row
 from benchmarks.collectives import Collective
@@ -83,8 +83,41 @@ def test_collectives_of_a_program() -> None:
 
 
 def test_the_page_of_scaling_has_the_model_s_tables() -> None:
-    text = scaling.PAGE.read_text()
-    assert scaling.page(text) == text
+    text = scaling_page.PAGE.read_text()
+    assert scaling_page.page(text) == text
+
+
+def test_predictions_beside_measured_rows() -> None:
+    """Of what the call took on one GPU: that over n, and what the model says of the collectives."""
+    forward, both = PHASES
+    alone = {forward: 1e-2, both: 3e-2}
+    by_heads, gathered, ring, weak = (
+        next(case for case, _ in devices.GROUPS["gpu"] if wanted(case))
+        for wanted in (
+            lambda case: case.cut == "heads",
+            lambda case: case.schedule == "all_gather",
+            lambda case: case.schedule == "ring",
+            lambda case: case.weak and not case.schedule,
+        )
+    )
+    assert scaling_page.predicted(by_heads, both, 4, alone) == 3e-2 / 4
+    assert scaling_page.predicted(gathered, both, 4, {both: 3e-2}) is None
+    T, H, D = gathered.call.T, gathered.call.H, gathered.call.D
+    sent = scaling.gathered_bytes(4, 1, T, H, D, D, 2)["all-gather"]
+    found = scaling_page.predicted(gathered, forward, 4, alone)
+    assert found == pytest.approx(1e-2 / 4 + scaling.gather_seconds(4, sent))
+    # A ring hides what it sends where a step takes longer.
+    assert scaling_page.predicted(ring, forward, 4, {forward: 1.0, both: 3.0}) == 0.25
+    assert scaling_page.predicted(weak, forward, 4, alone) == pytest.approx(1e-2, rel=0.01)
+
+
+def test_a_row_of_the_page() -> None:
+    case, phase = devices.GROUPS["gpu"][0]
+    seconds = {"one": 4e-3, "all": 2.5e-3}
+    row = {"row": str(case), "phase": phase, "devices": 2, "received": 2e6, "seconds": seconds}
+    cells = scaling_page.line({**row, "speed_up": 1.6}, {PHASES[0]: 1e-3, phase: 4e-3})
+    assert cells[1:7] == [phase, "2", "4", "2.5", "80.0%", "2 MB"]
+    assert float(cells[7]) == pytest.approx(2.02, abs=0.02) and cells[8] == "+24%"
 
 
 def test_seconds_of_the_model() -> None:
