@@ -78,6 +78,7 @@ APIS = {"attention": attention_api, "linear_attention": linear_attention_api}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": ato_jax.attention,
     "linear_attention": ato_jax.linear_attention,
+    "gated_delta_rule": ato_jax.gated_delta_rule,
 }
 FAVOR_FEATURES = 128
 
@@ -90,7 +91,8 @@ def shifted_silu(x: jax.Array) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One call. `decay` is "head", "step" or "channel"; `documents` the mean length of the
-    segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S].
+    segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S]. Of the
+    delta rule H is G, and its betas are between 0 and 1.
     `options` are further arguments of the call, by name; `feature_map="favor"` makes Performer's,
     and "callable" passes a function that the library does not know.
     """
@@ -243,6 +245,11 @@ def draw(row: Row, key: jax.Array) -> dict[str, jax.Array]:
         found["segment_ids"] = jnp.cumsum(cuts, axis=1, dtype=jnp.int32)
     if row.lengths:
         found["kv_lengths"] = jnp.full(row.B, S, jnp.int32).at[-1].set(S - S // 4)
+    if row.op == "gated_delta_rule":
+        # Keys of length 1, with which no step makes a state grow.
+        length = jnp.linalg.norm(found["k"].astype(jnp.float32), axis=-1, keepdims=True)
+        found["k"] = (found["k"] / length).astype(row.dtype)
+        found["beta"] = jax.nn.sigmoid(jax.random.normal(keys[5], (row.B, row.T, row.H)))
     if row.bias:
         found["bias"] = jax.random.normal(keys[5], (1, row.H, row.T, S), jnp.float32)
     return found
@@ -250,7 +257,9 @@ def draw(row: Row, key: jax.Array) -> dict[str, jax.Array]:
 
 def keywords(row: Row) -> dict[str, Any]:
     """The arguments of a call that are no arrays."""
-    found = {"causal": row.causal, **dict(row.options)}
+    found = dict(row.options)
+    if row.op != "gated_delta_rule":
+        found["causal"] = row.causal
     if row.tf32:
         found["precision"] = "tf32"
     if found.get("feature_map") == "favor":
@@ -261,7 +270,7 @@ def keywords(row: Row) -> dict[str, Any]:
     return found
 
 
-DIFFERENTIATED = ("q", "k", "v", "decay", "bias")
+DIFFERENTIATED = ("q", "k", "v", "beta", "decay", "bias")
 
 
 def called(

@@ -5,9 +5,9 @@
 
 Every row is a call in one phase, cut over n devices inside `jax.shard_map`:
 
-    by time     context parallelism, `ato_jax.parallel`: linear attention gathers a state of each
-                device; causal softmax, in zigzag order, gathers keys and values or sends them
-                around a ring
+    by time     context parallelism, `ato_jax.parallel`: linear attention and the delta rule gather
+                a state of each device; causal softmax, in zigzag order, gathers keys and values or
+                sends them around a ring
     by heads    each device its own heads, by the plain function: nothing is sent
     by batch    each device its own sequences, likewise
 
@@ -74,15 +74,18 @@ MOST_MEMORY = 0.95
 # The errors that the library allows itself against float64. Both results that are compared may be
 # so far off, each to its own side.
 BUDGETS = {
-    "bfloat16": {"out": 3e-3, "dq": 5e-3, "dk": 4e-3, "dv": 4e-3, "ddecay": 1e-2},
-    "float32": {"out": 2e-6, "dq": 2e-6, "dk": 2e-6, "dv": 2e-6, "ddecay": 2e-5},
+    "bfloat16": {"out": 3e-3, "dq": 5e-3, "dk": 4e-3, "dv": 4e-3, "ddecay": 1e-2, "dbeta": 1e-2},
+    "float32": {"out": 2e-6, "dq": 2e-6, "dk": 2e-6, "dv": 2e-6, "ddecay": 2e-5, "dbeta": 2e-5},
 }
-AXES = {"q": "BTHD", "k": "BSGD", "v": "BSGV", "dout": "BTHV", "segment_ids": "BT"}
+AXES = {
+    "q": "BTHD", "k": "BSGD", "v": "BSGV", "dout": "BTHV", "beta": "BTH", "segment_ids": "BT",
+}  # fmt: skip
 DECAY_AXES = {"head": "G", "step": "BSG", "channel": "BSGD"}
 CUT = {"time": "TS", "heads": "HG", "batch": "B"}
 PARALLEL: dict[str, Callable[..., Any]] = {
     "attention": ato_jax.parallel.attention,
     "linear_attention": ato_jax.parallel.linear_attention,
+    "gated_delta_rule": ato_jax.parallel.gated_delta_rule,
 }
 
 
@@ -115,6 +118,7 @@ class Case:
 
 
 _linear = functools.partial(Row, "linear_attention", B=1, H=16, D=128, causal=True)
+_delta = functools.partial(Row, "gated_delta_rule", B=1, H=16, D=128, decay="step")
 _softmax = functools.partial(Row, "attention", B=1, H=16, D=128, causal=True)
 _small = functools.partial(Row, B=1, H=2, T=64, D=8, dtype="float32", causal=True)
 SCHEDULES = ("all_gather", "ring")
@@ -126,6 +130,7 @@ MAIN = (
     Case(_linear(T=256 * K, decay="step")),
     Case(_linear(T=256 * K, decay="channel")),
     Case(_linear(T=256 * K), "heads"),
+    Case(_delta(T=64 * K)),
 )
 MORE = (
     Case(_linear(T=64 * K), weak=True),
@@ -162,6 +167,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
             Case(_small("linear_attention", decay="step")),
             Case(_small("attention"), schedule="ring"),
             Case(_small("attention"), schedule="all_gather"),
+            Case(_small("gated_delta_rule", decay="step")),
         ),
         (
             Case(_small("linear_attention", T=8), weak=True),

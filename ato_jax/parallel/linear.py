@@ -179,6 +179,9 @@ def linear_attention(
         implementation=implementation,
     )
     _refuse(request, shared)
+    if devices.count == 1:
+        out, state = api.run(request)
+        return (out, devices.same(state)) if return_state else out
     ids, _ = bind_segments(segment_ids, None, None, sizes, batched)
     out, state = _attend(request, ids, devices)
     return (out, state) if return_state else out

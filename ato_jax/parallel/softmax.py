@@ -6,6 +6,7 @@ of its chunks of queries; or keys and values go around a ring of devices (`ring.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
@@ -169,6 +170,7 @@ def attention(
     devices = devices_along(axis_name)
     shapes.one_of("schedule", schedule, SCHEDULES)
     shapes.one_of("order", order, ORDERS)
+    given = q, k, v
     (q, k, v), sizes, batched = bind_qkv(q, k, v, layout)
     causal, return_lse = shapes.flag("causal", causal), shapes.flag("return_lse", return_lse)
     left, right = api.bounds(causal, window)
@@ -192,6 +194,17 @@ def attention(
         sizes,
         batched,
     )
+    if devices.count == 1:
+        # The whole sequence is here, and its zigzag order is its own.
+        alone = functools.partial(
+            api.attention, *given, causal=causal, window=window, query_offset=query_offset,
+            bias=bias, mask=mask, segment_ids=segment_ids, q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids, q_lengths=q_lengths, kv_lengths=kv_lengths,
+            softcap=softcap, sinks=sinks, scale=scale, dropout_rate=dropout_rate,
+            dropout_key=dropout_key, layout=layout, precision=precision,
+            implementation=implementation,
+        )  # fmt: skip
+        return alone(return_lse=True) if return_lse else alone()
     sinks = api.bind_sinks(sinks, sizes)
     plan = Plan(
         axis=devices.axis,
