@@ -1,6 +1,6 @@
 """One call on one device and on several of the same host: the suite `devices`.
 
-    python -m benchmarks run --suite=devices [--case=PART] [--devices=2,4] [--programs=12]
+    python -m benchmarks run --suite=devices [--case=PART] [--devices=2,4] [--programs=14]
                                              [--within_s=SECONDS] [--json=FILE.json]
 
 Every row is a call in one phase, cut over n devices inside `jax.shard_map`:
@@ -60,7 +60,7 @@ flags.DEFINE_list(
     "devices", [], "run --suite=devices: on how many devices, besides one; all of them by default"
 )
 flags.DEFINE_integer(
-    "programs", 12, "run --suite=devices: the most programs that are compiled; 0: any number", 0
+    "programs", 14, "run --suite=devices: the most programs that are compiled; 0: any number", 0
 )
 
 NAME = "devices"
