@@ -12,6 +12,7 @@ except ImportError as error:
 
 from ato_jax.nn.attention import Attention
 from ato_jax.nn.attention_fn import linear_attention_fn, softmax_attention_fn
+from ato_jax.nn.delta_net import GatedDeltaNet, KimiDeltaAttention
 from ato_jax.nn.gated import GatedLinearAttention
 from ato_jax.nn.latent import LatentAttention
 from ato_jax.nn.linear_attention import LinearAttention, Performer
@@ -20,7 +21,9 @@ from ato_jax.nn.swap import convert_attention, replace_attention
 
 __all__ = [
     "Attention",
+    "GatedDeltaNet",
     "GatedLinearAttention",
+    "KimiDeltaAttention",
     "LatentAttention",
     "LinearAttention",
     "Performer",

@@ -27,12 +27,16 @@ from flax.traverse_util import flatten_dict
 
 from ato_jax import shapes
 from ato_jax.nn.arguments import as_decode, optional_flag, refuse_no_array, refuse_no_key
+from ato_jax.nn.delta_net import DeltaNet
 from ato_jax.nn.latent import LatentAttention
 from ato_jax.nn.multi_head import MultiHead
 
 
 def to_linen(
-    cls: type[MultiHead] | type[LatentAttention], *, name: str | None = None, **options: Any
+    cls: type[MultiHead] | type[LatentAttention] | type[DeltaNet],
+    *,
+    name: str | None = None,
+    **options: Any,
 ) -> LinenAttention:
     """Returns a layer of this package as a Linen module.
 
@@ -67,7 +71,7 @@ def to_linen(
       (2, 8, 16)
     """
     given: Any = cls  # which may be anything, whatever its type says
-    if not (inspect.isclass(given) and issubclass(given, (MultiHead, LatentAttention))):
+    if not (inspect.isclass(given) and issubclass(given, (MultiHead, LatentAttention, DeltaNet))):
         raise ValueError(f"cls must be a layer of ato_jax.nn, a class, got {given!r}")
     if not (name is None or isinstance(name, str)):
         raise ValueError(f"name must be None or a string, got {name!r}")
@@ -100,7 +104,8 @@ class LinenAttention(linen.Module):
             arguments["in_kv_features"] = (
                 arguments["in_features"] if inputs_k is None else _features("inputs_k", inputs_k)
             )
-        arguments["keep_rngs"] = False  # the call brings the keys for dropout
+        if not issubclass(self.cls, DeltaNet):
+            arguments["keep_rngs"] = False  # the call brings the keys for dropout
         arguments |= self.options
 
         def build(rngs: nnx.Rngs) -> nnx.Module:
