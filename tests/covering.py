@@ -917,7 +917,7 @@ def has_gradients(space: Space, row: Row) -> bool:
 
 
 @contextlib.contextmanager
-def _as_on_a_card(row: Row) -> Iterator[int]:
+def as_on_a_card(row: Row) -> Iterator[int]:
     """Calls are made as on the row's card, whose capability this gives, and with its `x64`."""
     capability = row.get("card", 90)
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(row["x64"]):
@@ -927,7 +927,7 @@ def _as_on_a_card(row: Row) -> Iterator[int]:
 
 def trace(space: Space, row: Row) -> None:
     """Traces the row's call, forward and backward, without lowering it."""
-    with _as_on_a_card(row):
+    with as_on_a_card(row):
         function, traced = program(space, row)
         jax.eval_shape(function, traced)
 
@@ -938,7 +938,7 @@ def lower(space: Space, row: Row) -> list[str]:
     Pallas does not verify Triton's IR when it makes it. JAX does when it reads the kernel, and so
     does Triton when it reads the text and runs the passes that come before those of one card.
     """
-    with _as_on_a_card(row) as capability:
+    with as_on_a_card(row) as capability:
         function, traced = program(space, row)
         lowered = aot.lower(function, traced, capability=capability)
     kernels = aot.kernels_of(lowered)

@@ -297,6 +297,16 @@ def test_steps_equal_the_whole(kind: str | None) -> None:
     numerics.check("state", state, wanted.exact["state"], dtype="float32")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_leaves_the_dtypes_as_they_are_under_x64(kind: str | None) -> None:
+    arrays, options = draw(kind)
+    token = [array[:, 0] for array in (*arrays, options["beta"])]
+    decay = options["decay"][:, 0] if kind else None
+    with jax.enable_x64(True):
+        out, state = ato_jax.gated_delta_rule_step(*token, options["initial_state"], decay=decay)
+    assert out.dtype == arrays[2].dtype and state.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_the_missing_batch(implementation: str) -> None:
     arrays, options = draw("step", B=1)

@@ -117,7 +117,8 @@ def _step(scale: float, normalize_qk: bool, inputs: Any) -> tuple[jax.Array, jax
     if normalize_qk:
         q, k = unit(q), unit(k)
     # Decays k and q for the product instead of the state.
-    factor = jnp.ones((B, H, 1)) if decay is None else jnp.exp(jnp.maximum(decay, LEAST_DECAY))
+    ones = jnp.ones((B, H, 1), jnp.float32)
+    factor = ones if decay is None else jnp.exp(jnp.maximum(decay, LEAST_DECAY))
     factor = factor.reshape(B, G, H // G, -1)
     state = state.reshape(B, G, H // G, D, V)
     v, beta = v.astype(jnp.float32).reshape(B, G, -1, V), beta.reshape(B, G, -1, 1)
