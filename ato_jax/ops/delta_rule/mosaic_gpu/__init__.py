@@ -15,8 +15,8 @@ from ato_jax.device import Device
 from ato_jax.mosaic import HALF, unsupported_device
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
-from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import walk
+from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import walk_chunks
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
 
 
@@ -48,7 +48,8 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     numbers = frame.numbers_of(spec, inputs)
-    return walk(spec, config, inputs, numbers, solve(spec, config, inputs, numbers))
+    matrices = solve_chunks(spec, config, inputs, numbers)
+    return walk_chunks(spec, config, inputs, numbers, matrices)
 
 
 def backward(

@@ -24,6 +24,8 @@ LOG2_E = math.log2(math.e)
 WIDEST_KEY = 128
 # The copy engine takes tiles of 8 rows, of arrays whose rows are a multiple of 8.
 ROWS_OF_A_TILE = 8
+# The most registers of a thread that multiplies: as many as each of two warpgroups gets.
+MOST_REGISTERS = 240
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
 LOG_DECAY, BETA, OF_KEYS, OF_QUERIES = range(4)
 NUMBERS = 4

@@ -45,10 +45,8 @@ from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 
 WORKERS, STAGES = 2, 2
-# The most registers of a worker's thread: as many as each of two gets.
-MOST_REGISTERS = 240
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
-WORKER = Role("worker", mosaic.workers_registers(WORKERS, MOST_REGISTERS), WORKERS)
+WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +89,9 @@ class Kernel:
     matrices: Any
 
 
-def solve(spec: DeltaRuleSpec, config: Config, inputs: Inputs, numbers: jax.Array) -> jax.Array:
+def solve_chunks(
+    spec: DeltaRuleSpec, config: Config, inputs: Inputs, numbers: jax.Array
+) -> jax.Array:
     """X and P of all chunks, [B, H, chunks up to a multiple of WORKERS, MATRICES, 64, 64]."""
     chunks = frame.chunks_of(spec)
     pieces = -(-chunks // WORKERS)

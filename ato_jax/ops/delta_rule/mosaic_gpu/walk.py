@@ -48,7 +48,7 @@ MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 
 @functools.cache
 def state_role(slices: int) -> Role:
-    return Role("state", mosaic.workers_registers(slices), slices)
+    return Role("state", mosaic.workers_registers(slices, frame.MOST_REGISTERS), slices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _parts_of_head(spec: DeltaRuleSpec, config: Config) -> int:
     return spec.V // (HALF * config.slices)
 
 
-def walk(
+def walk_chunks(
     spec: DeltaRuleSpec,
     config: Config,
     inputs: Inputs,
