@@ -57,6 +57,7 @@ OPS = (
     "mosaic_gpu",
     "mosaic_channel_gates",
     "mosaic_attention",
+    "mosaic_delta_rule",
 )
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
@@ -79,13 +80,14 @@ APART = {
         "scans/*.py",
     ),
     "mosaic_attention": ("attention", "spec.py", "mosaic_gpu/*.py"),
+    "mosaic_delta_rule": ("delta_rule", "spec.py", "mosaic_gpu/*.py"),
 }
 # The kit for Triton, and the parts whose kernels are made of it.
 KIT = "ato_jax/triton/*.py"
 MADE_OF_THE_KIT = ("linear_attention", "mosaic_gpu")
 # The kit of Hopper kernels, and the parts that are made of it.
 HOPPER_KIT = "ato_jax/mosaic/*.py"
-MADE_OF_HOPPERS_KIT = ("mosaic_gpu", "mosaic_attention")
+MADE_OF_HOPPERS_KIT = ("mosaic_gpu", "mosaic_attention", "mosaic_delta_rule")
 # Kernels of their own, which build on another part's, and of whose code that part runs nothing.
 BESIDE = {
     "decode_attention": ("attention", "attention/triton/paged*.py"),
@@ -114,6 +116,7 @@ MARKED_ALONE = {
     "mosaic_gpu",
     "mosaic_channel_gates",
     "mosaic_attention",
+    "mosaic_delta_rule",
 }
 # What a parameter says of whose kernels a test runs.
 NAMED = {

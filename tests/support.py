@@ -258,6 +258,16 @@ def _gated_delta_rule() -> Iterator[Row]:
         initial_state=lambda sizes: jnp.ones([sizes[axis] for axis in "BHDV"]),
     )
     yield row("return_state", return_state=True)
+    yield row("H = 4 G, D = 128, V = 64", {"D": 128, "V": 64, "H": 8})
+    yield row("decay [B, T, H], D = 64, V = 192", {"D": 64, "V": 192}, decay="BTH")
+    yield row("decay [B, T, H, D], D = V = 64", {"D": 64, "V": 64}, decay="BTHD")
+    yield row(
+        "decay [B, T, H], D = V = 128, normalize_qk, return_state",
+        {"D": 128, "V": 128},
+        decay="BTH",
+        normalize_qk=True,
+        return_state=True,
+    )
 
 
 ROWS = {

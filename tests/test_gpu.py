@@ -39,6 +39,7 @@ of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 of_wide_heads = pytest.mark.kernels("wide_attention")
 of_mosaic_gpu = pytest.mark.kernels("mosaic_gpu")
 of_mosaic_attention = pytest.mark.kernels("mosaic_attention")
+of_mosaic_delta_rule = pytest.mark.kernels("mosaic_delta_rule")
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SIZES = (32, 64, 80, 128)
@@ -1093,3 +1094,43 @@ def test_without_a_name_the_fastest_is_chosen(
     assert (explanation.forward.backend, explanation.backward.backend) == (wanted, wanted)
     chosen, named = (function(*qkv, implementation=name, **options) for name in (None, wanted))
     assert chosen.tobytes() == named.tobytes()
+
+
+@of_mosaic_delta_rule
+@pytest.mark.parametrize(
+    ("T", "D", "V", "H", "strongest", "layout", "normalize_qk"),
+    [
+        (1100, 64, 64, 2, None, "bthd", False),
+        (1037, 128, 128, 4, 0.1, "bthd", True),
+        (4096, 128, 128, 4, 50.0, "bhtd", False),
+        (4096, 64, 192, 4, 1.0, "bhtd", True),
+        (2048, 128, 128, 128, 0.01, "bthd", False),  # two slices of v in a block
+    ],
+)
+def test_the_delta_rule_by_mosaic_gpu(
+    T: int, D: int, V: int, H: int, strongest: float | None, layout: str, normalize_qk: bool
+) -> None:
+    """The forward pass, twice the same bits."""
+    needs_hopper()
+    generator = np.random.default_rng(7)
+    q, k, v = arrays("float32", B=1, T=T, H=H, G=H // 2, D=D, V=V, layout=layout)
+    q = q[:, :, : H // 2] if layout == "bthd" else q[:, : H // 2]
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    qkv = [array.astype(jnp.bfloat16) for array in (q, k, v)]
+    shape = v.shape[:3]
+    options: dict[str, Any] = {
+        "beta": jnp.asarray(generator.uniform(0, 2, shape), jnp.float32),
+        "initial_state": jnp.asarray(generator.normal(size=(1, H, D, V)), jnp.float32),
+        "normalize_qk": normalize_qk,
+        "return_state": True,
+        "layout": layout,
+    }
+    if strongest is not None:
+        options["decay"] = -jnp.asarray(strongest * generator.random(shape) ** 3, jnp.float32)
+    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
+    outputs = ato_jax.gated_delta_rule(*qkv, **options, implementation="mosaic_gpu")
+    again = ato_jax.gated_delta_rule(*qkv, **options, implementation="mosaic_gpu")
+    assert all(map(jnp.array_equal, outputs, again))
+    found = dict(zip(("out", "state"), outputs, strict=True))
+    exact = {name: wanted.exact[name] for name in found}
+    numerics.compare(found, dataclasses.replace(wanted, exact=exact))

@@ -173,7 +173,7 @@ MOST_LINES, MOST_PARAMETERS, MOST_FILE_LINES = 120, 12, 500
 
 PACKAGE = Path(mosaic.__file__).parents[1]
 KERNELS = PACKAGE / "ops" / "linear_attention" / "mosaic_gpu"
-OF_SOFTMAX = PACKAGE / "ops" / "attention" / "mosaic_gpu"
+OTHERS = [PACKAGE / "ops" / op / "mosaic_gpu" for op in ("attention", "delta_rule")]
 
 
 def functions(text: str) -> list[ast.FunctionDef]:
@@ -187,8 +187,8 @@ def is_long(function: ast.FunctionDef) -> bool:
 
 def test_functions_of_rebuilt_kernels_are_short() -> None:
     kit = sorted((PACKAGE / "mosaic").glob("*.py"))
-    softmax = sorted(OF_SOFTMAX.glob("*.py"))
-    for path in [*kit, *softmax, *(KERNELS / f"{name}.py" for name in REBUILT)]:
+    others = [path for folder in OTHERS for path in sorted(folder.glob("*.py"))]
+    for path in [*kit, *others, *(KERNELS / f"{name}.py" for name in REBUILT)]:
         text = path.read_text()
         assert len(text.splitlines()) <= MOST_FILE_LINES, path
         for function in functions(text):

@@ -1,0 +1,69 @@
+"""The delta rule on Hopper by Pallas kernels lowered to Mosaic GPU, forward.
+
+Two kernels, built on the kit in `ato_jax/mosaic/`: `solve.py` for the part of each chunk of 64
+steps that no state enters, all chunks at once, and `walk.py`, which carries the state from chunk to
+chunk. Between them, in global memory, are 32 KB for each chunk of a value head. `frame.py` has the
+sizes, and the numbers of each step that XLA prepares.
+
+`solve.py` forms k k^T for each value head, also where heads share keys.
+"""
+
+from __future__ import annotations
+
+from ato_jax.backend import Backend
+from ato_jax.device import Device
+from ato_jax.mosaic import HALF, unsupported_device
+from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
+from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import walk_chunks
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
+
+
+def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
+    if phase == "backward":
+        return "has no kernels for the gradients"
+    if spec.dtype != "bfloat16":
+        return f"takes bfloat16 alone, got {spec.dtype}"
+    if spec.D % HALF or spec.D > frame.WIDEST_KEY:
+        return f"needs D to be {HALF} or {frame.WIDEST_KEY}, got {spec.D}"
+    if spec.V % HALF:
+        return f"needs V to be a multiple of {HALF}, got {spec.V}"
+    if spec.decay == "channel":
+        return "does not support a decay per channel"
+    if spec.segments:
+        return "does not support segments"
+    if spec.lengths:
+        return "does not support lengths"
+    return None
+
+
+def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
+    """The walk has one slice of v's columns a block as long as all blocks then run at once, and
+    else two, which share what they read of q, k and the chunk's matrices."""
+    slices = spec.V // HALF
+    together = slices % 2 == 0 and spec.B * spec.H * slices > device.multiprocessors
+    return Config(slices=2 if together else 1, solve_blocks=device.multiprocessors)
+
+
+def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
+    numbers = frame.numbers_of(spec, inputs)
+    matrices = solve_chunks(spec, config, inputs, numbers)
+    return walk_chunks(spec, config, inputs, numbers, matrices)
+
+
+def backward(
+    spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    raise NotImplementedError(unsupported(spec, "backward"))
+
+
+class _MosaicGpu(Backend[DeltaRuleSpec, Config, Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    unsupported_device = staticmethod(unsupported_device)
+
+
+BACKEND = _MosaicGpu()

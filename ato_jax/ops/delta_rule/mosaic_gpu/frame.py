@@ -1,0 +1,117 @@
+"""What Hopper's kernels of the delta rule agree on: sizes, tiles, and the numbers of each step.
+
+Every tile is a block of 64 rows and 64 columns: a head of 128 columns is two of them, and a product
+over its columns is one for each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, HALF
+from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs
+
+C = mosaic.ROWS  # steps of a chunk
+LOG2_E = math.log2(math.e)
+# The widest key: a state [64, D] in float32 and its rounded parts fill the registers of a thread.
+WIDEST_KEY = 128
+# The copy engine takes tiles of 8 rows, of arrays whose rows are a multiple of 8.
+ROWS_OF_A_TILE = 8
+# The most registers of a thread that multiplies: as many as each of two warpgroups gets.
+MOST_REGISTERS = 240
+# Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
+LOG_DECAY, BETA, OF_KEYS, OF_QUERIES = range(4)
+NUMBERS = 4
+# Matrices of a chunk that `solve.py` hands to `walk.py`, each in two parts.
+SOLVED, PAIRS = 0, 2
+MATRICES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Attributes:
+    slices: blocks of 64 columns of v that a block of the walk has, each in a warpgroup.
+    stages: slots of chunks of the walk.
+    solve_blocks: persistent blocks of the kernel that solves the chunks.
+    """
+
+    slices: int
+    stages: int = 2
+    solve_blocks: int = 132
+
+
+def tiling(spec: DeltaRuleSpec) -> mosaic.Tiling:
+    """Of arrays whose heads are multiples of 64 columns, taken 64 at a time."""
+    return mosaic.Tiling(spec.layout, HALF, HALF, 1, BF16, spec.T % ROWS_OF_A_TILE != 0)
+
+
+def blocks_of_key(spec: DeltaRuleSpec) -> int:
+    return spec.D // HALF
+
+
+def chunks_of(spec: DeltaRuleSpec) -> int:
+    return -(-spec.T // C)
+
+
+def name_of(kernel: str) -> str:
+    """As profilers show it."""
+    return f"gated_delta_rule_{kernel}_mosaic"
+
+
+def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
+    """[B, H, chunks, NUMBERS, 64] in float32, for each step t: log2 of the decay from the chunk's
+    first step to t, summed; beta; what k_t and q_t are multiplied by.
+
+    Beyond the sequence beta is 0 and the decay 1, which leave the state as it is.
+    """
+    chunks = chunks_of(spec)
+
+    def cut(array: jax.Array, repeats: int = 1) -> jax.Array:
+        """An array of the layout's [B, T, heads] as [B, H, chunks, 64]."""
+        array = jnp.swapaxes(array, 1, 2) if spec.layout == "bthd" else array
+        array = jnp.pad(array, ((0, 0), (0, 0), (0, chunks * C - spec.T)))
+        return jnp.repeat(array, repeats, axis=1).reshape(spec.B, spec.H, chunks, C)
+
+    beta = cut(inputs.beta)
+    log_decay = jnp.zeros_like(beta)
+    if inputs.decay is not None:
+        decay = jnp.maximum(inputs.decay, LEAST_DECAY) * LOG2_E
+        log_decay = jnp.cumsum(cut(decay), axis=3)
+    of_keys, of_queries = jnp.ones_like(beta), jnp.full_like(beta, spec.scale)
+    if spec.normalize_qk:
+        group = spec.H // spec.G
+        of_keys = cut(_inverse_lengths(inputs.k), group)
+        of_queries = spec.scale * cut(_inverse_lengths(inputs.q), group)
+    return jnp.stack([log_decay, beta, of_keys, of_queries], axis=3)
+
+
+def _inverse_lengths(x: jax.Array) -> jax.Array:
+    """One over the length of each row, and 0 for a row of zeros."""
+    squares = jnp.sum(jnp.square(x.astype(F32)), axis=-1)
+    return jnp.where(squares == 0, 0.0, jax.lax.rsqrt(jnp.where(squares == 0, 1.0, squares)))
+
+
+def numbers_in_memory(*slots: int) -> Any:
+    return plgpu.SMEM((*slots, NUMBERS, C), F32)
+
+
+def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x as bfloat16, and as bfloat16 what rounding took from it: 16 bits of a float32 number.
+
+    One part does not do: five roundings of 2^-9 each are twice the error budget of the result, and
+    with keys that are all alike those of the inverse and of what it multiplies nearly cancel.
+    """
+    first = mosaic.rounded(x)
+    return first, mosaic.rounded(x - first.astype(F32))
+
+
+def products(a: tuple[Any, Any], b: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+    """Factors of a @ b, both in two parts. The product of both second parts is too small."""
+    return [(a[0], b[0]), (a[1], b[0]), (a[0], b[1])]

@@ -1,0 +1,223 @@
+"""The part of each chunk that no state enters: all chunks are independent.
+
+With L_t the sum of log2 decays from the chunk's first step to t,
+
+    A[t, s] = beta_t k_t . k_s exp2(L_t - L_s)      s < t, else 0
+    P[t, s] = q_t . k_s exp2(L_t - L_s)             s <= t, else 0
+    X       = (I + A)^-1 diag(beta)
+
+The inverse goes by blocks, which are joined two by two. With Z the inverse of the blocks of m rows
+along the diagonal, those of 2 m rows are
+
+    Z' = Z - Z A_m Z        A_m: A where the row's block is the right neighbour of the column's
+
+Z has blocks of m rows, so Z A_m is Z A in the places of A_m, and A is read whole in every round.
+The first round, m = 1, has Z = I. Every factor is in two parts of bfloat16. Powers of A would take
+fewer products, but their terms cancel where keys are alike.
+
+    MEMORY (n)       loads a chunk of q and k, and the numbers of its steps, for each WORKER
+      |  chunks: loaded; consumed once X and P are known
+      v
+    WORKER (0 .. n - 1)    a chunk each: X and P
+
+    symbol          shape         what it is
+    q, k            [64, D]       a chunk's rows, in blocks of 64 columns
+    A, X, P, Z      [64, 64]      as above; A, Z in shared memory, whose places P and X take
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
+
+WORKERS, STAGES = 2, 2
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    q: Array  # [STAGES, WORKERS, D / 64, 64, 64]
+    k: Array  # as q
+    numbers: Array  # [STAGES, WORKERS, NUMBERS, 64] float32
+    lower: Array  # [WORKERS, 2, 64, 64] A, then P, in two parts
+    inverse: Array  # [WORKERS, 2, 64, 64] Z, then X, in two parts
+    chunks: Ring
+
+
+def storage_of(spec: DeltaRuleSpec) -> Storage:
+    blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
+    q, k = (
+        Buffer(tiling.of_rows(STAGES, WORKERS, blocks, C, C), copies=WORKERS * blocks)
+        for _ in range(2)
+    )
+    numbers = Buffer(frame.numbers_in_memory(STAGES, WORKERS), copies=WORKERS)
+    return Storage(
+        q=q,
+        k=k,
+        numbers=numbers,
+        lower=Buffer(tiling.shared(WORKERS, 2, C, C)),
+        inverse=Buffer(tiling.shared(WORKERS, 2, C, C)),
+        chunks=Ring.of(STAGES, (q, k, numbers), (WORKER,)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What the kernel is of, its arrays in global memory, and its storage."""
+
+    spec: DeltaRuleSpec
+    deal: mosaic.Deal
+    own: Storage
+    q: Any
+    k: Any
+    numbers: Any
+    matrices: Any
+
+
+def solve_chunks(
+    spec: DeltaRuleSpec, config: Config, inputs: Inputs, numbers: jax.Array
+) -> jax.Array:
+    """X and P of all chunks, [B, H, chunks up to a multiple of WORKERS, MATRICES, 64, 64]."""
+    chunks = frame.chunks_of(spec)
+    pieces = -(-chunks // WORKERS)
+    deal = mosaic.Deal(
+        spec.B, spec.H, chunks * C, WORKERS * C, pieces, config.solve_blocks
+    )
+
+    def bind(refs: Sequence[Any], own: Storage) -> Kernel:
+        return Kernel(spec, deal, own, *refs)
+
+    roles = mosaic.Roles((WORKER, MEMORY))
+    program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (WORKER, work)), bind)
+    shape = (spec.B, spec.H, pieces * WORKERS, frame.MATRICES, C, C)
+    found: jax.Array = mosaic.launch(
+        frame.name_of("solve"),
+        program,
+        deal,
+        jax.ShapeDtypeStruct(shape, BF16),
+        (inputs.q, inputs.k, numbers),
+    )
+    return found
+
+
+def memory(kernel: Kernel) -> None:
+    """Loads the chunks of an item at once, one for each worker."""
+    kernel.deal.each(functools.partial(load_item, kernel))
+    kernel.own.chunks.drain(kernel.deal.own)
+
+
+def load_item(kernel: Kernel, item: Item) -> None:
+    own, spec, tiling = kernel.own, kernel.spec, frame.tiling(kernel.spec)
+    slot = own.chunks.slot(item.number)
+    own.chunks.acquire(item.number)
+    barrier = own.chunks.produced.at[slot]
+    key_head = lax.div(item.head, jnp.int32(spec.H // spec.G))
+    for worker in range(WORKERS):
+        # The last chunk again, where there is none: what is made of it is read by nobody.
+        chunk = jnp.minimum(item.piece * WORKERS + worker, frame.chunks_of(spec) - 1)
+        rows = pl.ds(chunk * C, C)
+        for ref, tiles in ((kernel.q, own.q), (kernel.k, own.k)):
+            for block in range(frame.blocks_of_key(spec)):
+                source = tiling.part(ref, item, rows, key_head, block)  # [64, 64]
+                target = mosaic.for_copy(tiles.at[slot, worker, block])
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+        source = kernel.numbers.at[item.batch, item.head, chunk]  # [NUMBERS, 64]
+        plgpu.copy_gmem_to_smem(source, own.numbers.at[slot, worker], barrier)
+
+
+def work(kernel: Kernel) -> None:
+    kernel.deal.each(functools.partial(solve_chunk, kernel, mosaic.group()))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
+    own, spec = kernel.own, kernel.spec
+    slot = own.chunks.slot(item.number)
+    own.chunks.produced.wait(slot)
+    q, k = (
+        [tiles.at[slot, worker, block] for block in range(frame.blocks_of_key(spec))]
+        for tiles in (own.q, own.k)
+    )
+    numbers = own.numbers.at[slot, worker]
+    beta = load(numbers.at[frame.BETA], OF_ROWS)
+    if spec.normalize_qk:
+        beta = beta * load(numbers.at[frame.OF_KEYS], OF_ROWS)
+    row, column = mosaic.position(0), mosaic.position(1)
+    lower = decayed_pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
+    lower = jnp.where(row > column, lower, 0.0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    store(own.lower.at[worker], lower)
+    inverse = unit_inverse(lower, own.lower.at[worker], own.inverse.at[worker])
+    beta = load(numbers.at[frame.BETA], OF_COLUMNS)
+    store(own.inverse.at[worker], inverse * mosaic.in_rows(beta, C))
+    # Here, and not beside k k^T: P in registers all the while would be spilled.
+    pairs = jnp.where(row >= column, decayed_pairs(spec, q, k, numbers), 0.0)
+    store(own.lower.at[worker], pairs)
+    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+    own.chunks.consumed.arrive(slot)
+    target = kernel.matrices.at[item.batch, item.head, item.piece * WORKERS + worker]
+    for first, tiles in ((frame.SOLVED, own.inverse), (frame.PAIRS, own.lower)):
+        for part in range(2):
+            plgpu.copy_smem_to_gmem(tiles.at[worker, part], target.at[first + part])
+
+
+def decayed_pairs(
+    spec: DeltaRuleSpec, rows: list[Any], k: list[Any], numbers: Any
+) -> jax.Array:
+    """rows_t . k_s exp2(L_t - L_s) on and below the diagonal, [64, 64], with k's own factor."""
+    blocks = [(a, b.T) for a, b in zip(rows, k, strict=True)]
+    (found,) = mosaic.multiply((mosaic.zeros(C, C), blocks))
+    if spec.decay is not None:
+        of_rows = mosaic.in_columns(load(numbers.at[frame.LOG_DECAY], OF_ROWS), C)
+        of_columns = mosaic.in_rows(load(numbers.at[frame.LOG_DECAY], OF_COLUMNS), C)
+        # Above the diagonal the factor would be infinite.
+        found = found * jnp.exp2(jnp.minimum(of_rows - of_columns, 0.0))
+    if spec.normalize_qk:
+        found = found * mosaic.in_rows(load(numbers.at[frame.OF_KEYS], OF_COLUMNS), C)
+    return found
+
+
+def store(tiles: Any, x: jax.Array) -> None:
+    """x [64, 64] in two parts."""
+    for part, own in enumerate(frame.in_two_parts(x)):
+        tiles.at[part][...] = own
+
+
+def unit_inverse(lower: jax.Array, lower_tiles: Any, inverse_tiles: Any) -> jax.Array:
+    """(I + A)^-1 of A, strictly lower triangular, which lies in `lower_tiles`, too."""
+    row, column = mosaic.position(0), mosaic.position(1)
+    # Neighbours of m rows, a power of two, that make a block of 2 m: the highest bit in which the
+    # row's and the column's numbers differ is m.
+    differing = row ^ column
+    inverse = jnp.where(row == column, 1.0, jnp.where(differing == 1, -lower, 0.0))
+    size = 2
+    while size < C:
+        parts = frame.in_two_parts(inverse)
+        for tile, part in zip((0, 1), parts, strict=True):
+            inverse_tiles.at[tile][...] = part
+        plgpu.commit_smem()
+        of_lower, of_inverse = (
+            (tiles.at[0], tiles.at[1]) for tiles in (lower_tiles, inverse_tiles)
+        )
+        (between,) = mosaic.multiply((mosaic.zeros(C, C), frame.products(parts, of_lower)))
+        neighbours = (differing >= size) & (differing < 2 * size)
+        joining = frame.in_two_parts(jnp.where(neighbours, between, 0.0))
+        (change,) = mosaic.multiply((mosaic.zeros(C, C), frame.products(joining, of_inverse)))
+        inverse = inverse - change
+        size *= 2
+    return inverse
