@@ -29,7 +29,7 @@ from ato_jax.mosaic.program import Flat as Flat
 from ato_jax.mosaic.program import Grid as Grid
 from ato_jax.mosaic.program import Program as Program
 from ato_jax.mosaic.program import launch as launch
-from ato_jax.mosaic.program import unsupported_device as unsupported_device
+from ato_jax.mosaic.program import refusal_of_device as refusal_of_device
 from ato_jax.mosaic.rings import Array as Array
 from ato_jax.mosaic.rings import Buffer as Buffer
 from ato_jax.mosaic.rings import Ring as Ring

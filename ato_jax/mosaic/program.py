@@ -25,24 +25,24 @@ from ato_jax.mosaic.roles import Role, Roles
 # What says how to interpret, from JAX 0.12 on.
 interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
 # The threads that XLA has to have where it interprets a block's warpgroups.
-INTERPRETER_THREADS = 32
-HOPPER = (9, 0)
+THREADS_TO_INTERPRET = 32
+CAPABILITY = (9, 0)
 
 Body = Callable[..., None]
 
 
-def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
+def refusal_of_device(device: device.Device, interpreted: bool) -> str | None:
     """Why a backend that is made of this kit cannot run here."""
     if interpreted:
         if interpreter is None:
             return "JAX interprets such kernels from 0.12 on"
-        if int(os.environ.get("NPROC") or os.cpu_count() or 1) < INTERPRETER_THREADS:
+        if int(os.environ.get("NPROC") or os.cpu_count() or 1) < THREADS_TO_INTERPRET:
             return (
                 "its warpgroups are threads of XLA's where they are interpreted, which wait for "
-                f"one another: set NPROC={INTERPRETER_THREADS} in the environment before JAX starts"
+                f"one another: set NPROC={THREADS_TO_INTERPRET} in the environment before JAX starts"
             )
         return None
-    if device.capability != HOPPER:
+    if device.capability != CAPABILITY:
         return f"needs a Hopper GPU, and this one is {device.name}"
     return None
 
