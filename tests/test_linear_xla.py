@@ -79,6 +79,29 @@ def test_a_strong_decay_among_queries_of_another_length(per_step: bool) -> None:
     numerics.compare(numerics.run_backends("xla", "xla", wanted), wanted)
 
 
+@pytest.mark.parametrize(("shape", "seed"), [((1, 120, 2, 1), 6), ((1, 120, 2, 16), 2)])
+def test_a_state_that_is_read_from_far(shape: tuple[int, ...], seed: int) -> None:
+    """Its gradient is that of queries behind a sum of decays near -60."""
+    B, T, G, _ = shape
+    draw = np.random.default_rng(seed)
+    q, k, v = (draw.normal(size=(B, T, G, width)) for width in (16, 16, 8))
+    q[:, : 90 + seed] = 0
+    g, decay = draw.normal(size=v.shape), draw.uniform(-1, -0.3, size=shape)
+    q, k, v, g, decay = (array.astype("f4") for array in (q, k, v, g, decay))
+
+    def call(state: LinearState) -> Any:
+        return linear_attention(
+            *(q, k, v), feature_map="identity", normalize=False, scale=1.0, causal=True,
+            decay=decay if shape[-1] > 1 else decay[..., 0], initial_state=state,
+            implementation="xla",
+        )  # fmt: skip
+
+    _, pull = jax.vjp(call, LinearState(jnp.zeros((B, G, 16, 8)), jnp.zeros((B, G, 16))))
+    factors = np.exp(np.cumsum(decay.astype("f8"), axis=1))
+    exact = np.einsum("btgd,btgv->bgdv", q.astype("f8") * factors, g.astype("f8"))
+    numerics.check("dstate_kv", pull(jnp.asarray(g))[0].kv, exact, dtype="float32")
+
+
 @pytest.mark.parametrize(("kind", "causal"), [("step", False), ("channel", True)])
 def test_forward_mode_and_second_order(kind: str, causal: bool) -> None:
     """Every derivative is that of the definition, decay's included."""

@@ -14,7 +14,8 @@ exp(sum decay[i+1..j]), and a second carry comes from the right:
     kv'     = exp(sum decay[first..last]) kv + sum_j exp(sum decay[first..j]) phi(k_j) v_j^T
 
 That is the first formula with the decays up to a step and those after it exchanged, so both share
-their code, given an `Edge`. No exponent is positive, and none is a difference of sums that cancel.
+their code, given an `Edge`. No exponent is positive but that of a rest (`in_parts`), which is at
+most 1, and none is a difference of sums that cancel.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Carry(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """One edge of a chunk: the decays between it and each step, and the run at the edge."""
+    """One edge of a chunk: exp of the decays between it and each step, and the run at the edge."""
 
-    decay: Any  # [B, G, C, 1 or F]
+    factor: Any  # [B, G, C, 1 or F]
     run: Any  # [B]
 
 
@@ -91,10 +92,10 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
         v = zero_unless(steps.real, steps.v).astype(dtype)
     if steps.decay is not None:
         decay = jnp.maximum(zero_unless(steps.real, steps.decay.astype(dtype)), LEAST_DECAY)
-        edges: list[Any] = [0, decay.shape[2]]
+        coarse, rest = (sums_to_edges(part, [0, decay.shape[2]]) for part in in_parts(decay))
+        before, after = jnp.exp(coarse) * jnp.exp(rest)
         if q is not None and decay.shape[-1] > 1:
-            edges += middles(decay.shape[2])
-        before, after, *halves = sums_to_edges(decay, edges)
+            halves = list(sums_to_edges(decay, middles(decay.shape[2])))
     if steps.run is not None:
         first, last = steps.run[:, 0], steps.run[:, -1]
     einsum = functools.partial(jnp.einsum, precision=precision)
@@ -116,8 +117,9 @@ def absorb(chunk: Chunk, carry: Carry, edge: Edge) -> Carry:
     """The carry at `edge`: that at the other edge, decayed, plus the sums over the chunk's keys."""
     k, kv, k_sum = chunk.k, carry.kv, carry.k_sum
     if chunk.decay is not None:
-        k = k * jnp.exp(edge.decay)
-        total = jnp.exp(jnp.sum(chunk.decay, axis=2))  # [B, G, 1 or F]
+        k = k * edge.factor
+        coarse, rest = (jnp.sum(part, axis=2) for part in in_parts(chunk.decay))
+        total = jnp.exp(coarse) * jnp.exp(rest)  # [B, G, 1 or F]
         kv, k_sum = total[..., None] * kv, total * k_sum
     if chunk.run is not None:
         k = zero_unless(chunk.run == edge.run[:, None], k)
@@ -131,8 +133,8 @@ def absorb(chunk: Chunk, carry: Carry, edge: Edge) -> Carry:
 def read(chunk: Chunk, carry: Carry, edge: Edge) -> tuple[jax.Array, jax.Array]:
     """num [B, G, R, C, V] and den [B, G, R, C] of the queries with the carry at `edge`."""
     q = chunk.q
-    if edge.decay is not None:
-        q = q * jnp.exp(edge.decay)[:, :, None]
+    if edge.factor is not None:
+        q = q * edge.factor[:, :, None]
     if chunk.run is not None:
         q = zero_unless(chunk.run == carry.run[:, None], q)
     return (
@@ -176,14 +178,24 @@ def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
     return jnp.arange(size)[:, None], jnp.arange(size)[None, :]
 
 
+def in_parts(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Multiples of the grid, which float32 adds exactly, and rests of at most half the grid.
+
+    A state that is read from far is multiplied by exp of a large sum, which carries the rounding of
+    that sum as a relative error: 2^-24 of an exponent of 50 is 3e-6. The sum of the rests is small,
+    so exp of each part has float32's own accuracy.
+    """
+    coarse = jax.lax.stop_gradient(jnp.round(decay / GRID) * GRID)
+    return coarse, decay - coarse
+
+
 def pair_decay(decay: jax.Array, real: jax.Array | None) -> jax.Array:
     """[B, G, C, 1] -> [B, G, C, C]: the sums of the decays between two steps, either way.
 
-    A difference of prefix sums would lose the small decays that follow a large one. So each decay
-    is split into a multiple of the grid, which float32 adds exactly, and a rest of at most half the
-    grid.
+    A difference of prefix sums would lose the small decays that follow a large one, so both parts
+    of the decays have one of their own.
     """
-    coarse = jax.lax.stop_gradient(jnp.round(decay / GRID) * GRID)
+    coarse, rest = in_parts(decay)
     i, j = pair_indices(decay.shape[2])
 
     def difference(part: jax.Array) -> jax.Array:
@@ -197,7 +209,7 @@ def pair_decay(decay: jax.Array, real: jax.Array | None) -> jax.Array:
     if real is not None:
         keys = jnp.cumsum(real, axis=1, dtype=jnp.int32)  # [B, C]
         sign = jnp.sign(keys[:, :, None] - keys[:, None])[:, None]  # [B, 1, C, C]
-    return (difference(coarse) + difference(decay - coarse)) * sign
+    return (difference(coarse) + difference(rest)) * sign
 
 
 def middles(size: int) -> list[np.ndarray]:
