@@ -39,7 +39,8 @@ def refusal_of_device(device: device.Device, interpreted: bool) -> str | None:
         if int(os.environ.get("NPROC") or os.cpu_count() or 1) < THREADS_TO_INTERPRET:
             return (
                 "its warpgroups are threads of XLA's where they are interpreted, which wait for "
-                f"one another: set NPROC={THREADS_TO_INTERPRET} in the environment before JAX starts"
+                f"one another: set NPROC={THREADS_TO_INTERPRET} in the environment "
+                "before JAX starts"
             )
         return None
     if device.capability != CAPABILITY:

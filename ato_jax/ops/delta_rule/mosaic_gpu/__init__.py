@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device
-from ato_jax.mosaic import HALF, refusal_of_device
+from ato_jax.mosaic import HALF
+from ato_jax.mosaic import refusal_of_device as unsupported_device
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
@@ -63,7 +64,7 @@ class _MosaicGpu(Backend[DeltaRuleSpec, Config, Inputs, Outputs]):
     default_config = staticmethod(default_config)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
-    unsupported_device = staticmethod(refusal_of_device)
+    unsupported_device = staticmethod(unsupported_device)
 
 
 BACKEND = _MosaicGpu()
