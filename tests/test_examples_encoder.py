@@ -47,7 +47,7 @@ def test_digits_are_held_out() -> None:
 
 
 def test_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller = dataclasses.replace(SMALLER, digits_steps=70, speed_lengths=(16, 32))
+    smaller = dataclasses.replace(SMALLER, digits_steps=70, speed_lengths=(32,))
     monkeypatch.setattr(encoder, "SMALL", smaller)
     figures = encoder.main(["--small", "--length", "32", "--output", str(tmp_path)])
     chances = {"digits": 1 / 10, "marked": 1 / encoder.SYMBOLS}

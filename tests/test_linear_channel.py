@@ -29,8 +29,9 @@ GPU = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0
 
 
 def draw(*shape, dtype="float32", scale=1.0, seed=0):
+    """Converted by NumPy, since JAX would compile a program for each shape."""
     values = np.random.default_rng(seed).normal(size=shape) * scale
-    return jnp.asarray(values.astype(np.float32)).astype(dtype)
+    return jnp.asarray(values.astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def draw_gates(kind, *shape):

@@ -107,13 +107,15 @@ def test_edges_without_pieces() -> None:
 
 
 @aot.requires_triton
-@pytest.mark.parametrize("unit", ["none", "sums", "nothing"])
 @pytest.mark.parametrize(
-    "P, D, V, added, options",
+    "P, D, V, added, options, unit",
     [
-        (1, 128, 128, False, {}),
-        (9, 192, 192, True, {}),
-        (16, 128, 128, True, {"normalize": False, "scale": 0.3}),
+        (1, 128, 128, False, {}, "none"),
+        (1, 128, 128, False, {}, "sums"),
+        (9, 192, 192, True, {}, "sums"),
+        (9, 192, 192, True, {}, "nothing"),
+        (16, 128, 128, True, {"normalize": False, "scale": 0.3}, "none"),
+        (16, 128, 128, True, {"normalize": False, "scale": 0.3}, "nothing"),
     ],
 )
 def test_totals(P: int, D: int, V: int, added: bool, options: dict[str, Any], unit: str) -> None:
@@ -268,17 +270,18 @@ def slow_flows(
 
 @aot.requires_triton
 @pytest.mark.parametrize(
-    "B, T, G, D, rows, start, options",
+    "B, T, G, D, rows, start, options, of_heads",
     [
-        (2, 6000, 3, 128, 3072, False, {}),
-        (1, 64, 20, 64, 64, True, {"layout": "bhtd"}),
-        (1, 1500, 2, 64, 64 * 5, True, {"normalize": False, "return_state": True}),
-        (1, 4480, 2, 128, 2304, False, {"return_state": True, "layout": "bhtd"}),
-        (1, 1000, 4, 64, 1024, False, {"normalize": False}),
-        (1, 64 * 60, 2, 64, 64 * 40, False, {}),
+        (2, 6000, 3, 128, 3072, False, {}, False),
+        (2, 6000, 3, 128, 3072, False, {}, True),
+        (1, 64, 20, 64, 64, True, {"layout": "bhtd"}, False),
+        (1, 1500, 2, 64, 64 * 5, True, {"normalize": False, "return_state": True}, False),
+        (1, 1500, 2, 64, 64 * 5, True, {"normalize": False, "return_state": True}, True),
+        (1, 4480, 2, 128, 2304, False, {"return_state": True, "layout": "bhtd"}, False),
+        (1, 1000, 4, 64, 1024, False, {"normalize": False}, True),
+        (1, 64 * 60, 2, 64, 64 * 40, False, {}, False),
     ],
 )
-@pytest.mark.parametrize("of_heads", [False, True])
 def test_flows(
     B: int,
     T: int,

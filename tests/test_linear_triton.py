@@ -46,7 +46,7 @@ GPUS = {
 
 def draw(*shape, dtype="float32", scale=1.0, seed=0):
     values = np.random.default_rng(seed + len(shape) * shape[-2]).normal(size=shape) * scale
-    return jnp.asarray(values.astype(np.float32)).astype(dtype)
+    return jnp.asarray(values.astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def check(
