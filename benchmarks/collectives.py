@@ -121,8 +121,9 @@ def _devices(instruction: str) -> int:
         return len(found[1].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", instruction):
         return int(found[1])
-    if found := re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\] *\{([^}]*)\}", instruction):
-        # By the axes of a mesh, of which an axis may be cut: 'time':(2)4 are 4 of its devices.
+    if found := re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", instruction):
+        # By the axes of a mesh, of which an axis may be cut: 'time':(2)4 are 4 of its devices. The
+        # order of the devices may stand between the two.
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
         parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(size or sizes[name]) for name, size in parts)

@@ -139,6 +139,7 @@ def test_seconds_of_the_model() -> None:
         ("replica_groups=mesh['time'=8] {'time'}", 8),
         ("replica_groups=mesh['data'=2,'time'=4] {'time'}", 4),
         ("replica_groups=mesh['data'=2,'time'=4] {'data','time':(2)2}", 4),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", 4),
     ],
 )
 def test_devices_of_a_collective(groups: str, count: int) -> None:
