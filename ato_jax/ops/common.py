@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ato_jax import checking, shapes
+from ato_jax import checking, meshes, shapes
 
 # Lengths, ids and offsets: an array, or a list on the host.
 Integers = ArrayLike | Sequence[int]
@@ -198,10 +198,17 @@ def _narrow_ids(*sides: jax.Array) -> list[jax.Array]:
         raise ValueError(
             f"q_segment_ids and kv_segment_ids must have one dtype, got {found}; convert one"
         )
-    # The rank of an id among the sorted ids of both sides.
-    ordered = jnp.sort(jnp.concatenate(sides, axis=1), axis=1)
-    place = jax.vmap(jnp.searchsorted)
-    return [place(ordered, ids.astype(both)).astype(jnp.int32) for ids in sides]
+
+    def ranks(sides: list[jax.Array]) -> list[jax.Array]:
+        """The rank of an id among the sorted ids of both sides."""
+        ordered = jnp.sort(jnp.concatenate(sides, axis=1), axis=1)
+        place = jax.vmap(jnp.searchsorted)
+        return [place(ordered, ids.astype(both)).astype(jnp.int32) for ids in sides]
+
+    # JAX searches no array with an explicit axis.
+    return meshes.call(
+        ranks, list(sides), lambda: [meshes.sharded(*meshes.partition(ids)) for ids in sides]
+    )
 
 
 def starts_of_runs(ids: jax.Array) -> jax.Array:

@@ -42,6 +42,7 @@ from ato_jax.parallel.devices import (
     comparable,
     devices_along,
     part_of_lengths,
+    with_automatic_axes,
 )
 
 EXACT = lax.Precision.HIGHEST
@@ -177,7 +178,16 @@ def gated_delta_rule(
         part = part_of_lengths(bound, devices.index * request.T, request.T)
         request = prepare(part if request.batched else part.reshape(1))
     ids, _ = bind_segments(segment_ids, None, None, sizes | {"S": request.T}, request.batched)
-    out, state = _attend(request, ids, devices)
+
+    def attend(given: tuple[Any, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+        inputs, ids = given
+        return _attend(request._replace(inputs=inputs), ids, devices_along(axis_name))
+
+    def partition_of_outputs() -> tuple[Any, Any]:
+        out, state = request.inputs.partition_of_outputs(layout)
+        return out, state
+
+    out, state = with_automatic_axes(attend, (request.inputs, ids), partition_of_outputs)
     if not request.batched:
         out, state = out[0], state[0]
     return (out, state) if return_state else out

@@ -6,19 +6,22 @@ Device d of n holds rows d T to (d + 1) T of a sequence of n T rows, T being the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from ato_jax import shapes
+from ato_jax import meshes, shapes
 from ato_jax.meshes import varying_with
 from ato_jax.ops.common import bind_lengths
 
 Tree = TypeVar("Tree")
+InputsT = TypeVar("InputsT")
+OutputsT = TypeVar("OutputsT")
 AxisName = str | tuple[str, ...]
 
 
@@ -69,6 +72,31 @@ def check_axis(axis_name: Any, argument: str) -> None:
         raise ValueError(
             f"{argument} must be the name of a mesh axis, or a tuple of names, got {axis_name!r}"
         )
+
+
+def with_automatic_axes(
+    function: Callable[[InputsT], OutputsT],
+    inputs: InputsT,
+    partition_of_outputs: Callable[[], OutputsT],
+) -> OutputsT:
+    """`function(inputs)`, with explicit axes beside those of the `jax.shard_map` automatic inside.
+
+    Its scans and branches would need types that name these axes. See `meshes.call`.
+    """
+    mesh = meshes.of(inputs)
+    if mesh is None or not mesh.explicit_axes:
+        return function(inputs)
+    return meshes.call(function, inputs, partition_of_outputs)
+
+
+def without_batch(partitions: Tree) -> Tree:
+    """A tree of `PartitionSpec`s without the first axis of each."""
+    found: Tree = jax.tree.map(
+        lambda spec: PartitionSpec(*spec[1:]),
+        partitions,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+    return found
 
 
 def whole_lengths(

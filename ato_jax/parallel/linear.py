@@ -30,6 +30,8 @@ from ato_jax.parallel.devices import (
     devices_along,
     part_of_lengths,
     whole_lengths,
+    with_automatic_axes,
+    without_batch,
 )
 
 NAME = "ato_jax.parallel.linear_attention"
@@ -183,8 +185,22 @@ def linear_attention(
         out, state = api.run(request)
         return (out, devices.same(state)) if return_state else out
     ids, _ = bind_segments(segment_ids, None, None, sizes, batched)
-    out, state = _attend(request, ids, devices)
-    return (out, state) if return_state else out
+
+    def attend(given: tuple[Inputs, jax.Array | None]) -> Any:
+        inputs, ids = given
+        found = _attend(request._replace(inputs=inputs), ids, devices_along(axis_name))
+        return found if return_state else found[0]
+
+    partition = functools.partial(_partition_of_outputs, request)
+    found: Any = with_automatic_axes(attend, (request.inputs, ids), partition)
+    return found
+
+
+def _partition_of_outputs(request: Request) -> Any:
+    """What the call returns, with a `PartitionSpec` in place of each array."""
+    out, state = request.inputs.partition_of_outputs(request.spec.layout)
+    found = (out, state) if request.spec.return_state else out
+    return found if request.batched else without_batch(found)
 
 
 def _shared_ids(segment_ids: Any, q_segment_ids: Any, kv_segment_ids: Any) -> Any:

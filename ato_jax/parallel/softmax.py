@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ato_jax import device, shapes
+from ato_jax import device, meshes, shapes
 from ato_jax.choosing import UnsupportedError
-from ato_jax.meshes import varying_with
+from ato_jax.meshes import sharded, varying_with
 from ato_jax.ops.attention import api
 from ato_jax.ops.attention.api import Window
 from ato_jax.ops.attention.pieces import combine
@@ -27,6 +27,7 @@ from ato_jax.parallel.devices import (
     devices_along,
     part_of_lengths,
     whole_lengths,
+    with_automatic_axes,
 )
 from ato_jax.parallel.pieces import Plan, Rows, attend, in_order
 from ato_jax.parallel.ring import ring
@@ -225,12 +226,20 @@ def attention(
     )
     offset = _offset(query_offset, q_whole, kv_whole, shared, sizes, batched, devices.count)
     rows = Rows(q_ids, kv_ids, q_whole, kv_whole, offset, seed)
-    if schedule == "ring":
-        out, lse = _by_ring(plan, (q, k, v, rows), sinks)
-    else:
-        out, lse = _by_all_gather(
-            plan, (q, k, v, rows), return_lse, {"bias": bias, "mask": mask, "sinks": sinks}
-        )
+
+    def attend_here(given: Any) -> tuple[jax.Array, Any]:
+        arrays, more = given
+        if schedule == "ring":
+            return _by_ring(plan, arrays, more["sinks"])
+        return _by_all_gather(plan, arrays, return_lse, more)
+
+    def partition_of_outputs() -> tuple[Any, Any]:
+        of_rows = meshes.partition(q)[:3]
+        with_lse = return_lse or schedule == "ring"
+        return sharded(*of_rows, None), sharded(*of_rows) if with_lse else None
+
+    more = {"bias": bias, "mask": mask, "sinks": sinks}
+    out, lse = with_automatic_axes(attend_here, ((q, k, v, rows), more), partition_of_outputs)
     if not batched:
         out, lse = jax.tree.map(lambda array: array[0], (out, lse))
     return (out, lse) if return_lse else out
