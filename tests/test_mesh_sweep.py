@@ -417,7 +417,7 @@ MODES = {"divided": check_divided, "timed": check_row_timed}
 # Every how manieth row the long test takes at a time, and the rows of the short one.
 STEP = 10
 FEW = (
-    ("divided", "attention", 105), ("timed", "attention", 101), ("timed", "linear_attention", 64)
+    ("divided", "attention", 105), ("timed", "attention", 101), ("timed", "linear_attention", 115)
 )  # fmt: skip
 EVERY = [(mode, op, first) for mode in MODES for op in SPACES for first in range(STEP)]
 

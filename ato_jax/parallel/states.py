@@ -169,7 +169,8 @@ def part_of(
     if ids is not None:
         assert inputs.kv_segments is not None
         whole = last_of(inputs.kv_segments, inputs.kv_lengths) == 0  # [B, 1], no segment begins
-        keeps = jnp.where(whole[..., None], 1.0 if keeps is None else keeps, 0.0)
+        kept = jnp.float32(1) if keeps is None else keeps  # float32 under x64, too
+        keeps = jnp.where(whole[..., None], kept, 0)
         ends = jnp.concatenate([ids[:, :1], last_of(ids, inputs.kv_lengths)], axis=1)
         if inputs.kv_lengths is not None:
             empty = inputs.kv_lengths == 0
