@@ -341,7 +341,8 @@ def admits(op: str, row: covering.Row) -> bool:
     return not (
         row["segments"] == "cross"
         or row["causal"] and not square
-        or (row["causal"] or row["decay"] != "none") and row["padding"] == "both"
+        or (row["causal"] or row["decay"] != "none" or row["segments"] != "none")
+        and row["padding"] == "both"
     )  # fmt: skip
 
 
@@ -402,6 +403,16 @@ def check_explicit() -> None:
             one = np.asarray(one)
             one = ato_jax.parallel.unzigzag(one, 2) if zigzag else one
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=op)
+    # The states around a device are those of its keys, and its queries may have other segments.
+    lengths = {"q_lengths": np.array([16, 9]), "kv_lengths": np.array([3, 16])}
+    ids = np.zeros((2, 16), np.int32)
+    part = functools.partial(ato_jax.parallel.linear_attention, axis_name="time", **lengths)
+    with pytest.raises(ato_jax.UnsupportedError, match="segment_ids needs the same lengths"):
+        jax.shard_map(
+            lambda q, k, v, ids: part(q, k, v, segment_ids=ids),
+            mesh=mesh_of({"time": 2}, AxisType.Auto), in_specs=P(None, "time"),
+            out_specs=P(None, "time"),
+        )(q, k, v, ids)  # fmt: skip
     ids = jnp.repeat(jnp.array([[7, 2**32 - 1], [0, 5]], jnp.uint32), 8, axis=1)
     wanted = ato_jax.attention(q, k, v, segment_ids=ids)
     with jax.set_mesh(mesh):

@@ -130,8 +130,8 @@ def linear_attention(
     Raises:
       ValueError: An argument is wrong: no `jax.shard_map` binds `axis_name`, or a shape, dtype or
         value is. The message names the argument, what it was and what it has to be.
-      UnsupportedError: `causal` with T != S; `causal` or a decay with different lengths of queries
-        and keys; segments of their own for queries and keys; or the backend named by
+      UnsupportedError: `causal` with T != S; `causal`, a decay or segments with different lengths
+        of queries and keys; segments of their own for queries and keys; or the backend named by
         `implementation` does not support the call. The message says what to do instead.
 
     Example:
@@ -226,10 +226,11 @@ def _refuse(request: Request, shared: bool) -> None:
             f"{NAME}: causal=True needs T = S, got T={spec.T}, S={spec.S}; pad the shorter side "
             "and give its lengths"
         )
-    if (spec.causal or spec.decay) and not shared:
+    if (spec.causal or spec.decay or spec.segments) and not shared:
+        what = "causal=True" if spec.causal else "a decay" if spec.decay else "segment_ids"
         raise UnsupportedError(
-            f"{NAME}: {'causal=True' if spec.causal else 'a decay'} needs the same lengths of "
-            "queries and keys; give one of q_lengths and kv_lengths"
+            f"{NAME}: {what} needs the same lengths of queries and keys; give one of "
+            "q_lengths and kv_lengths"
         )
 
 
