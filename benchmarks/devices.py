@@ -245,10 +245,11 @@ def keys_of(group: Group, count: int) -> tuple[Key, Key]:
 
 
 def within_programs(groups: Sequence[Group], counts: Sequence[int]) -> list[tuple[Group, int]]:
-    """The rows whose programs are no more than --programs together."""
+    """The rows whose programs are no more than --programs together, the most wanted first on every
+    number of devices."""
     found, keys = [], set[Key]()
-    for count in counts:
-        for group in groups:
+    for group in groups:
+        for count in counts:
             needed = keys | {*keys_of(group, count)}
             if not FLAGS.programs or len(needed) <= FLAGS.programs:
                 keys = needed
@@ -529,7 +530,7 @@ def main() -> int:
         "about": machine.about(),
     }
     print(f"{jax.device_count()} x {here.name}; JAX {jax.__version__}", flush=True)
-    asked = [(group, count) for count in counts() for group in groups if fits(group[0], count)]
+    asked = [(group, count) for group in groups for count in counts() if fits(group[0], count)]
     rows = [row for row in within_programs(groups, counts()) if row in asked]
     within = FLAGS.within_s or float("inf")
     all_found: list[Found] = []

@@ -1,7 +1,7 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
 ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs, and every
-third of those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1
+fifth of those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1
 JAX has no lowering to Triton, and tests that need one are skipped.
 """
 
@@ -91,9 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sample = int(os.environ.get("ATO_SAMPLE", "1"))
-    every_third = itertools.cycle([True, False, False] if sample > 1 else [True])
+    every_fifth = itertools.cycle([True, *[False] * 4] if sample > 1 else [True])
     drawn = [
-        next(every_third) if item.get_closest_marker("newest") else n % sample == 0
+        next(every_fifth) if item.get_closest_marker("newest") else n % sample == 0
         for n, item in enumerate(items)
     ]
     config.hook.pytest_deselected(

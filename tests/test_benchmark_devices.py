@@ -167,6 +167,9 @@ def test_programs_are_few() -> None:
         rows = devices.within_programs(devices.GROUPS["gpu"], [2])
     assert len({key for row in rows for key in devices.keys_of(*row)}) <= 14
     assert {case for (case, _), _ in rows} >= {*devices.MAIN}
+    with flagsaver.flagsaver(programs=3):
+        rows = devices.within_programs(devices.GROUPS["gpu"], [1, 2])
+    assert rows == [(devices.GROUPS["gpu"][0], count) for count in (1, 2)]
 
 
 def lowered(case: Case, phase: str, count: int) -> str:

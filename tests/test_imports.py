@@ -167,7 +167,7 @@ def test_scans(name: str) -> None:
                 "ato_jax.programs",
             ),
         ),
-        ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.shapes")),
+        ("ato_jax.ops.common", ("ato_jax.checking", "ato_jax.meshes", "ato_jax.shapes")),
         ("ato_jax.ops.attention.spec", ("ato_jax.backend", "ato_jax.device", "ato_jax.meshes")),
         ("ato_jax.ops.delta_rule.spec", ("ato_jax.backend", "ato_jax.device", "ato_jax.meshes")),
         (

@@ -364,8 +364,8 @@ def check_layer(make: Any, ids: Any = None, own: Any = None, **options: Any) -> 
 
     def call(layer: Any, parameters: Any, x: Any, ids: Any) -> Any:
         graph, _, others = nnx.split(layer, nnx.Param, ...)
-        rngs = nnx.Rngs(dropout=1) if drops else None
-        return nnx.merge(graph, parameters, others)(x, segment_ids=ids, rngs=rngs)
+        given = {"rngs": nnx.Rngs(dropout=1)} if drops else {}
+        return nnx.merge(graph, parameters, others)(x, segment_ids=ids, **given)
 
     def on_mesh(layer: Any, parameters: Any, x: Any, ids: Any) -> Any:
         if zigzag:
@@ -389,6 +389,10 @@ def check_layer(make: Any, ids: Any = None, own: Any = None, **options: Any) -> 
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def gated_delta_net(*sizes: int, num_kv_heads: int, **options: Any) -> ato_jax.nn.GatedDeltaNet:
+    return ato_jax.nn.GatedDeltaNet(*sizes, num_key_heads=num_kv_heads, **options)
+
+
 def check_layers() -> None:
     sizes = (3, 7, 12, 10), (1, 1, 9, 21)
     documents = np.stack([np.repeat(np.arange(4), lengths) for lengths in sizes])
@@ -396,6 +400,7 @@ def check_layers() -> None:
     ring = {"context_schedule": "ring", "context_order": "zigzag"}
     check_layer(attention, documents, ring, causal=True, rope_theta=10.0)
     check_layer(linear, documents, causal=True, rope_theta=10.0)
+    check_layer(gated_delta_net, documents)
     if ALL_ROWS:
         check_layer(attention, window=(9, 3), sinks=True, dropout_rate=0.3, deterministic=False)
         check_layer(ato_jax.nn.GatedLinearAttention, causal=False)

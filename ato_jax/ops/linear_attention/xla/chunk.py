@@ -94,7 +94,7 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
         decay = jnp.maximum(zero_unless(steps.real, steps.decay.astype(dtype)), LEAST_DECAY)
         coarse, rest = (sums_to_edges(part, [0, decay.shape[2]]) for part in in_parts(decay))
         before, after = jnp.exp(coarse) * jnp.exp(rest)
-        if q is not None and decay.shape[-1] > 1:
+        if q is not None and decay.shape[-1] > 1 and decay.shape[2] > 1:
             halves = list(sums_to_edges(decay, middles(decay.shape[2])))
     if steps.run is not None:
         first, last = steps.run[:, 0], steps.run[:, -1]
