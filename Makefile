@@ -133,7 +133,7 @@ lint: $(OLDEST)/$(STAMP)
 test-oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
-# Every 10th test, every fifth of those marked `newest`, and fewer of hypothesis's examples: the
+# Every 10th test, those marked `newest` counted apart, and fewer of hypothesis's examples: the
 # other end has run the rest, and what differs between versions of JAX breaks more than one test.
 .PHONY: test-newest
 ifdef NEWEST_PYTHON

@@ -1,7 +1,7 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs, and every
-fifth of those that are marked `newest`: what only the newest JAX can do. With ATO_HIDE_TRITON=1
+ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs; those that
+are marked `newest`, what only the newest JAX can do, are counted apart. With ATO_HIDE_TRITON=1
 JAX has no lowering to Triton, and tests that need one are skipped.
 """
 
@@ -91,9 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sample = int(os.environ.get("ATO_SAMPLE", "1"))
-    every_fifth = itertools.cycle([True, *[False] * 4] if sample > 1 else [True])
+    of_the_newest = itertools.count()
     drawn = [
-        next(every_fifth) if item.get_closest_marker("newest") else n % sample == 0
+        (next(of_the_newest) if item.get_closest_marker("newest") else n) % sample == 0
         for n, item in enumerate(items)
     ]
     config.hook.pytest_deselected(
