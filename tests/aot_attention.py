@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from typing import Any
 
 from tests.aot_mosaic import (
-    HOPPER,
     IN_THIS_PROCESS,
-    ROOT,
     Compiled,
     compiled_kernels,
-    environment,
+    compiled_on_hopper,
+    printed_by,
+    sharding_on_hopper,
 )
 from tests.numerics import DIFFERENTIABLE
 
@@ -54,39 +53,20 @@ def compile_gradients(call: Call) -> list[Compiled]:
 
 
 def compile_all(call: Call) -> list[Compiled]:
-    told = json.dumps(dataclasses.asdict(call))
-    command = [sys.executable, "-m", "tests.aot_attention", IN_THIS_PROCESS, told]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode:
-        raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
-    return compiled_kernels(done.stdout)
+    return compiled_kernels(printed_by("tests.aot_attention", call))
 
 
 def main(call: Call) -> None:
     import jax
-    from jax.experimental import topologies
 
     import ato_jax
-    from ato_jax import device
     from ato_jax.ops.attention import mosaic_gpu
 
-    card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
-    device.of_call = lambda _: card
     rule = mosaic_gpu.default_config
     mosaic_gpu._MosaicGpu.default_config = staticmethod(
         lambda spec, device: dataclasses.replace(rule(spec, device), **call.config)
     )
-    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("cards",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = sharding_on_hopper()
 
     B, T, H, G, S = call.B, call.T, call.H, call.G or call.H, call.S or call.T
     sizes = {"B": B, "T": T, "H": H, "G": G, "S": S, "D": call.D, "1": 1}
@@ -115,16 +95,8 @@ def main(call: Call) -> None:
 
     q, k = array(of_queries, call.dtype), array(of_keys, call.dtype)
     arrays = {name: array(*of) for name, of in call.arrays.items()}
-    kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
-    ):
-        function = with_gradients if call.gradients else forward
-        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(
-            q, k, k, arrays
-        )
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    lowered.compile()
+    function = with_gradients if call.gradients else forward
+    compiled_on_hopper(function, sharding, (q, k, k, arrays))
 
 
 def run(*arguments: str) -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from typing import Any
 
 from tests.aot_mosaic import (
-    HOPPER,
     IN_THIS_PROCESS,
-    ROOT,
     Compiled,
     compiled_kernels,
-    environment,
+    compiled_on_hopper,
+    printed_by,
+    sharding_on_hopper,
 )
 
 
@@ -37,34 +36,15 @@ class Call:
 
 
 def compile_call(call: Call) -> list[Compiled]:
-    told = json.dumps(dataclasses.asdict(call))
-    command = [sys.executable, "-m", "tests.aot_delta_rule", IN_THIS_PROCESS, told]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode:
-        raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
-    return compiled_kernels(done.stdout)
+    return compiled_kernels(printed_by("tests.aot_delta_rule", call))
 
 
 def main(call: Call) -> None:
     import jax
-    from jax.experimental import topologies
 
     import ato_jax
-    from ato_jax import device
 
-    card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
-    device.of_call = lambda _: card
-    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("cards",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = sharding_on_hopper()
     V = call.V or call.D
 
     def array(heads: int, *columns: int, dtype: str = "bfloat16") -> Any:
@@ -84,15 +64,7 @@ def main(call: Call) -> None:
             **call.options, **arrays,
         )  # fmt: skip
 
-    kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
-    ):
-        traced = jax.jit(forward, in_shardings=sharding, out_shardings=sharding).trace(
-            q, q, v, numbers, arrays
-        )
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    lowered.compile()
+    compiled_on_hopper(forward, sharding, (q, q, v, numbers, arrays))
 
 
 def run(*arguments: str) -> None:

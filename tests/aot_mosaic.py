@@ -123,9 +123,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def compile_call(call: Call) -> Found:
+def printed_by(module: str, call: Any) -> str:
+    """What `python -m module` prints in a process that has the plugin and compiles the call there.
+
+    Raises:
+      RuntimeError: It failed.
+    """
     told = json.dumps(dataclasses.asdict(call))
-    command = [sys.executable, "-m", "tests.aot_mosaic", IN_THIS_PROCESS, told]
+    command = [sys.executable, "-m", module, IN_THIS_PROCESS, told]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -135,14 +140,19 @@ def compile_call(call: Call) -> Found:
         text=True,
         errors="replace",
     )
-    schedules = [
-        line.removeprefix(SCHEDULE)
-        for line in done.stdout.splitlines()
-        if line.startswith(SCHEDULE)
-    ]
-    if done.returncode or not schedules:
+    if done.returncode:
         raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
-    return Found(compiled_kernels(done.stdout), collections.Counter(json.loads(schedules[-1])))
+    return done.stdout
+
+
+def compile_call(call: Call) -> Found:
+    printed = printed_by("tests.aot_mosaic", call)
+    schedules = [
+        line.removeprefix(SCHEDULE) for line in printed.splitlines() if line.startswith(SCHEDULE)
+    ]
+    if not schedules:
+        raise RuntimeError(f"{call} was not compiled: {printed[-4000:]}")
+    return Found(compiled_kernels(printed), collections.Counter(json.loads(schedules[-1])))
 
 
 def compiled_kernels(printed: str) -> list[Compiled]:
@@ -178,19 +188,41 @@ def _launches(text: str) -> list[str]:
     return found
 
 
-def main(call: Call) -> None:
+def sharding_on_hopper() -> Any:
+    """The sharding of arrays on the card that is described. From here on, all calls of this process
+    are made as on that card."""
     import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
 
-    import ato_jax
     from ato_jax import device
 
     card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
     device.of_call = lambda _: card
     topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("cards",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def compiled_on_hopper(function: Any, sharding: Any, inputs: Any) -> Any:
+    """The function of these inputs, compiled for the card of `sharding_on_hopper`."""
+    import jax
+
+    kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
+    ):
+        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*inputs)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered.compile()
+
+
+def main(call: Call) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    import ato_jax
+
+    sharding = sharding_on_hopper()
 
     def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -231,13 +263,7 @@ def main(call: Call) -> None:
     if call.gradients:
         function = with_gradients
         inputs.insert(0, (inputs[0], options["initial_state"]) if call.states else inputs[0])
-    kind = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((), (), abstract_device=kind, axis_types=())
-    ):
-        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*inputs)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    text = lowered.compile().as_text()
+    text = compiled_on_hopper(function, sharding, inputs).as_text()
     print(SCHEDULE + json.dumps(_launches(text)))
 
 

@@ -503,6 +503,19 @@ def named_outputs(op: str, result: Any) -> dict[str, Any]:
     return {"out": out, "state_kv": beside.kv, "state_k_sum": beside.k_sum}
 
 
+def named_results(op: str, result: Any, gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """What the public function returned, and the gradients of its arguments, by name."""
+    found = named_outputs(op, result)
+    for name, gradient in gradients.items():
+        if name == "initial_state" and op == "gated_delta_rule":
+            found["dstate"] = gradient
+        elif name == "initial_state":
+            found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}
+        else:
+            found[f"d{name}"] = gradient
+    return found
+
+
 def run(
     op: str,
     implementation: str | None,
@@ -524,15 +537,7 @@ def run(
 
     result, pull = jax.vjp(call, arrays)
     (gradients,) = pull(cotangents)
-    found = named_outputs(op, result)
-    for name, gradient in gradients.items():
-        if name == "initial_state" and op == "gated_delta_rule":
-            found["dstate"] = gradient
-        elif name == "initial_state":
-            found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}
-        else:
-            found[f"d{name}"] = gradient
-    return found
+    return named_results(op, result, gradients)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

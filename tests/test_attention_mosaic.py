@@ -16,31 +16,17 @@ import pytest
 
 import ato_jax
 from ato_jax import device
-from ato_jax.mosaic import program
 from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs, visibility
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from ato_jax.ops.attention.spec import AttentionSpec
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
+from tests.interpreted import newest, no_races  # noqa: F401
 
 H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
 # As few keys a step as there can be: several blocks, whole and cut ones, of few keys.
 SMALL = {"consumers": 2, "keys": 64}
-
-
-def newest(test: Any) -> Any:
-    lacking = pytest.mark.skipif(program.interpreter is None, reason="JAX interprets from 0.12 on")
-    return pytest.mark.newest(lacking(test))
-
-
-@pytest.fixture(autouse=True)
-def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter raises where a warpgroup, or the copy engine, writes what another reads, and
-    no barrier says which comes first."""
-    if program.interpreter is not None:
-        interpreter = functools.partial(program.interpreter, detect_races=True)
-        monkeypatch.setattr(program, "interpreter", interpreter)
 
 
 def draw(

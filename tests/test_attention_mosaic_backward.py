@@ -18,9 +18,8 @@ from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.mosaic_gpu import bias_gradient, gradient_storage, visibility
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
-from tests.test_attention_mosaic import H200, draw, newest, no_races, spec_of, with_nan
-
-__all__ = ["no_races"]  # for every test of this module
+from tests.interpreted import newest, no_races  # noqa: F401
+from tests.test_attention_mosaic import H200, draw, spec_of, with_nan
 
 
 def gradients(arrays: list[Any], config: dict[str, Any] | None = None, **options: Any) -> None:

@@ -88,7 +88,7 @@ def test_the_page_of_scaling_has_the_model_s_tables() -> None:
 
 
 def test_predictions_beside_measured_rows() -> None:
-    """Of what the call took on one GPU: that over n, and what the model says of the collectives."""
+    """A prediction is the time on one GPU over n, plus the model's time of the collectives."""
     forward, both = PHASES
     alone = {forward: 1e-2, both: 3e-2}
     by_heads, gathered, ring, weak = (

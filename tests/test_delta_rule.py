@@ -400,7 +400,8 @@ def xla_call(q: Any, k: Any, v: Any, beta: Any, decay: Any) -> jax.Array:
 
 
 def hessian_times(call: Any, arrays: Any, backward: bool = True) -> Any:
-    """Of reverse mode over reverse mode, if it is asked for, and of forward over reverse mode."""
+    """The Hessian times directions, by reverse over reverse mode (None unless `backward`) and by
+    forward over reverse mode."""
     generator = np.random.default_rng(4)
     directions = [jnp.asarray(generator.normal(size=one.shape), one.dtype) for one in arrays]
     every = tuple(range(len(arrays)))

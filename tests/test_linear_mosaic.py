@@ -16,7 +16,6 @@ import test_linear_channel as channel
 
 import ato_jax
 from ato_jax import choosing, dispatch
-from ato_jax.mosaic import program
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention import decay as decay_limits
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
@@ -24,22 +23,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.scans import channel_flows, flows
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
-
-
-def newest(test: Any) -> Any:
-    lacking = pytest.mark.skipif(program.interpreter is None, reason="JAX interprets from 0.12 on")
-    return pytest.mark.newest(lacking(test))
-
-
-@pytest.fixture(autouse=True)
-def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of warpgroups, and of the copy engine with them: the interpreter raises where one writes what
-    another reads or writes, and no barrier says which comes first."""
-    if program.interpreter is not None:
-        interpreter = functools.partial(program.interpreter, detect_races=True)
-        monkeypatch.setattr(program, "interpreter", interpreter)
 
 
 def draw(
@@ -359,12 +345,6 @@ def kernels_of(function: Any, *arrays: Any, mesh: Any = None) -> int:
     return sum(target.startswith("mosaic_gpu") for target in aot.targets_of_calls(lowered))
 
 
-def traced_kernels(function: Any, *arrays: Any) -> int:
-    """How many kernels it has, before XLA takes those that are alike for one."""
-    with jax.sharding.use_abstract_mesh(mesh_of()):
-        return str(jax.jit(function).trace(*arrays).jaxpr).count("pallas_call[")
-
-
 # Lowered elsewhere, too: of 64 columns, and of 128 without gates, in tests/test_mosaic_kit.py;
 # where every query sees every key, below; with all options in tests/covering.py.
 OTHERS = [
@@ -473,12 +453,12 @@ def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
         return jax.grad(lambda decay: decayed(q, decay).astype(jnp.float32).sum())(decay)
 
     steps = jax.ShapeDtypeStruct(arrays[0].shape[:3], jnp.float32)
-    assert traced_kernels(jax.vmap(of_decay, (0, None)), batch, steps) >= 5
+    assert kernels_of(jax.vmap(of_decay, (0, None)), batch, steps) == 5
     with jax.sharding.use_abstract_mesh(mesh):
         sharded = jax.shard_map(of_decay, mesh=mesh, in_specs=(axes, axes), out_specs=axes)
     assert kernels_of(sharded, arrays[0], steps, mesh=mesh) == 7
     channels = jax.ShapeDtypeStruct(batch.shape, jnp.float32)
-    assert traced_kernels(jax.vmap(of_decay), batch, channels) >= 4
+    assert kernels_of(jax.vmap(of_decay), batch, channels) == 4
     none = jax.ShapeDtypeStruct((0, *arrays[0].shape), jnp.bfloat16)
     assert jax.eval_shape(jax.vmap(decayed, (0, None)), none, decay).shape == none.shape
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import against_the_reference, draw, newest
+from test_linear_mosaic import against_the_reference, draw
 from test_linear_passes import check_compiled
 
 import ato_jax
@@ -20,6 +20,7 @@ from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.scans import returned
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
 from tests import aot, numerics
+from tests.interpreted import newest
 
 OP = "linear_attention"
 

@@ -107,18 +107,6 @@ def arrays_of(call: Call) -> Arrays:
     return Arrays(learned, beside, options, wanted)
 
 
-def named(op: str, result: Any, gradients: dict[str, Any]) -> dict[str, Any]:
-    found = numerics.named_outputs(op, result)
-    for name, gradient in gradients.items():
-        if name == "initial_state" and op == "gated_delta_rule":
-            found["dstate"] = gradient
-        elif name == "initial_state":
-            found |= {"dstate_kv": gradient[0], "dstate_k_sum": gradient[1]}
-        else:
-            found[f"d{name}"] = gradient
-    return found
-
-
 # -- divided by batch and heads ------------------------------------------------------------------
 
 MESHES = {
@@ -224,7 +212,7 @@ def check_divided(space: covering.Space, row: covering.Row, draw: random.Random)
                 )
             compiled = jax.jit(both).lower(*placed, cotangents).compile()
             result, gradients = compiled(*placed, cotangents)
-    numerics.compare(named(call.op, result, gradients), arrays.wanted)
+    numerics.compare(numerics.named_results(call.op, result, gradients), arrays.wanted)
     sent = collectives(compiled.as_text())
     least = min(arrays.learned[name].nbytes for name in "qkv") // DEVICES
     kinds = {"all-gather", "all-to-all", "collective-permute"}
@@ -315,7 +303,7 @@ def check_timed(call: Call, own: dict[str, Any], batch: bool, x64: bool) -> str:
             for name, array in arrays.beside.items()
         }
         result, gradients = jax.jit(both)(learned, beside, cotangents)
-    numerics.compare(named(call.op, result, gradients), arrays.wanted)
+    numerics.compare(numerics.named_results(call.op, result, gradients), arrays.wanted)
     return f"{call.sizes} {own} batch={batch}"
 
 

@@ -8,15 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import (  # noqa: F401
-    OP,
-    against_the_reference,
-    newest,
-    no_races,
-)
+from test_linear_mosaic import OP, against_the_reference
 from test_mosaic_lengths import poisoned
 
 from tests import numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 @newest

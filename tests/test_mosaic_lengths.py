@@ -8,17 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import (  # noqa: F401
-    OP,
-    against_the_reference,
-    draw,
-    newest,
-    no_races,
-    options_of,
-)
+from test_linear_mosaic import OP, against_the_reference, draw, options_of
 
 from ato_jax.ops.linear_attention.mosaic_gpu import causal
 from tests import numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def decay_of(kind: str, B: int, T: int, G: int, layout: str) -> Any:

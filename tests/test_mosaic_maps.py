@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import newest, no_races  # noqa: F401
 
 import ato_jax
 from ato_jax import mosaic
@@ -27,6 +26,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays
 from tests import numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
 ROWS = 128  # of a piece

@@ -9,16 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import (  # noqa: F401
-    PLAIN,
-    against_the_reference,
-    draw,
-    newest,
-    no_races,
-    options_of,
-)
+from test_linear_mosaic import PLAIN, against_the_reference, draw, options_of
 
 from tests import numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
 

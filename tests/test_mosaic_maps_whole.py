@@ -12,13 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import (  # noqa: F401
-    SMALL,
-    draw,
-    newest,
-    no_races,
-    options_of,
-)
+from test_linear_mosaic import SMALL, draw, options_of
 from test_mosaic_maps import bumpy
 
 import ato_jax
@@ -26,6 +20,7 @@ from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.scans import totals
 from ato_jax.ops.linear_attention.spec import Residuals
 from tests import numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_channel as channel
-from test_linear_mosaic import OP, newest, no_races, options_of  # noqa: F401
+from test_linear_mosaic import OP, options_of
 
 import ato_jax
 from ato_jax import launch
@@ -18,6 +18,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import causal, frame
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.spec import Inputs, Outputs, Residuals
 from tests import numerics
+from tests.interpreted import newest, no_races  # noqa: F401
 
 ONE_PIECE = frame.Config(blocks=3, pieces=1)
 

@@ -35,7 +35,8 @@ B, T, G = 2, 16384, 2
 
 
 class Path(NamedTuple):
-    """What the kernels' code depends on, beside the options: groups of calls that share it."""
+    """The facts of a config that change a kernel's code, beside the options. Calls that share them
+    are one group."""
 
     kind: str
     dtype: str

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ato_jax import choosing, shapes
+from ato_jax.parallel.devices import AxisName, devices_along
 
 # A mask as callers give it, and a feature map: a name, or an elementwise JAX function.
 Mask = jax.Array | np.ndarray
@@ -200,6 +201,18 @@ def as_input_shape(input_shape: Any, features: int) -> tuple[int, ...]:
             f"got {input_shape!r}"
         )
     return shape
+
+
+def refuse_beside_context(axis: AxisName, mask: Any, decode: bool, instead: str) -> None:
+    """A ValueError for what a layer of whole sequences alone can do; `instead` says what takes the
+    place of a mask."""
+    devices_along(axis, "context_axis")
+    if mask is not None:
+        raise ValueError(
+            "mask cannot be given with context_axis: it would have to be gathered; use " + instead
+        )
+    if decode:
+        raise ValueError("decode cannot be given with context_axis: a cache holds whole sequences")
 
 
 def as_decode(decode: Any) -> bool:

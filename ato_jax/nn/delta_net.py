@@ -44,6 +44,7 @@ from ato_jax.nn.arguments import (
     as_decode,
     as_implementation,
     as_input_shape,
+    refuse_beside_context,
     refuse_no_array,
     refuse_no_dtype,
     refuse_no_initialiser,
@@ -58,7 +59,7 @@ from ato_jax.ops.common import Integers, precision_of
 from ato_jax.ops.delta_rule.api import OP, gated_delta_rule
 from ato_jax.ops.delta_rule.step import gated_delta_rule_step
 from ato_jax.parallel import delta_rule as parallel
-from ato_jax.parallel.devices import AxisName, check_axis, devices_along
+from ato_jax.parallel.devices import AxisName, check_axis
 
 
 def conv_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
@@ -171,6 +172,7 @@ class DeltaNet(nnx.Module):
             rngs=rngs,
         )
         self.out = self._projection((H, V), self.out_features, rngs)
+        self._add_gates(rngs)
         self.cached_state: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cached_tail: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
@@ -193,6 +195,10 @@ class DeltaNet(nnx.Module):
             precision=self.precision,
             rngs=rngs,
         )
+
+    def _add_gates(self, rngs: nnx.Rngs) -> None:
+        """Makes the projections of f and g."""
+        raise NotImplementedError
 
     def _gate_shape(self) -> tuple[int, ...]:
         """The shape of a step's decay: (H,) or (H, D)."""
@@ -261,7 +267,7 @@ class DeltaNet(nnx.Module):
         decode = as_decode(self.decode if decode is None else decode)
         ids = as_segment_ids(segment_ids, tuple(batch), T, T, decode)
         if self.context_axis is not None:
-            self._refuse_beside_context(mask, decode)
+            refuse_beside_context(self.context_axis, mask, decode, "segment_ids")
         inputs = one_batch_axis(inputs_q, 2)  # [B, T, in_features]
         visible = self._visible(inputs, tuple(batch), mask, decode)
         if visible is not None:
@@ -272,15 +278,6 @@ class DeltaNet(nnx.Module):
             if visible is not None:
                 out = blank_steps(out, visible)
             return self.out(out.reshape(*batch, *out.shape[1:]), out_sharding=out_sharding)
-
-    def _refuse_beside_context(self, mask: Mask | None, decode: bool) -> None:
-        devices_along(self.context_axis, "context_axis")
-        for name, given in (("mask", mask is not None), ("decode", decode)):
-            if given:
-                raise ValueError(
-                    f"{name} cannot be given with context_axis: a device has a part of each "
-                    "sequence"
-                )
 
     def _visible(
         self, inputs: jax.Array, batch: tuple[int, ...], mask: Mask | None, decode: bool
@@ -498,56 +495,11 @@ class GatedDeltaNet(DeltaNet):
       (2, 8, 16)
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        in_features: int,
-        out_features: int | None = None,
-        *,
-        num_key_heads: int | None = None,
-        key_size: int | None = None,
-        value_size: int | None = None,
-        conv_size: int = 4,
-        negative_eigenvalues: bool = False,
-        norm_epsilon: float = 1e-6,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        conv_kernel_init: Initializer = conv_init,
-        a_log_init: Initializer = rate_init,
-        dt_bias_init: Initializer = step_init,
-        norm_scale_init: Initializer = nnx.initializers.ones,
-        decode: bool | None = None,
-        context_axis: AxisName | None = None,
-        implementation: str | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
-        super().__init__(
-            num_heads,
-            in_features,
-            out_features,
-            num_key_heads=num_key_heads,
-            key_size=key_size,
-            value_size=value_size,
-            conv_size=conv_size,
-            negative_eigenvalues=negative_eigenvalues,
-            norm_epsilon=norm_epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            conv_kernel_init=conv_kernel_init,
-            a_log_init=a_log_init,
-            dt_bias_init=dt_bias_init,
-            norm_scale_init=norm_scale_init,
-            decode=decode,
-            context_axis=context_axis,
-            implementation=implementation,
-            rngs=rngs,
+    def _add_gates(self, rngs: nnx.Rngs) -> None:
+        self.forget_gate = self._projection(self.in_features, self.num_heads, rngs)
+        self.output_gate = self._projection(
+            self.in_features, (self.num_heads, self.value_size), rngs
         )
-        self.forget_gate = self._projection(in_features, num_heads, rngs)
-        self.output_gate = self._projection(in_features, (num_heads, self.value_size), rngs)
 
     def _gate_shape(self) -> tuple[int, ...]:
         return (self.num_heads,)
@@ -597,14 +549,18 @@ class KimiDeltaAttention(DeltaNet):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        if gate_rank is not None:
+            gate_rank = shapes.positive_int("gate_rank", gate_rank)
+        self.gate_rank = gate_rank
         super().__init__(num_heads, in_features, out_features, rngs=rngs, **options)
-        rank = shapes.positive_int("gate_rank", self.value_size if gate_rank is None else gate_rank)
-        self.forget_gate_down = self._projection(in_features, rank, rngs)
-        self.forget_gate_up = self._projection(rank, (num_heads, self.key_size), rngs)
-        self.output_gate_down = self._projection(in_features, rank, rngs)
-        self.output_gate_up = self._projection(
-            rank, (num_heads, self.value_size), rngs, use_bias=True
-        )
+
+    def _add_gates(self, rngs: nnx.Rngs) -> None:
+        features, H = self.in_features, self.num_heads
+        rank = self.value_size if self.gate_rank is None else self.gate_rank
+        self.forget_gate_down = self._projection(features, rank, rngs)
+        self.forget_gate_up = self._projection(rank, (H, self.key_size), rngs)
+        self.output_gate_down = self._projection(features, rank, rngs)
+        self.output_gate_up = self._projection(rank, (H, self.value_size), rngs, use_bias=True)
 
     def _gate_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.key_size)

@@ -36,6 +36,7 @@ from ato_jax.nn.arguments import (
     as_dropout_rate,
     dropout_key,
     optional_flag,
+    refuse_beside_context,
     refuse_no_array,
     refuse_no_dtype,
     refuse_no_parts,
@@ -229,7 +230,8 @@ class MultiHead(nnx.MultiHeadAttention):
             raise ValueError(f"{asked} needs as many keys as queries, got T={T}, S={S}")
         ids = as_segment_ids(segment_ids, batch, T, S, decode)
         if self.context_axis is not None:
-            self._refuse_beside_context(mask, decode)
+            instead = "causal, segment_ids or a window"
+            refuse_beside_context(self.context_axis, mask, decode, instead)
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         key = self.key(inputs_k, out_sharding=qkv_sharding)
@@ -270,19 +272,6 @@ class MultiHead(nnx.MultiHeadAttention):
             if len(batch) != 1:
                 x = x.reshape(*batch, *x.shape[1:])
             return self.out(x, out_sharding=out_sharding)
-
-    def _refuse_beside_context(self, mask: Mask | None, decode: bool) -> None:
-        """A ValueError for what a layer of whole sequences alone can do."""
-        devices_along(self.context_axis, "context_axis")
-        if mask is not None:
-            raise ValueError(
-                "mask cannot be given with context_axis: it would have to be gathered; use causal, "
-                "segment_ids or a window"
-            )
-        if decode:
-            raise ValueError(
-                "decode cannot be given with context_axis: a cache holds whole sequences"
-            )
 
     def _positions(
         self, given: jax.Array | None, batch: tuple[int, ...], T: int, S: int, decode: bool

@@ -197,7 +197,7 @@ def linear_attention(
 
 
 def _partition_of_outputs(request: Request) -> Any:
-    """What the call returns, with a `PartitionSpec` in place of each array."""
+    """The `PartitionSpec` of each array that the call returns, in the structure of its result."""
     out, state = request.inputs.partition_of_outputs(request.spec.layout)
     found = (out, state) if request.spec.return_state else out
     return found if request.batched else without_batch(found)

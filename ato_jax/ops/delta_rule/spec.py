@@ -101,6 +101,11 @@ Residuals = backend.Residuals[Inputs, Outputs]
 
 def unit(x: jax.Array) -> jax.Array:
     """Each row divided by its length; a row of zeros stays one, with a derivative of 0."""
-    squares = jnp.sum(x * x, axis=-1, keepdims=True)
+    return x * inverse_lengths(x)[..., None]
+
+
+def inverse_lengths(x: jax.Array) -> jax.Array:
+    """One over the length of each row [...]; 0 for a row of zeros, with a derivative of 0."""
+    squares = jnp.sum(x * x, axis=-1)
     empty = squares == 0
-    return jnp.where(empty, 0, x * jax.lax.rsqrt(jnp.where(empty, 1, squares)))
+    return jnp.where(empty, 0, jax.lax.rsqrt(jnp.where(empty, 1, squares)))

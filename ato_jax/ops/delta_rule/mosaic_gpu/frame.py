@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF
-from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs
+from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, inverse_lengths
 
 C = mosaic.ROWS  # steps of a chunk
 LOG2_E = math.log2(math.e)
@@ -48,7 +48,7 @@ class Config:
 
 
 def tiling(spec: DeltaRuleSpec) -> mosaic.Tiling:
-    """Of arrays whose heads are multiples of 64 columns, taken 64 at a time."""
+    """The tiles of q, k, v and out: 64 columns of a head, whose width is a multiple of 64."""
     return mosaic.Tiling(spec.layout, HALF, HALF, 1, BF16, spec.T % ROWS_OF_A_TILE != 0)
 
 
@@ -87,15 +87,9 @@ def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
     of_keys, of_queries = jnp.ones_like(beta), jnp.full_like(beta, spec.scale)
     if spec.normalize_qk:
         group = spec.H // spec.G
-        of_keys = cut(_inverse_lengths(inputs.k), group)
-        of_queries = spec.scale * cut(_inverse_lengths(inputs.q), group)
+        of_keys = cut(inverse_lengths(inputs.k.astype(F32)), group)
+        of_queries = spec.scale * cut(inverse_lengths(inputs.q.astype(F32)), group)
     return jnp.stack([log_decay, beta, of_keys, of_queries], axis=3)
-
-
-def _inverse_lengths(x: jax.Array) -> jax.Array:
-    """One over the length of each row, and 0 for a row of zeros."""
-    squares = jnp.sum(jnp.square(x.astype(F32)), axis=-1)
-    return jnp.where(squares == 0, 0.0, jax.lax.rsqrt(jnp.where(squares == 0, 1.0, squares)))
 
 
 def numbers_in_memory(*slots: int) -> Any:

@@ -78,7 +78,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What the kernel is of, its arrays in global memory, and its storage."""
+    """The call, the blocks' work, the arrays in global memory, and the storage of a block."""
 
     spec: DeltaRuleSpec
     deal: mosaic.Deal

@@ -82,7 +82,7 @@ def storage_of(spec: DeltaRuleSpec, config: Config) -> Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What the kernel is of, its arrays in global memory, and its storage."""
+    """The call, the blocks' work, the arrays in global memory, and the storage of a block."""
 
     spec: DeltaRuleSpec
     config: Config
@@ -249,7 +249,8 @@ def multiply_chunk(
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What the chunk's steps are multiplied by, in `ref` [NUMBERS, 64]; None stands for ones."""
+    """The factors of a chunk's steps, made of `ref` [NUMBERS, 64]. A method returns None where all
+    its factors are 1."""
 
     spec: DeltaRuleSpec
     ref: Any
@@ -267,7 +268,7 @@ class Numbers:
         return of_keys if factor is None else factor * of_keys
 
     def of_read(self) -> jax.Array | None:
-        """[64]: what is left at each step of the state ahead of the chunk."""
+        """[64]: the decay from the chunk's start to each step."""
         return None if self.spec.decay is None else jnp.exp2(self._log_decay())
 
     def of_recalled(self) -> jax.Array | None:
@@ -275,13 +276,13 @@ class Numbers:
         return self._with_keys(self.of_read())
 
     def of_written(self) -> jax.Array | None:
-        """[64]: what is left behind the chunk of what each step writes, times the key's factor."""
+        """[64]: the decay from each step to the chunk's end, times the factor of the key."""
         if self.spec.decay is None:
             return self._with_keys(None)
         return self._with_keys(jnp.exp2(self._last() - self._log_decay()))
 
     def kept(self) -> Any:
-        """What is left of the state behind the chunk."""
+        """The decay over the whole chunk, a scalar."""
         return None if self.spec.decay is None else jnp.exp2(self._last())
 
     def times(self, x: jax.Array, factor: jax.Array | None) -> jax.Array:
