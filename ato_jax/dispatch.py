@@ -90,7 +90,12 @@ def _kernels_forward(call: Call, inputs: InputsT) -> tuple[Any, Any]:
 
 
 def _followed(call: Call) -> Call:
-    """The forward pass of a call whose backward pass reads the outputs."""
+    """The forward pass of a call whose backward pass reads the outputs.
+
+    A caller that keeps the outputs has asked for them all.
+    """
+    if call.training:
+        return call
     return dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
 
 

@@ -72,6 +72,39 @@ class Rows(NamedTuple):
     seed: Any = None  # [2] uint32, of dropout
 
 
+def arguments(
+    plan: Plan, rows: Rows, q: jax.Array, k: jax.Array, starts: tuple[Any, Any]
+) -> dict[str, Any]:
+    """The options of `ato_jax.attention` for a chunk of queries and of keys, which begin at
+    `starts` of all.
+
+    `rows` has the ids of these rows alone.
+    """
+    q_start, k_start = starts
+    found: dict[str, Any] = dict(plan.options)
+    for name, whole, start, array in (
+        ("q_lengths", rows.q_lengths, q_start, q),
+        ("kv_lengths", rows.kv_lengths, k_start, k),
+    ):
+        size = array.shape[plan.time]
+        if whole is not None:
+            found[name] = part_of_lengths(whole, start, size)
+        elif rows.q_lengths is not None or rows.kv_lengths is not None:
+            # Where T = S, one that is missing would be taken for the other.
+            found[name] = jnp.full(q.shape[0], size, jnp.int32)
+    if rows.seed is not None:
+        # Positions in the whole sequence, so that the same weights are dropped on any mesh.
+        found["dropout_key"] = api.PlacedSeed(rows.seed, 0, 0, q_start, k_start)
+    bounded = plan.left is not None or plan.right is not None
+    return found | {
+        "window": (plan.left, plan.right),
+        "query_offset": rows.offset + (q_start - k_start) if bounded else None,
+        "q_segment_ids": rows.q_ids,
+        "kv_segment_ids": rows.kv_ids,
+        "layout": plan.layout,
+    }
+
+
 def attend(
     plan: Plan,
     rows: Rows,
@@ -81,37 +114,8 @@ def attend(
     starts: tuple[jax.Array | int, jax.Array | int],
     **more: Any,
 ) -> Any:
-    """`ato_jax.attention` of a chunk of queries and of keys, which begin at `starts` of all.
-
-    `rows` has the ids of these rows alone.
-    """
-    q_start, k_start = starts
-    arguments: dict[str, Any] = {**dict(plan.options), **more}
-    for name, whole, start, array in (
-        ("q_lengths", rows.q_lengths, q_start, q),
-        ("kv_lengths", rows.kv_lengths, k_start, k),
-    ):
-        size = array.shape[plan.time]
-        if whole is not None:
-            arguments[name] = part_of_lengths(whole, start, size)
-        elif rows.q_lengths is not None or rows.kv_lengths is not None:
-            # Where T = S, one that is missing would be taken for the other.
-            arguments[name] = jnp.full(q.shape[0], size, jnp.int32)
-    if rows.seed is not None:
-        # Positions in the whole sequence, so that the same weights are dropped on any mesh.
-        arguments["dropout_key"] = api.PlacedSeed(rows.seed, 0, 0, q_start, k_start)
-    bounded = plan.left is not None or plan.right is not None
-    return api.attention(
-        q,
-        k,
-        v,
-        window=(plan.left, plan.right),
-        query_offset=rows.offset + (q_start - k_start) if bounded else None,
-        q_segment_ids=rows.q_ids,
-        kv_segment_ids=rows.kv_ids,
-        layout=plan.layout,
-        **arguments,
-    )
+    """`ato_jax.attention` of a chunk of queries to a chunk of keys, as `arguments` has it."""
+    return api.attention(q, k, v, **arguments(plan, rows, q, k, starts), **more)
 
 
 def sees(plan: Plan, rows: Rows, starts: tuple[Any, Any], sizes: tuple[int, int]) -> Any:
