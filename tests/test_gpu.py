@@ -518,9 +518,9 @@ def test_gates_of_mosaic_gpu(
 def test_channel_gates_of_mosaic_gpu(
     B: int, T: int, G: int, layout: str, strength: float, share: float, options: dict[str, Any]
 ) -> None:
-    """Mild and strong, with a share that leave nothing; the same bits twice. Of groups, and behind
-    a returned state, the gradients are Triton's. Of small inputs single rows of dq are beyond the
-    budget, and no matter of this test."""
+    """Mild and strong, with a share that leave nothing; the same bits twice. The gradients of
+    groups are Triton's. Of small inputs single rows of dq are beyond the budget, and no matter of
+    this test."""
     needs_hopper()
     options = dict(options)
     scale, D = options.pop("scale", 1.0), options.pop("D", 128)
@@ -533,7 +533,7 @@ def test_channel_gates_of_mosaic_gpu(
     options |= {"decay": jnp.asarray(gates), "causal": True, "layout": layout}
     explained = ato_jax.explain("linear_attention", *qkv, implementation=None, **options)
     assert explained.forward.backend == "mosaic_gpu"
-    backward = "mosaic_gpu" if G == 4 and "return_state" not in options else "triton"
+    backward = "mosaic_gpu" if G == 4 else "triton"
     assert explained.backward.backend == backward
     wanted = numerics.oracle("linear_attention", *qkv, **options)
     here = device.describe(jax.devices()[0])
@@ -690,7 +690,6 @@ def test_decays_over_a_long_sequence_in_float32(kind: str, states: bool) -> None
 def test_decays_of_mosaic_gpu_over_a_long_sequence(
     kind: str, states: bool, D: int, normalize: bool
 ) -> None:
-    """What is chosen: behind a returned state the gradients of gates of channels are Triton's."""
     needs_hopper()
     qkv = arrays("bfloat16", B=1, T=LONG, H=2, G=2, D=D)
     options = {"decay": long_decay(kind, LONG, 2, D), "causal": True, "return_state": states}

@@ -119,11 +119,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
             f"return_state with causal=True needs T to be a multiple of {frame.C} {lacking}, "
             f"got {spec.T}"
         )
-    if phase == "backward" and spec.decay == "channel":
-        if spec.return_state:
-            return "does not support return_state for the gradients of a decay per channel"
-        if spec.T <= frame.C:
-            return f"needs T above {frame.C} for the gradients of a decay per channel"
+    if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
+        return f"needs T above {frame.C} for the gradients of a decay per channel"
     if phase == "backward" and spec.H != spec.G and (spec.decay == "channel" or spec.D in WIDE):
         return f"needs H = G for these gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:

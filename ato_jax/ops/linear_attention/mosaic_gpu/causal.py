@@ -325,7 +325,7 @@ def backward_by_channel(
 
     def by_walks() -> Inputs:
         states = kept.s, kept.z
-        return channel_backward.gradients(spec, deal, inputs, kept.features, states, cotangents.out)
+        return channel_backward.gradients(spec, deal, inputs, kept.features, states, cotangents)
 
     def by_fallback() -> Inputs:
         return fallback(spec, Residuals(inputs, outputs.plain()), cotangents)

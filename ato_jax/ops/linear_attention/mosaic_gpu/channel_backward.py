@@ -32,7 +32,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import chann
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
 from ato_jax.ops.linear_attention.scans.channel_flows import of_flows
 from ato_jax.ops.linear_attention.scans.edges import State, join_pieces
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
 
 class Features(NamedTuple):
@@ -82,10 +82,14 @@ def gradients(
     inputs: Inputs,
     features: Features,
     states: State,
-    g: jax.Array,
+    cotangents: Outputs,
 ) -> Inputs:
     """Of the states ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D]."""
-    q, k, v = features.q, features.k, inputs.v
+    q, k, v, g = features.q, features.k, inputs.v, cotangents.out
+    # R and u begin with the cotangent of the state that is returned.
+    end = None
+    if spec.return_state:
+        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
     factors = _factors(spec, deal, features.halves)
     s, z = states
     dq, of_queries, inverse, e, kv, k_sum = channel_query_gradient(
@@ -99,7 +103,7 @@ def gradients(
     u = jnp.zeros((*of_pieces, spec.D), jnp.float32)
     if later.pieces:
         r, u = channel_query_sums(spec, later, q, g, inverse, e, factors.since_pieces)
-    r, u = join_pieces((r, u), None, factors.whole[:, :, first:], reverse=True)
+    r, u = join_pieces((r, u), end, factors.whole[:, :, first:], reverse=True)
     d_state = None
     if spec.initial_state:
         d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
