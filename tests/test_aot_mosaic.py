@@ -2,7 +2,7 @@
 
     ATO_ALL_ROWS=1 python -m pytest tests/test_aot_mosaic.py    compiles every call
 
-The ordinary tests compile a third: with gates and without, of steps and of channels, one way and
+The ordinary tests compile a quarter: with gates and without, of steps and of channels, one way and
 both ways, of narrow and of wide heads. After a change to the kernels, compile all.
 """
 
@@ -102,8 +102,9 @@ CALLS = [
         {"channel_sums": 32, "channel_output": 684, "channel_key_gradient": 116},
     ),
 ]
-# Gates of heads take the kernels of those of steps.
-ORDINARY = [CALLS[n] for n in (0, 3, 9, 12, 15)]
+# Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
+# on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.
+ORDINARY = [CALLS[n] for n in (3, 9, 12, 15)]
 if os.environ.get("ATO_ALL_ROWS") == "1":
     ORDINARY = CALLS
 # The same kernel, compiled again, spills a few bytes more or less.

@@ -551,12 +551,16 @@ def check_programs() -> None:
     check_refusals()
 
 
+def check_delta_rule_and_layers() -> None:
+    check_delta_rule()
+    check_layers()
+
+
 CHECKS = {
     "linear": check_linear,
-    "delta_rule": check_delta_rule,
     "all_gather": check_all_gather,
     "ring": check_ring,
-    "layers": check_layers,
+    "delta_rule_and_layers": check_delta_rule_and_layers,
     "programs": check_programs,
 }
 

@@ -12,7 +12,7 @@ except ImportError as error:
 
 from ato_jax.nn.attention import Attention
 from ato_jax.nn.attention_fn import linear_attention_fn, softmax_attention_fn
-from ato_jax.nn.delta_net import GatedDeltaNet, KimiDeltaAttention
+from ato_jax.nn.delta_layers import GatedDeltaNet, KimiDeltaAttention
 from ato_jax.nn.gated import GatedLinearAttention
 from ato_jax.nn.latent import LatentAttention
 from ato_jax.nn.linear_attention import LinearAttention, Performer
