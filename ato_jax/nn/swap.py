@@ -75,7 +75,8 @@ def replace_attention(
     nnx.MultiHeadAttention itself with Flax's own attention function is replaced. A subclass or
     another `attention_fn` is refused, since what it does would be lost, unless `where` leaves it
     out. Layers of this package stay as they are. `GatedLinearAttention` and `Performer` add
-    variables, which older checkpoints and optimizer states lack.
+    variables, which older checkpoints and optimizer states lack. `GatedDeltaNet`,
+    `KimiDeltaAttention` and `LatentAttention` have other parameters: a model is built with them.
 
     Args:
       model: An nnx.Module, list or dict. Layers are found in attributes, lists, dicts, tuples and
