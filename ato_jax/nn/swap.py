@@ -188,8 +188,8 @@ def convert_attention(
     given: Any = cls  # which may be anything, whatever its type says
     if not (inspect.isclass(given) and issubclass(given, MultiHead)):
         raise ValueError(
-            "cls must be a layer of ato_jax.nn with nnx.MultiHeadAttention's parameters, a class, "
-            f"got {given!r}"
+            "cls must be a layer of ato_jax.nn with nnx.MultiHeadAttention's parameters, a class; "
+            f"build the model with any other layer; got {given!r}"
         )
     if type(layer) is not nnx.MultiHeadAttention:
         raise ValueError(
