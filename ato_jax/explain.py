@@ -12,6 +12,7 @@ from ato_jax import dispatch
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import decode
 from ato_jax.ops.delta_rule import api as delta_rule_api
+from ato_jax.ops.delta_rule.step import gated_delta_rule_step
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import step
 
@@ -40,6 +41,23 @@ KNOWN: dict[str, tuple[Callable[..., Any], Callable[..., dispatch.Explanation]]]
         _by_dispatch(delta_rule_api),
     ),
 }
+
+
+def _described(op: object) -> str:
+    """What was given in place of an op, and what to do instead where that is known."""
+    module = str(getattr(op, "__module__", ""))
+    name = getattr(op, "__name__", type(op).__name__)
+    if module.startswith("ato_torch"):
+        return f"{op!r}; of PyTorch's tensors ato_torch.explain tells how a call is launched"
+    if op is gated_delta_rule_step or repr(op) == "'gated_delta_rule_step'":
+        return "gated_delta_rule_step, which has no kernels: it runs by XLA"
+    if module.startswith("ato_jax.parallel"):
+        return f"ato_jax.parallel.{name}: explain ato_jax.{name} with the arrays of one device"
+    if module.startswith("ato_jax.nn"):
+        return f"ato_jax.nn.{name}: explain the function that the layer calls, with its q, k and v"
+    if hasattr(op, "shape"):
+        return f"an array of shape {op.shape}: the function comes first"
+    return repr(op)
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Explanation:
@@ -73,11 +91,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
     unwrapped = inspect.unwrap(op) if callable(op) else op
     name = names.get(unwrapped) if isinstance(unwrapped, Hashable) else None
     if name is None:
-        of_torch = str(getattr(op, "__module__", "")).startswith("ato_torch")
-        hint = "; of PyTorch's tensors ato_torch.explain tells how a call is launched"
         raise ValueError(
             f"op must be one of {', '.join(map(repr, KNOWN))} or that function of ato_jax, "
-            f"got {op!r}{hint if of_torch else ''}"
+            f"got {_described(op)}"
         )
     function, explained = KNOWN[name]
     try:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import ato_jax
+import ato_jax.nn
+import ato_jax.parallel
 from ato_jax import choosing, device, dispatch, launch, programs, tuning
 from ato_jax.backend import Backend, SpecialForward
 from tests import numerics
@@ -133,6 +135,22 @@ def test_explain_knows_its_functions_from_their_namesakes(op: str) -> None:
     namesake.__module__ = "ato_torch.functional"
     with pytest.raises(ValueError, match="of PyTorch's tensors ato_torch.explain tells"):
         ato_jax.explain(namesake, *arrays(op))
+
+
+@pytest.mark.parametrize(
+    "op, says",
+    [
+        (ato_jax.gated_delta_rule_step, "gated_delta_rule_step, which has no kernels"),
+        ("gated_delta_rule_step", "gated_delta_rule_step, which has no kernels"),
+        (ato_jax.parallel.attention, r"explain ato_jax\.attention with the arrays of one device"),
+        (ato_jax.nn.GatedDeltaNet, r"ato_jax\.nn\.GatedDeltaNet: explain the function that"),
+        (np.zeros((2, 3)), r"an array of shape \(2, 3\): the function comes first"),
+    ],
+    ids=["step", "its name", "parallel", "layer", "array"],
+)
+def test_explain_says_what_to_explain_instead(op: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"op must be one of .*{says}"):
+        ato_jax.explain(op)
 
 
 def decoding(op: str, dtype: str = "float32") -> tuple[Any, ...]:

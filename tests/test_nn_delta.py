@@ -118,6 +118,8 @@ def test_hidden_steps_are_not_there(kind: str) -> None:
         assert error(with_queries[b][HOLES[b]], wanted) < 1e-5
     with pytest.raises(ValueError, match="mask"):
         layer(x, mask=np.eye(T, dtype=bool)[None, None])
+    with pytest.raises(ValueError, match="axis of queries.*This call is causal without a mask"):
+        layers.jitted(layer, x, mask=jnp.tri(T, dtype=bool)[None, None])
 
 
 def test_gradients_of_hidden_steps() -> None:

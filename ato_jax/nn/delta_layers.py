@@ -25,8 +25,10 @@ class GatedDeltaNet(DeltaNet):
         decay_t = -exp(A_log) softplus(forget_gate(x_t) + dt_bias)                     [H]
         z_t     = out(rms_norm(o_t) * silu(output_gate(x_t)))
 
-    As in Qwen3-Next, value heads may share the keys of a group. The state has one size for every
-    length of a sequence.
+    Queries, keys and values each pass a causal convolution and a silu; queries and keys are then
+    divided by their lengths, and beta_t = sigmoid(write(x_t)). The layer is causal, so it takes no
+    `causal`. As in Qwen3-Next, value heads may share the keys of a group. The state has one size
+    for every length of a sequence.
 
     Args:
       num_heads: H, the number of value heads.
@@ -35,9 +37,9 @@ class GatedDeltaNet(DeltaNet):
       num_key_heads: G, the number of query and key heads, which divides H; H unless given.
       key_size: D; in_features / H unless given.
       value_size: V; D unless given.
-      conv_size: The tokens that a convolution reads, its own among them; 1 for no other.
-      negative_eigenvalues: Let beta go up to 2 in place of 1, so that a write may turn what it
-        finds around.
+      conv_size: How many tokens a convolution reads, the current one included; 1 reads no other.
+      negative_eigenvalues: Let beta go up to 2 in place of 1, so that a step can also change the
+        sign of what the state returns for its key.
       norm_epsilon: Epsilon of the norm.
       dtype: Of the arithmetic; None promotes the inputs' and the parameters'.
       param_dtype: Of the parameters.

@@ -235,8 +235,8 @@ class DeltaNet(nnx.Module):
           inputs_q: [batch..., T, in_features].
           mask: Booleans that broadcast to [batch..., H, T, T] and hide steps for all alike,
             [batch..., 1, 1, T]; they may be causal besides. A hidden step writes nothing, does not
-            decay the state, is no tap of a convolution, and has output 0 before the last
-            projection, NaN in it or not.
+            decay the state, is skipped by the convolutions, and has output 0 before the
+            last projection, NaN in it or not.
           decode: Continue the cache; None takes the constructor's value, and False where that is
             None. The mask then covers this call's tokens.
           segment_ids: Integers [batch..., T], the document of each token: each is one contiguous

@@ -115,11 +115,16 @@ def factor_mask(call: Call) -> Visible:
     given = mask.shape
     for_keys = mask.ndim < 2 or mask.shape[-2] == 1
     if not for_keys and isinstance(mask, jax.core.Tracer):
+        in_place_of_causal = (
+            "This call is causal without a mask"
+            if causal
+            else "For a causal layer say causal=True (or is_causal=True in the call)"
+        )
         raise ValueError(
             "mask has an axis of queries, and its values are not known inside jit: a linear layer "
-            "cannot tell whether it can honour it. For a causal layer say causal=True (or "
-            "is_causal=True in the call); for padding give a mask [batch..., 1, 1, S] of the "
-            f"keys, for packed documents segment_ids; got shape {mask.shape}"
+            f"cannot tell whether it can honour it. {in_place_of_causal}; for padding give a mask "
+            "[batch..., 1, 1, S] of the keys, for packed documents segment_ids; "
+            f"got shape {mask.shape}"
         )
     # NumPy, because an operation of JAX inside jit would turn values into tracers.
     mask = bind_mask(mask if for_keys else np.asarray(mask), call)

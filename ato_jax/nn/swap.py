@@ -75,7 +75,8 @@ def replace_attention(
     nnx.MultiHeadAttention itself with Flax's own attention function is replaced. A subclass or
     another `attention_fn` is refused, since what it does would be lost, unless `where` leaves it
     out. Layers of this package stay as they are. `GatedLinearAttention` and `Performer` add
-    variables, which older checkpoints and optimizer states lack.
+    variables, which older checkpoints and optimizer states lack. `GatedDeltaNet`,
+    `KimiDeltaAttention` and `LatentAttention` have other parameters: a model is built with them.
 
     Args:
       model: An nnx.Module, list or dict. Layers are found in attributes, lists, dicts, tuples and
@@ -187,8 +188,8 @@ def convert_attention(
     given: Any = cls  # which may be anything, whatever its type says
     if not (inspect.isclass(given) and issubclass(given, MultiHead)):
         raise ValueError(
-            "cls must be a layer of ato_jax.nn with nnx.MultiHeadAttention's parameters, a class, "
-            f"got {given!r}"
+            "cls must be a layer of ato_jax.nn with nnx.MultiHeadAttention's parameters, a class; "
+            f"build the model with any other layer; got {given!r}"
         )
     if type(layer) is not nnx.MultiHeadAttention:
         raise ValueError(
