@@ -408,7 +408,7 @@ MOSAIC = Space(
         "return_state": (False, True),
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
-        "widths": ((128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (192, 192), (256, 256)),
+        "widths": ((128, 128), (64, 64), (80, 80), (112, 112), (160, 160), (192, 192), (256, 256)),
         "heads": ("H = G", "pairs", "one key head"),
         "dtype": ("bfloat16", "float16"),
         "eps": (1e-6, 0.5),

@@ -167,7 +167,7 @@ def _linear_attention() -> Iterator[Row]:
                 "return_state": True,
             },
         )
-    for D in (80, 96, 112, 192, 256):
+    for D in (80, 96, 112, 160, 192, 240, 256):
         sizes = wide | {"D": D, "V": D}
         yield Row(f"T = S = 64, D = V = {D}", sizes)
         yield Row(f"causal, D = V = {D}", sizes, _always(causal=True))

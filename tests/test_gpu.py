@@ -382,6 +382,8 @@ def needs_hopper() -> None:
         (2, 7000, 8, 8, 80, "bhtd", 30.0),
         (1, 9000, 16, 2, 112, "bthd", 1.0),
         (30, 72, 50, 50, 96, "bhtd", 1.0),
+        (1, LONG, 2, 2, 160, "bhtd", 1.0),
+        (2, 7000, 6, 6, 208, "bthd", 30.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -442,6 +444,8 @@ def test_mosaic_gpu_in_float16(
         (2, 7000, 9000, 8, 2, 112, "bthd", 30.0),
         (1, 16384, 16384, 4, 4, 80, "bthd", 0.01),
         (30, 72, 200, 50, 25, 96, "bthd", 1.0),
+        (1, LONG, LONG, 2, 2, 160, "bthd", 1.0),
+        (2, 7000, 9000, 6, 2, 240, "bhtd", 30.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")

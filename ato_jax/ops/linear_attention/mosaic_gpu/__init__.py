@@ -9,11 +9,11 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
-80, 96 and 112 in the tiles of 128, but with gates of channels (`narrow.py`). Causal kernels of up
-to 128 columns without a decay also take float16, whose sums and weights have units
-(`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with
-gates of channels it is elu + 1. Lengths and causal segments are rows that do not count and steps
-with a decay (`steps.py`). All else is Triton's.
+other multiples of 16 from 80 on fill one of these tiles in part, but with gates of channels
+(`narrow.py`). Causal kernels of up to 128 columns without a decay also take float16, whose sums and
+weights have units (`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers
+(`feature_maps.py`); with gates of channels it is elu + 1. Lengths and causal segments are rows that
+do not count and steps with a decay (`steps.py`). All else is Triton's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
-WIDE = 192, 256  # sizes that have kernels of their own
 # Maps whose features are no larger than x + 1.
 FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # With fewer rows of all heads, Triton's kernels are faster: they are fewer. On an H200 8 heads of
@@ -84,16 +83,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
             return f"does not support float16 {lacking}"
     elif spec.dtype != "bfloat16":
         return f"needs bfloat16 or float16, got {spec.dtype}"
-    sizes: tuple[int, ...] = (frame.F,)
-    if spec.decay != "channel":
-        sizes = *narrow.COLUMNS, *sizes
-    if spec.causal:
-        sizes = mosaic.HALF, *sizes
-    if spec.decay is None:
-        sizes = *sizes, *WIDE
-    if spec.V != spec.D or spec.D not in sizes:
-        wanted = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])
-        return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
+    if lacking := _unsupported_sizes(spec):
+        return f"needs D = V = {lacking}, got D={spec.D}, V={spec.V}"
     if spec.D == mosaic.HALF and (lacking := _unsupported_pairs(spec)):
         return f"{lacking} where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
     if spec.decay == "channel" and spec.feature_map.name != "elu1":
@@ -121,11 +112,25 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         )
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
-    if phase == "backward" and spec.H != spec.G and (spec.decay == "channel" or spec.D in WIDE):
+    of_one_head = spec.decay == "channel" or frame.is_wide(spec)
+    if phase == "backward" and spec.H != spec.G and of_one_head:
         return f"needs H = G for these gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
         return f"needs a positive scale for the gradients, got {spec.scale}"
     return None
+
+
+def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
+    """The sizes of which D and V are none."""
+    half = mosaic.HALF * spec.causal
+    most = frame.F if spec.decay else max(narrow.TILES)
+    tile = half if spec.D == half else narrow.tile_of(spec.D)
+    filled = tile is not None and (tile == spec.D or spec.decay != "channel")
+    if filled and spec.D == spec.V <= most:
+        return None
+    sizes = f"a multiple of {narrow.STEP} from {narrow.LEAST} to {most}"
+    sizes = str(frame.F) if spec.decay == "channel" else sizes
+    return f"{half} or {sizes}" if half else sizes
 
 
 def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
@@ -134,7 +139,7 @@ def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
         return "without causal=True"
     if spec.decay or spec.segments:
         return "with a decay or segments"
-    if spec.D in WIDE:
+    if frame.is_wide(spec):
         return f"with more than {frame.F} columns"
     name = spec.feature_map.name
     if name not in FITTING:

@@ -113,13 +113,13 @@ class Elu1:
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return unrounded_features_of(x)
 
-    def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def queries(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return features_of(x)
 
-    def present(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def present(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return keys(self.spec, x, first)
 
-    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
+    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: Any = 0) -> jax.Array:
         return features_of(x) if exponents is None else decayed_features_of(x, exponents)
 
     def slope(self, x: jax.Array) -> jax.Array:
@@ -157,13 +157,13 @@ class Traced:
         column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=1, layout=mosaic.TILE)
         return jnp.where(column < self.width, phi, 0.0)
 
-    def present(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def present(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return x
 
-    def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def queries(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return mosaic.rounded(self.unrounded(x, first), self.dtype)
 
-    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
+    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: Any = 0) -> jax.Array:
         phi = self.unrounded(x, first)
         if exponents is not None:
             phi = phi * mosaic.in_columns(jnp.exp2(exponents), x.shape[1])

@@ -1,4 +1,5 @@
-"""Heads of 80, 96 or 112 columns, by the kernels of 128.
+"""Heads of fewer columns than a tile has: 80 to 112 by the kernels of 128, 144 to 176 by those of
+192, 208 to 240 by those of 256, in steps of 16.
 
 The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where
 it stores, if tiles in shared memory come in columns that are a part of a head's. The feature of 0
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
 
-COLUMNS = 80, 96, 112
-TILE = 128
+TILES = 128, 192, 256
+LEAST = 80  # columns of a head that these tiles hold
+STEP = 16  # the copy engine takes a part of a head's columns that a product takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +29,21 @@ class Narrow(LinearAttentionSpec):
     width: int = 0
 
 
+def tile_of(columns: int) -> int | None:
+    """The columns of the tile that a head has or fills in part; None where there is no such."""
+    if columns in TILES:
+        return columns
+    if columns < LEAST or columns % STEP:
+        return None
+    return next((tile for tile in TILES if columns < tile), None)
+
+
 def in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    if spec.D not in COLUMNS:
+    tile = tile_of(spec.D)
+    if tile is None or tile == spec.D:
         return spec
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return Narrow(**fields | dict.fromkeys("DFV", TILE), width=spec.D)
+    return Narrow(**fields | dict.fromkeys("DFV", tile), width=spec.D)
 
 
 def width_of(spec: LinearAttentionSpec) -> int:
@@ -45,7 +57,7 @@ def widened(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
         return state
 
     def pad(x: jax.Array) -> jax.Array:
-        beyond = [(0, TILE - size) for size in x.shape[2:]]
+        beyond = [(0, spec.D - size) for size in x.shape[2:]]
         return jnp.pad(x, [(0, 0), (0, 0), *beyond])
 
     return LinearState(*map(pad, state))
