@@ -408,7 +408,7 @@ MOSAIC = Space(
         "return_state": (False, True),
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
-        "widths": ((128, 128), (64, 64), (80, 80), (112, 112), (160, 160), (192, 192), (256, 256)),
+        "widths": ((128, 128), (64, 64), (40, 40), (80, 80), (112, 112), (160, 160), (256, 256)),
         "heads": ("H = G", "pairs", "one key head"),
         "dtype": ("bfloat16", "float16"),
         "eps": (1e-6, 0.5),
@@ -468,7 +468,7 @@ MOSAIC = Space(
             ("lengths", "causal", "decay", "widths"),
             lambda lengths, causal, decay, widths: (
                 lengths == "odd"
-                and (not causal or decay == "channel" or widths[0] not in (64, 128))
+                and (not causal or decay == "channel" or widths[0] not in (40, 64, 128))
             ),
             "multiples of 8",
         ),
@@ -494,13 +494,13 @@ MOSAIC = Space(
         ),
         Rule(
             ("causal", "widths"),
-            lambda causal, widths: not causal and widths[0] == 64,
+            lambda causal, widths: not causal and widths[0] <= 64,
             "needs D = V",
         ),
         Rule(
             ("heads", "widths", "decay"),
             lambda heads, widths, decay: (
-                widths[0] == 64
+                widths[0] <= 64
                 and (heads == "one key head" or heads == "pairs" and decay == "channel")
             ),
             "needs",

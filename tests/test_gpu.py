@@ -384,6 +384,8 @@ def needs_hopper() -> None:
         (30, 72, 50, 50, 96, "bhtd", 1.0),
         (1, LONG, 2, 2, 160, "bhtd", 1.0),
         (2, 7000, 6, 6, 208, "bthd", 30.0),
+        (1, LONG, 4, 4, 48, "bthd", 1.0),
+        (2, 9001, 16, 16, 40, "bhtd", 30.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -462,7 +464,7 @@ def test_mosaic_gpu_both_ways(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize("scale", [0.01, 30.0])
-@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96)])
+@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96), (True, 32)])
 def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:
     needs_hopper()
     qkv = arrays("bfloat16", T=600, H=2, G=2, D=D, scale=scale)

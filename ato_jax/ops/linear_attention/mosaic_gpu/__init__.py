@@ -9,11 +9,11 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
-other multiples of 16 from 80 on fill one of these tiles in part, but with gates of channels
-(`narrow.py`). Causal kernels of up to 128 columns without a decay also take float16, whose sums and
-weights have units (`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers
-(`feature_maps.py`); with gates of channels it is elu + 1. Lengths and causal segments are rows that
-do not count and steps with a decay (`steps.py`). All else is Triton's.
+other multiples of 16 from 80 on, and causal of 8 from 16 to 56, fill one of these tiles in part,
+but with gates of channels (`narrow.py`). Causal kernels of up to 128 columns without a decay also
+take float16, whose sums and weights have units (`mosaic/scales.py`). phi is any elementwise map
+that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is elu + 1. Lengths and causal
+segments are rows that do not count and steps with a decay (`steps.py`). All else is Triton's.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # 37.5 and 38.9, with gradients 114 and 134. But with gates of channels 16 heads of 4096 rows of 64
 # columns took 66 us where Triton's kernels take 73, with gradients 236 and 277.
 ENOUGH_ROWS = 2**16
+# Heads that fill less of a tile are left to Triton: what they take is the tile's time, less some
+# traffic. Heads of 32 columns in tiles of 64 would have 0.29 of the byte limit at least, and have
+# 0.26 by Triton; of 40 they have 0.36 and 0.27.
+LEAST_FILLED = 5 / 8
 
 
 def unsupported_device(device: Device, interpreted: bool) -> str | None:
@@ -85,8 +89,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs bfloat16 or float16, got {spec.dtype}"
     if lacking := _unsupported_sizes(spec):
         return f"needs D = V = {lacking}, got D={spec.D}, V={spec.V}"
-    if spec.D == mosaic.HALF and (lacking := _unsupported_pairs(spec)):
-        return f"{lacking} where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
+    if spec.D <= mosaic.HALF and (lacking := _unsupported_pairs(spec)):
+        return f"{lacking} where D <= {mosaic.HALF}, got {spec.H} and {spec.G}"
     if spec.decay == "channel" and spec.feature_map.name != "elu1":
         return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
@@ -122,15 +126,18 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     """The sizes of which D and V are none."""
-    half = mosaic.HALF * spec.causal
     most = frame.F if spec.decay else max(narrow.TILES)
-    tile = half if spec.D == half else narrow.tile_of(spec.D)
+    tile = narrow.tile_of(spec)
     filled = tile is not None and (tile == spec.D or spec.decay != "channel")
     if filled and spec.D == spec.V <= most:
         return None
     sizes = f"a multiple of {narrow.STEP} from {narrow.LEAST} to {most}"
-    sizes = str(frame.F) if spec.decay == "channel" else sizes
-    return f"{half} or {sizes}" if half else sizes
+    if spec.decay == "channel":
+        return f"{mosaic.HALF} or {frame.F}" if spec.causal else str(frame.F)
+    if spec.causal:
+        step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
+        return f"a multiple of {step} from {least} to {mosaic.HALF}, or {sizes}"
+    return sizes
 
 
 def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
@@ -163,8 +170,9 @@ def _unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
 
 def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
-    sizes = (mosaic.HALF, frame.F) if phase == "forward" else (mosaic.HALF,)
-    return spec.causal and spec.D in sizes and spec.decay != "channel"
+    in_pairs = spec.D <= mosaic.HALF
+    counted = in_pairs or phase == "forward" and spec.D == frame.F
+    return spec.causal and counted and spec.decay != "channel"
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
@@ -186,7 +194,9 @@ def beats_later_backends(
         return False
     if backward_follows and splits_states(spec):
         return False  # no card has run these gradients
-    if spec.D == mosaic.HALF and spec.H != spec.G and not (spec.decay or backward_follows):
+    if spec.D < LEAST_FILLED * (narrow.tile_of(spec) or spec.D):
+        return False
+    if spec.D <= mosaic.HALF and spec.H != spec.G and not (spec.decay or backward_follows):
         # On an H100, B2 H32 G8 T16384: 0.208 ms, by Triton's 0.200; with gradients 0.773 and 0.911.
         return False
     enough = ENOUGH_ROWS

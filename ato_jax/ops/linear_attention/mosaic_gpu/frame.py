@@ -47,9 +47,9 @@ def is_wide(spec: LinearAttentionSpec) -> bool:
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
-    ragged = spec.T % ROWS_OF_A_TILE != 0
-    heads, dtype = heads_of_tile(spec), jnp.dtype(spec.dtype).type
-    return mosaic.Tiling(spec.layout, columns, width_of(spec), heads, dtype, ragged)
+    heads, width, dtype = heads_of_tile(spec), width_of(spec), jnp.dtype(spec.dtype).type
+    untiled = spec.T % ROWS_OF_A_TILE != 0 or heads == 2 and width < HALF
+    return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled)
 
 
 def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:

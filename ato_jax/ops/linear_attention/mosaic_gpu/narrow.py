@@ -1,8 +1,9 @@
 """Heads of fewer columns than a tile has: 80 to 112 by the kernels of 128, 144 to 176 by those of
-192, 208 to 240 by those of 256, in steps of 16.
+192, 208 to 240 by those of 256, in steps of 16; causal also 16 to 56 by those of 64, in steps of 8.
 
 The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where
-it stores, if tiles in shared memory come in columns that are a part of a head's. The feature of 0
+it stores, if tiles in shared memory come in columns that are a part of a head's, or are copied as
+they are in blocks of 64 columns (`mosaic.Views`), as those of 64 are. The feature of 0
 is not 0: keys have what makes it so there instead (`frame.keys`), by which states, and what they
 are multiplied with, are those of the head, and zero beyond it.
 """
@@ -15,11 +16,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax.mosaic import HALF
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
 
 TILES = 128, 192, 256
 LEAST = 80  # columns of a head that these tiles hold
 STEP = 16  # the copy engine takes a part of a head's columns that a product takes
+# Of heads of which two share a tile; rows in memory are a multiple of 16 bytes.
+LEAST_OF_PAIRS, STEP_OF_PAIRS = 16, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +33,12 @@ class Narrow(LinearAttentionSpec):
     width: int = 0
 
 
-def tile_of(columns: int) -> int | None:
-    """The columns of the tile that a head has or fills in part; None where there is no such."""
+def tile_of(spec: LinearAttentionSpec) -> int | None:
+    """The columns that a head has in the tile that it fills, maybe in part; None where there is no
+    such tile."""
+    columns = spec.D
+    if spec.causal and LEAST_OF_PAIRS <= columns <= HALF and columns % STEP_OF_PAIRS == 0:
+        return HALF
     if columns in TILES:
         return columns
     if columns < LEAST or columns % STEP:
@@ -39,7 +47,7 @@ def tile_of(columns: int) -> int | None:
 
 
 def in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    tile = tile_of(spec.D)
+    tile = tile_of(spec)
     if tile is None or tile == spec.D:
         return spec
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
