@@ -463,6 +463,29 @@ def test_mosaic_gpu_both_ways(
 
 
 @of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("causal", "D", "V", "kind"),
+    [
+        (True, 128, 64, "step"),
+        (True, 64, 128, "states"),
+        (True, 192, 128, None),
+        (False, 128, 64, "states"),
+        (False, 96, 192, None),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_values_of_another_size_of_mosaic_gpu(
+    causal: bool, D: int, V: int, kind: str | None
+) -> None:
+    needs_hopper()
+    T = 4096
+    qkv = arrays("bfloat16", T=T, H=4, G=4, D=D, V=V)
+    options = linear_options(kind, 2, T, D, G=4, V=V) if kind else {}
+    options |= {"causal": causal, "implementation": "mosaic_gpu"}
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
 @pytest.mark.parametrize("scale", [0.01, 30.0])
 @pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96), (True, 32)])
 def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:
@@ -583,7 +606,9 @@ def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:
     alike(jax.jit(jax.shard_map(both, mesh=mesh, in_specs=axes, out_specs=axes))(*qkv))
 
 
-def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, Any]:
+def linear_options(
+    name: str, B: int, T: int, D: int, G: int = 2, V: int | None = None
+) -> dict[str, Any]:
     """Options of linear attention by the name of a case."""
     generator = np.random.default_rng(3)
 
@@ -597,7 +622,7 @@ def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, A
     ids = np.sort(generator.integers(0, 5, (B, T)), axis=1)
     lengths = jnp.asarray(generator.integers(T // 2, T + 1, B), jnp.int32)
     state = ato_jax.LinearState(
-        jnp.asarray(generator.standard_normal((B, G, D, D), np.float32)),
+        jnp.asarray(generator.standard_normal((B, G, D, V or D), np.float32)),
         jnp.asarray(np.abs(generator.standard_normal((B, G, D), np.float32)) + 1),
     )
     cases: dict[str, dict[str, Any]] = {

@@ -135,24 +135,26 @@ def test_every_query_sees_every_key() -> None:
 
 @newest
 @pytest.mark.parametrize(
-    "D, T, S, H, layout, causal, options",
+    "D, V, T, S, H, layout, causal, options",
     [
-        (160, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 160)),
-        (208, 72, 64, 1, "bthd", False, PLAIN),
-        (256, 136, 136, 1, "bhtd", True, options_of(1, 1, "bhtd", True, 256) | {"eps": 2e4}),
-        (96, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 96)),
-        (112, 72, 64, 1, "bthd", False, PLAIN),
-        (80, 128, 128, 1, "bthd", True, options_of(1, 1, "bthd", True, 80)),
-        (96, 136, 136, 1, "bhtd", True, {"eps": 2e3, "layout": "bhtd"}),
+        (160, 160, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 160)),
+        (208, 208, 72, 64, 1, "bthd", False, PLAIN),
+        (256, 256, 136, 136, 1, "bhtd", True, options_of(1, 1, "bhtd", True, 256) | {"eps": 2e4}),
+        (96, 96, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 96)),
+        (112, 64, 72, 64, 1, "bthd", False, {}),
+        (80, 80, 128, 128, 1, "bthd", True, options_of(1, 1, "bthd", True, 80)),
+        (64, 96, 136, 136, 1, "bhtd", True, {"eps": 2e3, "layout": "bhtd"}),
     ],
 )
 def test_heads_of_other_sizes(
-    D: int, T: int, S: int, H: int, layout: str, causal: bool, options: dict[str, Any]
+    D: int, V: int, T: int, S: int, H: int, layout: str, causal: bool, options: dict[str, Any]
 ) -> None:
     """Of three and of four blocks of 64, or less than two, the last of them in part; in two pieces,
-    likewise; in groups, unnormalised, and with a denominator below eps."""
+    likewise; values of another size; in groups, unnormalised, and with a denominator below eps."""
     options = options | ({"return_state": False} if T % frame.C and causal else {})
-    wanted = numerics.oracle(OP, *draw(1, T, H, 1, layout, S=S, D=D), causal=causal, **options)
+    q, k, v = draw(1, T, H, 1, layout, S=S, D=max(D, V))
+    q, k, v = q[..., :D], k[..., :D], v[..., :V]
+    wanted = numerics.oracle(OP, q, k, v, causal=causal, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 

@@ -159,8 +159,9 @@ class Tiling:
     Attributes:
       layout: "bthd" or "bhtd", of the arrays.
       columns: of a tile of one head; 128, or more where blocks of 64 columns are named by `half`.
-      width: of a head in global memory. Where it is less than a head's part of `columns`, TMA fills
-        the rest with zeros and leaves it out of stores.
+      width: of a head in global memory, or where arrays have heads of two sizes what divides both.
+        Where it is less than a head's part of `columns`, TMA fills the rest with zeros and leaves
+        it out of stores.
       heads: 1 or 2, in a tile. Where 2, items count pairs of heads.
       dtype: of tiles.
       untiled: whether sequences are copied as they are (`Views`): those of a number of rows that
@@ -213,10 +214,6 @@ class Tiling:
         if self.layout == "bthd":
             return ref.at[(item.batch, rows, head, *columns)]
         return ref.at[(item.batch, head, rows, *columns)]
-
-    def sequence_shape(self, batch: int, length: int, heads: int) -> tuple[int, ...]:
-        lengths = (length, heads) if self.layout == "bthd" else (heads, length)
-        return (batch, *lengths, self.width)
 
     def shared(self, *shape: int, dtype: Any = None) -> Any:
         """Room for tiles in shared memory, swizzled as TMA and WGMMA take them: in rows of as many

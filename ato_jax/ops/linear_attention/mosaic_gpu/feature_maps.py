@@ -96,7 +96,7 @@ def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1)
     """Keys from column `first` of a tile on, or from that row of its transpose: columns that the
     head does not have are set to what has features of 0. Of two heads in a tile the columns are
     one's."""
-    if not isinstance(spec, Narrow):
+    if not isinstance(spec, Narrow) or spec.width == spec.D:
         return x
     first = 0 if spec.D == HALF else first
     if isinstance(first, int) and first + x.shape[axis] <= spec.width:
@@ -200,7 +200,7 @@ Features = Elu1 | Traced
 def features(spec: LinearAttentionSpec) -> Features:
     if spec.feature_map.name == "elu1":
         return Elu1(spec)
-    width = spec.width if isinstance(spec, Narrow) else None
+    width = spec.width if isinstance(spec, Narrow) and spec.width < spec.D else None
     tiling = frame.tiling(spec)
     return Traced(spec.feature_map, width, tiling.dtype, in_pairs=tiling.heads == 2)
 

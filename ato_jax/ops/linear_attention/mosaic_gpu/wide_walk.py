@@ -429,7 +429,8 @@ def wide_walk(
     arrays = [x, y, p, *state, *([] if reader is None else [reader]), *of_rows]
     heads = deal.heads // parts
     length = mosaic.whole_chunks(spec.T)
-    out_type: Any = jax.ShapeDtypeStruct(frame.sequence_shape(spec, heads), BF16)
+    shape = frame.shape_of_values(spec, heads) if reader is None else reader.shape
+    out_type: Any = jax.ShapeDtypeStruct(shape, BF16)
     if role is Role.FLOW:
         out_type = (
             jax.ShapeDtypeStruct((spec.B, heads, blocks, length), F32),
