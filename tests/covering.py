@@ -395,6 +395,7 @@ MOSAIC_LENGTHS = {
     "T < S": (2, 72, 328),
     "T > S": (2, 328, 72),
 }
+SIZES_OF_ANY_ROWS = (40, 40), (64, 64), (128, 128)
 MOSAIC = Space(
     "linear_attention",
     {
@@ -408,7 +409,7 @@ MOSAIC = Space(
         "return_state": (False, True),
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
-        "widths": ((128, 128), (64, 64), (80, 80), (96, 96), (112, 112), (192, 192), (256, 256)),
+        "widths": ((128, 128), (64, 64), (40, 40), (80, 80), (128, 64), (160, 160), (256, 256)),
         "heads": ("H = G", "pairs", "one key head"),
         "dtype": ("bfloat16", "float16"),
         "eps": (1e-6, 0.5),
@@ -468,7 +469,7 @@ MOSAIC = Space(
             ("lengths", "causal", "decay", "widths"),
             lambda lengths, causal, decay, widths: (
                 lengths == "odd"
-                and (not causal or decay == "channel" or widths[0] not in (64, 128))
+                and (not causal or decay == "channel" or widths not in SIZES_OF_ANY_ROWS)
             ),
             "multiples of 8",
         ),
@@ -488,19 +489,19 @@ MOSAIC = Space(
                 decay != "none"
                 and widths[0] > 128
                 or decay == "channel"
-                and widths[0] not in (64, 128)
+                and widths not in ((64, 64), (128, 128))
             ),
-            "needs D = V",
+            "needs D",
         ),
         Rule(
             ("causal", "widths"),
-            lambda causal, widths: not causal and widths[0] == 64,
-            "needs D = V",
+            lambda causal, widths: not causal and widths[0] <= 64,
+            "needs D",
         ),
         Rule(
             ("heads", "widths", "decay"),
             lambda heads, widths, decay: (
-                widths[0] == 64
+                widths[0] <= 64
                 and (heads == "one key head" or heads == "pairs" and decay == "channel")
             ),
             "needs",

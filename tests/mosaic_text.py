@@ -95,6 +95,8 @@ CASES = [
     Case(80, layout="bhtd", states=True),
     Case(96, decay="step"),
     Case(112, decay="head", normalize=False, layout="bhtd"),
+    Case(40, decay="step"),
+    Case(160, layout="bhtd"),
     Case(192),
     Case(192, normalize=False, states=True, layout="bhtd"),
     Case(256, layout="bhtd"),

@@ -167,7 +167,7 @@ def _linear_attention() -> Iterator[Row]:
                 "return_state": True,
             },
         )
-    for D in (80, 96, 112, 192, 256):
+    for D in (80, 96, 112, 160, 192, 240, 256):
         sizes = wide | {"D": D, "V": D}
         yield Row(f"T = S = 64, D = V = {D}", sizes)
         yield Row(f"causal, D = V = {D}", sizes, _always(causal=True))
@@ -175,8 +175,11 @@ def _linear_attention() -> Iterator[Row]:
         for causal, told in ((False, "T = S = 64"), (True, "causal")):
             options = {"causal": causal, "feature_map": phi}
             yield Row(f"{told}, D = V = 128, feature_map={name}", wide, _always(**options))
+    for D, V in ((128, 64), (64, 128), (192, 128)):
+        yield Row(f"causal, D = {D}, V = {V}", wide | {"D": D, "V": V}, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))
+    yield Row("causal, D = V = 40", two_heads | {"D": 40, "V": 40}, _always(causal=True))
     of_channels = (("BSGD", wide), ("BSGD", two_heads))
     of_steps = (("BSG", sizes) for sizes in (wide, two_heads, wide | {"D": 96, "V": 96}))
     for axes, sizes in (("G", wide), *of_steps, *of_channels):

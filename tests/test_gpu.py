@@ -382,6 +382,10 @@ def needs_hopper() -> None:
         (2, 7000, 8, 8, 80, "bhtd", 30.0),
         (1, 9000, 16, 2, 112, "bthd", 1.0),
         (30, 72, 50, 50, 96, "bhtd", 1.0),
+        (1, LONG, 2, 2, 160, "bhtd", 1.0),
+        (2, 7000, 6, 6, 208, "bthd", 30.0),
+        (1, LONG, 4, 4, 48, "bthd", 1.0),
+        (2, 9001, 16, 16, 40, "bhtd", 30.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -442,6 +446,8 @@ def test_mosaic_gpu_in_float16(
         (2, 7000, 9000, 8, 2, 112, "bthd", 30.0),
         (1, 16384, 16384, 4, 4, 80, "bthd", 0.01),
         (30, 72, 200, 50, 25, 96, "bthd", 1.0),
+        (1, LONG, LONG, 2, 2, 160, "bthd", 1.0),
+        (2, 7000, 9000, 6, 2, 240, "bhtd", 30.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -457,8 +463,31 @@ def test_mosaic_gpu_both_ways(
 
 
 @of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("causal", "D", "V", "kind"),
+    [
+        (True, 128, 64, "step"),
+        (True, 64, 128, "states"),
+        (True, 192, 128, None),
+        (False, 128, 64, "states"),
+        (False, 96, 192, None),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_values_of_another_size_of_mosaic_gpu(
+    causal: bool, D: int, V: int, kind: str | None
+) -> None:
+    needs_hopper()
+    T = 4096
+    qkv = arrays("bfloat16", T=T, H=4, G=4, D=D, V=V)
+    options = linear_options(kind, 2, T, D, G=4, V=V) if kind else {}
+    options |= {"causal": causal, "implementation": "mosaic_gpu"}
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
 @pytest.mark.parametrize("scale", [0.01, 30.0])
-@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96)])
+@pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96), (True, 32)])
 def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:
     needs_hopper()
     qkv = arrays("bfloat16", T=600, H=2, G=2, D=D, scale=scale)
@@ -577,7 +606,9 @@ def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:
     alike(jax.jit(jax.shard_map(both, mesh=mesh, in_specs=axes, out_specs=axes))(*qkv))
 
 
-def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, Any]:
+def linear_options(
+    name: str, B: int, T: int, D: int, G: int = 2, V: int | None = None
+) -> dict[str, Any]:
     """Options of linear attention by the name of a case."""
     generator = np.random.default_rng(3)
 
@@ -591,7 +622,7 @@ def linear_options(name: str, B: int, T: int, D: int, G: int = 2) -> dict[str, A
     ids = np.sort(generator.integers(0, 5, (B, T)), axis=1)
     lengths = jnp.asarray(generator.integers(T // 2, T + 1, B), jnp.int32)
     state = ato_jax.LinearState(
-        jnp.asarray(generator.standard_normal((B, G, D, D), np.float32)),
+        jnp.asarray(generator.standard_normal((B, G, D, V or D), np.float32)),
         jnp.asarray(np.abs(generator.standard_normal((B, G, D), np.float32)) + 1),
     )
     cases: dict[str, dict[str, Any]] = {

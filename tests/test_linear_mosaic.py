@@ -72,23 +72,26 @@ def test_pieces_and_a_state(B: int, H: int, D: int) -> None:
 
 @newest
 @pytest.mark.parametrize(
-    "T, layout, decay, options",
+    "T, D, layout, decay, options",
     [
-        (101, "bthd", None, {}),
-        (67, "bhtd", None, options_of(1, 2, "bhtd", True, 64) | {"return_state": False}),
-        (131, "bhtd", "step", {}),
-        (70, "bthd", "step", PLAIN),
-        (131, "bthd", "head", {}),
+        (101, 64, "bthd", None, {}),
+        (67, 48, "bhtd", None, options_of(1, 2, "bhtd", True, 48) | {"return_state": False}),
+        (131, 64, "bhtd", "step", {}),
+        (70, 40, "bthd", "step", PLAIN),
+        (131, 64, "bthd", "head", {}),
     ],
 )
-def test_tails_within_8_rows(T: int, layout: str, decay: str | None, options: Any) -> None:
-    """With steep chunks, too: the last one in part, and one that is whole."""
+def test_tails_within_8_rows(
+    T: int, D: int, layout: str, decay: str | None, options: Any
+) -> None:
+    """With steep chunks, too: the last one in part, and one that is whole; of heads that fill a
+    tile's half, and narrower ones."""
     gates = channel.draw_gates("mild", 1, T, 2).at[:, jnp.array([40, T - 2])].set(-50.0)
     if decay == "step":
         options = options | {"decay": gates if layout == "bthd" else jnp.swapaxes(gates, 1, 2)}
     elif decay == "head":
         options = options | {"decay": jnp.array([-0.05, -0.3])}
-    arrays = draw(1, T, 2, 2, layout, D=64)
+    arrays = draw(1, T, 2, 2, layout, D=D)
     wanted = numerics.oracle(OP, *arrays, causal=True, **{"layout": layout} | options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
@@ -132,31 +135,33 @@ def test_every_query_sees_every_key() -> None:
 
 @newest
 @pytest.mark.parametrize(
-    "D, T, S, H, layout, causal, options",
+    "D, V, T, S, H, layout, causal, options",
     [
-        (192, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 192)),
-        (256, 72, 64, 1, "bthd", False, PLAIN),
-        (256, 136, 136, 1, "bhtd", True, options_of(1, 1, "bhtd", True, 256) | {"eps": 2e4}),
-        (96, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 96)),
-        (112, 72, 64, 1, "bthd", False, PLAIN),
-        (80, 128, 128, 1, "bthd", True, options_of(1, 1, "bthd", True, 80)),
-        (96, 136, 136, 1, "bhtd", True, {"eps": 2e3, "layout": "bhtd"}),
+        (160, 160, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 160)),
+        (208, 208, 72, 64, 1, "bthd", False, PLAIN),
+        (256, 256, 136, 136, 1, "bhtd", True, options_of(1, 1, "bhtd", True, 256) | {"eps": 2e4}),
+        (96, 96, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 96)),
+        (112, 64, 72, 64, 1, "bthd", False, {}),
+        (80, 80, 128, 128, 1, "bthd", True, options_of(1, 1, "bthd", True, 80)),
+        (64, 96, 136, 136, 1, "bhtd", True, {"eps": 2e3, "layout": "bhtd"}),
     ],
 )
 def test_heads_of_other_sizes(
-    D: int, T: int, S: int, H: int, layout: str, causal: bool, options: dict[str, Any]
+    D: int, V: int, T: int, S: int, H: int, layout: str, causal: bool, options: dict[str, Any]
 ) -> None:
-    """Of three and of four blocks of 64, or less than two, in two pieces, the last of them in part;
-    in groups, unnormalised, and with a denominator below eps."""
+    """Of three and of four blocks of 64, or less than two, the last of them in part; in two pieces,
+    likewise; values of another size; in groups, unnormalised, and with a denominator below eps."""
     options = options | ({"return_state": False} if T % frame.C and causal else {})
-    wanted = numerics.oracle(OP, *draw(1, T, H, 1, layout, S=S, D=D), causal=causal, **options)
+    q, k, v = draw(1, T, H, 1, layout, S=S, D=max(D, V))
+    q, k, v = q[..., :D], k[..., :D], v[..., :V]
+    wanted = numerics.oracle(OP, q, k, v, causal=causal, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 
 @newest
 def test_features_that_are_rounded_alike() -> None:
     """1 + 2^-8 lies in the middle between two numbers of bfloat16."""
-    q, k, v = draw(1, 72, 1, 1, D=192)
+    q, k, v = draw(1, 72, 1, 1, D=176)
     wanted = numerics.oracle(OP, jnp.full_like(q, 2**-8), k, v, causal=True)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 

@@ -159,11 +159,13 @@ class Tiling:
     Attributes:
       layout: "bthd" or "bhtd", of the arrays.
       columns: of a tile of one head; 128, or more where blocks of 64 columns are named by `half`.
-      width: of a head in global memory. Where it is less than `columns`, TMA fills the rest of a
-        tile with zeros and leaves it out of stores.
+      width: of a head in global memory, or where arrays have heads of two sizes what divides both.
+        Where it is less than a head's part of `columns`, TMA fills the rest with zeros and leaves
+        it out of stores.
       heads: 1 or 2, in a tile. Where 2, items count pairs of heads.
       dtype: of tiles.
-      ragged: whether sequences are no multiple of 8 rows, which are copied untiled (`Views`).
+      untiled: whether sequences are copied as they are (`Views`): those of a number of rows that
+        is no multiple of 8, or of heads whose columns are no multiple of what a tile's row has.
     """
 
     layout: str
@@ -171,18 +173,18 @@ class Tiling:
     width: int
     heads: int = 1
     dtype: Any = BF16
-    ragged: bool = False
+    untiled: bool = False
 
     @property
     def is_filled(self) -> bool:
         """Whether tiles have columns beyond a head's, which TMA fills with zeros."""
-        return self.width < self.columns and self.heads == 1
+        return self.width < self.columns // self.heads
 
     @property
     def blocks(self) -> int:
         """How many blocks of shared memory hold a tile; one copy fills each. Two heads have a block
         each, as TMA writes whole rows of a tile, and so have the halves of an untiled copy."""
-        return 2 if self.ragged else self.heads
+        return 2 if self.untiled else self.heads
 
     def head_of(self, head: Any, half: Any) -> Any:
         """The head, in global memory, whose columns half a tile has."""
@@ -213,29 +215,25 @@ class Tiling:
             return ref.at[(item.batch, rows, head, *columns)]
         return ref.at[(item.batch, head, rows, *columns)]
 
-    def sequence_shape(self, batch: int, length: int, heads: int) -> tuple[int, ...]:
-        lengths = (length, heads) if self.layout == "bthd" else (heads, length)
-        return (batch, *lengths, self.width)
-
     def shared(self, *shape: int, dtype: Any = None) -> Any:
         """Room for tiles in shared memory, swizzled as TMA and WGMMA take them: in rows of as many
-        bytes as divide those of a head."""
+        bytes as divide those of a head, or of the most where copies are untiled."""
         dtype = self.dtype if dtype is None else dtype
         size = jnp.dtype(dtype).itemsize
-        swizzle = 128 if dtype == F32 else math.gcd(128, size * self.width)
+        whole = self.untiled or dtype == F32
+        swizzle = 128 if whole else math.gcd(128, size * self.width)
         transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     def of_rows(self, *shape: int) -> Any:
         """Like `shared`, for rows of a sequence, which are copied by `for_copy`."""
         own = self.shared(*shape)
-        if not self.ragged or device.interpreting():
+        if not self.untiled or device.interpreting():
             return own
         # Both are the same bytes where a row of the array is one of the swizzle.
         size = jnp.dtype(self.dtype).itemsize
         swizzle = shape[-1] * size
         assert swizzle == 128, f"rows of {swizzle} bytes are tiled otherwise than they are copied"
-        assert self.width % HALF == 0, f"heads of {self.width} columns are tiled in fewer of them"
         untiled = plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(swizzle),))
         return plgpu.RefUnion(own, untiled)
 

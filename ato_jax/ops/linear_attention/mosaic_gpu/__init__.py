@@ -9,7 +9,8 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
-80, 96 and 112 in the tiles of 128, but with gates of channels (`narrow.py`). Causal kernels of up
+other multiples of 16 from 80 on, and causal of 8 from 16 to 56, fill one of these tiles in part,
+and so does the smaller of D and V, but with gates of channels (`narrow.py`). Causal kernels of up
 to 128 columns without a decay also take float16, whose sums and weights have units
 (`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with
 gates of channels it is elu + 1. Lengths and causal segments are rows that do not count and steps
@@ -48,7 +49,6 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
-WIDE = 192, 256  # sizes that have kernels of their own
 # Maps whose features are no larger than x + 1.
 FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # With fewer rows of all heads, Triton's kernels are faster: they are fewer. On an H200 8 heads of
@@ -60,6 +60,10 @@ FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # 37.5 and 38.9, with gradients 114 and 134. But with gates of channels 16 heads of 4096 rows of 64
 # columns took 66 us where Triton's kernels take 73, with gradients 236 and 277.
 ENOUGH_ROWS = 2**16
+# The share of a tile's products that a head needs. What it takes is the tile's time, less some
+# traffic, so with a smaller share it is left to Triton: heads of 32 columns in tiles of 64 would
+# have 0.29 of the byte limit at least, and have 0.26 by Triton; of 40 they have 0.36 and 0.27.
+LEAST_FILLED = 3 / 8
 
 
 def unsupported_device(device: Device, interpreted: bool) -> str | None:
@@ -84,18 +88,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
             return f"does not support float16 {lacking}"
     elif spec.dtype != "bfloat16":
         return f"needs bfloat16 or float16, got {spec.dtype}"
-    sizes: tuple[int, ...] = (frame.F,)
-    if spec.decay != "channel":
-        sizes = *narrow.COLUMNS, *sizes
-    if spec.causal:
-        sizes = mosaic.HALF, *sizes
-    if spec.decay is None:
-        sizes = *sizes, *WIDE
-    if spec.V != spec.D or spec.D not in sizes:
-        wanted = ", ".join(map(str, sizes[:-1])) + " or " * (len(sizes) > 1) + str(sizes[-1])
-        return f"needs D = V = {wanted}, got D={spec.D}, V={spec.V}"
-    if spec.D == mosaic.HALF and (lacking := _unsupported_pairs(spec)):
-        return f"{lacking} where D = {mosaic.HALF}, got {spec.H} and {spec.G}"
+    if lacking := _unsupported_sizes(spec):
+        return f"needs {lacking}, got D={spec.D}, V={spec.V}"
+    if frame.heads_of_tile(spec) == 2 and (lacking := _unsupported_pairs(spec)):
+        return f"{lacking} where D and V are at most {mosaic.HALF}, got {spec.H} and {spec.G}"
     if spec.decay == "channel" and spec.feature_map.name != "elu1":
         return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
@@ -121,11 +117,29 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         )
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
-    if phase == "backward" and spec.H != spec.G and (spec.decay == "channel" or spec.D in WIDE):
+    of_one_head = spec.decay == "channel" or frame.is_wide(spec)
+    if phase == "backward" and spec.H != spec.G and of_one_head:
         return f"needs H = G for these gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
         return f"needs a positive scale for the gradients, got {spec.scale}"
     return None
+
+
+def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
+    """What D and V are to be."""
+    if spec.decay == "channel":
+        tiles = (mosaic.HALF, frame.F)[1 - spec.causal :]
+        if spec.D == spec.V and spec.D in tiles:
+            return None
+        return "D = V = " + " or ".join(map(str, tiles))
+    most = frame.F if spec.decay else max(narrow.TILES)
+    if max(spec.D, spec.V) <= most and narrow.tile_of(spec):
+        return None
+    sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
+    if spec.causal:
+        step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
+        sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"
+    return sizes
 
 
 def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
@@ -134,7 +148,7 @@ def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
         return "without causal=True"
     if spec.decay or spec.segments:
         return "with a decay or segments"
-    if spec.D in WIDE:
+    if frame.is_wide(spec):
         return f"with more than {frame.F} columns"
     name = spec.feature_map.name
     if name not in FITTING:
@@ -158,8 +172,9 @@ def _unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
 
 def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
-    sizes = (mosaic.HALF, frame.F) if phase == "forward" else (mosaic.HALF,)
-    return spec.causal and spec.D in sizes and spec.decay != "channel"
+    in_pairs = frame.heads_of_tile(spec) == 2
+    counted = in_pairs or phase == "forward" and narrow.fills(spec, frame.F)
+    return spec.causal and counted and spec.decay != "channel"
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
@@ -181,12 +196,17 @@ def beats_later_backends(
         return False
     if backward_follows and splits_states(spec):
         return False  # no card has run these gradients
-    if spec.D == mosaic.HALF and spec.H != spec.G and not (spec.decay or backward_follows):
+    tile = narrow.tile_of(spec)
+    if tile is None or spec.D * spec.V < LEAST_FILLED * tile**2:
+        return False
+    if spec.causal and spec.D != spec.V and frame.is_wide(spec):
+        return False  # no card has timed them, and Triton's time follows both sizes
+    if frame.heads_of_tile(spec) == 2 and spec.H != spec.G and not (spec.decay or backward_follows):
         # On an H100, B2 H32 G8 T16384: 0.208 ms, by Triton's 0.200; with gradients 0.773 and 0.911.
         return False
     enough = ENOUGH_ROWS
     if spec.decay != "channel":
-        enough = ENOUGH_ROWS * frame.F // spec.D
+        enough = ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     if spec.causal:
         return spec.B * spec.H * spec.T >= enough
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= enough
@@ -199,7 +219,8 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
         if spec.causal:
             # What is kept has one shape, however large the batch becomes.
-            config = dataclasses.replace(config, pieces=causal.pieces_of(spec, config))
+            pieces = causal.pieces_of(narrow.in_tiles(spec), config)
+            config = dataclasses.replace(config, pieces=pieces)
 
         @custom_vmap
         def run(*arrays: Any) -> Any:

@@ -374,7 +374,7 @@ def channel_output(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = [jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)]
+    out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)]
     if keeps_features:
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
         out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]

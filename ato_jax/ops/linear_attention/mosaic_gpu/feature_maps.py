@@ -94,9 +94,11 @@ def map_queries_in_place(
 
 def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
     """Keys from column `first` of a tile on, or from that row of its transpose: columns that the
-    head does not have are set to what has features of 0."""
-    if not isinstance(spec, Narrow):
+    head does not have are set to what has features of 0. Of two heads in a tile the columns are
+    one's."""
+    if not isinstance(spec, Narrow) or spec.width == spec.D:
         return x
+    first = 0 if spec.D == HALF else first
     if isinstance(first, int) and first + x.shape[axis] <= spec.width:
         return x
     column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=axis, layout=mosaic.TILE)
@@ -113,13 +115,13 @@ class Elu1:
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return unrounded_features_of(x)
 
-    def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def queries(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return features_of(x)
 
-    def present(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def present(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return keys(self.spec, x, first)
 
-    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
+    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: Any = 0) -> jax.Array:
         return features_of(x) if exponents is None else decayed_features_of(x, exponents)
 
     def slope(self, x: jax.Array) -> jax.Array:
@@ -146,24 +148,26 @@ class Traced:
     map: FeatureMap
     width: int | None  # columns that a head has, if these do not fill a tile
     dtype: Any = mosaic.BF16
+    in_pairs: bool = False  # two heads in a tile: columns are one's
     slope_is_known = False
 
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
         (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
         if self.width is None:
             return phi
+        first = 0 if self.in_pairs else first
         if isinstance(first, int) and first + x.shape[1] <= self.width:
             return phi
         column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=1, layout=mosaic.TILE)
         return jnp.where(column < self.width, phi, 0.0)
 
-    def present(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def present(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return x
 
-    def queries(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def queries(self, x: jax.Array, first: Any = 0) -> jax.Array:
         return mosaic.rounded(self.unrounded(x, first), self.dtype)
 
-    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: int = 0) -> jax.Array:
+    def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: Any = 0) -> jax.Array:
         phi = self.unrounded(x, first)
         if exponents is not None:
             phi = phi * mosaic.in_columns(jnp.exp2(exponents), x.shape[1])
@@ -196,8 +200,9 @@ Features = Elu1 | Traced
 def features(spec: LinearAttentionSpec) -> Features:
     if spec.feature_map.name == "elu1":
         return Elu1(spec)
-    width = spec.width if isinstance(spec, Narrow) else None
-    return Traced(spec.feature_map, width, frame.tiling(spec).dtype)
+    width = spec.width if isinstance(spec, Narrow) and spec.width < spec.D else None
+    tiling = frame.tiling(spec)
+    return Traced(spec.feature_map, width, tiling.dtype, in_pairs=tiling.heads == 2)
 
 
 def _expm1(x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax import lax
 from ato_jax import mosaic
 from ato_jax.mosaic import HALF as HALF
 from ato_jax.mosaic import Deal as Deal
-from ato_jax.ops.linear_attention.mosaic_gpu.narrow import width_of
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import widths_of
 from ato_jax.ops.linear_attention.scans.chunks import LOG2_E as LOG2_E
 from ato_jax.ops.linear_attention.scans.chunks import C as C
 from ato_jax.ops.linear_attention.scans.chunks import heads_of_tile
@@ -41,19 +42,22 @@ class Config:
 
 def is_wide(spec: LinearAttentionSpec) -> bool:
     """Whether a head has more columns than a tile."""
-    return spec.D > F
+    return max(spec.D, spec.V) > F
 
 
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
-    ragged = spec.T % ROWS_OF_A_TILE != 0
-    heads, dtype = heads_of_tile(spec), jnp.dtype(spec.dtype).type
-    return mosaic.Tiling(spec.layout, columns, width_of(spec), heads, dtype, ragged)
+    heads, width = heads_of_tile(spec), math.gcd(*widths_of(spec))
+    dtype = jnp.dtype(spec.dtype).type
+    untiled = spec.T % ROWS_OF_A_TILE != 0 or heads == 2 and width < HALF
+    return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled)
 
 
-def sequence_shape(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
-    return tiling(spec).sequence_shape(spec.B, spec.T, heads)
+def shape_of_values(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
+    """[B, T, heads, V], or as the layout has it."""
+    lengths = (spec.T, heads) if spec.layout == "bthd" else (heads, spec.T)
+    return (spec.B, *lengths, widths_of(spec)[1])
 
 
 def head_of_keys(spec: LinearAttentionSpec, head: Any) -> Any:

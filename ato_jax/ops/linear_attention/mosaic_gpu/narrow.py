@@ -1,7 +1,10 @@
-"""Heads of 80, 96 or 112 columns, by the kernels of 128.
+"""Heads of fewer columns than a tile has: 80 to 112 by the kernels of 128, 144 to 176 by those of
+192, 208 to 240 by those of 256, in steps of 16; causal also 16 to 56 by those of 64, in steps of 8.
+Where D and V differ, the larger one chooses the tile.
 
 The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where
-it stores, if tiles in shared memory come in columns that are a part of a head's. The feature of 0
+it stores, if tiles in shared memory come in columns that are a part of a head's, or are copied as
+they are in blocks of 64 columns (`mosaic.Views`), as those of 64 are. The feature of 0
 is not 0: keys have what makes it so there instead (`frame.keys`), by which states, and what they
 are multiplied with, are those of the head, and zero beyond it.
 """
@@ -14,29 +17,54 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax.mosaic import HALF
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
 
-COLUMNS = 80, 96, 112
-TILE = 128
+TILES = 128, 192, 256
+LEAST = 80  # columns of a head that these tiles hold
+STEP = 16  # the copy engine takes a part of a head's columns that a product takes
+# Of heads of which two share a tile; rows in memory are a multiple of 16 bytes.
+LEAST_OF_PAIRS, STEP_OF_PAIRS = 16, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Narrow(LinearAttentionSpec):
-    """A call as those kernels take it: `D`, `F` and `V` are a tile's, `width` is a head's."""
+    """A call as those kernels take it: `D`, `F` and `V` are a tile's, `width` is a head's D, and
+    `values_width` its V."""
 
     width: int = 0
+    values_width: int = 0
+
+
+def tile_of(spec: LinearAttentionSpec) -> int | None:
+    """The columns that a head has in the tile that the larger of D and V fills, maybe in part; None
+    where there is no such tile."""
+    columns = max(spec.D, spec.V)
+    if spec.causal and columns <= HALF:
+        whole = spec.D % STEP_OF_PAIRS == spec.V % STEP_OF_PAIRS == 0
+        return HALF if whole and min(spec.D, spec.V) >= LEAST_OF_PAIRS else None
+    if columns < LEAST or spec.D % STEP or spec.V % STEP:
+        return None
+    return next((tile for tile in TILES if columns <= tile), None)
+
+
+def fills(spec: LinearAttentionSpec, tile: int | None) -> bool:
+    """Whether the head has all of the tile's columns."""
+    return spec.D == spec.V == tile
 
 
 def in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    if spec.D not in COLUMNS:
+    tile = tile_of(spec)
+    if tile is None or fills(spec, tile):
         return spec
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return Narrow(**fields | dict.fromkeys("DFV", TILE), width=spec.D)
+    widths = {"width": spec.D, "values_width": spec.V}
+    return Narrow(**fields | dict.fromkeys("DFV", tile) | widths)
 
 
-def width_of(spec: LinearAttentionSpec) -> int:
-    """The columns of a head in memory."""
-    return spec.width if isinstance(spec, Narrow) else spec.V
+def widths_of(spec: LinearAttentionSpec) -> tuple[int, int]:
+    """The columns of q and k in memory, and those of v."""
+    return (spec.width, spec.values_width) if isinstance(spec, Narrow) else (spec.D, spec.V)
 
 
 def widened(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
@@ -45,7 +73,7 @@ def widened(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
         return state
 
     def pad(x: jax.Array) -> jax.Array:
-        beyond = [(0, TILE - size) for size in x.shape[2:]]
+        beyond = [(0, spec.D - size) for size in x.shape[2:]]
         return jnp.pad(x, [(0, 0), (0, 0), *beyond])
 
     return LinearState(*map(pad, state))
@@ -53,8 +81,8 @@ def widened(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
 
 def narrowed(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
     """The reverse."""
-    width = width_of(spec)
-    return LinearState(state.kv[:, :, :width, :width], state.k_sum[:, :, :width])
+    width, values_width = widths_of(spec)
+    return LinearState(state.kv[:, :, :width, :values_width], state.k_sum[:, :, :width])
 
 
 class Kept(NamedTuple):

@@ -244,7 +244,7 @@ def output(
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
     program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
-    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), q.dtype)
+    out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), q.dtype)
     found: jax.Array = mosaic.launch(
         frame.name_of("output"), program, deal, out_type, tuple(given.values())
     )

@@ -42,8 +42,8 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "with a decay per channel"
     if frame.is_wide(spec):
         return f"with more than {frame.F} columns"
-    if phase == "backward" and spec.D == mosaic.HALF:
-        return f"for the gradients with {mosaic.HALF} columns"
+    if phase == "backward" and max(spec.D, spec.V) <= mosaic.HALF:
+        return f"for the gradients with up to {mosaic.HALF} columns"
     return None
 
 

@@ -179,6 +179,6 @@ def whole_output(
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = jax.ShapeDtypeStruct(frame.sequence_shape(spec, spec.H), BF16)
+    out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)
     arrays = [q, s, z_rows, *([] if lengths is None else [lengths])]
     return frame.launch(body, "whole_output", deal, out_type, scratch, arrays)

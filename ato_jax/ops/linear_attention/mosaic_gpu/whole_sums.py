@@ -129,7 +129,10 @@ def whole_sums(
 
             def map_keys(x: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 """phi(k) of rows and columns that there are, and its sum over the rows."""
-                phi = maps.transposed_keys(x, worker * HALF)
+                first = worker * HALF
+                if tiling.is_filled and parts > 1:
+                    first += share * workers * HALF
+                phi = maps.transposed_keys(x, first)
                 if lengths_ref is not None or deal.length % C:
                     phi = mosaic.rounded(there(phi, chunk))
                 return phi, jnp.sum(phi.astype(F32), axis=1)

@@ -1,4 +1,4 @@
-"""What the causal walks make of heads of 192 or 256 columns (`wide_walk.py`)."""
+"""What the causal walks make of heads of 129 to 256 columns (`wide_walk.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of keys and values of 192 or 256 columns that every query sees, as in
+"""The gradients of keys and values of 129 to 256 columns that every query sees, as in
 `whole_key_gradient.py`, of R [F, V] (bfloat16) and u [F]:
 
     dv_j = R^T phi(k_j)
@@ -120,8 +120,9 @@ def wide_key_gradient(
                     plgpu.copy_smem_to_gmem(x_s.at[slot, own], target)
 
                 plgpu.barrier_wait(loaded.at[slot])
-                x = load(x_s.at[slot, own])
-                phi_k = maps.keys(x)
+                first = own * HALF if tiling.is_filled else 0
+                x = maps.present(load(x_s.at[slot, own]), first)
+                phi_k = maps.keys(x, first=first)
                 x_s.at[slot, own][...] = phi_k
                 plgpu.commit_smem()
                 all_have(mapped)

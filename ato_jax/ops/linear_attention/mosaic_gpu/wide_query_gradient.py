@@ -1,4 +1,4 @@
-"""The gradient of queries of 192 or 256 columns that see every key, as in
+"""The gradient of queries of 129 to 256 columns that see every key, as in
 `whole_query_gradient.py`: with g the cotangent of out, S [F, V] and z [F] of all keys,
 
     G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, least)

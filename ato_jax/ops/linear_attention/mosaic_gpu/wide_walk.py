@@ -1,4 +1,4 @@
-"""Causal walks over heads of 192 or 256 columns, whose state no block has registers for.
+"""Causal walks over heads of 129 to 256 columns, whose state no block has registers for.
 
 All five are one walk. A block takes two times 64 columns of what is made, of one side's columns;
 chunk by chunk, with rows x_i that read, rows y_j that are read and p_j what these leave of
@@ -162,8 +162,8 @@ def wide_walk(
         def row_of(p_slot: Any, number: int) -> Any:
             return vectors_s.at[first_row + p_slot * len(of_rows) + number]
 
-        def map_keys(ref: Any) -> None:
-            ref[...] = maps.keys(load(ref))
+        def map_keys(ref: Any, block: Any) -> None:
+            feature_maps.map_keys_in_place(spec, ref, block if tiling.is_filled else 0)
 
         def rows_of(item: Item, chunk: Any) -> Any:
             return item.rows_from_the_end(chunk) if from_the_end else item.rows(chunk)
@@ -239,13 +239,17 @@ def wide_walk(
                 for block in range(blocks):
                     columns = pl.ds(block * HALF, HALF)
                     own_x, own_y = (tiles.at[slot, :, columns] for tiles in (x_s, y_s))
-                    phi = maps.queries(load(own_x))
-                    own_x[...] = phi
+                    phi: Any = None
+                    if role is Role.DV:
+                        map_keys(own_x, block)
+                    else:
+                        phi = maps.queries(load(own_x))
+                        own_x[...] = phi
                     if normalizes:
                         ahead = mosaic.in_rows(load(z_of(block), OF_COLUMNS), C)
                         den = den + jnp.sum(phi.astype(F32) * ahead, axis=1)
                     if inverse is None:
-                        map_keys(own_y)
+                        map_keys(own_y, block)
                     else:
                         feature_maps.map_queries_in_place(spec, own_y, inverse)
                 if normalizes:
@@ -307,7 +311,7 @@ def wide_walk(
                     z_of(own)[...] = vector
                     plgpu.barrier_wait(p_loaded.at[p_slot])
                     if role is Role.DQ:
-                        map_keys(own_p)
+                        map_keys(own_p, block)
                     else:
                         inverse = load(row_of(p_slot, 0), OF_ROWS)
                         feature_maps.map_queries_in_place(spec, own_p, inverse)
@@ -425,7 +429,8 @@ def wide_walk(
     arrays = [x, y, p, *state, *([] if reader is None else [reader]), *of_rows]
     heads = deal.heads // parts
     length = mosaic.whole_chunks(spec.T)
-    out_type: Any = jax.ShapeDtypeStruct(frame.sequence_shape(spec, heads), BF16)
+    shape = frame.shape_of_values(spec, heads) if reader is None else reader.shape
+    out_type: Any = jax.ShapeDtypeStruct(shape, BF16)
     if role is Role.FLOW:
         out_type = (
             jax.ShapeDtypeStruct((spec.B, heads, blocks, length), F32),

@@ -49,8 +49,8 @@ def whole_chunks(length: int) -> int:
 
 
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
-    """How many heads share a tile's columns: one of 128, or two of 64."""
-    return max(1, TILE_COLUMNS // spec.D)
+    """How many heads share a tile's columns: one of 128, or two of up to 64."""
+    return 2 if 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
 
 
 def is_steep(middle: Any, last: Any) -> Any:
