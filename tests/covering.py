@@ -426,8 +426,22 @@ MOSAIC = Space(
         ),
         Rule(
             ("decay", "causal"),
-            lambda decay, causal: decay != "none" and not causal,
-            "does not support a decay without causal",
+            lambda decay, causal: decay == "channel" and not causal,
+            "does not support a decay per channel without causal",
+        ),
+        Rule(
+            ("decay", "causal", "lengths"),
+            lambda decay, causal, lengths: (
+                decay != "none" and not causal and lengths in ("T < S", "T > S")
+            ),
+            "decay needs causal=True or T = S",
+        ),
+        Rule(
+            ("decay", "causal", "padding"),
+            lambda decay, causal, padding: (
+                decay in ("head", "step") and not causal and padding == "both"
+            ),
+            "does not support lengths of queries and keys that differ with a decay",
         ),
         Rule(
             ("causal", "lengths"),
@@ -468,7 +482,12 @@ MOSAIC = Space(
             ("lengths", "causal", "decay", "widths"),
             lambda lengths, causal, decay, widths: (
                 lengths == "odd"
-                and (not causal or decay == "channel" or widths[0] not in (64, 128))
+                and (
+                    decay == "channel"
+                    or not causal
+                    and decay == "none"
+                    or widths[0] not in (64, 128)
+                )
             ),
             "multiples of 8",
         ),
@@ -493,8 +512,8 @@ MOSAIC = Space(
             "needs D = V",
         ),
         Rule(
-            ("causal", "widths"),
-            lambda causal, widths: not causal and widths[0] == 64,
+            ("causal", "decay", "widths"),
+            lambda causal, decay, widths: not causal and decay == "none" and widths[0] == 64,
             "needs D = V",
         ),
         Rule(

@@ -34,6 +34,7 @@ from ato_jax.device import Device
 from ato_jax.mosaic import program
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
+    both_ways,
     causal,
     feature_maps,
     frame,
@@ -87,7 +88,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     sizes: tuple[int, ...] = (frame.F,)
     if spec.decay != "channel":
         sizes = *narrow.COLUMNS, *sizes
-    if spec.causal:
+    if spec.causal or frame.both_ways(spec):
         sizes = mosaic.HALF, *sizes
     if spec.decay is None:
         sizes = *sizes, *WIDE
@@ -100,6 +101,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
         return lacking
+    if spec.decay == "channel" and not spec.causal:
+        return "does not support a decay per channel without causal=True"
     if spec.segments and (lacking := steps.unsupported_segments(spec, phase)):
         return f"does not support segments {lacking}"
     if (spec.q_lengths or spec.kv_lengths) and (lacking := steps.unsupported_lengths(spec, phase)):
@@ -112,7 +115,9 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
     if not spec.causal:
-        return "does not support a decay without causal=True" if spec.decay else None
+        if phase == "backward" and frame.both_ways(spec):
+            return "does not support the gradients of a decay without causal=True"
+        return None
     lacking = steps.unsupported_lengths(spec, phase)
     if spec.return_state and spec.T % frame.C and lacking:
         return (
@@ -159,7 +164,8 @@ def _unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
 def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
     sizes = (mosaic.HALF, frame.F) if phase == "forward" else (mosaic.HALF,)
-    return spec.causal and spec.D in sizes and spec.decay != "channel"
+    walks = spec.causal or frame.both_ways(spec)
+    return walks and spec.D in sizes and spec.decay != "channel"
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
@@ -174,6 +180,8 @@ def needs_fallback(spec: LinearAttentionSpec) -> bool:
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
+    if frame.both_ways(spec):
+        return False  # no card has timed these
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
     cut = spec.segments or spec.T % frame.ROWS_OF_A_TILE
@@ -197,7 +205,7 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
-        if spec.causal:
+        if spec.causal or frame.both_ways(spec):
             # What is kept has one shape, however large the batch becomes.
             config = dataclasses.replace(config, pieces=causal.pieces_of(spec, config))
 
@@ -259,13 +267,15 @@ def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.
     if spec.kv_lengths:
         return _gates_of_steps(spec, config, steps.decay_of_steps(spec, inputs))
     if spec.decay == "head":  # which is no part of a batch
-        return gates.of_heads(spec, inputs.decay)
+        of_heads = both_ways.gates_of_heads if frame.both_ways(spec) else gates.of_heads
+        return of_heads(spec, inputs.decay)
     return _gates_of_steps(spec, config, inputs.decay)
 
 
 @_as_larger_batch
 def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array) -> jax.Array:
-    return gates.of_steps(spec, decay)
+    of_steps = both_ways.gates_of_steps if frame.both_ways(spec) else gates.of_steps
+    return of_steps(spec, decay)
 
 
 @_as_larger_batch
@@ -284,8 +294,9 @@ def _kept(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
     spec, inputs = _in_tiles(spec, inputs)
-    if spec.causal:
-        found = causal.keep(spec, config, inputs, features)
+    if spec.causal or frame.both_ways(spec):
+        keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
+        found = keep(spec, config, inputs)
         return found._replace(state=narrow.narrowed(spec, found.state))
     out, state = bidirectional.forward(spec, config, inputs)
     return narrow.Kept(out, narrow.narrowed(spec, state), state)
