@@ -427,8 +427,22 @@ MOSAIC = Space(
         ),
         Rule(
             ("decay", "causal"),
-            lambda decay, causal: decay != "none" and not causal,
-            "does not support a decay without causal",
+            lambda decay, causal: decay == "channel" and not causal,
+            "does not support a decay per channel without causal",
+        ),
+        Rule(
+            ("decay", "causal", "lengths"),
+            lambda decay, causal, lengths: (
+                decay != "none" and not causal and lengths in ("T < S", "T > S")
+            ),
+            "decay needs causal=True or T = S",
+        ),
+        Rule(
+            ("decay", "causal", "padding"),
+            lambda decay, causal, padding: (
+                decay in ("head", "step") and not causal and padding == "both"
+            ),
+            "does not support lengths of queries and keys that differ with a decay",
         ),
         Rule(
             ("causal", "lengths"),
@@ -469,7 +483,12 @@ MOSAIC = Space(
             ("lengths", "causal", "decay", "widths"),
             lambda lengths, causal, decay, widths: (
                 lengths == "odd"
-                and (not causal or decay == "channel" or widths not in SIZES_OF_ANY_ROWS)
+                and (
+                    decay == "channel"
+                    or not causal
+                    and decay == "none"
+                    or widths not in SIZES_OF_ANY_ROWS
+                )
             ),
             "multiples of 8",
         ),
@@ -494,8 +513,10 @@ MOSAIC = Space(
             "needs D",
         ),
         Rule(
-            ("causal", "widths"),
-            lambda causal, widths: not causal and widths[0] <= 64,
+            ("causal", "decay", "widths"),
+            lambda causal, decay, widths: not causal and (
+                widths[0] <= 64 if decay == "none" else widths in ((40, 40), (128, 64))
+            ),
             "needs D",
         ),
         Rule(

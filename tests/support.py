@@ -188,6 +188,9 @@ def _linear_attention() -> Iterator[Row]:
             sizes,
             _with_decay(axes, causal=True),
         )
+    for D in (128, 64):
+        sizes = wide | {"D": D, "V": D}
+        yield Row(f"T = S = 64, D = V = {D}, decay [B, S, G]", sizes, _with_decay("BSG"))
     for causal, told in ((False, "T = S = 64"), (True, "causal")):
         options = {"causal": causal, "kv_lengths": np.array([20, 32])}
         yield Row(f"{told}, D = V = 128, lengths", wide, _always(**options))

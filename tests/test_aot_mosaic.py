@@ -61,6 +61,11 @@ CALLS = [
         {"key_gradient": 120, "new_body": 616, "query_gradient": 20, "output": 40},
     ),
     (Call(1, 16379, 16, 128, decay="step", gradients=False), 5, {"output": 276}),
+    (
+        Call(1, 16384, 16, 128, causal=False, decay="step", gradients=False),
+        13,
+        {"later_output": 260, "output": 304},
+    ),
     (Call(1, 16384, 32, 128, causal=False), 7, {}),
     (Call(1, 16384, 8, 192, causal=False, states=True), 9, {}),
     (Call(1, 16384, 8, 256, causal=False), 9, WHOLE),
@@ -104,7 +109,7 @@ CALLS = [
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.
-ORDINARY = [CALLS[n] for n in (3, 9, 12, 15)]
+ORDINARY = [CALLS[n] for n in (3, 10, 13, 16)]
 if os.environ.get("ATO_ALL_ROWS") == "1":
     ORDINARY = CALLS
 # The same kernel, compiled again, spills a few bytes more or less.

@@ -526,6 +526,37 @@ def test_gates_of_mosaic_gpu(
     check("linear_attention", *qkv, **options)
 
 
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    "name, B, T, H, G, D, scale, options",
+    [
+        ("step, both ways", 2, 9000, 4, 4, 128, 1.0, {}),
+        ("step, both ways", 2, 8192, 4, 2, 128, 30.0, {"normalize": False}),
+        ("step, both ways", 1, 16379, 4, 4, 128, 1.0, {"feature_map": "exp"}),
+        ("step, both ways", 3, 9000, 4, 4, 96, 1.0, {}),
+        ("step, both ways", 4, 9000, 4, 4, 64, 1.0, {}),
+        ("step, both ways", 4, 8187, 8, 2, 64, 30.0, {"normalize": False}),
+        ("head", 2, LONG, 2, 2, 128, 1.0, {"causal": False}),
+        ("head", 2, 9000, 4, 4, 64, 0.01, {"causal": False}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_gates_both_ways_of_mosaic_gpu(
+    name: str, B: int, T: int, H: int, G: int, D: int, scale: float, options: dict[str, Any]
+) -> None:
+    """Forward, where a call names the backend, the same bits twice."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, scale=scale)
+    options = linear_options(name, B, T, D, G=G) | options
+    wanted = numerics.oracle("linear_attention", *qkv, **options)
+    forward = functools.partial(
+        ato_jax.linear_attention, **options, implementation="mosaic_gpu"
+    )
+    out, again = (jax.jit(forward)(*qkv) for _ in range(2))
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(again))
+    numerics.check("out", out, wanted.exact["out"], dtype="bfloat16")
+
+
 @pytest.mark.kernels("mosaic_channel_gates", "channel_gates")
 @pytest.mark.parametrize(
     ("B", "T", "G", "layout", "strength", "share", "options"),

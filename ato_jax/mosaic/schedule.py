@@ -21,7 +21,7 @@ from ato_jax.mosaic.tiles import ROWS
 
 class Item(NamedTuple):
     """A piece of one head; where a tile is of two heads, of both, and `head` is the number of the
-    pair. `before` is how many chunks the block has had in earlier items."""
+    pair. `before` is how many chunks the block has had in earlier items. `end` is as in `Deal`."""
 
     number: Any
     batch: Any
@@ -30,14 +30,25 @@ class Item(NamedTuple):
     first_row: Any
     chunks: Any
     before: Any
+    end: int | None = None
+
+    def _first_of(self, chunk: Any) -> Any:
+        """A chunk's first row."""
+        first = self.first_row + chunk * ROWS
+        return first if self.end is None else self.end - ROWS - first
 
     def rows(self, chunk: Any) -> Any:
-        return pl.ds(self.first_row + chunk * ROWS, ROWS)
+        return pl.ds(self._first_of(chunk), ROWS)
+
+    def number_of(self, chunk: Any) -> Any:
+        """The chunk's number in the sequence."""
+        number = lax.div(self.first_row, ROWS) + chunk
+        return number if self.end is None else self.end // ROWS - 1 - number
 
     def rows_within(self, chunk: Any, lengths: Any) -> Any:
         """How many of a chunk's rows lie within the sequence, at most 64 of them; None where no
         `lengths` [B] are given."""
-        return None if lengths is None else lengths[self.batch] - (self.first_row + chunk * ROWS)
+        return None if lengths is None else lengths[self.batch] - self._first_of(chunk)
 
     def rows_from_the_end(self, chunk: Any) -> Any:
         return self.rows(self.chunks - 1 - chunk)
@@ -49,6 +60,10 @@ class Deal:
     of `length` rows with `heads` heads, or pairs of heads.
 
     Heads lie side by side in memory: blocks that run at once have the same piece of several.
+
+    Where `end` is given, which is `length` up to a whole chunk, chunks are counted from the end of
+    the sequence: the first chunk of the first piece is the last one in memory. Within a chunk rows
+    lie as they do in memory.
     """
 
     B: int
@@ -58,6 +73,7 @@ class Deal:
     pieces: int
     most_blocks: int
     first: int = 0
+    end: int | None = None
 
     @property
     def items(self) -> int:
@@ -87,7 +103,7 @@ class Deal:
             here = jnp.minimum(self.rows, self.length - first_row)
             chunks = lax.div(here + (ROWS - 1), ROWS)
             batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
-            found = Item(number, batch, head, piece, first_row, chunks, before)
+            found = Item(number, batch, head, piece, first_row, chunks, before, self.end)
             if takes is None:
                 do(found)
                 return before + chunks

@@ -35,6 +35,7 @@ from ato_jax.device import Device
 from ato_jax.mosaic import program
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
+    both_ways,
     causal,
     feature_maps,
     frame,
@@ -49,6 +50,7 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outpu
 
 HOPPER = (9, 0)
 INTERPRETER_THREADS = 32
+SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
 # Maps whose features are no larger than x + 1.
 FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # With fewer rows of all heads, Triton's kernels are faster: they are fewer. On an H200 8 heads of
@@ -96,6 +98,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
         return lacking
+    if spec.decay == "channel" and not spec.causal:
+        return "does not support a decay per channel without causal=True"
     if spec.segments and (lacking := steps.unsupported_segments(spec, phase)):
         return f"does not support segments {lacking}"
     if (spec.q_lengths or spec.kv_lengths) and (lacking := steps.unsupported_lengths(spec, phase)):
@@ -108,7 +112,9 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
     if not spec.causal:
-        return "does not support a decay without causal=True" if spec.decay else None
+        if phase == "backward" and frame.both_ways(spec):
+            return "does not support the gradients of a decay without causal=True"
+        return None
     lacking = steps.unsupported_lengths(spec, phase)
     if spec.return_state and spec.T % frame.C and lacking:
         return (
@@ -132,6 +138,10 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
         if spec.D == spec.V and spec.D in tiles:
             return None
         return "D = V = " + " or ".join(map(str, tiles))
+    if frame.both_ways(spec):
+        if spec.D == spec.V and spec.D in SIZES_BOTH_WAYS:
+            return None
+        return f"D = V = {', '.join(map(str, SIZES_BOTH_WAYS[:-1]))} or {SIZES_BOTH_WAYS[-1]}"
     most = frame.F if spec.decay else max(narrow.TILES)
     if max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
@@ -174,7 +184,8 @@ def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
     in_pairs = frame.heads_of_tile(spec) == 2
     counted = in_pairs or phase == "forward" and narrow.fills(spec, frame.F)
-    return spec.causal and counted and spec.decay != "channel"
+    walks = spec.causal or frame.both_ways(spec)
+    return walks and counted and spec.decay != "channel"
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
@@ -189,6 +200,8 @@ def needs_fallback(spec: LinearAttentionSpec) -> bool:
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
+    if frame.both_ways(spec):
+        return False  # no card has timed these
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
     cut = spec.segments or spec.T % frame.ROWS_OF_A_TILE
@@ -217,7 +230,7 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
-        if spec.causal:
+        if spec.causal or frame.both_ways(spec):
             # What is kept has one shape, however large the batch becomes.
             pieces = causal.pieces_of(narrow.in_tiles(spec), config)
             config = dataclasses.replace(config, pieces=pieces)
@@ -280,13 +293,15 @@ def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.
     if spec.kv_lengths:
         return _gates_of_steps(spec, config, steps.decay_of_steps(spec, inputs))
     if spec.decay == "head":  # which is no part of a batch
-        return gates.of_heads(spec, inputs.decay)
+        of_heads = both_ways.gates_of_heads if frame.both_ways(spec) else gates.of_heads
+        return of_heads(spec, inputs.decay)
     return _gates_of_steps(spec, config, inputs.decay)
 
 
 @_as_larger_batch
 def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array) -> jax.Array:
-    return gates.of_steps(spec, decay)
+    of_steps = both_ways.gates_of_steps if frame.both_ways(spec) else gates.of_steps
+    return of_steps(spec, decay)
 
 
 @_as_larger_batch
@@ -305,8 +320,9 @@ def _kept(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
     spec, inputs = _in_tiles(spec, inputs)
-    if spec.causal:
-        found = causal.keep(spec, config, inputs, features)
+    if spec.causal or frame.both_ways(spec):
+        keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
+        found = keep(spec, config, inputs)
         return found._replace(state=narrow.narrowed(spec, found.state))
     out, state = bidirectional.forward(spec, config, inputs)
     return narrow.Kept(out, narrow.narrowed(spec, state), state)

@@ -31,7 +31,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays, keeps_start
-from ato_jax.ops.linear_attention.mosaic_gpu.output import output
+from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import (
     query_gradient,
     splits_states,
@@ -100,7 +100,7 @@ def _chunks_at_once(spec: LinearAttentionSpec) -> int:
     return channel.CHUNKS if spec.decay == "channel" else 1
 
 
-def _deal(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
+def deal_of(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
     """All rows of all query heads."""
     pieces, unit = pieces_of(spec, config), _chunks_at_once(spec) * frame.C
     rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
@@ -123,21 +123,27 @@ class Kept(NamedTuple):
         return Outputs(self.out, self.state)
 
 
-def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False) -> Kept:
+def keep(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    features: bool = False,
+    later: Later | None = None,
+) -> Kept:
     """`inputs.decay` are the gates; those of channels as they are given, with which `features` says
-    whether these are kept, too."""
-    deal, gates = _deal(spec, config), inputs.decay
+    whether these are kept, too. `later` is of keys behind each query, where it sees these."""
+    deal, gates = deal_of(spec, config), inputs.decay
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
-    ahead = _states(spec, deal, inputs, pieces)
+    ahead = states_of(spec, deal, inputs, pieces)
     kv, units = _in_units(spec, ahead.kv)
     arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
         out = wide_causal.output(spec, deal, *arrays)
     else:
         steep = None if pieces is None else pieces.steep
-        out = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths, units)
+        out = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths, units, later)
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
@@ -169,7 +175,7 @@ def _keep_by_channel(
     return Kept(out, state, *ahead, found)
 
 
-def _states(
+def states_of(
     spec: LinearAttentionSpec,
     of_queries: mosaic.Deal,
     inputs: Inputs,
@@ -225,16 +231,16 @@ def backward(
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
     inputs, g = residuals.inputs, cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
-    deal = _deal(spec, config)
+    deal = deal_of(spec, config)
     kept_pieces = deal.pieces
     if spec.H != spec.G:
         own = dataclasses.replace(config, pieces=_pieces_of_groups(spec, config))
-        deal = _deal(spec, own)
+        deal = deal_of(spec, own)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
     if isinstance(residuals.outputs, Kept) and deal.pieces == kept_pieces:
         s, z, units = residuals.outputs.s, residuals.outputs.z, residuals.outputs.units
     else:
-        s, z, _ = _states(dataclasses.replace(spec, return_state=False), deal, inputs, pieces)
+        s, z, _ = states_of(dataclasses.replace(spec, return_state=False), deal, inputs, pieces)
         s, units = _in_units(spec, s)
     wide = frame.is_wide(spec)
     steep = since = keeps = None
@@ -317,7 +323,7 @@ def backward_by_channel(
     fallback: Fallback,
 ) -> Inputs:
     """The same where gates are those of channels."""
-    deal = _deal(spec, config)
+    deal = deal_of(spec, config)
     inputs, outputs = residuals
     kept: Any = outputs
     if not isinstance(outputs, Kept):

@@ -19,6 +19,9 @@ class Gates(NamedTuple):
     last row. `steep` says whether half of the chunk loses more than features in bfloat16 have room
     for; it is None in a kernel whose chunks are all known not to be steep.
 
+    Where chunks are walked from the end (`mosaic.Deal.end`), rows are counted from the chunk's last
+    one, too: L_i is the sum from there to row i.
+
     Where a chunk is not steep, keys carry exp2(L_m - L_j), queries, or what they read, carry
     exp2(L_i - L_m), and states are those that the middle row sees: so no decay stands between two
     products. In a steep chunk neither carries any, states are those of its start or, behind it, of
@@ -71,8 +74,8 @@ class Gates(NamedTuple):
         return self.if_steep(self.last - self.of(layout))
 
 
-def gates_of(ref: Any, some_steep: bool = True) -> Gates:
-    middle, last = ref[C // 2 - 1], ref[C - 1]
+def gates_of(ref: Any, some_steep: bool = True, from_the_end: bool = False) -> Gates:
+    middle, last = (ref[C // 2], ref[0]) if from_the_end else (ref[C // 2 - 1], ref[C - 1])
     return Gates(ref, middle, last, is_steep(middle, last) if some_steep else None)
 
 

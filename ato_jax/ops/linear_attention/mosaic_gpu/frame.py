@@ -45,6 +45,11 @@ def is_wide(spec: LinearAttentionSpec) -> bool:
     return max(spec.D, spec.V) > F
 
 
+def both_ways(spec: LinearAttentionSpec) -> bool:
+    """Whether a decay per head or step stands between a query and the keys on either side of it."""
+    return spec.decay in ("head", "step") and not spec.causal
+
+
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D

@@ -45,6 +45,10 @@ phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and
 and its denominator are multiplied by exp2(L_i - L_m) at the end. In a steep chunk w, v and what is
 read of the state are scaled in registers.
 
+Every query sees every key, with a decay (`both_ways.py`): one launch walks from the end
+(`mosaic.Deal.end`) and leaves, of the keys behind each query, its sum of values and its
+denominator; another one walks from the start and adds them, `later` and `later_den`, to its own.
+
 Where a tile is of two heads, the halves are these, each with products of its own 64 columns. Where
 a tile of one head lies in two blocks (`Tiling.parts_in`), a product over F is two that are added
 up, and S two arrays of 64 columns.
@@ -52,10 +56,9 @@ up, and S two arrays of 64 columns.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -71,143 +74,24 @@ from ato_jax.mosaic import (
     HALF,
     OF_COLUMNS,
     OF_ROWS,
-    Array,
-    Buffer,
     Item,
-    Ring,
-    Role,
-    Signal,
     load,
     multiply,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.output_storage import (
+    FEATURES,
+    MEMORY,
+    OUT_SLOTS,
+    ROLES,
+    VALUES,
+    Part,
+    Storage,
+    Walk,
+    storage_of,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-# Slots of q and k, which are loaded, mapped and multiplied; of v and gates; of what is stored.
-STAGES, V_STAGES, OUT_SLOTS = 4, 2, 1
-
-VALUES = Role("values", registers=176, warpgroups=2)
-MEMORY = Role("memory", registers=32)
-FEATURES = Role("features", registers=48, warpgroups=2, unrolled=True)
-ROLES = mosaic.Roles((VALUES, MEMORY, FEATURES))
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage(mosaic.Storage):
-    adds: Array  # [2, 8, 64] what each key adds to z: 1, or what the chunk's end keeps of it
-    den: Array  # [V_STAGES, 2, 64] float32: phi(q_i) . z, of each half
-    gates: Array  # [V_STAGES, heads * 64] float32
-    k: Array  # [STAGES, 64, F], or two blocks of [64, 64]
-    out: Array  # [2, OUT_SLOTS, 64, 64]
-    q: Array  # as k
-    s: Array  # [2, 64, F] S of each half of V
-    s_units: Array  # [2, 64] float32: of S's rows, in float16
-    v: Array  # [V_STAGES, 2, 64, 64]
-    z_rows: Array  # [2, 8, 64] z of each half of F, rounded, in all 8 rows
-    z_start: Array  # [2, 64] float32: z ahead of the piece
-    rows: Ring  # of q and k
-    values: Ring  # of v and gates
-    state: Ring  # of s
-    sums: Ring  # of z_start
-    mapped: Signal
-    den_known: Signal
-
-    barriers = (
-        "den_known",
-        "rows.consumed",
-        "leave",
-        "rows.produced",
-        "mapped",
-        "state.consumed",
-        "state.produced",
-        "values.consumed",
-        "values.produced",
-        "sums.consumed",
-        "sums.produced",
-    )
-
-
-def storage_of(spec: LinearAttentionSpec) -> Storage:
-    tiling, gated = frame.tiling(spec), spec.decay is not None
-    heads, shared = tiling.heads, tiling.shared
-    q = Buffer(tiling.tiles(STAGES), copies=tiling.blocks)
-    k = Buffer(tiling.tiles(STAGES), copies=tiling.blocks)
-    v = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
-    gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
-    s = Buffer(shared(2, HALF, spec.F), copies=2)
-    z_start = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
-    s_units = None
-    if mosaic.has_units(tiling.dtype):
-        s_units = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
-    return Storage(
-        adds=Buffer(shared(2, ALIKE, C)),
-        den=Buffer(plgpu.SMEM((V_STAGES, 2, C), F32)),
-        gates=gates,
-        k=k,
-        out=Buffer(tiling.of_rows(2, OUT_SLOTS, C, HALF)),
-        q=q,
-        s=s,
-        s_units=s_units,
-        v=v,
-        z_rows=Buffer(shared(2, ALIKE, HALF)),
-        z_start=z_start,
-        rows=Ring.of(STAGES, filled=(q, k), readers=(FEATURES, VALUES)),
-        values=Ring.of(V_STAGES, (v, gates if gated else None), (FEATURES, VALUES)),
-        state=Ring.of(1, (s, s_units), (VALUES,)),
-        sums=Ring.of(1, (z_start,), (FEATURES,)),
-        mapped=Signal((FEATURES,), STAGES),
-        den_known=Signal((FEATURES,), V_STAGES),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage."""
-
-    spec: LinearAttentionSpec
-    deal: mosaic.Deal
-    own: Storage
-    q: Any
-    k: Any
-    v: Any
-    s: Any
-    z: Any
-    gates: Any = None
-    steep: Any = None
-    lengths: Any = None
-    s_units: Any = None
-    out: Any = None
-
-    @property
-    def tiling(self) -> mosaic.Tiling:
-        return frame.tiling(self.spec)
-
-    @property
-    def phi(self) -> feature_maps.Features:
-        return feature_maps.features(self.spec)
-
-    @property
-    def gated(self) -> bool:
-        return self.spec.decay is not None
-
-    @property
-    def z_unit(self) -> float:
-        """What z is divided by before it is rounded to float16: so that features of 2^8 may be
-        summed over all rows."""
-        if not mosaic.has_units(self.tiling.dtype):
-            return 1.0
-        return float(max(1, pl.next_power_of_2(self.spec.T) // 2**8))
-
-    def kv_head(self, item: Item) -> Any:
-        return frame.head_of_keys(self.spec, item.head)
-
-    def s_parts(self, half: Any) -> list[Any]:
-        return self.tiling.parts_of(self.own.s.at[half])
-
-    def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
-        rows = self.tiling.rows_in(self.own.gates, slot, half)
-        return chunk_decay.gates_of(rows, some_steep)
 
 
 def output(
@@ -222,6 +106,7 @@ def output(
     steep: jax.Array | None,
     lengths: jax.Array | None = None,
     s_units: jax.Array | None = None,
+    later: Later | None = None,
 ) -> jax.Array:
     """out.
 
@@ -232,22 +117,74 @@ def output(
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
+      later: what `later_output` left.
     """
+    found: jax.Array
+    (found,) = _launch(spec, deal, q, k, v, s, z, gates, steep, lengths, s_units, later)
+    return found
+
+
+class Later(NamedTuple):
+    """Sums over the keys behind each query, not divided by anything."""
+
+    sums: jax.Array  # like out
+    den: jax.Array | None  # [B, H, T up to a whole chunk] float32, where out is normalised
+
+
+def later_output(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+    gates: jax.Array,
+    steep: jax.Array,
+    lengths: jax.Array | None = None,
+) -> Later:
+    """As `output`, of a deal from the end."""
+    sums, *den = _launch(spec, deal, q, k, v, s, z, gates, steep, lengths)
+    return Later(sums, *den or (None,))
+
+
+def _launch(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+    gates: jax.Array | None,
+    steep: jax.Array | None,
+    lengths: jax.Array | None = None,
+    s_units: jax.Array | None = None,
+    later: Later | None = None,
+) -> Sequence[jax.Array]:
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "s": s, "z": z}
     given |= {} if gates is None else {"gates": gates, "steep": steep}
     given |= {} if lengths is None else {"lengths": lengths}
     given |= {} if s_units is None else {"s_units": s_units}
+    part, name = Part.ALL, "output"
+    if later is not None:
+        part = Part.REST
+        given |= {"later": later.sums} | ({} if later.den is None else {"later_den": later.den})
+    elif deal.end is not None:
+        part, name = Part.LATER, "later_output"
+    out_types = {"out": jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), q.dtype)}
+    if part is Part.LATER and spec.normalize:
+        rows = spec.B, spec.H, mosaic.whole_chunks(spec.T)
+        out_types["left_den"] = jax.ShapeDtypeStruct(rows, F32)
+    names = *given, *out_types
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        *inputs, out = refs
-        return Walk(spec, deal, own, out=out, **dict(zip(given, inputs, strict=True)))
+        return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
-    program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
-    out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), q.dtype)
-    found: jax.Array = mosaic.launch(
-        frame.name_of("output"), program, deal, out_type, tuple(given.values())
-    )
+    program = mosaic.Program(ROLES, storage_of(spec, part), parts, bind)
+    types, arrays = tuple(out_types.values()), tuple(given.values())
+    found: Sequence[jax.Array] = mosaic.launch(frame.name_of(name), program, deal, types, arrays)
     return found
 
 
@@ -289,10 +226,16 @@ def load_piece(walk: Walk, item: Item) -> None:
             of_keys = item._replace(head=kv_head)
             produced = own.values.produced
             tiling.copy_vector(walk.gates, of_keys, rows, own.gates, v_slot, produced)  # [64]
-        for half in range(2):
-            source = tiling.part(walk.v, item, rows, kv_head, half)  # [64, 64]
-            target = mosaic.for_copy(own.v.at[v_slot, half])
-            plgpu.copy_gmem_to_smem(source, target, own.values.produced.at[v_slot])
+        if walk.later_den is not None:
+            produced = own.values.produced
+            tiling.copy_vector(walk.later_den, item, rows, own.later_den, v_slot, produced)  # [64]
+        copied = [(walk.v, own.v, kv_head)]
+        copied += [] if walk.later is None else [(walk.later, own.later, item.head)]
+        for ref, tiles, head in copied:
+            for half in range(2):
+                source = tiling.part(ref, item, rows, head, half)  # [64, 64]
+                target = mosaic.for_copy(tiles.at[v_slot, half])
+                plgpu.copy_gmem_to_smem(source, target, own.values.produced.at[v_slot])
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -422,7 +365,7 @@ def multiply_chunk(
 
     w, out, S = gates.either(when_steep, otherwise) if walk.gated else otherwise()
     own.rows.consumed.arrive(slot)
-    w = jnp.where(mosaic.position(0) >= mosaic.position(1), w, 0.0)
+    w = walk.seen(w)
     w_units = None
     if walk.s_units is not None:
         w_units = mosaic.units_of_rows([w])
@@ -432,16 +375,37 @@ def multiply_chunk(
     # Rounded in pairs: behind the choice each would be by itself.
     w = mosaic.rounded(lax.optimization_barrier(w), tiling.dtype)
     (out,) = multiply((out, [(w, v)]))
-    factor = factor_of(walk, half, v_slot, w, w_units, gates)
+    factor, den = factor_of(walk, half, v_slot, w, w_units, gates)
     plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
-    own.out.at[half, out_slot][...] = (out * factor).astype(tiling.dtype)
+    out = out * factor
+    if own.later is not None:
+        later = load(own.later.at[v_slot, half]).astype(F32)  # [64, 64]
+        out += later if den is None else later * mosaic.in_columns(1.0 / den, HALF)
+    own.out.at[half, out_slot][...] = out.astype(tiling.dtype)
+    if own.left_den is not None:
+        own.left_den.at[half][...] = den
     plgpu.commit_smem()  # also what was read of the gates
     own.values.consumed.arrive(v_slot)
     plgpu.copy_smem_to_gmem(
         mosaic.for_copy(own.out.at[half, out_slot]),
         tiling.part(walk.out, item, item.rows(chunk), item.head, half),
     )
+    if own.left_den is not None:
+        leave_den(walk, half, item, item.rows(chunk))
     return S, to_end
+
+
+def leave_den(walk: Walk, half: Any, item: Item, rows: Any) -> None:
+    """Stores a chunk's denominators; of one head in a tile both halves have them."""
+
+    def leave() -> None:
+        target = walk.left_den.at[item.batch, walk.tiling.head_of(item.head, half), rows]
+        plgpu.copy_smem_to_gmem(walk.own.left_den.at[half], target)
+
+    if walk.tiling.heads == 2:
+        leave()
+    else:
+        pl.when(half == 0)(leave)
 
 
 def store_state(walk: Walk, half: Any, state: list[Any], S: list[jax.Array]) -> None:
@@ -460,9 +424,11 @@ def times(S: list[jax.Array], factor: Any) -> list[jax.Array]:
 
 def factor_of(
     walk: Walk, half: Any, v_slot: Any, w: jax.Array, w_units: jax.Array | None, gates: Any
-) -> Any:
-    """What rows of out are multiplied by, [64, 64], or the scale."""
+) -> tuple[Any, Any]:
+    """What rows of out are multiplied by, [64, 64], or the scale; and the denominator [64] of all
+    keys, or of the later ones where these are all that the launch sees."""
     spec, own = walk.spec, walk.own
+    den: Any = None
     lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0
     factor = spec.scale * lasting
     if spec.normalize:
@@ -472,9 +438,16 @@ def factor_of(
         own.den_known.wait(v_slot)
         for other in range(2) if walk.tiling.heads == 1 else (half,):
             den = den + load(own.den.at[v_slot, other], OF_ROWS)
-        factor = lasting / jnp.maximum(den * lasting, spec.eps)
+        den = den * lasting
+        if walk.later_den is not None:
+            den = den + load(walk.tiling.rows_in(own.later_den, v_slot, half), OF_ROWS)
+        if walk.part is Part.LATER:
+            factor = lasting
+        else:
+            den = jnp.maximum(den, spec.eps)
+            factor = lasting / den
     if w_units is not None:
         factor = factor * w_units
     if walk.gated or spec.normalize or w_units is not None:
         factor = mosaic.in_columns(factor, HALF)
-    return factor
+    return factor, den

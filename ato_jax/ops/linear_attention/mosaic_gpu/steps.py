@@ -27,6 +27,8 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"with more than {frame.F} columns{seen}"
     if spec.causal and spec.offset is None:
         return "of queries and keys that differ with causal=True"
+    if frame.both_ways(spec) and spec.offset is None:
+        return "of queries and keys that differ with a decay"
     return None
 
 
@@ -48,16 +50,18 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
-    """The call with lengths as they are; where causal with at most `kv_lengths`, and a decay in the
-    place of segments.
+    """The call with lengths as they are; where rows are walked with at most `kv_lengths`, and a
+    decay in the place of segments.
 
-    Lengths are there, too, where T ends within a chunk and the state behind it is returned: rows
-    beyond the end are read as zeros, whose features need not be zero.
+    Lengths are there, too, where T ends within a chunk, and the state behind it is returned or a
+    walk begins there: rows beyond the end are read as zeros, whose features need not be zero.
     """
-    if not spec.causal:
+    both_ways = frame.both_ways(spec)
+    if not spec.causal and not both_ways:
         return spec, inputs
     lengths = inputs.kv_lengths if spec.kv_lengths else None
-    if lengths is None and spec.return_state and spec.T % frame.C and spec.decay != "channel":
+    reads_the_end = both_ways or spec.return_state and spec.decay != "channel"
+    if lengths is None and reads_the_end and spec.T % frame.C:
         lengths = jnp.full(spec.B, spec.T, jnp.int32)
     if lengths is not None:
         spec = dataclasses.replace(spec, q_lengths=False, kv_lengths=True)

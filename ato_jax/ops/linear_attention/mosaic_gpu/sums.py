@@ -137,7 +137,7 @@ def piece_sums(
                 slot = mosaic.slot_of(step, STAGES)
                 mosaic.wait_until_free(free, step, STAGES)
                 tiling.copy_tile(x_ref, item, rows, item.head, x_s, slot, loaded)
-                number = lax.div(item.first_row, C) + chunk
+                number = item.number_of(chunk)
                 for ref, own_name, width in zip(vector_refs, names, widths, strict=True):
                     columns, own = pl.ds(number * width, width), vectors_s[own_name]
                     at = item

@@ -1,0 +1,180 @@
+"""The storage of `output.py`: its roles, what lies in shared memory, and who hands what to whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Slots of q and k, which are loaded, mapped and multiplied; of v and gates; of what is stored.
+STAGES, V_STAGES, OUT_SLOTS = 4, 2, 1
+
+VALUES = Role("values", registers=176, warpgroups=2)
+MEMORY = Role("memory", registers=32)
+FEATURES = Role("features", registers=48, warpgroups=2, unrolled=True)
+ROLES = mosaic.Roles((VALUES, MEMORY, FEATURES))
+
+
+class Part(enum.Enum):
+    """What a launch makes of out."""
+
+    ALL = enum.auto()
+    LATER = enum.auto()  # of keys behind each query, not divided
+    REST = enum.auto()  # of the other keys, and adds what `LATER` left
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    adds: Array  # [2, 8, 64] what each key adds to z: 1, or what the chunk's end keeps of it
+    den: Array  # [V_STAGES, 2, 64] float32: phi(q_i) . z, of each half
+    gates: Array  # [V_STAGES, heads * 64] float32
+    k: Array  # [STAGES, 64, F], or two blocks of [64, 64]
+    later: Array  # [V_STAGES, 2, 64, 64] what the walk from the end left of out
+    later_den: Array  # [V_STAGES, heads * 64] float32
+    left_den: Array  # [2, 64] float32: the denominators that a walk from the end leaves
+    out: Array  # [2, OUT_SLOTS, 64, 64]
+    q: Array  # as k
+    s: Array  # [2, 64, F] S of each half of V
+    s_units: Array  # [2, 64] float32: of S's rows, in float16
+    v: Array  # [V_STAGES, 2, 64, 64]
+    z_rows: Array  # [2, 8, 64] z of each half of F, rounded, in all 8 rows
+    z_start: Array  # [2, 64] float32: z ahead of the piece
+    rows: Ring  # of q and k
+    values: Ring  # of v and gates
+    state: Ring  # of s
+    sums: Ring  # of z_start
+    mapped: Signal
+    den_known: Signal
+
+    barriers = (
+        "den_known",
+        "rows.consumed",
+        "leave",
+        "rows.produced",
+        "mapped",
+        "state.consumed",
+        "state.produced",
+        "values.consumed",
+        "values.produced",
+        "sums.consumed",
+        "sums.produced",
+    )
+
+
+def storage_of(spec: LinearAttentionSpec, part: Part = Part.ALL) -> Storage:
+    tiling, gated = frame.tiling(spec), spec.decay is not None
+    heads, shared = tiling.heads, tiling.shared
+    stages = STAGES - (part is Part.REST)  # which makes room for `later`
+    q = Buffer(tiling.tiles(stages), copies=tiling.blocks)
+    k = Buffer(tiling.tiles(stages), copies=tiling.blocks)
+    v = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
+    gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
+    s = Buffer(shared(2, HALF, spec.F), copies=2)
+    z_start = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
+    s_units = None
+    if mosaic.has_units(tiling.dtype):
+        s_units = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
+    later = later_den = left_den = None
+    if part is Part.REST:
+        later = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
+        if spec.normalize:
+            later_den = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
+    if part is Part.LATER and spec.normalize:
+        left_den = Buffer(plgpu.SMEM((2, C), F32))
+    of_values = v, gates if gated else None, later, later_den
+    return Storage(
+        adds=Buffer(shared(2, ALIKE, C)),
+        den=Buffer(plgpu.SMEM((V_STAGES, 2, C), F32)),
+        gates=gates,
+        k=k,
+        later=later,
+        later_den=later_den,
+        left_den=left_den,
+        out=Buffer(tiling.of_rows(2, OUT_SLOTS, C, HALF)),
+        q=q,
+        s=s,
+        s_units=s_units,
+        v=v,
+        z_rows=Buffer(shared(2, ALIKE, HALF)),
+        z_start=z_start,
+        rows=Ring.of(stages, filled=(q, k), readers=(FEATURES, VALUES)),
+        values=Ring.of(V_STAGES, of_values, (FEATURES, VALUES)),
+        state=Ring.of(1, (s, s_units), (VALUES,)),
+        sums=Ring.of(1, (z_start,), (FEATURES,)),
+        mapped=Signal((FEATURES,), stages),
+        den_known=Signal((FEATURES,), V_STAGES),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    q: Any
+    k: Any
+    v: Any
+    s: Any
+    z: Any
+    gates: Any = None
+    steep: Any = None
+    lengths: Any = None
+    s_units: Any = None
+    later: Any = None
+    later_den: Any = None
+    out: Any = None
+    left_den: Any = None
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def gated(self) -> bool:
+        return self.spec.decay is not None
+
+    @property
+    def part(self) -> Part:
+        if self.later is not None:
+            return Part.REST
+        return Part.ALL if self.deal.end is None else Part.LATER
+
+    @property
+    def z_unit(self) -> float:
+        """What z is divided by before it is rounded to float16: so that features of 2^8 may be
+        summed over all rows."""
+        if not mosaic.has_units(self.tiling.dtype):
+            return 1.0
+        return float(max(1, pl.next_power_of_2(self.spec.T) // 2**8))
+
+    def kv_head(self, item: Item) -> Any:
+        return frame.head_of_keys(self.spec, item.head)
+
+    def s_parts(self, half: Any) -> list[Any]:
+        return self.tiling.parts_of(self.own.s.at[half])
+
+    def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
+        rows = self.tiling.rows_in(self.own.gates, slot, half)
+        return chunk_decay.gates_of(rows, some_steep, from_the_end=self.part is Part.LATER)
+
+    def seen(self, w: jax.Array) -> jax.Array:
+        """w [i, j] where j is one of this launch's keys, else 0."""
+        query, key = mosaic.position(0), mosaic.position(1)
+        return jnp.where(query < key if self.part is Part.LATER else query >= key, w, 0.0)
