@@ -25,12 +25,12 @@ CALLS = [
     (
         Call(1, 65536, 16, 128),
         8,
-        {"query_gradient": 184, "key_gradient": 64, "output": 8},
+        {"query_gradient": 52, "key_gradient": 64, "output": 8},
     ),
     (
         Call(1, 16384, 16, 128, feature_map="silu"),
         8,
-        {"query_gradient": 168, "key_gradient": 80, "output": 8},
+        {"query_gradient": 40, "key_gradient": 80, "output": 8},
     ),
     (
         Call(1, 65536, 16, 128, decay="step"),

@@ -22,7 +22,7 @@ from tests.interpreted import newest, no_races  # noqa: F401
         (128, 1, 1, 1.0, {}),
         (64, 2, 2, 30.0, {"layout": "bhtd"}),
         (128, 1, 1, 30.0, {"feature_map": "identity", "scale": 1e-4}),
-        (96, 1, 1, 0.01, {"feature_map": "relu", "normalize": True}),
+        (96, 1, 1, 0.01, {"feature_map": "relu", "normalize": True, "kv_lengths": [60, 200]}),
         (128, 2, 1, 1.0, {"feature_map": "silu", "kv_lengths": [90, 200], "return_state": True}),
     ],
 )

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from ato_jax.mosaic.tiles import F16, OF_COLUMNS, in_columns, in_rows, load
 
-# The unit of a row of zeros.
-LEAST_UNIT = 2.0**-100
+# The unit of a row of zeros. A product of two units is a divisor: float32 holds it, and what is 1e8
+# divided by it.
+LEAST_UNIT = 2.0**-50
 
 
 def has_units(dtype: object) -> bool:

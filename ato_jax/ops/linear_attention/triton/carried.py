@@ -144,7 +144,6 @@ def query_gradient(
 ) -> QueryGradient:
     block = config.dq_block
     count = walk.pieces.count - walk.with_queries
-    in_parts = products.few_keys_in_parts(spec) and spec.decay is None and not spec.segments
     arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
     if "reads" in arrays:
         of_pieces = gates(spec, walk, steps, walk.pieces.rows, ("reads",))
@@ -186,24 +185,10 @@ def query_gradient(
             y = from_state[0] + products.product(spec, dw, phi_k, wide=True)
             if products.of_initial_sums(spec):
                 y += products.product(spec, products.left_by_rounding(spec, dw), phi_k)
-            e: Any = None
-            z_seen: Any = None
+            e = z_seen = None
             inverse = jnp.full((block,), spec.scale, jnp.float32)
             if spec.normalize:
                 z_seen = pairs.add_keys(spec, from_state[1], phi_k, wide)
-            few = in_parts and start < products.FEW_KEYS
-            rest = features - products.rounded(spec, features, wide=wide)  # [C, F]
-
-            def add_rest() -> tuple[jax.Array, jax.Array]:
-                """y_i and z_i, and what roundings of phi(k) and of the state leave off."""
-                left = state[0] - products.rounded(spec, state[0], wide=True)
-                found = y + products.product(spec, do, left, wide=True)
-                found += products.product(spec, dw, rest, wide=True)
-                return found, pairs.add_keys(spec, z_seen, rest, wide)
-
-            if in_parts:
-                y, z_seen = jax.lax.cond(few, add_rest, lambda: (y, z_seen))
-            if spec.normalize:
                 e, inverse = normalizer_terms(spec, [phi_q], [y], [z_seen])
                 tiles.store_rows(normalizer_refs[0], queries, e)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
@@ -221,17 +206,6 @@ def query_gradient(
                 of_e = unrounded if products.of_initial_sums(spec) else u
                 dz += products.sum_by_normalizer(spec, of_e, columns)
             state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
-            if in_parts:
-                kv, z = state
-                ones = jnp.ones((block, block), jnp.float32)
-                state = jax.lax.cond(
-                    few,
-                    lambda: (
-                        kv + products.product(spec, v, rest, wide=wide, trans_a=True),
-                        z + products.product(spec, ones, rest, wide=wide),
-                    ),
-                    lambda: (kv, z),
-                )
             return state, (dkv, dz)
 
         state = load_state(spec, side_refs, block)

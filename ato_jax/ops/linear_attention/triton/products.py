@@ -87,21 +87,6 @@ def product(
     )
 
 
-# Steps at a sequence's start whose queries see few keys.
-FEW_KEYS = 128
-
-
-def few_keys_in_parts(spec: LinearAttentionSpec) -> bool:
-    """Whether the gradient of queries that see few keys multiplies phi(k) in two parts.
-
-    sum_j (do_i . v_j + e_i) phi(k_j) cancels where keys are nearly alike, and the roundings of
-    phi(k_j) do not. Where do_i . out_i is small by chance they come to many times what either of
-    its terms is rounded to. With more keys both are small beside half the RMS row.
-    """
-    exact = spec.dtype == "float32" and spec.precision == "exact"
-    return spec.normalize and not exact
-
-
 def identity(spec: LinearAttentionSpec, size: int) -> jax.Array | None:
     """[size, size], with which `as_accumulated` multiplies; None where that product would round,
     or the matrix would fill the shared memory."""

@@ -47,9 +47,8 @@ from ato_jax.triton.tiles import Columns, Rows
 
 # A part of y and of z_i from each state, [C, F].
 Parts = list[tuple[jax.Array, Any]]
-# phi(k) [C, F] of a tile of keys, as it is multiplied and in float32, its pairs with the queries,
-# and do v^T [C, C].
-OfKeys = tuple[jax.Array, jax.Array, Pairs, jax.Array]
+# phi(k) [C, F] of a tile of keys, its pairs with the queries, and do v^T [C, C].
+OfKeys = tuple[jax.Array, Pairs, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +94,9 @@ class QueryTile:
         k = tiles.load_tile(self.qkv_refs[1], keys, spec.D)  # [C, D]
         v = tiles.load_tile(self.qkv_refs[2], keys, spec.V)  # [C, V]
         wide = mapping.wide_features(spec)
-        features = mapping.features_of(spec, k, keys)
-        phi_k = products.operand(spec, features, wide=wide)
+        phi_k = products.operand(spec, mapping.features_of(spec, k, keys), wide=wide)
         pairs = pairs_of(self.walk, self.refs, (start, self.cut.block), (first, other))
-        return phi_k, features, pairs, products.product(spec, self.do, v, trans_b=True)
+        return phi_k, pairs, products.product(spec, self.do, v, trans_b=True)
 
     def over_keys(self, body: Callable[[OfKeys, Any], Any], sums: Any) -> Any:
         """The sums after `body(with_keys(j), sums)` for each tile of keys that is seen."""
@@ -138,7 +136,7 @@ def _by_difference(tile: QueryTile, keep: Keep) -> Found:
     spec, several = tile.spec, tile.cut.others > 1
 
     def add_weights(of_keys: OfKeys, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        phi_k, _, pairs, dw = of_keys
+        phi_k, pairs, dw = of_keys
         den, num_do = sums
         w = products.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
         w = pairs.weigh(w)
@@ -159,7 +157,7 @@ def _by_difference(tile: QueryTile, keep: Keep) -> Found:
     of_rows = e[:, None]
 
     def add_difference(of_keys: OfKeys, y: jax.Array) -> jax.Array:
-        phi_k, _, pairs, dw = of_keys
+        phi_k, pairs, dw = of_keys
         # In two parts, because the roundings of these weights do not cancel.
         return products.add_weighted_sum(spec, y, pairs.weigh(dw + of_rows), phi_k)
 
@@ -173,11 +171,10 @@ def _by_difference(tile: QueryTile, keep: Keep) -> Found:
 def _by_sums(tile: QueryTile, keep: Keep, with_flows: bool) -> Found:
     spec = tile.spec
     matched = isinstance(spec, MatchedSpec)
-    in_two_parts = products.few_keys_in_parts(spec) and not tile.walk.both_ways
     e, inverse = None, jnp.full((tile.cut.block,), spec.scale, jnp.float32)
 
     def add_tile(of_keys: OfKeys, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        phi_k, features, pairs, dw = of_keys
+        phi_k, pairs, dw = of_keys
         y, z_seen = sums
         dw = pairs.weigh(dw)
         if matched or products.of_initial_sums(spec):
@@ -185,19 +182,7 @@ def _by_sums(tile: QueryTile, keep: Keep, with_flows: bool) -> Found:
         else:
             y += products.product(spec, dw, phi_k, wide=True)
         wide = mapping.wide_features(spec)
-        if z_seen is None:
-            return y, None
-        z_seen = pairs.add_keys(spec, z_seen, phi_k, wide)
-        if not in_two_parts:
-            return y, z_seen
-
-        def add_rest() -> tuple[jax.Array, jax.Array]:
-            rest = features - products.rounded(spec, features, wide=wide)  # [C, F]
-            found = y + products.product(spec, dw, rest, wide=True)
-            return found, pairs.add_keys(spec, z_seen, rest, wide)
-
-        few = tile.place[0] < products.FEW_KEYS
-        return jax.lax.cond(few, add_rest, lambda: (y, z_seen))
+        return y, None if z_seen is None else pairs.add_keys(spec, z_seen, phi_k, wide)
 
     parts = tile.read_states()
     # Before the loop, through which the parts themselves would fill the registers.
