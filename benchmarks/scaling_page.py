@@ -130,15 +130,13 @@ def predicted(case: Case, phase: str, n: int, alone: dict[str, float]) -> float 
 
 
 def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The median seconds of each phase of a case's call on one GPU."""
-    return {
-        name: {
-            row["phase"]: row["seconds"]["one"]
-            for row in rows
-            if row["row"] == name and "one" in row["seconds"] and row["devices"] > 1
-        }
-        for name in {row["row"] for row in rows}
-    }
+    """The median seconds of each phase of a case's call on one GPU, from its row on most GPUs."""
+    found: dict[str, dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row["devices"]):
+        phases = found.setdefault(row["row"], {})
+        if "one" in row["seconds"]:
+            phases[row["phase"]] = row["seconds"]["one"]
+    return found
 
 
 def line(row: dict[str, Any], alone: dict[str, float]) -> list[str]:
