@@ -531,8 +531,12 @@ def test_who_is_asked_for_what() -> None:
         assert (choice.fallback.backend if choice.fallback else None) == after
     assert "Hopper" in str(mosaic_gpu.unsupported_device(ampere, False))
     lengths, gated = jnp.array([3]), {"decay": -jnp.ones(k.shape)}
+    both_ways = {"decay": -jnp.ones(1)}
+    spec = api.prepare(q, k, v, **both_ways).spec
+    assert mosaic_gpu.unsupported(spec, "forward") is None
+    assert "gradients of a decay without causal" in str(mosaic_gpu.unsupported(spec, "backward"))
+    assert backend(channel.GPU, **both_ways) == "triton"
     for options, name in (
-        ({"causal": False, "decay": -jnp.ones(1)}, "causal"),
         ({"kv_lengths": lengths, "q_lengths": lengths + 1}, "queries and keys that differ"),
         ({"feature_map": ato_jax.favor(jax.random.key(0), 16, 128)}, "elementwise"),
         (gated | {"feature_map": "silu"}, "feature_map='elu1' with gates per channel"),
