@@ -1,4 +1,4 @@
-"""What the tests share that interpret Mosaic GPU's kernels."""
+"""The mark and the race check of tests that interpret Mosaic GPU's kernels."""
 
 from __future__ import annotations
 

@@ -504,7 +504,7 @@ def named_outputs(op: str, result: Any) -> dict[str, Any]:
 
 
 def named_results(op: str, result: Any, gradients: Mapping[str, Any]) -> dict[str, Any]:
-    """What the public function returned, and the gradients of its arguments, by name."""
+    """The results of the public function and the gradients of its arguments, by name."""
     found = named_outputs(op, result)
     for name, gradient in gradients.items():
         if name == "initial_state" and op == "gated_delta_rule":

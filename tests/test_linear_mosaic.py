@@ -149,8 +149,9 @@ def test_every_query_sees_every_key() -> None:
 def test_heads_of_other_sizes(
     D: int, V: int, T: int, S: int, H: int, layout: str, causal: bool, options: dict[str, Any]
 ) -> None:
-    """Of three and of four blocks of 64, or less than two, the last of them in part; in two pieces,
-    likewise; values of another size; in groups, unnormalised, and with a denominator below eps."""
+    """Heads have two to four blocks of 64 columns, the last one in part, and V may differ from D.
+    Causal rows come in two pieces, the last one in part. Some cases have groups, no normaliser or a
+    denominator below eps."""
     options = options | ({"return_state": False} if T % frame.C and causal else {})
     q, k, v = draw(1, T, H, 1, layout, S=S, D=max(D, V))
     q, k, v = q[..., :D], k[..., :D], v[..., :V]

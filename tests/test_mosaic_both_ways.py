@@ -19,7 +19,7 @@ from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def test_chunks_from_the_end_are_the_sequence_once() -> None:
-    """Of T rows that end within a chunk, in pieces whose last one is short."""
+    """T ends within a chunk, and the last piece is shorter than the others."""
     deal = both_ways.from_the_end(mosaic.Deal(1, 1, 300, 128, 3, 1), 300)
     items = [mosaic.Item(0, 0, 0, piece, 128 * piece, 2, 0, deal.end) for piece in range(3)]
     chunks = [(item.number_of(n), item.rows(n).start) for item in items for n in range(2)]

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from ato_jax.mosaic.tiles import F16, OF_COLUMNS, in_columns, in_rows, load
 
-# The unit of a row of zeros. A product of two units is a divisor: float32 holds it, and what is 1e8
-# divided by it.
+# The unit of a row of zeros. Kernels divide by the product of two units, which is at least 2^-100:
+# a number of 1e8 divided by it is still finite in float32.
 LEAST_UNIT = 2.0**-50
 
 

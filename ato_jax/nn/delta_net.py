@@ -1,4 +1,4 @@
-"""What the layers on the delta rule share, gated DeltaNet and Kimi Delta Attention.
+"""The base class of the layers on the delta rule, gated DeltaNet and Kimi Delta Attention.
 
     q, k, v = silu(conv(query(x))), silu(conv(key(x))), silu(conv(value(x)))
     beta_t  = sigmoid(write(x_t))            decay_t = -exp(A_log) softplus(f(x_t) + dt_bias)

@@ -154,7 +154,7 @@ def forward(plan: Plan, arrays: Arrays, exact: bool = False) -> tuple[jax.Array,
 
 
 class Queries(NamedTuple):
-    """What the backward pass reads of some queries."""
+    """The arrays that the backward pass reads, for a chunk of queries or for all of them."""
 
     q: jax.Array
     out: jax.Array

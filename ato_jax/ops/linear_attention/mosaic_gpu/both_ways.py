@@ -53,7 +53,7 @@ def gates_of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 def from_the_end(deal: mosaic.Deal, length: int) -> mosaic.Deal:
-    """The same pieces of a sequence of this length, counted from its end."""
+    """The same pieces; their rows are counted from the end of a sequence of this length."""
     return dataclasses.replace(deal, end=frame.whole_chunks(length))
 
 

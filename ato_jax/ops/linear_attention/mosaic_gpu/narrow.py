@@ -24,7 +24,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, 
 TILES = 128, 192, 256
 LEAST = 80  # columns of a head that these tiles hold
 STEP = 16  # the copy engine takes a part of a head's columns that a product takes
-# Of heads of which two share a tile; rows in memory are a multiple of 16 bytes.
+# Two heads of at most 64 columns share a tile. The copy engine needs rows of a multiple of 16
+# bytes.
 LEAST_OF_PAIRS, STEP_OF_PAIRS = 16, 8
 
 

@@ -120,7 +120,10 @@ def output(
       later: what `later_output` left.
     """
     found: jax.Array
-    (found,) = _launch(spec, deal, q, k, v, s, z, gates, steep, lengths, s_units, later)
+    (found,) = _launch(
+        spec, deal, later, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths,
+        s_units=s_units,
+    )  # fmt: skip
     return found
 
 
@@ -144,35 +147,26 @@ def later_output(
     lengths: jax.Array | None = None,
 ) -> Later:
     """As `output`, of a deal from the end."""
-    sums, *den = _launch(spec, deal, q, k, v, s, z, gates, steep, lengths)
+    sums, *den = _launch(
+        spec, deal, None, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths
+    )
     return Later(sums, *den or (None,))
 
 
 def _launch(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    s: jax.Array,
-    z: jax.Array,
-    gates: jax.Array | None,
-    steep: jax.Array | None,
-    lengths: jax.Array | None = None,
-    s_units: jax.Array | None = None,
-    later: Later | None = None,
+    later: Later | None,
+    **arrays: jax.Array | None,
 ) -> Sequence[jax.Array]:
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, "s": s, "z": z}
-    given |= {} if gates is None else {"gates": gates, "steep": steep}
-    given |= {} if lengths is None else {"lengths": lengths}
-    given |= {} if s_units is None else {"s_units": s_units}
+    given: dict[str, Any] = {name: x for name, x in arrays.items() if x is not None}
     part, name = Part.ALL, "output"
     if later is not None:
         part = Part.REST
         given |= {"later": later.sums} | ({} if later.den is None else {"later_den": later.den})
     elif deal.end is not None:
         part, name = Part.LATER, "later_output"
-    out_types = {"out": jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), q.dtype)}
+    out_types = {"out": jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), spec.dtype)}
     if part is Part.LATER and spec.normalize:
         rows = spec.B, spec.H, mosaic.whole_chunks(spec.T)
         out_types["left_den"] = jax.ShapeDtypeStruct(rows, F32)
@@ -183,8 +177,8 @@ def _launch(
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
     program = mosaic.Program(ROLES, storage_of(spec, part), parts, bind)
-    types, arrays = tuple(out_types.values()), tuple(given.values())
-    found: Sequence[jax.Array] = mosaic.launch(frame.name_of(name), program, deal, types, arrays)
+    types, operands = tuple(out_types.values()), tuple(given.values())
+    found: Sequence[jax.Array] = mosaic.launch(frame.name_of(name), program, deal, types, operands)
     return found
 
 

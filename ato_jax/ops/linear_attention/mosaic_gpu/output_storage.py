@@ -27,11 +27,11 @@ ROLES = mosaic.Roles((VALUES, MEMORY, FEATURES))
 
 
 class Part(enum.Enum):
-    """What a launch makes of out."""
+    """The share of out that a launch computes."""
 
     ALL = enum.auto()
-    LATER = enum.auto()  # of keys behind each query, not divided
-    REST = enum.auto()  # of the other keys, and adds what `LATER` left
+    LATER = enum.auto()  # from the keys behind each query, not divided
+    REST = enum.auto()  # from the other keys; adds the sums that `LATER` stored
 
 
 @dataclasses.dataclass(frozen=True)

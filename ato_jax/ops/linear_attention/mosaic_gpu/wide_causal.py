@@ -1,4 +1,4 @@
-"""What the causal walks make of heads of 129 to 256 columns (`wide_walk.py`)."""
+"""The causal passes over heads of 129 to 256 columns, by the walks of `wide_walk.py`."""
 
 from __future__ import annotations
 
