@@ -1,4 +1,5 @@
-"""What a compiled program sends between devices, and which kernels it launches, from its text.
+"""What a compiled program sends between devices, and which kernels it launches, from its text; and
+how long a trace says that its collectives take.
 
     bytes that one device receives, for a result of R bytes on n devices:
     all-gather, all-to-all    R (n - 1) / n
@@ -15,10 +16,19 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
+
+from benchmarks.profiling import Kernel
 
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # By the targets of their custom calls.
 KERNELS = {"mosaic_gpu": "mosaic_gpu", "xla.gpu.triton": "triton", "__cudnn": "cudnn"}
+
+# By the names of kernels in a trace: NCCL's on a GPU; on a CPU those of the instructions, or of the
+# JAX functions that they come from.
+_IN_A_TRACE = re.compile(
+    r"nccl|all.gather|all.reduce|all.to.all|p(er)?mute|reduce.scatter|psum", re.IGNORECASE
+)
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
@@ -135,6 +145,12 @@ def _devices(instruction: str) -> int:
 def received(found: list[Collective]) -> int:
     """Bytes that one device receives in one run of the program."""
     return sum(one.received * one.times for one in found)
+
+
+def traced_seconds(kernels: Sequence[Kernel], devices: int) -> float:
+    """Seconds that a device spends in collectives in one call, on the mean of all devices. They
+    hold what a device waits for the others, and may run beside other kernels."""
+    return sum(one.seconds for one in kernels if _IN_A_TRACE.search(one.name)) / devices
 
 
 def told(found: list[Collective]) -> str:

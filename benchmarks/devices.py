@@ -19,7 +19,8 @@ rows, so n devices have n T of them. The table has
                 has n^2 times the work where there are n times the rows
     linear      the speed-up over n
     sends       the collectives of the compiled program, by the bytes of a device's result, and the
-                bytes that a device receives in all
+                bytes that a device receives in all, and the time of the collectives in a trace,
+                on the mean of the devices: it holds what they wait for each other
 
 Rows stand with the most wanted first. `--programs` is the most programs that a run compiles: one
 for each row on n devices, and one for each call that differs on one device. `--case` takes the rows
@@ -50,7 +51,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 import ato_jax
 import ato_jax.parallel
 from ato_jax import device
-from benchmarks import byte_limit, choices, collectives, demo, machine, ours, results, timing
+from benchmarks import (
+    byte_limit,
+    choices,
+    collectives,
+    demo,
+    machine,
+    ours,
+    profiling,
+    results,
+    timing,
+)
 from benchmarks.cases import PHASES
 from benchmarks.choices import Row
 from benchmarks.results import ResultsError
@@ -67,6 +78,8 @@ NAME = "devices"
 AXIS = "devices"
 # Of each of the two programs in a row's turns.
 SECONDS = 0.3
+# The calls of a row that are traced, for the time of its collectives.
+TRACED = 3
 # Of --within_s, the part in which programs are compiled.
 COMPILING = 0.5
 # Of a device's memory, the part that a row may need.
@@ -297,8 +310,9 @@ class Found:
     """One row. `seconds` are those of a call on one device and on all; `wrong` or `skipped` is why
     there are none.
 
-    `sends` are the collectives of the program, `received` the bytes that one device receives, and
-    `kernels` the custom calls of the program on each device, by backend.
+    `sends` are the collectives of the program, `received` the bytes that one device receives,
+    `collective_seconds` what they take in a trace on the mean of the devices, and `kernels` the
+    custom calls of the program on each device, by backend.
     """
 
     row: str
@@ -312,6 +326,7 @@ class Found:
     skipped: str = ""
     sends: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     received: int = 0
+    collective_seconds: float | None = None
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -435,6 +450,9 @@ class Measurer:
         for name, of_it in zip(("one", "all"), timed, strict=True):
             self.found.batches[name] = list(of_it.batches)
             self.found.seconds[name] = statistics.median(of_it.batches)
+        if self.found.received:
+            kernels = profiling.kernels(profiling.traced(launches[1], TRACED), TRACED)
+            self.found.collective_seconds = collectives.traced_seconds(kernels, self.count)
         return self.found
 
 
@@ -469,12 +487,14 @@ def line_of(found: Found) -> str:
     one, many = (demo.milliseconds(found.seconds[which]) for which in ("one", "all"))
     sends = collectives.told([collectives.Collective(**one) for one in found.sends])
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.errors.items())
+    taken = found.collective_seconds
+    spent = "" if taken is None else f" in {demo.milliseconds(taken)} ms of a device"
     kernels = ", ".join(f"{count} {name}" for name, count in found.kernels.items())
     memory = ", ".join(f"{which} {size / 1e9:.3g}" for which, size in found.memory.items())
     return (
         f"{found.speed_up:7.3f} {found.speed_up / found.devices:7.1%} {name}: "
         f"one {one} ms, all {many} ms; sends {sends or 'nothing'}, receives "
-        f"{found.received / 1e6:.4g} MB; kernels: {kernels or 'none'}; GB: {memory}; "
+        f"{found.received / 1e6:.4g} MB{spent}; kernels: {kernels or 'none'}; GB: {memory}; "
         f"bit-equal, off by {errors}"
     )
 

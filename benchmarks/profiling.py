@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,11 @@ def kernels(trace: dict[str, Any], calls: int) -> list[Kernel]:
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def traced(ready: ours.Prepared) -> dict[str, Any]:
+def traced(launch: Callable[[int], object], calls: int = CALLS) -> dict[str, Any]:
+    """The trace of so many launches, in Chrome's form."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready([ready.launch(0) for _ in range(CALLS)][-1])
+            jax.block_until_ready([launch(0) for _ in range(calls)][-1])
         [path] = Path(folder).glob("plugins/profile/*/*.trace.json.gz")
         return json.loads(gzip.decompress(path.read_bytes()))
 
@@ -163,7 +164,7 @@ def main(_: Sequence[str]) -> int:
             if FLAGS.traced:
                 _only_run(ready)
                 continue
-            found = kernels(traced(ready), CALLS * ready.calls)
+            found = kernels(traced(ready.launch), CALLS * ready.calls)
             if not found:
                 logging.error("%s, %s: the trace names no kernel", case, phase)
                 status = 1

@@ -142,6 +142,7 @@ def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def line(row: dict[str, Any], alone: dict[str, float]) -> list[str]:
     case, n = CASES[row["row"]], row["devices"]
     one, many = row["seconds"]["one"], row["seconds"]["all"]
+    taken = row.get("collective_seconds")
     model = predicted(case, row["phase"], n, alone)
     return [
         row["row"].replace("_", " "),
@@ -151,6 +152,7 @@ def line(row: dict[str, Any], alone: dict[str, float]) -> list[str]:
         f"{1e3 * many:.4g}",
         f"{row['speed_up'] / n:.1%}",
         size(row["received"]) if row["received"] else "nothing",
+        "-" if taken is None else f"{1e3 * taken:.3g}",
         "-" if model is None else f"{1e3 * model:.4g}",
         "-" if model is None else f"{many / model - 1:+.0%}",
     ]
@@ -162,7 +164,7 @@ def section(path: Path) -> str:
     rows = [row for row in run["rows"] if row["seconds"]]
     alone = by_case(rows)
     header = ["call", "phase", "GPUs", "one GPU, ms", "all, ms", "of linear", "a GPU receives"]
-    header += ["predicted, ms", "measured over it"]
+    header += ["collectives, ms", "predicted, ms", "measured over it"]
     about = run["about"]
     facts = f"{run['count']} x {run['device']}, {about['date']}, JAX {run['jax']}"
     worst = max(max(row["errors"].values()) for row in rows)
@@ -172,7 +174,8 @@ def section(path: Path) -> str:
             "Medians; the program on one GPU and that on all ran in turns. A row on one GPU is the "
             "program that cuts the call, on a mesh of one. Results and gradients were compared "
             f"with one GPU's first, at most {worst:.1e} apart, and two runs on all GPUs gave the "
-            "same bits.",
+            "same bits. The time of the collectives is a trace's, on the mean of the GPUs: it has "
+            "what they wait for each other, and may pass beside other kernels.",
             table(header, [line(row, alone[row["row"]]) for row in rows]),
         ]
     )

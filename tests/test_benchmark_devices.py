@@ -116,8 +116,8 @@ def test_a_row_of_the_page() -> None:
     seconds = {"one": 4e-3, "all": 2.5e-3}
     row = {"row": str(case), "phase": phase, "devices": 2, "received": 2e6, "seconds": seconds}
     cells = scaling_page.line({**row, "speed_up": 1.6}, {PHASES[0]: 1e-3, phase: 4e-3})
-    assert cells[1:7] == [phase, "2", "4", "2.5", "80.0%", "2 MB"]
-    assert float(cells[7]) == pytest.approx(2.02, abs=0.02) and cells[8] == "+24%"
+    assert cells[1:8] == [phase, "2", "4", "2.5", "80.0%", "2 MB", "-"]
+    assert float(cells[8]) == pytest.approx(2.02, abs=0.02) and cells[9] == "+24%"
 
 
 def test_seconds_of_the_model() -> None:
@@ -250,6 +250,7 @@ def test_the_suite_runs(tmp_path: Path) -> None:
     for row in told["rows"]:
         assert not row["wrong"] and not row["skipped"] and row["speed_up"] > 0, row
         assert row["errors"] and len(row["batches"]["all"]) >= 3
+        assert 0 < row["collective_seconds"] < 10 * row["seconds"]["all"] + 1
     linear, ring = told["rows"][0], told["rows"][2]
     assert [one["kind"] for one in linear["sends"]] == ["all-gather"] * 2
     assert "ring" in ring["row"] and {one["kind"] for one in ring["sends"]} == {
