@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import ato_jax
 import ato_jax.nn
 from ato_jax.parallel import walk
+from ato_jax.parallel.devices import MOST_UNROLLED, Devices
 from benchmarks import collectives as programs
 from benchmarks import scaling
 from tests import numerics, simulated
@@ -568,6 +569,19 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_a_process_with_eight_devices(check: str) -> None:
     in_a_process(check)
+
+
+@pytest.mark.parametrize("count", [3, MOST_UNROLLED + 1])
+def test_the_steps_of_a_few_devices_are_no_loop(count: int) -> None:
+    def after_all(states: jax.Array) -> Any:
+        devices = Devices("time", count, jnp.int32(0))
+        return devices.in_turn(lambda state, own: (2 * state + own, None), states[0], states)
+
+    states = jnp.arange(4.0 * count).reshape(count, 4)
+    text = jax.jit(after_all).lower(states).compile().as_text()
+    assert (" while(" in text) == (count > MOST_UNROLLED)
+    expected = states[0] * 2**count + sum(2 ** (count - 1 - i) * states[i] for i in range(count))
+    assert jnp.array_equal(jax.jit(after_all)(states), expected)
 
 
 def test_zigzag() -> None:

@@ -262,7 +262,7 @@ def _states_forward(axis: AxisName, returns_total: bool, part: Part, initial: ja
         return (added + jnp.matmul(kept, state, precision=EXACT), here), None
 
     entries = jnp.arange(devices.count), starts, parts.effect
-    (total, ahead), _ = lax.scan(onwards, (initial, jnp.zeros_like(initial)), entries)
+    total, ahead = devices.in_turn(onwards, (initial, jnp.zeros_like(initial)), entries)
     kept = parts.effect[..., initial.shape[-1] :]
     return (ahead, total), (kept, starts, ahead)
 
@@ -287,7 +287,7 @@ def _states_backward(
         return (_zero_where(starts, before), here), None
 
     entries = jnp.arange(devices.count), starts, kept, devices.gather(own)
-    (first, here), _ = lax.scan(
+    first, here = devices.in_turn(
         backwards, (after, jnp.zeros_like(after)), entries, reverse=True
     )
     effect = jnp.concatenate([here, jnp.matmul(here, ahead.mT, precision=EXACT)], axis=-1)

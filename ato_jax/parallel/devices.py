@@ -23,6 +23,8 @@ Tree = TypeVar("Tree")
 InputsT = TypeVar("InputsT")
 OutputsT = TypeVar("OutputsT")
 AxisName = str | tuple[str, ...]
+# The most devices whose steps stand one behind the other in a program, in place of a loop.
+MOST_UNROLLED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,21 @@ class Devices:
     def gather(self, array: jax.Array) -> jax.Array:
         """[...] of each device -> [count, ...]."""
         return lax.all_gather(varying_with(array, self.index), self.axis)
+
+    def in_turn(
+        self,
+        step: Callable[[Any, Any], tuple[Any, None]],
+        carry: Any,
+        entries: Any,
+        reverse: bool = False,
+    ) -> Any:
+        """The carry after a step for each device, from the first to the last, or the reverse.
+
+        Each turn of a loop would launch several small kernels; the steps of a few devices are one.
+        """
+        unroll = self.count if self.count <= MOST_UNROLLED else 1
+        carry, _ = lax.scan(step, carry, entries, reverse=reverse, unroll=unroll)
+        return carry
 
     def same(self, tree: Tree) -> Tree:
         """Arrays that are equal on all devices, of a type that says so.

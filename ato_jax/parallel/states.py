@@ -274,7 +274,7 @@ def around(
 
     entries = numbers, starts, parts
     carry = varying_with((initial, zero), (initial, entries, index))
-    (total, ahead), _ = lax.scan(rightwards, carry, entries)
+    total, ahead = devices.in_turn(rightwards, carry, entries)
     if spec.causal:
         return Around(ahead, None, total)
 
@@ -287,5 +287,5 @@ def around(
         return (state, here), None
 
     carry = varying_with((zero, zero), (initial, entries, index))
-    (_, behind), _ = lax.scan(leftwards, carry, entries, reverse=True)
+    _, behind = devices.in_turn(leftwards, carry, entries, reverse=True)
     return Around(ahead, behind, total)

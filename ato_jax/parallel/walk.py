@@ -193,5 +193,5 @@ def _rightwards(
 
     entries = jnp.arange(count), own, keeps, starts
     carry = varying_with((d_total, walk.zeros(own)), (d_total, entries, index))
-    (first, after), _ = lax.scan(step, carry, entries, reverse=True)
+    first, after = walk.devices.in_turn(step, carry, entries, reverse=True)
     return after, first
