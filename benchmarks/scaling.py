@@ -14,11 +14,13 @@ One call of H heads is cut over n GPUs by time. A GPU receives, of B = 1 sequenc
 
 with e bytes an element. `tests/test_parallel.py` holds these numbers against compiled programs.
 
-Times add up a call on one GPU, measured, over n, and what its collectives take: the bytes over a
-link's bandwidth, and a latency for each of the n - 1 steps. A node has 8 GPUs. Within it all links
-are NVLink; of what comes from other nodes each GPU takes an eighth over its own InfiniBand port,
-and the rest from its neighbours. In a ring the slowest link is the one between two nodes. The ring
-computes while it sends: a step takes the longer of the two.
+Times add up a call on one GPU, measured, over n, what the devices of a cut call compute besides
+(`Call.again`), and what its collectives take: a start each, the bytes over a link's bandwidth, and
+a latency for each of the n - 1 steps. A node has 8 GPUs. Within it all links are NVLink; of what
+comes from other nodes each GPU takes an eighth over its own InfiniBand port, and the rest from its
+neighbours. In a ring the slowest link is the one between two nodes. Its permutes stand beside the
+kernels in the program, but the measured kernels hold every multiprocessor, so that a step takes the
+time of both.
 """
 
 from __future__ import annotations
@@ -42,6 +44,12 @@ class Link:
 # these, assumed, 80%. The latencies are assumed.
 NVLINK = Link(0.8 * 450e9, 3e-6)
 INFINIBAND = Link(0.8 * 50e9, 8e-6)
+# A permute between two GPUs of a node, as the rows of the ring on two and four H200s took it, with
+# what the GPUs wait for each other.
+PERMUTE = Link(130e9, 3e-6)
+# Seconds that a collective takes besides, by the gathers on four H200s: its kernel's start, the
+# small kernels around it, and what the GPUs wait for each other.
+START = 60e-6
 # The memory of one H200 that arrays can use: CUDA and XLA keep the rest.
 MEMORY = 130e9
 
@@ -59,10 +67,17 @@ class Call:
     measured: int = 65536
     seconds: tuple[float, float] = (0.0, 0.0)
     power: int = 1  # of the rows, in the time
+    # What all devices of a cut call compute besides, over the time on one GPU, likewise.
+    again: tuple[float, float] = (0.0, 0.0)
 
     def alone(self, rows: int, both: bool) -> float:
         """Seconds on one GPU."""
         return self.seconds[both] * (rows / self.measured) ** self.power
+
+    def shared(self, rows: int, n: int, both: bool) -> float:
+        """Seconds on each of n GPUs, without the collectives."""
+        besides = self.again[both] if n > 1 else 0.0
+        return self.alone(rows, both) * (1 + besides) / n
 
 
 # The forward pass, and both, of B1 H16 T65536 D128 and of B2 H16 T16384 D128 (half of which is one
@@ -115,12 +130,13 @@ def gather_seconds(n: int, received: float) -> float:
     if n == 1:
         return 0.0
     if n <= NODE:
-        return received / NVLINK.bandwidth + (n - 1) * NVLINK.latency
+        return START + received / NVLINK.bandwidth + (n - 1) * NVLINK.latency
     nodes = n // NODE
     # An eighth of what other nodes have comes over each GPU's own port.
     outside = received * (n - NODE) / (n - 1) / NODE
     return (
-        max(outside / INFINIBAND.bandwidth, received / NVLINK.bandwidth)
+        START
+        + max(outside / INFINIBAND.bandwidth, received / NVLINK.bandwidth)
         + (nodes - 1) * INFINIBAND.latency
         + (NODE - 1) * NVLINK.latency
     )
@@ -129,33 +145,24 @@ def gather_seconds(n: int, received: float) -> float:
 def linear_seconds(T: int, n: int, both: bool = True, call: Call = LINEAR) -> float:
     sent = linear_bytes(n, 1, call.G, call.D, call.V, both=both)["all-gather"]
     calls = 1 + both
-    return call.alone(T, both) / n + calls * gather_seconds(n, sent / calls)
+    return call.shared(T, n, both) + calls * gather_seconds(n, sent / calls)
 
 
 def gathered_seconds(T: int, n: int, both: bool = True, call: Call = SOFTMAX) -> float:
     sent = gathered_bytes(n, 1, T, call.G, call.D, call.V, BFLOAT16, both)
-    return call.alone(T, both) / n + sum(gather_seconds(n, one) for one in sent.values())
+    return call.shared(T, n, both) + sum(gather_seconds(n, one) for one in sent.values())
 
 
 def ring_seconds(T: int, n: int, both: bool = True, call: Call = SOFTMAX) -> float:
-    if n == 1:
-        return call.alone(T, both)
-    link = NVLINK if n <= NODE else INFINIBAND
-    chunk = (T // n) * call.G * (call.D + call.V)
-    backward = call.seconds[1] - call.seconds[0]
-
-    def turns(bytes_of_step: float, seconds: float) -> float:
-        """n steps, of which all but the last send."""
-        computes = seconds * (T / call.measured) ** 2 / n / n
-        sends = bytes_of_step / link.bandwidth + link.latency
-        return (n - 1) * max(computes, sends) + computes
-
-    found = turns(chunk * BFLOAT16, call.seconds[0])
-    if both:
-        # The gradients leave when a step has added to them: nothing hides them.
-        gradients = chunk * FLOAT32 / link.bandwidth + link.latency
-        found += turns(chunk * BFLOAT16, backward) + n * gradients
-    return found
+    sent = ring_bytes(n, 1, T, call.G, call.D, call.V, BFLOAT16, both)["collective-permute"]
+    link = PERMUTE if n <= NODE else INFINIBAND
+    # k and v travel n - 1 times each way, and their gradients n times.
+    steps = (n - 1) * (1 + both) + n * both if n > 1 else 0
+    return (
+        call.shared(T, n, both)
+        + steps * (START + link.latency)
+        + sent * (n > 1) / link.bandwidth
+    )
 
 
 # -- memory --------------------------------------------------------------------------------------
