@@ -17,8 +17,6 @@ is ever written.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ato_jax import checking, meshes, programs, shapes
+from ato_jax import checking, meshes, page_updates, shapes
 from ato_jax.ops.common import Integers
-
-# Pages that `defragment` moves in one step: what it needs beside the cache.
-MOVED_AT_ONCE = 64
 
 
 class PagedCache(NamedTuple):
@@ -140,11 +135,11 @@ class PagedCache(NamedTuple):
         return cls(
             k_pages=jnp.zeros((P, page, G, D), dtype),
             v_pages=jnp.zeros((P, page, G, V), dtype),
-            page_table=jnp.full((B, _pages(length, page)), -1, jnp.int32),
+            page_table=jnp.full((B, page_updates.pages_for(length, page)), -1, jnp.int32),
             lengths=jnp.zeros(B, jnp.int32),
             active=jnp.zeros(B, bool),
             references=jnp.zeros(P, jnp.int32),
-            free_pages=_stack(P),
+            free_pages=page_updates.stack(P),
             available=jnp.full((), P, jnp.int32),
         )
 
@@ -167,7 +162,7 @@ class PagedCache(NamedTuple):
           0
         """
         sizes = _bind(self)
-        cache, (slot, fine) = _allocate(self)
+        cache, (slot, fine) = page_updates.allocate(self)
         _require(fine, (f"allocate() needs a free slot, and all B = {sizes['B']} are taken",), {})
         return cache, slot
 
@@ -229,7 +224,7 @@ class PagedCache(NamedTuple):
             shapes.bind(sizes, "slots", slots.shape, "N")
             slots = shapes.clipped(slots, -2, sizes["B"])
         S = sizes["pages"] * sizes["page"]
-        cache, (fits, fine, numbers) = _append(self, k, v, slots, counts)
+        cache, (fits, fine, numbers) = page_updates.append(self, k, v, slots, counts)
         messages = (
             f"slots must lie between -1 and B - 1 = {sizes['B'] - 1}, got {{slots}}",
             "slots must name none twice, got {slots}",
@@ -280,7 +275,7 @@ class PagedCache(NamedTuple):
         if length is not None:
             given["length"] = _scalar("length", length)
             length = shapes.clipped(given["length"], -1, shapes.INT32.max)
-        cache, (new, fine, numbers) = _fork(self, slot, length)
+        cache, (new, fine, numbers) = page_updates.fork(self, slot, length)
         messages = (
             "slot must be an allocated one, got {slot}",
             "length must lie between 0 and the sequence's {held}, got {length}",
@@ -314,7 +309,7 @@ class PagedCache(NamedTuple):
         """
         sizes = _bind(self)
         slots = shapes.integers("slots", slots).reshape(-1)
-        cache, fine = _free(self, shapes.clipped(slots, -2, sizes["B"]))
+        cache, fine = page_updates.free(self, shapes.clipped(slots, -2, sizes["B"]))
         _require(fine, ("slots must name allocated ones, got {slots}",), {"slots": slots})
         return cache
 
@@ -344,7 +339,7 @@ class PagedCache(NamedTuple):
           ([1, -1], [0, -1])
         """
         _bind(self)
-        return _defragment(self)[0]
+        return page_updates.defragment(self)[0]
 
     def contiguous(self) -> tuple[jax.Array, jax.Array]:
         """Copies each slot's keys and values into one row, S = pages * page.
@@ -386,16 +381,6 @@ class PagedCache(NamedTuple):
 
         k, v = meshes.call(rows, self, partition_of_outputs)
         return k, v
-
-
-def _pages(length: Any, page: int) -> Any:
-    """How many pages hold that many keys."""
-    return -(-length // page)
-
-
-def _stack(P: int) -> jax.Array:
-    """All pages, the first on top."""
-    return jnp.arange(P, dtype=jnp.int32)[::-1]
 
 
 def _bind(cache: PagedCache) -> dict[str, int]:
@@ -451,220 +436,3 @@ def _require(fine: jax.Array, messages: tuple[str, ...], numbers: dict[str, jax.
     for holds, message in zip(np.asarray(fine), messages, strict=True):
         if not holds:
             raise ValueError(message.format(**{key: np.asarray(n) for key, n in numbers.items()}))
-
-
-def _first_free(cache: PagedCache) -> jax.Array:
-    """A slot, -1 where all are taken."""
-    return jnp.where(cache.active.all(), -1, jnp.argmin(cache.active)).astype(jnp.int32)
-
-
-def _on_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(cache, *arrays)`, a cache and what else it returns, where explicit axes of a mesh
-    cut the cache: the new cache is cut alike, and the rest is the same on all devices.
-    """
-
-    @functools.wraps(function)
-    def run(cache: PagedCache, *arrays: Any) -> Any:
-        def partition_of_outputs() -> Any:
-            found = PagedCache(*(meshes.sharded(*meshes.partition(one)) for one in cache))
-            return found, meshes.sharded()
-
-        return meshes.call(
-            lambda given: function(given[0], *given[1:]), (cache, *arrays), partition_of_outputs
-        )
-
-    return run
-
-
-@_on_meshes
-@programs.jit()
-def _allocate(cache: PagedCache) -> tuple[PagedCache, tuple[jax.Array, jax.Array]]:
-    """As allocate, and what must hold, [1]."""
-    slot = _first_free(cache)
-    active = cache.active | (jnp.arange(cache.active.size) == slot)
-    return cache._replace(active=active), (slot, slot[None] >= 0)
-
-
-@_on_meshes
-@programs.jit()
-def _append(
-    cache: PagedCache, k: jax.Array, v: jax.Array, slots: Any, counts: Any
-) -> tuple[PagedCache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
-    """As append, and what must hold, [7], and what its messages say."""
-    P, page = cache.k_pages.shape[:2]
-    B, pages = cache.page_table.shape
-    entries, T = k.shape[:2]  # the first of N
-    counts = jnp.full(entries, T, jnp.int32) if counts is None else counts
-    if slots is None:
-        slots = jnp.where(cache.active, jnp.arange(B, dtype=jnp.int32), -1)
-    named = (slots >= 0) & (slots < B)
-    at = jnp.where(named, slots, 0)  # [N]
-    grows = named & (counts > 0)
-    held = cache.lengths[at]
-    longer = held + jnp.where(grows, counts, 0)
-
-    # Where one goes on in a page that others share, it copies, unless the others do: as if those
-    # who are appended to went one after another.
-    last = cache.page_table[at, jnp.minimum(held // page, pages - 1)]
-    goes_on = grows & (held % page > 0)
-    exists = (last >= 0) & (last < P)
-    same = (last[:, None] == last) & goes_on[:, None] & goes_on  # [N, N]
-    before = jnp.tril(same, -1).sum(1)
-    copies = goes_on & exists & (cache.references[jnp.where(exists, last, 0)] - before > 1)
-
-    first = _pages(held, page) - copies  # the first column of the table that gets a page
-    needs = jnp.where(grows, _pages(longer, page) - first, 0)
-    needed = needs.sum()
-    twice = jnp.tril((slots[:, None] == slots) & named, -1)
-    fine = jnp.stack(
-        [
-            ((slots >= -1) & (slots < B)).all(),
-            ~twice.any(),
-            (cache.active[at] | ~named).all(),
-            ((counts >= 0) & (counts <= T)).all(),
-            (exists | ~goes_on).all(),
-            (longer <= pages * page).all(),
-            needed <= cache.available,
-        ]
-    )
-    numbers = {
-        "slots": slots,
-        "counts": counts,
-        "table": last,
-        "longer": longer,
-        "needed": needed,
-        "available": cache.available,
-    }
-    fits = fine.all()
-    written = jnp.where(grows & fits, counts, 0)
-    copies, needs = copies & fits, jnp.where(fits, needs, 0)
-
-    # The pages that are taken, from the top of the stack.
-    most = 1 + _pages(max(T - 1, 0), page)
-    columns = first[:, None] + jnp.arange(most)  # [N, most]
-    takes = jnp.arange(most) < needs[:, None]
-    ranks = (jnp.cumsum(needs) - needs)[:, None] + jnp.arange(most)
-    taken = cache.free_pages[jnp.where(takes, cache.available - 1 - ranks, 0)]
-    page_table = cache.page_table.at[jnp.where(takes, at[:, None], B), columns].set(
-        taken, mode="drop"
-    )
-    references = cache.references.at[jnp.where(takes, taken, P)].add(1, mode="drop")
-    references = references.at[jnp.where(copies, last, P)].add(-1, mode="drop")
-
-    # One scatter of rows: what the copied page held, then what is new.
-    positions = held[:, None] + jnp.arange(T)  # [N, T]
-    homes = page_table[at[:, None], jnp.minimum(positions // page, pages - 1)]
-    rows = jnp.broadcast_to(jnp.arange(page), (entries, page))
-    copied = copies[:, None] & (rows < held[:, None] % page)
-    homes = jnp.concatenate([jnp.broadcast_to(taken[:, :1], copied.shape), homes], 1)
-    rows = jnp.concatenate([rows, positions % page], 1)  # [N, page + T]
-    present = jnp.concatenate([copied, jnp.arange(T) < written[:, None]], 1)
-    # What is left out gets a page of its own beyond the last, so that no row is there twice.
-    beyond = P + jnp.arange(homes.size, dtype=jnp.int32).reshape(homes.shape)
-    homes = jnp.where(present, homes, beyond)
-
-    def put(held_pages: jax.Array, new: jax.Array) -> jax.Array:
-        old = held_pages[jnp.where(copies, last, 0)]  # [N, page, G, D]
-        # Not by rows of all pages in one axis: a reshape around it may cost a copy of all.
-        new = jnp.concatenate([old, new], 1)
-        return held_pages.at[homes, rows].set(new, mode="drop", unique_indices=True)
-
-    cache = cache._replace(
-        k_pages=put(cache.k_pages, k),
-        v_pages=put(cache.v_pages, v),
-        page_table=page_table,
-        lengths=cache.lengths.at[jnp.where(named, at, B)].add(written, mode="drop"),
-        references=references,
-        available=cache.available - needs.sum(dtype=jnp.int32),
-    )
-    return cache, (fits, fine, numbers)
-
-
-@_on_meshes
-@programs.jit()
-def _fork(
-    cache: PagedCache, slot: jax.Array, length: Any
-) -> tuple[PagedCache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
-    """As fork, and what must hold, [3], and what its messages say."""
-    P, page = cache.k_pages.shape[:2]
-    B, pages = cache.page_table.shape
-    new = _first_free(cache)
-    known = (slot >= 0) & (slot < B)
-    at = jnp.where(known, slot, 0)
-    held = cache.lengths[at]
-    length = held if length is None else length
-    fine = jnp.stack([known & cache.active[at], (length >= 0) & (length <= held), new >= 0])
-    new = jnp.where(fine.all(), new, -1)
-    row = jnp.where(jnp.arange(pages) < _pages(length, page), cache.page_table[at], -1)
-    chosen = jnp.arange(B) == new
-    shared = jnp.where((row >= 0) & (new >= 0), row, P)
-    cache = cache._replace(
-        page_table=jnp.where(chosen[:, None], row, cache.page_table),
-        lengths=jnp.where(chosen, length, cache.lengths),
-        active=cache.active | chosen,
-        references=cache.references.at[shared].add(1, mode="drop"),
-    )
-    return cache, (new, fine, {"slot": slot, "held": held, "length": length})
-
-
-@_on_meshes
-@programs.jit()
-def _free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
-    """As free, and what must hold, [1]."""
-    P = cache.references.size
-    B = cache.lengths.size
-    known = (slots >= 0) & (slots < B)
-    ends = jnp.zeros(B, bool).at[jnp.where(known, slots, B)].set(True, mode="drop")
-    fine = (slots >= -1).all() & (slots < B).all() & ~(ends & ~cache.active).any()
-    ends &= cache.active
-    left = jnp.where(ends[:, None] & (cache.page_table >= 0), cache.page_table, P)
-    references = cache.references.at[left].add(-1, mode="drop")
-    freed = (cache.references > 0) & (references == 0)
-    place = jnp.where(freed, cache.available + jnp.cumsum(freed) - 1, P)
-    cache = cache._replace(
-        page_table=jnp.where(ends[:, None], -1, cache.page_table),
-        lengths=jnp.where(ends, 0, cache.lengths),
-        active=cache.active & ~ends,
-        references=references,
-        free_pages=cache.free_pages.at[place].set(jnp.arange(P, dtype=jnp.int32), mode="drop"),
-        available=cache.available + freed.sum(dtype=jnp.int32),
-    )
-    return cache, fine[None]
-
-
-@_on_meshes
-@programs.jit()
-def _defragment(cache: PagedCache) -> tuple[PagedCache, None]:
-    P = cache.references.size
-    in_use = cache.references > 0
-    behind = jnp.arange(P) >= in_use.sum()
-    # As many pages in use lie behind the last place as there are holes before it.
-    steps = _pages(P, MOVED_AT_ONCE)
-    size = steps * MOVED_AT_ONCE
-    [sources] = jnp.nonzero(in_use & behind, size=size, fill_value=P)
-    [targets] = jnp.nonzero(~in_use & ~behind, size=size, fill_value=P)
-
-    def move(step: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        source, target = (
-            jax.lax.dynamic_slice_in_dim(pages, step * MOVED_AT_ONCE, MOVED_AT_ONCE)
-            for pages in (sources, targets)
-        )
-        return tuple(
-            array.at[target].set(jnp.take(array, source, axis=0, mode="clip"), mode="drop")
-            for array in arrays
-        )
-
-    moves = _pages((in_use & behind).sum(), MOVED_AT_ONCE)
-    k_pages, v_pages, references = jax.lax.fori_loop(
-        0, moves, move, (cache.k_pages, cache.v_pages, cache.references)
-    )
-    homes = jnp.arange(P, dtype=jnp.int32).at[sources].set(targets.astype(jnp.int32), mode="drop")
-    table = cache.page_table
-    cache = cache._replace(
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=jnp.where(table >= 0, homes[jnp.maximum(table, 0)], -1),
-        references=jnp.where(behind, 0, references),
-        free_pages=_stack(P),
-    )
-    return cache, None
