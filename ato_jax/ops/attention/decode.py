@@ -16,17 +16,16 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from ato_jax import checking, device, division, meshes, partitioning, programs, shapes, tuning
+from ato_jax import device, division, meshes, partitioning, programs, shapes, tuning
 from ato_jax.choosing import PHASES, Choice, UnsupportedError
 from ato_jax.device import Device
 from ato_jax.dispatch import Explanation
 from ato_jax.ops.attention.api import OP, PAGED, Window, attention, bind_sinks, bounds
-from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
+from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs, check_cache
 from ato_jax.ops.attention.spec import AttentionSpec
-from ato_jax.ops.common import Integers, check_heads, check_lengths, is_batched, with_batch
+from ato_jax.ops.common import Integers, check_heads, is_batched, with_batch
 
 # Those that None may mean; "reference" runs where it is named.
 BACKENDS = ("xla", "triton")
@@ -105,7 +104,7 @@ def prepare(
         shapes.bind_batch(sizes, "lengths", keys.shape, batched)
         shapes.within("lengths", lengths, 0, sizes["S"], f"S={sizes['S']}")
         keys = _narrowed(keys.reshape(-1), sizes["S"])
-    _check_cache(page_table, lengths, sizes)
+    check_cache(page_table, lengths, sizes)
 
     spec = AttentionSpec(
         B=sizes["B"],
@@ -476,30 +475,3 @@ def _by_kernel_jvp(
     """The plain one's derivative: right in forward mode, reverse mode and to any order."""
     _, tangents = jax.jvp(functools.partial(_plain, spec, "xla"), primals, tangents)
     return _by_kernel(spec, here, interpret, cut, *primals), tangents
-
-
-def _check_cache(page_table: Any, lengths: Any, sizes: dict[str, int]) -> None:
-    """A ValueError for a page that there is not, where table and lengths are on the host.
-
-    Where `checked` looks an error for it, and for a length, wherever they are.
-    """
-    if lengths is not None:
-        check_lengths("lengths", lengths, "S", sizes["S"])
-    if page_table is None:
-        return
-    starts = np.arange(sizes["pages"]) * sizes["page"]
-    span = f"P - 1 = {sizes['P'] - 1} where used"
-    if checking.checking():
-        table = jnp.asarray(page_table)
-        used = starts < jnp.asarray(lengths).reshape(-1, 1)  # [B, pages]
-        pages = shapes.clipped(table, -1, sizes["P"])
-        exists = (pages >= 0) & (pages < sizes["P"])
-        checking.check(
-            (exists | ~used).all(),
-            f"page_table must lie between 0 and {span}, got {{page_table}}",
-            page_table=table,
-        )
-    elif not isinstance(page_table, jax.Array) and not isinstance(lengths, jax.Array):
-        host = np.asarray(page_table).reshape(sizes["B"], sizes["pages"])
-        of_use = host[starts < np.asarray(lengths).reshape(-1, 1)]
-        shapes.within("page_table", of_use, 0, sizes["P"] - 1, span)

@@ -471,10 +471,7 @@ def _fits(spec: AttentionSpec) -> bool:
 
 
 def kept_products(outputs: Outputs) -> jax.Array | None:
-    """The products that `wide_forward.forward_for_own_backward` kept; None if there are none.
-
-    Other forward passes leave int8 in their place, or nothing.
-    """
+    """The products that `wide_forward.forward_for_own_backward` kept: others leave int8 or None."""
     rest = outputs.rest
     return rest if rest is not None and rest.dtype == jnp.float32 else None
 
