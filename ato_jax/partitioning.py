@@ -16,7 +16,8 @@ the gradient of an input that lacks a cut axis is summed over the devices along 
 
 In a process with one device, and inside `jax.shard_map`, nothing is divided, and the kernel runs as
 it is. With several devices, JAX lowers no division for an `AbstractMesh` of automatic axes, and
-`jax.export` does not serialize it: explicit axes and `jax.shard_map` have neither limit.
+`jax.export` does not serialize it: explicit axes and `jax.shard_map` have neither limit. Under
+`jax.vmap` explicit axes have both where one of them cuts no letter: it may cut the mapped axis.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ class Cut:
     """The mesh axes that letters are cut along, and into how many parts in all.
 
     Where `shared`, arrays of G are whole on every device, which reads one head of them: G has as
-    many parts as heads, along no axis.
+    many parts as heads, along no axis. Where `spare`, mesh axes are left that cut no letter.
     """
 
     all_axes: tuple[tuple[str, tuple[str, ...]], ...]
     all_parts: tuple[tuple[str, int], ...]
     shared: bool = False
+    spare: bool = False
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
@@ -174,15 +176,7 @@ def divided(
         (*letters, *("." * array.ndim for array in constants)),
         of_results,
     )
-    if cut is None:
-        function = rule.call()
-    else:
-        function = jax.shard_map(
-            functools.partial(local, cut),
-            in_specs=tuple(map(cut.spec, rule.inputs)),
-            out_specs=[*map(cut.spec, rule.outputs)],
-            check_vma=False,  # results that `Cut.missing` devices have alike
-        )
+    function = rule.call(cut)
     found: list[jax.Array] = function(*arrays, *constants)
     return found
 
@@ -194,12 +188,16 @@ class _Rule:
     inputs: tuple[Letters, ...]
     outputs: tuple[Letters, ...]
 
-    def call(self) -> Callable[..., Any]:
-        """The function of all arrays, which `jax.vmap` maps, too."""
+    def call(self, cut: Cut | None) -> Callable[..., Any]:
+        """The function of all arrays, which `jax.vmap` maps, too.
+
+        An axis that `jax.vmap` adds may be explicitly sharded, and no type in here tells: where
+        `cut` leaves mesh axes for it, XLA decides.
+        """
 
         @jax.custom_batching.custom_vmap
         def run(*arrays: jax.Array) -> Any:
-            return self._partitioned()(*arrays)
+            return (self._partitioned() if cut is None else self._sharded(cut))(*arrays)
 
         @run.def_vmap
         def map_over(size: int, mapped: Any, *arrays: jax.Array) -> Any:
@@ -219,10 +217,18 @@ class _Rule:
                 ),
                 outputs=tuple(letter + one for one in self.outputs),
             )  # fmt: skip
-            found = rule.call()(*arrays)
+            found = rule.call(None if cut is None or cut.spare else cut)(*arrays)
             return found, jax.tree.map(lambda _: True, found)
 
         return run
+
+    def _sharded(self, cut: Cut) -> Callable[..., Any]:
+        return jax.shard_map(
+            functools.partial(self.part, cut),
+            in_specs=tuple(map(cut.spec, self.inputs)),
+            out_specs=[*map(cut.spec, self.outputs)],
+            check_vma=False,  # results that `Cut.missing` devices have alike
+        )
 
     def _partitioned(self) -> Callable[..., Any]:
         function = custom_partitioning(lambda *arrays: self.whole(*arrays))
@@ -246,9 +252,15 @@ class _Rule:
 
         def partition(mesh: Any, operands: Any, results: Any) -> Any:
             cut = cut_of(mesh, operands, results)
+
+            def part(*arrays: jax.Array) -> Any:
+                # XLA compiles it, perhaps where the caller has set a mesh of explicit axes.
+                with meshes.nowhere():
+                    return self.part(cut, *arrays)
+
             return (
                 mesh,
-                functools.partial(self.part, cut),
+                part,
                 shardings(mesh, cut, self.outputs),
                 tuple(shardings(mesh, cut, self.inputs)),
             )
@@ -335,7 +347,9 @@ def cut_by(
         shared = True
     parts = {letter: count(axes) for letter, axes in found.items()}
     parts |= {"G": few} if shared else {}
-    return Cut(tuple(found.items()), tuple(parts.items()), shared)
+    used = {axis for axes in found.values() for axis in axes}
+    spare = any(size > 1 and name not in used for name, size in mesh.items())
+    return Cut(tuple(found.items()), tuple(parts.items()), shared, spare)
 
 
 def cut_by_types(

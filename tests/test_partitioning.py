@@ -230,6 +230,18 @@ def main() -> None:
         "vmap, remat, a decay per head", over_all, {**mapped, "decay": draw(4)},
         dict.fromkeys("qkv", rows),
     )  # fmt: skip
+    # No type inside of the call names the mesh axis along which the mapped axis lies.
+
+    def over_every(q: Any, k: Any, v: Any, implementation: str) -> Any:
+        call = functools.partial(ato_jax.attention, implementation=implementation)
+        return jax.vmap(call)(q, k, v)
+
+    two_maps = {one: np.stack([array, 2 * array]) for one, array in four.items()}
+    rows = P("data", None, None, "model")
+    check(
+        "vmap over an explicit axis", over_every, two_maps, dict.fromkeys("qkv", rows),
+        AxisType.Explicit, gradients=False,
+    )  # fmt: skip
     with ato_jax.interpret():
         alone = jax.jit(gradients).lower(*(array[:1, :, :1] for array in (q, k, v)))
     # As JAX names the call that XLA divides.
