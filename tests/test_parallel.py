@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ato_jax
@@ -367,6 +367,19 @@ def check_zigzag() -> None:
         ato_jax.parallel.zigzag(x, 2, axis=3)
 
 
+def check_zigzag_of_parts() -> None:
+    """An array that is cut by time stays so, is gathered nowhere, and may be so explicitly."""
+    x = draw((1, 4 * DEVICES, 2), 0)
+    for change in (ato_jax.parallel.zigzag, ato_jax.parallel.unzigzag):
+        call = functools.partial(change, devices=DEVICES)
+        mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AxisType.Explicit,))
+        placed = jax.device_put(x, NamedSharding(mesh, P(None, "time")))
+        compiled = jax.jit(call).lower(placed).compile()
+        np.testing.assert_array_equal(compiled(placed), call(x))
+        sent = programs.collectives(compiled.as_text())
+        assert all(one.result < x.nbytes // 2 for one in sent), sent
+
+
 def check_layer(make: Any, ids: Any = None, own: Any = None, **options: Any) -> None:
     """A layer whose tokens are cut: its result, and the gradients of parameters and inputs."""
     own = own or {}
@@ -549,6 +562,7 @@ def check_programs() -> None:
     """In one process, since it takes as long to start as each of these."""
     check_bytes()
     check_ring_program()
+    check_zigzag_of_parts()
     check_refusals()
 
 

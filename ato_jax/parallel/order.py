@@ -6,20 +6,13 @@ of n gets chunks d and 2 n - 1 - d, so that each has early and late queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ato_jax import shapes
-
-
-def chunks_in_order(devices: int) -> list[int]:
-    """The numbers of the 2 n chunks in zigzag order."""
-    pairs = [(device, 2 * devices - 1 - device) for device in range(devices)]
-    return [chunk for pair in pairs for chunk in pair]
+from ato_jax import meshes, shapes
 
 
 def positions(order: str, index: jax.Array | int, devices: int, rows: int) -> jax.Array:
@@ -55,7 +48,7 @@ def zigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
       >>> ato_jax.parallel.zigzag(jnp.arange(8), 2, axis=0).tolist()
       [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    return _permuted(x, devices, axis, chunks_in_order(shapes.positive_int("devices", devices)))
+    return _permuted(x, devices, axis, back=False)
 
 
 def unzigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
@@ -78,12 +71,12 @@ def unzigzag(x: ArrayLike, devices: int, axis: int = 1) -> jax.Array:
       >>> ato_jax.parallel.unzigzag(x, 2, axis=0).tolist()
       [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    order = chunks_in_order(shapes.positive_int("devices", devices))
-    return _permuted(x, devices, axis, [order.index(chunk) for chunk in range(len(order))])
+    return _permuted(x, devices, axis, back=True)
 
 
-def _permuted(x: ArrayLike, devices: int, axis: Any, order: Sequence[int]) -> jax.Array:
-    """x with its chunks along the axis in this order."""
+def _permuted(x: ArrayLike, devices: int, axis: Any, back: bool) -> jax.Array:
+    """x put into zigzag order along the axis, or `back` into its own."""
+    devices = shapes.positive_int("devices", devices)
     x = shapes.as_array("x", x)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be an axis of x, an int, got {axis!r} and shape {x.shape}")
@@ -93,6 +86,16 @@ def _permuted(x: ArrayLike, devices: int, axis: Any, order: Sequence[int]) -> ja
             f"x must have a multiple of 2 * devices rows, {2 * devices}, along axis {axis}, got "
             f"shape {x.shape}; pad it, and give lengths"
         )
-    size = x.shape[axis] // (2 * devices)
-    chunks = x.reshape(*x.shape[:axis], 2 * devices, size, *x.shape[axis + 1 :])
-    return jnp.take(chunks, jnp.array(order), axis=axis).reshape(x.shape)
+
+    def permuted(x: jax.Array) -> jax.Array:
+        # No `jnp.take`: XLA would gather a sharded x for it, and it sends slices for these.
+        split = (devices, 2) if back else (2, devices)
+        rows = x.shape[axis] // (2 * devices)
+        chunks = x.reshape(*x.shape[:axis], *split, rows, *x.shape[axis + 1 :])
+        early, late = jnp.moveaxis(chunks, axis + back, 0)  # [..., n, rows, ...] each
+        halves = [early, jnp.flip(late, axis)]
+        return jnp.stack(halves, axis + (not back)).reshape(x.shape)
+
+    partition = lambda: meshes.sharded(*meshes.partition(x))  # noqa: E731
+    permuted_x: jax.Array = meshes.call(permuted, x, partition)
+    return permuted_x
