@@ -409,7 +409,7 @@ MOSAIC = Space(
         "return_state": (False, True),
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
-        "widths": ((128, 128), (64, 64), (40, 40), (80, 80), (128, 80), (160, 160), (256, 256)),
+        "widths": ((128, 128), (64, 64), (40, 40), (80, 80), (128, 64), (160, 160), (256, 256)),
         "heads": ("H = G", "pairs", "one key head"),
         "dtype": ("bfloat16", "float16"),
         "eps": (1e-6, 0.5),
@@ -515,7 +515,7 @@ MOSAIC = Space(
         Rule(
             ("causal", "decay", "widths"),
             lambda causal, decay, widths: not causal and (
-                widths[0] <= 64 if decay == "none" else widths in ((40, 40), (128, 80))
+                widths[0] <= 64 if decay == "none" else widths in ((40, 40), (128, 64))
             ),
             "needs D",
         ),

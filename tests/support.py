@@ -175,7 +175,7 @@ def _linear_attention() -> Iterator[Row]:
         for causal, told in ((False, "T = S = 64"), (True, "causal")):
             options = {"causal": causal, "feature_map": phi}
             yield Row(f"{told}, D = V = 128, feature_map={name}", wide, _always(**options))
-    for D, V in ((128, 80), (80, 128), (192, 144), (128, 64)):
+    for D, V in ((128, 64), (64, 128), (192, 128)):
         yield Row(f"causal, D = {D}, V = {V}", wide | {"D": D, "V": V}, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))

@@ -466,11 +466,11 @@ def test_mosaic_gpu_both_ways(
 @pytest.mark.parametrize(
     ("causal", "D", "V", "kind"),
     [
-        (True, 128, 80, "step"),
-        (True, 80, 128, "states"),
-        (True, 192, 144, None),
-        (False, 128, 96, "states"),
-        (False, 144, 192, None),
+        (True, 128, 64, "step"),
+        (True, 64, 128, "states"),
+        (True, 192, 64, None),
+        (False, 128, 64, "states"),
+        (False, 96, 192, None),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")

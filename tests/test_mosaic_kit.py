@@ -7,12 +7,14 @@ import ast
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 import ato_jax
 from ato_jax import mosaic
@@ -249,3 +251,17 @@ def test_only_rows_of_the_swizzle_have_an_untiled_view() -> None:
         of_one.of_rows(4, 64, 128)
     filled = dataclasses.replace(of_pairs, width=40)
     assert filled.is_filled and filled.tiles(4) == of_pairs.tiles(4)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_columns_beyond_a_head_are_rows_beyond_its_sequence(layout: str) -> None:
+    """Mosaic GPU would copy the first columns of an array that is one tile wide."""
+    tiling, rows = mosaic.Tiling(layout, 128, 64), pl.ds(64, 64)
+    shape = (1, 200, 2, 64) if layout == "bthd" else (1, 2, 200, 64)
+    array = SimpleNamespace(shape=shape)
+    assert tiling.rows_of_half(array, rows, 0) == rows
+    for half in (1, jnp.int32(1)):
+        assert int(tiling.rows_of_half(array, rows, half).start) >= 200
+    assert int(tiling.rows_of_half(array, rows, jnp.int32(0)).start) == 64
+    wider = SimpleNamespace(shape=(*shape[:3], 80))
+    assert tiling.rows_of_half(wider, rows, 1) == rows

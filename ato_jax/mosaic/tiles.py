@@ -203,11 +203,29 @@ class Tiling:
             first += 0 * lax.axis_index("block")
         return pl.ds(first, count)
 
+    def rows_of_half(self, ref: Any, rows: Any, half: Any) -> Any:
+        """The rows of which a copy takes 64 columns: beyond the sequence where the columns lie
+        beyond a head's.
+
+        An array of at most 64 columns is one tile wide, and Mosaic GPU drops a copy's index of an
+        axis of which both the array and the copy have one tile: the copy would take the head's
+        first columns in place of none.
+        """
+        width = ref.shape[-1]
+        if self.heads == 2 or width > HALF or not self.is_filled:
+            return rows
+        beyond = half * HALF >= width
+        if beyond is False:
+            return rows
+        length = ref.shape[1 if self.layout == "bthd" else 2]
+        return pl.ds(rows.start + jnp.where(beyond, pl.cdiv(length, ROWS) * ROWS, 0), rows.size)
+
     def part(self, ref: Any, item: Any, rows: Any, head: Any, half: Any = None) -> Any:
         """Rows of a sequence in global memory, [rows, columns]; with `half`, 64 columns of them."""
         columns: tuple[Any, ...] = ()
         assert half is not None or self.heads == 1
         if half is not None:
+            rows = self.rows_of_half(ref, rows, half)
             head, columns = self.head_of(head, half), (self.columns_of(half),)
         elif self.is_filled:
             columns = (self._columns(0, self.columns),)

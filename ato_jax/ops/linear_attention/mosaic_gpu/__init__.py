@@ -145,10 +145,7 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     most = frame.F if spec.decay else max(narrow.TILES)
     if max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
-    sizes = (
-        f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most} and the "
-        f"other in the same block of {mosaic.HALF} columns"
-    )
+    sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
     if spec.causal:
         step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
         sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"

@@ -1,7 +1,6 @@
 """Heads of fewer columns than a tile has: 80 to 112 by the kernels of 128, 144 to 176 by those of
 192, 208 to 240 by those of 256, in steps of 16; causal also 16 to 56 by those of 64, in steps of 8.
-Where D and V differ, the larger one chooses the tile, and the other one has columns in each of its
-blocks of 64.
+Where D and V differ, the larger one chooses the tile.
 
 The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where
 it stores, if tiles in shared memory come in columns that are a part of a head's, or are copied as
@@ -47,9 +46,7 @@ def tile_of(spec: LinearAttentionSpec) -> int | None:
         return HALF if whole and min(spec.D, spec.V) >= LEAST_OF_PAIRS else None
     if columns < LEAST or spec.D % STEP or spec.V % STEP:
         return None
-    tile = next((tile for tile in TILES if columns <= tile), None)
-    # On a card the causal kernels were wrong where a block of columns lay wholly beyond a head's.
-    return None if tile is None or min(spec.D, spec.V) <= tile - HALF else tile
+    return next((tile for tile in TILES if columns <= tile), None)
 
 
 def fills(spec: LinearAttentionSpec, tile: int | None) -> bool:
