@@ -111,7 +111,7 @@ CASES = [
     Case(128, causal=False, S=1000, feature_map="silu"),
     Case(96, decay="step", feature_map="exp"),
     Case(192, feature_map="softplus", layout="bhtd"),
-    Case(128, causal=False, decay="step", gradients=False),
+    Case(128, causal=False, decay="step"),
 ]
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import test_linear_channel as channel
-from test_linear_mosaic import OP, SMALL, draw
+from test_linear_mosaic import OP, against_the_reference, draw
 
-import ato_jax
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import both_ways
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -34,11 +29,4 @@ def test_every_query_sees_every_key_through_a_decay() -> None:
     T = 131
     decay = channel.draw_gates("mild", 1, T, 2).at[:, jnp.array([0, 40, T - 2])].set(-50.0)
     wanted = numerics.oracle(OP, *draw(1, T, 2, 2, D=64), decay=decay)
-    spec = wanted.request.spec
-    config = dataclasses.replace(mosaic_gpu.default_config(spec, channel.GPU), **SMALL)
-    with ato_jax.interpret():
-        found = jax.jit(mosaic_gpu.forward, static_argnums=(0, 1))(
-            spec, config, wanted.request.inputs
-        )
-    (out,) = numerics.users_outputs(OP, wanted.request, found).items()
-    numerics.check(*out, wanted.exact["out"], dtype="bfloat16")
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)

@@ -13,11 +13,21 @@ round in memory; the decays and their sums are, which are small.
 The walk from the end comes first and leaves sums that are not divided. The other one adds them to
 its own, so that out is divided and stored once. A state that is given or returned belongs to the
 walk from the start.
+
+Backwards no query's row needs both sums at once. With den_i the denominator of all keys, inverse_i
+= 1 / max(den_i, eps) and e_i = g_i . out_i, the gradients are sums over pairs (i, j) of
+
+    decay(i, j) (g_i . v_j - e_i) inverse_i
+
+times phi(q_i), phi(k_j) and their derivatives, and so those of the two walks added up, each by the
+causal kernels with inverse and e as they are given. The gradients of the decays alike, but that
+each walk's are of its own pairs of steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +39,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.causal import Kept
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.output import later_output
 from ato_jax.ops.linear_attention.scans import gates
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
 
 def gates_of_heads(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
@@ -42,14 +52,32 @@ def gates_of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
     """The prefix sums of the decays within chunks, [B, 2, G, T up to a whole chunk]: those from the
     start; and those of the sequence turned round."""
     length = frame.whole_chunks(spec.T)
-    time = 1 if spec.layout == "bthd" else 2
+    of_whole = dataclasses.replace(spec, T=length, S=length)
+    turned = _turned(spec, decay)
+    return jnp.stack([gates.of_steps(spec, decay), gates.of_steps(of_whole, turned)], axis=1)
+
+
+def _turned(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
+    """The decays of the sequence turned round, of T up to a whole chunk; 0 ahead of its rows."""
+    time = _axis_of_time(spec)
     # The first step's decay stands between no two rows.
     behind = lax.slice_in_dim(decay, 1, None, axis=time)
     missing = [(0, 0)] * 3
-    missing[time] = 0, length - (spec.T - 1)
-    turned = jnp.flip(jnp.pad(behind, missing), time)
-    of_whole = dataclasses.replace(spec, T=length, S=length)
-    return jnp.stack([gates.of_steps(spec, decay), gates.of_steps(of_whole, turned)], axis=1)
+    missing[time] = 0, frame.whole_chunks(spec.T) - (spec.T - 1)
+    return jnp.flip(jnp.pad(behind, missing), time)
+
+
+def _of_turned(spec: LinearAttentionSpec, gradient: jax.Array) -> jax.Array:
+    """The gradient of the decays, from that of `_turned`."""
+    time = _axis_of_time(spec)
+    behind = lax.slice_in_dim(jnp.flip(gradient, time), 0, spec.T - 1, axis=time)
+    missing = [(0, 0)] * 3
+    missing[time] = 1, 0
+    return jnp.pad(behind, missing)
+
+
+def _axis_of_time(spec: LinearAttentionSpec) -> int:
+    return 1 if spec.layout == "bthd" else 2
 
 
 def from_the_end(deal: mosaic.Deal, length: int) -> mosaic.Deal:
@@ -57,25 +85,86 @@ def from_the_end(deal: mosaic.Deal, length: int) -> mosaic.Deal:
     return dataclasses.replace(deal, end=frame.whole_chunks(length))
 
 
-def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """`inputs.decay` are the gates, `gates_of_steps`."""
+def _walks(
+    spec: LinearAttentionSpec, inputs: Inputs
+) -> tuple[tuple[LinearAttentionSpec, Inputs], tuple[LinearAttentionSpec, Inputs]]:
+    """The call as the walk from the start takes it, and as the one from the end does."""
     assert inputs.decay is not None
     of_start = dataclasses.replace(spec, causal=True)
     of_end = dataclasses.replace(of_start, initial_state=False, return_state=False)
-    deal = causal.deal_of(of_start, config)
+    turned = jnp.flip(inputs.decay[:, 1], 2)
+    without = inputs._replace(decay=turned, initial_state=None)
+    return (of_start, inputs._replace(decay=inputs.decay[:, 0])), (of_end, without)
+
+
+def _pieces_from_the_end(
+    spec: LinearAttentionSpec, deal: mosaic.Deal, own: jax.Array
+) -> gates.OfPieces:
+    """Of gates whose rows lie as in memory, as those of the sums do that this returns."""
+    found = gates.of_pieces(spec, deal, jnp.flip(own, 2))
+    return found._replace(until=jnp.flip(found.until, 2), since=jnp.flip(found.since, 2))
+
+
+def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+    """`inputs.decay` are the gates, `gates_of_steps`."""
+    (of_start, own), (of_end, turned) = _walks(spec, inputs)
+    assert turned.decay is not None
+    deal = from_the_end(causal.deal_of(of_start, config), spec.T)
+    pieces = _pieces_from_the_end(of_end, deal, turned.decay)
+    behind = causal.states_of(of_end, deal, turned, pieces)
+    arrays = turned.q, turned.k, turned.v, behind.kv, behind.k_sum, turned.decay, pieces.steep
+    later = later_output(of_end, deal, *arrays, turned.kv_lengths)
+    found = causal.keep(of_start, config, own, later=later)
+    return found._replace(behind=(behind.kv, behind.k_sum))
+
+
+def backward(
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    decay: jax.Array | None,
+) -> Inputs:
+    """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
+    inputs = residuals.inputs
+    kept: Any = residuals.outputs
+    if not isinstance(kept, Kept):
+        kept = keep(spec, config, inputs)
+    (of_start, own), (of_end, turned) = _walks(spec, inputs)
+    assert own.decay is not None and turned.decay is not None
+    deal = causal.deal_of_gradients(of_start, config)
     turned_deal = from_the_end(deal, spec.T)
-    own, turned = inputs.decay[:, 0], inputs.decay[:, 1]
-
-    def to_rows(x: jax.Array) -> jax.Array:
-        return jnp.flip(x, 2)
-
-    pieces = gates.of_pieces(of_end, turned_deal, turned)
-    pieces = pieces._replace(until=to_rows(pieces.until), since=to_rows(pieces.since))
-    arrays = inputs.q, inputs.k, inputs.v
-    without = inputs._replace(initial_state=None)
-    behind = causal.states_of(of_end, turned_deal, without, pieces)
-    states = behind.kv, behind.k_sum
-    later = later_output(
-        of_end, turned_deal, *arrays, *states, to_rows(turned), pieces.steep, inputs.kv_lengths
+    ahead = behind = None
+    if kept.behind is not None and deal == causal.deal_of(of_start, config):
+        ahead, behind = (kept.s, kept.z, None), (*kept.behind, None)
+    weights = None if kept.den is None else _weights(spec, inputs, kept.out, kept.den, cotangents)
+    pieces = gates.of_pieces(of_start, deal, own.decay)
+    found = causal.gradients(of_start, deal, own, cotangents, ahead, pieces, decay, weights)
+    pieces = _pieces_from_the_end(of_end, turned_deal, turned.decay)
+    turned_decay = None if decay is None else _turned(spec, decay)
+    shares = found.q, found.k, found.v
+    more = causal.gradients(
+        of_end, turned_deal, turned, cotangents, behind, pieces, turned_decay, weights, shares
     )
-    return causal.keep(of_start, config, inputs._replace(decay=own), later=later)
+    assert found.decay is not None and more.decay is not None
+    of_turned = more.decay if decay is None else _of_turned(spec, more.decay)
+    return more._replace(decay=found.decay + of_turned, initial_state=found.initial_state)
+
+
+def _weights(
+    spec: LinearAttentionSpec,
+    inputs: Inputs,
+    out: jax.Array,
+    den: jax.Array,
+    cotangents: Outputs,
+) -> tuple[jax.Array, jax.Array]:
+    """inverse and e, [B, H, T up to a whole chunk]; e is 0 where out is not divided by den, and of
+    rows that do not count."""
+    of_rows = jnp.sum(out.astype(jnp.float32) * cotangents.out.astype(jnp.float32), axis=3)
+    if spec.layout == "bthd":
+        of_rows = jnp.swapaxes(of_rows, 1, 2)
+    e = jnp.pad(of_rows, ((0, 0), (0, 0), (0, den.shape[2] - spec.T)))
+    counts = den > spec.eps
+    if inputs.kv_lengths is not None:
+        counts &= jnp.arange(den.shape[2]) < inputs.kv_lengths[:, None, None]
+    return 1 / den, jnp.where(counts, e, 0.0)

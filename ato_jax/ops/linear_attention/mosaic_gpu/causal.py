@@ -118,6 +118,10 @@ class Kept(NamedTuple):
     z: jax.Array
     features: channel_backward.Features | None = None
     units: jax.Array | None = None  # of the rows of s, in float16
+    # Where each query sees every key through a decay: what rows of out are divided by, and the sums
+    # of the walk from the end, as s and z.
+    den: jax.Array | None = None
+    behind: State | None = None
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
@@ -140,15 +144,15 @@ def keep(
     kv, units = _in_units(spec, ahead.kv)
     arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
-        out = wide_causal.output(spec, deal, *arrays)
+        out, den = wide_causal.output(spec, deal, *arrays), None
     else:
         steep = None if pieces is None else pieces.steep
-        out = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths, units, later)
+        out, den = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths, units, later)
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
         state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
-    return Kept(out, state, kv, ahead.k_sum, units=units)
+    return Kept(out, state, kv, ahead.k_sum, units=units, den=den)
 
 
 def _keep_by_channel(
@@ -229,19 +233,51 @@ def backward(
     decay: jax.Array | None,
 ) -> Inputs:
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
-    inputs, g = residuals.inputs, cotangents.out
-    q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
-    deal = deal_of(spec, config)
-    kept_pieces = deal.pieces
+    inputs, kept = residuals
+    deal = deal_of_gradients(spec, config)
+    ahead = None
+    if isinstance(kept, Kept) and deal.pieces == deal_of(spec, config).pieces:
+        ahead = kept.s, kept.z, kept.units
+    pieces = None if inputs.decay is None else of_pieces(spec, deal, inputs.decay)
+    return gradients(spec, deal, inputs, cotangents, ahead, pieces, decay)
+
+
+def deal_of_gradients(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
     if spec.H != spec.G:
-        own = dataclasses.replace(config, pieces=_pieces_of_groups(spec, config))
-        deal = deal_of(spec, own)
-    pieces = None if gates is None else of_pieces(spec, deal, gates)
-    if isinstance(residuals.outputs, Kept) and deal.pieces == kept_pieces:
-        s, z, units = residuals.outputs.s, residuals.outputs.z, residuals.outputs.units
-    else:
-        s, z, _ = states_of(dataclasses.replace(spec, return_state=False), deal, inputs, pieces)
+        config = dataclasses.replace(config, pieces=_pieces_of_groups(spec, config))
+    return deal_of(spec, config)
+
+
+def gradients(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    inputs: Inputs,
+    cotangents: Outputs,
+    ahead: tuple[jax.Array, jax.Array, jax.Array | None] | None,
+    pieces: OfPieces | None,
+    decay: jax.Array | None,
+    weights: State | None = None,
+    shares: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+) -> Inputs:
+    """As `backward`. Of a deal from the end, the shares of the pairs whose key is behind the query:
+    `inputs.decay`, the rows of `pieces` and `decay` are then of the sequence turned round, the
+    former two with each row at its place in memory.
+
+    Args:
+      ahead: the sums ahead of each piece, as kernels read them, and their units; None if they are
+        to be computed.
+      weights: inverse and e, as `query_gradient` takes them.
+      shares: of dq, dk and dv, which are added to them.
+    """
+    g = cotangents.out
+    q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
+    if ahead is None:
+        without = dataclasses.replace(spec, return_state=False)
+        s, z, _ = states_of(without, deal, inputs, pieces)
         s, units = _in_units(spec, s)
+    else:
+        s, z, units = ahead
+    of_q, of_k, of_v = shares or (None,) * 3
     wide = frame.is_wide(spec)
     steep = since = keeps = None
     if pieces is not None:
@@ -252,13 +288,13 @@ def backward(
     else:
         arrays = q, k, v, g, s, z
         dq, inverse, e, of_queries = query_gradient(
-            spec, deal, *arrays, gates, steep, lengths, units
+            spec, deal, *arrays, gates, steep, lengths, units, weights, of_q
         )
 
     of_chunks = None
     if mosaic.has_units(frame.tiling(spec).dtype):
-        of_q, of_e = (units_of_chunks(spec, x, lengths) for x in (inverse, e))
-        of_chunks = of_q, of_e
+        of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (inverse, e))
+        of_chunks = of_inverse, of_e
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
     found = None
@@ -288,6 +324,7 @@ def backward(
         heads = spec.G // frame.heads_of_tile(spec)
         walk = dataclasses.replace(deal, heads=heads)
         arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
+        arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v)
         dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
@@ -297,6 +334,9 @@ def backward(
             of_kv = s[:, :, 0].astype(jnp.float32) * jnp.swapaxes(kv, 2, 3)
             of_start = jnp.sum(of_kv, axis=(2, 3)) + jnp.sum(z[:, :, 0] * k_sum, axis=2)
         of_queries = of_queries._replace(flows=_of_groups(spec, of_queries.flows, 2))
+        if deal.end is not None:
+            gates, of_queries, of_keys = _turned(gates, of_queries, of_keys)
+            spec = dataclasses.replace(spec, T=deal.end, S=deal.end)
         if splits_states(spec):
             starts = s[:, :, : deal.pieces]
             d_decay = flows.decay_flows_in_pieces(
@@ -305,6 +345,17 @@ def backward(
         else:
             d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=behind.end)
+
+
+def _turned(
+    gates: jax.Array, queries: flows.OfQueries, keys: flows.OfKeys
+) -> tuple[jax.Array, flows.OfQueries, flows.OfKeys]:
+    """Of a walk from the end what has rows of memory, in the order in which it counts them."""
+    return (
+        jnp.flip(gates, 2),
+        queries._replace(flows=jnp.flip(queries.flows, 3)),
+        keys._replace(flows=jnp.flip(keys.flows, 2), inside=jnp.flip(keys.inside, 2)),
+    )
 
 
 def _of_groups(spec: LinearAttentionSpec, x: jax.Array, axis: int) -> jax.Array:

@@ -124,7 +124,7 @@ def key_gradient(
         out_type = (*out_type, rows, rows, *edges)
         rest = _program(spec, deal, list(given), some_steep=True)
     program = _program(spec, deal, list(given), some_steep=False)
-    name = frame.name_of("key_gradient")
+    name = frame.name_of("key_gradient" if deal.end is None else "later_key_gradient")
     dk, dv, *found = mosaic.launch(name, program, deal, out_type, tuple(given.values()), rest=rest)
     if not found:
         return dk, dv, None
@@ -148,7 +148,8 @@ def _program(
         return Walk(spec, deal, some_steep, arrays, dk, dv, of_flows, own)
 
     parts = (cast.memory, memory), (cast.state, state), (cast.dv, values), (cast.dk, keys)
-    return mosaic.Program(mosaic.Roles(cast), storage_of(spec, some_steep), parts, bind)
+    storage = storage_of(spec, some_steep, adds="dk" in names)
+    return mosaic.Program(mosaic.Roles(cast), storage, parts, bind)
 
 
 def memory(walk: Walk) -> None:

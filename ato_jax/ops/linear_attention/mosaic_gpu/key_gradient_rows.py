@@ -18,16 +18,11 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
 
 
-def from_here() -> jax.Array:
-    """[j, i] and [t, i]: where the row is not behind the column."""
+def from_here(walk: Walk) -> jax.Array:
+    """[t, i] and [t, j]: where the row is not behind the column, as the deal counts them."""
+    if walk.from_the_end:
+        return mosaic.position(1) <= mosaic.position(0)
     return mosaic.position(1) >= mosaic.position(0)
-
-
-def seen(x: jax.Array) -> jax.Array:
-    """x [j, i] where query i sees key j, else 0."""
-    x = jnp.where(from_here(), x, 0.0)
-    # Rounded in pairs: behind the choice each would be by itself.
-    return lax.optimization_barrier(x)
 
 
 def values(walk: Walk) -> None:
@@ -35,25 +30,41 @@ def values(walk: Walk) -> None:
     if walk.some_steep:
         # Not made where it is multiplied: as a factor in registers, the same in all chunks, half of
         # its rows were not there yet in a piece's first one.
-        walk.own.before[...] = jnp.where(from_here(), 0.0, 1.0).astype(BF16)
+        walk.own.before[...] = jnp.where(from_here(walk), 0.0, 1.0).astype(BF16)
         plgpu.commit_smem()
-    store_each(walk, values_chunk, DV, walk.dv)
+    store_each(walk, values_chunk, DV, walk.dv, walk.arrays.dv)
 
 
 def keys(walk: Walk) -> None:
     """Makes dk."""
-    store_each(walk, keys_chunk, DK, walk.dk)
+    store_each(walk, keys_chunk, DK, walk.dk, walk.arrays.dk)
 
 
-def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> None:
-    """Stores what `one` makes of each chunk, DV or DK; and with a decay its flow [64]."""
+def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any, share: Any) -> None:
+    """Stores what `one` makes of each chunk, DV or DK, with the share that other walks found, if
+    there is one; and with a decay its flow [64]."""
     own, tiling = walk.own, walk.tiling
 
     def walk_piece(item: Item) -> None:
         def walk_chunk(chunk: Any, _: None) -> None:
             units = functools.partial(walk.units, item, chunk) if walk.has_units else None
-            found, own_flows = one(walk, item.before + chunk, walk.count(item, chunk), units)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def load_share() -> None:
+                """In the place of the last chunk's results."""
+                if own.shares is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    rows = item.rows_from_the_end(chunk)
+                    tiling.copy_tile(share, item, rows, item.head, own.out, number, own.shares)
+
+            found, own_flows = one(
+                walk, item.before + chunk, walk.count(item, chunk), units, load_share
+            )
+            if own.shares is None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                own.shares.wait(number)
+                loaded = [load(tile).astype(F32) for tile in walk.in_heads(own.out, number)]
+                found = [x + of_others for x, of_others in zip(found, loaded, strict=True)]
             for target, x in zip(walk.in_heads(own.out, number), found, strict=True):
                 target[...] = x.astype(walk.dtype)
             flow_rows = tiling.by_heads(own.flows.at[number]) if walk.gated else []
@@ -76,8 +87,11 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any) -> No
 Units = Callable[[Any], list[tuple[Any, Any]]]
 
 
-def values_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
-    """dv of each head [64, V], and with a decay I(t) of a steep chunk."""
+def values_chunk(
+    walk: Walk, step: Any, count: Any, units: Units | None, load_share: Callable[[], None]
+) -> Any:
+    """dv of each head [64, V], and with a decay I(t) of a steep chunk, whose parts lie in dv's
+    place meanwhile."""
     own, spec, tiling = walk.own, walk.spec, walk.tiling
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.keys.produced.wait(k_slot)
@@ -102,6 +116,8 @@ def values_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
         phi_k = features_of_keys(walk, xs, None, count)
         own.mapped.wait(slot)
     reads, weights, own_flows = weights_of(walk, slot, phi_k, gates)
+    if not walk.some_steep:
+        load_share()
     own.state.produced.wait()
     states, gs = tiling.by_heads(own.r), walk.in_heads(own.g, slot)
     dv: Any
@@ -128,7 +144,10 @@ def values_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
         own.rows.consumed.arrive(slot)
         return dv, [x + flow for x, flow in zip(own_flows, more, strict=True)]
 
-    return walk.each_other_member(add_member, (dv, own_flows))
+    found = walk.each_other_member(add_member, (dv, own_flows))
+    if walk.some_steep:
+        load_share()
+    return found
 
 
 def weights_of(
@@ -151,8 +170,8 @@ def weights_of(
     if walk.gated:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
     if walk.has_units:
-        return reads, [seen(of_head) for of_head in a], own_flows
-    return reads, [mosaic.rounded(seen(of_head)) for of_head in a], own_flows
+        return reads, [walk.seen(of_head) for of_head in a], own_flows
+    return reads, [mosaic.rounded(walk.seen(of_head)) for of_head in a], own_flows
 
 
 def of_state(walk: Walk, products: list[Any]) -> list[jax.Array]:
@@ -202,7 +221,8 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
     assert own.pairs_ring is not None
     parts = [walk.tiling.half_of(own.out, DV, part) for part in range(walk.pairs_parts)]
     own.pairs_ring.produced.wait()
-    m = seen(a) * sum(load(own.pairs.at[n, part]).astype(F32) for part in range(walk.pairs_parts))
+    seen = walk.seen(a)
+    m = seen * sum(load(own.pairs.at[n, part]).astype(F32) for part in range(walk.pairs_parts))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for part in parts:
         rounded = mosaic.rounded(m)
@@ -211,10 +231,12 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
     plgpu.commit_smem()
     own.pairs_ring.consumed.arrive()
     (across,) = multiply((mosaic.zeros(C, C), [(own.before, part) for part in parts]))  # [t, i]
-    return jnp.sum(jnp.where(from_here(), across, 0.0), axis=1)
+    return jnp.sum(jnp.where(from_here(walk), across, 0.0), axis=1)
 
 
-def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
+def keys_chunk(
+    walk: Walk, step: Any, count: Any, units: Units | None, load_share: Callable[[], None]
+) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
@@ -233,6 +255,7 @@ def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
     for of_head in gates:
         exponents.append(of_head.up_to_middle() if walk.gated else None)
         slopes.append(jnp.exp2(exponents[-1]) if walk.gated else None)
+    load_share()
     own.state.produced.wait()
     states, tiles = tiling.by_heads(own.r), walk.in_heads(own.k, k_slot)
     if walk.has_e:
@@ -254,13 +277,13 @@ def keys_chunk(walk: Walk, step: Any, count: Any, units: Units | None) -> Any:
     elif units is not None:
         of_r = of_state(walk, list(zip(vs, states, strict=True)))
         starts = [x + u for x, u in zip(of_r, of_others, strict=True)]
-        dk = add_in_units(walk, units(0), starts, [seen(b) for b in found], queries, parts=2)
+        dk = add_in_units(walk, units(0), starts, [walk.seen(b) for b in found], queries, parts=2)
     else:
         dk = list(
             multiply(
                 *(
                     (of_others[n], [*walk.of_state(n, vs[n]), *((b, queries[n]) for b in both)])
-                    for n, both in enumerate(parts_of(seen(b)) for b in found)
+                    for n, both in enumerate(parts_of(walk.seen(b)) for b in found)
                 )
             )
         )
@@ -316,11 +339,11 @@ def add_pairs(
             pairs_ring_of(walk).consumed.wait()
     elif units is not None:
         plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
-        of_member = [seen(b) for b in found]
+        of_member = [walk.seen(b) for b in found]
         dk = add_in_units(walk, units(member), dk, of_member, queries, parts=2)
     else:
         plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
-        parts_of_heads = [parts_of(seen(b)) for b in found]
+        parts_of_heads = [parts_of(walk.seen(b)) for b in found]
         factors = zip(dk, parts_of_heads, queries, strict=True)
         dk = list(multiply(*((x, [(b, q) for b in both]) for x, both, q in factors)))
     own.rows.consumed.arrive(slot)
@@ -387,7 +410,7 @@ def keys_one_by_one(
 def hand_pairs(walk: Walk, n: int, gates: chunk_decay.Gates, b: jax.Array) -> list[Any]:
     """Puts b of head n in shared memory, where DV reads it, too: rounded, and the rest."""
     parts = [walk.own.pairs.at[n, number] for number in range(2)]
-    b = seen(b * gates.of_pairs(queries=1))
+    b = walk.seen(b * gates.of_pairs(queries=1))
     for ref, part in zip(parts, parts_of(b), strict=True):
         ref[...] = part
     plgpu.commit_smem()

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -81,6 +83,7 @@ class Storage(mosaic.Storage):
     mapped: Signal  # phi' and -e lie in the slot
     keys_mapped: Signal | None  # phi(k) lies in k's place; with a decay, for some maps
     start: Signal  # u_start of a piece has landed, and r unless it is read from global memory
+    shares: Signal | None  # of dv and of dk: what is added to them lies in their place
 
     barriers = (
         "rows.consumed",
@@ -95,10 +98,11 @@ class Storage(mosaic.Storage):
         "state.consumed",
         "state.produced",
         "start",
+        "shares",
     )
 
 
-def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
+def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) -> Storage:
     tiling, gated = frame.tiling(spec), spec.decay is not None
     heads, shared = tiling.heads, tiling.shared
     cast = cast_of(heads)
@@ -126,6 +130,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
     if mosaic.has_units(tiling.dtype):
         r_rows = Buffer(plgpu.SMEM((V,), F32), copies=heads)
     starts = (None if keeps_start(spec) else r), u_start, r_rows
+    out = Buffer(tiling.tiles(2), copies=tiling.blocks)
     return Storage(
         before=Buffer(shared(C, C)) if some_steep else None,
         e=e,
@@ -135,7 +140,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         inverse=inverse,
         k=k,
         minus_e=Buffer(shared(heads, ALIKE, C)) if has_e else None,
-        out=Buffer(tiling.tiles(2)),
+        out=out,
         pairs=Buffer(shared(heads, 2, C, C)) if some_steep else None,
         q=q,
         r=r,
@@ -151,6 +156,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool) -> Storage:
         mapped=Signal((cast.state,), STAGES),
         keys_mapped=Signal((cast.dv,), k_stages) if replaces_keys else None,
         start=Signal(tuple(one for one in starts if one is not None)),
+        shares=Signal((out,), 2) if adds else None,
     )
 
 
@@ -172,6 +178,9 @@ class Arrays(NamedTuple):
     r_units: Any = None
     q_units: Any = None
     e_units: Any = None
+    # What other walks found of dk and dv, to be added.
+    dk: Any = None
+    dv: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +215,24 @@ class Walk:
     @property
     def gated(self) -> bool:
         return self.spec.decay is not None
+
+    @property
+    def from_the_end(self) -> bool:
+        """Whether the deal counts rows from the end, by which each key's queries are those ahead of
+        it in memory, and the walk begins at the sequence's start."""
+        return self.deal.end is not None
+
+    def sees(self) -> jax.Array:
+        """[j, i]: whether query i sees key j of the same chunk."""
+        if self.from_the_end:
+            return mosaic.position(1) < mosaic.position(0)
+        return mosaic.position(1) >= mosaic.position(0)
+
+    def seen(self, x: jax.Array) -> jax.Array:
+        """x [j, i] where query i sees key j, else 0."""
+        x = jnp.where(self.sees(), x, 0.0)
+        # Rounded in pairs: behind the choice each would be by itself.
+        return lax.optimization_barrier(x)
 
     @property
     def heads(self) -> int:
@@ -295,7 +322,7 @@ class Walk:
 
     def gates_in(self, slot: Any) -> list[chunk_decay.Gates]:
         of_heads = self.tiling.by_heads(self.own.gates.at[slot])
-        return [chunk_decay.gates_of(own, self.some_steep) for own in of_heads]
+        return [chunk_decay.gates_of(own, self.some_steep, self.from_the_end) for own in of_heads]
 
     def of_state(self, n: int, rows: Any) -> list[tuple[Any, Any]]:
         """The factors of rows times R of head n."""

@@ -107,8 +107,9 @@ def output(
     lengths: jax.Array | None = None,
     s_units: jax.Array | None = None,
     later: Later | None = None,
-) -> jax.Array:
-    """out.
+) -> tuple[jax.Array, jax.Array | None]:
+    """out; and with `later`, where it is normalised, what rows of out are divided by, [B, H, T up
+    to a whole chunk] float32.
 
     Args:
       s, z: [B, G, P or more, V, F] and [B, G, P or more, F] in float32, the sums ahead of each
@@ -119,12 +120,11 @@ def output(
       s_units: [B, G, P or more, V] float32, in float16.
       later: what `later_output` left.
     """
-    found: jax.Array
-    (found,) = _launch(
+    out, *den = _launch(
         spec, deal, later, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths,
         s_units=s_units,
     )  # fmt: skip
-    return found
+    return out, den[0] if den else None
 
 
 class Later(NamedTuple):
@@ -167,7 +167,7 @@ def _launch(
     elif deal.end is not None:
         part, name = Part.LATER, "later_output"
     out_types = {"out": jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), spec.dtype)}
-    if part is Part.LATER and spec.normalize:
+    if part is not Part.ALL and spec.normalize:
         rows = spec.B, spec.H, mosaic.whole_chunks(spec.T)
         out_types["left_den"] = jax.ShapeDtypeStruct(rows, F32)
     names = *given, *out_types

@@ -42,7 +42,7 @@ class Storage(mosaic.Storage):
     k: Array  # [STAGES, 64, F], or two blocks of [64, 64]
     later: Array  # [V_STAGES, 2, 64, 64] what the walk from the end left of out
     later_den: Array  # [V_STAGES, heads * 64] float32
-    left_den: Array  # [2, 64] float32: the denominators that a walk from the end leaves
+    left_den: Array  # [2, 64] float32: the denominators, of keys on one side or of all
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
     s: Array  # [2, 64, F] S of each half of V
@@ -90,7 +90,7 @@ def storage_of(spec: LinearAttentionSpec, part: Part = Part.ALL) -> Storage:
         later = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
         if spec.normalize:
             later_den = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
-    if part is Part.LATER and spec.normalize:
+    if part is not Part.ALL and spec.normalize:
         left_den = Buffer(plgpu.SMEM((2, C), F32))
     of_values = v, gates if gated else None, later, later_den
     return Storage(

@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -103,14 +104,20 @@ def query_gradient(
     steep: jax.Array | None,
     lengths: jax.Array | None = None,
     s_units: jax.Array | None = None,
+    weights: tuple[jax.Array, jax.Array] | None = None,
+    share: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
     """dq; inverse and e [B, H, T up to a whole chunk], float32; with a decay, what its gradient
-    needs. s, z, gates, steep, lengths and s_units are as in `output`."""
+    needs. s, z, gates, steep, lengths and s_units are as in `output`. `weights` are inverse and e
+    where they are of other keys, too; then dq is these keys' share, and `share` the others', if it
+    is to be added."""
     deal, gated = dataclasses.replace(deal, most_blocks=deal.items), gates is not None
     heads = frame.heads_of_tile(spec)
     sums_keys = _sums_keys(spec)
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype), rows, rows
+    out_type: Any = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
+    if weights is None:
+        out_type = *out_type, rows, rows
     arrays: Any = q, k, v, g, s, z, np.ones((ALIKE, C), q.dtype)
     if s_units is not None:
         arrays = *arrays, s_units
@@ -124,10 +131,22 @@ def query_gradient(
             out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16)
         if sums_keys:
             out_type = *out_type, jax.ShapeDtypeStruct((*of_edges, spec.F), F32)
-    body, scratch = _walk(spec, deal, some_steep=False)
-    rest = _walk(spec, deal, some_steep=True) if gated else None
-    found = frame.launch(body, "query_gradient", deal, out_type, scratch, arrays, rest=rest)
-    dq, inverse, e, *flow = found
+    if weights is not None:
+        arrays = *arrays, *weights
+    if share is not None:
+        arrays = *arrays, share
+    walk = functools.partial(
+        _walk, spec, deal, given=weights is not None, adds=share is not None
+    )
+    body, scratch = walk(some_steep=False)
+    rest = walk(some_steep=True) if gated else None
+    name = "query_gradient" if deal.end is None else "later_query_gradient"
+    found = frame.launch(body, name, deal, out_type, scratch, arrays, rest=rest)
+    dq, *flow = found
+    if weights is not None:
+        inverse, e = weights
+    else:
+        inverse, e, *flow = flow
     if not spec.normalize:
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
     if not gated:
@@ -193,7 +212,7 @@ def chunks_in_two_parts(spec: LinearAttentionSpec) -> int:
 
 
 def _walk(
-    spec: LinearAttentionSpec, deal: mosaic.Deal, some_steep: bool
+    spec: LinearAttentionSpec, deal: mosaic.Deal, *, given: bool, adds: bool, some_steep: bool
 ) -> tuple[mosaic.Body, dict[str, Any]]:
     """A kernel's body and scratch. With a decay, of the pieces of which some chunk is steep, or of
     the others alone: what the steep need would cost all others registers, in a loop beside theirs,
@@ -223,7 +242,7 @@ def _walk(
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
         rows_s=plgpu.SMEM((2 * heads, 2, C), F32),
         loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
-        q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
+        q_loaded=plgpu.Barrier(num_arrivals=2 + 2 * heads * given, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
         free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -242,6 +261,13 @@ def _walk(
             gates_s=plgpu.SMEM((K_STAGES, heads * C), F32),
             flows_s=plgpu.SMEM((2, 2, C), F32),
         )
+    if given:
+        scratch |= dict(
+            inverse_s=plgpu.SMEM((Q_STAGES, heads * C), F32),
+            e_s=plgpu.SMEM((Q_STAGES, heads * C), F32),
+        )
+    if adds:
+        scratch |= dict(share_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=2))
 
     def body(
         q_ref: Any,
@@ -275,14 +301,24 @@ def _walk(
         flows_s: Any = None,
         start_units_s: Any = None,
         units_s: Any = None,
+        inverse_s: Any = None,
+        e_s: Any = None,
+        share_loaded: Any = None,
     ) -> None:
         units_ref, *rest = optional if has_units else (None, *optional)
         lengths_ref, *refs = rest if spec.kv_lengths else (None, *rest)
         gates_ref, steep_ref, *refs = refs if gated else (None, None, *refs)
-        dq_ref, inverse_ref, e_ref, *flow_refs = refs
+        given_refs, refs = (refs[:2], refs[2:]) if given else ((), refs)
+        share_ref, *refs = refs if adds else (None, *refs)
+        dq_ref, *flow_refs = refs
+        weight_refs: Sequence[Any] = ()
+        if not given:
+            weight_refs, flow_refs = flow_refs[:2], flow_refs[2:]
 
+        leaves_weights = spec.normalize and not given
         takes = chunk_decay.takes_pieces(steep_ref, some_steep, group_size)
         each = functools.partial(deal.each, takes=takes)
+        gates_in = functools.partial(chunk_decay.gates_of, from_the_end=deal.end is not None)
 
         def of_keys(item: Item) -> Item:
             """The item with the head of its keys."""
@@ -327,6 +363,9 @@ def _walk(
                         )
                     if gated and ref is k_ref:
                         tiling.copy_vector(gates_ref, kv_item, rows, gates_s, slot, k_loaded)
+                for ref, own in zip(given_refs, (inverse_s, e_s), strict=False):
+                    slot = slot_of(chunk, Q_STAGES)
+                    tiling.copy_vector(ref, item, rows, own, slot, q_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -337,7 +376,7 @@ def _walk(
                 exponents: list[Any] = [None] * heads
                 if gated:
                     of_heads = tiling.by_heads(gates_s.at[slot])
-                    exponents = [chunk_decay.gates_of(own).up_to_middle() for own in of_heads]
+                    exponents = [gates_in(own).up_to_middle() for own in of_heads]
 
                 def map_keys() -> None:
                     for half in range(2):
@@ -376,7 +415,8 @@ def _walk(
                 return jnp.where(seen, 1.0, 0.0).astype(tiling.dtype)
 
             def sees() -> jax.Array:
-                return mosaic.position(0) >= mosaic.position(1)
+                query, key = mosaic.position(0), mosaic.position(1)
+                return query >= key if deal.end is None else query < key
 
             plgpu.barrier_wait(start_loaded)
 
@@ -449,7 +489,7 @@ def _walk(
                 gates: Any = None
                 lasting: Any = None
                 if gated:
-                    gates = chunk_decay.gates_of(tiling.rows_in(gates_s, k_slot, half), some_steep)
+                    gates = gates_in(tiling.rows_in(gates_s, k_slot, half), some_steep)
                     onto = to_end * gates.to_middle()
                     S, totals, to_end = S * onto, totals * onto, gates.from_middle()
                     lasting = jnp.exp2(gates.since_middle())
@@ -581,6 +621,10 @@ def _walk(
                 if gated:
                     plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
 
+                def await_slot() -> None:
+                    # Of the stores of two chunks ago: one of dq, and of rows.
+                    plgpu.wait_smem_to_gmem(1 + heads * leaves_weights + gated, wait_read_only=True)
+
                 def let_values_go() -> None:
                     plgpu.barrier_arrive(free.at[slot])
 
@@ -595,11 +639,23 @@ def _walk(
                     def _() -> None:  # S and z, ahead of what replaces them
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+                if adds:
+                    await_slot()
+                    source = tiling.part(share_ref, item, item.rows(chunk), item.head, half)
+                    target = mosaic.for_copy(dq_s.at[half, pl.ds(parity * C, C)])
+                    plgpu.copy_gmem_to_smem(source, target, share_loaded.at[half])
                 if not some_steep:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
                 phi_q = features_of_queries()
                 own_parts: Any = ()
-                if spec.normalize:
+                inverse: Any = spec.scale
+                e: Any = None
+                if given:
+                    inverse, e = (
+                        load(tiling.rows_in(own, q_slot, half), OF_ROWS) for own in (inverse_s, e_s)
+                    )
+                    D -= mosaic.in_columns(e, HALF) * z[0]
+                elif spec.normalize:
                     own_parts = jnp.sum(phi_q * D, axis=1), jnp.sum(phi_q * z[0], axis=1)
                     for number, own in enumerate(own_parts if heads == 1 else ()):
                         parts_s.at[parity, half, number][...] = own
@@ -607,9 +663,7 @@ def _walk(
                     let_queries_go()
                 else:
                     plgpu.commit_smem()
-                inverse: Any = spec.scale
-                e: Any = None
-                if spec.normalize:
+                if leaves_weights:
                     total, den = own_parts
                     if heads == 1:
                         plgpu.barrier_arrive(exchanged)
@@ -633,8 +687,8 @@ def _walk(
                     # Loaded once more: there are no registers to keep q, or its derivative.
                     dq *= phi.slope(load(q_s.at[q_slot, half]))
                     let_queries_go()
-                # Of the stores of two chunks ago: one of dq, and of rows.
-                plgpu.wait_smem_to_gmem(1 + heads * spec.normalize + gated, wait_read_only=True)
+                if not adds:
+                    await_slot()
                 if gated:
                     flow = jnp.sum(mosaic.rounded(phi_q * scale).astype(F32) * D, axis=1)
                     if some_steep:
@@ -642,10 +696,13 @@ def _walk(
                         flow = jnp.where(gates.steep, read * inverse, flow)
                     flows_s.at[half, parity][...] = flow
                 dq_slot = dq_s.at[half, pl.ds(parity * C, C)]
+                if adds:
+                    plgpu.barrier_wait(share_loaded.at[half])
+                    dq += load(dq_slot).astype(F32)
                 dq_slot[...] = mosaic.kept(dq, count).astype(tiling.dtype)
-                if spec.normalize and heads == 1:
+                if leaves_weights and heads == 1:
                     rows_s.at[half, parity][...] = jnp.where(half == 0, inverse, e)
-                elif spec.normalize:
+                elif leaves_weights:
                     for number, own in enumerate((inverse, e)):
                         rows_s.at[2 * half + number, parity][...] = own
                 plgpu.commit_smem()
@@ -656,7 +713,7 @@ def _walk(
                     of_half = half if heads == 1 else 0
                     target = flow_refs[0].at[of_half, item.batch, head, rows]
                     plgpu.copy_smem_to_gmem(flows_s.at[half, parity], target)
-                for number, ref in enumerate((inverse_ref, e_ref) if spec.normalize else ()):
+                for number, ref in enumerate(weight_refs if leaves_weights else ()):
                     target = ref.at[item.batch, head, rows]
                     if heads == 2:
                         plgpu.copy_smem_to_gmem(rows_s.at[2 * half + number, parity], target)
