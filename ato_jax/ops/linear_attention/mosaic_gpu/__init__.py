@@ -62,6 +62,10 @@ FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # 37.5 and 38.9, with gradients 114 and 134. But with gates of channels 16 heads of 4096 rows of 64
 # columns took 66 us where Triton's kernels take 73, with gradients 236 and 277.
 ENOUGH_ROWS = 2**16
+# With a decay both ways 16 heads of 65,536 rows took 0.535 ms on an H200 where Triton's kernels
+# take 1.085, with gradients 1.85 and 3.26; of 128 columns 1.06 and 3.54, 4.02 and 12.2. Fewer rows
+# have not been timed.
+ENOUGH_ROWS_BOTH_WAYS = 2**18
 # The share of a tile's products that a head needs. What it takes is the tile's time, less some
 # traffic, so with a smaller share it is left to Triton: heads of 32 columns in tiles of 64 would
 # have 0.29 of the byte limit at least, and have 0.26 by Triton; of 40 they have 0.36 and 0.27.
@@ -202,7 +206,7 @@ def needs_fallback(spec: LinearAttentionSpec) -> bool:
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
-    if frame.both_ways(spec):
+    if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
         return False  # no card has timed these
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
@@ -220,6 +224,9 @@ def beats_later_backends(
         # On an H100, B2 H32 G8 T16384: 0.208 ms, by Triton's 0.200; with gradients 0.773 and 0.911.
         return False
     enough = ENOUGH_ROWS
+    if frame.both_ways(spec):
+        enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
+        return spec.B * spec.H * spec.T >= enough
     if spec.decay != "channel":
         enough = ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     if spec.causal:
