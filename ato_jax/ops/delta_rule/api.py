@@ -226,8 +226,8 @@ def gated_delta_rule(
         the factors to TF32. Other dtypes ignore it.
       implementation: None for the fastest backend that supports the call on this device, or one of
         "xla", "mosaic_gpu" and "reference". "mosaic_gpu", kernels for Hopper, runs only where it is
-        named, forward alone, in bfloat16 with D of 64 or 128 and V a multiple of 64, without
-        segments, lengths and a decay per channel.
+        named, in bfloat16 with D of 64 or 128 and V a multiple of 64, without segments, lengths and
+        a decay per channel.
 
     Returns:
       out [B, T, H, V] in v's dtype; with `return_state` the pair (out, state). The state is S after

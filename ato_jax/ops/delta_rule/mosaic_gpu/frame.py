@@ -26,6 +26,8 @@ WIDEST_KEY = 128
 ROWS_OF_A_TILE = 8
 # The most registers of a thread that multiplies: as many as each of two warpgroups gets.
 MOST_REGISTERS = 240
+# The least magnitude of beta that kernels take: a step's error is what it writes over beta.
+LEAST_BETA = 1e-30
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
 LOG_DECAY, BETA, OF_KEYS, OF_QUERIES = range(4)
 NUMBERS = 4
@@ -69,7 +71,7 @@ def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
     """[B, H, chunks, NUMBERS, 64] in float32, for each step t: log2 of the decay from the chunk's
     first step to t, summed; beta; what k_t and q_t are multiplied by.
 
-    Beyond the sequence beta is 0 and the decay 1, which leave the state as it is.
+    Beyond the sequence rows are 0 and the decay is 1, which leave the state as it is.
     """
     chunks = chunks_of(spec)
 
@@ -80,6 +82,7 @@ def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
         return jnp.repeat(array, repeats, axis=1).reshape(spec.B, spec.H, chunks, C)
 
     beta = cut(inputs.beta)
+    beta = jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
     log_decay = jnp.zeros_like(beta)
     if inputs.decay is not None:
         decay = jnp.maximum(inputs.decay, LEAST_DECAY) * LOG2_E

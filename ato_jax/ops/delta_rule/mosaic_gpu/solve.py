@@ -3,7 +3,7 @@
 With L_t the sum of log2 decays from the chunk's first step to t,
 
     A[t, s] = beta_t k_t . k_s exp2(L_t - L_s)      s < t, else 0
-    P[t, s] = q_t . k_s exp2(L_t - L_s)             s <= t, else 0
+    P[t, s] = scale * q_t . k_s exp2(L_t - L_s)     s <= t, else 0
     X       = (I + A)^-1 diag(beta)
 
 The inverse goes by blocks, which are joined two by two. With Z the inverse of the blocks of m rows
@@ -167,6 +167,7 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     store(own.inverse.at[worker], inverse * mosaic.in_rows(beta, C))
     # Here, and not beside k k^T: P in registers all the while would be spilled.
     pairs = jnp.where(row >= column, decayed_pairs(spec, q, k, numbers), 0.0)
+    pairs = pairs * mosaic.in_columns(load(numbers.at[frame.OF_QUERIES], OF_ROWS), C)
     store(own.lower.at[worker], pairs)
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
