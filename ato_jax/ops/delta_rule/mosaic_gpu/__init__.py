@@ -55,16 +55,21 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     return outputs
 
 
+def forward_for_own_backward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> gradients.Kept:
+    return gradients.keep(spec, config, inputs)
+
+
 def backward(
     spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    return gradients.backward(spec, config, residuals.inputs, cotangents)
+    return gradients.backward(spec, config, residuals, cotangents)
 
 
 class _MosaicGpu(Backend[DeltaRuleSpec, Config, Inputs, Outputs]):
     unsupported = staticmethod(unsupported)
     default_config = staticmethod(default_config)
     forward = staticmethod(forward)
+    forward_for_own_backward = staticmethod(forward_for_own_backward)
     backward = staticmethod(backward)
     unsupported_device = staticmethod(unsupported_device)
 

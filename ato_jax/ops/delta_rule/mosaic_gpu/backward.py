@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -12,19 +14,44 @@ from ato_jax.ops.delta_rule.mosaic_gpu.gradient import chunk_gradients
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_backward import walk_backward
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
-from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, Outputs
+from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, Outputs, Residuals
+
+
+class Kept(NamedTuple):
+    """`Outputs`, with u and the state that each chunk begins with: 1 + D / 64 times as many
+    elements as v has."""
+
+    out: jax.Array
+    state: jax.Array
+    written: jax.Array  # [B, H, chunks, V / 64, 64, 64] bfloat16
+    states: jax.Array  # [B, H, chunks, V / 64, D / 64, 64, 64] bfloat16
+
+    def plain(self) -> Outputs:
+        return Outputs(self.out, self.state)
+
+
+def keep(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Kept:
+    """The forward pass."""
+    numbers = frame.numbers_of(spec, inputs)
+    matrices = solve_chunks(spec, config, inputs, numbers)
+    outputs, written, states = walk_forward(spec, config, inputs, numbers, matrices, keeps=True)
+    assert written is not None and states is not None
+    return Kept(*outputs, written, states)
 
 
 def backward(
-    spec: DeltaRuleSpec, config: Config, inputs: Inputs, cotangents: Outputs
+    spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    inputs = residuals.inputs
+    kept: Any = residuals.outputs
+    if not isinstance(kept, Kept):  # of another backend's forward pass, or of several devices
+        kept = keep(spec, config, inputs)
     numbers = frame.numbers_of(spec, inputs)
+    # Within one program XLA finds that the forward pass has solved the chunks.
     matrices = solve_chunks(spec, config, inputs, numbers)
-    _, written, states = walk_forward(spec, config, inputs, numbers, matrices, keeps=True)
-    assert written is not None and states is not None
     dv, dstate, dstates = walk_backward(spec, config, inputs, cotangents, numbers, matrices)
     arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=dv)
-    arrays |= dict(written=written, states=states, dstates=dstates, numbers=numbers)
+    arrays |= dict(written=kept.written, states=kept.states, dstates=dstates, numbers=numbers)
     found = chunk_gradients(spec, config, arrays)
     sums = jnp.sum(found.sums, axis=3)  # [B, H, chunks, SUMS, 64]
     beta = numbers[:, :, :, frame.BETA]

@@ -74,24 +74,29 @@ def multiply_chunk(
         (mosaic.zeros(HALF, C), [(dout, part) for part in pairs]),
     )
     du = frame.in_two_parts(of_out + numbers.times(written, numbers.of_written()))
-    (dr,) = mosaic.multiply((mosaic.zeros(HALF, C), frame.products(du, solved)))
-    recalled = frame.in_two_parts(numbers.times(-dr, numbers.of_recalled()))
     read = frame.in_two_parts(numbers.times(dout.astype(F32), numbers.of_read()))
     kept = numbers.kept()
-    dstate = list(
-        mosaic.multiply(
-            *(
-                (
-                    block if kept is None else block * kept,
-                    [*((part, a) for part in read), *((part, b) for part in recalled)],
-                )
-                for block, a, b in zip(dstate, q, k, strict=True)
-            )
-        )
+
+    def recall(dr: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mosaic.store_transposed(own.out.at[number], dr.astype(BF16))
+        recalled = frame.in_two_parts(numbers.times(-dr, numbers.of_recalled()))
+        mosaic.compute_first(jnp.abs(recalled[1].astype(F32)))
+        return recalled
+
+    # dr is stored and rounded while the products of dout and q are in flight.
+    recalled, sums = mosaic.multiply_under(
+        frame.products(du, solved),
+        (HALF, C),
+        [
+            (block if kept is None else block * kept, [(part, b) for part in read])
+            for block, b in zip(dstate, q, strict=True)
+        ],
+        recall,
     )
-    mosaic.store_transposed(own.out.at[number], dr.astype(BF16))
+    terms = zip(sums, k, strict=True)
+    found = mosaic.multiply(*((sum, [(part, b) for part in recalled]) for sum, b in terms))
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
     walk.store_rows(item, chunk, number)
     walk.store_state(item, chunk, number)
-    return dstate
+    return list(found)

@@ -10,7 +10,8 @@ log2 decays from the chunk's first step to t:
 
 All of it is transposed: S^T [64, D], r^T, u^T and out^T [64, 64] have v's columns as rows. They are
 results of products and first factors of the next ones, which both lie in registers, so nothing but
-the rows of out goes through shared memory. Each is multiplied in two parts of bfloat16.
+the rows of out goes through shared memory. Each is multiplied in two parts of bfloat16, but for S
+in q_t S, which goes to out alone.
 
 For a backward pass the walk also keeps S and u of each chunk, rounded to bfloat16. `walk.py` has
 its roles and what it loads.
@@ -67,35 +68,46 @@ def multiply_chunk(
     )
     numbers = Numbers(spec, own.numbers.at[slot])
     parts = [frame.in_two_parts(block) for block in S]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if walk.states is not None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for n, (first, _) in enumerate(parts):
             own.states.at[number, n][...] = first
-
-    def read(rows: list[Any]) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-        """(rows S)^T."""
-        blocks = zip(parts, rows, strict=True)
-        return mosaic.zeros(HALF, C), [(part, b.T) for own, b in blocks for part in own]
-
-    recalled, out = mosaic.multiply(read(k), read(q))
     v = mosaic.load_transposed(own.rows.at[slot, number]).astype(F32)
-    r = frame.in_two_parts(v - numbers.times(recalled, numbers.of_recalled()))
+
+    def recall(recalled: jax.Array) -> tuple[jax.Array, jax.Array]:
+        r = frame.in_two_parts(v - numbers.times(recalled, numbers.of_recalled()))
+        mosaic.compute_first(jnp.abs(r[1].astype(F32)))
+        return r
+
+    # r is computed while q S is in flight.
+    r, (read,) = mosaic.multiply_under(
+        [(part, b.T) for both, b in zip(parts, k, strict=True) for part in both],
+        (HALF, C),
+        [(mosaic.zeros(HALF, C), [(first, b.T) for (first, _), b in zip(parts, q, strict=True)])],
+        recall,
+    )
     (u,) = mosaic.multiply((mosaic.zeros(HALF, C), frame.products(r, solved)))
+    both = frame.in_two_parts(u)
     written = frame.in_two_parts(numbers.times(u, numbers.of_written()))
     kept = numbers.kept()
-    both = frame.in_two_parts(u)
-    out, *S = mosaic.multiply(
-        (numbers.times(out, numbers.of_read()), frame.products(both, pairs)),
-        *(
+
+    def store(paired: jax.Array) -> jax.Array:
+        out = paired + numbers.times(read, numbers.of_read())
+        mosaic.store_transposed(own.out.at[number], out.astype(BF16))
+        return out
+
+    # out is stored while S' is in flight.
+    _, sums = mosaic.multiply_under(
+        frame.products(both, pairs),
+        (HALF, C),
+        [
             (block if kept is None else block * kept, [(part, b) for part in written])
             for block, b in zip(S, k, strict=True)
-        ),
+        ],
+        store,
     )
-    if walk.states is None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    else:
+    if walk.states is not None:
         mosaic.store_transposed(own.written.at[number], both[0])
-    mosaic.store_transposed(own.out.at[number], out.astype(BF16))
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
     walk.store_rows(item, chunk, number)
@@ -104,4 +116,4 @@ def multiply_chunk(
         head, first = walk.place(item)
         target = walk.written.at[item.batch, head, chunk, first + number]  # [64, 64]
         plgpu.copy_smem_to_gmem(own.written.at[number], target)
-    return S
+    return list(sums)
