@@ -2,7 +2,7 @@
 
 Forward, two kernels, built on the kit in `ato_jax/mosaic/`: `solve.py` for the part of each chunk
 of 64 steps that no state enters, all chunks at once, and `walk_forward.py`, which carries the state
-from chunk to chunk. Between them, in global memory, are 32 KB for each chunk of a value head.
+from chunk to chunk. Between them, in global memory, are 16 KB for each chunk of a value head.
 Backward, two more: `walk_backward.py`, which carries the state's gradient back, and `gradient.py`
 for the gradients of each chunk's rows, all chunks at once. `walk.py` has what both walks share,
 `frame.py` the sizes, and the numbers of each step that XLA prepares.
@@ -50,8 +50,8 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     numbers = frame.numbers_of(spec, inputs)
-    matrices = solve_chunks(spec, config, inputs, numbers)
-    outputs, _, _ = walk_forward(spec, config, inputs, numbers, matrices)
+    solved = solve_chunks(spec, config, inputs, numbers)
+    outputs, _, _ = walk_forward(spec, config, inputs, numbers, solved)
     return outputs
 
 

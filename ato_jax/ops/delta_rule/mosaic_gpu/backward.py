@@ -18,11 +18,12 @@ from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, Outp
 
 
 class Kept(NamedTuple):
-    """`Outputs`, with u and the state that each chunk begins with: 1 + D / 64 times as many
-    elements as v has."""
+    """`Outputs`, with X, u and the state that each chunk begins with: for each element of v
+    1 + D / 64 + 128 / V elements."""
 
     out: jax.Array
     state: jax.Array
+    solved: jax.Array  # [B, H, chunks, PARTS, 64, 64] bfloat16
     written: jax.Array  # [B, H, chunks, V / 64, 64, 64] bfloat16
     states: jax.Array  # [B, H, chunks, V / 64, D / 64, 64, 64] bfloat16
 
@@ -33,10 +34,10 @@ class Kept(NamedTuple):
 def keep(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Kept:
     """The forward pass."""
     numbers = frame.numbers_of(spec, inputs)
-    matrices = solve_chunks(spec, config, inputs, numbers)
-    outputs, written, states = walk_forward(spec, config, inputs, numbers, matrices, keeps=True)
+    solved = solve_chunks(spec, config, inputs, numbers)
+    outputs, written, states = walk_forward(spec, config, inputs, numbers, solved, keeps=True)
     assert written is not None and states is not None
-    return Kept(*outputs, written, states)
+    return Kept(*outputs, solved, written, states)
 
 
 def backward(
@@ -47,9 +48,7 @@ def backward(
     if not isinstance(kept, Kept):  # of another backend's forward pass, or of several devices
         kept = keep(spec, config, inputs)
     numbers = frame.numbers_of(spec, inputs)
-    # Within one program XLA finds that the forward pass has solved the chunks.
-    matrices = solve_chunks(spec, config, inputs, numbers)
-    dv, dstate, dstates = walk_backward(spec, config, inputs, cotangents, numbers, matrices)
+    dv, dstate, dstates = walk_backward(spec, config, inputs, cotangents, numbers, kept.solved)
     arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=dv)
     arrays |= dict(written=kept.written, states=kept.states, dstates=dstates, numbers=numbers)
     found = chunk_gradients(spec, config, arrays)

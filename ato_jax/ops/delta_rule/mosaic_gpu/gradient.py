@@ -188,7 +188,12 @@ def chunk_gradients(
     names = [field.name for field in dataclasses.fields(Kernel)]
     given = tuple(arrays[name] for name in names[names.index("q") : names.index("dq")])
     found = mosaic.launch(
-        frame.name_of("gradients"), program, deal, (of_head, of_head, sums), given
+        frame.name_of("gradients"),
+        program,
+        deal,
+        (of_head, of_head, sums),
+        given,
+        own_barriers=True,
     )
     return Gradients(*found)
 

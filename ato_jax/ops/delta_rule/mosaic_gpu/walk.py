@@ -4,15 +4,22 @@ factors of its steps.
 A walk has a state for each head and 64 of v's columns, in registers. `walk_forward.py` carries S
 from the first chunk to the last, `walk_backward.py` its gradient from the last to the first.
 
-    MEMORY (n)     loads q, k, v or dout, X, P and the numbers of a chunk's steps
-      |  chunks: loaded; consumed once the next state is known
+    MEMORY         loads q, k, v or dout, X and the numbers of a chunk's steps
+      |  chunks: loaded; consumed once P and the next state are known
+      v
+    PAIRS          the weights of the chunk's pairs, a chunk or two ahead of STATE
+      |  pairs: stored; consumed once they are multiplied
       v
     STATE (0 .. n - 1)    64 columns of v each: the products of a chunk, one after the other
+
+    P[t, s] = scale * q_t . k_s exp2(L_t - L_s)     s <= t, else 0
+
+with L_t the sum of log2 decays from the chunk's first step to t.
 
     symbol      shape       what it is
     q, k        [64, D]     a chunk's rows, in blocks of 64 columns
     rows        [64, 64]    a chunk's rows of v or dout, 64 of their columns
-    X, P        [64, 64]    matrices of the chunk, in two parts each
+    X, P        [64, 64]    matrices of the chunk, in two parts each; X is of `solve.py`
     state       [D, 64]     in registers, transposed: [64, 64] for each block of D
 """
 
@@ -30,17 +37,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.mosaic import (
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    load,
+)
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+# Of a thread of PAIRS and of STATE, by how many warpgroups STATE has.
+REGISTERS = {1: (168, 240), 2: (72, 208)}
 
 
 @functools.cache
-def state_role(slices: int) -> Role:
-    return Role("state", mosaic.workers_registers(slices, frame.MOST_REGISTERS), slices)
+def roles_of(slices: int) -> tuple[Role, Role]:
+    """PAIRS and STATE."""
+    pairs, state = REGISTERS[slices]
+    return Role("pairs", pairs), Role("state", state, slices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +71,14 @@ class Storage(mosaic.Storage):
     q: Array  # [stages, D / 64, 64, 64]
     k: Array  # as q
     rows: Array  # [stages, n, 64, 64]
-    matrices: Array  # [stages, MATRICES, 64, 64]
+    solved: Array  # [stages, PARTS, 64, 64] X
     numbers: Array  # [stages, NUMBERS, 64] float32
+    weights: Array  # [slots of `pairs`, PARTS, 64, 64] P
     out: Array  # [n, 64, 64]
     written: Array  # [n, 64, 64], where the walk keeps it
     states: Array  # [n, D / 64, 64, 64], likewise
     chunks: Ring
+    pairs: Ring
 
 
 def storage_of(spec: DeltaRuleSpec, config: Config, written: bool, states: bool) -> Storage:
@@ -61,18 +86,23 @@ def storage_of(spec: DeltaRuleSpec, config: Config, written: bool, states: bool)
     tiling = frame.tiling(spec)
     q, k = (Buffer(tiling.of_rows(stages, blocks, C, HALF), copies=blocks) for _ in range(2))
     rows = Buffer(tiling.of_rows(stages, slices, C, HALF), copies=slices)
-    matrices = Buffer(tiling.shared(stages, frame.MATRICES, C, C), copies=frame.MATRICES)
+    solved = Buffer(tiling.shared(stages, frame.PARTS, C, C), copies=frame.PARTS)
+    pairs, state = roles_of(slices)
     numbers = Buffer(frame.numbers_in_memory(stages))
+    # Two slices that keep u and S leave no room for two; the forward walk reads P late.
+    slots = 1 if written and slices > 1 else stages
     return Storage(
         q=q,
         k=k,
         rows=rows,
-        matrices=matrices,
+        solved=solved,
         numbers=numbers,
+        weights=Buffer(tiling.shared(slots, frame.PARTS, C, C)),
         out=Buffer(tiling.of_rows(slices, C, HALF)),
         written=Buffer(tiling.shared(slices, C, HALF)) if written else None,
         states=Buffer(tiling.shared(slices, blocks, HALF, HALF)) if states else None,
-        chunks=Ring.of(stages, (q, k, rows, matrices, numbers), (state_role(slices),)),
+        chunks=Ring.of(stages, (q, k, rows, solved, numbers), (pairs, state)),
+        pairs=Ring.of(slots, (pairs,), (state,)),
     )
 
 
@@ -91,7 +121,7 @@ class Walk:
     q: Any
     k: Any
     rows: Any  # v, or out's cotangent
-    matrices: Any
+    solved: Any
     numbers: Any
     start: Any = None  # [B, H, V, D] float32: the first state
     out: Any = None  # like `rows`: out, or v's cotangent
@@ -157,12 +187,17 @@ def walk(
         named = dict(zip([*given, *types], refs, strict=True))
         return Walk(spec, config, deal, from_end, own, **named)
 
-    role = state_role(config.slices)
-    parts = (MEMORY, memory), (role, functools.partial(carry, step))
+    pairs, state = roles_of(config.slices)
+    parts = (MEMORY, memory), (pairs, weigh), (state, functools.partial(carry, step))
     storage = storage_of(spec, config, "written" in keeps, "states" in keeps)
-    program = mosaic.Program(mosaic.Roles((role, MEMORY)), storage, parts, bind)
+    program = mosaic.Program(mosaic.Roles((state, pairs, MEMORY)), storage, parts, bind)
     found = mosaic.launch(
-        frame.name_of(name), program, deal, tuple(types.values()), tuple(given.values())
+        frame.name_of(name),
+        program,
+        deal,
+        tuple(types.values()),
+        tuple(given.values()),
+        own_barriers=True,
     )
     return dict(zip(types, found, strict=True))
 
@@ -192,12 +227,43 @@ def load_item(walk: Walk, item: Item) -> None:
             source = tiling.part(walk.rows, item, rows, head, first + one)  # [64, 64]
             plgpu.copy_gmem_to_smem(source, mosaic.for_copy(own.rows.at[slot, one]), barrier)
         at = item.batch, head, number
-        for matrix in range(frame.MATRICES):
-            source = walk.matrices.at[(*at, matrix)]  # [64, 64]
-            plgpu.copy_gmem_to_smem(source, own.matrices.at[slot, matrix], barrier)
+        for part in range(frame.PARTS):
+            source = walk.solved.at[(*at, part)]  # [64, 64]
+            plgpu.copy_gmem_to_smem(source, own.solved.at[slot, part], barrier)
         plgpu.copy_gmem_to_smem(walk.numbers.at[at], own.numbers.at[slot], barrier)
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
+
+
+def weigh(walk: Walk) -> None:
+    """Forms P of each chunk."""
+    steps = walk.deal.each(functools.partial(weigh_item, walk))
+    walk.own.pairs.drain(steps)
+
+
+def weigh_item(walk: Walk, item: Item) -> None:
+    own, spec = walk.own, walk.spec
+    blocks = range(frame.blocks_of_key(spec))
+    below = mosaic.position(0) >= mosaic.position(1)
+
+    def weigh_chunk(chunk: Any, _: None) -> None:
+        step = item.before + chunk
+        slot = own.chunks.slot(step)
+        own.chunks.produced.wait(slot)
+        q, k = ([tiles.at[slot, n] for n in blocks] for tiles in (own.q, own.k))
+        numbers = own.numbers.at[slot]
+        weights = frame.decayed_pairs(spec, q, k, numbers)
+        weights = weights * mosaic.in_columns(load(numbers.at[frame.OF_QUERIES], OF_ROWS), C)
+        own.pairs.acquire(step)
+        to = own.pairs.slot(step)
+        parts = frame.in_two_parts(jnp.where(below, weights, 0.0))
+        for n, part in enumerate(parts):
+            own.weights.at[to, n][...] = part
+        plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+        own.pairs.produced.arrive(to)
+        own.chunks.consumed.arrive(slot)
+
+    lax.fori_loop(0, item.chunks, weigh_chunk, None)
 
 
 def carry(step: Callable[..., list[jax.Array]], walk: Walk) -> None:
@@ -233,40 +299,26 @@ class Numbers:
     ref: Any
     layout: Any = OF_COLUMNS
 
-    def _of(self, which: int) -> jax.Array:
-        return load(self.ref.at[which], self.layout)
-
-    def _last(self) -> Any:
-        return self.ref[frame.LOG_DECAY, C - 1]
-
-    def _with_keys(self, factor: jax.Array | None) -> jax.Array | None:
-        if not self.spec.normalize_qk:
-            return factor
-        of_keys = self._of(frame.OF_KEYS)
-        return of_keys if factor is None else factor * of_keys
-
-    def _from_start(self) -> jax.Array | None:
-        """[64]: the decay from the chunk's start to each step."""
-        return None if self.spec.decay is None else jnp.exp2(self._of(frame.LOG_DECAY))
-
     def of_read(self) -> jax.Array:
         """[64]: the decay from the chunk's start to each step, times the factor of the query."""
-        of_queries, decay = self._of(frame.OF_QUERIES), self._from_start()
-        return of_queries if decay is None else of_queries * decay
+        return load(self.ref.at[frame.READ], self.layout)
+
+    def _of_keys(self, which: int) -> jax.Array | None:
+        if self.spec.decay is None and not self.spec.normalize_qk:
+            return None
+        return load(self.ref.at[which], self.layout)
 
     def of_recalled(self) -> jax.Array | None:
         """[64]: the decay from the chunk's start to each step, times the factor of the key."""
-        return self._with_keys(self._from_start())
+        return self._of_keys(frame.RECALLED)
 
     def of_written(self) -> jax.Array | None:
         """[64]: the decay from each step to the chunk's end, times the factor of the key."""
-        if self.spec.decay is None:
-            return self._with_keys(None)
-        return self._with_keys(jnp.exp2(self._last() - self._of(frame.LOG_DECAY)))
+        return self._of_keys(frame.WRITTEN)
 
     def kept(self) -> Any:
         """The decay over the whole chunk, a scalar."""
-        return None if self.spec.decay is None else jnp.exp2(self._last())
+        return None if self.spec.decay is None else jnp.exp2(self.ref[frame.LOG_DECAY, C - 1])
 
     def times(self, x: jax.Array, factor: jax.Array | None) -> jax.Array:
         """x with each step, a column or a row by `layout`, times its factor."""

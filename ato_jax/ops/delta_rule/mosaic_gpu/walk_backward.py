@@ -34,12 +34,12 @@ def walk_backward(
     inputs: Inputs,
     cotangents: Outputs,
     numbers: jax.Array,
-    matrices: jax.Array,
+    solved: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dv, the initial state's gradient [B, H, D, V], and dS'^T of each chunk [B, H, chunks,
     V / 64, D / 64, 64, 64])."""
     given = {"q": inputs.q, "k": inputs.k, "rows": cotangents.out}
-    given |= {"matrices": matrices, "numbers": numbers}
+    given |= {"solved": solved, "numbers": numbers}
     if spec.return_state:
         given["start"] = jnp.swapaxes(cotangents.state, 2, 3)
     found = walk(
@@ -53,12 +53,13 @@ def multiply_chunk(
 ) -> list[jax.Array]:
     """Stores the chunk's rows of dv and its dS', which is `dstate`; returns dS."""
     own, spec = walk.own, walk.spec
-    slot = own.chunks.slot(item.before + chunk)
+    step = item.before + chunk
+    slot, of_pairs = own.chunks.slot(step), own.pairs.slot(step)
     own.chunks.produced.wait(slot)
     q, k = ([tiles.at[slot, n] for n in range(len(dstate))] for tiles in (own.q, own.k))
     solved, pairs = (
-        tuple(own.matrices.at[slot, first + part] for part in range(2))
-        for first in (frame.SOLVED, frame.PAIRS)
+        tuple(tiles.at[at, part] for part in range(frame.PARTS))
+        for tiles, at in ((own.solved, slot), (own.weights, of_pairs))
     )
     numbers = Numbers(spec, own.numbers.at[slot])
     parts = [frame.in_two_parts(block) for block in dstate]
@@ -66,6 +67,7 @@ def multiply_chunk(
     for n, (first, _) in enumerate(parts):
         own.states.at[number, n][...] = first
     dout = mosaic.load_transposed(own.rows.at[slot, number])  # [64, 64]
+    own.pairs.produced.wait(of_pairs)
     written, of_out = mosaic.multiply(
         (
             mosaic.zeros(HALF, C),
@@ -97,6 +99,7 @@ def multiply_chunk(
     found = mosaic.multiply(*((sum, [(part, b) for part in recalled]) for sum, b in terms))
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
+    own.pairs.consumed.arrive(of_pairs)
     walk.store_rows(item, chunk, number)
     walk.store_state(item, chunk, number)
     return list(found)

@@ -1,6 +1,6 @@
 """The walk from the first chunk to the last, with the state in registers.
 
-For each head and 64 of v's columns, chunk by chunk, with X and P of `solve.py`, and L_t the sum of
+For each head and 64 of v's columns, chunk by chunk, with X of `solve.py` and P, and L_t the sum of
 log2 decays from the chunk's first step to t:
 
     r_t = v_t - exp2(L_t) k_t S
@@ -38,14 +38,14 @@ def walk_forward(
     config: Config,
     inputs: Inputs,
     numbers: jax.Array,
-    matrices: jax.Array,
+    solved: jax.Array,
     *,
     keeps: bool = False,
 ) -> tuple[Outputs, jax.Array | None, jax.Array | None]:
     """The outputs; and where it `keeps` them, u [B, H, chunks, V / 64, 64, 64] and the states that
     chunks begin with, S^T [B, H, chunks, V / 64, D / 64, 64, 64]."""
     given = {"q": inputs.q, "k": inputs.k, "rows": inputs.v}
-    given |= {"matrices": matrices, "numbers": numbers}
+    given |= {"solved": solved, "numbers": numbers}
     if inputs.initial_state is not None:
         given["start"] = jnp.swapaxes(inputs.initial_state, 2, 3)
     kept = ("written", "states") if keeps else ()
@@ -59,12 +59,13 @@ def multiply_chunk(
 ) -> list[jax.Array]:
     """Stores the chunk's rows of out; returns S'."""
     own, spec = walk.own, walk.spec
-    slot = own.chunks.slot(item.before + chunk)
+    step = item.before + chunk
+    slot, of_pairs = own.chunks.slot(step), own.pairs.slot(step)
     own.chunks.produced.wait(slot)
     q, k = ([tiles.at[slot, n] for n in range(len(S))] for tiles in (own.q, own.k))
     solved, pairs = (
-        tuple(own.matrices.at[slot, first + part].T for part in range(2))
-        for first in (frame.SOLVED, frame.PAIRS)
+        tuple(tiles.at[at, part].T for part in range(frame.PARTS))
+        for tiles, at in ((own.solved, slot), (own.weights, of_pairs))
     )
     numbers = Numbers(spec, own.numbers.at[slot])
     parts = [frame.in_two_parts(block) for block in S]
@@ -72,9 +73,9 @@ def multiply_chunk(
     if walk.states is not None:
         for n, (first, _) in enumerate(parts):
             own.states.at[number, n][...] = first
-    v = mosaic.load_transposed(own.rows.at[slot, number]).astype(F32)
 
     def recall(recalled: jax.Array) -> tuple[jax.Array, jax.Array]:
+        v = mosaic.load_transposed(own.rows.at[slot, number]).astype(F32)
         r = frame.in_two_parts(v - numbers.times(recalled, numbers.of_recalled()))
         mosaic.compute_first(jnp.abs(r[1].astype(F32)))
         return r
@@ -96,6 +97,7 @@ def multiply_chunk(
         mosaic.store_transposed(own.out.at[number], out.astype(BF16))
         return out
 
+    own.pairs.produced.wait(of_pairs)
     # out is stored while S' is in flight.
     _, sums = mosaic.multiply_under(
         frame.products(both, pairs),
@@ -110,6 +112,7 @@ def multiply_chunk(
         mosaic.store_transposed(own.written.at[number], both[0])
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
+    own.pairs.consumed.arrive(of_pairs)
     walk.store_rows(item, chunk, number)
     if walk.states is not None:
         walk.store_state(item, chunk, number)
