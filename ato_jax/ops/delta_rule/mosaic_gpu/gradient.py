@@ -15,7 +15,9 @@ and dL_C for the chunk's last step has exp(L_C) <S, dS'> + sum_s exp(L_C - L_s) 
 besides. A step's decay is part of L from the step on, so its gradient is a sum of dL, which XLA
 forms. u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
-No product's result goes on to another chunk, so factors in one part of bfloat16 are exact enough.
+No product's result goes on to another chunk, so factors in one part of bfloat16 are exact enough,
+but for F, in two: where keys are alike, dq is a small sum of large terms. Rounded F and N enter dq
+and dk' as they enter dk", so that what rounding leaves off cancels in the sums of dL.
 
 With `normalize_qk` the unit rows' gradients are projected: those of q get - q (q . dq) / |q|^2.
 
@@ -33,7 +35,7 @@ With `normalize_qk` the unit rows' gradients are projected: those of q get - q (
     q, k            [64, D]     a chunk's rows, in blocks of 64 columns
     dout, u, dr     [64, 64]    a chunk's rows, 64 of their columns
     S, dS'          [D, 64]     transposed, [64, 64] for each block of D
-    F, N            [64, 64]    as above, bfloat16
+    F, N            [64, 64]    as above, F in two parts
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class Storage(mosaic.Storage):
     q: Array  # [D / 64, 64, 64]
     k: Array  # as q
     numbers: Array  # [NUMBERS, 64] float32
-    read: Array  # [64, 64] F
+    read: Array  # [PARTS, 64, 64] F
     corrected: Array  # [64, 64] -N
     dq: Array  # [D / 64, 64, 64]
     dk: Array  # as dq
@@ -122,7 +124,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
         q=q,
         k=k,
         numbers=numbers,
-        read=Buffer(tiling.shared(C, C)),
+        read=Buffer(tiling.shared(frame.PARTS, C, C)),
         corrected=Buffer(tiling.shared(C, C)),
         dq=Buffer(tiling.of_rows(blocks, C, HALF)),
         dk=Buffer(tiling.of_rows(blocks, C, HALF)),
@@ -258,11 +260,11 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
         last = last + products.kept * numbers.kept()
     own.pairs.arrive()
     own.pairs.wait()
-    read, corrected = own.read, own.corrected
+    reads, corrected = [own.read.at[part] for part in range(frame.PARTS)], own.corrected
     dq, recalled, written = mosaic.multiply(
-        (dq, [(read, k)]),
+        (dq, [(read, k) for read in reads]),
         (recalled, [(corrected, k)]),
-        (written, [(read.T, q), (corrected.T, k)]),
+        (written, [*((read.T, q) for read in reads), (corrected.T, k)]),
     )
     dk = recalled + written
     of_queries = _dot(q, dq)
@@ -352,8 +354,12 @@ def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
             # Above the diagonal the factor would be infinite.
             pairs = pairs * jnp.exp2(jnp.minimum(between, 0.0))
         kept = row >= column if which == 0 else row > column
-        target = (own.read, own.corrected)[which]
-        target[...] = jnp.where(kept, pairs, 0.0).astype(BF16)
+        pairs = jnp.where(kept, pairs, 0.0)
+        if which == 1:
+            own.corrected[...] = pairs.astype(BF16)
+            continue
+        for part, rounded in enumerate(frame.in_two_parts(pairs)):
+            own.read.at[part][...] = rounded
     plgpu.commit_smem()
 
 
