@@ -32,6 +32,7 @@ class Call:
     V: int | None = None  # D, unless it is said
     decay: bool = False
     states: bool = False
+    gradients: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -64,7 +65,16 @@ def main(call: Call) -> None:
             **call.options, **arrays,
         )  # fmt: skip
 
-    compiled_on_hopper(forward, sharding, (q, q, v, numbers, arrays))
+    def with_gradients(cotangent: Any, *inputs: Any) -> Any:
+        outputs, pull = jax.vjp(forward, *inputs)
+        return outputs, pull(cotangent)
+
+    inputs = (q, q, v, numbers, arrays)
+    if not call.gradients:
+        compiled_on_hopper(forward, sharding, inputs)
+        return
+    cotangent = (v, arrays["initial_state"]) if call.states else v
+    compiled_on_hopper(with_gradients, sharding, (cotangent, *inputs))
 
 
 def run(*arguments: str) -> None:

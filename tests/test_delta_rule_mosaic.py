@@ -4,7 +4,6 @@ card without one, and what it refuses."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,8 +13,9 @@ import pytest
 
 import ato_jax
 from ato_jax import device
+from ato_jax.backend import Residuals
 from ato_jax.ops.delta_rule import mosaic_gpu
-from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 from tests import aot_delta_rule, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -49,13 +49,19 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
     spec = wanted.request.spec
     assert mosaic_gpu.unsupported(spec, "forward") is None
     config_of = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **config)
+
+    def both(inputs: Inputs, cotangents: Outputs) -> tuple[Outputs, Inputs]:
+        # Without a decay behind a forward pass that keeps nothing.
+        keep: Any = mosaic_gpu.forward_for_own_backward if spec.decay else mosaic_gpu.forward
+        kept = keep(spec, config_of, inputs)
+        residuals: Residuals[Inputs, Any] = Residuals(inputs, kept)
+        return kept.plain(), mosaic_gpu.backward(spec, config_of, residuals, cotangents)
+
     with ato_jax.interpret():
-        outputs = jax.jit(functools.partial(mosaic_gpu.forward, spec, config_of))(
-            wanted.request.inputs
-        )
+        outputs, gradients = jax.jit(both)(wanted.request.inputs, wanted.outputs_cotangents)
     found = numerics.users_outputs("gated_delta_rule", wanted.request, outputs)
-    exact = {name: wanted.exact[name] for name in ("out", "state")}
-    numerics.compare(found, dataclasses.replace(wanted, exact=exact))
+    found |= numerics.users_gradients(wanted.arrays, gradients)
+    numerics.compare(found, wanted)
 
 
 @newest
@@ -63,7 +69,7 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
     "sizes, config, options",
     [
         # Rows that are no multiple of 8, two blocks of keys' columns, heads that share keys.
-        (dict(T=203, D=128, V=64, H=2), {}, dict(normalize_qk=True)),
+        (dict(T=75, D=128, V=64, H=2), {}, dict(normalize_qk=True)),
         # Two warpgroups with a part of v each; a block solves several chunks.
         (dict(T=200, D=64, V=128, layout="bhtd"), dict(slices=2, solve_blocks=1), {}),
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3)),
@@ -92,9 +98,9 @@ SPEC = DeltaRuleSpec(
     ],
 )
 def test_refusals(changes: dict[str, Any], reason: str) -> None:
-    assert mosaic_gpu.unsupported(SPEC, "forward") is None
-    assert "gradients" in str(mosaic_gpu.unsupported(SPEC, "backward"))
-    assert reason in str(mosaic_gpu.unsupported(dataclasses.replace(SPEC, **changes), "forward"))
+    for phase in ("forward", "backward"):
+        assert mosaic_gpu.unsupported(SPEC, phase) is None
+        assert reason in str(mosaic_gpu.unsupported(dataclasses.replace(SPEC, **changes), phase))
 
 
 def test_slices_fill_the_card() -> None:
@@ -105,23 +111,22 @@ def test_slices_fill_the_card() -> None:
     assert mosaic_gpu.default_config(dataclasses.replace(many, V=192), H200).slices == 1
 
 
-def test_it_runs_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "of_call", lambda _: H200)
-    arrays, options = draw(T=64, D=64, V=64)
-    for implementation, wanted in ((None, "xla"), ("mosaic_gpu", "mosaic_gpu")):
-        found = ato_jax.explain(
-            "gated_delta_rule", *arrays, implementation=implementation, **options
-        )
-        assert found.forward is not None and found.forward.backend == wanted
-    assert "gradients" in str(found.reasons["mosaic_gpu"]["backward"])
+    for D, wanted in ((64, "mosaic_gpu"), (96, "xla")):
+        arrays, options = draw(T=64, D=D, V=64)
+        found = ato_jax.explain("gated_delta_rule", *arrays, **options)
+        for choice in (found.forward, found.backward):
+            assert choice is not None and choice.backend == wanted
 
 
 @requires_plugin
 def test_compiled_for_a_card() -> None:
-    """Two warpgroups of the walk, tails that are copied untiled; the walk spills nothing."""
-    call = aot_delta_rule.Call(T=4091, D=128, H=32, decay=True, states=True)
-    kernels = {one.name: one for one in aot_delta_rule.compile_call(call)}
-    assert set(kernels) == {"gated_delta_rule_solve", "gated_delta_rule_walk"}
-    assert not any(one.serialized for one in kernels.values())
-    assert kernels["gated_delta_rule_walk"].spill_stores == 0
-    assert kernels["gated_delta_rule_solve"].spill_stores <= 128
+    """Two warpgroups of the walks, tails that are copied untiled."""
+    call = aot_delta_rule.Call(T=4091, D=128, H=32, decay=True, states=True, gradients=True)
+    kernels = aot_delta_rule.compile_call(call)
+    most = {"solve": 64, "walk": 128, "walk_backward": 64, "gradients": 160}
+    assert {one.name for one in kernels} == {f"gated_delta_rule_{name}" for name in most}
+    assert not any(one.serialized for one in kernels)
+    for one in kernels:
+        assert one.spill_stores <= most[one.name.removeprefix("gated_delta_rule_")], str(one)

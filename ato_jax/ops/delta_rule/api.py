@@ -32,7 +32,7 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 OP: choosing.Op[DeltaRuleSpec, Inputs, Outputs] = choosing.Op(
     "gated_delta_rule",
-    ("xla", "mosaic_gpu", "reference"),
+    ("mosaic_gpu", "xla", "reference"),
     package="ato_jax.ops.delta_rule",
     planned=("triton", "cudnn"),
 )
@@ -225,9 +225,8 @@ def gated_delta_rule(
       precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
         the factors to TF32. Other dtypes ignore it.
       implementation: None for the fastest backend that supports the call on this device, or one of
-        "xla", "mosaic_gpu" and "reference". "mosaic_gpu", kernels for Hopper, runs only where it is
-        named, forward alone, in bfloat16 with D of 64 or 128 and V a multiple of 64, without
-        segments, lengths and a decay per channel.
+        "mosaic_gpu", "xla" and "reference". "mosaic_gpu", kernels for Hopper, takes bfloat16 with D
+        of 64 or 128 and V a multiple of 64, without segments, lengths and a decay per channel.
 
     Returns:
       out [B, T, H, V] in v's dtype; with `return_state` the pair (out, state). The state is S after

@@ -1,9 +1,11 @@
-"""The delta rule on Hopper by Pallas kernels lowered to Mosaic GPU, forward.
+"""The delta rule on Hopper by Pallas kernels lowered to Mosaic GPU.
 
-Two kernels, built on the kit in `ato_jax/mosaic/`: `solve.py` for the part of each chunk of 64
-steps that no state enters, all chunks at once, and `walk.py`, which carries the state from chunk to
-chunk. Between them, in global memory, are 32 KB for each chunk of a value head. `frame.py` has the
-sizes, and the numbers of each step that XLA prepares.
+Forward, two kernels, built on the kit in `ato_jax/mosaic/`: `solve.py` for the part of each chunk
+of 64 steps that no state enters, all chunks at once, and `walk_forward.py`, which carries the state
+from chunk to chunk. Between them, in global memory, are 16 KB for each chunk of a value head.
+Backward, two more: `walk_backward.py`, which carries the state's gradient back, and `gradient.py`
+for the gradients of each chunk's rows, all chunks at once. `walk.py` has what both walks share,
+`frame.py` the sizes, and the numbers of each step that XLA prepares.
 
 `solve.py` forms k k^T for each value head, also where heads share keys.
 """
@@ -14,16 +16,15 @@ from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.mosaic import HALF
 from ato_jax.mosaic import refusal_of_device as unsupported_device
+from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import walk_chunks
+from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
 
 
 def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
-    if phase == "backward":
-        return "has no kernels for the gradients"
     if spec.dtype != "bfloat16":
         return f"takes bfloat16 alone, got {spec.dtype}"
     if spec.D % HALF or spec.D > frame.WIDEST_KEY:
@@ -49,20 +50,26 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     numbers = frame.numbers_of(spec, inputs)
-    matrices = solve_chunks(spec, config, inputs, numbers)
-    return walk_chunks(spec, config, inputs, numbers, matrices)
+    solved = solve_chunks(spec, config, inputs, numbers)
+    outputs, _, _ = walk_forward(spec, config, inputs, numbers, solved)
+    return outputs
+
+
+def forward_for_own_backward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> gradients.Kept:
+    return gradients.keep(spec, config, inputs)
 
 
 def backward(
     spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    raise NotImplementedError(unsupported(spec, "backward"))
+    return gradients.backward(spec, config, residuals, cotangents)
 
 
 class _MosaicGpu(Backend[DeltaRuleSpec, Config, Inputs, Outputs]):
     unsupported = staticmethod(unsupported)
     default_config = staticmethod(default_config)
     forward = staticmethod(forward)
+    forward_for_own_backward = staticmethod(forward_for_own_backward)
     backward = staticmethod(backward)
     unsupported_device = staticmethod(unsupported_device)
 

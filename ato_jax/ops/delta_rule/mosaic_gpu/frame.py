@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, load
 from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, inverse_lengths
 
 C = mosaic.ROWS  # steps of a chunk
@@ -26,12 +26,12 @@ WIDEST_KEY = 128
 ROWS_OF_A_TILE = 8
 # The most registers of a thread that multiplies: as many as each of two warpgroups gets.
 MOST_REGISTERS = 240
+# The least magnitude of beta that kernels take: a step's error is what it writes over beta.
+LEAST_BETA = 1e-30
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
-LOG_DECAY, BETA, OF_KEYS, OF_QUERIES = range(4)
-NUMBERS = 4
-# Matrices of a chunk that `solve.py` hands to `walk.py`, each in two parts.
-SOLVED, PAIRS = 0, 2
-MATRICES = 4
+LOG_DECAY, BETA, OF_KEYS, OF_QUERIES, READ, RECALLED, WRITTEN = range(7)
+NUMBERS = 7
+PARTS = 2  # of a factor of products, as `in_two_parts` makes them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +67,11 @@ def name_of(kernel: str) -> str:
 
 def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
     """[B, H, chunks, NUMBERS, 64] in float32, for each step t: log2 of the decay from the chunk's
-    first step to t, summed; beta; what k_t and q_t are multiplied by.
+    first step to t, summed; beta; what k_t and q_t are multiplied by; and these with the decay from
+    the chunk's start, q_t as it reads the state and k_t as it recalls from it, and k_t with the
+    decay to the chunk's end, as it is written.
 
-    Beyond the sequence beta is 0 and the decay 1, which leave the state as it is.
+    Beyond the sequence rows are 0 and the decay is 1, which leave the state as it is.
     """
     chunks = chunks_of(spec)
 
@@ -80,6 +82,7 @@ def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
         return jnp.repeat(array, repeats, axis=1).reshape(spec.B, spec.H, chunks, C)
 
     beta = cut(inputs.beta)
+    beta = jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
     log_decay = jnp.zeros_like(beta)
     if inputs.decay is not None:
         decay = jnp.maximum(inputs.decay, LEAST_DECAY) * LOG2_E
@@ -89,7 +92,11 @@ def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
         group = spec.H // spec.G
         of_keys = cut(inverse_lengths(inputs.k.astype(F32)), group)
         of_queries = spec.scale * cut(inverse_lengths(inputs.q.astype(F32)), group)
-    return jnp.stack([log_decay, beta, of_keys, of_queries], axis=3)
+    # Exponentials take more of a walk's time than loads.
+    from_start, to_end = jnp.exp2(log_decay), jnp.exp2(log_decay[..., -1:] - log_decay)
+    read, recalled, written = of_queries * from_start, of_keys * from_start, of_keys * to_end
+    numbers = log_decay, beta, of_keys, of_queries, read, recalled, written
+    return jnp.stack(numbers, axis=3)
 
 
 def numbers_in_memory(*slots: int) -> Any:
@@ -109,3 +116,18 @@ def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def products(a: tuple[Any, Any], b: tuple[Any, Any]) -> list[tuple[Any, Any]]:
     """Factors of a @ b, both in two parts. The product of both second parts is too small."""
     return [(a[0], b[0]), (a[1], b[0]), (a[0], b[1])]
+
+
+def decayed_pairs(spec: DeltaRuleSpec, rows: list[Any], k: list[Any], numbers: Any) -> jax.Array:
+    """rows_t . k_s exp2(L_t - L_s) on and below the diagonal, [64, 64], with k's own factor; L_t is
+    the sum of log2 decays from the chunk's first step to t."""
+    blocks = [(a, b.T) for a, b in zip(rows, k, strict=True)]
+    (found,) = mosaic.multiply((mosaic.zeros(C, C), blocks))
+    if spec.decay is not None:
+        of_rows = mosaic.in_columns(load(numbers.at[LOG_DECAY], OF_ROWS), C)
+        of_columns = mosaic.in_rows(load(numbers.at[LOG_DECAY], OF_COLUMNS), C)
+        # Above the diagonal the factor would be infinite.
+        found = found * jnp.exp2(jnp.minimum(of_rows - of_columns, 0.0))
+    if spec.normalize_qk:
+        found = found * mosaic.in_rows(load(numbers.at[OF_KEYS], OF_COLUMNS), C)
+    return found

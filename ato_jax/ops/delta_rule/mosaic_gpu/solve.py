@@ -3,7 +3,6 @@
 With L_t the sum of log2 decays from the chunk's first step to t,
 
     A[t, s] = beta_t k_t . k_s exp2(L_t - L_s)      s < t, else 0
-    P[t, s] = q_t . k_s exp2(L_t - L_s)             s <= t, else 0
     X       = (I + A)^-1 diag(beta)
 
 The inverse goes by blocks, which are joined two by two. With Z the inverse of the blocks of m rows
@@ -11,18 +10,19 @@ along the diagonal, those of 2 m rows are
 
     Z' = Z - Z A_m Z        A_m: A where the row's block is the right neighbour of the column's
 
-Z has blocks of m rows, so Z A_m is Z A in the places of A_m, and A is read whole in every round.
-The first round, m = 1, has Z = I. Every factor is in two parts of bfloat16. Powers of A would take
-fewer products, but their terms cancel where keys are alike.
+Z has blocks of m rows, so Z A_m is Z A in the places of A_m. Matrices lie in blocks of 16 columns,
+and a product takes 16 rows of one: up to m = 8 those along the diagonal, and from m = 16 on those
+that hold A_m. The first round, m = 1, has Z = I. Every factor is in two parts of bfloat16. Powers
+of A would take fewer products, but their terms cancel where keys are alike.
 
-    MEMORY (n)       loads a chunk of q and k, and the numbers of its steps, for each WORKER
-      |  chunks: loaded; consumed once X and P are known
+    MEMORY (n)       loads a chunk of k, and the numbers of its steps, for each WORKER
+      |  chunks: loaded; consumed once X is known
       v
-    WORKER (0 .. n - 1)    a chunk each: X and P
+    WORKER (0 .. n - 1)    a chunk's X each
 
     symbol          shape         what it is
-    q, k            [64, D]       a chunk's rows, in blocks of 64 columns
-    A, X, P, Z      [64, 64]      as above; A, Z in shared memory, whose places P and X take
+    k               [64, D]       a chunk's rows, in blocks of 64 columns
+    A, X, Z         [64, 64]      as above; A and Z lie in shared memory, X takes the place of Z
 """
 
 from __future__ import annotations
@@ -44,36 +44,40 @@ from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 
-WORKERS, STAGES = 2, 2
+WORKERS, STAGES = 3, 2
+BLOCK = 16  # columns of a block: the least that a product contracts
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    q: Array  # [STAGES, WORKERS, D / 64, 64, 64]
-    k: Array  # as q
+    k: Array  # [STAGES, WORKERS, D / 64, 64, 64]
     numbers: Array  # [STAGES, WORKERS, NUMBERS, 64] float32
-    lower: Array  # [WORKERS, 2, 64, 64] A, then P, in two parts
-    inverse: Array  # [WORKERS, 2, 64, 64] Z, then X, in two parts
+    lower: Array  # [WORKERS, PARTS, 4, 64, 16] A in two parts
+    inverse: Array  # [WORKERS, PARTS, 4, 64, 16] Z, then X, in two parts
     chunks: Ring
 
 
 def storage_of(spec: DeltaRuleSpec) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
-    q, k = (
-        Buffer(tiling.of_rows(STAGES, WORKERS, blocks, C, C), copies=WORKERS * blocks)
-        for _ in range(2)
-    )
+    k = Buffer(tiling.of_rows(STAGES, WORKERS, blocks, C, C), copies=WORKERS * blocks)
     numbers = Buffer(frame.numbers_in_memory(STAGES, WORKERS), copies=WORKERS)
     return Storage(
-        q=q,
         k=k,
         numbers=numbers,
-        lower=Buffer(tiling.shared(WORKERS, 2, C, C)),
-        inverse=Buffer(tiling.shared(WORKERS, 2, C, C)),
-        chunks=Ring.of(STAGES, (q, k, numbers), (WORKER,)),
+        lower=Buffer(column_blocks()),
+        inverse=Buffer(column_blocks()),
+        chunks=Ring.of(STAGES, (k, numbers), (WORKER,)),
     )
+
+
+def column_blocks() -> Any:
+    """Room for a matrix of each worker, in two parts, as column blocks: swizzled so that a product
+    takes 16 of a block's rows."""
+    size = BLOCK * jnp.dtype(BF16).itemsize
+    transforms = plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(size)
+    return plgpu.SMEM((WORKERS, frame.PARTS, C // BLOCK, C, BLOCK), BF16, transforms=transforms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +87,15 @@ class Kernel:
     spec: DeltaRuleSpec
     deal: mosaic.Deal
     own: Storage
-    q: Any
     k: Any
     numbers: Any
-    matrices: Any
+    solved: Any
 
 
 def solve_chunks(
     spec: DeltaRuleSpec, config: Config, inputs: Inputs, numbers: jax.Array
 ) -> jax.Array:
-    """X and P of all chunks, [B, H, chunks up to a multiple of WORKERS, MATRICES, 64, 64]."""
+    """X of all chunks in two parts, [B, H, chunks up to a multiple of WORKERS, PARTS, 64, 64]."""
     chunks = frame.chunks_of(spec)
     pieces = -(-chunks // WORKERS)
     deal = mosaic.Deal(
@@ -104,13 +107,14 @@ def solve_chunks(
 
     roles = mosaic.Roles((WORKER, MEMORY))
     program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (WORKER, work)), bind)
-    shape = (spec.B, spec.H, pieces * WORKERS, frame.MATRICES, C, C)
+    shape = (spec.B, spec.H, pieces * WORKERS, frame.PARTS, C, C)
     found: jax.Array = mosaic.launch(
         frame.name_of("solve"),
         program,
         deal,
         jax.ShapeDtypeStruct(shape, BF16),
-        (inputs.q, inputs.k, numbers),
+        (inputs.k, numbers),
+        own_barriers=True,
     )
     return found
 
@@ -131,11 +135,10 @@ def load_item(kernel: Kernel, item: Item) -> None:
         # The last chunk again, where there is none: what is made of it is read by nobody.
         chunk = jnp.minimum(item.piece * WORKERS + worker, frame.chunks_of(spec) - 1)
         rows = pl.ds(chunk * C, C)
-        for ref, tiles in ((kernel.q, own.q), (kernel.k, own.k)):
-            for block in range(frame.blocks_of_key(spec)):
-                source = tiling.part(ref, item, rows, key_head, block)  # [64, 64]
-                target = mosaic.for_copy(tiles.at[slot, worker, block])
-                plgpu.copy_gmem_to_smem(source, target, barrier)
+        for block in range(frame.blocks_of_key(spec)):
+            source = tiling.part(kernel.k, item, rows, key_head, block)  # [64, 64]
+            target = mosaic.for_copy(own.k.at[slot, worker, block])
+            plgpu.copy_gmem_to_smem(source, target, barrier)
         source = kernel.numbers.at[item.batch, item.head, chunk]  # [NUMBERS, 64]
         plgpu.copy_gmem_to_smem(source, own.numbers.at[slot, worker], barrier)
 
@@ -149,75 +152,111 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
     slot = own.chunks.slot(item.number)
     own.chunks.produced.wait(slot)
-    q, k = (
-        [tiles.at[slot, worker, block] for block in range(frame.blocks_of_key(spec))]
-        for tiles in (own.q, own.k)
-    )
+    # Plus 0, by the sign of a number that no compiler knows not to be negative. Else it would
+    # compute the descriptors of all products ahead of the loop, and spill them.
+    worker = worker + lax.shift_right_arithmetic(item.first_row, jnp.int32(31))
+    k = [own.k.at[slot, worker, block] for block in range(frame.blocks_of_key(spec))]
     numbers = own.numbers.at[slot, worker]
     beta = load(numbers.at[frame.BETA], OF_ROWS)
     if spec.normalize_qk:
         beta = beta * load(numbers.at[frame.OF_KEYS], OF_ROWS)
     row, column = mosaic.position(0), mosaic.position(1)
-    lower = decayed_pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
-    lower = jnp.where(row > column, lower, 0.0)
+    lower = frame.decayed_pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
+    blocks = columns_of(jnp.where(row > column, lower, 0.0))
+    store(own.lower.at[worker], [frame.in_two_parts(block) for block in blocks])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    store(own.lower.at[worker], lower)
-    inverse = unit_inverse(lower, own.lower.at[worker], own.inverse.at[worker])
-    beta = load(numbers.at[frame.BETA], OF_COLUMNS)
-    store(own.inverse.at[worker], inverse * mosaic.in_rows(beta, C))
-    # Here, and not beside k k^T: P in registers all the while would be spilled.
-    pairs = jnp.where(row >= column, decayed_pairs(spec, q, k, numbers), 0.0)
-    store(own.lower.at[worker], pairs)
+    inverse = unit_inverse(blocks, own.lower.at[worker], own.inverse.at[worker])
+    solved = []
+    for n, block in enumerate(inverse):
+        beta = load(numbers.at[frame.BETA, pl.ds(n * BLOCK, BLOCK)], OF_COLUMNS)
+        solved.append(frame.in_two_parts(block * mosaic.in_rows(beta, C)))
+    store(own.inverse.at[worker], solved)
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
-    target = kernel.matrices.at[item.batch, item.head, item.piece * WORKERS + worker]
-    for first, tiles in ((frame.SOLVED, own.inverse), (frame.PAIRS, own.lower)):
-        for part in range(2):
-            plgpu.copy_smem_to_gmem(tiles.at[worker, part], target.at[first + part])
+    target = kernel.solved.at[item.batch, item.head, item.piece * WORKERS + worker]
+    for part in range(frame.PARTS):
+        for n in range(C // BLOCK):
+            columns = target.at[part, :, pl.ds(n * BLOCK, BLOCK)]  # [64, 16]
+            plgpu.copy_smem_to_gmem(own.inverse.at[worker, part, n], columns)
 
 
-def decayed_pairs(
-    spec: DeltaRuleSpec, rows: list[Any], k: list[Any], numbers: Any
-) -> jax.Array:
-    """rows_t . k_s exp2(L_t - L_s) on and below the diagonal, [64, 64], with k's own factor."""
-    blocks = [(a, b.T) for a, b in zip(rows, k, strict=True)]
-    (found,) = mosaic.multiply((mosaic.zeros(C, C), blocks))
-    if spec.decay is not None:
-        of_rows = mosaic.in_columns(load(numbers.at[frame.LOG_DECAY], OF_ROWS), C)
-        of_columns = mosaic.in_rows(load(numbers.at[frame.LOG_DECAY], OF_COLUMNS), C)
-        # Above the diagonal the factor would be infinite.
-        found = found * jnp.exp2(jnp.minimum(of_rows - of_columns, 0.0))
-    if spec.normalize_qk:
-        found = found * mosaic.in_rows(load(numbers.at[frame.OF_KEYS], OF_COLUMNS), C)
-    return found
+def columns_of(x: jax.Array) -> list[jax.Array]:
+    """A tile [64, 64] in column blocks."""
+    return [x[:, first : first + BLOCK] for first in range(0, C, BLOCK)]
 
 
-def store(tiles: Any, x: jax.Array) -> None:
-    """x [64, 64] in two parts."""
-    for part, own in enumerate(frame.in_two_parts(x)):
-        tiles.at[part][...] = own
+def store(tiles: Any, blocks: list[tuple[jax.Array, jax.Array]]) -> None:
+    """Column blocks in two parts."""
+    for n, parts in enumerate(blocks):
+        for part, own in enumerate(parts):
+            tiles.at[part, n][...] = own
 
 
-def unit_inverse(lower: jax.Array, lower_tiles: Any, inverse_tiles: Any) -> jax.Array:
-    """(I + A)^-1 of A, strictly lower triangular, which lies in `lower_tiles`, too."""
-    row, column = mosaic.position(0), mosaic.position(1)
-    # Neighbours of m rows, a power of two, that make a block of 2 m: the highest bit in which the
-    # row's and the column's numbers differ is m.
-    differing = row ^ column
-    inverse = jnp.where(row == column, 1.0, jnp.where(differing == 1, -lower, 0.0))
-    size = 2
+def unit_inverse(lower: list[jax.Array], of_lower: Any, of_inverse: Any) -> list[jax.Array]:
+    """(I + A)^-1 of A, strictly lower triangular, which lies in `of_lower`, too; in column blocks.
+
+    A round joins neighbours of `size` rows, all of one column block or of several.
+    """
+    joined = []
+    for n, block in enumerate(lower):
+        differing = _differing(n)
+        joined.append(jnp.where(differing == 0, 1.0, jnp.where(differing == 1, -block, 0.0)))
+    inverse, size = joined, 2
     while size < C:
-        parts = frame.in_two_parts(inverse)
-        for tile, part in zip((0, 1), parts, strict=True):
-            inverse_tiles.at[tile][...] = part
+        parts = [frame.in_two_parts(block) for block in inverse]
+        store(of_inverse, parts)
         plgpu.commit_smem()
-        of_lower, of_inverse = (
-            (tiles.at[0], tiles.at[1]) for tiles in (lower_tiles, inverse_tiles)
-        )
-        (between,) = mosaic.multiply((mosaic.zeros(C, C), frame.products(parts, of_lower)))
-        neighbours = (differing >= size) & (differing < 2 * size)
-        joining = frame.in_two_parts(jnp.where(neighbours, between, 0.0))
-        (change,) = mosaic.multiply((mosaic.zeros(C, C), frame.products(joining, of_inverse)))
-        inverse = inverse - change
+        # Columns, and the blocks of rows of A that they take with Z's columns of the same number.
+        pairs = _neighbours(size)
+        between = _products(parts, of_lower, pairs)
+        if size < BLOCK:
+            for n, found in between.items():
+                differing = _differing(n)
+                neighbours = (differing >= size) & (differing < 2 * size)
+                between[n] = jnp.where(neighbours, found, 0.0)
+        joining = {n: frame.in_two_parts(found) for n, found in between.items()}
+        own = {n: [m for m in between if m >= n and (m == n or size > BLOCK)] for n in between}
+        for n, change in _products(joining, of_inverse, own).items():
+            inverse[n] = inverse[n] - change
+        plgpu.commit_smem()  # ahead of what overwrites Z
         size *= 2
     return inverse
+
+
+def _differing(n: int) -> jax.Array:
+    """For each element of a column block: the bits in which its row's and its column's numbers
+    differ. The highest is m where blocks of m rows that are to be joined are neighbours."""
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, (C, BLOCK), dimension=axis, layout=mosaic.TILE)
+        for axis in (0, 1)
+    )
+    return row ^ (column + n * BLOCK)
+
+
+def _neighbours(size: int) -> dict[int, list[int]]:
+    """The column blocks that a round changes, each with the blocks of A's rows that it reads."""
+    count = C // BLOCK
+    if size < BLOCK:
+        return {n: [n] for n in range(count)}
+    own = size // BLOCK
+    return {
+        n: list(range(n // own * own + own, n // own * own + 2 * own))
+        for n in range(count)
+        if n // own % 2 == 0
+    }
+
+
+def _products(
+    parts: Any, tiles: Any, terms: dict[int, list[int]]
+) -> dict[int, jax.Array]:
+    """For each column block n the sum over `terms[n]` of (column block m) (rows of block m in
+    `tiles`' column block n)."""
+    sums = []
+    for n, blocks in terms.items():
+        pairs = []
+        for m in blocks:
+            rows = pl.ds(m * BLOCK, BLOCK)
+            of_rows = tiles.at[0, n, rows], tiles.at[1, n, rows]
+            pairs += frame.products(parts[m], of_rows)
+        sums.append((mosaic.zeros(C, BLOCK), pairs))
+    return dict(zip(terms, mosaic.multiply(*sums), strict=True))

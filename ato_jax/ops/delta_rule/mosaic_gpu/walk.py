@@ -1,34 +1,33 @@
-"""The walk over chunks, with the state in registers.
+"""What both walks over chunks share: their roles, what a block loads for each chunk, and the
+factors of its steps.
 
-For each head and 64 of v's columns, chunk by chunk, with X and P of `solve.py`, and L_t the sum of
-log2 decays from the chunk's first step to t:
+A walk has a state for each head and 64 of v's columns, in registers. `walk_forward.py` carries S
+from the first chunk to the last, `walk_backward.py` its gradient from the last to the first.
 
-    r_t = v_t - exp2(L_t) k_t S
-    u   = X r
-    out = scale * (exp2(L_t) q_t S + P u)
-    S'  = exp2(L_C) S + sum_t k_t^T exp2(L_C - L_t) u_t         for the chunk's last step C
-
-All of it is transposed: S^T [64, D], r^T, u^T and out^T [64, 64] have v's columns as rows. They are
-results of products and first factors of the next ones, which both lie in registers, so nothing but
-the rows of out goes through shared memory. Each is multiplied in two parts of bfloat16.
-
-    MEMORY (n)     loads q, k, v, X, P and the numbers of a chunk's steps
-      |  chunks: loaded; consumed once S' is known
+    MEMORY         loads q, k, v or dout, X and the numbers of a chunk's steps
+      |  chunks: loaded; consumed once P and the next state are known
+      v
+    PAIRS          the weights of the chunk's pairs, a chunk or two ahead of STATE
+      |  pairs: stored; consumed once they are multiplied
       v
     STATE (0 .. n - 1)    64 columns of v each: the products of a chunk, one after the other
 
+    P[t, s] = scale * q_t . k_s exp2(L_t - L_s)     s <= t, else 0
+
+with L_t the sum of log2 decays from the chunk's first step to t.
+
     symbol      shape       what it is
     q, k        [64, D]     a chunk's rows, in blocks of 64 columns
-    v, out      [64, 64]    a chunk's rows, 64 of their columns
-    X, P        [64, 64]    matrices of the chunk, in two parts each
-    S           [D, 64]     the state, in registers [64, 64] for each block of D
+    rows        [64, 64]    a chunk's rows of v or dout, 64 of their columns
+    X, P        [64, 64]    matrices of the chunk, in two parts each; X is of `solve.py`
+    state       [D, 64]     in registers, transposed: [64, 64] for each block of D
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,69 +37,121 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.mosaic import (
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    load,
+)
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
-from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+# Of a thread of PAIRS and of STATE, by how many warpgroups STATE has.
+REGISTERS = {1: (168, 240), 2: (72, 208)}
 
 
 @functools.cache
-def state_role(slices: int) -> Role:
-    return Role("state", mosaic.workers_registers(slices, frame.MOST_REGISTERS), slices)
+def roles_of(slices: int) -> tuple[Role, Role]:
+    """PAIRS and STATE."""
+    pairs, state = REGISTERS[slices]
+    return Role("pairs", pairs), Role("state", state, slices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
     q: Array  # [stages, D / 64, 64, 64]
     k: Array  # as q
-    v: Array  # [stages, n, 64, 64]
-    matrices: Array  # [stages, MATRICES, 64, 64]
+    rows: Array  # [stages, n, 64, 64]
+    solved: Array  # [stages, PARTS, 64, 64] X
     numbers: Array  # [stages, NUMBERS, 64] float32
+    weights: Array  # [slots of `pairs`, PARTS, 64, 64] P
     out: Array  # [n, 64, 64]
+    written: Array  # [n, 64, 64], where the walk keeps it
+    states: Array  # [n, D / 64, 64, 64], likewise
     chunks: Ring
+    pairs: Ring
 
 
-def storage_of(spec: DeltaRuleSpec, config: Config) -> Storage:
+def storage_of(spec: DeltaRuleSpec, config: Config, written: bool, states: bool) -> Storage:
     stages, slices, blocks = config.stages, config.slices, frame.blocks_of_key(spec)
     tiling = frame.tiling(spec)
     q, k = (Buffer(tiling.of_rows(stages, blocks, C, HALF), copies=blocks) for _ in range(2))
-    v = Buffer(tiling.of_rows(stages, slices, C, HALF), copies=slices)
-    matrices = Buffer(tiling.shared(stages, frame.MATRICES, C, C), copies=frame.MATRICES)
+    rows = Buffer(tiling.of_rows(stages, slices, C, HALF), copies=slices)
+    solved = Buffer(tiling.shared(stages, frame.PARTS, C, C), copies=frame.PARTS)
+    pairs, state = roles_of(slices)
     numbers = Buffer(frame.numbers_in_memory(stages))
+    # Two slices that keep u and S leave no room for two; the forward walk reads P late.
+    slots = 1 if written and slices > 1 else stages
     return Storage(
         q=q,
         k=k,
-        v=v,
-        matrices=matrices,
+        rows=rows,
+        solved=solved,
         numbers=numbers,
+        weights=Buffer(tiling.shared(slots, frame.PARTS, C, C)),
         out=Buffer(tiling.of_rows(slices, C, HALF)),
-        chunks=Ring.of(stages, (q, k, v, matrices, numbers), (state_role(slices),)),
+        written=Buffer(tiling.shared(slices, C, HALF)) if written else None,
+        states=Buffer(tiling.shared(slices, blocks, HALF, HALF)) if states else None,
+        chunks=Ring.of(stages, (q, k, rows, solved, numbers), (pairs, state)),
+        pairs=Ring.of(slots, (pairs,), (state,)),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The call, the blocks' work, the arrays in global memory, and the storage of a block."""
+    """The call, the blocks' work, the arrays in global memory, and the storage of a block.
+
+    `from_end`: chunks are walked from the last to the first.
+    """
 
     spec: DeltaRuleSpec
     config: Config
     deal: mosaic.Deal
+    from_end: bool
     own: Storage
     q: Any
     k: Any
-    v: Any
-    matrices: Any
+    rows: Any  # v, or out's cotangent
+    solved: Any
     numbers: Any
-    initial_state: Any = None  # [B, H, V, D]
-    out: Any = None
-    state: Any = None  # [B, H, V, D]
+    start: Any = None  # [B, H, V, D] float32: the first state
+    out: Any = None  # like `rows`: out, or v's cotangent
+    end: Any = None  # [B, H, V, D] float32: the last state
+    written: Any = None  # [B, H, chunks, V / 64, 64, 64]: u
+    states: Any = None  # [B, H, chunks, V / 64, D / 64, 64, 64]: those that chunks begin with
 
     def place(self, item: Item) -> tuple[Any, Any]:
         """The head, and the first of the item's blocks of v's columns."""
         count = _parts_of_head(self.spec, self.config)
         return lax.div(item.head, count), lax.rem(item.head, count) * self.config.slices
+
+    def number_of(self, item: Item, chunk: Any) -> Any:
+        """The number in the sequence of the chunk that is walked as number `chunk`."""
+        return item.chunks - 1 - chunk if self.from_end else chunk
+
+    def store_rows(self, item: Item, chunk: Any, slot: Any) -> None:
+        """Copies a slot of `own.out` to its place."""
+        head, first = self.place(item)
+        rows = pl.ds(self.number_of(item, chunk) * C, C)
+        target = frame.tiling(self.spec).part(self.out, item, rows, head, first + slot)
+        plgpu.copy_smem_to_gmem(mosaic.for_copy(self.own.out.at[slot]), target)
+
+    def store_state(self, item: Item, chunk: Any, slot: Any) -> None:
+        """Copies a slot of `own.states` to its place."""
+        head, first = self.place(item)
+        at = item.batch, head, self.number_of(item, chunk), first + slot
+        for block in range(frame.blocks_of_key(self.spec)):
+            target = self.states.at[(*at, block)]  # [64, 64]
+            plgpu.copy_smem_to_gmem(self.own.states.at[slot, block], target)
 
 
 def _parts_of_head(spec: DeltaRuleSpec, config: Config) -> int:
@@ -108,41 +159,47 @@ def _parts_of_head(spec: DeltaRuleSpec, config: Config) -> int:
     return spec.V // (HALF * config.slices)
 
 
-def walk_chunks(
+def walk(
+    name: str,
     spec: DeltaRuleSpec,
     config: Config,
-    inputs: Inputs,
-    numbers: jax.Array,
-    matrices: jax.Array,
-) -> Outputs:
+    given: dict[str, jax.Array],
+    step: Callable[..., list[jax.Array]],
+    *,
+    from_end: bool,
+    keeps: Sequence[str],
+) -> dict[str, jax.Array]:
+    """Launches a walk whose `step` is (walk, item, slot of v's columns, chunk, state) to the next
+    state; returns its outputs, by the names of `Walk`: out, end, and those of `keeps`."""
     heads = spec.H * _parts_of_head(spec, config)
     rows = mosaic.whole_chunks(spec.T)
     deal = mosaic.Deal(spec.B, heads, spec.T, rows, pieces=1, most_blocks=spec.B * heads)
-    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    given |= {"matrices": matrices, "numbers": numbers}
-    if inputs.initial_state is not None:
-        given["initial_state"] = jnp.swapaxes(inputs.initial_state, 2, 3)
+    blocks = (spec.B, spec.H, frame.chunks_of(spec), spec.V // HALF)
+    types = {
+        "out": jax.ShapeDtypeStruct(given["rows"].shape, BF16),
+        "end": jax.ShapeDtypeStruct((spec.B, spec.H, spec.V, spec.D), F32),
+        "written": jax.ShapeDtypeStruct((*blocks, C, HALF), BF16),
+        "states": jax.ShapeDtypeStruct((*blocks, frame.blocks_of_key(spec), HALF, HALF), BF16),
+    }
+    types = {one: types[one] for one in ("out", "end", *keeps)}
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        named = dict(zip([*given, "out", "state"], refs, strict=True))
-        return Walk(spec, config, deal, own, **named)
+        named = dict(zip([*given, *types], refs, strict=True))
+        return Walk(spec, config, deal, from_end, own, **named)
 
-    role = state_role(config.slices)
-    parts = (MEMORY, memory), (role, carry)
-    program = mosaic.Program(
-        mosaic.Roles((role, MEMORY)), storage_of(spec, config), parts, bind
-    )
-    out, state = mosaic.launch(
-        frame.name_of("walk"),
+    pairs, state = roles_of(config.slices)
+    parts = (MEMORY, memory), (pairs, weigh), (state, functools.partial(carry, step))
+    storage = storage_of(spec, config, "written" in keeps, "states" in keeps)
+    program = mosaic.Program(mosaic.Roles((state, pairs, MEMORY)), storage, parts, bind)
+    found = mosaic.launch(
+        frame.name_of(name),
         program,
         deal,
-        (
-            jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
-            jax.ShapeDtypeStruct((spec.B, spec.H, spec.V, spec.D), F32),
-        ),
+        tuple(types.values()),
         tuple(given.values()),
+        own_barriers=True,
     )
-    return Outputs(out, jnp.swapaxes(state, 2, 3))
+    return dict(zip(types, found, strict=True))
 
 
 def memory(walk: Walk) -> None:
@@ -157,7 +214,8 @@ def load_item(walk: Walk, item: Item) -> None:
     key_head = lax.div(head, jnp.int32(spec.H // spec.G))
 
     def load_chunk(chunk: Any, _: None) -> None:
-        step, rows = item.before + chunk, item.rows(chunk)
+        step, number = item.before + chunk, walk.number_of(item, chunk)
+        rows = pl.ds(number * C, C)
         slot = own.chunks.slot(step)
         own.chunks.acquire(step)
         barrier = own.chunks.produced.at[slot]
@@ -165,126 +223,107 @@ def load_item(walk: Walk, item: Item) -> None:
             for block in range(frame.blocks_of_key(spec)):
                 source = tiling.part(ref, item, rows, key_head, block)  # [64, 64]
                 plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot, block]), barrier)
-        for number in range(walk.config.slices):
-            source = tiling.part(walk.v, item, rows, head, first + number)  # [64, 64]
-            plgpu.copy_gmem_to_smem(source, mosaic.for_copy(own.v.at[slot, number]), barrier)
-        at = item.batch, head, chunk
-        for matrix in range(frame.MATRICES):
-            source = walk.matrices.at[(*at, matrix)]  # [64, 64]
-            plgpu.copy_gmem_to_smem(source, own.matrices.at[slot, matrix], barrier)
+        for one in range(walk.config.slices):
+            source = tiling.part(walk.rows, item, rows, head, first + one)  # [64, 64]
+            plgpu.copy_gmem_to_smem(source, mosaic.for_copy(own.rows.at[slot, one]), barrier)
+        at = item.batch, head, number
+        for part in range(frame.PARTS):
+            source = walk.solved.at[(*at, part)]  # [64, 64]
+            plgpu.copy_gmem_to_smem(source, own.solved.at[slot, part], barrier)
         plgpu.copy_gmem_to_smem(walk.numbers.at[at], own.numbers.at[slot], barrier)
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
 
-def carry(walk: Walk) -> None:
+def weigh(walk: Walk) -> None:
+    """Forms P of each chunk."""
+    steps = walk.deal.each(functools.partial(weigh_item, walk))
+    walk.own.pairs.drain(steps)
+
+
+def weigh_item(walk: Walk, item: Item) -> None:
+    own, spec = walk.own, walk.spec
+    blocks = range(frame.blocks_of_key(spec))
+    below = mosaic.position(0) >= mosaic.position(1)
+
+    def weigh_chunk(chunk: Any, _: None) -> None:
+        step = item.before + chunk
+        slot = own.chunks.slot(step)
+        own.chunks.produced.wait(slot)
+        q, k = ([tiles.at[slot, n] for n in blocks] for tiles in (own.q, own.k))
+        numbers = own.numbers.at[slot]
+        weights = frame.decayed_pairs(spec, q, k, numbers)
+        weights = weights * mosaic.in_columns(load(numbers.at[frame.OF_QUERIES], OF_ROWS), C)
+        own.pairs.acquire(step)
+        to = own.pairs.slot(step)
+        parts = frame.in_two_parts(jnp.where(below, weights, 0.0))
+        for n, part in enumerate(parts):
+            own.weights.at[to, n][...] = part
+        plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+        own.pairs.produced.arrive(to)
+        own.chunks.consumed.arrive(slot)
+
+    lax.fori_loop(0, item.chunks, weigh_chunk, None)
+
+
+def carry(step: Callable[..., list[jax.Array]], walk: Walk) -> None:
     """Carries 64 columns of the state from chunk to chunk."""
-    walk.deal.each(functools.partial(carry_item, walk))
+    walk.deal.each(functools.partial(carry_item, step, walk))
     plgpu.wait_smem_to_gmem(0)
 
 
-def carry_item(walk: Walk, item: Item) -> None:
+def carry_item(step: Callable[..., list[jax.Array]], walk: Walk, item: Item) -> None:
     number, blocks = mosaic.group(), frame.blocks_of_key(walk.spec)
     head, first = walk.place(item)
     columns = pl.ds((first + number) * HALF, HALF)
     places = [
         (item.batch, head, columns, pl.ds(block * HALF, HALF)) for block in range(blocks)
     ]
-    S = [mosaic.zeros(HALF, HALF) for _ in range(blocks)]
-    if walk.initial_state is not None:
-        S = [load(walk.initial_state.at[place], optimized=False) for place in places]
-    one = functools.partial(multiply_chunk, walk, item, number)
-    S = lax.fori_loop(0, item.chunks, one, S)
-    for place, block in zip(places, S, strict=True):
-        mosaic.store_in_memory(walk.state.at[place], block)
-
-
-def multiply_chunk(
-    walk: Walk, item: Item, number: Any, chunk: Any, S: list[jax.Array]
-) -> list[jax.Array]:
-    """Stores the chunk's rows of out; returns S'."""
-    own, spec = walk.own, walk.spec
-    slot = own.chunks.slot(item.before + chunk)
-    own.chunks.produced.wait(slot)
-    q, k = ([tiles.at[slot, n] for n in range(len(S))] for tiles in (own.q, own.k))
-    solved, pairs = (
-        tuple(own.matrices.at[slot, first + part].T for part in range(2))
-        for first in (frame.SOLVED, frame.PAIRS)
+    state = [mosaic.zeros(HALF, HALF) for _ in range(blocks)]
+    if walk.start is not None:
+        state = [load(walk.start.at[place], optimized=False) for place in places]
+    state = lax.fori_loop(
+        0, item.chunks, functools.partial(step, walk, item, number), state
     )
-    numbers = Numbers(spec, own.numbers.at[slot])
-    parts = [frame.in_two_parts(block) for block in S]
-
-    def read(rows: list[Any]) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-        """(rows S)^T."""
-        blocks = zip(parts, rows, strict=True)
-        return mosaic.zeros(HALF, C), [(part, b.T) for own, b in blocks for part in own]
-
-    recalled, out = mosaic.multiply(read(k), read(q))
-    v = mosaic.load_transposed(own.v.at[slot, number]).astype(F32)
-    r = frame.in_two_parts(v - numbers.times(recalled, numbers.of_recalled()))
-    (u,) = mosaic.multiply((mosaic.zeros(HALF, C), frame.products(r, solved)))
-    written = frame.in_two_parts(numbers.times(u, numbers.of_written()))
-    kept = numbers.kept()
-    out, *S = mosaic.multiply(
-        (
-            numbers.times(out, numbers.of_read()),
-            frame.products(frame.in_two_parts(u), pairs),
-        ),
-        *(
-            (block if kept is None else block * kept, [(part, b) for part in written])
-            for block, b in zip(S, k, strict=True)
-        ),
-    )
-    out = out * mosaic.in_rows(load(numbers.ref.at[frame.OF_QUERIES], OF_COLUMNS), HALF)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    mosaic.store_transposed(own.out.at[number], out.astype(BF16))
-    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
-    own.chunks.consumed.arrive(slot)
-    head, first = walk.place(item)
-    tiling = frame.tiling(spec)
-    target = tiling.part(walk.out, item, item.rows(chunk), head, first + number)
-    plgpu.copy_smem_to_gmem(mosaic.for_copy(own.out.at[number]), target)
-    return S
+    for place, block in zip(places, state, strict=True):
+        mosaic.store_in_memory(walk.end.at[place], block)
 
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
     """The factors of a chunk's steps, made of `ref` [NUMBERS, 64]. A method returns None where all
-    its factors are 1."""
+    its factors are 1. `layout` is that of a vector of steps: steps are columns of what a walk
+    multiplies."""
 
     spec: DeltaRuleSpec
     ref: Any
+    layout: Any = OF_COLUMNS
 
-    def _log_decay(self) -> jax.Array:
-        return load(self.ref.at[frame.LOG_DECAY], OF_COLUMNS)
+    def of_read(self) -> jax.Array:
+        """[64]: the decay from the chunk's start to each step, times the factor of the query."""
+        return load(self.ref.at[frame.READ], self.layout)
 
-    def _last(self) -> Any:
-        return self.ref[frame.LOG_DECAY, C - 1]
-
-    def _with_keys(self, factor: jax.Array | None) -> jax.Array | None:
-        if not self.spec.normalize_qk:
-            return factor
-        of_keys = load(self.ref.at[frame.OF_KEYS], OF_COLUMNS)
-        return of_keys if factor is None else factor * of_keys
-
-    def of_read(self) -> jax.Array | None:
-        """[64]: the decay from the chunk's start to each step."""
-        return None if self.spec.decay is None else jnp.exp2(self._log_decay())
+    def _of_keys(self, which: int) -> jax.Array | None:
+        if self.spec.decay is None and not self.spec.normalize_qk:
+            return None
+        return load(self.ref.at[which], self.layout)
 
     def of_recalled(self) -> jax.Array | None:
-        """[64]: `of_read`, times the factor of the key."""
-        return self._with_keys(self.of_read())
+        """[64]: the decay from the chunk's start to each step, times the factor of the key."""
+        return self._of_keys(frame.RECALLED)
 
     def of_written(self) -> jax.Array | None:
         """[64]: the decay from each step to the chunk's end, times the factor of the key."""
-        if self.spec.decay is None:
-            return self._with_keys(None)
-        return self._with_keys(jnp.exp2(self._last() - self._log_decay()))
+        return self._of_keys(frame.WRITTEN)
 
     def kept(self) -> Any:
         """The decay over the whole chunk, a scalar."""
-        return None if self.spec.decay is None else jnp.exp2(self._last())
+        return None if self.spec.decay is None else jnp.exp2(self.ref[frame.LOG_DECAY, C - 1])
 
     def times(self, x: jax.Array, factor: jax.Array | None) -> jax.Array:
-        """x^T [64, 64] with each step, a column, times its factor."""
-        return x if factor is None else x * mosaic.in_rows(factor, x.shape[0])
+        """x with each step, a column or a row by `layout`, times its factor."""
+        if factor is None:
+            return x
+        if self.layout == OF_COLUMNS:
+            return x * mosaic.in_rows(factor, x.shape[0])
+        return x * mosaic.in_columns(factor, x.shape[1])
