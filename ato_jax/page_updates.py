@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ato_jax import meshes, programs
 
-if TYPE_CHECKING:
-    from ato_jax.paged_cache import PagedCache
+# A `PagedCache`, whose module imports this one.
+Cache = Any
 
 # Pages that `defragment` moves in one step: what it needs beside the cache.
 MOVED_AT_ONCE = 64
@@ -32,7 +32,7 @@ def stack(P: int) -> jax.Array:
     return jnp.arange(P, dtype=jnp.int32)[::-1]
 
 
-def first_free(cache: PagedCache) -> jax.Array:
+def first_free(cache: Cache) -> jax.Array:
     """A slot, -1 where all are taken."""
     return jnp.where(cache.active.all(), -1, jnp.argmin(cache.active)).astype(jnp.int32)
 
@@ -43,7 +43,7 @@ def on_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(cache: PagedCache, *arrays: Any) -> Any:
+    def run(cache: Cache, *arrays: Any) -> Any:
         def partition_of_outputs() -> Any:
             found = type(cache)(*(meshes.sharded(*meshes.partition(one)) for one in cache))
             return found, meshes.sharded()
@@ -57,7 +57,7 @@ def on_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @on_meshes
 @programs.jit()
-def allocate(cache: PagedCache) -> tuple[PagedCache, tuple[jax.Array, jax.Array]]:
+def allocate(cache: Cache) -> tuple[Cache, tuple[jax.Array, jax.Array]]:
     """As allocate, and what must hold, [1]."""
     slot = first_free(cache)
     active = cache.active | (jnp.arange(cache.active.size) == slot)
@@ -67,8 +67,8 @@ def allocate(cache: PagedCache) -> tuple[PagedCache, tuple[jax.Array, jax.Array]
 @on_meshes
 @programs.jit()
 def append(
-    cache: PagedCache, k: jax.Array, v: jax.Array, slots: Any, counts: Any
-) -> tuple[PagedCache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
+    cache: Cache, k: jax.Array, v: jax.Array, slots: Any, counts: Any
+) -> tuple[Cache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """As append, and what must hold, [7], and what its messages say."""
     P, page = cache.k_pages.shape[:2]
     B, pages = cache.page_table.shape
@@ -162,8 +162,8 @@ def append(
 @on_meshes
 @programs.jit()
 def fork(
-    cache: PagedCache, slot: jax.Array, length: Any
-) -> tuple[PagedCache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
+    cache: Cache, slot: jax.Array, length: Any
+) -> tuple[Cache, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """As fork, and what must hold, [3], and what its messages say."""
     P, page = cache.k_pages.shape[:2]
     B, pages = cache.page_table.shape
@@ -188,7 +188,7 @@ def fork(
 
 @on_meshes
 @programs.jit()
-def free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
+def free(cache: Cache, slots: jax.Array) -> tuple[Cache, jax.Array]:
     """As free, and what must hold, [1]."""
     P = cache.references.size
     B = cache.lengths.size
@@ -213,7 +213,7 @@ def free(cache: PagedCache, slots: jax.Array) -> tuple[PagedCache, jax.Array]:
 
 @on_meshes
 @programs.jit()
-def defragment(cache: PagedCache) -> tuple[PagedCache, None]:
+def defragment(cache: Cache) -> tuple[Cache, None]:
     P = cache.references.size
     in_use = cache.references > 0
     behind = jnp.arange(P) >= in_use.sum()

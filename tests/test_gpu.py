@@ -550,12 +550,9 @@ def test_gates_both_ways_of_mosaic_gpu(
     qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, scale=scale)
     options = linear_options(name, B, T, D, G=G) | options
     wanted = numerics.oracle("linear_attention", *qkv, **options)
-    found, again = (
-        numerics.run(
-            "linear_attention", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
-        )
-        for _ in range(2)
-    )
+    refused = name == "head" or D == 128 and T % 8
+    backward = "triton" if refused else "mosaic_gpu"
+    found, again = (numerics.run_backends("mosaic_gpu", backward, wanted) for _ in range(2))
     numerics.compare(found, wanted)
     for array in found:
         np.testing.assert_array_equal(np.asarray(found[array]), np.asarray(again[array]))

@@ -23,7 +23,8 @@ from ato_jax.choosing import PHASES, Choice, UnsupportedError
 from ato_jax.device import Device
 from ato_jax.dispatch import Explanation
 from ato_jax.ops.attention.api import OP, PAGED, Window, attention, bind_sinks, bounds
-from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs, check_cache
+from ato_jax.ops.attention.cache_checks import check_cache
+from ato_jax.ops.attention.cached import EIGHT_BITS, MOST_QUERIES, CacheInputs
 from ato_jax.ops.attention.spec import AttentionSpec
 from ato_jax.ops.common import Integers, check_heads, is_batched, with_batch
 
