@@ -84,10 +84,15 @@ def objects(programs: Iterator[Program]) -> list[aot.AmdObject]:
         ]
 
 
-def check(found: list[aot.AmdObject]) -> None:
+# docs/support.md names them: a kernel of each row asks for more shared memory than a block has.
+TOO_LARGE = {"T = S = 64, D = V = 128, decay [B, S, G]"}
+
+
+def check(found: list[aot.AmdObject], too_large: bool = False) -> None:
     for compiled in found:
         assert compiled.object_bytes > 0, compiled
-        assert compiled.shared_bytes <= aot.AMD_SHARED_LIMIT, compiled
+    most = max((compiled.shared_bytes for compiled in found), default=0)
+    assert (most > aot.AMD_SHARED_LIMIT) is too_large, found
 
 
 @aot.requires_triton
@@ -95,7 +100,7 @@ def check(found: list[aot.AmdObject]) -> None:
     ("op", "row"), ROWS[::STEP], ids=lambda part: getattr(part, "feature", part)
 )
 def test_rows_compile(op: str, row: support.Row) -> None:
-    check(objects(programs_of_row(op, row)))
+    check(objects(programs_of_row(op, row)), row.feature in TOO_LARGE)
 
 
 @aot.requires_triton
@@ -123,7 +128,7 @@ def main() -> None:
     programs = [(f"{op}, {row.feature}", programs_of_row(op, row)) for op, row in ROWS]
     for name, of_row in [*programs, ("decoding, wide heads, long sequences", other_programs())]:
         found = objects(of_row)
-        check(found)
+        check(found, name.partition(", ")[2] in TOO_LARGE)
         count += len(found)
         most = max((compiled.spilled_registers for compiled in found), default=0)
         print(f"{name}: {len(found)} objects, at most {most} registers spilled", flush=True)
