@@ -281,7 +281,9 @@ def carry_item(step: Callable[..., list[jax.Array]], walk: Walk, item: Item) -> 
     ]
     state = [mosaic.zeros(HALF, HALF) for _ in range(blocks)]
     if walk.start is not None:
-        state = [load(walk.start.at[place], optimized=False) for place in places]
+        # Times 1, so that inside `jax.shard_map` its type is that of what a step returns: what is
+        # read varies over the mesh's axes there, and what is computed in a kernel does not.
+        state = [1.0 * load(walk.start.at[place], optimized=False) for place in places]
     state = lax.fori_loop(
         0, item.chunks, functools.partial(step, walk, item, number), state
     )
