@@ -138,7 +138,7 @@ def append(
     homes = jnp.concatenate([jnp.broadcast_to(taken[:, :1], copied.shape), homes], 1)
     rows = jnp.concatenate([rows, positions % page], 1)  # [N, page + T]
     present = jnp.concatenate([copied, jnp.arange(T) < written[:, None]], 1)
-    # What is left out gets a page of its own beyond the last, so that no row is there twice.
+    # A row that is left out names a page of its own beyond the last, so no page and row come twice.
     beyond = P + jnp.arange(homes.size, dtype=jnp.int32).reshape(homes.shape)
     homes = jnp.where(present, homes, beyond)
 

@@ -1,5 +1,5 @@
-"""What a compiled program sends between devices, and which kernels it launches, from its text; and
-how long a trace says that its collectives take.
+"""The collectives of a compiled program and the kernels that it launches, both read from its text,
+and the time of its collectives, read from a trace.
 
     bytes that one device receives, for a result of R bytes on n devices:
     all-gather, all-to-all    R (n - 1) / n
@@ -26,9 +26,7 @@ KERNELS = {"mosaic_gpu": "mosaic_gpu", "xla.gpu.triton": "triton", "__cudnn": "c
 
 # By the names of kernels in a trace: NCCL's on a GPU; on a CPU those of the instructions, or of the
 # JAX functions that they come from.
-_IN_A_TRACE = re.compile(
-    r"nccl|all.gather|all.reduce|all.to.all|p(er)?mute|reduce.scatter|psum", re.IGNORECASE
-)
+_IN_A_TRACE = re.compile("|".join(("nccl", "ppermute", "psum", *KINDS)).replace("-", "."), re.I)
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")

@@ -154,15 +154,13 @@ def gathered_seconds(T: int, n: int, both: bool = True, call: Call = SOFTMAX) ->
 
 
 def ring_seconds(T: int, n: int, both: bool = True, call: Call = SOFTMAX) -> float:
+    if n == 1:
+        return call.alone(T, both)
     sent = ring_bytes(n, 1, T, call.G, call.D, call.V, BFLOAT16, both)["collective-permute"]
     link = PERMUTE if n <= NODE else INFINIBAND
     # k and v travel n - 1 times each way, and their gradients n times.
-    steps = (n - 1) * (1 + both) + n * both if n > 1 else 0
-    return (
-        call.shared(T, n, both)
-        + steps * (START + link.latency)
-        + sent * (n > 1) / link.bandwidth
-    )
+    steps = (n - 1) * (1 + both) + n * both
+    return call.shared(T, n, both) + steps * (START + link.latency) + sent / link.bandwidth
 
 
 # -- memory --------------------------------------------------------------------------------------

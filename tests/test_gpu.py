@@ -544,8 +544,8 @@ def test_gates_of_mosaic_gpu(
 def test_gates_both_ways_of_mosaic_gpu(
     name: str, B: int, T: int, H: int, G: int, D: int, scale: float, options: dict[str, Any]
 ) -> None:
-    """The same bits twice. The gradients of an odd T at D = 128, and of a decay per head, are
-    Triton's."""
+    """Two runs give the same bits. Triton's kernels compute the gradients of a decay per head, and
+    those of an odd T at D = 128."""
     needs_hopper()
     qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, scale=scale)
     options = linear_options(name, B, T, D, G=G) | options

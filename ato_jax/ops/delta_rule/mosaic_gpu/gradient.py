@@ -164,7 +164,7 @@ class Kernel:
 
 
 class Gradients(NamedTuple):
-    """Of each value head, also where heads share keys."""
+    """The gradients of each value head, also where value heads share keys."""
 
     dq: jax.Array  # [B, T, H, D] in the layout, bfloat16
     dk: jax.Array  # as dq

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -55,7 +55,7 @@ from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
-# Of a thread of PAIRS and of STATE, by how many warpgroups STATE has.
+# The registers of a thread of PAIRS and of one of STATE, by how many warpgroups STATE has.
 REGISTERS = {1: (168, 240), 2: (72, 208)}
 
 
@@ -145,6 +145,25 @@ class Walk:
         target = frame.tiling(self.spec).part(self.out, item, rows, head, first + slot)
         plgpu.copy_smem_to_gmem(mosaic.for_copy(self.own.out.at[slot]), target)
 
+    def begin(self, item: Item, chunk: Any) -> Chunk:
+        """Waits for the chunk's loads; those who read the pairs wait for them."""
+        own, step = self.own, item.before + chunk
+        slot, of_pairs = own.chunks.slot(step), own.pairs.slot(step)
+        own.chunks.produced.wait(slot)
+        blocks, parts = range(frame.blocks_of_key(self.spec)), range(frame.PARTS)
+        q, k = ([tiles.at[slot, n] for n in blocks] for tiles in (own.q, own.k))
+        solved, pairs = (
+            tuple(tiles.at[at, part] for part in parts)
+            for tiles, at in ((own.solved, slot), (own.weights, of_pairs))
+        )
+        return Chunk(slot, of_pairs, q, k, solved, pairs, Numbers(self.spec, own.numbers.at[slot]))
+
+    def end_of(self, here: Chunk) -> None:
+        """Lets the chunk's slots go."""
+        plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+        self.own.chunks.consumed.arrive(here.slot)
+        self.own.pairs.consumed.arrive(here.of_pairs)
+
     def store_state(self, item: Item, chunk: Any, slot: Any) -> None:
         """Copies a slot of `own.states` to its place."""
         head, first = self.place(item)
@@ -152,6 +171,18 @@ class Walk:
         for block in range(frame.blocks_of_key(self.spec)):
             target = self.states.at[(*at, block)]  # [64, 64]
             plgpu.copy_smem_to_gmem(self.own.states.at[slot, block], target)
+
+
+class Chunk(NamedTuple):
+    """The slots of the rings that hold a chunk, and what lies in them."""
+
+    slot: Any
+    of_pairs: Any
+    q: list[Any]  # [64, 64] of each block of D, as are k's
+    k: list[Any]
+    solved: tuple[Any, ...]  # the parts of X, [64, 64], as are those of P
+    pairs: tuple[Any, ...]
+    numbers: Numbers
 
 
 def _parts_of_head(spec: DeltaRuleSpec, config: Config) -> int:

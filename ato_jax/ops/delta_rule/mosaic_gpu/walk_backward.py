@@ -24,7 +24,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers, Walk, walk
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 
@@ -52,28 +52,20 @@ def multiply_chunk(
     walk: Walk, item: Item, number: Any, chunk: Any, dstate: list[jax.Array]
 ) -> list[jax.Array]:
     """Stores the chunk's rows of dv and its dS', which is `dstate`; returns dS."""
-    own, spec = walk.own, walk.spec
-    step = item.before + chunk
-    slot, of_pairs = own.chunks.slot(step), own.pairs.slot(step)
-    own.chunks.produced.wait(slot)
-    q, k = ([tiles.at[slot, n] for n in range(len(dstate))] for tiles in (own.q, own.k))
-    solved, pairs = (
-        tuple(tiles.at[at, part] for part in range(frame.PARTS))
-        for tiles, at in ((own.solved, slot), (own.weights, of_pairs))
-    )
-    numbers = Numbers(spec, own.numbers.at[slot])
+    own, here = walk.own, walk.begin(item, chunk)
+    q, k, numbers = here.q, here.k, here.numbers
     parts = [frame.in_two_parts(block) for block in dstate]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n, (first, _) in enumerate(parts):
         own.states.at[number, n][...] = first
-    dout = mosaic.load_transposed(own.rows.at[slot, number])  # [64, 64]
-    own.pairs.produced.wait(of_pairs)
+    dout = mosaic.load_transposed(own.rows.at[here.slot, number])  # [64, 64]
+    own.pairs.produced.wait(here.of_pairs)
     written, of_out = mosaic.multiply(
         (
             mosaic.zeros(HALF, C),
             [(part, b.T) for both, b in zip(parts, k, strict=True) for part in both],
         ),
-        (mosaic.zeros(HALF, C), [(dout, part) for part in pairs]),
+        (mosaic.zeros(HALF, C), [(dout, part) for part in here.pairs]),
     )
     du = frame.in_two_parts(of_out + numbers.times(written, numbers.of_written()))
     read = frame.in_two_parts(numbers.times(dout.astype(F32), numbers.of_read()))
@@ -87,7 +79,7 @@ def multiply_chunk(
 
     # dr is stored and rounded while the products of dout and q are in flight.
     recalled, sums = mosaic.multiply_under(
-        frame.products(du, solved),
+        frame.products(du, here.solved),
         (HALF, C),
         [
             (block if kept is None else block * kept, [(part, b) for part in read])
@@ -97,9 +89,7 @@ def multiply_chunk(
     )
     terms = zip(sums, k, strict=True)
     found = mosaic.multiply(*((sum, [(part, b) for part in recalled]) for sum, b in terms))
-    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
-    own.chunks.consumed.arrive(slot)
-    own.pairs.consumed.arrive(of_pairs)
+    walk.end_of(here)
     walk.store_rows(item, chunk, number)
     walk.store_state(item, chunk, number)
     return list(found)

@@ -29,7 +29,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers, Walk, walk
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 
@@ -58,16 +58,9 @@ def multiply_chunk(
     walk: Walk, item: Item, number: Any, chunk: Any, S: list[jax.Array]
 ) -> list[jax.Array]:
     """Stores the chunk's rows of out; returns S'."""
-    own, spec = walk.own, walk.spec
-    step = item.before + chunk
-    slot, of_pairs = own.chunks.slot(step), own.pairs.slot(step)
-    own.chunks.produced.wait(slot)
-    q, k = ([tiles.at[slot, n] for n in range(len(S))] for tiles in (own.q, own.k))
-    solved, pairs = (
-        tuple(tiles.at[at, part].T for part in range(frame.PARTS))
-        for tiles, at in ((own.solved, slot), (own.weights, of_pairs))
-    )
-    numbers = Numbers(spec, own.numbers.at[slot])
+    own, here = walk.own, walk.begin(item, chunk)
+    q, k, numbers = here.q, here.k, here.numbers
+    solved, pairs = (tuple(part.T for part in parts) for parts in (here.solved, here.pairs))
     parts = [frame.in_two_parts(block) for block in S]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if walk.states is not None:
@@ -75,7 +68,7 @@ def multiply_chunk(
             own.states.at[number, n][...] = first
 
     def recall(recalled: jax.Array) -> tuple[jax.Array, jax.Array]:
-        v = mosaic.load_transposed(own.rows.at[slot, number]).astype(F32)
+        v = mosaic.load_transposed(own.rows.at[here.slot, number]).astype(F32)
         r = frame.in_two_parts(v - numbers.times(recalled, numbers.of_recalled()))
         mosaic.compute_first(jnp.abs(r[1].astype(F32)))
         return r
@@ -97,7 +90,7 @@ def multiply_chunk(
         mosaic.store_transposed(own.out.at[number], out.astype(BF16))
         return out
 
-    own.pairs.produced.wait(of_pairs)
+    own.pairs.produced.wait(here.of_pairs)
     # out is stored while S' is in flight.
     _, sums = mosaic.multiply_under(
         frame.products(both, pairs),
@@ -110,9 +103,7 @@ def multiply_chunk(
     )
     if walk.states is not None:
         mosaic.store_transposed(own.written.at[number], both[0])
-    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
-    own.chunks.consumed.arrive(slot)
-    own.pairs.consumed.arrive(of_pairs)
+    walk.end_of(here)
     walk.store_rows(item, chunk, number)
     if walk.states is not None:
         walk.store_state(item, chunk, number)

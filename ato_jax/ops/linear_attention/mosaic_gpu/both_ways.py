@@ -81,7 +81,7 @@ def _axis_of_time(spec: LinearAttentionSpec) -> int:
 
 
 def from_the_end(deal: mosaic.Deal, length: int) -> mosaic.Deal:
-    """The same pieces; their rows are counted from the end of a sequence of this length."""
+    """The same pieces, with rows counted from the end of a sequence of this length."""
     return dataclasses.replace(deal, end=frame.whole_chunks(length))
 
 
@@ -100,7 +100,8 @@ def _walks(
 def _pieces_from_the_end(
     spec: LinearAttentionSpec, deal: mosaic.Deal, own: jax.Array
 ) -> gates.OfPieces:
-    """Of gates whose rows lie as in memory, as those of the sums do that this returns."""
+    """What the pieces of a walk from the end need of the gates. The rows of `own`, and of the sums
+    that this returns, lie as in memory."""
     found = gates.of_pieces(spec, deal, jnp.flip(own, 2))
     return found._replace(until=jnp.flip(found.until, 2), since=jnp.flip(found.since, 2))
 

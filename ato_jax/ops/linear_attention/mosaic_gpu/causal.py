@@ -350,7 +350,7 @@ def gradients(
 def _turned(
     gates: jax.Array, queries: flows.OfQueries, keys: flows.OfKeys
 ) -> tuple[jax.Array, flows.OfQueries, flows.OfKeys]:
-    """Of a walk from the end what has rows of memory, in the order in which it counts them."""
+    """Arrays whose rows lie as in memory, in the order in which a walk from the end counts rows."""
     return (
         jnp.flip(gates, 2),
         queries._replace(flows=jnp.flip(queries.flows, 3)),

@@ -622,7 +622,8 @@ def _walk(
                     plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
 
                 def await_slot() -> None:
-                    # Of the stores of two chunks ago: one of dq, and of rows.
+                    # Until the stores of two chunks ago have read their slots. Those of the last
+                    # chunk may still read theirs: one store of dq, and one of each array of rows.
                     plgpu.wait_smem_to_gmem(1 + heads * leaves_weights + gated, wait_read_only=True)
 
                 def let_values_go() -> None:
