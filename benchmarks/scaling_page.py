@@ -138,11 +138,11 @@ def predicted(case: Case, phase: str, n: int, alone: dict[str, float]) -> float 
     return seconds(case.whole(n).T, n, both, measured)
 
 
-def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The median seconds of each phase of a case's call on one GPU, from its row on most GPUs."""
+def by_call(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The median seconds of each phase of a call on one GPU, from its last row on most GPUs."""
     found: dict[str, dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row["devices"]):
-        phases = found.setdefault(row["row"], {})
+        phases = found.setdefault(str(CASES[row["row"]].call), {})
         if "one" in row["seconds"]:
             phases[row["phase"]] = row["seconds"]["one"]
     return found
@@ -152,7 +152,7 @@ def line(row: dict[str, Any], alone: dict[str, float]) -> list[str]:
     case, n = CASES[row["row"]], row["devices"]
     one, many = row["seconds"]["one"], row["seconds"]["all"]
     taken = row.get("collective_seconds")
-    model = predicted(case, row["phase"], n, alone)
+    model = predicted(case, row["phase"], n, alone | {row["phase"]: one})
     return [
         row["row"].replace("_", " "),
         row["phase"],
@@ -171,7 +171,7 @@ def section(path: Path) -> str:
     """The rows of one run, as Markdown."""
     run = json.loads(path.read_text())
     rows = [row for row in run["rows"] if row["seconds"]]
-    alone = by_case(rows)
+    alone = by_call(rows)
     header = ["call", "phase", "GPUs", "one GPU, ms", "all, ms", "of linear", "a GPU receives"]
     header += ["collectives, ms", "predicted, ms", "measured over it"]
     about = run["about"]
@@ -185,7 +185,7 @@ def section(path: Path) -> str:
             f"with one GPU's first, at most {worst:.1e} apart, and two runs on all GPUs gave the "
             "same bits. The time of the collectives is a trace's, on the mean of the GPUs: it has "
             "what they wait for each other, and may pass beside other kernels.",
-            table(header, [line(row, alone[row["row"]]) for row in rows]),
+            table(header, [line(row, alone[str(CASES[row["row"]].call)]) for row in rows]),
         ]
     )
 
