@@ -1,11 +1,12 @@
-"""A character language model with softmax, linear, gated linear and mixed attention side by side.
+"""A character language model with softmax, linear, gated, delta-rule and mixed attention.
 
     x = x + attention(shift(norm(x)))        x = x + mlp(norm(x))        and that for every layer
 
 The models differ in their attention alone, and have equally many parameters: a block has
 12 * features^2 of them, and what its attention leaves goes to the MLP, whose width it decides (to
-within half a column). "hybrid" is gated, but for every `softmax_every`-th layer. `shift` mixes each
-token with the one before it, channel by channel, which linear attention cannot do for itself.
+within half a column). "delta" is gated DeltaNet, and "hybrid" is gated linear attention with every
+`softmax_every`-th layer softmax. `shift` mixes each token with the one before it, channel by
+channel, which linear attention cannot do for itself.
 
 Each is trained twice, from nothing:
 
@@ -51,7 +52,8 @@ import ato_jax.nn
 from examples import command, sharding, training
 from examples.texts import UNCOUNTED, Batch, recall_batches, standard_library, text_batches
 
-KINDS = ("softmax", "linear", "gated", "hybrid")
+KINDS = ("softmax", "linear", "gated", "delta", "hybrid")
+SPEED_KINDS = ("softmax", "linear", "gated", "delta")
 CHARACTERS = 128  # ASCII; the little that is not in it is left out
 PROMPT = "def __init__(self, "
 
@@ -127,18 +129,19 @@ FULL = Setting(
 
 def build_attention(
     kind: str, setting: Setting, rngs: nnx.Rngs, context_axis: str | None = None
-) -> nnx.MultiHeadAttention:
+) -> nnx.MultiHeadAttention | ato_jax.nn.GatedDeltaNet:
     """One causal layer; rotary positions where no gate tells what is how far away."""
     options: dict[str, Any] = {
         "num_heads": setting.heads,
         "in_features": setting.features,
-        "causal": True,
         "decode": False,
-        "use_bias": False,
         "dtype": jnp.dtype(setting.dtype),
         "context_axis": context_axis,
         "rngs": rngs,
     }
+    if kind == "delta":  # causal and without biases by itself
+        return ato_jax.nn.GatedDeltaNet(**options)
+    options |= {"causal": True, "use_bias": False}
     if kind == "softmax":
         return ato_jax.nn.Attention(rope_theta=10_000.0, **options)
     if kind == "linear":
@@ -404,7 +407,7 @@ def measure_speed(setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
     """Training tokens per second by kind and T; the tokens of a batch stay as many."""
     text, _ = standard_library(setting.characters)
     figures: dict[str, dict[str, Any]] = {}
-    for kind in ("softmax", "linear", "gated"):
+    for kind in SPEED_KINDS:
         figures[kind] = {}
         for T in setting.speed_tokens:
             B = setting.speed_batch_tokens // T

@@ -18,7 +18,7 @@ from examples import char_lm, training
 def test_small_setting_learns_saves_and_reports(tmp_path, capsys, monkeypatch):
     smaller = {"tokens": 16, "pairs": 4, "evaluation_batches": 2, "generated": 10}
     monkeypatch.setattr(char_lm, "SMALL", dataclasses.replace(char_lm.SMALL, **smaller))
-    # "hybrid" has gated layers; `test_speed_is_reported_for_each_length` trains "linear" itself.
+    # "hybrid" has gated layers; `test_speed_is_reported_for_each_length` trains the other kinds.
     monkeypatch.setattr(char_lm, "KINDS", ("softmax", "hybrid"))
     figures = char_lm.main(["--small", "--steps", "40", "--output", str(tmp_path)])
     assert set(figures) == set(char_lm.KINDS)
@@ -31,8 +31,6 @@ def test_small_setting_learns_saves_and_reports(tmp_path, capsys, monkeypatch):
         assert len(row["text"]) == len(char_lm.PROMPT) + char_lm.SMALL.generated
     # Softmax attention has found out by then; chance is 1 / symbols.
     assert figures["softmax"]["recall_accuracy"] > 4 / char_lm.SMALL.symbols
-    parameters = [row["parameters"] for row in figures.values()]
-    assert max(parameters) < 1.001 * min(parameters)
 
     assert (tmp_path / "char_lm.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "char_lm.json").read_text())["figures"] == figures
@@ -42,10 +40,22 @@ def test_small_setting_learns_saves_and_reports(tmp_path, capsys, monkeypatch):
     assert "hybrid, recall" in printed.err and "40/40" in printed.err
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_cache_continues_as_the_whole_would(dtype, tolerance):
+def test_kinds_have_equally_many_parameters():
+    models = (
+        nnx.eval_shape(lambda kind=kind: char_lm.LanguageModel(kind, char_lm.FULL, nnx.Rngs(0)))
+        for kind in char_lm.KINDS
+    )
+    parameters = [training.count_parameters(model) for model in models]
+    assert max(parameters) < 1.001 * min(parameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [("hybrid", "float32", 1e-5), ("hybrid", "bfloat16", 0.05), ("delta", "float32", 1e-5)],
+)
+def test_cache_continues_as_the_whole_would(kind, dtype, tolerance):
     setting = dataclasses.replace(char_lm.SMALL, features=16, dtype=dtype)
-    model = char_lm.LanguageModel("hybrid", setting, nnx.Rngs(0))
+    model = char_lm.LanguageModel(kind, setting, nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 8), 0, setting.vocabulary)
     whole = nnx.jit(char_lm.LanguageModel.__call__)(model, tokens)
     model.init_cache(2, 8)
@@ -74,7 +84,8 @@ def test_text_is_split_and_targets_are_the_next_characters():
     assert (tokens[:, 1:] == targets[:, :-1]).all()
 
 
-def test_speed_is_reported_for_each_length():
+def test_speed_is_reported_for_each_length(monkeypatch):
+    monkeypatch.setattr(char_lm, "SPEED_KINDS", ("linear", "delta"))
     setting = dataclasses.replace(
         char_lm.SMALL,
         layers=1,
@@ -84,7 +95,7 @@ def test_speed_is_reported_for_each_length():
         speed_steps=2,
     )
     figures = char_lm.measure_speed(setting, seed=0)
-    assert set(figures) == {"softmax", "linear", "gated"}
+    assert set(figures) == {"linear", "delta"}
     for by_length in figures.values():
         assert set(by_length) == {"T=16", "T=32"}
         assert min(by_length.values()) > 0
