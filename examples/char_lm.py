@@ -22,6 +22,8 @@ at once, then token by token.
     python -m examples.char_lm --small      about a minute on two CPU cores
     python -m examples.char_lm              for a GPU
     python -m examples.char_lm --speed      only training tokens/s, over longer and longer texts
+    python -m examples.char_lm --speed --mesh data=1,context=4
+                                            likewise, a million tokens over four GPUs
     python -m examples.char_lm --small --mesh data=2,context=4
                                             only training on text, on a mesh of devices, which a
                                             CPU simulates: sharding.py says what the axes do
@@ -54,6 +56,7 @@ from examples.texts import UNCOUNTED, Batch, recall_batches, standard_library, t
 
 KINDS = ("softmax", "linear", "gated", "delta", "hybrid")
 SPEED_KINDS = ("softmax", "linear", "gated", "delta")
+MESH_SPEED_KINDS = ("linear", "gated", "delta")  # softmax of a million tokens takes long
 CHARACTERS = 128  # ASCII; the little that is not in it is left out
 PROMPT = "def __init__(self, "
 
@@ -78,6 +81,7 @@ class Setting:
     speed_tokens: tuple[int, ...]
     speed_batch_tokens: int  # B * T
     speed_steps: int
+    mesh_tokens: int  # of each device, of its part of a text
 
     @property
     def vocabulary(self) -> int:
@@ -104,6 +108,7 @@ SMALL = Setting(
     speed_tokens=(256, 512),
     speed_batch_tokens=512,
     speed_steps=3,
+    mesh_tokens=64,
 )
 FULL = Setting(
     name="full",
@@ -124,6 +129,7 @@ FULL = Setting(
     speed_tokens=(8192, 32768),
     speed_batch_tokens=65536,
     speed_steps=30,
+    mesh_tokens=262144,
 )
 
 
@@ -403,6 +409,32 @@ def train_on_mesh(
     return figures
 
 
+def measure_speed_on_mesh(
+    setting: Setting, sizes: dict[str, int], seed: int
+) -> dict[str, dict[str, Any]]:
+    """Training tokens per second by kind, each device of a context axis with as many of a text."""
+    text, _ = standard_library(setting.characters)
+    mesh = sharding.mesh_of(sizes)
+    B, T = sizes["data"], setting.mesh_tokens * sizes.get("context", 1)
+    loss = sharding.loss_on(mesh, sums, means)
+    figures: dict[str, dict[str, Any]] = {}
+    for kind in MESH_SPEED_KINDS:
+        model = LanguageModel(
+            kind, setting, nnx.Rngs(seed), "context" if "context" in sizes else None
+        )
+        sharding.place(model, mesh)
+        history = training.train(
+            model,
+            sharding.batches_on(mesh, text_batches(text, B, T, seed)),
+            loss,
+            steps=setting.speed_steps,
+            learning_rate=setting.learning_rate,
+            label=f"{kind}, T = {T}",
+        )
+        figures[kind] = {f"T={T}": round(B * T / history.seconds_per_step)}
+    return figures
+
+
 def measure_speed(setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
     """Training tokens per second by kind and T; the tokens of a batch stay as many."""
     text, _ = standard_library(setting.characters)
@@ -471,7 +503,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         except ValueError as error:
             parser.error(f"--mesh: {error}")
     print(describe(setting))
-    if options.mesh:
+    if options.mesh and options.speed:
+        name = "char_lm_mesh_speed.json"
+        figures = measure_speed_on_mesh(setting, options.mesh, options.seed)
+        write(options.output / name, setting, figures)
+    elif options.mesh:
         name = "char_lm_mesh.json"
         figures = train_on_mesh(setting, options.mesh, options.output, options.seed)
         write(options.output / name, setting, figures)

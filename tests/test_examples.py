@@ -101,6 +101,15 @@ def test_speed_is_reported_for_each_length(monkeypatch):
         assert min(by_length.values()) > 0
 
 
+def test_speed_on_a_mesh(monkeypatch):
+    monkeypatch.setattr(char_lm, "MESH_SPEED_KINDS", ("linear",))
+    setting = dataclasses.replace(
+        char_lm.SMALL, layers=1, features=16, speed_steps=2, mesh_tokens=16
+    )
+    figures = char_lm.measure_speed_on_mesh(setting, {"data": 1, "context": 1}, seed=0)
+    assert set(figures) == {"linear"} and figures["linear"]["T=16"] > 0
+
+
 def test_training_evaluates_before_in_between_and_last():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     x = jnp.array([[1.0, 2.0], [3.0, -1.0]])
