@@ -130,7 +130,11 @@ def _ratio(error: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def errors(
-    actual: np.ndarray, exact: np.ndarray, terms: np.ndarray | None, batched: bool, sums: bool = False
+    actual: np.ndarray,
+    exact: np.ndarray,
+    terms: np.ndarray | None,
+    batched: bool,
+    sums: bool = False,
 ) -> tuple[float, float]:
     """The relative RMS error of the whole array and of its worst row.
 

@@ -409,12 +409,20 @@ def check_explicit() -> None:
         )(q, k, v, ids)  # fmt: skip
     ids = jnp.repeat(jnp.array([[7, 2**32 - 1], [0, 5]], jnp.uint32), 8, axis=1)
     wanted = ato_jax.attention(q, k, v, segment_ids=ids)
+    own_ids = {"q_segment_ids": np.asarray(ids) % 3, "kv_segment_ids": np.asarray(ids) % 2}
+    twice = jax.tree.map(lambda array: np.concatenate([array, array]), (q, k, v, own_ids))
+    wanted_of_own = ato_jax.linear_attention(*twice[:3], **twice[3])
     with jax.set_mesh(mesh):
         q, k, v, ids = (
             jax.device_put(array, NamedSharding(mesh, P("data"))) for array in (q, k, v, ids)
         )
         found = jax.jit(ato_jax.attention)(q, k, v, segment_ids=ids)
+        # JAX 0.10 fails to search arrays that two explicit axes cut.
+        spec = NamedSharding(mesh, P(("data", "model")))
+        *qkv, own_ids = jax.tree.map(lambda array: jax.device_put(array, spec), twice)
+        found_of_own = jax.jit(ato_jax.linear_attention)(*qkv, **own_ids)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found_of_own, wanted_of_own, rtol=1e-4, atol=1e-5)
 
 
 SEED = 1

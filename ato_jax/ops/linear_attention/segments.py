@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ato_jax import meshes
 from ato_jax.ops.common import number_runs, starts_of_runs
 
 
@@ -58,6 +59,11 @@ def match_runs(
         inside = jnp.arange(ids.shape[1]) <= last
         return jnp.where(inside, ids, jnp.take_along_axis(ids, last, 1))
 
-    q_ids = without_padding(q_ids, q_lengths)
-    kv_ids = without_padding(kv_ids, kv_lengths)
-    return jax.vmap(_match)(q_ids, kv_ids), number_runs(kv_ids)
+    def match(ids: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q_ids, kv_ids = ids
+        return jax.vmap(_match)(q_ids, kv_ids), number_runs(kv_ids)
+
+    ids = without_padding(q_ids, q_lengths), without_padding(kv_ids, kv_lengths)
+    # JAX searches no array with an explicit axis.
+    q_axes, kv_axes = map(meshes.partition, ids)
+    return meshes.call(match, ids, lambda: (meshes.sharded(*q_axes), meshes.sharded(*kv_axes)))
