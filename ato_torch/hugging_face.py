@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ato_torch import _checks
 from ato_torch.functional import attention
 
 NAME = "ato"
@@ -254,7 +255,7 @@ class Rules(torch.Tensor):
         self.seen: dict[str, Any] = {"query_offset": offset}
         self.filled = S
         if self.grows():
-            self.filled = _filled(S)
+            self.filled = _checks.filled(S)
             lengths = torch.full((B,), S, dtype=torch.int32, device=device)
             # Without an offset, the last query stands at the last key of that length.
             self.seen = {"query_offset": None, "kv_lengths": lengths}
@@ -307,12 +308,6 @@ class Rules(torch.Tensor):
             Rules, Rules.in_full, (arguments, keywords or {})
         )
         return function(*arguments, **keywords)
-
-
-def _filled(S: int) -> int:
-    """S rounded up to one of four sizes per doubling; at least a multiple of 64."""
-    step = max(64, 1 << (S - 1).bit_length() >> 3)
-    return -(-S // step) * step
 
 
 def _pattern(function: Callable[..., Any]) -> Pattern | None:
