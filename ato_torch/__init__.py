@@ -9,6 +9,7 @@
     ato_torch.combine(outs, lses)                                 merges attention to parts of keys
     ato_torch.explain(ato_torch.attention, query, ...)            says how a call is launched
     ato_torch.register_hf()                                       "ato" in transformers' models
+    ato_torch.replace_delta_rule(model)                           the delta rule in those models
     ato_torch.sdpa_override()                                     serves unchanged PyTorch models
 
 Tensors are [B, H, T, D], those of the delta rule [B, T, H, D]. Import this package before JAX
@@ -34,7 +35,7 @@ from ato_torch.delta_rule import (
 )
 from ato_torch.explain import explain
 from ato_torch.functional import attention, combine
-from ato_torch.hugging_face import register_hf
+from ato_torch.hugging_face import register_hf, replace_delta_rule
 from ato_torch.linear import linear_attention, linear_attention_step
 from ato_torch.override import sdpa_override
 
@@ -51,5 +52,6 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "register_hf",
+    "replace_delta_rule",
     "sdpa_override",
 ]
