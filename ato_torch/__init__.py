@@ -3,13 +3,17 @@
     ato_torch.attention(query, key, value, attn_mask=None, ...)   as F.scaled_dot_product_attention
     ato_torch.linear_attention(query, key, value, ...)            as ato_jax.linear_attention
     ato_torch.linear_attention_step(query, key, value, state)     one token of it
+    ato_torch.chunk_gated_delta_rule(q, k, v, g, beta, ...)       as in flash-linear-attention
+    ato_torch.fused_recurrent_gated_delta_rule(q, k, v, g, ...)   as there, for a few tokens
+    ato_torch.chunk_kda(q, k, v, g, beta, ...)                    as there, a decay per channel
     ato_torch.combine(outs, lses)                                 merges attention to parts of keys
     ato_torch.explain(ato_torch.attention, query, ...)            says how a call is launched
     ato_torch.register_hf()                                       "ato" in transformers' models
+    ato_torch.replace_delta_rule(model)                           the delta rule in those models
     ato_torch.sdpa_override()                                     serves unchanged PyTorch models
 
-Tensors are [B, H, T, D]. Import this package before JAX starts on a GPU: it keeps JAX from
-reserving most of the GPU's memory.
+Tensors are [B, H, T, D], those of the delta rule [B, T, H, D]. Import this package before JAX
+starts on a GPU: it keeps JAX from reserving most of the GPU's memory.
 """
 
 import importlib
@@ -24,9 +28,14 @@ except ImportError as error:
 
 from ato_jax import __version__ as __version__
 from ato_torch import _bridge, _direct
+from ato_torch.delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_gated_delta_rule,
+)
 from ato_torch.explain import explain
 from ato_torch.functional import attention, combine
-from ato_torch.hugging_face import register_hf
+from ato_torch.hugging_face import register_hf, replace_delta_rule
 from ato_torch.linear import linear_attention, linear_attention_step
 from ato_torch.override import sdpa_override
 
@@ -35,10 +44,14 @@ _direct.is_on()  # refuses a wrong value in the environment at once
 
 __all__ = [
     "attention",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
     "combine",
     "explain",
+    "fused_recurrent_gated_delta_rule",
     "linear_attention",
     "linear_attention_step",
     "register_hf",
+    "replace_delta_rule",
     "sdpa_override",
 ]

@@ -10,6 +10,7 @@ An op of plain JAX has JAX's derivative.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +21,9 @@ from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention.pieces import combine
 from ato_jax.ops.attention.spec import Outputs as AttentionOutputs
 from ato_jax.ops.common import axes
+from ato_jax.ops.delta_rule import api as delta_rule_api
+from ato_jax.ops.delta_rule.spec import Outputs as DeltaRuleOutputs
+from ato_jax.ops.delta_rule.step import gated_delta_rule_step
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -242,6 +246,70 @@ def _features(feature_map: Any, D: Any, inputs: dict[str, Shape]) -> Any:
     return inputs[PARAMETERS[0]][0][0] if is_favor else D
 
 
+class _DeltaRule(_Kernels):
+    """Outputs: out, and the state. With the option `l2norm`, q and k get rows of length 1."""
+
+    timed = (True, False)
+    asks = "return_state"
+
+    def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
+        call, arrays, _ = _of_unit_rows(call, arrays)
+        return super().forward(call, arrays)
+
+    def backward(
+        self,
+        call: Call,
+        needed: tuple[bool, ...],
+        inputs: Arrays,
+        outputs: Arrays,
+        cotangents: Arrays,
+    ) -> list[jax.Array]:
+        call, inputs, transposed = _of_unit_rows(call, inputs)
+        gradients = super().backward(call, needed, inputs, outputs, cotangents)
+        names = [name for name, is_needed in zip(call.arrays, needed, strict=True) if is_needed]
+        return [
+            transposed[name](gradient)[0] if name in transposed else gradient
+            for name, gradient in zip(names, gradients, strict=True)
+        ]
+
+    def leaves(self, spec: Any, outputs: Any) -> list[jax.Array]:
+        return list(outputs)
+
+    def outputs(self, leaves: Arrays) -> Any:
+        return DeltaRuleOutputs(*leaves)
+
+    def shapes(self, call: Call, inputs: dict[str, Shape]) -> Shapes:
+        (value, dtype), (key, _) = inputs["v"], inputs["k"]
+        B, _, H, V = value
+        return [(value, dtype), ((B, H, key[-1], V), "float32")]
+
+
+# What flash-linear-attention adds to the squared length of a row.
+L2NORM_EPS = 1e-6
+
+
+def _unit_rows(x: jax.Array) -> jax.Array:
+    """Each row divided by sqrt(|row|^2 + L2NORM_EPS), in x's dtype."""
+    rows = x.astype(jnp.float32)
+    squares = jnp.sum(rows * rows, axis=-1, keepdims=True)
+    return (rows * jax.lax.rsqrt(squares + L2NORM_EPS)).astype(x.dtype)
+
+
+def _of_unit_rows(
+    call: Call, arrays: Arrays
+) -> tuple[Call, list[jax.Array], dict[str, Callable[..., Any]]]:
+    """A call of the delta rule without its option `l2norm`, its arrays, and the transposes of what
+    was done to them, by name."""
+    options = dict(call.options)
+    names = ("q", "k") if options.pop("l2norm") else ()
+    found, transposed = [], {}
+    for name, array in zip(call.arrays, arrays, strict=True):
+        if name in names:
+            array, transposed[name] = jax.vjp(_unit_rows, array)
+        found.append(array)
+    return call._replace(options=tuple(options.items())), found, transposed
+
+
 class _Plain:
     """An op of plain JAX, which JAX differentiates."""
 
@@ -283,6 +351,15 @@ class _Step(_Plain):
         return [((*rows[:-1], value[-1]), dtype), (kv, "float32"), (k_sum, "float32")]
 
 
+class _DeltaRuleStep(_Plain):
+    def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
+        call, arrays, _ = _of_unit_rows(call, arrays)
+        return list(gated_delta_rule_step(**arguments(call, arrays)))
+
+    def shapes(self, call: Call, inputs: dict[str, Shape]) -> Shapes:
+        return [inputs["v"], (inputs["state"][0], "float32")]
+
+
 class _Combine(_Plain):
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         return list(combine(**arguments(call, arrays)))
@@ -296,5 +373,7 @@ OPS: dict[str, Adapter] = {
     "attention": _Attention(attention_api),
     "linear_attention": _LinearAttention(linear_attention_api),
     "linear_attention_step": _Step(),
+    "gated_delta_rule": _DeltaRule(delta_rule_api),
+    "gated_delta_rule_step": _DeltaRuleStep(),
     "combine": _Combine(),
 }

@@ -53,8 +53,17 @@ def required(name: str, value: Any) -> float:
     return shapes.static_number(name, value)
 
 
-def check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
-    """Refuses what is no dense tensor in one of `DTYPES`, or not on the device of `like`."""
+def filled(length: int) -> int:
+    """A length rounded up to one of four sizes per doubling; at least a multiple of 64."""
+    step = max(64, 1 << (length - 1).bit_length() >> 3)
+    return -(-length // step) * step
+
+
+def check(
+    name: str, tensor: Any, like: torch.Tensor | None = None, whose: str = "query"
+) -> None:
+    """Refuses what is no dense tensor in one of `DTYPES`, or not on the device of `like`, whose
+    name is `whose`."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     check_dense(name, tensor)
@@ -64,14 +73,16 @@ def check(name: str, tensor: Any, like: torch.Tensor | None = None) -> None:
             f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}; {how}"
         )
     if like is not None:
-        check_place(name, tensor, like)
+        check_place(name, tensor, like, whose)
 
 
-def check_place(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """Refuses a tensor that is not on the device of `like`."""
+def check_place(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, whose: str = "query"
+) -> None:
+    """Refuses a tensor that is not on the device of `like`, whose name is `whose`."""
     if tensor.device != like.device:
         raise ValueError(
-            f"{name} must be on {like.device} as query is, got {tensor.device}; move it there"
+            f"{name} must be on {like.device} as {whose} is, got {tensor.device}; move it there"
         )
 
 

@@ -2,6 +2,7 @@
 
     ato_torch.register_hf()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ato")
+    ato_torch.replace_delta_rule(model)     layers of gated DeltaNet and Kimi Delta Attention
 
 transformers makes one mask per forward pass, out of small functions of two positions: causality,
 windows, packed sequences. Together with padding these are
@@ -20,13 +21,21 @@ compilations, the keys of a few queries are padded to one of four sizes per doub
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ato_torch import _checks
+from ato_torch.delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_gated_delta_rule,
+)
 from ato_torch.functional import attention
 
 NAME = "ato"
@@ -69,6 +78,70 @@ def register_hf() -> None:
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+
+
+def replace_delta_rule(model: torch.nn.Module) -> None:
+    """Puts the delta rule of this library into a model of Hugging Face's transformers.
+
+    Layers of gated DeltaNet (Qwen3-Next and others) and of Kimi Delta Attention (Kimi Linear) then
+    compute their recurrence by `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule` or
+    `chunk_kda`, for training and for generation. Newer versions of transformers call functions of
+    the module that defines the layer; they are replaced there, for all models of its kind in this
+    process.
+
+    Args:
+      model: The model, or a part of it.
+
+    Raises:
+      ValueError: The model has no such layer.
+
+    Example:
+      >>> import ato_torch
+      >>> model = AutoModelForCausalLM.from_pretrained(name)  # doctest: +SKIP
+      >>> ato_torch.replace_delta_rule(model)  # doctest: +SKIP
+    """
+    found = False
+    for layer in model.modules():
+        module = sys.modules[type(layer).__module__]
+        names = MODULES_NAMES if module.__name__.startswith("transformers.") else {}
+        for place, functions in ((module, names), (layer, LAYERS_NAMES)):
+            for name in functions.keys() & vars(place).keys():
+                setattr(place, name, functions[name])
+                found = True
+    if not found:
+        raise ValueError(
+            f"model must have layers of transformers on the delta rule, got {type(model).__name__}"
+        )
+
+
+def _leaving_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without the arguments that it does not know, as transformers calls it: a layer
+    passes on whatever its model was given."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **{n: x for n, x in options.items() if n in known})
+
+    return call
+
+
+def _recurrent_kda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, **options: Any
+) -> Any:
+    return GATED[1](q, k, v, gk=g, **options)
+
+
+# For whole sequences, and token by token.
+GATED = _leaving_out(chunk_gated_delta_rule), _leaving_out(fused_recurrent_gated_delta_rule)
+# By their names in transformers' modules, and as attributes of layers in older versions (4.57).
+MODULES_NAMES = {
+    "torch_chunk_gated_delta_rule": GATED[0],
+    "torch_recurrent_gated_delta_rule": GATED[1],
+    "chunk_kimi_delta_attention": _leaving_out(chunk_kda),
+    "recurrent_kimi_delta_attention": _recurrent_kda,
+}
+LAYERS_NAMES = {"chunk_gated_delta_rule": GATED[0], "recurrent_gated_delta_rule": GATED[1]}
 
 
 def attend(
@@ -254,7 +327,7 @@ class Rules(torch.Tensor):
         self.seen: dict[str, Any] = {"query_offset": offset}
         self.filled = S
         if self.grows():
-            self.filled = _filled(S)
+            self.filled = _checks.filled(S)
             lengths = torch.full((B,), S, dtype=torch.int32, device=device)
             # Without an offset, the last query stands at the last key of that length.
             self.seen = {"query_offset": None, "kv_lengths": lengths}
@@ -307,12 +380,6 @@ class Rules(torch.Tensor):
             Rules, Rules.in_full, (arguments, keywords or {})
         )
         return function(*arguments, **keywords)
-
-
-def _filled(S: int) -> int:
-    """S rounded up to one of four sizes per doubling; at least a multiple of 64."""
-    step = max(64, 1 << (S - 1).bit_length() >> 3)
-    return -(-S // step) * step
 
 
 def _pattern(function: Callable[..., Any]) -> Pattern | None:

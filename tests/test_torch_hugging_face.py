@@ -1,6 +1,7 @@
 """Models of transformers through ato_torch.register_hf, small ones from their configurations."""
 
 import functools
+import sys
 
 import pytest
 
@@ -10,6 +11,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from transformers import masking_utils as masks  # noqa: E402
 
 import ato_torch  # noqa: E402
+from ato_torch import _ops  # noqa: E402
 from ato_torch import hugging_face as ours  # noqa: E402
 from examples import hugging_face as example  # noqa: E402
 
@@ -394,3 +396,76 @@ def test_logits_gradients_and_text_on_a_gpu(make):
 def test_bfloat16_on_a_gpu(make):
     tokens, _ = tokens_and_padding()
     check_bfloat16(make().cuda(), tokens.cuda())
+
+
+def qwen3_next():
+    """A layer of gated DeltaNet, whose value heads share keys, and one of softmax attention."""
+    config = transformers.Qwen3NextConfig(
+        num_key_value_heads=2, head_dim=16, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, **example.SIZES,
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config).eval()
+
+
+def kimi_linear():
+    """A layer of Kimi Delta Attention, and one of latent attention."""
+    config = transformers.KimiLinearConfig(
+        num_key_value_heads=4, layer_types=["linear_attention", "full_attention"],
+        linear_num_heads=2, linear_head_dim=16, mlp_layer_types=["dense", "dense"],
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **example.SIZES,
+    )  # fmt: skip
+    return transformers.KimiLinearForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "trained"), [(qwen3_next, True), (kimi_linear, False)], ids=["qwen3_next", "kimi"]
+)
+def test_delta_rule_is_transformers_own(make, trained, monkeypatch):
+    """Logits, text that is generated with a cache, and in one model the gradient."""
+    if not hasattr(transformers, "Qwen3NextConfig" if trained else "KimiLinearConfig"):
+        pytest.skip("this version of transformers has no such model")
+    model = make()
+    tokens, padding = tokens_and_padding()
+
+    def results():
+        with torch.set_grad_enabled(trained):
+            found = model(tokens, attention_mask=padding, labels=tokens)
+        gradients = torch.autograd.grad(found.loss, model.parameters()) if trained else []
+        text = model.generate(
+            tokens, attention_mask=padding.flip(1), max_new_tokens=4, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        logits = torch.cat([found.logits.flatten(), *map(torch.flatten, text.logits)])
+        return logits, [gradient.flatten() for gradient in gradients], text.sequences
+
+    wanted, ran, run = results(), set(), _ops.run
+    for layer in model.modules():  # so that they are put back behind this test
+        for name in ours.MODULES_NAMES:
+            module = sys.modules[type(layer).__module__]
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name))
+    ato_torch.replace_delta_rule(model)
+    monkeypatch.setattr(_ops, "run", lambda op, *rest: ran.add(op) or run(op, *rest))
+    found = results()
+    assert ran == {"gated_delta_rule", "gated_delta_rule_step"}
+    assert example.difference(found[0], wanted[0]) < 2e-6
+    if trained:
+        assert example.difference(torch.cat(found[1]), torch.cat(wanted[1])) < 1e-5
+    assert torch.equal(found[2], wanted[2]) and found[2].shape == (B, T + 4)
+
+
+def test_delta_rule_of_a_layer_and_of_none():
+    """In transformers 4.57 a layer has the functions as attributes."""
+    layer = torch.nn.Module()
+    layer.chunk_gated_delta_rule = layer.recurrent_gated_delta_rule = None
+    ato_torch.replace_delta_rule(torch.nn.Sequential(layer))
+    q = torch.randn(1, 1, 2, 4)
+    o, _ = layer.chunk_gated_delta_rule(
+        q, q, q, g=-torch.ones(1, 1, 2), beta=torch.ones(1, 1, 2), position_ids=None
+    )
+    assert layer.recurrent_gated_delta_rule is ours.GATED[1] and o.shape == q.shape
+    with pytest.raises(ValueError, match="model must have layers of transformers .* got Linear"):
+        ato_torch.replace_delta_rule(torch.nn.Linear(2, 2))

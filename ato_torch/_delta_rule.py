@@ -1,0 +1,259 @@
+"""What the functions of the delta rule share: checks, gates, packed sequences, and the call.
+
+A packed row of sequences is a row with segments. It has one state to begin with and one to end
+with, so sequences with states become rows of a batch instead, whose padding writes nothing
+(beta = 0) and forgets nothing (g = 0).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ato_jax import shapes
+from ato_torch import _checks, _ops
+from ato_torch._checks import Integers
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def refuse(function: str, **given: Any) -> None:
+    """Refuses arguments that would change the result and are not supported."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name} is not supported by ato_torch.{function}")
+
+
+class Inputs(NamedTuple):
+    """q, k [B, T, G, D] and v [B, T, H, V] of one dtype, and the sizes of their axes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sizes: dict[str, int]
+
+
+class States(NamedTuple):
+    initial: torch.Tensor | None  # [N, H, D, V], or with `v_first` [N, H, V, D]
+    wanted: bool
+    v_first: bool
+
+
+class Sequences(NamedTuple):
+    """The ends of packed sequences, [N + 1], as given and in the host's memory."""
+
+    ends: Integers | None
+    on_host: Integers | None
+
+
+def inputs_of(q: Any, k: Any, v: Any) -> Inputs:
+    q, k, v = _checks.autocast(q, k, v)
+    sizes: dict[str, int] = {}
+    for name, tensor, letters in (("q", q, "BTGD"), ("k", k, "BTGD"), ("v", v, "BTHV")):
+        _checks.check(name, tensor, like=q if isinstance(q, torch.Tensor) else None, whose="q")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+        shapes.bind(sizes, name, tuple(tensor.shape), letters)
+    _checks.check_device("q", q)
+    if not sizes["G"] or sizes["H"] % sizes["G"]:
+        raise ValueError(
+            "v's heads H must be a multiple of the heads G of q and k, "
+            f"got H={sizes['H']}, G={sizes['G']}"
+        )
+    return Inputs(q, k, v, sizes)
+
+
+def _named(inputs: Inputs, name: str, tensor: Any, letters: str) -> torch.Tensor:
+    """A tensor of axes that are known, in float32."""
+    _checks.check(name, tensor, like=inputs.q, whose="q")
+    shapes.bind(dict(inputs.sizes), name, tuple(tensor.shape), letters)
+    found: torch.Tensor = tensor.float()
+    return found
+
+
+def decay_of(inputs: Inputs, name: str, tensor: Any, letters: str) -> torch.Tensor:
+    decay = _named(inputs, name, tensor, letters)
+    if decay.device.type == "cpu" and _ops.runs_plainly([tensor]) and decay.numel():
+        largest = float(decay.detach().max())
+        if largest > 0:
+            raise ValueError(
+                f"{name} is the natural log of a factor and must be <= 0, got values up to "
+                f"{largest}"
+            )
+    return decay
+
+
+def gate(
+    inputs: Inputs,
+    g: Any,
+    letters: str,
+    use_gate_in_kernel: bool,
+    rates: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None = None,
+) -> torch.Tensor:
+    """The decay in float32: g itself, or the gate of g."""
+    given = {"A_log": rates, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    if not shapes.flag("use_gate_in_kernel", use_gate_in_kernel):
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} needs use_gate_in_kernel=True")
+        return decay_of(inputs, "g", g, letters)
+    if rates is None and lower_bound is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel=True, got None")
+    steps = _named(inputs, "g", g, letters)
+    of_head = steps.shape[2:]  # [H] or [H, D]
+    if dt_bias is not None:
+        _checks.check("dt_bias", dt_bias, like=inputs.q, whose="q")
+        if dt_bias.numel() != of_head.numel():
+            raise ValueError(
+                f"dt_bias must be [{' * '.join(letters[2:])}] = [{of_head.numel()}], "
+                f"got shape {tuple(dt_bias.shape)}"
+            )
+        steps = steps + dt_bias.float().reshape(of_head)
+    rate = None
+    if rates is not None:
+        rate = _named(inputs, "A_log", rates, "H").exp().view(-1, *[1] * (len(of_head) - 1))
+    if lower_bound is None:
+        assert rate is not None
+        return -rate * torch.nn.functional.softplus(steps)
+    lower_bound = _checks.required("lower_bound", lower_bound)
+    if not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound must be from -5 to below 0, got {lower_bound}")
+    return lower_bound * torch.sigmoid(steps if rate is None else rate * steps)
+
+
+def written(
+    inputs: Inputs, beta: Any, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
+) -> torch.Tensor:
+    """beta in float32."""
+    beta = _named(inputs, "beta", beta, "BTH")
+    if not shapes.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel):
+        if shapes.flag("allow_neg_eigval", allow_neg_eigval):
+            raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True")
+        return beta
+    fraction = torch.sigmoid(beta)
+    return 2 * fraction if shapes.flag("allow_neg_eigval", allow_neg_eigval) else fraction
+
+
+def run(
+    inputs: Inputs,
+    beta: torch.Tensor,
+    decay: torch.Tensor | None,
+    scale: float | None,
+    l2norm: bool,
+    states: States,
+    sequences: Sequences,
+) -> Results:
+    """The results of all three functions."""
+    if torch.compiler.is_compiling():
+        (scale,) = _ops.static((scale,))
+    options = {
+        "scale": _checks.number("scale", scale),
+        "l2norm": shapes.flag("use_qk_l2norm_in_kernel", l2norm),
+    }
+    wanted = shapes.flag("output_final_state", states.wanted)
+    v_first = shapes.flag("state_v_first", states.v_first)
+    ends = _ends(inputs, sequences)
+    count = inputs.sizes["B"] if ends is None else len(ends) - 1  # N
+    state = states.initial
+    if state is not None:
+        _checks.check("initial_state", state, like=inputs.q, whose="q")
+        sizes = inputs.sizes | {"N": count}
+        shapes.bind(sizes, "initial_state", tuple(state.shape), "NHVD" if v_first else "NHDV")
+        state = (state.transpose(-1, -2) if v_first else state).float()
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "beta": beta}
+    if decay is not None:
+        tensors["decay"] = decay
+    if ends is None or count == 1:
+        o, state = _rows(tensors, state, wanted, options)
+    elif state is None and not wanted:
+        steps = torch.arange(inputs.sizes["T"], device=ends.device, dtype=ends.dtype)
+        tensors["segment_ids"] = _sequence_of(steps, ends).int()[None]
+        o, state = _rows(tensors, state, wanted, options)
+    else:
+        on_host = ends if sequences.on_host is None else torch.as_tensor(sequences.on_host)
+        longest = int(on_host.diff().max()) if count else 0
+        o, state = _unpacked(tensors, state, wanted, options, ends, longest)
+    return o, state.transpose(-1, -2) if v_first and state is not None else state
+
+
+def _rows(
+    tensors: dict[str, torch.Tensor],
+    state: torch.Tensor | None,
+    wanted: bool,
+    options: dict[str, Any],
+) -> Results:
+    """o and the last state, where it is wanted, of rows [B, T] that each have one state."""
+    if tensors["q"].shape[1] == 1:
+        token = {name: x[:, 0] for name, x in tensors.items() if name != "segment_ids"}
+        if state is None:
+            B, H, V = token["v"].shape
+            state = token["beta"].new_zeros(B, H, token["q"].shape[-1], V)
+        o, state = _ops.run("gated_delta_rule_step", token | {"state": state}, options)
+        return o[:, None], state if wanted else None
+    if state is not None:
+        tensors = tensors | {"initial_state": state}
+    options = options | {"return_state": wanted, "layout": "bthd"}
+    o, *rest = _ops.run("gated_delta_rule", tensors, options)
+    return o, rest[0] if wanted else None
+
+
+def _unpacked(
+    tensors: dict[str, torch.Tensor],
+    state: torch.Tensor | None,
+    wanted: bool,
+    options: dict[str, Any],
+    ends: torch.Tensor,
+    longest: int,
+) -> Results:
+    """o [1, T, H, V] and the last states of packed sequences, each computed as a row of its own."""
+    T = tensors["q"].shape[1]
+    offsets = torch.arange(_checks.filled(longest), device=ends.device)
+    starts = ends[:-1, None]  # [N, 1]
+    inside = starts + offsets < ends[1:, None]  # [N, steps of a row]
+    places = (starts + offsets).clamp(max=max(T - 1, 0))
+    rows = {name: tensor[0][places] for name, tensor in tensors.items()}
+    for name in ("beta", "decay"):
+        if name in rows:
+            outside = ~inside.view(*inside.shape, *[1] * (rows[name].ndim - 2))
+            rows[name] = rows[name].masked_fill(outside, 0)
+    o, state = _rows(rows, state, wanted, options)
+    steps = torch.arange(T, device=ends.device, dtype=ends.dtype)
+    sequence = _sequence_of(steps, ends)
+    return o[sequence, steps - ends[sequence]][None], state
+
+
+def _sequence_of(steps: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The number of the sequence that each step is in; empty sequences have none."""
+    return torch.searchsorted(ends[1:].contiguous(), steps, right=True)
+
+
+def _ends(inputs: Inputs, sequences: Sequences) -> torch.Tensor | None:
+    """The ends of packed sequences on q's device, checked where that waits for no GPU."""
+    given, on_host = sequences
+    if given is None:
+        if on_host is not None:
+            raise ValueError("cu_seqlens_cpu needs cu_seqlens, got None")
+        return None
+    if inputs.sizes["B"] != 1:
+        raise ValueError(f"cu_seqlens needs a packed row, B = 1, got B={inputs.sizes['B']}")
+    ends = None
+    for name, value in (("cu_seqlens_cpu", on_host), ("cu_seqlens", given)):
+        if value is None:
+            continue
+        ends = torch.as_tensor(value)
+        if ends.is_floating_point() or ends.dtype == torch.bool or ends.ndim != 1 or not len(ends):
+            raise ValueError(
+                f"{name} must hold integers [N + 1], got {ends.dtype} of shape "
+                f"{tuple(ends.shape)}"
+            )
+        if ends.device.type != "cpu":
+            _checks.check_place(name, ends, inputs.q, whose="q")
+        elif _ops.runs_plainly([ends]):
+            found, T = ends.tolist(), inputs.sizes["T"]
+            if found[0] != 0 or found[-1] != T or sorted(found) != found:
+                raise ValueError(f"{name} must rise from 0 to T={T}, got {found}")
+    assert ends is not None
+    return ends.long().to(inputs.q.device)
