@@ -508,7 +508,7 @@ MOSAIC = Space(
                 decay != "none"
                 and widths[0] > 128
                 or decay == "channel"
-                and widths not in ((64, 64), (128, 128))
+                and widths == (40, 40)
             ),
             "needs D",
         ),

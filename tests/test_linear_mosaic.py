@@ -38,12 +38,14 @@ def draw(
     return found if layout == "bthd" else [jnp.swapaxes(array, 1, 2) for array in found]
 
 
-def options_of(B: int, G: int, layout: str, given: bool, D: int = 128) -> dict[str, Any]:
+def options_of(
+    B: int, G: int, layout: str, given: bool, D: int = 128, V: int | None = None
+) -> dict[str, Any]:
     """With a state given and asked for, or without."""
     if not given:
         return {"layout": layout}
     k_sum = jnp.abs(channel.draw(B, G, D, seed=8)) + 1
-    state = LinearState(channel.draw(B, G, D, D, seed=7), k_sum)
+    state = LinearState(channel.draw(B, G, D, V or D, seed=7), k_sum)
     return {"layout": layout, "initial_state": state, "return_state": True}
 
 
@@ -263,25 +265,28 @@ def test_gradients_of_gates(
 
 @newest
 @pytest.mark.parametrize(
-    "T, H, D, kind, options",
+    "T, H, D, V, kind, options",
     [
-        (192, 1, 128, "mild", options_of(1, 1, "bhtd", True)),
-        (136, 2, 64, "mild", options_of(1, 2, "bthd", True, 64) | {"return_state": False}),
-        (72, 4, 64, "edge", {"normalize": False, "layout": "bhtd"}),
-        (96, 2, 64, "mixed", {}),
+        (192, 1, 128, 128, "mild", options_of(1, 1, "bhtd", True)),
+        (136, 2, 64, 64, "mild", options_of(1, 2, "bthd", True, 64) | {"return_state": False}),
+        (72, 4, 64, 64, "edge", {"normalize": False, "layout": "bhtd"}),
+        (96, 2, 64, 64, "mixed", {}),
+        (128, 1, 96, 48, "mild", options_of(1, 1, "bthd", True, 96, 48)),
+        (72, 2, 32, 48, "mild", {"layout": "bhtd"}),
     ],
 )
 def test_gradients_of_gates_of_channels(
     T: int,
     H: int,
     D: int,
+    V: int,
     kind: str,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two pieces, the last of them in part; unnormalised, where neither of two chunks is steep,
-    but from middle to middle more is lost than float32 holds; and another backend's where a chunk
-    is steep, and these would be 0."""
+    but from middle to middle more is lost than float32 holds; of heads that fill a tile in part;
+    and another backend's where a chunk is steep, and these would be 0."""
     monkeypatch.setattr(by_channel, "CHUNKS", 2)
     for module in (by_channel, channel_flows):
         monkeypatch.setattr(module, "RUN", 2 * frame.C)
@@ -296,8 +301,9 @@ def test_gradients_of_gates_of_channels(
     if kind == "edge":
         decay = decay.at[:, jnp.array([60, 66]), 1].set(-50.0)
     decay = decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
-    qkv = draw(1, T, H, H, layout, D=D)
-    wanted = numerics.oracle(OP, *qkv, causal=True, decay=decay, **options)
+    q, k, v = draw(1, T, H, H, layout, D=max(D, V))
+    q, k, v = q[..., :D], k[..., :D], v[..., :V]
+    wanted = numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 

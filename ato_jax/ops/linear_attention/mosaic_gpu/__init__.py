@@ -10,11 +10,11 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
 other multiples of 16 from 80 on, and causal of 8 from 16 to 56, fill one of these tiles in part,
-and so does the smaller of D and V, but with gates of channels (`narrow.py`). Causal kernels of up
-to 128 columns without a decay also take float16, whose sums and weights have units
-(`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with
-gates of channels it is elu + 1. Lengths and causal segments are rows that do not count and steps
-with a decay (`steps.py`). All else is Triton's.
+and so does the smaller of D and V; with gates of channels those are multiples of 16, too
+(`narrow.py`). Causal kernels of up to 128 columns without a decay also take float16, whose sums and
+weights have units (`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers
+(`feature_maps.py`); with gates of channels it is elu + 1. Lengths and causal segments are rows that
+do not count and steps with a decay (`steps.py`). All else is Triton's.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     """What D and V are to be."""
     if spec.decay == "channel":
-        tiles = (mosaic.HALF, frame.F)[1 - spec.causal :]
-        if spec.D == spec.V and spec.D in tiles:
+        in_steps = spec.D % narrow.STEP == spec.V % narrow.STEP == 0
+        if in_steps and max(spec.D, spec.V) <= frame.F and narrow.tile_of(spec):
             return None
-        return "D = V = " + " or ".join(map(str, tiles))
+        return f"D and V of multiples of {narrow.STEP}, up to {frame.F}"
     if frame.both_ways(spec):
         if spec.D == spec.V and spec.D in SIZES_BOTH_WAYS:
             return None

@@ -23,6 +23,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
     frame,
+    narrow,
     wide_causal,
     wide_walk,
 )
@@ -373,16 +374,26 @@ def backward_by_channel(
     cotangents: Outputs,
     fallback: Fallback,
 ) -> Inputs:
-    """The same where gates are those of channels."""
-    deal = deal_of(spec, config)
+    """The same where gates are those of channels, of a call as `fallback` takes it, which is not in
+    tiles."""
+    in_tiles = narrow.in_tiles(spec)
+    deal = deal_of(in_tiles, config)
     inputs, outputs = residuals
+    given, of_outputs = inputs, cotangents
+    if inputs.initial_state is not None:
+        given = given._replace(initial_state=narrow.widened(in_tiles, inputs.initial_state))
+    if spec.return_state:
+        of_outputs = of_outputs._replace(state=narrow.widened(in_tiles, cotangents.state))
     kept: Any = outputs
     if not isinstance(outputs, Kept):
-        kept = _keep_by_channel(spec, deal, inputs, features=True)
+        kept = _keep_by_channel(in_tiles, deal, given, features=True)
 
     def by_walks() -> Inputs:
-        states = kept.s, kept.z
-        return channel_backward.gradients(spec, deal, inputs, kept.features, states, cotangents)
+        arrays = given, kept.features, (kept.s, kept.z), of_outputs
+        found = channel_backward.gradients(in_tiles, deal, *arrays)
+        if found.initial_state is None:
+            return found
+        return found._replace(initial_state=narrow.narrowed(in_tiles, found.initial_state))
 
     def by_fallback() -> Inputs:
         return fallback(spec, Residuals(inputs, outputs.plain()), cotangents)

@@ -92,7 +92,7 @@ def channel_key_gradient(
         r_s=tiling.shared(F, spec.V),
         kv_s=tiling.shared(HALF, HALF),
         dv_s=tiling.tiles(1),
-        flow_s=tiling.shared(2, C, HALF, dtype=F32),
+        flow_s=tiling.of_rows_in_float32(2, C, HALF),
         minus_e_s=tiling.shared(heads * ALIKE, C),
         inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
         e_s=plgpu.SMEM((STAGES, heads * C), F32),

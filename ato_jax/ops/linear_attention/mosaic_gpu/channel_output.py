@@ -114,7 +114,7 @@ def channel_output(
         q_s=tiling.tiles(STAGES),
         k_s=tiling.tiles(STAGES),
         v_s=tiling.shared(V_STAGES, 2, C, HALF),
-        gates_s=tiling.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
+        gates_s=tiling.of_rows_in_float32(GATES_STAGES, 2, C, HALF),
         rounded_s=channel.shared(spec, 2, C, HALF),
         s_s=tiling.shared(2, HALF, spec.F),
         out_s=tiling.shared(2, C, HALF),
@@ -267,7 +267,7 @@ def channel_output(
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto
                 channel.map_in_place(own_q, since, turn)
-                channel.map_in_place(own_k, -since, turn)
+                channel.map_keys_in_place(spec, own_k, half, -since, turn)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if keeps_features and turn is None:
@@ -377,7 +377,8 @@ def channel_output(
     out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)]
     if keeps_features:
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
-        out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]
+        features = jax.ShapeDtypeStruct(q.shape, BF16)
+        out_type += [features, features, jax.ShapeDtypeStruct(both, F32)]
     arrays = q, k, v, s, z, gates, turns, steep
     found = frame.launch(
         body,

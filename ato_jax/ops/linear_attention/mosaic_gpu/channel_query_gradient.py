@@ -84,7 +84,7 @@ def channel_query_gradient(
         x_s=tiling.shared(2, C, HALF),
         k_s=tiling.shared(K_STAGES, 2, C, HALF),
         s_s=tiling.shared(2, HALF, spec.V),
-        flow_s=tiling.shared(2, C, HALF, dtype=F32),
+        flow_s=tiling.of_rows_in_float32(2, C, HALF),
         ones_s=tiling.shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((K_STAGES, F), F32),

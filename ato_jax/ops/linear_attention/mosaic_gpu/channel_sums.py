@@ -47,7 +47,7 @@ def channel_sums(
     scratch = dict(
         k_s=tiling.tiles(STAGES),
         v_s=tiling.shared(STAGES, 2, C, HALF),
-        gates_s=tiling.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
+        gates_s=tiling.of_rows_in_float32(GATES_STAGES, 2, C, HALF),
         rounded_s=channel.shared(spec, 2, C, HALF),
         keeps_s=plgpu.SMEM((STAGES, F), F32),
         least_s=plgpu.SMEM((2, C), F32),
@@ -161,7 +161,7 @@ def channel_sums(
                 keeps = jnp.exp2(total)
                 plgpu.barrier_wait(loaded.at[slot])
                 keeps_s.at[slot, columns][...] = jnp.max(keeps, axis=1)
-                channel.map_in_place(own, until_end)
+                channel.map_keys_in_place(spec, own, half, until_end)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 (z,) = mosaic.multiply((z * keeps, [(own.T, ones.T)]))
