@@ -505,7 +505,7 @@ MOSAIC = Space(
         Rule(
             ("decay", "widths"),
             lambda decay, widths: (
-                decay != "none"
+                decay not in ("none", "channel")
                 and widths[0] > 128
                 or decay == "channel"
                 and widths == (40, 40)

@@ -182,6 +182,7 @@ def _linear_attention() -> Iterator[Row]:
     yield Row("causal, D = V = 40", two_heads | {"D": 40, "V": 40}, _always(causal=True))
     three = wide, two_heads, wide | {"D": 96, "V": 96}
     of_some = [(axes, sizes) for axes in ("BSG", "BSGD") for sizes in three]
+    of_some.append(("BSGD", wide | {"D": 256, "V": 256}))
     for axes, sizes in (("G", wide), *of_some):
         yield Row(
             f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",

@@ -37,6 +37,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
     both_ways,
     causal,
+    channel_blocks,
     feature_maps,
     frame,
     narrow,
@@ -127,6 +128,11 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
             f"return_state with causal=True needs T to be a multiple of {frame.C} {lacking}, "
             f"got {spec.T}"
         )
+    if phase == "backward" and channel_blocks.is_cut(spec):
+        return (
+            f"does not support the gradients of a decay per channel with more than {frame.F} "
+            f"columns, got D={spec.D}, V={spec.V}"
+        )
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
     of_one_head = spec.decay == "channel" or frame.is_wide(spec)
@@ -141,9 +147,10 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     """What D and V are to be."""
     if spec.decay == "channel":
         in_steps = spec.D % narrow.STEP == spec.V % narrow.STEP == 0
-        if in_steps and max(spec.D, spec.V) <= frame.F and narrow.tile_of(spec):
+        most = max(narrow.TILES)
+        if in_steps and narrow.tile_of(spec):
             return None
-        return f"D and V of multiples of {narrow.STEP}, up to {frame.F}"
+        return f"D and V of multiples of {narrow.STEP}, up to {most}"
     if frame.both_ways(spec):
         if spec.D == spec.V and spec.D in SIZES_BOTH_WAYS:
             return None
@@ -215,6 +222,9 @@ def beats_later_backends(
         return False
     if backward_follows and splits_states(spec):
         return False  # no card has run these gradients
+    if channel_blocks.is_cut(spec):
+        # What is behind this backend is XLA, which took 23 ms where these move bytes of 1.
+        return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     tile = narrow.tile_of(spec)
     if tile is None or spec.D * spec.V < LEAST_FILLED * tile**2:
         return False
@@ -241,7 +251,7 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
         if spec.causal or frame.both_ways(spec):
             # What is kept has one shape, however large the batch becomes.
-            pieces = causal.pieces_of(narrow.in_tiles(spec), config)
+            pieces = causal.pieces_of(_spec_in_tiles(spec), config)
             config = dataclasses.replace(config, pieces=pieces)
 
         @custom_vmap
@@ -328,6 +338,11 @@ def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept
 def _kept(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
+    if channel_blocks.is_cut(spec):
+        blocks = channel_blocks.in_blocks(spec)
+        found = causal.keep(blocks, config, channel_blocks.arrays_in_blocks(spec, blocks, inputs))
+        out = channel_blocks.whole_output(spec, blocks, found.out, found.den)
+        return Outputs(out, channel_blocks.whole_state(spec, blocks, found.state))
     spec, inputs = _in_tiles(spec, inputs)
     if spec.causal or frame.both_ways(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
@@ -335,6 +350,10 @@ def _kept(
         return found._replace(state=narrow.narrowed(spec, found.state))
     out, state = bidirectional.forward(spec, config, inputs)
     return narrow.Kept(out, narrow.narrowed(spec, state), state)
+
+
+def _spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    return channel_blocks.in_blocks(spec) if channel_blocks.is_cut(spec) else narrow.in_tiles(spec)
 
 
 def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:

@@ -22,6 +22,7 @@ from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
+    channel_blocks,
     frame,
     narrow,
     wide_causal,
@@ -177,7 +178,8 @@ def _keep_by_channel(
         q_features, k_features, halves = kept
         any_steep = jnp.any(steep > 0, axis=(1, 2))
         found = channel_backward.Features(q_features, k_features, halves, any_steep)
-    return Kept(out, state, *ahead, found)
+    den = kept[0] if channel_blocks.adds_up(spec) and kept else None
+    return Kept(out, state, *ahead, found, den=den)
 
 
 def states_of(

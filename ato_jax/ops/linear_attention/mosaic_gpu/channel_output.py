@@ -15,7 +15,8 @@ and z [F] as the middle of the chunk sees them:
 In a piece with steep chunks a step is a turn, for which its chunk is loaded again. Outputs of other
 rows are 0 there, so that those of a chunk are added up.
 
-Where a tile is two heads', the halves are these, each with products of its own 64 columns.
+Where a tile is two heads', the halves are these, each with products of its own 64 columns. Where
+heads are cut (`channel_blocks.py`), numerators and denominators are left in place of out.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -104,12 +105,15 @@ def channel_output(
     in which pieces one takes more than one, [B, tiles, P]; tiles are G, or G / 2.
 
     If it keeps them q^ and k~, too, and the sums of the gates of both halves of each chunk to base
-    2, [B, H, chunks, 2, F]: of the pieces that are not steep."""
+    2, [B, H, chunks, 2, F]: of the pieces that are not steep. Where blocks are to be added up, the
+    numerators of all heads in float32 and, normalised, den [B, H, T up to a whole chunk]."""
     # An item each: what is loaded at its start is never loaded again.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     group_size = spec.H // spec.G
+    adds_up = channel_blocks.adds_up(spec)
+    leaves_den = adds_up and spec.normalize
     scratch = dict(
         q_s=tiling.tiles(STAGES),
         k_s=tiling.tiles(STAGES),
@@ -117,7 +121,7 @@ def channel_output(
         gates_s=tiling.of_rows_in_float32(GATES_STAGES, 2, C, HALF),
         rounded_s=channel.shared(spec, 2, C, HALF),
         s_s=tiling.shared(2, HALF, spec.F),
-        out_s=tiling.shared(2, C, HALF),
+        out_s=tiling.of_rows_in_float32(2, C, HALF) if adds_up else tiling.shared(2, C, HALF),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((STAGES, F), F32),
         den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
@@ -138,6 +142,8 @@ def channel_output(
     )
     if keeps_features:
         scratch["both_s"] = plgpu.SMEM((2, 2, HALF), F32)
+    if leaves_den:
+        scratch["whole_den_s"] = plgpu.SMEM((2, C), F32)
 
     def body(
         q_ref: Any,
@@ -175,6 +181,7 @@ def channel_output(
         start_loaded: Any,
         weights_stored: Any,
         both_s: Any = None,
+        whole_den_s: Any = None,
     ) -> None:
         def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)
@@ -199,18 +206,21 @@ def channel_output(
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
                 mosaic.wait_until_free(gates_free, step, GATES_STAGES)
+                own_head = channel_blocks.head_of_features(spec, gates_ref, kv_head)
                 for half in range(2):
-                    source = tiling.part(gates_ref, item, rows, kv_head, half)
+                    source = tiling.part(gates_ref, item, rows, own_head, half)
                     own = gates_s.at[gates_slot, half]
                     plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
                 mosaic.wait_until_free(free, step, STAGES)
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
+                    head = channel_blocks.head_of_features(spec, ref, head)
                     tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
                 mosaic.wait_until_free(v_free, step, V_STAGES)
+                own_head = channel_blocks.head_of_values(spec, v_ref, kv_head)
                 for half in range(2):
-                    source = tiling.part(v_ref, item, rows, kv_head, half)
+                    source = tiling.part(v_ref, item, rows, own_head, half)
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
                 if keeps_features and turn is None:
                     # Behind the loads of the next chunk.
@@ -316,32 +326,50 @@ def channel_output(
                 w = mosaic.rounded(lax.optimization_barrier(w))
                 (out,) = multiply((out, [(w, values)]))
                 factor: Any = spec.scale
+                of_row: Any = None
                 if spec.normalize:
                     den = jnp.sum(w.astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
                     for number in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, number], OF_ROWS)
-                    factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                    if leaves_den:
+                        factor, of_row = 1.0, den
+                    else:
+                        factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
                 plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
                 out = out * factor
+                made = (out, of_row) if leaves_den else (out,)
                 if turn is None:
-                    store_chunk(chunk, out)
+                    store_chunk(chunk, *made)
                     return (S,)
-                out = out + found[0]
-                pl.when(is_last)(lambda: store_chunk(chunk, out))
-                return S, jnp.where(is_last, 0.0, out)
+                sums = [x + before for x, before in zip(made, found, strict=True)]
+                pl.when(is_last)(lambda: store_chunk(chunk, *sums))
+                return S, *(jnp.where(is_last, 0.0, x) for x in sums)
 
-            def store_chunk(chunk: Any, out: jax.Array) -> None:
+            def store_chunk(chunk: Any, out: jax.Array, den: Any = None) -> None:
+                rows, head = item.rows(chunk), item.head
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_s.at[half][...] = out.astype(BF16)
+                out_s.at[half][...] = out.astype(out_s.dtype)
+                if leaves_den:
+                    whole_den_s.at[half][...] = den
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_s.at[half], tiling.part(out_ref, item, item.rows(chunk), item.head, half)
-                )
+                if not adds_up:
+                    head = channel_blocks.head_of_values(spec, out_ref, head)
+                target = tiling.part(out_ref, item, rows, head, half)
+                plgpu.copy_smem_to_gmem(out_s.at[half], target)
+                if leaves_den:
+
+                    @pl.when(half == 0)
+                    def _() -> None:
+                        of_head = kept_refs[0].at[item.batch, item.head, rows]
+                        plgpu.copy_smem_to_gmem(whole_den_s.at[half], of_head)
 
             def start(in_turns: bool) -> Any:
-                return (S, mosaic.zeros(C, HALF)) if in_turns else (S,)
+                if not in_turns:
+                    return (S,)
+                none = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
+                return S, mosaic.zeros(C, HALF), *([none] if leaves_den else [])
 
             each(item, start, multiply_step)
 
@@ -374,7 +402,11 @@ def channel_output(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)]
+    dtype = F32 if adds_up else BF16
+    out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), dtype)]
+    if leaves_den:
+        den = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
+        out_type.append(den)
     if keeps_features:
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
         features = jax.ShapeDtypeStruct(q.shape, BF16)
