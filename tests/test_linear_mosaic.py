@@ -274,6 +274,7 @@ def test_gradients_of_gates(
         (72, 4, 64, 64, "edge", {"normalize": False, "layout": "bhtd"}),
         (96, 2, 64, 64, "mixed", {}),
         (72, 2, 32, 48, "mild", options_of(1, 2, "bhtd", True, 32, 48) | {"return_state": False}),
+        (128, 1, 144, 160, "mild", options_of(1, 1, "bthd", True, 144, 160)),
     ],
 )
 def test_gradients_of_gates_of_channels(
@@ -286,8 +287,8 @@ def test_gradients_of_gates_of_channels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two pieces, the last of them in part; unnormalised, where neither of two chunks is steep,
-    but from middle to middle more is lost than float32 holds; of heads that fill a tile in part;
-    and another backend's where a chunk is steep, and these would be 0."""
+    but from middle to middle more is lost than float32 holds; of heads that fill a tile in part,
+    and of one that is cut; and another backend's where a chunk is steep, and these would be 0."""
     monkeypatch.setattr(by_channel, "CHUNKS", 2)
     for module in (by_channel, channel_flows):
         monkeypatch.setattr(module, "RUN", 2 * frame.C)

@@ -142,8 +142,6 @@ def channel_output(
     )
     if keeps_features:
         scratch["both_s"] = plgpu.SMEM((2, 2, HALF), F32)
-    if leaves_den:
-        scratch["whole_den_s"] = plgpu.SMEM((2, C), F32)
 
     def body(
         q_ref: Any,
@@ -181,8 +179,12 @@ def channel_output(
         start_loaded: Any,
         weights_stored: Any,
         both_s: Any = None,
-        whole_den_s: Any = None,
     ) -> None:
+        kept = list(kept_refs)
+        den_ref: Any = kept.pop(0) if leaves_den else None
+        feature_refs = kept[:2]
+        both_ref: Any = kept[2] if keeps_features else None
+
         def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)
             return each_step(steep_ref, turns_ref, item, head, start, do)
@@ -195,11 +197,18 @@ def channel_output(
                     source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
 
+            def leave_if(item: Item, condition: Any, leave: Callable[[], None]) -> None:
+                # Heads with the same features have them alike.
+                if (is_first := channel_blocks.has_first_values(spec, item.head)) is not None:
+                    condition = is_first & condition
+                pl.when(condition)(leave)
+
             def leave_features(chunk: Any) -> None:
                 slot, rows = slot_of(chunk, STAGES), item.rows(chunk)
                 plgpu.barrier_wait(mapped.at[slot])
-                for own, ref in zip((q_s, k_s), kept_refs[:2], strict=True):
-                    tiling.leave_tile(own, slot, ref, item, rows, item.head)
+                for own, ref in zip((q_s, k_s), feature_refs, strict=True):
+                    head = channel_blocks.head_of_features(spec, ref, item.head)
+                    tiling.leave_tile(own, slot, ref, item, rows, head)
 
             def load_step(step: Any, chunk: Any, turn: Any, _last: Any, carried: Any) -> Any:
                 rows = item.rows(chunk)
@@ -224,8 +233,8 @@ def channel_output(
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
                 if keeps_features and turn is None:
                     # Behind the loads of the next chunk.
-                    pl.when(chunk > 0)(lambda: leave_features(chunk - 1))
-                    pl.when(chunk == item.chunks - 1)(lambda: leave_features(chunk))
+                    leave_if(item, chunk > 0, lambda: leave_features(chunk - 1))
+                    leave_if(item, chunk == item.chunks - 1, lambda: leave_features(chunk))
                 return carried
 
             steps = each(item, lambda _: None, load_step)
@@ -248,7 +257,7 @@ def channel_output(
                 head, own = tiling.head_of(item.head, half), tiling.columns_of(half)
                 at = item.batch, head, lax.div(item.first_row, C) + chunk
                 for number in range(2):
-                    target = kept_refs[2].at[(*at, number, own)]
+                    target = both_ref.at[(*at, number, own)]
                     plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
 
             def map_step(
@@ -348,28 +357,29 @@ def channel_output(
                 return S, *(jnp.where(is_last, 0.0, x) for x in sums)
 
             def store_chunk(chunk: Any, out: jax.Array, den: Any = None) -> None:
-                rows, head = item.rows(chunk), item.head
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_s.at[half][...] = out.astype(out_s.dtype)
-                if leaves_den:
-                    whole_den_s.at[half][...] = den
                 plgpu.commit_smem()
+                head = item.head
                 if not adds_up:
                     head = channel_blocks.head_of_values(spec, out_ref, head)
-                target = tiling.part(out_ref, item, rows, head, half)
+                target = tiling.part(out_ref, item, item.rows(chunk), head, half)
                 plgpu.copy_smem_to_gmem(out_s.at[half], target)
                 if leaves_den:
 
                     @pl.when(half == 0)
                     def _() -> None:
-                        of_head = kept_refs[0].at[item.batch, item.head, rows]
-                        plgpu.copy_smem_to_gmem(whole_den_s.at[half], of_head)
+                        # Shared memory has no room for it.
+                        of_rows = den_ref.at[item.batch, item.head, item.rows(chunk)]
+                        mosaic.store_in_memory(of_rows, den)
 
             def start(in_turns: bool) -> Any:
                 if not in_turns:
                     return (S,)
-                none = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
-                return S, mosaic.zeros(C, HALF), *([none] if leaves_den else [])
+                start = S, mosaic.zeros(C, HALF)
+                if leaves_den:
+                    return *start, plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
+                return start
 
             each(item, start, multiply_step)
 
