@@ -82,6 +82,7 @@ class Call:
     feature_map: str = "elu1"
     G: int | None = None  # H, unless it is said
     dtype: str = "bfloat16"
+    V: int | None = None  # D, unless it is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +229,7 @@ def main(call: Call) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     B, T, H, D, G = call.B, call.T, call.H, call.D, call.G or call.H
+    V = call.V or D
 
     def of(heads: int) -> tuple[int, ...]:
         return (B, T, heads) if call.layout == "bthd" else (B, heads, T)
@@ -237,7 +239,7 @@ def main(call: Call) -> None:
     if call.decay is not None:
         options["decay"] = array(*{"head": (G,), "step": rows, "channel": (*rows, D)}[call.decay])
     if call.states:
-        options["initial_state"] = ato_jax.LinearState(array(B, G, D, D), array(B, G, D))
+        options["initial_state"] = ato_jax.LinearState(array(B, G, D, V), array(B, G, D))
 
     def forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         return ato_jax.linear_attention(
@@ -259,10 +261,11 @@ def main(call: Call) -> None:
 
     function: Any = forward
     q, k = (array(*of(heads), D, dtype=call.dtype) for heads in (H, G))
-    inputs: list[Any] = [q, k, k, options]
+    v, out = (array(*of(heads), V, dtype=call.dtype) for heads in (G, H))
+    inputs: list[Any] = [q, k, v, options]
     if call.gradients:
         function = with_gradients
-        inputs.insert(0, (inputs[0], options["initial_state"]) if call.states else inputs[0])
+        inputs.insert(0, (out, options["initial_state"]) if call.states else out)
     text = compiled_on_hopper(function, sharding, inputs).as_text()
     print(SCHEDULE + json.dumps(_launches(text)))
 

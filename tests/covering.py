@@ -505,10 +505,10 @@ MOSAIC = Space(
         Rule(
             ("decay", "widths"),
             lambda decay, widths: (
-                decay != "none"
+                decay not in ("none", "channel")
                 and widths[0] > 128
                 or decay == "channel"
-                and widths not in ((64, 64), (128, 128))
+                and widths == (40, 40)
             ),
             "needs D",
         ),

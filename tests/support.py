@@ -180,9 +180,12 @@ def _linear_attention() -> Iterator[Row]:
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))
     yield Row("causal, D = V = 40", two_heads | {"D": 40, "V": 40}, _always(causal=True))
-    of_channels = (("BSGD", wide), ("BSGD", two_heads))
-    of_steps = (("BSG", sizes) for sizes in (wide, two_heads, wide | {"D": 96, "V": 96}))
-    for axes, sizes in (("G", wide), *of_steps, *of_channels):
+    # Of more than a chunk, as gradients with gates of channels need it.
+    longer = wide | {"T": 128}
+    three = wide, two_heads, longer | {"D": 96, "V": 96}
+    of_some = [(axes, sizes) for axes in ("BSG", "BSGD") for sizes in three]
+    of_some.append(("BSGD", longer | {"D": 256, "V": 256}))
+    for axes, sizes in (("G", wide), *of_some):
         yield Row(
             f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",
             sizes,

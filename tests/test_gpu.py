@@ -573,6 +573,10 @@ def test_gates_both_ways_of_mosaic_gpu(
         (2, 9000, 4, "bhtd", 0.1, 0.0, {"D": 64, "normalize": False}),
         (4, 5000, 4, "bthd", 3.0, 0.0, {"D": 64}),
         (4, 4096, 4, "bhtd", 0.1, 0.02, {"D": 64, "states": True}),
+        (4, 5000, 4, "bthd", 0.1, 0.0, {"D": 80}),
+        (8, 4096, 4, "bhtd", 0.1, 0.02, {"D": 48, "states": True}),
+        (4, 4096, 4, "bthd", 0.1, 0.0, {"D": 256, "states": True}),
+        (4, 5000, 4, "bhtd", 0.1, 0.0, {"D": 144, "normalize": False}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")

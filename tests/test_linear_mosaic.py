@@ -38,12 +38,14 @@ def draw(
     return found if layout == "bthd" else [jnp.swapaxes(array, 1, 2) for array in found]
 
 
-def options_of(B: int, G: int, layout: str, given: bool, D: int = 128) -> dict[str, Any]:
+def options_of(
+    B: int, G: int, layout: str, given: bool, D: int = 128, V: int | None = None
+) -> dict[str, Any]:
     """With a state given and asked for, or without."""
     if not given:
         return {"layout": layout}
     k_sum = jnp.abs(channel.draw(B, G, D, seed=8)) + 1
-    state = LinearState(channel.draw(B, G, D, D, seed=7), k_sum)
+    state = LinearState(channel.draw(B, G, D, V or D, seed=7), k_sum)
     return {"layout": layout, "initial_state": state, "return_state": True}
 
 
@@ -169,22 +171,23 @@ def test_features_that_are_rounded_alike() -> None:
 
 @newest
 @pytest.mark.parametrize(
-    "kind, B, T, channels, options",
+    "kind, B, T, channels, V, options",
     [
-        ("mixed", 2, 192, (), options_of(2, 1, "bthd", True)),
-        ({60: -50.0, 70: -50.0}, 1, 192, (128,), options_of(1, 1, "bthd", True)),
-        ({2: -jnp.inf, 4: -50.0}, 2, 72, (128,), {"layout": "bhtd", "normalize": False}),
-        ({40: -50.0, 42: -50.0}, 2, 72, (64,), {"layout": "bhtd"}),
+        ("mixed", 2, 192, (), 128, options_of(2, 1, "bthd", True)),
+        ({60: -50.0, 70: -50.0}, 1, 192, (128,), 128, options_of(1, 1, "bthd", True)),
+        ({2: -jnp.inf, 4: -50.0}, 2, 72, (128,), 128, {"layout": "bhtd", "normalize": False}),
+        ({40: -50.0, 42: -50.0}, 2, 72, (64,), 64, {"layout": "bhtd"}),
+        ({40: -50.0, 42: -50.0}, 1, 128, (144,), 160, options_of(1, 1, "bhtd", True, 144, 160)),
     ],
 )
 def test_gates(
-    kind: Any, B: int, T: int, channels: tuple[int, ...], options: dict[str, Any]
+    kind: Any, B: int, T: int, channels: tuple[int, ...], V: int, options: dict[str, Any]
 ) -> None:
     """In groups, whose gradients are Triton's, tested elsewhere. Of channels: a strong one on
     either side of a chunk's edge is nowhere steep, but between the middles of the chunks states
     lose more than float32 holds; two in four rows are, and that chunk takes 8 turns. Two heads
-    in a tile take the turns of either."""
-    D = 64 if channels == (64,) else 128
+    in a tile take the turns of either; of a head that is cut each pair of blocks has its own."""
+    D = channels[0] if channels else 128
     H, G = (4, 4) if D == 64 else (2, 1)
     if isinstance(kind, dict):
         decay = channel.draw_gates("mild", B, T, G, *channels)
@@ -194,7 +197,8 @@ def test_gates(
         decay = channel.draw_gates(kind, B, T, G, *channels)
     layout = options["layout"]
     decay = decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
-    q, k, v = draw(B, T, H, G, layout, D=D)
+    q, k, v = draw(B, T, H, G, layout, D=max(D, V))
+    q, k, v = q[..., :D], k[..., :D], v[..., :V]
     wanted = numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
     spec = wanted.request.spec
     config = dataclasses.replace(mosaic_gpu.default_config(spec, channel.GPU), **SMALL)
@@ -263,25 +267,28 @@ def test_gradients_of_gates(
 
 @newest
 @pytest.mark.parametrize(
-    "T, H, D, kind, options",
+    "T, H, D, V, kind, options",
     [
-        (192, 1, 128, "mild", options_of(1, 1, "bhtd", True)),
-        (136, 2, 64, "mild", options_of(1, 2, "bthd", True, 64) | {"return_state": False}),
-        (72, 4, 64, "edge", {"normalize": False, "layout": "bhtd"}),
-        (96, 2, 64, "mixed", {}),
+        (192, 1, 128, 128, "mild", options_of(1, 1, "bhtd", True)),
+        (136, 2, 64, 64, "mild", options_of(1, 2, "bthd", True, 64) | {"return_state": False}),
+        (72, 4, 64, 64, "edge", {"normalize": False, "layout": "bhtd"}),
+        (96, 2, 64, 64, "mixed", {}),
+        (72, 2, 32, 48, "mild", options_of(1, 2, "bhtd", True, 32, 48) | {"return_state": False}),
+        (128, 1, 144, 160, "mild", options_of(1, 1, "bthd", True, 144, 160)),
     ],
 )
 def test_gradients_of_gates_of_channels(
     T: int,
     H: int,
     D: int,
+    V: int,
     kind: str,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two pieces, the last of them in part; unnormalised, where neither of two chunks is steep,
-    but from middle to middle more is lost than float32 holds; and another backend's where a chunk
-    is steep, and these would be 0."""
+    but from middle to middle more is lost than float32 holds; of heads that fill a tile in part,
+    and of one that is cut; and another backend's where a chunk is steep, and these would be 0."""
     monkeypatch.setattr(by_channel, "CHUNKS", 2)
     for module in (by_channel, channel_flows):
         monkeypatch.setattr(module, "RUN", 2 * frame.C)
@@ -296,8 +303,9 @@ def test_gradients_of_gates_of_channels(
     if kind == "edge":
         decay = decay.at[:, jnp.array([60, 66]), 1].set(-50.0)
     decay = decay if layout == "bthd" else jnp.swapaxes(decay, 1, 2)
-    qkv = draw(1, T, H, H, layout, D=D)
-    wanted = numerics.oracle(OP, *qkv, causal=True, decay=decay, **options)
+    q, k, v = draw(1, T, H, H, layout, D=max(D, V))
+    q, k, v = q[..., :D], k[..., :D], v[..., :V]
+    wanted = numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 

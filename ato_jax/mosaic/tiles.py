@@ -235,11 +235,19 @@ class Tiling:
 
     def shared(self, *shape: int, dtype: Any = None) -> Any:
         """Room for tiles in shared memory, swizzled as TMA and WGMMA take them: in rows of as many
-        bytes as divide those of a head, or of the most where copies are untiled."""
+        bytes as divide those of a head, or of the most where copies are untiled. In float32 they
+        are the most, too, as states have them; `of_rows_in_float32` are a sequence's."""
         dtype = self.dtype if dtype is None else dtype
-        size = jnp.dtype(dtype).itemsize
         whole = self.untiled or dtype == F32
-        swizzle = 128 if whole else math.gcd(128, size * self.width)
+        return self._swizzled(shape, dtype, HALF if whole else self.width)
+
+    def of_rows_in_float32(self, *shape: int) -> Any:
+        return self._swizzled(shape, F32, self.width)
+
+    @staticmethod
+    def _swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
+        size = jnp.dtype(dtype).itemsize
+        swizzle = math.gcd(128, size * width)
         transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 

@@ -10,8 +10,9 @@ or each step and channel (`causal.py`). `frame.py` says what a kernel is made of
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
 other multiples of 16 from 80 on, and causal of 8 from 16 to 56, fill one of these tiles in part,
-and so does the smaller of D and V, but with gates of channels (`narrow.py`). Causal kernels of up
-to 128 columns without a decay also take float16, whose sums and weights have units
+and so does the smaller of D and V; with gates of channels those are multiples of 16, too
+(`narrow.py`), and heads above 128 columns are cut into blocks (`channel_blocks.py`). Causal kernels
+of up to 128 columns without a decay also take float16, whose sums and weights have units
 (`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with
 gates of channels it is elu + 1. Lengths and causal segments are rows that do not count and steps
 with a decay (`steps.py`). All else is Triton's.
@@ -37,6 +38,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
     both_ways,
     causal,
+    channel_blocks,
     feature_maps,
     frame,
     narrow,
@@ -70,6 +72,9 @@ ENOUGH_ROWS_BOTH_WAYS = 2**18
 # traffic, so with a smaller share it is left to Triton: heads of 32 columns in tiles of 64 would
 # have 0.29 of the byte limit at least, and have 0.26 by Triton; of 40 they have 0.36 and 0.27.
 LEAST_FILLED = 3 / 8
+# With gates of channels and gradients. On an H100, B1 H64 T16384 D32 took 1.26 ms and by Triton's
+# kernels 1.91, forward alone 0.402 and 0.391; D48 1.79 and 3.00, 0.473 and 0.638.
+LEAST_FILLED_BY_CHANNEL = 1 / 4
 
 
 def unsupported_device(device: Device, interpreted: bool) -> str | None:
@@ -140,10 +145,11 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     """What D and V are to be."""
     if spec.decay == "channel":
-        tiles = (mosaic.HALF, frame.F)[1 - spec.causal :]
-        if spec.D == spec.V and spec.D in tiles:
+        in_steps = spec.D % narrow.STEP == spec.V % narrow.STEP == 0
+        most = max(narrow.TILES)
+        if in_steps and narrow.tile_of(spec):
             return None
-        return "D = V = " + " or ".join(map(str, tiles))
+        return f"D and V of multiples of {narrow.STEP}, up to {most}"
     if frame.both_ways(spec):
         if spec.D == spec.V and spec.D in SIZES_BOTH_WAYS:
             return None
@@ -215,8 +221,14 @@ def beats_later_backends(
         return False
     if backward_follows and splits_states(spec):
         return False  # no card has run these gradients
+    if channel_blocks.is_cut(spec):
+        # Behind this backend is XLA. On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9,
+        # with gradients 4.22 and 98.2.
+        return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     tile = narrow.tile_of(spec)
-    if tile is None or spec.D * spec.V < LEAST_FILLED * tile**2:
+    with_flows = spec.decay == "channel" and backward_follows
+    least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
+    if tile is None or spec.D * spec.V < least_filled * tile**2:
         return False
     if spec.causal and spec.D != spec.V and frame.is_wide(spec):
         return False  # no card has timed them, and Triton's time follows both sizes
@@ -241,7 +253,7 @@ def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
         if spec.causal or frame.both_ways(spec):
             # What is kept has one shape, however large the batch becomes.
-            pieces = causal.pieces_of(narrow.in_tiles(spec), config)
+            pieces = causal.pieces_of(_spec_in_tiles(spec), config)
             config = dataclasses.replace(config, pieces=pieces)
 
         @custom_vmap
@@ -328,6 +340,8 @@ def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept
 def _kept(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool = False
 ) -> Kept:
+    if channel_blocks.is_cut(spec):
+        return causal.keep_in_blocks(spec, config, inputs, features)
     spec, inputs = _in_tiles(spec, inputs)
     if spec.causal or frame.both_ways(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
@@ -335,6 +349,10 @@ def _kept(
         return found._replace(state=narrow.narrowed(spec, found.state))
     out, state = bidirectional.forward(spec, config, inputs)
     return narrow.Kept(out, narrow.narrowed(spec, state), state)
+
+
+def _spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    return channel_blocks.in_blocks(spec) if channel_blocks.is_cut(spec) else narrow.in_tiles(spec)
 
 
 def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:

@@ -22,7 +22,9 @@ from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
+    channel_blocks,
     frame,
+    narrow,
     wide_causal,
     wide_walk,
 )
@@ -122,6 +124,7 @@ class Kept(NamedTuple):
     # of the walk from the end, as s and z.
     den: jax.Array | None = None
     behind: State | None = None
+    rest: jax.Array | None = None  # what rounding out left off, of heads that are cut
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
@@ -171,12 +174,14 @@ def _keep_by_channel(
     turns = channel.turns_of(least)
     steep = _any_in_pieces(deal, turns > 1)
     out, *kept = channel_output(spec, deal, q, k, v, *ahead, gates, turns, steep, features)
-    found = None
+    found = den = None
+    if channel_blocks.adds_up(spec) and spec.normalize:
+        den, *kept = kept
     if features:
         q_features, k_features, halves = kept
         any_steep = jnp.any(steep > 0, axis=(1, 2))
         found = channel_backward.Features(q_features, k_features, halves, any_steep)
-    return Kept(out, state, *ahead, found)
+    return Kept(out, state, *ahead, found, den=den)
 
 
 def states_of(
@@ -373,16 +378,74 @@ def backward_by_channel(
     cotangents: Outputs,
     fallback: Fallback,
 ) -> Inputs:
-    """The same where gates are those of channels."""
-    deal = deal_of(spec, config)
+    """The same where gates are those of channels, of a call as `fallback` takes it, which is not in
+    tiles."""
+    if channel_blocks.is_cut(spec):
+        return _backward_in_blocks(spec, config, residuals, cotangents, fallback)
+    in_tiles = narrow.in_tiles(spec)
+    deal = deal_of(in_tiles, config)
     inputs, outputs = residuals
+    given, of_outputs = inputs, cotangents
+    if inputs.initial_state is not None:
+        given = given._replace(initial_state=narrow.widened(in_tiles, inputs.initial_state))
+    if spec.return_state:
+        of_outputs = of_outputs._replace(state=narrow.widened(in_tiles, cotangents.state))
     kept: Any = outputs
     if not isinstance(outputs, Kept):
-        kept = _keep_by_channel(spec, deal, inputs, features=True)
+        kept = _keep_by_channel(in_tiles, deal, given, features=True)
 
     def by_walks() -> Inputs:
+        arrays = given, kept.features, (kept.s, kept.z), of_outputs
+        found = channel_backward.gradients(in_tiles, deal, *arrays)
+        if found.initial_state is None:
+            return found
+        return found._replace(initial_state=narrow.narrowed(in_tiles, found.initial_state))
+
+    def by_fallback() -> Inputs:
+        return fallback(spec, Residuals(inputs, outputs.plain()), cotangents)
+
+    return jax.lax.cond(jnp.any(kept.features.steep), by_fallback, by_walks)
+
+
+def keep_in_blocks(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, features: bool
+) -> Kept:
+    """`keep` with gates of channels, of heads that are cut; out and the state are whole."""
+    cut = channel_blocks.in_blocks(spec)
+    arrays = channel_blocks.arrays_in_blocks(spec, cut, inputs)
+    kept = _keep_by_channel(cut, deal_of(cut, config), arrays, features)
+    out, rest = channel_blocks.whole_output(spec, cut, kept.out, kept.den)
+    state = channel_blocks.whole_state(spec, cut, kept.state)
+    return kept._replace(out=out, rest=rest if features else None, state=state)
+
+
+def _backward_in_blocks(
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    fallback: Fallback,
+) -> Inputs:
+    inputs, outputs = residuals
+    cut = channel_blocks.in_blocks(spec)
+    kept: Any = outputs
+    if not isinstance(outputs, Kept):
+        kept = keep_in_blocks(spec, config, inputs, features=True)
+
+    def by_walks() -> Inputs:
+        g = channel_blocks.values_in_blocks(spec, cut, cotangents.out)
+        of_outputs = cotangents._replace(out=g)
+        if spec.return_state:
+            state = channel_blocks.state_in_blocks(cut, cotangents.state, is_cotangent=True)
+            of_outputs = of_outputs._replace(state=state)
+        of_rows = kept.den, kept.out, kept.rest
+        weights = channel_blocks.weights_of(spec, cut, of_rows, g)
+        arrays = channel_blocks.arrays_in_blocks(spec, cut, inputs)
         states = kept.s, kept.z
-        return channel_backward.gradients(spec, deal, inputs, kept.features, states, cotangents)
+        found = channel_backward.gradients(
+            cut, deal_of(cut, config), arrays, kept.features, states, of_outputs, weights
+        )
+        return channel_blocks.whole_gradients(spec, cut, found)
 
     def by_fallback() -> Inputs:
         return fallback(spec, Residuals(inputs, outputs.plain()), cotangents)

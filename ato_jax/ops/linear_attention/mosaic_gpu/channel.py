@@ -144,9 +144,25 @@ def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, both - first
 
 
+def map_keys_in_place(
+    spec: LinearAttentionSpec,
+    ref: Any,
+    half: int,
+    exponents: jax.Array,
+    turn: Turn | None = None,
+) -> None:
+    """`map_in_place` of half a tile of keys; 0 in columns that the head does not have."""
+    x = feature_maps.keys(spec, mosaic.load(ref), half * HALF)
+    _store_features(ref, x, exponents, turn)
+
+
 def map_in_place(ref: Any, exponents: jax.Array, turn: Turn | None = None) -> None:
     """Features of a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows."""
-    found = feature_maps.unrounded_decayed_features_of(mosaic.load(ref).astype(F32), exponents)
+    _store_features(ref, mosaic.load(ref), exponents, turn)
+
+
+def _store_features(ref: Any, x: jax.Array, exponents: jax.Array, turn: Turn | None) -> None:
+    found = feature_maps.unrounded_decayed_features_of(x.astype(F32), exponents)
     if turn is not None:
         row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=mosaic.TILE)
         found = jnp.where(turn.has(row), found, 0.0)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
@@ -83,8 +83,11 @@ def gradients(
     features: Features,
     states: State,
     cotangents: Outputs,
+    weights: tuple[jax.Array, jax.Array] | None = None,
 ) -> Inputs:
-    """Of the states ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D]."""
+    """Of the states ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D]; weights
+    as `channel_query_gradient` takes them. Of heads that are cut the arrays are in blocks, and so
+    are the gradients, each block's a sum over those of the other kind."""
     q, k, v, g = features.q, features.k, inputs.v, cotangents.out
     # R and u begin with the cotangent of the state that is returned.
     end = None
@@ -93,7 +96,7 @@ def gradients(
     factors = _factors(spec, deal, features.halves)
     s, z = states
     dq, of_queries, inverse, e, kv, k_sum = channel_query_gradient(
-        spec, deal, inputs.q, q, k, v, g, jnp.swapaxes(s, 3, 4), z, factors.of_keys
+        spec, deal, inputs.q, q, k, v, g, jnp.swapaxes(s, 3, 4), z, factors.of_keys, weights
     )
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -112,5 +115,13 @@ def gradients(
     of_keys, dv, crossing = channel_key_gradient(
         spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum
     )
+    if isinstance(spec, channel_blocks.Cut):
+        dq, of_queries, of_keys = (
+            channel_blocks.summed(spec, x, 3, x.dtype) for x in (dq, of_queries, of_keys)
+        )
+        dv = channel_blocks.summed(spec, dv, 2, dv.dtype)
+        crossing = channel_blocks.summed(spec, jnp.swapaxes(crossing, 1, 2), 3, crossing.dtype)
+        crossing = jnp.swapaxes(crossing, 1, 2)
+        spec = dataclasses.replace(spec, H=dq.shape[2])
     dk, d_decay = of_flows(spec, inputs.k, of_queries, of_keys, crossing)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)

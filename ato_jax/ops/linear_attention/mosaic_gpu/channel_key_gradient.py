@@ -47,7 +47,7 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -92,7 +92,7 @@ def channel_key_gradient(
         r_s=tiling.shared(F, spec.V),
         kv_s=tiling.shared(HALF, HALF),
         dv_s=tiling.tiles(1),
-        flow_s=tiling.shared(2, C, HALF, dtype=F32),
+        flow_s=tiling.of_rows_in_float32(2, C, HALF),
         minus_e_s=tiling.shared(heads * ALIKE, C),
         inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
         e_s=plgpu.SMEM((STAGES, heads * C), F32),
@@ -181,17 +181,19 @@ def channel_key_gradient(
                 number = lax.div(item.first_row, C) + number_of(item, chunk)
                 mosaic.wait_until_free(free, chunk, STAGES)
                 columns = pl.ds(number * spec.D, spec.D)
-                tiling.copy_tile(q_ref, item, rows, item.head, q_s, slot, loaded)
+                of_features = channel_blocks.head_of_features(spec, q_ref, item.head)
+                of_values = channel_blocks.head_of_values(spec, g_ref, item.head)
+                tiling.copy_tile(q_ref, item, rows, of_features, q_s, slot, loaded)
                 for ref, of_chunk, vectors in (
                     (inverse_ref, rows, inverse_s),
                     (e_ref, rows, e_s),
                     (onto_ref, columns, onto_s),
                 ):
                     tiling.copy_vector(ref, item, of_chunk, vectors, slot, loaded)
-                tiling.copy_tile(g_ref, item, rows, item.head, g_s, slot, loaded)
+                tiling.copy_tile(g_ref, item, rows, of_values, g_s, slot, loaded)
                 mosaic.wait_until_free(k_free, chunk, K_STAGES)
-                for ref, tiles in ((k_ref, k_s), (v_ref, v_s)):
-                    tiling.copy_tile(ref, item, rows, item.head, tiles, k_slot, k_loaded)
+                for ref, head, tiles in ((k_ref, of_features, k_s), (v_ref, of_values, v_s)):
+                    tiling.copy_tile(ref, item, rows, head, tiles, k_slot, k_loaded)
                 # Behind the loads of the next chunk, since each quarter waits for the one before.
                 pl.when(chunk > 0)(lambda: load_state(chunk - 1))
 
@@ -390,8 +392,8 @@ def channel_key_gradient(
             walk(keys_chunk)
 
     out_type = (
-        jax.ShapeDtypeStruct(k.shape, F32),
-        jax.ShapeDtypeStruct(v.shape, BF16),
+        jax.ShapeDtypeStruct(channel_blocks.shape_of_heads(spec, k), F32),
+        jax.ShapeDtypeStruct(channel_blocks.shape_of_heads(spec, v), BF16),
         jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, channel.RUN), spec.D), F32),
     )
     arrays: Any = q, k, v, g, inverse, e, r, u, onto, kv

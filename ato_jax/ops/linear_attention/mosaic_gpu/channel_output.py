@@ -15,7 +15,8 @@ and z [F] as the middle of the chunk sees them:
 In a piece with steep chunks a step is a turn, for which its chunk is loaded again. Outputs of other
 rows are 0 there, so that those of a chunk are added up.
 
-Where a tile is two heads', the halves are these, each with products of its own 64 columns.
+Where a tile is two heads', the halves are these, each with products of its own 64 columns. Where
+heads are cut (`channel_blocks.py`), numerators and denominators are left in place of out.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -104,20 +105,23 @@ def channel_output(
     in which pieces one takes more than one, [B, tiles, P]; tiles are G, or G / 2.
 
     If it keeps them q^ and k~, too, and the sums of the gates of both halves of each chunk to base
-    2, [B, H, chunks, 2, F]: of the pieces that are not steep."""
+    2, [B, H, chunks, 2, F]: of the pieces that are not steep. Where blocks are to be added up, the
+    numerators of all heads in float32 and, normalised, den [B, H, T up to a whole chunk]."""
     # An item each: what is loaded at its start is never loaded again.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     group_size = spec.H // spec.G
+    adds_up = channel_blocks.adds_up(spec)
+    leaves_den = adds_up and spec.normalize
     scratch = dict(
         q_s=tiling.tiles(STAGES),
         k_s=tiling.tiles(STAGES),
         v_s=tiling.shared(V_STAGES, 2, C, HALF),
-        gates_s=tiling.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
+        gates_s=tiling.of_rows_in_float32(GATES_STAGES, 2, C, HALF),
         rounded_s=channel.shared(spec, 2, C, HALF),
         s_s=tiling.shared(2, HALF, spec.F),
-        out_s=tiling.shared(2, C, HALF),
+        out_s=tiling.of_rows_in_float32(2, C, HALF) if adds_up else tiling.shared(2, C, HALF),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((STAGES, F), F32),
         den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
@@ -176,6 +180,11 @@ def channel_output(
         weights_stored: Any,
         both_s: Any = None,
     ) -> None:
+        kept = list(kept_refs)
+        den_ref: Any = kept.pop(0) if leaves_den else None
+        feature_refs = kept[:2]
+        both_ref: Any = kept[2] if keeps_features else None
+
         def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)
             return each_step(steep_ref, turns_ref, item, head, start, do)
@@ -188,34 +197,44 @@ def channel_output(
                     source = ref.at[item.batch, head, item.piece, own]
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
 
+            def leave_if(item: Item, condition: Any, leave: Callable[[], None]) -> None:
+                # Heads with the same features have them alike.
+                if (is_first := channel_blocks.has_first_values(spec, item.head)) is not None:
+                    condition = is_first & condition
+                pl.when(condition)(leave)
+
             def leave_features(chunk: Any) -> None:
                 slot, rows = slot_of(chunk, STAGES), item.rows(chunk)
                 plgpu.barrier_wait(mapped.at[slot])
-                for own, ref in zip((q_s, k_s), kept_refs[:2], strict=True):
-                    tiling.leave_tile(own, slot, ref, item, rows, item.head)
+                for own, ref in zip((q_s, k_s), feature_refs, strict=True):
+                    head = channel_blocks.head_of_features(spec, ref, item.head)
+                    tiling.leave_tile(own, slot, ref, item, rows, head)
 
             def load_step(step: Any, chunk: Any, turn: Any, _last: Any, carried: Any) -> Any:
                 rows = item.rows(chunk)
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
                 mosaic.wait_until_free(gates_free, step, GATES_STAGES)
+                own_head = channel_blocks.head_of_features(spec, gates_ref, kv_head)
                 for half in range(2):
-                    source = tiling.part(gates_ref, item, rows, kv_head, half)
+                    source = tiling.part(gates_ref, item, rows, own_head, half)
                     own = gates_s.at[gates_slot, half]
                     plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
                 mosaic.wait_until_free(free, step, STAGES)
                 if keeps_features:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
+                    head = channel_blocks.head_of_features(spec, ref, head)
                     tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
                 mosaic.wait_until_free(v_free, step, V_STAGES)
+                own_head = channel_blocks.head_of_values(spec, v_ref, kv_head)
                 for half in range(2):
-                    source = tiling.part(v_ref, item, rows, kv_head, half)
+                    source = tiling.part(v_ref, item, rows, own_head, half)
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
                 if keeps_features and turn is None:
                     # Behind the loads of the next chunk.
-                    pl.when(chunk > 0)(lambda: leave_features(chunk - 1))
-                    pl.when(chunk == item.chunks - 1)(lambda: leave_features(chunk))
+                    leave_if(item, chunk > 0, lambda: leave_features(chunk - 1))
+                    leave_if(item, chunk == item.chunks - 1, lambda: leave_features(chunk))
                 return carried
 
             steps = each(item, lambda _: None, load_step)
@@ -238,7 +257,7 @@ def channel_output(
                 head, own = tiling.head_of(item.head, half), tiling.columns_of(half)
                 at = item.batch, head, lax.div(item.first_row, C) + chunk
                 for number in range(2):
-                    target = kept_refs[2].at[(*at, number, own)]
+                    target = both_ref.at[(*at, number, own)]
                     plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
 
             def map_step(
@@ -267,7 +286,7 @@ def channel_output(
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto
                 channel.map_in_place(own_q, since, turn)
-                channel.map_in_place(own_k, -since, turn)
+                channel.map_keys_in_place(spec, own_k, half, -since, turn)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if keeps_features and turn is None:
@@ -316,32 +335,51 @@ def channel_output(
                 w = mosaic.rounded(lax.optimization_barrier(w))
                 (out,) = multiply((out, [(w, values)]))
                 factor: Any = spec.scale
+                of_row: Any = None
                 if spec.normalize:
                     den = jnp.sum(w.astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
                     for number in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, number], OF_ROWS)
-                    factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                    if leaves_den:
+                        factor, of_row = 1.0, den
+                    else:
+                        factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
                 plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
                 out = out * factor
+                made = (out, of_row) if leaves_den else (out,)
                 if turn is None:
-                    store_chunk(chunk, out)
+                    store_chunk(chunk, *made)
                     return (S,)
-                out = out + found[0]
-                pl.when(is_last)(lambda: store_chunk(chunk, out))
-                return S, jnp.where(is_last, 0.0, out)
+                sums = [x + before for x, before in zip(made, found, strict=True)]
+                pl.when(is_last)(lambda: store_chunk(chunk, *sums))
+                return S, *(jnp.where(is_last, 0.0, x) for x in sums)
 
-            def store_chunk(chunk: Any, out: jax.Array) -> None:
+            def store_chunk(chunk: Any, out: jax.Array, den: Any = None) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_s.at[half][...] = out.astype(BF16)
+                out_s.at[half][...] = out.astype(out_s.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_s.at[half], tiling.part(out_ref, item, item.rows(chunk), item.head, half)
-                )
+                head = item.head
+                if not adds_up:
+                    head = channel_blocks.head_of_values(spec, out_ref, head)
+                target = tiling.part(out_ref, item, item.rows(chunk), head, half)
+                plgpu.copy_smem_to_gmem(out_s.at[half], target)
+                if leaves_den:
+
+                    @pl.when(half == 0)
+                    def _() -> None:
+                        # Shared memory has no room for it.
+                        of_rows = den_ref.at[item.batch, item.head, item.rows(chunk)]
+                        mosaic.store_in_memory(of_rows, den)
 
             def start(in_turns: bool) -> Any:
-                return (S, mosaic.zeros(C, HALF)) if in_turns else (S,)
+                if not in_turns:
+                    return (S,)
+                start = S, mosaic.zeros(C, HALF)
+                if leaves_den:
+                    return *start, plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
+                return start
 
             each(item, start, multiply_step)
 
@@ -374,10 +412,15 @@ def channel_output(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)]
+    dtype = F32 if adds_up else BF16
+    out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), dtype)]
+    if leaves_den:
+        den = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
+        out_type.append(den)
     if keeps_features:
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
-        out_type += [*out_type * 2, jax.ShapeDtypeStruct(both, F32)]
+        features = jax.ShapeDtypeStruct(q.shape, BF16)
+        out_type += [features, features, jax.ShapeDtypeStruct(both, F32)]
     arrays = q, k, v, s, z, gates, turns, steep
     found = frame.launch(
         body,

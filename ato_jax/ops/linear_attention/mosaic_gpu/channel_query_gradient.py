@@ -47,7 +47,7 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -68,14 +68,17 @@ def channel_query_gradient(
     s: jax.Array,
     z: jax.Array,
     onto: jax.Array,
+    weights: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, D, V] in
     bfloat16 and, normalised, z [B, H, runs, D], ahead of each run.
 
     Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: the root
-    of what is left of both when a chunk's middle sees them, [B, H, chunks * D]."""
+    of what is left of both when a chunk's middle sees them, [B, H, chunks * D]. weights: inverse
+    and e, which a head whose features are cut does not know (`channel_blocks.py`)."""
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
+    is_given = weights is not None
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
         g_s=tiling.tiles(STAGES),
@@ -84,13 +87,13 @@ def channel_query_gradient(
         x_s=tiling.shared(2, C, HALF),
         k_s=tiling.shared(K_STAGES, 2, C, HALF),
         s_s=tiling.shared(2, HALF, spec.V),
-        flow_s=tiling.shared(2, C, HALF, dtype=F32),
+        flow_s=tiling.of_rows_in_float32(2, C, HALF),
         ones_s=tiling.shared(ALIKE, C),
         z_s=plgpu.SMEM((2, HALF), F32),
         onto_s=plgpu.SMEM((K_STAGES, F), F32),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),
         rows_s=plgpu.SMEM((2 * heads, C), F32),
-        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=2 * heads + 2 * is_given, num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2 + heads, num_barriers=K_STAGES),
         x_loaded=plgpu.Barrier(num_arrivals=2),
@@ -101,8 +104,10 @@ def channel_query_gradient(
         start_loaded=plgpu.Barrier(num_arrivals=5),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
-    if heads == 2:  # which exchange nothing
+    if heads == 2 or is_given:  # which exchange nothing
         del scratch["parts_s"], scratch["exchanged"]
+    if is_given:
+        scratch["weights_s"] = plgpu.SMEM((2, STAGES, C), F32)
 
     def body(
         x_ref: Any,
@@ -114,8 +119,6 @@ def channel_query_gradient(
         z_ref: Any,
         onto_ref: Any,
         ones_ref: Any,
-        dq_ref: Any,
-        flow_ref: Any,
         *refs: Any,
         g_s: Any,
         v_s: Any,
@@ -139,8 +142,14 @@ def channel_query_gradient(
         x_free: Any,
         start_loaded: Any,
         exchanged: Any = None,
+        weights_s: Any = None,
     ) -> None:
-        kv_ref, row_refs, z_out = refs[0], refs[1:3], refs[3] if spec.normalize else None
+        weight_refs, (dq_ref, flow_ref, kv_ref, *kept_refs) = (
+            refs[: 2 * is_given],
+            refs[2 * is_given :],
+        )
+        row_refs = () if is_given else kept_refs[:2]
+        z_out = kept_refs[-1] if spec.normalize else None
 
         def load_piece(item: Item) -> None:
             plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
@@ -157,20 +166,24 @@ def channel_query_gradient(
                 k_slot = slot_of(chunk, K_STAGES)
                 mosaic.wait_until_free(free, chunk, STAGES)
                 for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    tiling.copy_tile(ref, item, rows, item.head, own, slot, loaded)
+                    head = channel_blocks.head_of_values(spec, ref, item.head)
+                    tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
+                for n, ref in enumerate(weight_refs):
+                    tiling.copy_vector(ref, item, rows, weights_s.at[n], slot, loaded)
                 mosaic.wait_until_free(k_free, chunk, K_STAGES)
                 own_columns = pl.ds(number * spec.D, spec.D)
                 tiling.copy_vector(onto_ref, item, own_columns, onto_s, k_slot, k_loaded)
+                head = channel_blocks.head_of_features(spec, k_ref, item.head)
                 for half in range(2):
-                    source = tiling.part(k_ref, item, rows, item.head, half)
+                    source = tiling.part(k_ref, item, rows, head, half)
                     plgpu.copy_gmem_to_smem(source, k_s.at[k_slot, half], k_loaded.at[k_slot])
                 mosaic.wait_until_free(q_free, chunk, Q_STAGES)
                 for half in range(2):
-                    source = tiling.part(q_ref, item, rows, item.head, half)
+                    source = tiling.part(q_ref, item, rows, head, half)
                     plgpu.copy_gmem_to_smem(source, q_s.at[q_slot, half], q_loaded.at[q_slot])
                 mosaic.wait_until_free(x_free, chunk, 1)
                 for half in range(2):
-                    source = tiling.part(x_ref, item, rows, item.head, half)
+                    source = tiling.part(x_ref, item, rows, head, half)
                     plgpu.copy_gmem_to_smem(source, x_s.at[half], x_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
@@ -237,6 +250,9 @@ def channel_query_gradient(
                     seen = jnp.where(sees(), 1.0, 0.0).astype(BF16)
                     sums += [(z_before, [(seen, features)]), (totals, [(features.T, ones_s.T)])]
                 D, S, *of_keys = multiply(*sums)
+                given = [load(weights_s.at[n, slot], OF_ROWS) for n in range(len(weight_refs))]
+                if is_given:
+                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
                 plgpu.barrier_wait(q_loaded.at[q_slot])
@@ -248,11 +264,14 @@ def channel_query_gradient(
                 z: Any = None
                 if spec.normalize:
                     z, totals = of_keys
+                if spec.normalize and not is_given:
                     own_parts = jnp.sum(read * D, axis=1), jnp.sum(read * z, axis=1)
                     for number, own in enumerate(own_parts if heads == 1 else ()):
                         parts_s.at[parity, half, number][...] = own
                 plgpu.commit_smem()
-                if spec.normalize:
+                if is_given:
+                    of_row, e = given
+                elif spec.normalize:
                     total, den = own_parts
                     if heads == 1:
                         plgpu.barrier_arrive(exchanged)
@@ -261,10 +280,11 @@ def channel_query_gradient(
                             own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
                             for number, own in enumerate(own_parts)
                         )
-                    inverse = 1.0 / jnp.maximum(den, spec.eps)
-                    e = jnp.where(den > spec.eps, total * inverse, 0.0)
+                    of_row = 1.0 / jnp.maximum(den, spec.eps)
+                    e = jnp.where(den > spec.eps, total * of_row, 0.0)
+                if spec.normalize:
                     D = D - mosaic.in_columns(e, HALF) * z
-                    of_row, inverse = inverse, mosaic.in_columns(inverse, HALF)
+                    inverse = mosaic.in_columns(of_row, HALF)
                 read = read * inverse
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 pl.when(chunk > 0)(lambda: give_back(chunk - 1))
@@ -274,9 +294,9 @@ def channel_query_gradient(
                 over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
                 dq_s = q_s.at[q_slot, half]
                 dq_s[...] = mosaic.rounded(read * D / over)
-                if spec.normalize and heads == 1:
+                if row_refs and spec.normalize and heads == 1:
                     rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
-                elif spec.normalize:
+                elif row_refs and spec.normalize:
                     for number, own in enumerate((of_row, e)):
                         rows_s.at[2 * half + number][...] = own
                 plgpu.commit_smem()
@@ -317,25 +337,29 @@ def channel_query_gradient(
 
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     of_runs = spec.B, spec.H, pl.cdiv(spec.T, channel.RUN)
+    of_features = channel_blocks.shape_of_heads(spec, q)
     out_type: Any = (
-        jax.ShapeDtypeStruct(q.shape, BF16),
-        jax.ShapeDtypeStruct(q.shape, F32),
+        jax.ShapeDtypeStruct(of_features, BF16),
+        jax.ShapeDtypeStruct(of_features, F32),
         jax.ShapeDtypeStruct((*of_runs, spec.D, spec.V), BF16),
     )
     if spec.normalize:
-        out_type = *out_type, rows, rows, jax.ShapeDtypeStruct((*of_runs, spec.D), F32)
+        k_sums = jax.ShapeDtypeStruct((*of_runs, spec.D), F32)
+        out_type = *out_type, *[rows, rows][2 * is_given :], k_sums
     found = frame.launch(
         body,
         "channel_query_gradient",
         deal,
         out_type,
         scratch,
-        (x, q, k, v, g, s, z, onto, np.ones((ALIKE, C), BF16)),
+        (x, q, k, v, g, s, z, onto, np.ones((ALIKE, C), BF16), *(weights or ())),
         warpgroups=WARPGROUPS,
         own_barriers=True,
     )
     dq, flow, kv, *of_rows = found
-    if not spec.normalize:
+    if weights is not None:
+        of_rows = *weights, *of_rows
+    elif not spec.normalize:
         of_rows = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32), None
     inverse, e, k_sum = of_rows
     return dq, flow, inverse, e, kv, k_sum

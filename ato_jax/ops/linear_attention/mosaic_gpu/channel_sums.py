@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Item
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -47,7 +47,7 @@ def channel_sums(
     scratch = dict(
         k_s=tiling.tiles(STAGES),
         v_s=tiling.shared(STAGES, 2, C, HALF),
-        gates_s=tiling.shared(GATES_STAGES, 2, C, HALF, dtype=F32),
+        gates_s=tiling.of_rows_in_float32(GATES_STAGES, 2, C, HALF),
         rounded_s=channel.shared(spec, 2, C, HALF),
         keeps_s=plgpu.SMEM((STAGES, F), F32),
         least_s=plgpu.SMEM((2, C), F32),
@@ -112,14 +112,17 @@ def channel_sums(
                 @pl.when(chunk < summed(item))
                 def _load_summed() -> None:
                     mosaic.wait_until_free(free, chunk, STAGES)
-                    tiling.copy_tile(k_ref, item, rows, item.head, k_s, slot, loaded)
+                    k_head = channel_blocks.head_of_features(spec, k_ref, item.head)
+                    tiling.copy_tile(k_ref, item, rows, k_head, k_s, slot, loaded)
+                    v_head = channel_blocks.head_of_values(spec, v_ref, item.head)
                     for half in range(2):
-                        source = tiling.part(v_ref, item, rows, item.head, half)
+                        source = tiling.part(v_ref, item, rows, v_head, half)
                         plgpu.copy_gmem_to_smem(source, v_s.at[slot, half], v_loaded.at[slot])
 
                 mosaic.wait_until_free(gates_free, chunk, GATES_STAGES)
+                gates_head = channel_blocks.head_of_features(spec, gates_ref, item.head)
                 for half in range(2):
-                    source = tiling.part(gates_ref, item, rows, item.head, half)
+                    source = tiling.part(gates_ref, item, rows, gates_head, half)
                     own = gates_s.at[gates_slot, half]
                     plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
 
@@ -161,7 +164,7 @@ def channel_sums(
                 keeps = jnp.exp2(total)
                 plgpu.barrier_wait(loaded.at[slot])
                 keeps_s.at[slot, columns][...] = jnp.max(keeps, axis=1)
-                channel.map_in_place(own, until_end)
+                channel.map_keys_in_place(spec, own, half, until_end)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 (z,) = mosaic.multiply((z * keeps, [(own.T, ones.T)]))

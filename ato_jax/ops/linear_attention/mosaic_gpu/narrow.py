@@ -1,5 +1,6 @@
 """Heads of fewer columns than a tile has: 80 to 112 by the kernels of 128, 144 to 176 by those of
-192, 208 to 240 by those of 256, in steps of 16; causal also 16 to 56 by those of 64, in steps of 8.
+192, 208 to 240 by those of 256, in steps of 16; causal also 16 to 56 by those of 64, in steps of 8,
+or, with gates of channels, of 16.
 Where D and V differ, the larger one chooses the tile.
 
 The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Item
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -136,7 +136,8 @@ def piece_sums(
                 step, rows = item.before + chunk, item.rows(chunk)
                 slot = mosaic.slot_of(step, STAGES)
                 mosaic.wait_until_free(free, step, STAGES)
-                tiling.copy_tile(x_ref, item, rows, item.head, x_s, slot, loaded)
+                x_head = channel_blocks.head_of_features(spec, x_ref, item.head)
+                tiling.copy_tile(x_ref, item, rows, x_head, x_s, slot, loaded)
                 number = item.number_of(chunk)
                 for ref, own_name, width in zip(vector_refs, names, widths, strict=True):
                     columns, own = pl.ds(number * width, width), vectors_s[own_name]
@@ -144,8 +145,9 @@ def piece_sums(
                     if ref.shape[1] < deal.heads * heads:
                         at = item._replace(head=frame.head_of_keys(spec, item.head))
                     tiling.copy_vector(ref, at, columns, own, slot, loaded)
+                y_head = channel_blocks.head_of_values(spec, y_ref, item.head)
                 for half in range(2):
-                    source = tiling.part(y_ref, item, rows, item.head, half)
+                    source = tiling.part(y_ref, item, rows, y_head, half)
                     target = mosaic.for_copy(y_s.at[slot, half])
                     plgpu.copy_gmem_to_smem(source, target, y_loaded.at[slot])
 

@@ -35,10 +35,11 @@ def of_flows(
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and the decays' gradient, from both flows, arrays like k in float32, and E
-    [B, H, runs, D]."""
+    [B, H, runs, D], whose D may be a tile's, which is larger than k's."""
     if launch.no_triton is not None:
         return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing)
-    slices = spec.D // COLUMNS
+    width = k.shape[-1]
+    slices = pl.cdiv(width, COLUMNS)
 
     def kernel(
         k_ref: Any,
@@ -55,6 +56,9 @@ def of_flows(
             rows = run * RUN + i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
             at = rows[:, None], columns[None, :]
             exist = None if spec.T % RUN == 0 else (rows < spec.T)[:, None]
+            if width % COLUMNS:
+                within = (columns < width)[None, :]
+                exist = within if exist is None else exist & within
 
             def load(ref: Any) -> jax.Array:
                 # [ROWS, COLUMNS]
@@ -75,9 +79,9 @@ def of_flows(
         jax.lax.fori_loop(0, RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
 
     if spec.layout == "bthd":
-        rows = pl.BlockSpec((None, spec.T, None, spec.D), lambda h, p, b: (b, 0, h, 0))
+        rows = pl.BlockSpec((None, spec.T, None, width), lambda h, p, b: (b, 0, h, 0))
     else:
-        rows = pl.BlockSpec((None, None, spec.T, spec.D), lambda h, p, b: (b, h, 0, 0))
+        rows = pl.BlockSpec((None, None, spec.T, width), lambda h, p, b: (b, h, 0, 0))
     of_run = pl.BlockSpec((None, None, None, spec.D), lambda h, p, b: (b, h, p // slices, 0))
     found = pallas_call(
         kernel,
@@ -102,6 +106,8 @@ def _of_flows_by_xla(
     of_keys: jax.Array,
     crossing: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    width = k.shape[-1]
+    crossing = crossing[..., :width]
     # phi(k) = (max(k, 0) + 1) phi'(k)
     dk = of_keys / (jnp.maximum(k.astype(jnp.float32), 0.0) + 1.0)
     passing = of_keys - of_queries
@@ -109,8 +115,8 @@ def _of_flows_by_xla(
     runs = crossing.shape[2]
     missing = runs * RUN - spec.T
     passing = jnp.pad(passing, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    passing = passing.reshape(spec.B, spec.H, runs, RUN, spec.D)
+    passing = passing.reshape(spec.B, spec.H, runs, RUN, width)
     d_gates = crossing[:, :, :, None] + (jnp.cumsum(passing, axis=3) - passing)
-    d_gates = d_gates.reshape(spec.B, spec.H, -1, spec.D)[:, :, : spec.T]
+    d_gates = d_gates.reshape(spec.B, spec.H, -1, width)[:, :, : spec.T]
     d_gates = d_gates if spec.layout == "bhtd" else jnp.swapaxes(d_gates, 1, 2)
     return dk.astype(k.dtype), d_gates

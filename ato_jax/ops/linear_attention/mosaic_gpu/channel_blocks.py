@@ -1,0 +1,247 @@
+"""Heads of 144 to 256 columns with a gate per channel: cut into blocks of at most 128 columns.
+
+With features in blocks a and values in blocks b, what a query reads of its keys is
+
+    num_ib = sum_a (what q_ia, k_ja, their gates and v_jb make of it)        den_i = sum_a den_ia
+
+and each pair of blocks has a state of its own. So a pair of blocks is a head of its own to the
+kernels, which are those of 128 columns: head (a, b, h) of a call with as many times more heads.
+Arrays lie in memory as they are: [B, T, H, blocks * columns] is [B, T, H * blocks, columns]. Where
+features have more than one block, numerators and denominators are left in float32 for XLA to add.
+
+Blocks have multiples of 16 columns: where D has an odd number of them, XLA pads it by 16 whose
+features of keys are 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, narrow
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+
+COLUMNS = 128  # of a block, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(narrow.Narrow):
+    """A call whose heads are pairs of blocks; `width` and `values_width` are a block's columns."""
+
+    feature_blocks: int = 1
+    value_blocks: int = 1
+
+    @property
+    def blocks(self) -> int:
+        return self.feature_blocks * self.value_blocks
+
+
+def adds_up(spec: LinearAttentionSpec) -> bool:
+    """Whether the output is a sum over blocks of features, which kernels leave to XLA."""
+    return isinstance(spec, Cut) and spec.feature_blocks > 1
+
+
+def _blocks_of(spec: LinearAttentionSpec, head: Any, in_memory: int, of_each: int) -> Any:
+    """Which pair of blocks a head is, and whose: of `in_memory` heads, `of_each` to one."""
+    heads = in_memory // of_each
+    return lax.div(head, heads), lax.rem(head, heads)
+
+
+def head_of_features(spec: LinearAttentionSpec, ref: Any, head: Any) -> Any:
+    """The head in memory of q, k or gates, [B, T, heads, columns]."""
+    if not isinstance(spec, Cut):
+        return head
+    pair, own = _blocks_of(spec, head, ref.shape[2], spec.feature_blocks)
+    return own * spec.feature_blocks + lax.div(pair, spec.value_blocks)
+
+
+def head_of_values(spec: LinearAttentionSpec, ref: Any, head: Any) -> Any:
+    if not isinstance(spec, Cut):
+        return head
+    pair, own = _blocks_of(spec, head, ref.shape[2], spec.value_blocks)
+    return own * spec.value_blocks + lax.rem(pair, spec.value_blocks)
+
+
+def shape_of_heads(spec: LinearAttentionSpec, x: jax.Array) -> tuple[int, ...]:
+    """Of an array like x, one for each of the kernels' heads."""
+    if not isinstance(spec, Cut):
+        return x.shape
+    return (*x.shape[:2], spec.H, x.shape[3])
+
+
+def has_first_values(spec: LinearAttentionSpec, head: Any) -> Any:
+    """Whether a head has the first block of values, of those with the same features; None where
+    there is one."""
+    if not isinstance(spec, Cut) or spec.value_blocks == 1:
+        return None
+    pair = lax.div(head, spec.H // spec.blocks)
+    return lax.rem(pair, spec.value_blocks) == 0
+
+
+def is_cut(spec: LinearAttentionSpec) -> bool:
+    return spec.decay == "channel" and max(spec.D, spec.V) > COLUMNS
+
+
+def in_blocks(spec: LinearAttentionSpec) -> Cut:
+    features, values = (pl.cdiv(columns, COLUMNS) for columns in (spec.D, spec.V))
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    width, values_width = (
+        pl.cdiv(columns, blocks * narrow.STEP) * narrow.STEP
+        for columns, blocks in ((spec.D, features), (spec.V, values))
+    )
+    heads = {name: fields[name] * features * values for name in ("H", "G")}
+    sizes = dict.fromkeys("DFV", COLUMNS) | heads | {"layout": "bthd"}
+    return Cut(**fields | sizes, width=width, values_width=values_width,
+               feature_blocks=features, value_blocks=values)
+
+
+def _parted(
+    spec: LinearAttentionSpec, x: jax.Array, blocks: int, columns: int, beyond: float = 0.0
+) -> jax.Array:
+    x = x if spec.layout == "bthd" else jnp.swapaxes(x, 1, 2)
+    missing = blocks * columns - x.shape[3]
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, missing)], constant_values=beyond)
+    return x.reshape(*x.shape[:2], -1, columns)
+
+
+def arrays_in_blocks(spec: LinearAttentionSpec, cut: Cut, inputs: Inputs) -> Inputs:
+    """q, k, v and the gates, [B, T, heads * blocks, columns], and the state as kernels have it."""
+    of_features = cut.feature_blocks, cut.width
+    assert inputs.decay is not None
+    state = inputs.initial_state
+    return inputs._replace(
+        q=_parted(spec, inputs.q, *of_features),
+        k=_parted(spec, inputs.k, *of_features, feature_maps.LEAST_KEY),
+        v=values_in_blocks(spec, cut, inputs.v),
+        decay=_parted(spec, inputs.decay, *of_features),
+        initial_state=None if state is None else state_in_blocks(cut, state),
+    )
+
+
+def values_in_blocks(spec: LinearAttentionSpec, cut: Cut, v: jax.Array) -> jax.Array:
+    """v, or an array that is like it, [B, T, heads * blocks, columns]."""
+    return _parted(spec, v, cut.value_blocks, cut.values_width)
+
+
+def state_in_blocks(cut: Cut, state: LinearState, is_cotangent: bool = False) -> LinearState:
+    """As the kernels take it. All blocks of values have the same k_sum; of a cotangent the first
+    one has it."""
+    kv, k_sum = state
+    B, G, D, V = kv.shape
+    features, values = cut.feature_blocks, cut.value_blocks
+    columns = features * cut.width - D, values * cut.values_width - V
+    kv = jnp.pad(kv, [(0, 0), (0, 0), (0, columns[0]), (0, columns[1])])
+    k_sum = jnp.pad(k_sum, [(0, 0), (0, 0), (0, columns[0])])
+    kv = kv.reshape(B, G, features, cut.width, values, cut.values_width)
+    kv = jnp.transpose(kv, (0, 2, 4, 1, 3, 5)).reshape(B, -1, cut.width, cut.values_width)
+    k_sum = jnp.swapaxes(k_sum.reshape(B, G, features, cut.width), 1, 2)
+    if is_cotangent:
+        k_sum = jnp.pad(k_sum[:, :, None], [(0, 0), (0, 0), (0, values - 1), (0, 0), (0, 0)])
+    else:
+        k_sum = jnp.broadcast_to(k_sum[:, :, None], (B, features, values, G, cut.width))
+    return narrow.widened(cut, LinearState(kv, k_sum.reshape(B, -1, cut.width)))
+
+
+def whole_state(
+    spec: LinearAttentionSpec, cut: Cut, state: LinearState, is_gradient: bool = False
+) -> LinearState:
+    """The reverse. A gradient's k_sum is the sum of those that blocks of values have."""
+    kv, k_sum = narrow.narrowed(cut, state)
+    shape = spec.B, cut.feature_blocks, cut.value_blocks, spec.G
+    kv = kv.reshape(*shape, cut.width, cut.values_width)
+    kv = jnp.transpose(kv, (0, 3, 1, 4, 2, 5)).reshape(
+        spec.B, spec.G, cut.feature_blocks * cut.width, -1
+    )
+    k_sum = k_sum.reshape(*shape, cut.width)
+    k_sum = jnp.sum(k_sum, axis=2) if is_gradient else k_sum[:, :, 0]
+    k_sum = jnp.swapaxes(k_sum, 1, 2)
+    k_sum = k_sum.reshape(spec.B, spec.G, -1)
+    return LinearState(kv[:, :, : spec.D, : spec.V], k_sum[:, :, : spec.D])
+
+
+def summed(cut: Cut, x: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    """x of the kernels' heads, [B, T, heads, ..], added up over the blocks of features, axis 2, or
+    of values, axis 3: of the heads in memory."""
+    pairs = cut.feature_blocks, cut.value_blocks
+    x = x.reshape(*x.shape[:2], *pairs, -1, x.shape[3])
+    x = jnp.swapaxes(jnp.sum(x.astype(jnp.float32), axis=axis), 2, 3).astype(dtype)
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def whole_rows(spec: LinearAttentionSpec, x: jax.Array, columns: int) -> jax.Array:
+    """What `arrays_in_blocks` made of an array."""
+    x = x.reshape(spec.B, spec.T, spec.H, -1)[..., :columns]
+    return x if spec.layout == "bthd" else jnp.swapaxes(x, 1, 2)
+
+
+def whole_gradients(spec: LinearAttentionSpec, cut: Cut, found: Inputs) -> Inputs:
+    assert found.decay is not None
+    state = found.initial_state
+    if state is not None:
+        state = whole_state(spec, cut, state, is_gradient=True)
+    return found._replace(
+        q=whole_rows(spec, found.q, spec.D),
+        k=whole_rows(spec, found.k, spec.D),
+        v=whole_rows(spec, found.v, spec.V),
+        decay=whole_rows(spec, found.decay, spec.D),
+        initial_state=state,
+    )
+
+
+def den_of(spec: LinearAttentionSpec, cut: Cut, den: jax.Array) -> jax.Array:
+    """[B, H, T up to a whole chunk]: of each query in all, of what the kernel left."""
+    shape = spec.B, cut.feature_blocks, cut.value_blocks, spec.H
+    return jnp.sum(den.reshape(*shape, -1)[:, :, 0], axis=1)
+
+
+def weights_of(
+    spec: LinearAttentionSpec, cut: Cut, kept: tuple[jax.Array | None, ...], g: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Where the kernels do not know them, inverse and e = g . out / .. of each pair of blocks, of
+    its own values: [B, heads, T up to a whole chunk] each. kept: den, out and what rounding it left
+    off; g is in blocks."""
+    den, *parts = kept
+    if den is None:
+        return None
+    out: Any = sum(
+        values_in_blocks(spec, cut, part).astype(jnp.float32) for part in parts if part is not None
+    )
+    whole = den_of(spec, cut, den)
+    e = jnp.sum(g.astype(jnp.float32) * out, axis=3)
+    e = jnp.moveaxis(e.reshape(spec.B, spec.T, spec.H, -1), (3, 2), (1, 2))
+    e = jnp.pad(e, [(0, 0)] * 3 + [(0, whole.shape[2] - spec.T)])
+    e = jnp.where(whole[:, None] > spec.eps, e, 0.0)
+    shape = spec.B, cut.feature_blocks, cut.value_blocks, *whole.shape[1:]
+    inverse = (1.0 / jnp.maximum(whole, spec.eps))[:, None, None]
+    inverse, e = (
+        jnp.broadcast_to(x, shape).reshape(spec.B, -1, shape[-1]) for x in (inverse, e[:, None])
+    )
+    return inverse, e
+
+
+def whole_output(
+    spec: LinearAttentionSpec, cut: Cut, out: jax.Array, den: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Of what the kernel left, [B, T, heads, columns]; with its denominators [B, heads, T up to a
+    whole chunk] where they are to be added up, too. And, where it is added up, what rounding it
+    left off: of e as it is summed up from out alone a state's k_sum got gradients off by 5.3e-3, of
+    4e-3."""
+    rest = None
+    if adds_up(cut):
+        shape = cut.feature_blocks, cut.value_blocks, spec.H
+        num = jnp.sum(out.reshape(spec.B, spec.T, *shape, cut.values_width), axis=2)
+        if den is not None:
+            den = den_of(spec, cut, den)[:, :, : spec.T]
+            den = jnp.swapaxes(den, 1, 2)[:, :, None, :, None]
+            num = num / jnp.maximum(den, spec.eps)
+        num = jnp.swapaxes(num, 2, 3)
+        out = lax.reduce_precision(num, 8, 7)
+        rest = whole_rows(spec, (num - out).astype(spec.dtype), spec.V)
+        out = out.astype(spec.dtype)
+    return whole_rows(spec, out, spec.V), rest
