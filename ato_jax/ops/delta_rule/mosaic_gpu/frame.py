@@ -109,8 +109,7 @@ def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     One part does not do: five roundings of 2^-9 each are twice the error budget of the result, and
     with keys that are all alike those of the inverse and of what it multiplies nearly cancel.
     """
-    first = mosaic.rounded(x)
-    return first, mosaic.rounded(x - first.astype(F32))
+    return mosaic.in_two_parts(x)
 
 
 def products(a: tuple[Any, Any], b: tuple[Any, Any]) -> list[tuple[Any, Any]]:
