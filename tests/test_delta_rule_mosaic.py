@@ -73,10 +73,14 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
         # Two warpgroups with a part of v each; a block solves several chunks.
         (dict(T=200, D=64, V=128, layout="bhtd"), dict(slices=2, solve_blocks=1), {}),
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3)),
+        # Three pieces side by side, the last of them shorter, whose states a small decay leaves.
+        (dict(T=300, D=64, V=64), dict(pieces=3), dict(decay=np.full((1, 300, 1), -0.01))),
     ],
 )
 def test_numbers(sizes: Any, config: Any, options: Any) -> None:
     arrays, more = draw(**sizes)
+    if options.get("decay") is not None:
+        options = options | {"decay": jnp.asarray(options["decay"], jnp.float32)}
     compare(arrays, config, **more | options)
 
 
@@ -109,6 +113,17 @@ def test_slices_fill_the_card() -> None:
     many = dataclasses.replace(SPEC, H=64)
     assert mosaic_gpu.default_config(many, H200).slices == 2
     assert mosaic_gpu.default_config(dataclasses.replace(many, V=192), H200).slices == 1
+
+
+def test_pieces_fill_the_card() -> None:
+    """As many as run at once; not two, nor short ones."""
+
+    def pieces(**sizes: int) -> int:
+        return mosaic_gpu.default_config(dataclasses.replace(SPEC, **sizes), H200).pieces
+
+    long = dict(B=1, T=65536)
+    assert [pieces(**long, H=H) for H in (1, 8, 16, 32, 64)] == [16, 8, 4, 1, 1]
+    assert pieces(B=1, T=4096, H=1) == 4 and pieces(B=1, T=2048, H=1) == 1
 
 
 def test_it_is_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

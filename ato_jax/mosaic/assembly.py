@@ -1,5 +1,5 @@
 """Inline PTX: what Pallas has no words for. Nothing of it changes a result, so it is left out where
-kernels are interpreted."""
+kernels are interpreted, or what Pallas has words for stands there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
 from ato_jax import device
-from ato_jax.mosaic.tiles import TILE
+from ato_jax.mosaic.tiles import BF16, TILE, rounded
 
 COLUMNS_OF_SIGNS = 8  # of a register tile; a thread has two of them
 
@@ -43,6 +45,68 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
     at_barrier(number)
 
 
+def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 tile in registers as bfloat16, and as bfloat16 what rounding took from it: 16 bits
+    of each number.
+
+    Two numbers take 6 instructions. By conversions they take 8: the compiler would unpack both of
+    the rounded ones, and pack them again for a product.
+    """
+    if device.interpreting():
+        first = rounded(x)
+        return first, rounded(x - first.astype(jnp.float32))
+    part = plgpu.ShapeDtypeStruct(x.shape, BF16, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=(part, part))
+    def split(_: Any, tile: Any) -> Any:
+        pair_of_bf16 = ir.VectorType.get([2], ir.BF16Type.get())
+        word = ir.IntegerType.get_signless(32)
+        both = ir.Type.parse("!llvm.struct<(i32, i32)>")
+        parts = [np.empty(tile.registers.shape, object) for _ in range(2)]
+        for place, pair in np.ndenumerate(tile.registers):
+            found = ir.Operation.create(
+                "llvm.inline_asm",
+                results=[both],
+                operands=[_element(pair, 1), _element(pair, 0)],
+                attributes={
+                    "asm_string": ir.StringAttr.get(_SPLIT),
+                    "constraints": ir.StringAttr.get("=&r,=r,f,f"),
+                },
+            ).result
+            for number, own in enumerate(parts):
+                bits = ir.Operation.create(
+                    "llvm.extractvalue",
+                    results=[word],
+                    operands=[found],
+                    attributes={"position": ir.DenseI64ArrayAttr.get([number])},
+                ).result
+                own[place] = ir.Operation.create(
+                    "llvm.bitcast", results=[pair_of_bf16], operands=[bits]
+                ).result
+        return tuple(
+            mgpu.FragmentedArray(_registers=own, _layout=tile.layout, _is_signed=None)
+            for own in parts
+        )
+
+    first, second = split(x)
+    return first, second
+
+
+# $0, $1: a pair's first and second parts; $2, $3: its upper and its lower number.
+_SPLIT = """{
+.reg .b32 upper, lower;
+.reg .f32 of_upper, of_lower;
+cvt.rn.bf16x2.f32 $0, $2, $3;
+and.b32 upper, $0, 0xffff0000;
+shl.b32 lower, $0, 16;
+mov.b32 of_upper, upper;
+mov.b32 of_lower, lower;
+sub.f32 of_upper, $2, of_upper;
+sub.f32 of_lower, $3, of_lower;
+cvt.rn.bf16x2.f32 $1, of_upper, of_lower;
+}"""
+
+
 def compute_first(x: jax.Array) -> None:
     """Keeps the next wait for products behind the computation of x, a float32 tile in registers
     whose elements are not negative.
@@ -57,15 +121,7 @@ def compute_first(x: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(TILE,))
     def store_if_negative(_: Any, tile: Any) -> None:
         for pair in tile.registers.flat:
-            elements = [
-                ir.Operation.create(
-                    "vector.extract",
-                    results=[ir.F32Type.get()],
-                    operands=[pair],
-                    attributes={"static_position": ir.DenseI64ArrayAttr.get([position])},
-                ).result
-                for position in range(2)
-            ]
+            elements = [_element(pair, position) for position in range(2)]
             _ptx(
                 "{ .reg .pred negative; .reg .b32 nowhere; .reg .f32 sum; "
                 "mov.b32 nowhere, 0; add.f32 sum, $0, $1; setp.lt.f32 negative, sum, 0f00000000; "
@@ -75,6 +131,15 @@ def compute_first(x: jax.Array) -> None:
             )
 
     store_if_negative(_signs(x))
+
+
+def _element(pair: Any, position: int) -> Any:
+    return ir.Operation.create(
+        "vector.extract",
+        results=[ir.F32Type.get()],
+        operands=[pair],
+        attributes={"static_position": ir.DenseI64ArrayAttr.get([position])},
+    ).result
 
 
 def _signs(x: jax.Array) -> jax.Array:

@@ -5,7 +5,8 @@ of 64 steps that no state enters, all chunks at once, and `walk_forward.py`, whi
 from chunk to chunk. Between them, in global memory, are 16 KB for each chunk of a value head.
 Backward, two more: `walk_backward.py`, which carries the state's gradient back, and `gradient.py`
 for the gradients of each chunk's rows, all chunks at once. `walk.py` has what both walks share,
-`frame.py` the sizes, and the numbers of each step that XLA prepares.
+`frame.py` the sizes, and the numbers of each step that XLA prepares. Few long sequences are walked
+in pieces (`pieces.py`), after a walk for the pieces' maps.
 
 `solve.py` forms k k^T for each value head, also where heads share keys.
 """
@@ -42,17 +43,27 @@ def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
 
 def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
     """The walk has one slice of v's columns a block as long as all blocks then run at once, and
-    else two, which share what they read of q, k and the chunk's matrices."""
+    else two, which share what they read of q, k and the chunk's matrices. Where there are few,
+    sequences are walked in as many pieces as run at once; two would take as long as one."""
     slices = spec.V // HALF
-    together = slices % 2 == 0 and spec.B * spec.H * slices > device.multiprocessors
-    return Config(slices=2 if together else 1, solve_blocks=device.multiprocessors)
+    blocks = spec.B * spec.H * slices
+    together = slices % 2 == 0 and blocks > device.multiprocessors
+    pieces = min(
+        device.multiprocessors // blocks,
+        frame.chunks_of(spec) // frame.LEAST_CHUNKS,
+        frame.MOST_PIECES,
+    )
+    return Config(
+        slices=2 if together else 1,
+        solve_blocks=device.multiprocessors,
+        pieces=pieces if pieces > 2 else 1,
+    )
 
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     numbers = frame.numbers_of(spec, inputs)
     solved = solve_chunks(spec, config, inputs, numbers)
-    outputs, _, _ = walk_forward(spec, config, inputs, numbers, solved)
-    return outputs
+    return walk_forward(spec, config, inputs, numbers, solved).outputs
 
 
 def forward_for_own_backward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> gradients.Kept:

@@ -26,6 +26,7 @@ class Kept(NamedTuple):
     solved: jax.Array  # [B, H, chunks, PARTS, 64, 64] bfloat16
     written: jax.Array  # [B, H, chunks, V / 64, 64, 64] bfloat16
     states: jax.Array  # [B, H, chunks, V / 64, D / 64, 64, 64] bfloat16
+    maps: jax.Array | None  # [pieces, B, H, D, D] float32, of sequences in pieces
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
@@ -35,9 +36,9 @@ def keep(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Kept:
     """The forward pass."""
     numbers = frame.numbers_of(spec, inputs)
     solved = solve_chunks(spec, config, inputs, numbers)
-    outputs, written, states = walk_forward(spec, config, inputs, numbers, solved, keeps=True)
-    assert written is not None and states is not None
-    return Kept(*outputs, solved, written, states)
+    found = walk_forward(spec, config, inputs, numbers, solved, keeps=True)
+    assert found.written is not None and found.states is not None
+    return Kept(*found.outputs, solved, found.written, found.states, found.maps)
 
 
 def backward(
@@ -48,7 +49,9 @@ def backward(
     if not isinstance(kept, Kept):  # of another backend's forward pass, or of several devices
         kept = keep(spec, config, inputs)
     numbers = frame.numbers_of(spec, inputs)
-    dv, dstate, dstates = walk_backward(spec, config, inputs, cotangents, numbers, kept.solved)
+    dv, dstate, dstates = walk_backward(
+        spec, config, inputs, cotangents, numbers, kept.solved, kept.maps
+    )
     arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=dv)
     arrays |= dict(written=kept.written, states=kept.states, dstates=dstates, numbers=numbers)
     found = chunk_gradients(spec, config, arrays)

@@ -31,6 +31,10 @@ LEAST_BETA = 1e-30
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
 LOG_DECAY, BETA, OF_KEYS, OF_QUERIES, READ, RECALLED, WRITTEN = range(7)
 NUMBERS = 7
+# Of a piece that is walked beside others, what is worth the walks for its map.
+LEAST_CHUNKS = 16
+# XLA adds up one piece after the other.
+MOST_PIECES = 16
 PARTS = 2  # of a factor of products, as `in_two_parts` makes them
 
 
@@ -40,11 +44,13 @@ class Config:
     slices: blocks of 64 columns of v that a block of the walk has, each in a warpgroup.
     stages: slots of chunks of the walk.
     solve_blocks: persistent blocks of the kernel that solves the chunks.
+    pieces: of a sequence that the walks take side by side.
     """
 
     slices: int
     stages: int = 2
     solve_blocks: int = 132
+    pieces: int = 1
 
 
 def tiling(spec: DeltaRuleSpec) -> mosaic.Tiling:
@@ -109,8 +115,7 @@ def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     One part does not do: five roundings of 2^-9 each are twice the error budget of the result, and
     with keys that are all alike those of the inverse and of what it multiplies nearly cancel.
     """
-    first = mosaic.rounded(x)
-    return first, mosaic.rounded(x - first.astype(F32))
+    return mosaic.in_two_parts(x)
 
 
 def products(a: tuple[Any, Any], b: tuple[Any, Any]) -> list[tuple[Any, Any]]:

@@ -5,15 +5,15 @@ With L_t the sum of log2 decays from the chunk's first step to t,
     A[t, s] = beta_t k_t . k_s exp2(L_t - L_s)      s < t, else 0
     X       = (I + A)^-1 diag(beta)
 
-The inverse goes by blocks, which are joined two by two. With Z the inverse of the blocks of m rows
-along the diagonal, those of 2 m rows are
+The inverse goes by blocks: those of 16 rows along the diagonal by substitution (`substitution.py`),
+which are then joined two by two, in products. With Z the inverse of the blocks of m rows along the
+diagonal, those of 2 m rows are
 
     Z' = Z - Z A_m Z        A_m: A where the row's block is the right neighbour of the column's
 
 Z has blocks of m rows, so Z A_m is Z A in the places of A_m. Matrices lie in blocks of 16 columns,
-and a product takes 16 rows of one: up to m = 8 those along the diagonal, and from m = 16 on those
-that hold A_m. The first round, m = 1, has Z = I. Every factor is in two parts of bfloat16. Powers
-of A would take fewer products, but their terms cancel where keys are alike.
+and a product takes 16 rows of one, those that hold A_m. Every factor is in two parts of bfloat16.
+Powers of A would take fewer products, but their terms cancel where keys are alike.
 
     MEMORY (n)       loads a chunk of k, and the numbers of its steps, for each WORKER
       |  chunks: loaded; consumed once X is known
@@ -42,10 +42,11 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, Role, load
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.substitution import BLOCK as BLOCK
+from ato_jax.ops.delta_rule.mosaic_gpu.substitution import inverses_along_diagonal
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 
 WORKERS, STAGES = 3, 2
-BLOCK = 16  # columns of a block: the least that a product contracts
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
 
@@ -195,25 +196,15 @@ def store(tiles: Any, blocks: list[tuple[jax.Array, jax.Array]]) -> None:
 def unit_inverse(lower: list[jax.Array], of_lower: Any, of_inverse: Any) -> list[jax.Array]:
     """(I + A)^-1 of A, strictly lower triangular, which lies in `of_lower`, too; in column blocks.
 
-    A round joins neighbours of `size` rows, all of one column block or of several.
+    A round joins neighbours of `size` rows.
     """
-    joined = []
-    for n, block in enumerate(lower):
-        differing = _differing(n)
-        joined.append(jnp.where(differing == 0, 1.0, jnp.where(differing == 1, -block, 0.0)))
-    inverse, size = joined, 2
+    inverse, size = inverses_along_diagonal(lower), BLOCK
     while size < C:
         parts = [frame.in_two_parts(block) for block in inverse]
         store(of_inverse, parts)
         plgpu.commit_smem()
         # Columns, and the blocks of rows of A that they take with Z's columns of the same number.
-        pairs = _neighbours(size)
-        between = _products(parts, of_lower, pairs)
-        if size < BLOCK:
-            for n, found in between.items():
-                differing = _differing(n)
-                neighbours = (differing >= size) & (differing < 2 * size)
-                between[n] = jnp.where(neighbours, found, 0.0)
+        between = _products(parts, of_lower, _neighbours(size))
         joining = {n: frame.in_two_parts(found) for n, found in between.items()}
         own = {n: [m for m in between if m >= n and (m == n or size > BLOCK)] for n in between}
         for n, change in _products(joining, of_inverse, own).items():
@@ -223,25 +214,12 @@ def unit_inverse(lower: list[jax.Array], of_lower: Any, of_inverse: Any) -> list
     return inverse
 
 
-def _differing(n: int) -> jax.Array:
-    """For each element of a column block: the bits in which its row's and its column's numbers
-    differ. The highest is m where blocks of m rows that are to be joined are neighbours."""
-    row, column = (
-        plgpu.broadcasted_iota(jnp.int32, (C, BLOCK), dimension=axis, layout=mosaic.TILE)
-        for axis in (0, 1)
-    )
-    return row ^ (column + n * BLOCK)
-
-
 def _neighbours(size: int) -> dict[int, list[int]]:
     """The column blocks that a round changes, each with the blocks of A's rows that it reads."""
-    count = C // BLOCK
-    if size < BLOCK:
-        return {n: [n] for n in range(count)}
     own = size // BLOCK
     return {
         n: list(range(n // own * own + own, n // own * own + 2 * own))
-        for n in range(count)
+        for n in range(C // BLOCK)
         if n // own % 2 == 0
     }
 

@@ -7,12 +7,15 @@ from the first chunk to the last, `walk_backward.py` its gradient from the last 
     MEMORY         loads q, k, v or dout, X and the numbers of a chunk's steps
       |  chunks: loaded; consumed once P and the next state are known
       v
-    PAIRS          the weights of the chunk's pairs, a chunk or two ahead of STATE
-      |  pairs: stored; consumed once they are multiplied
-      v
     STATE (0 .. n - 1)    64 columns of v each: the products of a chunk, one after the other
+    BESIDE         what no later chunk waits for, with the weights of the chunk's pairs
 
     P[t, s] = scale * q_t . k_s exp2(L_t - L_s)     s <= t, else 0
+
+A chunk's steps that wait for one another are what a walk takes its time for, so STATE does as
+little as it can. What BESIDE does, and what they hand to each other, is each walk's own.
+
+Few long sequences are cut into pieces that are walked side by side (`pieces.py`).
 
 with L_t the sum of log2 decays from the chunk's first step to t.
 
@@ -55,15 +58,45 @@ from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
-# The registers of a thread of PAIRS and of one of STATE, by how many warpgroups STATE has.
-REGISTERS = {1: (168, 240), 2: (72, 208)}
+# The registers of a thread of BESIDE and of one of STATE, by whether the walk goes from the end and
+# how many warpgroups STATE has.
+REGISTERS = {
+    (False, 1): (216, 240),
+    (True, 1): (168, 240),
+    (True, 2): (72, 208),
+}
+MOST_ALONE = 240  # of a thread of STATE, without BESIDE
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """What a walk goes over, and what it leaves.
+
+    Attributes:
+      from_end: whether chunks are walked from the last to the first.
+      leaves: outputs beside the last states, by their names in `Walk`.
+      pieces: of the sequence, from piece `first` on, of `rows` each.
+      maps: whether the walk leaves no out, and besides v's columns has D columns of 0.
+    """
+
+    from_end: bool
+    leaves: tuple[str, ...]
+    pieces: int
+    rows: int
+    first: int = 0
+    maps: bool = False
+
+    def columns(self, spec: DeltaRuleSpec) -> int:
+        return spec.V + (spec.D if self.maps else 0)
 
 
 @functools.cache
-def roles_of(slices: int) -> tuple[Role, Role]:
-    """PAIRS and STATE."""
-    pairs, state = REGISTERS[slices]
-    return Role("pairs", pairs), Role("state", state, slices)
+def roles_of(slices: int, course: Course) -> tuple[Role | None, Role]:
+    """BESIDE, where there is one, and STATE."""
+    if course.maps:
+        return None, Role("state", mosaic.workers_registers(slices, MOST_ALONE), slices)
+    beside, state = REGISTERS[course.from_end, slices]
+    return Role("beside", beside), Role("state", state, slices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,70 +106,80 @@ class Storage(mosaic.Storage):
     rows: Array  # [stages, n, 64, 64]
     solved: Array  # [stages, PARTS, 64, 64] X
     numbers: Array  # [stages, NUMBERS, 64] float32
-    weights: Array  # [slots of `pairs`, PARTS, 64, 64] P
+    weights: Array  # [stages, PARTS, 64, 64] P, where BESIDE hands it to STATE
     out: Array  # [n, 64, 64]
-    written: Array  # [n, 64, 64], where the walk keeps it
-    states: Array  # [n, D / 64, 64, 64], likewise
+    states: Array  # [slots, n, D / 64, 64, 64]
+    written: Array  # [slots, n, PARTS, 64, 64], where STATE hands it to BESIDE
     chunks: Ring
-    pairs: Ring
+    pairs: Ring  # of `weights`
+    begun: Ring  # of `states`, where STATE hands them to BESIDE
+    corrected: Ring  # of `written`
 
 
-def storage_of(spec: DeltaRuleSpec, config: Config, written: bool, states: bool) -> Storage:
+def storage_of(spec: DeltaRuleSpec, config: Config, course: Course) -> Storage:
     stages, slices, blocks = config.stages, config.slices, frame.blocks_of_key(spec)
     tiling = frame.tiling(spec)
     q, k = (Buffer(tiling.of_rows(stages, blocks, C, HALF), copies=blocks) for _ in range(2))
     rows = Buffer(tiling.of_rows(stages, slices, C, HALF), copies=slices)
     solved = Buffer(tiling.shared(stages, frame.PARTS, C, C), copies=frame.PARTS)
-    pairs, state = roles_of(slices)
+    beside, state = roles_of(slices, course)
     numbers = Buffer(frame.numbers_in_memory(stages))
-    # Two slices that keep u and S leave no room for two; the forward walk reads P late.
-    slots = 1 if written and slices > 1 else stages
-    return Storage(
-        q=q,
-        k=k,
-        rows=rows,
-        solved=solved,
-        numbers=numbers,
-        weights=Buffer(tiling.shared(slots, frame.PARTS, C, C)),
-        out=Buffer(tiling.of_rows(slices, C, HALF)),
-        written=Buffer(tiling.shared(slices, C, HALF)) if written else None,
-        states=Buffer(tiling.shared(slices, blocks, HALF, HALF)) if states else None,
-        chunks=Ring.of(stages, (q, k, rows, solved, numbers), (pairs, state)),
-        pairs=Ring.of(slots, (pairs,), (state,)),
-    )
+    # Two slices leave no room for two of what STATE hands on.
+    slots = stages if slices == 1 and not course.from_end else 1
+    own: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Storage))
+    own |= dict(k=k, rows=rows, solved=solved, numbers=numbers)
+    loaded: tuple[Buffer, ...] = (k, rows, solved, numbers)
+    readers: tuple[Role, ...] = (state,)
+    if beside is not None:
+        own["q"], loaded, readers = q, (q, *loaded), (beside, state)
+        if course.from_end:
+            own["weights"] = Buffer(tiling.shared(stages, frame.PARTS, C, C))
+            own["pairs"] = Ring.of(stages, (beside,), (state,))
+        else:
+            own["written"] = Buffer(tiling.shared(slots, slices, frame.PARTS, C, HALF))
+            own["begun"], own["corrected"] = (
+                Ring.of(slots, (state,), (beside,)) for _ in range(2)
+            )
+    if "out" in course.leaves:
+        own["out"] = Buffer(tiling.of_rows(slices, C, HALF))
+        own["states"] = Buffer(tiling.shared(slots, slices, blocks, HALF, HALF))
+    return Storage(**own | dict(chunks=Ring.of(stages, loaded, readers)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The call, the blocks' work, the arrays in global memory, and the storage of a block.
-
-    `from_end`: chunks are walked from the last to the first.
-    """
+    """The call, the blocks' work, the arrays in global memory, and the storage of a block."""
 
     spec: DeltaRuleSpec
     config: Config
     deal: mosaic.Deal
-    from_end: bool
+    course: Course
     own: Storage
-    q: Any
     k: Any
     rows: Any  # v, or out's cotangent
     solved: Any
     numbers: Any
-    start: Any = None  # [B, H, V, D] float32: the first state
+    q: Any = None
+    start: Any = None  # [pieces, B, H, columns, D] float32: the first states
     out: Any = None  # like `rows`: out, or v's cotangent
-    end: Any = None  # [B, H, V, D] float32: the last state
+    end: Any = None  # like `start`: the last states
     written: Any = None  # [B, H, chunks, V / 64, 64, 64]: u
     states: Any = None  # [B, H, chunks, V / 64, D / 64, 64, 64]: those that chunks begin with
 
     def place(self, item: Item) -> tuple[Any, Any]:
         """The head, and the first of the item's blocks of v's columns."""
-        count = _parts_of_head(self.spec, self.config)
+        count = _parts_of_head(self.spec, self.config, self.course)
         return lax.div(item.head, count), lax.rem(item.head, count) * self.config.slices
+
+    def of_piece(self, item: Item) -> Walk:
+        """The walk with the first and the last states of an item's piece."""
+        start = None if self.start is None else self.start.at[item.piece]
+        return dataclasses.replace(self, start=start, end=self.end.at[item.piece])
 
     def number_of(self, item: Item, chunk: Any) -> Any:
         """The number in the sequence of the chunk that is walked as number `chunk`."""
-        return item.chunks - 1 - chunk if self.from_end else chunk
+        first = lax.div(item.first_row, jnp.int32(C))
+        return first + (item.chunks - 1 - chunk if self.course.from_end else chunk)
 
     def store_rows(self, item: Item, chunk: Any, slot: Any) -> None:
         """Copies a slot of `own.out` to its place."""
@@ -145,49 +188,48 @@ class Walk:
         target = frame.tiling(self.spec).part(self.out, item, rows, head, first + slot)
         plgpu.copy_smem_to_gmem(mosaic.for_copy(self.own.out.at[slot]), target)
 
-    def begin(self, item: Item, chunk: Any) -> Chunk:
-        """Waits for the chunk's loads; those who read the pairs wait for them."""
+    def begin(self, item: Item, chunk: Any, layout: Any = OF_COLUMNS) -> Chunk:
+        """Waits for the chunk's loads. `layout`: of the factors of its steps."""
         own, step = self.own, item.before + chunk
-        slot, of_pairs = own.chunks.slot(step), own.pairs.slot(step)
+        slot, blocks = own.chunks.slot(step), range(frame.blocks_of_key(self.spec))
         own.chunks.produced.wait(slot)
-        blocks, parts = range(frame.blocks_of_key(self.spec)), range(frame.PARTS)
-        q, k = ([tiles.at[slot, n] for n in blocks] for tiles in (own.q, own.k))
-        solved, pairs = (
-            tuple(tiles.at[at, part] for part in parts)
-            for tiles, at in ((own.solved, slot), (own.weights, of_pairs))
+        q, k = (
+            [tiles.at[slot, n] for n in blocks] if tiles is not None else []
+            for tiles in (own.q, own.k)
         )
-        return Chunk(slot, of_pairs, q, k, solved, pairs, Numbers(self.spec, own.numbers.at[slot]))
+        solved = tuple(own.solved.at[slot, part] for part in range(frame.PARTS))
+        return Chunk(step, slot, q, k, solved, Numbers(self.spec, own.numbers.at[slot], layout))
 
-    def end_of(self, here: Chunk) -> None:
-        """Lets the chunk's slots go."""
-        plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
-        self.own.chunks.consumed.arrive(here.slot)
-        self.own.pairs.consumed.arrive(here.of_pairs)
+    def pairs_of(self, here: Chunk) -> jax.Array:
+        """P, in registers."""
+        weights = frame.decayed_pairs(self.spec, here.q, here.k, here.numbers.ref)
+        of_queries = load(here.numbers.ref.at[frame.OF_QUERIES], OF_ROWS)
+        weights = weights * mosaic.in_columns(of_queries, C)
+        return jnp.where(mosaic.position(0) >= mosaic.position(1), weights, 0.0)
 
-    def store_state(self, item: Item, chunk: Any, slot: Any) -> None:
-        """Copies a slot of `own.states` to its place."""
+    def store_state(self, item: Item, chunk: Any, slot: Any, number: int | Any) -> None:
+        """Copies the state of a slot and of a slice to its place."""
         head, first = self.place(item)
-        at = item.batch, head, self.number_of(item, chunk), first + slot
+        at = item.batch, head, self.number_of(item, chunk), first + number
         for block in range(frame.blocks_of_key(self.spec)):
             target = self.states.at[(*at, block)]  # [64, 64]
-            plgpu.copy_smem_to_gmem(self.own.states.at[slot, block], target)
+            plgpu.copy_smem_to_gmem(self.own.states.at[slot, number, block], target)
 
 
 class Chunk(NamedTuple):
-    """The slots of the rings that hold a chunk, and what lies in them."""
+    """The step of the block that a chunk is, its slot, and what lies in it."""
 
+    step: Any
     slot: Any
-    of_pairs: Any
     q: list[Any]  # [64, 64] of each block of D, as are k's
     k: list[Any]
-    solved: tuple[Any, ...]  # the parts of X, [64, 64], as are those of P
-    pairs: tuple[Any, ...]
+    solved: tuple[Any, ...]  # the parts of X, [64, 64]
     numbers: Numbers
 
 
-def _parts_of_head(spec: DeltaRuleSpec, config: Config) -> int:
+def _parts_of_head(spec: DeltaRuleSpec, config: Config, course: Course) -> int:
     """How many blocks share a head."""
-    return spec.V // (HALF * config.slices)
+    return course.columns(spec) // (HALF * config.slices)
 
 
 def walk(
@@ -196,32 +238,39 @@ def walk(
     config: Config,
     given: dict[str, jax.Array],
     step: Callable[..., list[jax.Array]],
-    *,
-    from_end: bool,
-    keeps: Sequence[str],
+    beside: Callable[[Walk, Item, Any], None] | None,
+    course: Course,
 ) -> dict[str, jax.Array]:
     """Launches a walk whose `step` is (walk, item, slot of v's columns, chunk, state) to the next
-    state; returns its outputs, by the names of `Walk`: out, end, and those of `keeps`."""
-    heads = spec.H * _parts_of_head(spec, config)
-    rows = mosaic.whole_chunks(spec.T)
-    deal = mosaic.Deal(spec.B, heads, spec.T, rows, pieces=1, most_blocks=spec.B * heads)
+    state, and `beside` what BESIDE does for a chunk; returns its outputs, by the names of `Walk`:
+    end, and those that the course leaves."""
+    heads = spec.H * _parts_of_head(spec, config, course)
+    first = course.first * course.rows
+    length = min(spec.T, first + course.pieces * course.rows)
+    most = spec.B * heads * course.pieces
+    deal = mosaic.Deal(spec.B, heads, length, course.rows, course.pieces, most, first)
     blocks = (spec.B, spec.H, frame.chunks_of(spec), spec.V // HALF)
+    ends = (course.pieces, spec.B, spec.H, course.columns(spec), spec.D)
     types = {
         "out": jax.ShapeDtypeStruct(given["rows"].shape, BF16),
-        "end": jax.ShapeDtypeStruct((spec.B, spec.H, spec.V, spec.D), F32),
+        "end": jax.ShapeDtypeStruct(ends, F32),
         "written": jax.ShapeDtypeStruct((*blocks, C, HALF), BF16),
         "states": jax.ShapeDtypeStruct((*blocks, frame.blocks_of_key(spec), HALF, HALF), BF16),
     }
-    types = {one: types[one] for one in ("out", "end", *keeps)}
+    types = {one: types[one] for one in types if one in ("end", *course.leaves)}
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         named = dict(zip([*given, *types], refs, strict=True))
-        return Walk(spec, config, deal, from_end, own, **named)
+        return Walk(spec, config, deal, course, own, **named)
 
-    pairs, state = roles_of(config.slices)
-    parts = (MEMORY, memory), (pairs, weigh), (state, functools.partial(carry, step))
-    storage = storage_of(spec, config, "written" in keeps, "states" in keeps)
-    program = mosaic.Program(mosaic.Roles((state, pairs, MEMORY)), storage, parts, bind)
+    other, state = roles_of(config.slices, course)
+    parts: list[tuple[Role, Callable[..., None]]] = [(MEMORY, memory)]
+    if other is not None:
+        assert beside is not None
+        parts.append((other, functools.partial(accompany, beside)))
+    parts.append((state, functools.partial(carry_pieces, step)))
+    roles = mosaic.Roles(tuple(role for role in (state, other, MEMORY) if role is not None))
+    program = mosaic.Program(roles, storage_of(spec, config, course), parts, bind)
     found = mosaic.launch(
         frame.name_of(name),
         program,
@@ -251,11 +300,15 @@ def load_item(walk: Walk, item: Item) -> None:
         own.chunks.acquire(step)
         barrier = own.chunks.produced.at[slot]
         for ref, tiles in ((walk.k, own.k), (walk.q, own.q)):
+            if tiles is None:
+                continue
             for block in range(frame.blocks_of_key(spec)):
                 source = tiling.part(ref, item, rows, key_head, block)  # [64, 64]
                 plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot, block]), barrier)
         for one in range(walk.config.slices):
-            source = tiling.part(walk.rows, item, rows, head, first + one)  # [64, 64]
+            # Beyond v's columns what is loaded is not used.
+            columns = jnp.minimum(first + one, spec.V // HALF - 1)
+            source = tiling.part(walk.rows, item, rows, head, columns)  # [64, 64]
             plgpu.copy_gmem_to_smem(source, mosaic.for_copy(own.rows.at[slot, one]), barrier)
         at = item.batch, head, number
         for part in range(frame.PARTS):
@@ -266,41 +319,26 @@ def load_item(walk: Walk, item: Item) -> None:
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
 
-def weigh(walk: Walk) -> None:
-    """Forms P of each chunk."""
-    steps = walk.deal.each(functools.partial(weigh_item, walk))
-    walk.own.pairs.drain(steps)
+def accompany(beside: Callable[[Walk, Item, Any], None], walk: Walk) -> None:
+    def each_chunk(item: Item) -> None:
+        lax.fori_loop(0, item.chunks, lambda chunk, _: beside(walk, item, chunk), None)
 
-
-def weigh_item(walk: Walk, item: Item) -> None:
-    own, spec = walk.own, walk.spec
-    blocks = range(frame.blocks_of_key(spec))
-    below = mosaic.position(0) >= mosaic.position(1)
-
-    def weigh_chunk(chunk: Any, _: None) -> None:
-        step = item.before + chunk
-        slot = own.chunks.slot(step)
-        own.chunks.produced.wait(slot)
-        q, k = ([tiles.at[slot, n] for n in blocks] for tiles in (own.q, own.k))
-        numbers = own.numbers.at[slot]
-        weights = frame.decayed_pairs(spec, q, k, numbers)
-        weights = weights * mosaic.in_columns(load(numbers.at[frame.OF_QUERIES], OF_ROWS), C)
-        own.pairs.acquire(step)
-        to = own.pairs.slot(step)
-        parts = frame.in_two_parts(jnp.where(below, weights, 0.0))
-        for n, part in enumerate(parts):
-            own.weights.at[to, n][...] = part
-        plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
-        own.pairs.produced.arrive(to)
-        own.chunks.consumed.arrive(slot)
-
-    lax.fori_loop(0, item.chunks, weigh_chunk, None)
-
-
-def carry(step: Callable[..., list[jax.Array]], walk: Walk) -> None:
-    """Carries 64 columns of the state from chunk to chunk."""
-    walk.deal.each(functools.partial(carry_item, step, walk))
+    steps = walk.deal.each(each_chunk)
     plgpu.wait_smem_to_gmem(0)
+    if walk.own.pairs is not None:
+        walk.own.pairs.drain(steps)
+
+
+def carry(
+    step: Callable[..., list[jax.Array]],
+    walk: Walk,
+    of_item: Callable[[Walk, Item], Walk] = lambda walk, _: walk,
+) -> Any:
+    """Carries 64 columns of the state from chunk to chunk; returns how many chunks there were.
+    `of_item`: the walk with an item's own first and last states."""
+    steps = walk.deal.each(lambda item: carry_item(step, of_item(walk, item), item))
+    plgpu.wait_smem_to_gmem(0)
+    return steps
 
 
 def carry_item(step: Callable[..., list[jax.Array]], walk: Walk, item: Item) -> None:
@@ -320,6 +358,13 @@ def carry_item(step: Callable[..., list[jax.Array]], walk: Walk, item: Item) -> 
     )
     for place, block in zip(places, state, strict=True):
         mosaic.store_in_memory(walk.end.at[place], block)
+
+
+def carry_pieces(step: Callable[..., list[jax.Array]], walk: Walk) -> None:
+    steps = carry(step, walk, Walk.of_piece)
+    for ring in (walk.own.begun, walk.own.corrected):
+        if ring is not None:
+            ring.drain(steps)
 
 
 @dataclasses.dataclass(frozen=True)

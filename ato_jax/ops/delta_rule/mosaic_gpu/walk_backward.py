@@ -9,11 +9,17 @@ the state that a chunk ends with:
 
 As in the forward walk all of it is transposed, and every factor that is not an input is in two
 parts of bfloat16. The walk leaves dv, and for `gradient.py` dS' of each chunk, rounded to bfloat16.
-`walk.py` has its roles and what it loads.
+`walk.py` has its roles and what it loads; BESIDE forms P.
+
+    BESIDE
+      |  pairs: stored, a chunk or two ahead; consumed once they are multiplied
+      v
+    STATE
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,7 +28,7 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, Item
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
@@ -35,17 +41,39 @@ def walk_backward(
     cotangents: Outputs,
     numbers: jax.Array,
     solved: jax.Array,
+    maps: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dv, the initial state's gradient [B, H, D, V], and dS'^T of each chunk [B, H, chunks,
-    V / 64, D / 64, 64, 64])."""
+    V / 64, D / 64, 64, 64]). `maps` are those of the forward walk."""
     given = {"q": inputs.q, "k": inputs.k, "rows": cotangents.out}
     given |= {"solved": solved, "numbers": numbers}
-    if spec.return_state:
-        given["start"] = jnp.swapaxes(cotangents.state, 2, 3)
-    found = walk(
-        "walk_backward", spec, config, given, multiply_chunk, from_end=True, keeps=("states",)
-    )
-    return found["out"], jnp.swapaxes(found["end"], 2, 3), found["states"]
+    course = pieces.course_of(spec, config, ("out", "states"), from_end=True)
+    start = jnp.swapaxes(cotangents.state, 2, 3) if spec.return_state else None
+    starts = None if start is None else start[None]
+    if maps is not None:
+        # Nobody reads what this walk leaves beside its ends. Without these stores ptxas takes the
+        # first two sums of products out of the loop, although the next ones depend on them.
+        later = dataclasses.replace(course, first=1, pieces=course.pieces - 1)
+        ends = walk("ends", spec, config, given, multiply_chunk, weigh_chunk, later)["end"]
+        back = jnp.swapaxes(maps[1:], 3, 4)
+        # The last piece comes first.
+        starts = pieces.passed_on(start, back[::-1], ends[::-1])[::-1]
+    given |= {} if starts is None else {"start": starts}
+    found = walk("walk_backward", spec, config, given, multiply_chunk, weigh_chunk, course)
+    return found["out"], jnp.swapaxes(found["end"][0], 2, 3), found["states"]
+
+
+def weigh_chunk(walk: Walk, item: Item, chunk: Any) -> None:
+    """Hands P to STATE."""
+    own, here = walk.own, walk.begin(item, chunk)
+    parts = frame.in_two_parts(walk.pairs_of(here))
+    own.pairs.acquire(here.step)
+    slot = own.pairs.slot(here.step)
+    for n, part in enumerate(parts):
+        own.weights.at[slot, n][...] = part
+    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+    own.pairs.produced.arrive(slot)
+    own.chunks.consumed.arrive(here.slot)
 
 
 def multiply_chunk(
@@ -54,18 +82,25 @@ def multiply_chunk(
     """Stores the chunk's rows of dv and its dS', which is `dstate`; returns dS."""
     own, here = walk.own, walk.begin(item, chunk)
     q, k, numbers = here.q, here.k, here.numbers
-    parts = [frame.in_two_parts(block) for block in dstate]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for n, (first, _) in enumerate(parts):
-        own.states.at[number, n][...] = first
+    of_pairs = own.pairs.slot(here.step)
+    own.pairs.produced.wait(of_pairs)
+    pairs = [own.weights.at[of_pairs, part] for part in range(frame.PARTS)]
+    # Loaded ahead of products, so that nothing waits for it behind them.
     dout = mosaic.load_transposed(own.rows.at[here.slot, number])  # [64, 64]
-    own.pairs.produced.wait(here.of_pairs)
+    parts = [frame.in_two_parts(block) for block in dstate]
+
+    def store_state() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for n, (first, _) in enumerate(parts):
+            own.states.at[0, number, n][...] = first
+
     written, of_out = mosaic.multiply(
         (
             mosaic.zeros(HALF, C),
             [(part, b.T) for both, b in zip(parts, k, strict=True) for part in both],
         ),
-        (mosaic.zeros(HALF, C), [(dout, part) for part in here.pairs]),
+        (mosaic.zeros(HALF, C), [(dout, part) for part in pairs]),
+        meanwhile=store_state,
     )
     du = frame.in_two_parts(of_out + numbers.times(written, numbers.of_written()))
     read = frame.in_two_parts(numbers.times(dout.astype(F32), numbers.of_read()))
@@ -87,9 +122,16 @@ def multiply_chunk(
         ],
         recall,
     )
+
+    def leave() -> None:
+        plgpu.commit_smem()  # also what was read of the slot, ahead of what overwrites it
+        walk.store_rows(item, chunk, number)
+        walk.store_state(item, chunk, 0, number)
+
     terms = zip(sums, k, strict=True)
-    found = mosaic.multiply(*((sum, [(part, b) for part in recalled]) for sum, b in terms))
-    walk.end_of(here)
-    walk.store_rows(item, chunk, number)
-    walk.store_state(item, chunk, number)
+    found = mosaic.multiply(
+        *((sum, [(part, b) for part in recalled]) for sum, b in terms), meanwhile=leave
+    )
+    own.chunks.consumed.arrive(here.slot)
+    own.pairs.consumed.arrive(of_pairs)
     return list(found)

@@ -8,10 +8,15 @@ log2 decays from the chunk's first step to t:
     out = scale * exp2(L_t) q_t S + P u
     S'  = exp2(L_C) S + sum_t k_t^T exp2(L_C - L_t) u_t         for the chunk's last step C
 
-All of it is transposed: S^T [64, D], r^T, u^T and out^T [64, 64] have v's columns as rows. They are
-results of products and first factors of the next ones, which both lie in registers, so nothing but
-the rows of out goes through shared memory. Each is multiplied in two parts of bfloat16, but for S
-in q_t S, which goes to out alone.
+What the next chunk waits for is transposed: S^T [64, D], r^T and u^T [64, 64] have v's columns as
+rows. They are results of products and first factors of the next ones, which both lie in registers.
+Each is multiplied in two parts of bfloat16, but for S in q_t S, which goes to out alone.
+
+    STATE          r, u and S'
+      |  begun: S is stored, rounded; consumed once out is known
+      |  corrected: u is stored, in two parts; consumed with S
+      v
+    BESIDE         P, which stays in registers, and out
 
 For a backward pass the walk also keeps S and u of each chunk, rounded to bfloat16. `walk.py` has
 its roles and what it loads.
@@ -19,18 +24,32 @@ its roles and what it loads.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, Item
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.mosaic import BF16, F32, HALF, OF_ROWS, Item
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course, Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
+
+
+class Found(NamedTuple):
+    """Attributes:
+    written: u of each chunk, [B, H, chunks, V / 64, 64, 64].
+    states: S^T that each chunk begins with, [B, H, chunks, V / 64, D / 64, 64, 64].
+    maps: M of each piece, where there are several, [pieces, B, H, D, D].
+    """
+
+    outputs: Outputs
+    written: jax.Array | None
+    states: jax.Array | None
+    maps: jax.Array | None
 
 
 def walk_forward(
@@ -41,73 +60,121 @@ def walk_forward(
     solved: jax.Array,
     *,
     keeps: bool = False,
-) -> tuple[Outputs, jax.Array | None, jax.Array | None]:
-    """The outputs; and where it `keeps` them, u [B, H, chunks, V / 64, 64, 64] and the states that
-    chunks begin with, S^T [B, H, chunks, V / 64, D / 64, 64, 64]."""
-    given = {"q": inputs.q, "k": inputs.k, "rows": inputs.v}
-    given |= {"solved": solved, "numbers": numbers}
-    if inputs.initial_state is not None:
-        given["start"] = jnp.swapaxes(inputs.initial_state, 2, 3)
+) -> Found:
+    """The outputs, and where it `keeps` them what a backward pass needs."""
+    # Two slices in a block would leave BESIDE and STATE too few registers.
+    config = dataclasses.replace(config, slices=1)
+    given = {"k": inputs.k, "rows": inputs.v, "solved": solved, "numbers": numbers}
     kept = ("written", "states") if keeps else ()
-    found = walk("walk", spec, config, given, multiply_chunk, from_end=False, keeps=kept)
-    outputs = Outputs(found["out"], jnp.swapaxes(found["end"], 2, 3))
-    return outputs, found.get("written"), found.get("states")
+    course = pieces.course_of(spec, config, ("out", *kept), from_end=False)
+    start = inputs.initial_state
+    start = None if start is None else jnp.swapaxes(start, 2, 3)
+    maps, starts = None, None if start is None else start[None]
+    if course.pieces > 1:
+        # The last piece's map is for a backward pass alone.
+        count = course.pieces if keeps else course.pieces - 1
+        maps, ends = maps_of_pieces(spec, config, course, count, given)
+        starts = pieces.passed_on(start, maps, ends[: course.pieces - 1])
+    given |= {"q": inputs.q} | ({} if starts is None else {"start": starts})
+    found = walk("walk", spec, config, given, multiply_chunk, put_out, course)
+    outputs = Outputs(found["out"], jnp.swapaxes(found["end"][-1], 2, 3))
+    return Found(outputs, found.get("written"), found.get("states"), maps)
+
+
+def maps_of_pieces(
+    spec: DeltaRuleSpec, config: Config, course: Course, count: int, given: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """M and E of the first `count` pieces."""
+    course = dataclasses.replace(course, leaves=(), pieces=count, maps=True)
+    config = dataclasses.replace(config, slices=pieces.slices_of_maps(spec))
+    given = given | {"start": pieces.starts_of_maps(spec, course)}
+    ends = walk("maps", spec, config, given, multiply_chunk, None, course)["end"]
+    return ends[..., spec.V :, :], ends[..., : spec.V, :]
 
 
 def multiply_chunk(
     walk: Walk, item: Item, number: Any, chunk: Any, S: list[jax.Array]
 ) -> list[jax.Array]:
-    """Stores the chunk's rows of out; returns S'."""
+    """Hands S and u to BESIDE, where there is one; returns S'."""
     own, here = walk.own, walk.begin(item, chunk)
-    q, k, numbers = here.q, here.k, here.numbers
-    solved, pairs = (tuple(part.T for part in parts) for parts in (here.solved, here.pairs))
+    k, numbers = here.k, here.numbers
+    # Loaded ahead of products, so that nothing waits for it behind them.
+    v = mosaic.load_transposed(own.rows.at[here.slot, number])
+    of_recalled = numbers.of_recalled()
     parts = [frame.in_two_parts(block) for block in S]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if walk.states is not None:
+
+    def hand_state() -> None:
+        if own.begun is None:
+            return
+        slot = own.begun.slot(here.step)
+        own.begun.acquire(here.step)
         for n, (first, _) in enumerate(parts):
-            own.states.at[number, n][...] = first
+            own.states.at[slot, number, n][...] = first
+        plgpu.commit_smem()
+        own.begun.produced.arrive(slot)
 
-    def recall(recalled: jax.Array) -> tuple[jax.Array, jax.Array]:
-        v = mosaic.load_transposed(own.rows.at[here.slot, number]).astype(F32)
-        r = frame.in_two_parts(v - numbers.times(recalled, numbers.of_recalled()))
-        mosaic.compute_first(jnp.abs(r[1].astype(F32)))
-        return r
-
-    # r is computed while q S is in flight.
-    r, (read,) = mosaic.multiply_under(
-        [(part, b.T) for both, b in zip(parts, k, strict=True) for part in both],
-        (HALF, C),
-        [(mosaic.zeros(HALF, C), [(first, b.T) for (first, _), b in zip(parts, q, strict=True)])],
-        recall,
-    )
+    factors = [(part, b.T) for both, b in zip(parts, k, strict=True) for part in both]
+    (recalled,) = mosaic.multiply((mosaic.zeros(HALF, C), factors), meanwhile=hand_state)
+    v = v.astype(F32)
+    if walk.course.maps:
+        _, first = walk.place(item)
+        v = jnp.where(first + number < walk.spec.V // HALF, v, 0.0)
+    r = frame.in_two_parts(v - numbers.times(recalled, of_recalled))
+    of_written, kept = numbers.of_written(), numbers.kept()
+    solved = tuple(part.T for part in here.solved)
     (u,) = mosaic.multiply((mosaic.zeros(HALF, C), frame.products(r, solved)))
-    both = frame.in_two_parts(u)
-    written = frame.in_two_parts(numbers.times(u, numbers.of_written()))
-    kept = numbers.kept()
+    written = frame.in_two_parts(numbers.times(u, of_written))
 
-    def store(paired: jax.Array) -> jax.Array:
-        out = paired + numbers.times(read, numbers.of_read())
-        mosaic.store_transposed(own.out.at[number], out.astype(BF16))
-        return out
+    def hand_written() -> None:
+        if own.corrected is None:
+            plgpu.commit_smem()
+            return
+        own.corrected.acquire(here.step)
+        slot = own.corrected.slot(here.step)
+        for part, rounded in enumerate(frame.in_two_parts(u)):
+            mosaic.store_transposed(own.written.at[slot, number, part], rounded)
+        plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+        own.corrected.produced.arrive(slot)
 
-    own.pairs.produced.wait(here.of_pairs)
-    # out is stored while S' is in flight.
-    _, sums = mosaic.multiply_under(
-        frame.products(both, pairs),
-        (HALF, C),
-        [
+    sums = mosaic.multiply(
+        *(
             (block if kept is None else block * kept, [(part, b) for part in written])
             for block, b in zip(S, k, strict=True)
-        ],
-        store,
+        ),
+        meanwhile=hand_written,
     )
-    if walk.states is not None:
-        mosaic.store_transposed(own.written.at[number], both[0])
-    walk.end_of(here)
-    walk.store_rows(item, chunk, number)
-    if walk.states is not None:
-        walk.store_state(item, chunk, number)
-        head, first = walk.place(item)
-        target = walk.written.at[item.batch, head, chunk, first + number]  # [64, 64]
-        plgpu.copy_smem_to_gmem(own.written.at[number], target)
+    own.chunks.consumed.arrive(here.slot)
     return list(sums)
+
+
+def put_out(walk: Walk, item: Item, chunk: Any) -> None:
+    """Stores the chunk's rows of out; and what the walk keeps, from where it was handed on."""
+    own, here = walk.own, walk.begin(item, chunk, OF_ROWS)
+    slot, blocks = own.begun.slot(here.step), range(frame.blocks_of_key(walk.spec))
+    pairs = frame.in_two_parts(walk.pairs_of(here))
+    own.begun.produced.wait(slot)
+    for number in range(walk.config.slices):
+        states = [own.states.at[slot, number, n].T for n in blocks]
+        (read,) = mosaic.multiply((mosaic.zeros(C, HALF), list(zip(here.q, states, strict=True))))
+        read = here.numbers.times(read, here.numbers.of_read())
+        if number == 0:
+            own.corrected.produced.wait(slot)
+        u = own.written.at[slot, number, 0], own.written.at[slot, number, 1]
+        (out,) = mosaic.multiply((read, frame.products(pairs, u)))
+        if number == 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.out.at[number][...] = out.astype(BF16)
+    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+    own.chunks.consumed.arrive(here.slot)
+    for number in range(walk.config.slices):
+        walk.store_rows(item, chunk, number)
+        if walk.states is not None:
+            walk.store_state(item, chunk, slot, number)
+            head, first = walk.place(item)
+            at = item.batch, head, walk.number_of(item, chunk), first + number
+            target = walk.written.at[at]  # [64, 64]
+            plgpu.copy_smem_to_gmem(own.written.at[slot, number, 0], target)
+    if walk.states is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own.begun.consumed.arrive(slot)
+    own.corrected.consumed.arrive(slot)
