@@ -1169,6 +1169,7 @@ def test_without_a_name_the_fastest_is_chosen(
         (1037, 128, 128, 4, 0.1, "bthd", True),
         (4096, 128, 128, 4, 50.0, "bhtd", False),
         (4096, 64, 192, 4, 1.0, "bhtd", True),
+        (1000, 128, 128, 4, 0.01, "bhtd", False),  # a last chunk filled in part, of whole tiles
         (2048, 128, 128, 128, 0.01, "bthd", False),  # two slices of v in a block
     ],
 )
