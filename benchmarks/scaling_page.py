@@ -6,7 +6,7 @@
 
 A prediction beside a measured row takes the call's time on one GPU from the same run, and from the
 model what the collectives take. A call that is cut by heads or batch sends nothing: its prediction
-is the time on one GPU over n.
+is the time on one GPU over n, and what pieces of sequences read twice where that leaves few walks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ FOLDER = Path(__file__).parent / "results" / "devices"
 SCHEDULES = {"ring": scaling.ring_seconds, "all_gather": scaling.gathered_seconds}
 # What each device of a cut call computes besides, over the time on one, forward and with gradients:
 # with a decay per channel the queries' passes of the backward run twice, of which the first makes
-# the states' cotangents; in the delta rule, in plain JAX, the D x D matrix that the steps apply to
+# the states' cotangents, and forward four GPUs took a fifth more than a quarter, whose cause no
+# trace has shown; in the delta rule, in plain JAX, the D x D matrix that the steps apply to
 # a state takes as long as the rest.
 AGAIN = {
-    ("linear_attention", "channel"): (0.0, 0.24),
+    ("linear_attention", "channel"): (0.2, 0.24),
     ("gated_delta_rule", "step"): (1.0, 1.0),
 }
+# Arrays of the inputs' size that causal linear attention without a decay reads and writes forward:
+# a walk for each head of each sequence, where these fill a GPU's multiprocessors; else sequences
+# are cut into pieces, whose keys and values are read once more.
+WALKS, WHOLE, IN_PIECES = 100, 4.0, 5.5
 CASES = {str(case): case for case, _ in GROUPS["gpu"]}
 
 
@@ -118,6 +123,10 @@ def memory_table() -> str:
 # -- what was measured ---------------------------------------------------------------------------
 
 
+def traffic(walks: int) -> float:
+    return WHOLE if walks >= WALKS else IN_PIECES
+
+
 def predicted(case: Case, phase: str, n: int, alone: dict[str, float]) -> float | None:
     """Seconds on n GPUs; None where the phase that the prediction needs has no time on one.
 
@@ -126,7 +135,10 @@ def predicted(case: Case, phase: str, n: int, alone: dict[str, float]) -> float 
     """
     call, both = case.call, phase == PHASES[1]
     if case.cut != "time":
-        return alone[phase] * case.work(n) / n
+        more = 1.0
+        if call.op == "linear_attention" and call.decay is None and not both:
+            more = traffic(call.B * call.H // n) / traffic(call.B * call.H)
+        return more * alone[phase] * case.work(n) / n
     if not all(name in alone for name in PHASES):
         return None
     measured = scaling.Call(
