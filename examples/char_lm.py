@@ -46,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 if not __package__:  # started by its path, from whatever folder
     sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -374,6 +375,24 @@ def compare(setting: Setting, output: Path, seed: int) -> dict[str, dict[str, An
     return figures
 
 
+def trained_on(
+    mesh: Mesh, kind: str, setting: Setting, batches: Iterator[Batch], seed: int
+) -> tuple[LanguageModel, training.History]:
+    """A new model of that kind, trained on batches that are cut over the mesh."""
+    context_axis = "context" if "context" in mesh.axis_names else None
+    model = LanguageModel(kind, setting, nnx.Rngs(seed), context_axis)
+    sharding.place(model, mesh)
+    history = training.train(
+        model,
+        sharding.batches_on(mesh, batches),
+        sharding.loss_on(mesh, sums, means),
+        steps=setting.steps,
+        learning_rate=setting.learning_rate,
+        label=f"{kind}, {', '.join(f'{name} {size}' for name, size in mesh.shape.items())}",
+    )
+    return model, history
+
+
 def train_on_mesh(
     setting: Setting, sizes: dict[str, int], output: Path, seed: int
 ) -> dict[str, dict[str, Any]]:
@@ -381,21 +400,10 @@ def train_on_mesh(
     text, validation = standard_library(setting.characters)
     B, T = setting.batch_size, setting.tokens
     mesh = sharding.mesh_of(sizes)
-    context_axis = "context" if "context" in sizes else None
-    loss = sharding.loss_on(mesh, sums, means)
     evaluate = evaluator(text_batches(validation, B, T, seed=1), setting.evaluation_batches)
     figures = {}
     for kind in KINDS:
-        model = LanguageModel(kind, setting, nnx.Rngs(seed), context_axis)
-        sharding.place(model, mesh)
-        history = training.train(
-            model,
-            sharding.batches_on(mesh, text_batches(text, B, T, seed)),
-            loss,
-            steps=setting.steps,
-            learning_rate=setting.learning_rate,
-            label=f"{kind}, {', '.join(f'{name} {size}' for name, size in sizes.items())}",
-        )
+        model, history = trained_on(mesh, kind, setting, text_batches(text, B, T, seed), seed)
         checkpoint = output / "checkpoints" / kind
         training.save(model, checkpoint)
         alone = LanguageModel(kind, setting, nnx.Rngs(seed + 1))
@@ -412,25 +420,15 @@ def train_on_mesh(
 def measure_speed_on_mesh(
     setting: Setting, sizes: dict[str, int], seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Training tokens per second by kind, each device of a context axis with as many of a text."""
+    """Training tokens per second by kind. Each device of a context axis has `mesh_tokens` tokens of
+    a text, so the text is longer on more devices."""
     text, _ = standard_library(setting.characters)
     mesh = sharding.mesh_of(sizes)
     B, T = sizes["data"], setting.mesh_tokens * sizes.get("context", 1)
-    loss = sharding.loss_on(mesh, sums, means)
+    setting = dataclasses.replace(setting, steps=setting.speed_steps)
     figures: dict[str, dict[str, Any]] = {}
     for kind in MESH_SPEED_KINDS:
-        model = LanguageModel(
-            kind, setting, nnx.Rngs(seed), "context" if "context" in sizes else None
-        )
-        sharding.place(model, mesh)
-        history = training.train(
-            model,
-            sharding.batches_on(mesh, text_batches(text, B, T, seed)),
-            loss,
-            steps=setting.speed_steps,
-            learning_rate=setting.learning_rate,
-            label=f"{kind}, T = {T}",
-        )
+        _, history = trained_on(mesh, kind, setting, text_batches(text, B, T, seed), seed)
         figures[kind] = {f"T={T}": round(B * T / history.seconds_per_step)}
     return figures
 
