@@ -19,6 +19,9 @@ the numerator and through the normaliser) that nearly cancel for tiny or constan
 rows that see one key. The errors of dq and dk are measured against the norm of both terms. Those
 of the decay's and the bias's gradients are, too, but only once a tenth of that norm is left.
 
+And where a decay's gradient is 0 in a whole batch entry, its rows count as at least half the RMS
+row of all entries: such a gradient is a sum of terms that cancel, and leaves their rounding.
+
     from tests import numerics
     wanted = numerics.oracle("attention", q, k, v, causal=True)
     result = numerics.run("attention", "xla", q, k, v, causal=True, cotangents=wanted.cotangents)

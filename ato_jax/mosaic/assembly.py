@@ -1,5 +1,5 @@
-"""Inline PTX: what Pallas has no words for. Nothing of it changes a result, so it is left out where
-kernels are interpreted, or what Pallas has words for stands there."""
+"""Inline PTX: instructions that Pallas cannot express. They change no result. Interpreted kernels
+leave them out, or compute the same values by Pallas's own operations."""
 
 from __future__ import annotations
 

@@ -65,5 +65,6 @@ def match_runs(
 
     ids = without_padding(q_ids, q_lengths), without_padding(kv_ids, kv_lengths)
     # JAX searches no array with an explicit axis.
-    q_axes, kv_axes = map(meshes.partition, ids)
-    return meshes.call(match, ids, lambda: (meshes.sharded(*q_axes), meshes.sharded(*kv_axes)))
+    return meshes.call(
+        match, ids, lambda: tuple(meshes.sharded(*meshes.partition(side)) for side in ids)
+    )

@@ -31,9 +31,9 @@ LEAST_BETA = 1e-30
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
 LOG_DECAY, BETA, OF_KEYS, OF_QUERIES, READ, RECALLED, WRITTEN = range(7)
 NUMBERS = 7
-# Of a piece that is walked beside others, what is worth the walks for its map.
+# The fewest chunks of a piece: a shorter one is not worth the walk that finds its map.
 LEAST_CHUNKS = 16
-# XLA adds up one piece after the other.
+# The most pieces of a sequence: XLA passes the state from one to the next, one at a time.
 MOST_PIECES = 16
 PARTS = 2  # of a factor of products, as `in_two_parts` makes them
 
@@ -44,7 +44,7 @@ class Config:
     slices: blocks of 64 columns of v that a block of the walk has, each in a warpgroup.
     stages: slots of chunks of the walk.
     solve_blocks: persistent blocks of the kernel that solves the chunks.
-    pieces: of a sequence that the walks take side by side.
+    pieces: how many pieces of a sequence the walks take side by side.
     """
 
     slices: int

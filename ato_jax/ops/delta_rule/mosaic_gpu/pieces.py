@@ -22,7 +22,7 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 def course_of(
     spec: DeltaRuleSpec, config: Config, leaves: tuple[str, ...], *, from_end: bool
 ) -> Course:
-    """Of a walk over all pieces."""
+    """The course of a walk over all pieces of a sequence."""
     chunks = frame.chunks_of(spec)
     each = -(-chunks // config.pieces)
     return Course(from_end, leaves, -(-chunks // each), each * C)

@@ -153,7 +153,7 @@ def _step(j: int) -> list[str]:
 
 
 def _interpreted(lower: list[jax.Array]) -> list[jax.Array]:
-    """The same by products of blocks: a row is right once those above it are."""
+    """The inverses by repeated products: each product makes one more row right, from the top."""
     found = []
     for number, block in enumerate(lower):
         rows = slice(number * BLOCK, (number + 1) * BLOCK)

@@ -70,13 +70,15 @@ MOST_ALONE = 240  # of a thread of STATE, without BESIDE
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What a walk goes over, and what it leaves.
+    """The pieces that a walk goes over, and the arrays that it leaves.
 
     Attributes:
       from_end: whether chunks are walked from the last to the first.
       leaves: outputs beside the last states, by their names in `Walk`.
-      pieces: of the sequence, from piece `first` on, of `rows` each.
-      maps: whether the walk leaves no out, and besides v's columns has D columns of 0.
+      pieces: how many pieces of the sequence are walked, from piece `first` on; each has `rows`
+        rows.
+      maps: whether the walk is for the pieces' maps: it leaves no out, and has D columns of 0
+        beside v's.
     """
 
     from_end: bool

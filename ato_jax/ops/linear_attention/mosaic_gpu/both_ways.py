@@ -81,7 +81,7 @@ def _axis_of_time(spec: LinearAttentionSpec) -> int:
 
 
 def from_the_end(deal: mosaic.Deal, length: int) -> mosaic.Deal:
-    """The same pieces, with rows counted from the end of a sequence of this length."""
+    """`deal`, whose pieces now count their rows from the end of a sequence of this length."""
     return dataclasses.replace(deal, end=frame.whole_chunks(length))
 
 
@@ -100,8 +100,8 @@ def _walks(
 def _pieces_from_the_end(
     spec: LinearAttentionSpec, deal: mosaic.Deal, own: jax.Array
 ) -> gates.OfPieces:
-    """What the pieces of a walk from the end need of the gates. The rows of `own`, and of the sums
-    that this returns, lie as in memory."""
+    """The sums of gates for the pieces of a walk from the end. `own` and the sums that are returned
+    have their rows in the order of memory."""
     found = gates.of_pieces(spec, deal, jnp.flip(own, 2))
     return found._replace(until=jnp.flip(found.until, 2), since=jnp.flip(found.since, 2))
 

@@ -85,9 +85,12 @@ def gradients(
     cotangents: Outputs,
     weights: tuple[jax.Array, jax.Array] | None = None,
 ) -> Inputs:
-    """Of the states ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D]; weights
-    as `channel_query_gradient` takes them. Of heads that are cut the arrays are in blocks, and so
-    are the gradients, each block's a sum over those of the other kind."""
+    """The gradients of all inputs, in blocks where heads are cut: sums over the pairs of a block.
+
+    Args:
+      states: those ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D].
+      weights: of the rows, as `channel_query_gradient` takes them.
+    """
     q, k, v, g = features.q, features.k, inputs.v, cotangents.out
     # R and u begin with the cotangent of the state that is returned.
     end = None

@@ -68,7 +68,7 @@ def head_of_values(spec: LinearAttentionSpec, ref: Any, head: Any) -> Any:
 
 
 def shape_of_heads(spec: LinearAttentionSpec, x: jax.Array) -> tuple[int, ...]:
-    """Of an array like x, one for each of the kernels' heads."""
+    """The shape of an array like x that has a part for each of the kernels' heads."""
     if not isinstance(spec, Cut):
         return x.shape
     return (*x.shape[:2], spec.H, x.shape[3])
@@ -151,7 +151,8 @@ def state_in_blocks(cut: Cut, state: LinearState, is_cotangent: bool = False) ->
 def whole_state(
     spec: LinearAttentionSpec, cut: Cut, state: LinearState, is_gradient: bool = False
 ) -> LinearState:
-    """The reverse. A gradient's k_sum is the sum of those that blocks of values have."""
+    """The state of whole heads, from that of their blocks: the inverse of `state_in_blocks`. The
+    k_sum of a gradient is the sum over the blocks of values."""
     kv, k_sum = narrow.narrowed(cut, state)
     shape = spec.B, cut.feature_blocks, cut.value_blocks, spec.G
     kv = kv.reshape(*shape, cut.width, cut.values_width)
