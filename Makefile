@@ -72,6 +72,7 @@ help:
 	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
 	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
 	@echo 'make test-newest-torch  those of ato_torch there, with PyTorch for CUDA: 6 GB'
+	@echo 'make record-long  all tests, long ones too, and a record of those that passed'
 	@echo 'make docs         the documentation site, built and checked, in site/'
 	@echo 'make gpu-test     the tests that need an NVIDIA GPU; writes tests/gpu_receipt.json'
 	@echo 'make venv         the virtual environment $(OLDEST), to work in'
@@ -133,18 +134,25 @@ lint: $(OLDEST)/$(STAMP)
 test-oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
-# Every 10th test, those marked `newest` counted apart, and fewer of hypothesis's examples: the
-# other end has run the rest, and what differs between versions of JAX breaks more than one test.
+# About every 9th test, and fewer of hypothesis's examples: the other end has run the rest, and what
+# differs between versions of JAX breaks more than one test.
 .PHONY: test-newest
 ifdef NEWEST_PYTHON
 test-newest: $(NEWEST)/$(STAMP)
-	ATO_SAMPLE=10 ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
+	ATO_SAMPLE=9 ATO_HYPOTHESIS_PROFILE=quick $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
 else
 test-newest:
 	@echo '*** No Python 3.13 or 3.12 found: the newest JAX can NOT be tested here.' >&2
 	@echo '*** Install one, or name it with `make NEWEST_PYTHON=...`.' >&2
 	@exit 1
 endif
+
+# Runs what takes long, and keeps what passed in tests/long_tests.json: `make test` skips it then.
+.PHONY: record-long
+record-long: $(OLDEST)/$(STAMP) $(if $(NEWEST_PYTHON),$(NEWEST)/$(STAMP))
+	ATO_LONG=record $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
+	$(if $(NEWEST_PYTHON),ATO_LONG=record ATO_SAMPLE=9 ATO_HYPOTHESIS_PROFILE=quick \
+		$(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS))
 
 # Not part of `make test`: for these versions of Python PyTorch comes with CUDA alone.
 .PHONY: test-newest-torch

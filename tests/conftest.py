@@ -1,22 +1,23 @@
 """What all tests share: hypothesis profiles, the skip where there is no GPU, compile settings.
 
-ATO_HYPOTHESIS_PROFILE picks a profile, and with ATO_SAMPLE=10 only every 10th test runs; those that
-are marked `newest`, what only the newest JAX can do, are counted apart. With ATO_HIDE_TRITON=1
-JAX has no lowering to Triton, and tests that need one are skipped.
+ATO_HYPOTHESIS_PROFILE picks a profile. With ATO_SAMPLE=9 about every 9th test runs, drawn by its
+name, and all that are marked `newest`. Tests that take long are skipped where they passed with the
+same sources (long_tests.py). With ATO_HIDE_TRITON=1 JAX has no lowering to Triton, and tests that
+need one are skipped.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
 import jax
 import pytest
 
-from tests import receipt, without_triton
+from tests import long_tests, receipt, without_triton
 
 # Here, before any test imports the library.
 HIDES_TRITON = os.environ.get("ATO_HIDE_TRITON") == "1"
@@ -87,19 +88,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if not has_gpu():
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # With workers, their parent hears of all outcomes.
+    if long_tests.mode() == "record" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(long_tests.Recorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    passed_before = long_tests.skip(items)
     sample = int(os.environ.get("ATO_SAMPLE", "1"))
-    of_the_newest = itertools.count()
-    drawn = [
-        (next(of_the_newest) if item.get_closest_marker("newest") else n) % sample == 0
-        for n, item in enumerate(items)
-    ]
-    config.hook.pytest_deselected(
-        items=[item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn]
-    )
-    items[:] = [item for item, is_drawn in zip(items, drawn, strict=True) if is_drawn]
+    drawn = {
+        item
+        for item in items
+        if item.get_closest_marker("newest") or zlib.crc32(item.nodeid.encode()) % sample == 0
+    }
+    drawn |= passed_before
+    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+    items[:] = [item for item in items if item in drawn]
     if HIDES_TRITON:
         for item in items:
             if item.get_closest_marker("lowering"):
@@ -137,8 +141,12 @@ def pytest_runtest_setup() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    return (yield from _skips_what_lacks_triton())
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = long_tests.used()
+    try:
+        return (yield from _skips_what_lacks_triton())
+    finally:
+        item.user_properties.append((long_tests.CPU_SECONDS, long_tests.used() - before))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -12,8 +12,8 @@ from ato_jax.mosaic import program
 
 def newest(test: Any) -> Any:
     """A mark for a test of kernels that the newest JAX alone interprets."""
-    lacking = pytest.mark.skipif(program.interpreter is None, reason="JAX interprets from 0.12 on")
-    return pytest.mark.newest(lacking(test))
+    reason = "JAX interprets from 0.12 on"
+    return pytest.mark.skipif(program.interpreter is None, reason=reason)(test)
 
 
 @pytest.fixture(autouse=True)
