@@ -16,6 +16,7 @@ from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.step import linear_attention_step
 from ato_jax.paged_cache import PagedCache
 from ato_jax.programs import program_limit
+from ato_jax.quantizing import quantize, rotate
 
 __version__ = "0.1.0"
 
@@ -35,5 +36,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "program_limit",
+    "quantize",
+    "rotate",
     "total_attention",
 ]

@@ -310,6 +310,7 @@ class Explanation:
       backward: The `Choice` of the backward pass.
       reasons: `reasons[backend][phase]` is None where the backend supports the phase ("forward" or
         "backward"), or the reason why it does not.
+      note: What the call does before any backend runs; empty for nothing.
     """
 
     op: str
@@ -319,6 +320,7 @@ class Explanation:
     recorded: Choice | None
     backward: Choice | None
     reasons: dict[str, dict[str, str | None]]
+    note: str = ""
 
     @property
     def implementation(self) -> str | None:
@@ -327,6 +329,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device.platform} {self.device.name}".rstrip()]
+        if self.note:
+            lines.append(f"  {self.note}")
         lines.append(f"  forward: {self.forward or '-'}")
         if self.recorded != self.forward:
             lines.append(f"  forward, its derivative taken: {self.recorded or '-'}")

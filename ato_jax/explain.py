@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ato_jax import dispatch
+from ato_jax.ops import float8
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import decode
 from ato_jax.ops.delta_rule import api as delta_rule_api
@@ -22,7 +23,10 @@ def _by_dispatch(api: Any) -> Callable[..., dispatch.Explanation]:
 
     def explain(*args: Any, **options: Any) -> dispatch.Explanation:
         request = api.prepare(*args, **options)
-        return dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+        found = dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+        if options.get("scales") is not None:
+            return float8.explained(found, request.spec.dtype)
+        return found
 
     return explain
 

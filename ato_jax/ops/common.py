@@ -95,11 +95,19 @@ def check_heads(
 def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict[str, int], bool]:
     """[q, k, v] with a batch axis, the sizes of their axes, and whether q came with a batch
     axis."""
-    shapes.one_of("layout", layout, LAYOUTS)
     q = shapes.floating("q", q)
     k, v = (
         shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v))
     )
+    return bind_axes([q, k, v], layout)
+
+
+def bind_axes(
+    arrays: list[jax.Array], layout: str
+) -> tuple[list[jax.Array], dict[str, int], bool]:
+    """`bind_qkv` without its checks of dtypes."""
+    q, k, v = arrays
+    shapes.one_of("layout", layout, LAYOUTS)
     batched = is_batched(q, axes(layout, "BTHD"))
     sizes: dict[str, int] = {}
     first = 0 if batched else 1
@@ -107,7 +115,7 @@ def bind_qkv(q: Any, k: Any, v: Any, layout: str) -> tuple[list[jax.Array], dict
         shapes.bind(sizes, name, array.shape, axes(layout, letters)[first:])
     sizes.setdefault("B", 1)
     check_heads(sizes, layout)
-    return [with_batch(array, 4) for array in (q, k, v)], sizes, batched
+    return [with_batch(array, 4) for array in arrays], sizes, batched
 
 
 def bind_lengths(

@@ -12,20 +12,21 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ato_jax import choosing, dispatch, shapes
+from ato_jax.ops import float8
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.common import (
     Integers,
     Precision,
     axes,
     bind_lengths,
-    bind_qkv,
     bind_segments,
     pad_to_one,
     precision_of,
 )
+from ato_jax.ops.float8 import Scales
 
 # (left, right): keys to the left and to the right of a query's position, None for no bound.
 Window = tuple[int | None, int | None]
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     implementation: str | None
     batched: bool
     T: int
+    out_dtype: str | None = None  # of a call on float8 arrays
 
 
 def prepare(
@@ -77,11 +79,15 @@ def prepare(
     dropout_key: Any = None,
     return_lse: bool = False,
     layout: str = "bthd",
+    scales: Any = None,
+    out_dtype: Any = None,
     precision: Any = None,
     implementation: str | None = None,
 ) -> Request:
     """Checks and binds every argument of `attention`; its ValueErrors come from here."""
-    (q, k, v), sizes, batched = bind_qkv(q, k, v, layout)
+    (q, k, v), sizes, batched, out_dtype = float8.bind_qkv(
+        q, k, v, layout, scales, out_dtype
+    )
     causal, return_lse = shapes.flag("causal", causal), shapes.flag("return_lse", return_lse)
     left, right = bounds(causal, window)
     q_lengths, kv_lengths, shared = bind_lengths(q_lengths, kv_lengths, sizes, batched)
@@ -159,7 +165,9 @@ def prepare(
         query_offset,
         seed,
     )
-    return Request(spec, inputs, implementation, batched, T)
+    if out_dtype is not None:
+        inputs = float8.forward_alone(inputs)
+    return Request(spec, inputs, implementation, batched, T, out_dtype)
 
 
 def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
@@ -264,7 +272,8 @@ def attention(
     q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
     softcap: float | None = ..., sinks: ArrayLike | None = ..., scale: float | None = ...,
     dropout_rate: float = ..., dropout_key: jax.Array | None = ...,
-    return_lse: Literal[False] = ..., layout: str = ..., precision: Precision = ...,
+    return_lse: Literal[False] = ..., layout: str = ..., scales: Scales | None = ...,
+    out_dtype: DTypeLike | None = ..., precision: Precision = ...,
     implementation: str | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -278,7 +287,8 @@ def attention(
     q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
     softcap: float | None = ..., sinks: ArrayLike | None = ..., scale: float | None = ...,
     dropout_rate: float = ..., dropout_key: jax.Array | None = ...,
-    return_lse: Literal[True], layout: str = ..., precision: Precision = ...,
+    return_lse: Literal[True], layout: str = ..., scales: Scales | None = ...,
+    out_dtype: DTypeLike | None = ..., precision: Precision = ...,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
@@ -305,6 +315,8 @@ def attention(
     dropout_key: jax.Array | None = None,
     return_lse: bool = False,
     layout: str = "bthd",
+    scales: Scales | None = None,
+    out_dtype: DTypeLike | None = None,
     precision: Precision = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -317,8 +329,8 @@ def attention(
     block by block, too: no pass holds an array of T times S elements.
 
     Args:
-      q: Queries [B, T, H, D], float16, bfloat16 or float32. B may be missing, and then it is
-        missing from every other argument and from the results.
+      q: Queries [B, T, H, D], float16, bfloat16, float32 or float8_e4m3fn. B may be missing, and
+        then it is missing from every other argument and from the results.
       k: Keys [B, S, G, D] in q's dtype. H is a multiple of G: query head h reads key/value head
         h // (H // G).
       v: Values [B, S, G, V] in q's dtype.
@@ -349,6 +361,11 @@ def attention(
       return_lse: Return (out, lse) in place of out.
       layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D] and lse [B, H, T]. Axes of bias and
         mask stay [B, H, T, S].
+      scales: (q_scale [B, H], k_scale [B, G], v_scale [B, G]), float32, for q, k and v of
+        float8_e4m3fn, and only for these: q stands for q * q_scale. `ato_jax.quantize` makes both.
+        The arrays are widened first, so the call costs what one on bfloat16 arrays does.
+      out_dtype: Dtype of out where q, k and v are float8_e4m3fn: "bfloat16" unless given,
+        "float16", or "float32", for which they are widened to float32.
       precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
         the factors to TF32. With a softcap or sinks the products are exact regardless, since TF32
         would spoil these gradients. Other dtypes ignore it.
@@ -359,15 +376,16 @@ def attention(
         other backends do not.
 
     Returns:
-      out [B, T, H, V] in v's dtype; with `return_lse` the pair (out, lse). lse is the natural
-      logarithm of the softmax's denominator, sink included: float32 [B, T, H], differentiable. For
-      a query that sees no key, out is 0 and lse is -inf, or the sink's logit where there are sinks.
+      out [B, T, H, V] in v's dtype, or `out_dtype`; with `return_lse` the pair (out, lse). lse is
+      the natural logarithm of the softmax's denominator, sink included: float32 [B, T, H],
+      differentiable. For a query that sees no key, out is 0 and lse is -inf, or the sink's logit
+      where there are sinks.
 
     Raises:
       ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
         names it, what it was and what it has to be.
       UnsupportedError: The backend named by `implementation` does not support this call on this
-        device; the message says why.
+        device, or a derivative is taken of a call on float8 arrays; the message says why.
 
     Example:
       >>> import ato_jax, jax.numpy as jnp
@@ -401,6 +419,8 @@ def attention(
         dropout_key=dropout_key,
         return_lse=return_lse,
         layout=layout,
+        scales=scales,
+        out_dtype=out_dtype,
         precision=precision,
         implementation=implementation,
     )
@@ -411,4 +431,5 @@ def attention(
         out, lse = (jax.lax.slice_in_dim(array, 0, request.T, axis=time) for array in (out, lse))
     if not request.batched:
         out, lse = out[0], lse[0]
+    out = out if request.out_dtype is None else out.astype(request.out_dtype)
     return (out, lse) if return_lse else out

@@ -13,15 +13,15 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ato_jax import checking, choosing, dispatch, shapes
+from ato_jax.ops import float8
 from ato_jax.ops.common import (
     Integers,
     Precision,
     axes,
     bind_lengths,
-    bind_qkv,
     bind_segments,
     number_runs,
     pad_to_one,
@@ -29,6 +29,7 @@ from ato_jax.ops.common import (
     refuse_positive,
     with_batch,
 )
+from ato_jax.ops.float8 import Scales
 from ato_jax.ops.linear_attention import features, segments
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
@@ -50,6 +51,7 @@ class Request(NamedTuple):
     implementation: str | None
     batched: bool
     T: int
+    out_dtype: str | None = None  # of a call on float8 arrays
 
 
 def prepare(
@@ -71,11 +73,15 @@ def prepare(
     initial_state: Any = None,
     return_state: bool = False,
     layout: str = "bthd",
+    scales: Any = None,
+    out_dtype: Any = None,
     precision: Any = None,
     implementation: str | None = None,
 ) -> Request:
     """Checks and binds every argument of `linear_attention`; its ValueErrors come from here."""
-    (q, k, v), sizes, batched = bind_qkv(q, k, v, layout)
+    (q, k, v), sizes, batched, out_dtype = float8.bind_qkv(
+        q, k, v, layout, scales, out_dtype
+    )
     dtype = str(q.dtype)
     causal, return_state = shapes.flag("causal", causal), shapes.flag("return_state", return_state)
     phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
@@ -138,7 +144,9 @@ def prepare(
     inputs = Inputs(
         q, k, v, decay, initial_state, parameters, q_ids, kv_ids, q_lengths, kv_lengths
     )
-    return Request(spec, inputs, implementation, batched, T)
+    if out_dtype is not None:
+        inputs = float8.forward_alone(inputs)
+    return Request(spec, inputs, implementation, batched, T, out_dtype)
 
 
 def resolve_output(
@@ -262,7 +270,7 @@ def run(request: Request) -> tuple[jax.Array, LinearState]:
     out = jax.lax.slice_in_dim(out, 0, request.T, axis=time) if request.T < spec.T else out
     if not request.batched:
         out, state = out[0], jax.tree.map(lambda array: array[0], state)
-    return out, state
+    return out if request.out_dtype is None else out.astype(request.out_dtype), state
 
 
 @overload
@@ -273,7 +281,8 @@ def linear_attention(
     q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
     q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
     initial_state: LinearState | None = ..., return_state: Literal[False] = ...,
-    layout: str = ..., precision: Precision = ..., implementation: str | None = ...,
+    layout: str = ..., scales: Scales | None = ..., out_dtype: DTypeLike | None = ...,
+    precision: Precision = ..., implementation: str | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 
 
@@ -285,7 +294,8 @@ def linear_attention(
     q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
     q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
     initial_state: LinearState | None = ..., return_state: Literal[True],
-    layout: str = ..., precision: Precision = ..., implementation: str | None = ...,
+    layout: str = ..., scales: Scales | None = ..., out_dtype: DTypeLike | None = ...,
+    precision: Precision = ..., implementation: str | None = ...,
 ) -> tuple[jax.Array, LinearState]: ...  # fmt: skip
 
 
@@ -308,6 +318,8 @@ def linear_attention(
     initial_state: LinearState | None = None,
     return_state: bool = False,
     layout: str = "bthd",
+    scales: Scales | None = None,
+    out_dtype: DTypeLike | None = None,
     precision: Precision = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, LinearState]:
@@ -324,8 +336,8 @@ def linear_attention(
         k_sum_t = exp(decay_t) k_sum_{t-1} + phi(k_t)
 
     Args:
-      q: Queries [B, T, H, D], float16, bfloat16 or float32. B may be missing, and then it is
-        missing from every other argument and from the results.
+      q: Queries [B, T, H, D], float16, bfloat16, float32 or float8_e4m3fn. B may be missing, and
+        then it is missing from every other argument and from the results.
       k: Keys [B, S, G, D] in q's dtype. H is a multiple of G: query head h reads key/value head
         h // (H // G).
       v: Values [B, S, G, V] in q's dtype.
@@ -359,6 +371,11 @@ def linear_attention(
       return_state: Return (out, state) in place of out: the state after the last valid key, of the
         last segment.
       layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D].
+      scales: (q_scale [B, H], k_scale [B, G], v_scale [B, G]), float32, for q, k and v of
+        float8_e4m3fn, and only for these: q stands for q * q_scale. `ato_jax.quantize` makes both.
+        The arrays are widened first, so the call costs what one on bfloat16 arrays does.
+      out_dtype: Dtype of out where q, k and v are float8_e4m3fn: "bfloat16" unless given,
+        "float16", or "float32", for which they are widened to float32.
       precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
         the factors to TF32. Other dtypes ignore it.
       implementation: None for the fastest backend that supports the call on this device, or one of
@@ -367,14 +384,14 @@ def linear_attention(
         128 columns without a decay), "triton", "xla" and "reference".
 
     Returns:
-      out [B, T, H, V] in v's dtype; with `return_state` the pair (out, state). A query that sees no
-      key gives 0.
+      out [B, T, H, V] in v's dtype, or `out_dtype`; with `return_state` the pair (out, state). A
+      query that sees no key gives 0.
 
     Raises:
       ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
         names it, what it was and what it has to be.
       UnsupportedError: The backend named by `implementation` does not support this call on this
-        device; the message says why.
+        device, or a derivative is taken of a call on float8 arrays; the message says why.
 
     Example:
       >>> import ato_jax, jax, jax.numpy as jnp
@@ -406,6 +423,8 @@ def linear_attention(
         initial_state=initial_state,
         return_state=return_state,
         layout=layout,
+        scales=scales,
+        out_dtype=out_dtype,
         precision=precision,
         implementation=implementation,
     )

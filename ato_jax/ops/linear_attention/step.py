@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ato_jax import (
     autodiff,
@@ -33,7 +33,9 @@ from ato_jax import (
 from ato_jax.choosing import PHASES, Choice
 from ato_jax.device import Device
 from ato_jax.dispatch import Explanation
+from ato_jax.ops import float8
 from ato_jax.ops.common import check_heads, refuse_positive, with_batch
+from ato_jax.ops.float8 import Scales
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.api import (
     OP,
@@ -56,6 +58,7 @@ class Request(NamedTuple):
     spec: StepSpec
     inputs: StepInputs
     batched: bool
+    out_dtype: str | None = None  # of a step on float8 arrays
 
 
 def prepare(
@@ -69,10 +72,16 @@ def prepare(
     normalize: Any = None,
     scale: Any = None,
     eps: Any = 1e-6,
+    scales: Any = None,
+    out_dtype: Any = None,
 ) -> Request:
     """Checks and binds every argument of a step; its ValueErrors come from here."""
-    q = shapes.floating("q", q)
-    k, v = (shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v)))
+    out_dtype = float8.resolve((q, k, v), scales, out_dtype)
+    if out_dtype is None:
+        q = shapes.floating("q", q)
+        k, v = (shapes.floating(name, array, str(q.dtype)) for name, array in (("k", k), ("v", v)))
+    else:
+        q, k, v = (shapes.as_array(*named) for named in zip("qkv", (q, k, v), strict=True))
     if q.ndim not in (2, 3):
         raise ValueError(f"q must be [B, H, D] or [H, D], got shape {q.shape}")
     batched = q.ndim == 3
@@ -82,13 +91,17 @@ def prepare(
     sizes.setdefault("B", 1)
     check_heads(sizes)
     q, k, v = (with_batch(array, 3) for array in (q, k, v))
+    if out_dtype is not None:
+        q, k, v = float8.widened([q, k, v], scales, sizes, batched, 1, out_dtype)
     phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
     state = bind_state("state", state, sizes, batched)
     decay = _bind_decay(decay, sizes, batched)
     inputs = StepInputs(q, k, v, state, decay, parameters)
+    if out_dtype is not None:
+        inputs = float8.forward_alone(inputs)
     spec = StepSpec(phi, normalize, scale, eps)
-    return Request(spec, inputs, batched)
+    return Request(spec, inputs, batched, out_dtype)
 
 
 def linear_attention_step(
@@ -102,6 +115,8 @@ def linear_attention_step(
     normalize: bool | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
+    scales: Scales | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, LinearState]:
     """Computes one token of causal linear attention from a state of constant size.
 
@@ -114,8 +129,8 @@ def linear_attention_step(
     a step is one kernel. Where the caller's `jit` donates the state, it is updated in place.
 
     Args:
-      q: Query [B, H, D], float16, bfloat16 or float32. B may be missing, and then it is missing
-        from every other argument and from the results.
+      q: Query [B, H, D], float16, bfloat16, float32 or float8_e4m3fn. B may be missing, and then
+        it is missing from every other argument and from the results.
       k: Key [B, G, D] in q's dtype. H is a multiple of G.
       v: Value [B, G, V] in q's dtype.
       state: LinearState(kv [B, G, D, V], k_sum [B, G, D]), float32: what `linear_attention` with
@@ -126,13 +141,17 @@ def linear_attention_step(
         non-negative.
       scale: Factor of the result for normalize=False; D ** -0.5 unless given.
       eps: The smallest denominator, > 0.
+      scales: (q_scale [B, H], k_scale [B, G], v_scale [B, G]) for q, k and v of float8_e4m3fn, as
+        in `linear_attention`. The state stays float32.
+      out_dtype: Dtype of out where q, k and v are float8_e4m3fn, "bfloat16" unless given.
 
     Returns:
-      (out, state): out [B, H, V] in v's dtype, and the new state.
+      (out, state): out [B, H, V] in v's dtype, or `out_dtype`, and the new state.
 
     Raises:
       ValueError: An argument is wrong: its shape, dtype or value. The message names it, what it was
         and what it has to be.
+      UnsupportedError: A derivative is taken of a step on float8 arrays.
 
     Example:
       >>> import ato_jax, jax.numpy as jnp
@@ -142,7 +161,7 @@ def linear_attention_step(
       >>> out.shape
       (2, 4, 8)
     """
-    spec, inputs, batched = prepare(
+    spec, inputs, batched, out_dtype = prepare(
         q,
         k,
         v,
@@ -152,6 +171,8 @@ def linear_attention_step(
         normalize=normalize,
         scale=scale,
         eps=eps,
+        scales=scales,
+        out_dtype=out_dtype,
     )
     if checking.checking():
         unscaled = dataclasses.replace(spec, normalize=False, scale=1.0)
@@ -161,12 +182,13 @@ def linear_attention_step(
     cut = partitioning.cut_of(inputs, inputs.letters)
     run = functools.partial(_step, spec, device.of_call(inputs), device.interpreting(), cut)
     out, state = meshes.call(run, inputs, inputs.partition_of_outputs)
+    out = out if out_dtype is None else out.astype(out_dtype)
     return (out, state) if batched else (out[0], jax.tree.map(lambda array: array[0], state))
 
 
 def explain(*args: Any, **options: Any) -> Explanation:
     """What `linear_attention_step` with these arguments would run."""
-    spec, inputs, _ = prepare(*args, **options)
+    spec, inputs, *_ = prepare(*args, **options)
     here = device.of_call(inputs)
     reason = OP.module(KERNEL).unsupported(inputs, here)
     reasons: dict[str, dict[str, str | None]] = {
@@ -177,7 +199,10 @@ def explain(*args: Any, **options: Any) -> Explanation:
     forward = plain
     if reason is None:
         forward = Choice("triton", None, KERNEL, why="first in the op's order")
-    return Explanation("linear_attention_step", spec, here, forward, forward, plain, reasons)
+    found = Explanation("linear_attention_step", spec, here, forward, forward, plain, reasons)
+    if options.get("scales") is not None:
+        return float8.explained(found, str(inputs.q.dtype))
+    return found
 
 
 def _bind_decay(decay: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:

@@ -1,0 +1,159 @@
+"""Calls whose q, k and v are float8_e4m3fn: bound, widened and run by the kernels of wide arrays.
+
+    x = values * scale        values [B, T, H, D] of float8_e4m3fn, scale [B, H] float32
+
+No kernel reads 8 bits today. A call widens its arrays first, to bfloat16 or, for a float32 output,
+to float32; it takes the time of a call on these, and their memory. float8_e4m3fn has 4 significant
+bits and bfloat16 has 8, so a product with a power of two is exact, and one with another scale is
+rounded once. A kernel that reads 8 bits would take `values` and `scale` where `widened` is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ato_jax import choosing, dispatch, meshes, programs, quantizing, shapes
+from ato_jax.ops import common
+from ato_jax.quantizing import FLOAT8
+
+# (q_scale [B, H], k_scale [B, G], v_scale [B, G])
+Scales = tuple[ArrayLike, ArrayLike, ArrayLike]
+
+NO_DERIVATIVE = "float8 inputs have no derivative"
+WAY_OUT = (
+    "quantise in the forward pass alone and differentiate the call on bfloat16 arrays, by "
+    "jax.custom_vjp as the guide to float8 shows (docs/guides/float8.md)"
+)
+
+
+def bind_qkv(
+    q: Any, k: Any, v: Any, layout: str, scales: Any, out_dtype: Any
+) -> tuple[list[jax.Array], dict[str, int], bool, str | None]:
+    """As `common.bind_qkv`, with float8 arrays widened, and the output's dtype for such a call.
+
+    The last is None where q, k and v are wide.
+    """
+    out_dtype = resolve((q, k, v), scales, out_dtype)
+    if out_dtype is None:
+        return *common.bind_qkv(q, k, v, layout), None
+    arrays = [shapes.as_array(*named) for named in zip("qkv", (q, k, v), strict=True)]
+    bound, sizes, batched = common.bind_axes(arrays, layout)
+    heads = common.axes(layout, "BTHD").index("H")
+    return widened(bound, scales, sizes, batched, heads, out_dtype), sizes, batched, out_dtype
+
+
+def resolve(arrays: tuple[Any, ...], scales: Any, out_dtype: Any) -> str | None:
+    """The output's dtype of a call on float8 arrays q, k, v; None where they are wide.
+
+    A ValueError for a mixture, for float8 arrays without scales, and for wide ones with any.
+    """
+    found = [shapes.dtype_name(*named) for named in zip("qkv", arrays, strict=True)]
+    if FLOAT8 not in found:
+        for name, value in (("scales", scales), ("out_dtype", out_dtype)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} goes with q, k and v of {FLOAT8}, which ato_jax.quantize makes, "
+                    f"got q of {found[0]}"
+                )
+        return None
+    if any(dtype != FLOAT8 for dtype in found):
+        raise ValueError(
+            f"q, k and v must all be {FLOAT8} or none of them, got {', '.join(found)}: quantise "
+            "all by ato_jax.quantize, or widen those that are not"
+        )
+    if scales is None:
+        raise ValueError(
+            f"scales must be given with q, k and v of {FLOAT8}: (q_scale, k_scale, v_scale), as "
+            "ato_jax.quantize returns them"
+        )
+    return "bfloat16" if out_dtype is None else shapes.float_dtype("out_dtype", out_dtype)
+
+
+def widened(
+    arrays: list[jax.Array],
+    scales: Any,
+    sizes: dict[str, int],
+    batched: bool,
+    heads: int,
+    out_dtype: str,
+) -> list[jax.Array]:
+    """[q, k, v] times their scales, in the dtype of the kernels that run.
+
+    Args:
+      arrays: float8 arrays with a batch axis.
+      scales: the caller's.
+      sizes: the size of each letter.
+      batched: whether the caller's arrays have a batch axis.
+      heads: the axis of heads.
+      out_dtype: of the output.
+    """
+    if not isinstance(scales, tuple | list) or len(scales) != 3:
+        raise ValueError(
+            "scales must be (q_scale [B, H], k_scale [B, G], v_scale [B, G]), "
+            f"got {shapes_of(scales)}"
+        )
+    bound = []
+    for name, scale, letters in zip("qkv", scales, ("BH", "BG", "BG"), strict=True):
+        name = f"scales: {name}_scale"
+        found = quantizing.check_scale(name, scale)
+        shapes.bind(sizes, name, found.shape, letters if batched else letters[1:])
+        bound.append(common.with_batch(found, 2))
+    wide = "float32" if out_dtype == "float32" else "bfloat16"
+
+    def partition() -> list[Any]:
+        return [meshes.sharded(*meshes.partition(array)) for array in arrays]
+
+    return meshes.call(lambda pair: _products(wide, heads, *pair), (arrays, bound), partition)
+
+
+def shapes_of(scales: Any) -> str:
+    """What was given in place of three scales, without the values of an array."""
+    return f"an array of shape {scales.shape}" if hasattr(scales, "shape") else repr(scales)
+
+
+@programs.jit(static=2)
+def _products(
+    dtype: str, heads: int, arrays: list[jax.Array], scales: list[jax.Array]
+) -> list[jax.Array]:
+    """Each array times its scale [B, heads], rounded to the dtype."""
+    found = []
+    for array, scale in zip(arrays, scales, strict=True):
+        shape = [1] * array.ndim
+        shape[0], shape[heads] = scale.shape
+        found.append((array.astype(jnp.float32) * scale.reshape(shape)).astype(dtype))
+    return found
+
+
+@jax.custom_jvp
+def _forward_alone(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
+
+
+@_forward_alone.defjvp
+def _forward_alone_jvp(primals: Any, tangents: Any) -> Any:
+    raise choosing.UnsupportedError(f"{NO_DERIVATIVE}: {WAY_OUT}")
+
+
+def forward_alone(inputs: Any) -> Any:
+    """The arrays of a call on float8 arrays, whose derivative by any of them is an error."""
+    leaves, tree = jax.tree.flatten(inputs)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    for i, leaf in zip(floats, _forward_alone([leaves[i] for i in floats]), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
+def explained(found: dispatch.Explanation, dtype: str) -> dispatch.Explanation:
+    """What a call on float8 arrays would run: the forward pass of one on arrays of `dtype`."""
+    note = f"{FLOAT8} inputs are widened to {dtype} first; no kernel reads 8 bits"
+    reasons = {
+        name: {**phases, "backward": NO_DERIVATIVE} for name, phases in found.reasons.items()
+    }
+    return dataclasses.replace(
+        found, recorded=None, backward=None, reasons=reasons, note=note
+    )
