@@ -46,9 +46,10 @@ class LinearAttention(MultiHead):
     Time is linear in T and S. Checkpoints of nnx.MultiHeadAttention load.
 
     - A mask may be causal, or hide keys for all queries alike, [batch..., 1, 1, S], or both. Padded
-      queries have 0 before the last projection. Any other mask is a ValueError, and inside jit so
-      is every mask with an axis of queries, since its values are not known there. Packed documents
-      take `segment_ids` in place of a mask of blocks.
+      queries have 0 before the last projection. Any other mask is a ValueError, and so is
+      every traced mask with an axis of queries, since its values are not known: inside jit, an
+      argument or what JAX makes there. Packed documents take `segment_ids` in place of a mask of
+      blocks.
     - With `decode=True` a call takes any number of tokens, causal among themselves: first a prompt,
       then one token at a time. Its mask covers these tokens, not a cache of keys: earlier keys
       exist only as sums.
@@ -272,7 +273,9 @@ class Performer(LinearAttention):
     (Choromanski et al., "Rethinking Attention with Performers", 2021.) The rows of w are drawn from
     the stream `params` of `rngs` and kept in the variable `random_features` [M, D], which is not
     trained, until `redraw`. A state of nnx.MultiHeadAttention loads with nnx.update, which leaves
-    that variable as it is. Masks and decoding are those of `LinearAttention`.
+    that variable as it is. A checkpoint has to hold it beside the nnx.Params: without it, a layer
+    of another seed keeps its own features and gives other results. Masks and decoding are those of
+    `LinearAttention`.
 
     Args:
       num_heads: H, the number of query heads.
