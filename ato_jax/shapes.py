@@ -126,7 +126,7 @@ def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
     if found.startswith("torch."):
         raise ValueError(
             f"{name} must be a JAX array, got a PyTorch tensor: ato_torch has functions of the "
-            "same names for tensors"
+            "same names for tensors, and ato_jax.explain takes jax.ShapeDtypeStruct(shape, dtype)"
         )
     if found not in FLOATS:
         raise ValueError(
