@@ -277,6 +277,13 @@ def _gated_delta_rule() -> Iterator[Row]:
         normalize_qk=True,
         return_state=True,
     )
+    # What runs by XLA for want of kernels, and not for its sizes.
+    yield row(
+        "segment_ids, D = V = 128",
+        {"D": 128, "V": 128},
+        segment_ids=lambda sizes: np.arange(sizes["T"])[None].repeat(sizes["B"], 0) // 10,
+    )
+    yield row("lengths, D = V = 128", {"D": 128, "V": 128}, lengths=np.array([20, 32]))
 
 
 ROWS = {
