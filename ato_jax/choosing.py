@@ -189,7 +189,12 @@ def choose(call: Call, phase: str) -> Choice:
             config = tuning.config(call.op.name, kernel, runner, call.spec, call.device)
             fallback = fallback_of(call, name, phase)
             return Choice(name, config, kernel, fallback, *_sources(call, name, kernel, phase))
-    listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    listing = "; ".join(
+        f"{name}: {reason}"
+        for name, reason in reasons.items()
+        # "triton.wide" has something to say only where "triton" does not say it, too.
+        if name == family(name) or reason != reasons.get(family(name))
+    )
     raise UnsupportedError(f"{call.op.name}, {phase}: {listing}")
 
 

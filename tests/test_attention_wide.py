@@ -136,7 +136,7 @@ def test_triton_means_these_kernels_too():
     with ato_jax.interpret():
         told = ato_jax.explain(q=q, k=k, v=v, op="attention", implementation="triton")
         assert told.forward.backend == told.backward.backend == "triton.wide"
-    with pytest.raises(ato_jax.UnsupportedError, match="triton.wide: .*; triton: needs a GPU"):
+    with pytest.raises(ato_jax.UnsupportedError, match="forward: triton: needs a GPU"):
         ato_jax.attention(q, k, v, implementation="triton")
 
 
