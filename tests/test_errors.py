@@ -213,6 +213,7 @@ def test_linear_attention(square: bool, options: dict[str, Any], patterns: list[
         ({"mask": array(T, S)}, ["mask must be boolean", "float32", "bias"]),
         ({"mask": jnp.ones((T, S), int)}, ["mask must be boolean", "int32"]),
         ({"mask": jnp.ones((S, T), bool)}, ["mask must broadcast", "T=4", "got shape"]),
+        ({"mask": jnp.ones((B, S), bool)}, ["mask must broadcast", "None, None", "kv_lengths"]),
         ({"softcap": 0.0}, ["softcap must be positive", "0.0"]),
         ({"softcap": -3}, ["softcap must be positive", "-3"]),
         ({"softcap": 1e-50}, ["softcap must be positive", "at least 1.2e-38", "1e-50"]),

@@ -95,6 +95,40 @@ def test_constructors(cls: Any) -> None:
                 make(cls, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("is_causal", "causal"),
+        ("head_dim", "qkv_features, which is num_heads \\* head_dim"),
+        ("rope_thetas", "rope_theta"),
+        ("kernel_inits", "kernel_init"),
+    ],
+)
+def test_unknown_arguments(name: str, near: str) -> None:
+    for cls in (nn.Attention, nn.GatedLinearAttention):
+        wanted = f"^{cls.__name__} got .*'{name}': did you mean {near}\\?"
+        with pytest.raises(TypeError, match=wanted):
+            make(cls, **{name: 1})
+    with pytest.raises(TypeError, match="'zzz'$"):
+        make(nn.Attention, zzz=1)
+
+
+def test_shapes_of_inputs() -> None:
+    """An error compares inputs with those of the queries where they are others."""
+    layer = made(nn.Attention)
+    with pytest.raises(ValueError, match=r"^inputs_q must be .* 6\], got shape \(2, 4, 5\)$"):
+        layer(inputs(B, T, E - 1))
+    beside = r"with inputs_q's batch axes, got shape \(3, 4, 6\), where inputs_q has \(2, 4, 6\)$"
+    with pytest.raises(ValueError, match=f"^inputs_k must be .*{beside}"):
+        layer(inputs(), inputs(3, T, E))
+
+
+@pytest.mark.parametrize("cls", [nn.Attention, nn.LinearAttention], ids=lambda cls: cls.__name__)
+def test_a_mask_of_keys_without_axes(cls: Any) -> None:
+    with pytest.raises(ValueError, match=r"got shape \(2, 4\); .* mask\[\.\.\., None, None, :\]$"):
+        make(cls)(inputs(), mask=np.ones((B, T), bool))
+
+
 def test_what_flax_takes() -> None:
     """Metadata, initialisers with partitions, functions of several kinds: none is refused."""
     layer = make(

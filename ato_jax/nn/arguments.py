@@ -5,6 +5,7 @@ Each raises a ValueError that names the argument, what it was and what it has to
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -141,6 +142,32 @@ def refuse_no_parts(options: Mapping[str, Any]) -> None:
             named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
             if not named:
                 raise ValueError(f"{name} must be a mapping of names to values, got {value!r}")
+
+
+# Other libraries' names for arguments of the layers.
+_NAMES_ELSEWHERE = {
+    "bias": "use_bias",
+    "dropout": "dropout_rate",
+    "embed_dim": "in_features",
+    "head_dim": "qkv_features, which is num_heads * head_dim",
+    "is_causal": "causal",
+    "num_key_value_heads": "num_kv_heads",
+    "qk_norm": "normalize_qk",
+}
+
+
+def refuse_unknown(cls: type, options: Mapping[str, Any]) -> None:
+    """A TypeError for options that nnx.MultiHeadAttention does not take, with the nearest name."""
+    of_flax = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
+    unknown = next((name for name in options if name not in of_flax), None)
+    if unknown is None:
+        return
+    layers = [base for base in cls.__mro__ if issubclass(base, nnx.MultiHeadAttention)]
+    names = [name for base in layers for name in inspect.signature(base.__init__).parameters]
+    near = difflib.get_close_matches(unknown, names, n=1)
+    near = [_NAMES_ELSEWHERE[unknown]] if unknown in _NAMES_ELSEWHERE else near
+    hint = f": did you mean {near[0]}?" if near else ""
+    raise TypeError(f"{cls.__name__} got an unexpected keyword argument {unknown!r}{hint}")
 
 
 def refuse_no_initialiser(**initialisers: Any) -> None:

@@ -80,8 +80,10 @@ def bind_mask(mask: Any, call: Call, S: int | None = None) -> Any:
         size in (1, full) for size, full in zip(shape, wanted, strict=True)
     )
     if not fits:
+        of_keys = mask.shape == (*call.batch, S)
+        hint = "; for a mask of keys give mask[..., None, None, :]" if of_keys else ""
         raise ValueError(
-            f"mask must broadcast to [batch..., H, T, S] = {wanted}, got shape {mask.shape}"
+            f"mask must broadcast to [batch..., H, T, S] = {wanted}, got shape {mask.shape}{hint}"
         )
     mask = mask.astype(bool).reshape(shape)
     if all(size == 1 for size in shape[:-3]):

@@ -42,6 +42,7 @@ from ato_jax.nn.arguments import (
     refuse_no_parts,
     refuse_no_sharding,
     refuse_rngs_without,
+    refuse_unknown,
 )
 from ato_jax.nn.caches import caches_restored, made
 from ato_jax.nn.call import Call, as_segment_ids, one_batch_axis
@@ -97,6 +98,7 @@ class MultiHead(nnx.MultiHeadAttention):
             raise ValueError(
                 f"attention_fn cannot be given: {type(self).__name__} brings its own attention"
             )
+        refuse_unknown(type(self), options)
         for name, size in (
             ("num_heads", num_heads),
             ("in_features", in_features),
@@ -218,10 +220,11 @@ class MultiHead(nnx.MultiHeadAttention):
             refuse_no_array(name, inputs)
             fits = inputs.ndim >= 2 and inputs.shape[-1] == features and inputs.shape[:-2] == batch
             if not fits:
-                raise ValueError(
-                    f"{name} must be [batch..., length, {features}] with inputs_q's batch axes, "
-                    f"got shape {inputs.shape}, where inputs_q has {inputs_q.shape}"
-                )
+                wanted, beside = f"{name} must be [batch..., length, {features}]", ""
+                if inputs is not inputs_q:
+                    wanted += " with inputs_q's batch axes"
+                    beside = f", where inputs_q has {inputs_q.shape}"
+                raise ValueError(f"{wanted}, got shape {inputs.shape}{beside}")
         decode = as_decode(self.decode if decode is None else decode)
         causal = shapes.flag("is_causal", is_causal) or self.causal
         T, S = inputs_q.shape[-2], inputs_k.shape[-2]

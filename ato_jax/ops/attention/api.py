@@ -223,7 +223,13 @@ def bind_mask(mask: Any, sizes: dict[str, int]) -> jax.Array | None:
     found = shapes.dtype_name("mask", mask)
     if found != "bool":
         raise ValueError(f"mask must be boolean, got {found}; an additive one is `bias`")
-    return _four_axes("mask", shapes.as_array("mask", mask), sizes)
+    mask = shapes.as_array("mask", mask)
+    if mask.shape == (sizes["B"], sizes["S"]) and sizes["B"] not in (1, sizes["T"]):
+        raise ValueError(
+            f"mask must broadcast to [B, H, T, S], got shape {mask.shape}, which is [B, S]: for a "
+            "mask of keys give mask[:, None, None], for padding at the end kv_lengths"
+        )
+    return _four_axes("mask", mask, sizes)
 
 
 def bind_sinks(sinks: Any, sizes: dict[str, int]) -> jax.Array | None:
