@@ -87,10 +87,7 @@ def used() -> float:
 
 
 class Recorder:
-    """Of the process that hears of all outcomes."""
-
-    def __init__(self) -> None:
-        self._outcomes: dict[str, str | None] = {}
+    """Of the process that hears of all outcomes, and keeps each at once: a run may be stopped."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
@@ -98,16 +95,16 @@ class Recorder:
         path = ROOT / report.nodeid.partition("::")[0]
         taken = dict(report.user_properties).get(CPU_SECONDS, 0)
         long = report.passed and taken > SECONDS and not path.stem.startswith(ALWAYS)
-        self._outcomes[report.nodeid] = depends_on(path) if long else None
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        write(self._outcomes)
+        write({report.nodeid: depends_on(path) if long else None})
 
 
 def write(outcomes: dict[str, str | None]) -> None:
     """None takes a test out of the record."""
     record = read()
-    known = record.get(end(), {}) | outcomes
+    before = record.get(end(), {})
+    known = before | outcomes
+    if all(before.get(test) == known[test] for test in known):
+        return
     record[end()] = {test: known[test] for test in sorted(known) if known[test]}
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
