@@ -41,6 +41,7 @@ from benchmarks import (  # noqa: E402
     demo,
     devices,
     document,
+    kept,
     profiling,
     run,
     scaling_page,
@@ -55,6 +56,7 @@ flags.adopt_module_key_flags(cliffs)
 flags.adopt_module_key_flags(demo)
 flags.adopt_module_key_flags(devices)
 flags.adopt_module_key_flags(document)
+flags.adopt_module_key_flags(kept)
 flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)
 flags.adopt_module_key_flags(side_by_side)

@@ -40,6 +40,7 @@ from benchmarks import (
     choices,
     cliff_rows,
     demo,
+    kept,
     machine,
     ours,
     peers,
@@ -343,12 +344,12 @@ def run_rows(
                 found.rows.append(row)
             break
         machine.live_line(f"{step.row}, {phase}")
-        side_by_side.mark(str(step.row), phase, OURS)
+        kept.mark(str(step.row), phase, OURS)
         new = measured(step, phase, calls, found)
         calls.programs.pop((step.row, phase), None)
         found.rows += new
-        side_by_side.write(found)
-        side_by_side.mark(str(step.row), phase, "")
+        kept.write(found)
+        kept.mark(str(step.row), phase, "")
         machine.live_line("")
         print(", ".join(line_of(step, phase, *new).cells), flush=True)
         if new[0].unavailable and not side_by_side.device_works():
@@ -365,12 +366,12 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
     steps = wanted(platform)
-    earlier = side_by_side.earlier()
+    earlier = kept.earlier()
     with peers.Peer(platform) as peer:
         facts = introduce(peer, platform)
     if facts is None:
         return 1
-    found = side_by_side.begun(facts, earlier)
+    found = kept.begun(facts, earlier)
     known = {row.key for row in found.rows}
     every = [(step, phase) for step in steps for phase in phases()]
     groups = [(step, phase) for step, phase in every if (str(step.row), phase, OURS) not in known]
@@ -383,7 +384,7 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         groups.sort(key=lambda group: (group[0].row, group[1]) not in calls.programs)
     works = run_rows(groups, calls, found, end)
     found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start
-    side_by_side.write(found)
+    kept.write(found)
     for table in findings(found):
         print("\n" + table.text(), flush=True)
     if late := left_out(found):

@@ -27,6 +27,7 @@ from benchmarks import (
     cliffs,
     demo,
     devices,
+    kept,
     machine,
     ours,
     peers,
@@ -103,14 +104,14 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
     contests = suites.contests(wanted)
     if reason := side_by_side.unknown(contests):
         raise ResultsError(reason)
-    earlier = side_by_side.earlier()
+    earlier = kept.earlier()
     # Tokamax warns of each call for which it has no tuned config.
     logging.set_verbosity(logging.ERROR)
     with peers.Peer(platform) as peer:
         facts = introduced(peer, platform)
         if facts is None:
             return 1
-        found = side_by_side.begun(facts, earlier)
+        found = kept.begun(facts, earlier)
         plan = Plan()
         if count := helping(platform):
             with Ahead(platform, [FLAGS.config, *names], count) as helpers:
@@ -122,7 +123,7 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             for suite in wanted:
                 run_suite(suite, peer, found, end, plan)
         except DeviceLostError:
-            side_by_side.write(found)
+            kept.write(found)
             return again(end - time.monotonic(), peer)
     return 0
 
@@ -139,7 +140,7 @@ def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float, plan: 
     found.suites[suite.name] = found.suites.get(suite.name, 0.0) + spent
     if told := machine.clocks():
         found.about[f"clocks after {suite.name}"] = told
-    side_by_side.write(found)
+    kept.write(found)
     print(f"\n{suite.name} took {spent:.0f} s{went_to()}", flush=True)
 
 

@@ -18,32 +18,21 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from absl import flags
 
-from benchmarks import ahead, byte_limit, cases, machine, ours, peers, results, summary, timing
+from benchmarks import ahead, byte_limit, cases, kept, machine, ours, peers, summary, timing
 from benchmarks.ahead import Ahead
 from benchmarks.cases import Case
-from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
+from benchmarks.results import NO_TIME_LEFT, Results, Row
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("json", "", "run: where to write all figures, a .json")
-flags.DEFINE_string("csv", "", "run: where to write a line for each row, a .csv")
-flags.DEFINE_bool("resume", False, "run: keep the figures in --json, measure what it lacks")
-flags.DEFINE_bool("keep", False, "run: --json is the file of this device in benchmarks/results")
-flags.register_multi_flags_validator(
-    ["resume", "json", "keep"],
-    lambda given: given["json"] or given["keep"] or not given["resume"],
-    "--resume goes on with the file that --json names",
-)
 flags.DEFINE_float("within_s", 0, "run: start nothing new after so long; 0: as the suites say", 0)
 flags.DEFINE_string("case", "", "run: only cases whose name contains this")
 flags.DEFINE_list("peer", [], "run: only ato_jax and peers whose name contains one of these")
@@ -423,7 +412,7 @@ class Meeting:
                 lambda name: self._mark(case, phase, name),
             )
             self.results.rows += new
-            self.write()
+            kept.write(self.results)
             self._mark(case, phase, "")
             found |= {row.contender: row for row in new}
             if any(row.unavailable for row in new) and not device_works():
@@ -433,73 +422,7 @@ class Meeting:
     def _mark(self, case: Case, phase: str, name: str) -> None:
         """Says beside the file of figures what runs on JAX now, for the run after one that died."""
         if not name or name in self.contest.in_jax:
-            mark(str(case), phase, name)
-
-    def write(self) -> None:
-        """All that was found so far, where files for it were named."""
-        write(self.results)
-
-
-def write(found: Results) -> None:
-    if FLAGS.json:
-        results.write(Path(FLAGS.json), results.json_text(found))
-    if FLAGS.csv:
-        results.write(Path(FLAGS.csv), results.csv_text(found))
-
-
-def mark(case: str, phase: str, name: str) -> None:
-    """Writes beside the file of figures what runs now, or with no name that nothing does. What ends
-    this program is left out when the run is resumed.
-    """
-    if not FLAGS.json:
-        return
-    if name:
-        results.write(doing(Path(FLAGS.json)), json.dumps([case, phase, name]))
-    else:
-        doing(Path(FLAGS.json)).unlink(missing_ok=True)
-
-
-def earlier() -> Results | None:
-    """The file of figures that a run with --resume goes on with."""
-    return results.read(Path(FLAGS.json)) if FLAGS.resume else None
-
-
-def begun(facts: dict[str, Any], before: Results | None) -> Results:
-    """The figures that a run adds to, `facts` being those of `Results` about this machine."""
-    here = Results(**facts)
-    found = resumed(Path(FLAGS.json), before, here) if before else here
-    # Before anything is measured: a file that cannot be written is known now.
-    write(found)
-    return found
-
-
-def doing(path: Path) -> Path:
-    return path.with_name(path.name + ".doing")
-
-
-def resumed(path: Path, earlier: Results, here: Results) -> Results:
-    """What was found earlier, to go on with.
-
-    It keeps its copy bandwidth: the byte limits of one file are of one bandwidth.
-    """
-    there_and_here = [
-        f"{name} is {getattr(earlier, name)} there and {getattr(here, name)} here"
-        for name in results.SAME
-        if getattr(earlier, name) != getattr(here, name)
-    ]
-    if there_and_here:
-        raise ResultsError(f"{path} cannot be resumed: {'; '.join(there_and_here)}")
-    kept = [row for row in earlier.rows if row.unavailable != NO_TIME_LEFT]
-    if doing(path).exists():
-        case, phase, name = json.loads(doing(path).read_text())
-        kept.append(Row(case, phase, name, 1.0, 1.0, 1.0, unavailable="ended this program"))
-        doing(path).unlink()
-    print(
-        f"{len(kept)} rows are from {path}, byte limits at its copy's "
-        f"{earlier.bandwidth / 1e12:.3f} TB/s",
-        flush=True,
-    )
-    return dataclasses.replace(earlier, rows=kept, about=earlier.about | here.about)
+            kept.mark(str(case), phase, name)
 
 
 def unknown(contests: Sequence[Contest]) -> str:

@@ -19,6 +19,7 @@ from benchmarks import (
     attention_jax,
     attention_torch,
     decode,
+    exponents,
     findings,
     linear,
     linear_jax,
@@ -355,7 +356,7 @@ REPORT = (
         "exponents of time and memory",
         18,
         (LONG, SOFTMAX_LENGTHS),
-        findings.complexity(LENGTHS),
+        exponents.complexity(LENGTHS),
         brief=(LONG, SOFTMAX_LENGTHS_BRIEF),
     ),
     Suite(

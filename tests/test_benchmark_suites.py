@@ -18,7 +18,9 @@ from benchmarks import (
     ahead,
     byte_limit,
     document,
+    exponents,
     findings,
+    kept,
     ours,
     peers,
     profiling,
@@ -201,7 +203,7 @@ def test_variants_compute_what_the_library_does():
 
 
 def test_exponents_are_those_of_powers():
-    assert findings.exponent({T: 3e-7 * T**1.5 for T in (64, 256, 1024)}) == pytest.approx(1.5)
+    assert exponents.exponent({T: 3e-7 * T**1.5 for T in (64, 256, 1024)}) == pytest.approx(1.5)
     members = [dataclasses.replace(CASE, T=T) for T in (64, 128, 256, 512)]
     contest = side_by_side.Contest({"cpu": tuple(members), "gpu": ()}, {}, {})
     rows = []
@@ -210,12 +212,12 @@ def test_exponents_are_those_of_powers():
         for phase, seconds in zip(PHASES, (forward, forward + 1e-8 * case.T**2), strict=True):
             scratch = case.held(phase) if case.T > 64 else 1 << 20
             rows.append(row_of(case, phase, "one", seconds, scratch=scratch))
-    (growth,) = findings.growths(Results(**FACTS, rows=rows), [contest])
+    (growth,) = exponents.growths(Results(**FACTS, rows=rows), [contest])
     # The first is its launches.
     assert (growth.first, growth.last) == (128, 512)
     assert growth.forward == pytest.approx(1) and growth.backward == pytest.approx(2)
     assert growth.memory == pytest.approx(1) and growth.family == "linear B1 H2 D16 float32"
-    (table,) = findings.complexity([contest])(Results(**FACTS, rows=rows))
+    (table,) = exponents.complexity([contest])(Results(**FACTS, rows=rows))
     assert table.rows[0][2:] == ["128 to 512", "1.00", "2.00", "1.00"]
 
 
@@ -225,7 +227,7 @@ def test_the_librarys_exponents_are_one_where_they_were_measured():
         found = results.read(path)
         own = {
             one.family: one
-            for one in findings.growths(found, suites.LENGTHS)
+            for one in exponents.growths(found, suites.LENGTHS)
             if one.contender == "ato_jax" and one.family.startswith("linear")
         }
         for causal in ("", " causal"):
@@ -441,7 +443,7 @@ def test_what_ended_the_program_is_left_out_when_it_is_resumed(monkeypatch, tmp_
     path = tmp_path / "figures.json"
     contest = side_by_side.Contest({"cpu": (CASE,), "gpu": ()}, {"one": InJax(lambda: None)}, {})
     results.write(path, results.json_text(Results(**FACTS)))
-    side_by_side.doing(path).write_text(json.dumps([str(CASE), "forward", "one"]))
+    kept.doing(path).write_text(json.dumps([str(CASE), "forward", "one"]))
     monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(Peer()))
     monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
     with flagsaver.flagsaver(json=str(path), resume=True):
