@@ -17,7 +17,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import attention_jax, attention_torch, cases, demo, ours, side_by_side
+from benchmarks import (
+    attention_jax,
+    attention_torch,
+    cases,
+    demo,
+    noise,
+    ours,
+    side_by_side,
+    tables,
+)
 from benchmarks.cases import Case
 from benchmarks.results import ERRORS, Row
 from benchmarks.side_by_side import Meeting
@@ -134,15 +143,18 @@ def table(case: Case, phases: dict[str, list[Row]], earlier: list[Row]) -> str:
     """
     unit, name = (1e12, "TFLOP/s") if ours.platform() == "gpu" else (1e9, "GFLOP/s")
     full = whole(case)
-    before = {(row.phase, row.contender): row.seconds for row in earlier if row.case == str(full)}
+    before = {(row.phase, row.contender): row for row in earlier if row.case == str(full)}
     columns = 2 if case == full else 3
 
     def figures(row: Row) -> list[str]:
         if row.seconds is None or row.rate is None:
             return ["-"] + [""] * (columns - 1)
         of_full = before.get((row.phase, row.contender))
-        share = f"{row.seconds / of_full:.1%}" if of_full else ""
-        return [demo.milliseconds(row.seconds), f"{row.rate / unit:.3g}", share][:columns]
+        if row.doubt:
+            return [tables.milliseconds(row), noise.NOISY, ""][:columns]
+        steady = of_full is not None and of_full.seconds and not of_full.doubt
+        share = f"{row.seconds / of_full.seconds:.1%}" if steady else ""
+        return [tables.milliseconds(row), f"{row.rate / unit:.3g}", share][:columns]
 
     head, limits = [str(case)], ["  byte limit"]
     for phase, rows in phases.items():

@@ -39,14 +39,15 @@ from benchmarks import (
     ahead,
     choices,
     cliff_rows,
-    demo,
     kept,
     machine,
+    other_load,
     ours,
     peers,
     results,
     side_by_side,
     summary,
+    tables,
     timing,
 )
 from benchmarks.cases import PHASES
@@ -179,9 +180,11 @@ def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[resul
         else:
             rows[name].errors, rows[name].picked = one.errors, one.choice
     if OURS in ready:
+        watch = other_load.Watch(calls.platform)
         timed = in_turns(list(ready.values()), calls.platform)
+        load = watch.told()
         for name, batches in zip(ready, timed, strict=True):
-            rows[name].seconds = statistics.median(batches)
+            rows[name].seconds, rows[name].load = statistics.median(batches), load
             rows[name].turns, rows[name].spread = [rows[name].seconds], summary.spread(batches)
     elif BASE in ready:
         rows[BASE].unavailable = "there is nothing beside it"
@@ -237,7 +240,8 @@ class Line:
 def line_of(
     step: Step, phase: str, row: results.Row, base: results.Row | None
 ) -> Line:
-    share, beside = row.reached, base.reached if base else None
+    steady = not (row.doubt or base and base.doubt)
+    share, beside = (row.reached, base.reached if base else None) if steady else (None, None)
     needed = step.target.share(row, base) if step.target else beside
     reached = share / needed if share and needed else None
     refused = row.unavailable or (base.unavailable if base else "")
@@ -247,13 +251,13 @@ def line_of(
             step.name,
             step.size,
             phase,
-            demo.milliseconds(row.seconds),
+            tables.milliseconds(row),
             number(share),
             number(beside),
             number(share / beside if share and beside else None),
             str(step.target or "-"),
             number(reached if step.target else None),
-            refused or row.picked,
+            refused or row.doubt or (base.doubt if base else "") or row.picked,
         ),
     )
 

@@ -12,8 +12,9 @@ the highest. A row is slower where the second run's median is above the first's
                                         runs may stay as they are for as long as a process lives:
                                         they move all of its times at once, and no width shows it
 
-and likewise faster. A row that scatters widely thus needs a larger change: the table prints the
-noise as a share of the median beside each time.
+and likewise faster. A row that is doubtful in either file (`noise`) is marked and counted as noisy:
+it is neither slower nor faster. A row that scatters less, but widely, needs a larger change: the
+table prints the noise as a share of the median beside each time.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import demo, results
+from benchmarks import demo, noise, results, tables
 from benchmarks.results import Results, ResultsError, Row
 
 # Between the percent or two that two runs are apart and the tenth that must not go unseen.
 FLOOR = 0.05
+# The share of doubtful rows from which on the machine is called busy.
+MOST_DOUBTFUL = 0.1
 
 
-def noise(row: Row) -> float:
+def width(row: Row) -> float:
     """Seconds: see above."""
     assert row.spread is not None
     known = (row.spread.p25, row.spread.p90, *row.turns)
@@ -37,11 +40,13 @@ def noise(row: Row) -> float:
 
 def slower(before: Row, after: Row) -> bool:
     assert before.seconds is not None and after.seconds is not None
-    allowed = max(noise(before) + noise(after), FLOOR * before.seconds)
+    allowed = max(width(before) + width(after), FLOOR * before.seconds)
     return after.seconds - before.seconds > allowed
 
 
 def verdict(before: Row, after: Row) -> str:
+    if before.doubt or after.doubt:
+        return noise.NOISY
     if slower(before, after):
         return "slower"
     return "faster" if slower(after, before) else ""
@@ -71,7 +76,7 @@ def alone(found: Results, other: Results) -> list[str]:
 
 def time_and_noise(row: Row) -> tuple[str, str]:
     assert row.seconds is not None
-    return demo.milliseconds(row.seconds), f"{noise(row) / row.seconds:.1%}"
+    return tables.milliseconds(row), f"{width(row) / row.seconds:.1%}"
 
 
 def table(pairs: Sequence[tuple[Row, Row]]) -> str:
@@ -83,8 +88,9 @@ def table(pairs: Sequence[tuple[Row, Row]]) -> str:
             group = f"{before.case}, {before.phase}"
             lines.append([group, *[""] * 6])
         cells = [*time_and_noise(before), *time_and_noise(after)]
-        ratio = f"{after.seconds / before.seconds:.3f}"
-        lines.append([f"  {before.contender}", *cells, ratio, verdict(before, after)])
+        said = verdict(before, after)
+        ratio = "" if said == noise.NOISY else f"{after.seconds / before.seconds:.3f}"
+        lines.append([f"  {before.contender}", *cells, ratio, said])
     return demo.aligned(lines, texts=1)
 
 
@@ -107,7 +113,18 @@ def compared(names: Sequence[str], before: Results, after: Results) -> tuple[str
     for letter, lines in (("A", alone(before, after)), ("B", alone(after, before))):
         if lines:
             parts.append("\n".join([f"In {letter} alone:", *(f"  {line}" for line in lines)]))
-    count = sum(slower(*pair) for pair in pairs)
+    said = [verdict(*pair) for pair in pairs]
+    count = said.count("slower")
+    for letter, rows in zip("AB", zip(*pairs, strict=True), strict=True):
+        doubts = [row.doubt for row in rows if row.doubt]
+        if len(doubts) > MOST_DOUBTFUL * len(rows) or any(row.load for row in rows):
+            example = max(doubts, key=len)
+            parts.append(
+                f"{len(doubts)} of {len(rows)} times of {letter} are not steady ({example}). "
+                f"{noise.busy(f'it was while {letter} was measured')}"
+            )
+    if noise.NOISY in said:
+        parts.append(f"{noise.LEGEND}\n{said.count(noise.NOISY)} of {len(pairs)} rows noisy")
     parts.append(f"{count} of {len(pairs)} rows slower by more than the noise")
     return "\n\n".join(parts), count
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import byte_limit, cases, ours, peers, timing
+from benchmarks import byte_limit, cases, noise, other_load, ours, peers, timing
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output", "benchmarks/output/demo.png", "demo: the picture to write, a .png")
@@ -43,8 +43,13 @@ QUADRATIC_GROWTH = 4
 SHARE_OF_ONE = 1 / 240
 LONGEST_SECONDS = 0.5
 
+# The share of doubtful times from which on nothing is said of the rest either.
+MOST_DOUBTFUL = 0.25
+
 # times[phase][contender][T]: seconds of one call.
 Times = dict[str, dict[str, dict[int, float]]]
+# Why a time is doubtful, by phase, contender and T.
+Doubts = dict[tuple[str, str, int], str]
 
 
 def sdpa_name(backend: str) -> str:
@@ -103,14 +108,48 @@ class Progress:
             sys.stderr.flush()
 
 
+@dataclasses.dataclass
+class Measured:
+    """All times, what was left out in lines, which times are doubtful, and by how much the first
+    case's time differs from the one that was taken at the end.
+    """
+
+    times: Times
+    left_out: list[str]
+    doubts: Doubts
+    drift: float | None
+
+    def steady(self) -> Times:
+        """Without the doubtful times."""
+        return {
+            phase: {
+                name: {T: one for T, one in times.items() if (phase, name, T) not in self.doubts}
+                for name, times in by_name.items()
+            }
+            for phase, by_name in self.times.items()
+        }
+
+    def disturbance(self, load: str) -> str:
+        """Why the machine was too busy for any finding; "" where it was not."""
+        if load:
+            return load
+        if self.drift is not None and self.drift > noise.MOST_DRIFT:
+            return f"the first case, timed again at the end, differs by {self.drift:.0%}"
+        count = sum(len(one) for by_name in self.times.values() for one in by_name.values())
+        if len(self.doubts) > MOST_DOUBTFUL * count:
+            return f"{len(self.doubts)} of {count} times are not steady"
+        return ""
+
+
 def measure(
     plan: Plan,
     contenders: Mapping[str, Callable[..., timing.Timing | str]],
     first: cases.Case,
     longest: int,
     progress: Callable[[int, str], None],
-) -> tuple[Times, list[str]]:
-    """All times from `first` on, T doubling up to `longest`; and what was left out, in lines."""
+) -> Measured:
+    """All times from `first` on, T doubling up to `longest`."""
+    doubts: Doubts = {}
     times: Times = {phase: {name: {} for name in contenders} for phase in cases.PHASES}
     left_out: dict[tuple[str, str], tuple[int, str]] = {}
     overheads: dict[tuple[str, str], float] = {}
@@ -131,6 +170,8 @@ def measure(
                     found = contender(case, phase, seconds)
                     if isinstance(found, timing.Timing):
                         times[phase][name][T] = found.seconds
+                        if doubt := noise.doubt_of_batches(found.batches):
+                            doubts[phase, name, T] = doubt
                         # Compiling, drawing inputs, comparing: about the same at the next T.
                         calls = max(seconds, timing.FEWEST_CALLS * found.seconds)
                         overheads[key] = max(0.0, time.monotonic() - start - calls)
@@ -138,14 +179,21 @@ def measure(
                     reason = found
                 left_out[key] = (T, reason)
         T *= 2
+    forward = cases.PHASES[0]
+    drift = None
+    if (once := times[forward].get(OURS, {}).get(first.T)) and len(times[forward][OURS]) > 1:
+        progress(first.T, f"{OURS}, {forward}, once more")
+        again = contenders[OURS](first, forward, seconds)
+        drift = noise.drift([once, again.seconds]) if isinstance(again, timing.Timing) else None
     # A line for both phases where they say the same.
     grouped: dict[tuple[str, int, str], list[str]] = {}
     for (name, phase), (T, reason) in left_out.items():
         grouped.setdefault((name, T, reason), []).append(phase)
-    return times, [
+    lines = [
         f"{name}, {' and '.join(phases)}, {f'from T = {T}' if T > first.T else 'at all'}: {reason}"
         for (name, T, reason), phases in grouped.items()
     ]
+    return Measured(times, lines, doubts, drift)
 
 
 def best_of_sdpa(times: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
@@ -200,8 +248,15 @@ def finding(times: Times) -> str:
     return f"Forward, linear attention {forward}; forward + backward, it {both}."
 
 
-def table(times: Times, limits: Mapping[str, Mapping[int, float]]) -> str:
-    """Milliseconds by T, a block for each phase."""
+def table(
+    times: Times, limits: Mapping[str, Mapping[int, float]], doubts: Doubts | None = None
+) -> str:
+    """Milliseconds by T, a block for each phase; doubtful ones are marked."""
+
+    def cell(phase: str, name: str, T: int) -> str:
+        mark = noise.MARK * ((phase, name, T) in (doubts or {}))
+        return mark + milliseconds(times[phase][name].get(T))
+
     blocks = []
     for phase, by_name in times.items():
         columns = [name for name in by_name if by_name[name]]
@@ -209,7 +264,7 @@ def table(times: Times, limits: Mapping[str, Mapping[int, float]]) -> str:
         heads = ["T", *columns, "byte limit"]
         rows = [
             [str(T)]
-            + [milliseconds(by_name[name].get(T)) for name in columns]
+            + [cell(phase, name, T) for name in columns]
             + [milliseconds(limits[phase].get(T))]
             for T in lengths
         ]
@@ -309,8 +364,11 @@ def main() -> int:
         contenders: dict[str, Callable[..., timing.Timing | str]] = {OURS: ours.measure}
         contenders |= {sdpa_name(backend): sdpa(backend) for backend in peers.BACKENDS}
         progress = Progress(plan)
-        times, left_out = measure(plan, contenders, first, FLAGS.max_tokens, progress)
+        watch = other_load.Watch(platform)
+        found = measure(plan, contenders, first, FLAGS.max_tokens, progress)
+        disturbed = found.disturbance(watch.told())
         progress.close()
+    times = found.times
     limits = {
         phase: {
             T: byte_limit.limit(dataclasses.replace(first, T=T), phase, bandwidth)
@@ -318,11 +376,14 @@ def main() -> int:
         }
         for phase in cases.PHASES
     }
-    sentence = finding(times)
-    print(f"\n{table(times, limits)}\n")
-    if left_out:
-        print("Left out:\n" + "\n".join(f"  {line}" for line in left_out) + "\n")
+    sentence = noise.busy(disturbed) if disturbed else finding(found.steady())
+    print(f"\n{table(times, limits, found.doubts)}\n")
+    if found.doubts:
+        print(noise.LEGEND + "\n")
+    if found.left_out:
+        print("Left out:\n" + "\n".join(f"  {line}" for line in found.left_out) + "\n")
     output = Path(FLAGS.output)
-    picture.draw(times, limits, sentence, setting, output)
+    title = "A busy machine: no comparison is made of these times" if disturbed else sentence
+    picture.draw(times, limits, title, setting, output)
     print(f"{sentence}\n{output}")
     return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import cliffs, findings, linear, results, run, show, side_by_side, suites
+from benchmarks import cliffs, findings, linear, noise, results, run, show, side_by_side, suites
 from benchmarks.cases import HOST_PHASES, Case
 from benchmarks.findings import Found
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
@@ -134,6 +134,8 @@ def section(found: Results, name: str) -> str:
     """Everything of one file."""
     wanted, waiting = asked_for(found)
     parts = [f"## {found.device}", provenance(found, name)]
+    if any(row.doubt for row in found.rows):
+        parts.append(noise.LEGEND)
     if waiting:
         parts.append(f"Of {wanted} rows {waiting} are still to be measured.")
     for suite in suites.named("report"):
@@ -174,23 +176,40 @@ def host_text() -> str:
         softmax, linear_full, linear_causal = suites.HOST.cases["gpu"]
         rows = findings.Found(found)
 
-        def told(case: Case, name: str, rows: Found = rows) -> str | None:
-            """Forward, recorded, and with the backward pass; None where one was not measured."""
-            times = [rows.seconds(case, phase, name) for phase in HOST_PHASES]
-            if None in times:
-                return None
+        every = [
+            rows.row(case, phase, name)
+            for case, names in (
+                (softmax, ("ato_torch", "SDPA default")),
+                (linear_full, ("ato_torch",)),
+                (linear_causal, ("ato_torch",)),
+            )
+            for name in names
+            for phase in HOST_PHASES
+        ]
+
+        def told(case: Case, name: str, rows: Found = rows) -> str:
+            """Forward, recorded, and with the backward pass."""
+            times = [rows.row(case, phase, name) for phase in HOST_PHASES]
             forward, recorded, both = map(findings.microseconds, times)
             return f"{forward} µs, {recorded} with a gradient recorded and {both} with its backward"
 
-        own, peer = told(softmax, "ato_torch"), told(softmax, "SDPA default")
-        each = [told(case, "ato_torch") for case in (linear_full, linear_causal)]
-        shape = f"`{[softmax.B, softmax.H, softmax.T, softmax.D]}`"
-        if own is None or peer is None or None in each:
+        if any(row is None or row.seconds is None for row in every):
             parts.append(
                 f"What a call takes the host is not measured on the {found.device} yet: "
                 "`python -m benchmarks run --suite=host`."
             )
             continue
+        if any(row is not None and row.doubt for row in every):
+            parts.append(
+                f"What a call takes the host was measured on the {found.device}, but not all of "
+                "its times were steady, so none is quoted here: "
+                "[docs/results.md](docs/results.md#what-a-call-from-pytorch-takes-the-host) has "
+                "each of them, the doubtful ones marked."
+            )
+            continue
+        own, peer = told(softmax, "ato_torch"), told(softmax, "SDPA default")
+        each = [told(case, "ato_torch") for case in (linear_full, linear_causal)]
+        shape = f"`{[softmax.B, softmax.H, softmax.T, softmax.D]}`"
         parts.append(
             f"On one {found.device} with JAX {found.jax}, causal `attention` of {softmax.dtype} "
             f"{shape} takes {own} of the host's time; `scaled_dot_product_attention` in the same "

@@ -68,8 +68,11 @@ def _growth(found: Found, family: str, name: str, members: Sequence[Case]) -> Gr
     for case in members:
         row, both = (found.row(case, phase, name) for phase in cases.PHASES)
         if row and row.seconds and row.seconds >= WORK_SECONDS:
-            forward[case.T] = row.seconds
-            if both and both.seconds and both.seconds > row.seconds:
+            # A doubtful time bends the line: the length has its memory alone.
+            steady = not row.doubt
+            if steady:
+                forward[case.T] = row.seconds
+            if steady and both and both.seconds and both.seconds > row.seconds and not both.doubt:
                 backward[case.T] = both.seconds - row.seconds
             # The backward's is the higher; where a length has none, of all the forward's.
             peaks = [one.peak if one else None for one in (row, both)]

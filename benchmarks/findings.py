@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from benchmarks import cases, demo, side_by_side, variants
+from benchmarks import cases, demo, noise, side_by_side, variants
 from benchmarks.cases import Case
 from benchmarks.results import Results, Row
 from benchmarks.side_by_side import Contest
-from benchmarks.tables import Table
+from benchmarks.tables import Table, milliseconds, shares
 
 FORWARD, BOTH = cases.PHASES
 HOST = cases.HOST_PHASES
@@ -51,17 +51,21 @@ class Found:
         return [row for key, row in self._rows.items() if key[:2] == group and row.seconds]
 
     def ms(self, case: Case, phase: str, contender: str) -> str:
-        """Milliseconds, or a dash."""
-        seconds = self.seconds(case, phase, contender)
-        return demo.milliseconds(seconds) if seconds else "-"
+        """Milliseconds, marked where they are doubtful, or a dash."""
+        return milliseconds(self.row(case, phase, contender)) or "-"
 
     def ratio(self, case: Case, phase: str, over: str, under: str = OURS) -> str:
         """How many times as long the one takes as the other, or a dash."""
-        return times(self.seconds(case, phase, over), self.seconds(case, phase, under))
+        return times(self.row(case, phase, over), self.row(case, phase, under))
 
 
-def times(over: float | None, under: float | None) -> str:
-    return f"{demo.ratio(over / under)}x" if over and under else "-"
+def times(over: Row | None, under: Row | None) -> str:
+    """How many times as long the one takes as the other, of steady times alone."""
+    if over is None or under is None or not over.seconds or not under.seconds:
+        return "-"
+    if over.doubt or under.doubt:
+        return noise.NOISY
+    return f"{demo.ratio(over.seconds / under.seconds)}x"
 
 
 def cases_of(results: Results, contest: Contest) -> list[Case]:
@@ -101,14 +105,13 @@ def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
         found, lines = Found(results), []
         for case, phase, row in timed(found, contest):
             line = [
-                *(str(case), phase, demo.milliseconds(row.seconds)),
-                *(f"{row.reached:.0%}", f"{(row.rate or 0) / 1e12:.3g}"),
+                *(str(case), phase, milliseconds(row)),
+                *shares(row)[:2],
             ]
             for of_part in (False, True)[: 1 + part]:
                 peer = best(found.of(case, phase), of_part)
-                seconds = peer.seconds if peer else None
-                line += [peer.contender if peer else "", demo.milliseconds(seconds)]
-                line.append(times(seconds, row.seconds))
+                line += [peer.contender if peer else "", milliseconds(peer)]
+                line.append(times(peer, row))
             lines.append(line)
         head = ["case", "phase", "ato_jax, ms", "of a copy", "TFLOP/s"]
         head += ["fastest peer on all of it", "ms", "peer / ato_jax"]
@@ -132,9 +135,9 @@ def beside(contest: Contest, title: str) -> Callable[[Results], list[Table]]:
             peer = best(found.of(case, phase))
             lines.append(
                 [
-                    *(str(case), phase, demo.milliseconds(row.seconds), f"{row.reached:.0%}"),
+                    *(str(case), phase, milliseconds(row), shares(row)[0]),
                     *(found.ms(case, phase, name) for name in names),
-                    times(peer.seconds if peer else None, row.seconds),
+                    times(peer, row),
                 ]
             )
         head = ["case", "phase", "ato_jax, ms", "of a copy", *(f"{name}, ms" for name in names)]
@@ -157,7 +160,7 @@ def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
             lines = []
             for case in cases_of(results, contest):
                 fastest = best(row for row in found.of(case, phase) if row.contender in SDPA)
-                own = found.seconds(case, phase, OURS)
+                own = found.row(case, phase, OURS)
                 default = found.row(case, phase, SDPA[0])
                 lines.append(
                     [
@@ -167,7 +170,7 @@ def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
                         default.picked if default else "",
                         f"{BIDIRECTIONAL[case.T]:g}x" if case.T in BIDIRECTIONAL else "",
                         found.ratio(case, phase, "SDPA flash"),
-                        times(fastest.seconds if fastest else None, own),
+                        times(fastest, own),
                     ]
                 )
             head = ["T", "ato_jax, ms", *(f"{name}, ms" for name in SDPA), "the default picked"]
@@ -214,7 +217,7 @@ def tiles(contest: Contest) -> Callable[[Results], list[Table]]:
             more.append([f"feature maps fused, {case}", f"{MAPS_FUSED}x", ratio])
             for name in (OURS, *variants.TILED):
                 row = found.row(case, FORWARD, name)
-                if row and row.throughput:
+                if row and row.throughput and not row.doubt:
                     cells = [f"{row.throughput / 1e9:.0f}", f"{row.reached:.0%}"]
                     lines.append([f"{name}, {case}", *cells])
         return [
@@ -333,7 +336,7 @@ def host(contest: Contest) -> Callable[[Results], list[Table]]:
     def tables(results: Results) -> list[Table]:
         found = Found(results)
         lines = [
-            [str(case), name, *(microseconds(found.seconds(case, one, name)) for one in HOST)]
+            [str(case), name, *(microseconds(found.row(case, one, name)) for one in HOST)]
             for case in cases_of(results, contest)
             for name in side_by_side.wanted(contest, case)
         ]
@@ -344,8 +347,11 @@ def host(contest: Contest) -> Callable[[Results], list[Table]]:
     return tables
 
 
-def microseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e6 * seconds:.3g}"
+def microseconds(row: Row | None) -> str:
+    """Marked where they are doubtful, or a dash."""
+    if row is None or row.seconds is None:
+        return "-"
+    return f"{noise.MARK * bool(row.doubt)}{1e6 * row.seconds:.3g}"
 
 
 def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
@@ -368,13 +374,15 @@ def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
 
 
 def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], float]:
-    """By T and D: how many times as long the best of SDPA takes as linear attention."""
+    """By T and D: how many times as long the best of SDPA takes as linear attention, where both
+    times are steady.
+    """
     found, grid = Found(results), {}
     for case in cases_of(results, contest):
-        own = found.seconds(case, FORWARD, OURS)
+        own = found.row(case, FORWARD, OURS)
         peer = best(row for row in found.of(case, FORWARD) if row.contender in SDPA)
-        if own and peer and peer.seconds:
-            grid[case.T, case.D] = peer.seconds / own
+        if own and own.seconds and peer and peer.seconds and not (own.doubt or peer.doubt):
+            grid[case.T, case.D] = peer.seconds / own.seconds
     return grid
 
 
@@ -396,8 +404,7 @@ def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:
                     ratios = []
                     for case in (batches[B] for B in by_batch):
                         peer = best(found.of(case, phase))
-                        own = found.seconds(case, phase, OURS)
-                        ratios.append(times(peer.seconds if peer else None, own))
+                        ratios.append(times(peer, found.row(case, phase, OURS)))
                     name = f"{width}, {H} heads{', causal' if is_causal else ''}"
                     lines.append([name, f"{T}", *ratios])
                 op = all_cases[0].op

@@ -24,9 +24,9 @@ PACKAGES = (
 CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
-def nvidia(query: str) -> str:
+def nvidia(query: str, of: str = "gpu") -> str:
     """What nvidia-smi answers of the first GPU; "" without one."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--id=0", f"--query-{of}={query}", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -17,12 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import summary
+from benchmarks import noise, summary
 
 # What has to be the same for a run to go on.
 SAME = ("device", "ato_jax", "jax", "torch")
 PLATFORMS = ("gpu", "cpu")
 ERRORS = ("out", "dq", "dk", "dv")
+# Fields that files written before them lack.
+LATER = ("load",)
 # The reason of a row that was not reached: a later run may reach it.
 NO_TIME_LEFT = "no time left"
 
@@ -39,7 +41,8 @@ class Row:
     at the rate of a large product of the same dtype. `seconds` is the median of the turns, each
     turn the median of its batches; `spread` is over the batches of all turns. `held` is the bytes
     of inputs and outputs, `scratch` those that a call holds beyond them at its peak; `host` is the
-    seconds that a call takes the host; `picked` says what a contender that chooses chose.
+    seconds that a call takes the host; `picked` says what a contender that chooses chose; `load` is
+    what other programs did while it was timed.
     """
 
     case: str
@@ -58,6 +61,7 @@ class Row:
     scratch: int | None = None
     host: float | None = None
     picked: str = ""
+    load: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -67,6 +71,11 @@ class Row:
     def reached(self) -> float | None:
         """The share of the byte limit, which is that of the copy bandwidth."""
         return self.limit / self.seconds if self.seconds else None
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing may be concluded from its time (`noise`); "" where it is steady."""
+        return noise.doubt(self.spread, self.turns, self.load) if self.spread else ""
 
     @property
     def product_share(self) -> float | None:
@@ -99,6 +108,7 @@ class Row:
             "GB/s": self.throughput and self.throughput / 1e9,
             "reached": self.reached,
             "of the matrix rate": self.product_share,
+            "doubt": self.doubt,
         }
 
 
@@ -189,9 +199,9 @@ def _fields(of: type, told: Any, where: str) -> dict[str, Any]:
     """The values of a dataclass's fields. A file may have more: what follows from them."""
     _demand(isinstance(told, dict), f"{where} is no object")
     names = [field.name for field in dataclasses.fields(of)]
-    absent = [name for name in names if name not in told]
+    absent = [name for name in names if name not in told and name not in LATER]
     _demand(not absent, f"{where} lacks {', '.join(absent)}")
-    return {name: told[name] for name in names}
+    return {name: told[name] for name in names if name in told}
 
 
 def _positive(value: Any) -> bool:
@@ -224,7 +234,7 @@ def _is_texts(told: Any) -> bool:
 
 def _row(told: Any, where: str) -> Row:
     row = Row(**_fields(Row, told, where))
-    for name in ("case", "phase", "contender", "unavailable", "picked"):
+    for name in ("case", "phase", "contender", "unavailable", "picked", "load"):
         _demand(isinstance(getattr(row, name), str), f"{where}: {name} is no text")
     for name in ("limit", "traffic", "operations"):
         _demand(_positive(getattr(row, name)), f"{where}: {name} is no number above 0")
@@ -239,7 +249,8 @@ def _row(told: Any, where: str) -> Row:
         row.spread = None
         return row
     row.spread = summary.Spread(**_fields(summary.Spread, row.spread, f"{where}: spread"))
-    percentiles = (row.spread.p25, row.spread.p50, row.spread.p75)
+    percentiles = dataclasses.asdict(row.spread)
+    percentiles = [percentiles[f"p{percent}"] for percent in (25, 50, 75, 90, 95, 99)]
     times = [row.seconds, *row.turns, *percentiles]
     _demand(bool(row.turns) and all(map(_positive, times)), f"{where}: a time is no number above 0")
     return row

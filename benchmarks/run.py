@@ -29,6 +29,7 @@ from benchmarks import (
     devices,
     kept,
     machine,
+    noise,
     ours,
     peers,
     results,
@@ -125,7 +126,19 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
         except DeviceLostError:
             kept.write(found)
             return again(end - time.monotonic(), peer)
+    if told := doubtful(found.rows):
+        print(f"\n{told}", flush=True)
     return 0
+
+
+def doubtful(rows: Sequence[results.Row]) -> str:
+    """What is said of times that are not steady; "" of none."""
+    doubts = [row.doubt for row in rows if row.doubt]
+    if not doubts:
+        return ""
+    loads = [row.load for row in rows if row.load]
+    said = f"{len(doubts)} of {sum(row.seconds is not None for row in rows)} times are not steady"
+    return f"{noise.LEGEND}\n{noise.busy(loads[0]) if loads else f'{said}. {noise.ADVICE}.'}"
 
 
 def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float, plan: Plan) -> None:

@@ -27,7 +27,18 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from benchmarks import ahead, byte_limit, cases, kept, machine, ours, peers, summary, timing
+from benchmarks import (
+    ahead,
+    byte_limit,
+    cases,
+    kept,
+    machine,
+    other_load,
+    ours,
+    peers,
+    summary,
+    timing,
+)
 from benchmarks.ahead import Ahead
 from benchmarks.cases import Case
 from benchmarks.results import NO_TIME_LEFT, Results, Row
@@ -286,6 +297,7 @@ def measure(
         else:
             row.errors, row.scratch, row.picked = ready.errors, ready.scratch, ready.picked
             turns[row.contender] = ready.turn
+    watch = other_load.Watch(ours.platform())
     for turn in range(0 if lost else contest.turns):
         fastest = min((row.turns[-1] for row in rows if row.turns), default=0.0)
         for row in rows:
@@ -304,8 +316,10 @@ def measure(
                 row.turns.append(timed.seconds)
                 batches[row.contender] += timed.batches
                 hosts[row.contender].append(timed.host)
+    load = watch.told()
     for row in rows:
         if row.turns:
+            row.load = load
             row.seconds = statistics.median(row.turns)
             row.spread = summary.spread(batches[row.contender])
             row.host = statistics.median(hosts[row.contender])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from benchmarks import demo
+from benchmarks import demo, noise
 from benchmarks.results import Row
 
 
@@ -30,6 +30,21 @@ class Table:
         return "\n\n".join([f"{'#' * level} {self.title}", table, *self.notes])
 
 
+def milliseconds(row: Row | None) -> str:
+    """A row's time, marked where it is doubtful; empty where there is none."""
+    if row is None or row.seconds is None:
+        return ""
+    return noise.MARK * bool(row.doubt) + demo.milliseconds(row.seconds)
+
+
+def shares(row: Row) -> list[str]:
+    """Of a copy's bandwidth, TFLOP/s and of a product's rate; nothing of a doubtful time."""
+    if row.doubt:
+        return [noise.NOISY, "", ""]
+    of_product = "" if row.product_share is None else f"{row.product_share:.1%}"
+    return [f"{row.reached:.0%}", f"{(row.rate or 0) / 1e12:.3g}", of_product]
+
+
 def measured(rows: Sequence[Row]) -> Table:
     """All of a case and phase."""
     head = rows[0]
@@ -41,15 +56,15 @@ def measured(rows: Sequence[Row]) -> Table:
             continue
         cells = [
             f"  {row.contender}{f' ({row.picked})' if row.picked else ''}",
-            demo.milliseconds(row.seconds),
+            milliseconds(row),
             demo.milliseconds(row.spread.p95),
-            f"{row.reached:.0%}",
-            f"{row.rate / 1e12:.3g}",
-            "" if row.product_share is None else f"{row.product_share:.1%}",
+            *shares(row),
             "" if row.scratch is None else f"{row.scratch / 1e6:.1f}",
             "" if row.host is None else f"{row.host * 1e6:.0f}",
             *row.told_errors(),
         ]
         lines.append(cells)
+        if row.doubt:
+            notes.append(f"  {noise.MARK}{row.contender}: {row.doubt}")
     limit = ["  byte limit", demo.milliseconds(head.limit), *[""] * (len(names) - 2), "", ""]
     return Table(f"{head.case}, {head.phase}", [*names, "out", "dq"], [*lines, limit], notes)

@@ -276,8 +276,8 @@ def test_no_row_is_left_out_while_there_is_time(peer, tmp_path):
         suites.Suite(name, "of a test", seconds, (contest_of(name),), tell=measure_all)
         for name, seconds in (("first", 0.01), ("last", 1e6))
     )
-    prepare, slow = peer.prepare, lambda *job: time.sleep(0.25) or prepare(*job)
-    for within, lost in ((60, set()), (0.9, {"last"})):
+    prepare, slow = peer.prepare, lambda *job: time.sleep(0.4) or prepare(*job)
+    for within, lost in ((60, set()), (1.55, {"last"})):
         peer.prepare = slow if lost else prepare
         with flagsaver.flagsaver(json=str(path), within_s=within):
             assert run.hold([first, last]) == 0
@@ -350,15 +350,15 @@ def test_what_scatters_needs_more():
     assert [compare.slower(steady[0], row) for row in steady] == [False, False, True]
     # Turns that drifted say so, though their batches agree.
     drifted = row_of([[1.0] * 9, [1.0] * 9, [1.2] * 9])
-    assert compare.noise(drifted) == pytest.approx(0.2)
+    assert compare.width(drifted) == pytest.approx(0.2)
     assert not compare.slower(drifted, row_of([[1.19] * 9] * 3))
     assert compare.slower(drifted, row_of([[1.21] * 9] * 3))
     # Both sides' count.
     assert not compare.slower(drifted, row_of([[1.2] * 9, [1.21] * 9, [1.3] * 9]))
     # So do batches, where the turns agree.
     batches = row_of([[0.9] * 3 + [1.0] * 5 + [1.1] * 2] * 3)
-    assert compare.noise(batches) == pytest.approx(0.2)
-    assert compare.noise(row_of([[1.0] * 19 + [9.0]] * 3)) == 0
+    assert compare.width(batches) == pytest.approx(0.2)
+    assert compare.width(row_of([[1.0] * 19 + [9.0]] * 3)) == 0
 
 
 def test_rows_of_one_file_are_named_and_not_counted(tmp_path, capsys):

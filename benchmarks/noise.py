@@ -1,0 +1,67 @@
+"""When a measured time must not be spoken of.
+
+A time is doubtful where its batches scatter, where its first and its last turn disagree, or where
+other programs ran beside it. A doubtful time is printed with `MARK` before it, and no sentence, no
+title and no ratio is made of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks import summary
+
+# p95 above the median, as a share of it. Quiet machines stay below a tenth for nearly all calls;
+# from here on the median itself depends on when it was taken.
+MOST_SCATTER = 0.25
+# Between the first and the last time of one case.
+MOST_DRIFT = 0.10
+MARK = "≈"
+# In place of a ratio.
+NOISY = "noisy"
+LEGEND = (
+    f"{MARK} marks a time that is not steady: its p95 is more than {MOST_SCATTER:.0%} above its "
+    f"median, its first and last turns differ by more than {MOST_DRIFT:.0%}, or other programs ran "
+    "beside it. No ratio is made of it."
+)
+ADVICE = (
+    "Close other programs (`top` and `nvidia-smi` list them), wait until the machine is idle, and "
+    "measure again"
+)
+
+
+def scatter(spread: summary.Spread) -> float:
+    """How far p95 lies above the median, as a share of it."""
+    return spread.p95 / spread.p50 - 1
+
+
+def drift(turns: Sequence[float]) -> float | None:
+    """How far the first and the last time differ, as a share of the faster; None of one time."""
+    if len(turns) < 2:
+        return None
+    first, last = turns[0], turns[-1]
+    return max(first, last) / min(first, last) - 1
+
+
+def doubt(spread: summary.Spread, turns: Sequence[float], load: str = "") -> str:
+    """Why a time must not be spoken of; "" where it may be. `load` is what ran beside it."""
+    reasons = []
+    if scatter(spread) > MOST_SCATTER:
+        reasons.append(f"p95 is {scatter(spread):.0%} above the median")
+    drifted = drift(turns)
+    if drifted is not None and drifted > MOST_DRIFT:
+        reasons.append(f"its first and last turns differ by {drifted:.0%}")
+    return "; ".join(reasons + [load] * bool(load))
+
+
+def doubt_of_batches(batches: Sequence[float]) -> str:
+    """The same of one turn: its halves are the first and the last time."""
+    half = len(batches) // 2
+    turns = [statistics.median(batches[:half]), statistics.median(batches[-half:])]
+    return doubt(summary.spread(batches), turns if half > 1 else [])
+
+
+def busy(reason: str) -> str:
+    """What a command says instead of a finding."""
+    return f"This machine is busy: {reason}. {ADVICE}."
