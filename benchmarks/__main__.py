@@ -1,4 +1,4 @@
-"""`python -m benchmarks COMMAND`; `--helpshort`: flags.
+"""`python -m benchmarks COMMAND`; `COMMAND --help`: what it does, and its flags.
 
     demo                            linear attention against PyTorch over the length, a picture
     run --suite=NAME                a suite beside its peers, or several, or a --config
@@ -48,6 +48,7 @@ from benchmarks import (  # noqa: E402
     show,
     side_by_side,
     tune,
+    usage,
 )
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
@@ -63,7 +64,7 @@ flags.adopt_module_key_flags(side_by_side)
 flags.adopt_module_key_flags(tune)
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": lambda _: demo.main(),
+    "demo": demo.main,
     "run": run.main,
     "linear": lambda _: run.main(["linear"]),
     "attention": lambda _: run.main(["attention"]),
@@ -73,7 +74,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "profile": profiling.main,
     "table": show.table,
     "plot": show.plot,
-    "scaling": lambda _: scaling_page.main(),
+    "scaling": scaling_page.main,
     "report": document.main,
 }
 # Those that take names after their own.
@@ -81,6 +82,8 @@ TAKE_NAMES = ("run", "fit", "compare", "tune", "table", "plot")
 
 
 def main(arguments: Sequence[str]) -> int:
+    # A message is for a reader at a screen: without absl's date, thread and line.
+    logging.get_absl_handler().setFormatter(standard_logging.Formatter("%(message)s"))
     command, names = (*arguments[1:2], "")[0], arguments[2:]
     if command not in COMMANDS or names and command not in TAKE_NAMES:
         given = " ".join(arguments[1:]) or "nothing"
@@ -109,7 +112,13 @@ def ended(status: int) -> int:
 
 
 def parsed(arguments: list[str]) -> list[str]:
-    """What is left beside the flags. Absl's own exit status is 1, which `compare` has use for."""
+    """What is left beside the flags. Absl's own exit status is 1, which `compare` has use for, and
+    is that of its --help, too.
+    """
+    if usage.asked(arguments[1:]):
+        names = [one for one in arguments[1:] if not one.startswith("-")]
+        print(usage.text(names[0] if names else "", COMMANDS, __doc__ or ""))
+        sys.exit(0)
     try:
         return flags.FLAGS(arguments)
     except flags.Error as error:

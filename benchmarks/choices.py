@@ -46,7 +46,7 @@ import ato_jax
 from ato_jax import choosing, device, dispatch, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
-from benchmarks import ahead, cases, demo, machine, ours, results, timing
+from benchmarks import ahead, cases, demo, ours, progress, results, timing
 from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
 
@@ -760,17 +760,21 @@ def main() -> int:
     count = ahead.workers() if platform == "gpu" else 0
     programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
     print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
+    progress.start(len(groups), start + within)
     for group in groups:
         if time.monotonic() - start > within:
             print(f"{len(groups) - len(all_found)} rows were not reached in time", flush=True)
             break
-        machine.live_line(", ".join(map(str, group)))
+        progress.show(", ".join(map(str, group)))
         all_found.append(_measured(*group, programs.pop(group, None), platform))
-        machine.live_line("")
+        progress.show("")
+        progress.step()
         print(line_of(all_found[-1]), flush=True)
         write(all_found, facts)
     print(f"\nthe suite took {time.monotonic() - start:.0f} s")
     print(verdict(all_found), flush=True)
+    if FLAGS.json:
+        print(FLAGS.json, flush=True)
     return int(any(found.behind for found in all_found) or len(all_found) < len(groups))
 
 

@@ -40,10 +40,10 @@ from benchmarks import (
     choices,
     cliff_rows,
     kept,
-    machine,
     other_load,
     ours,
     peers,
+    progress,
     results,
     side_by_side,
     summary,
@@ -347,14 +347,15 @@ def run_rows(
                 row.unavailable = NO_TIME_LEFT
                 found.rows.append(row)
             break
-        machine.live_line(f"{step.row}, {phase}")
+        progress.show(f"{step.row}, {phase}")
         kept.mark(str(step.row), phase, OURS)
         new = measured(step, phase, calls, found)
         calls.programs.pop((step.row, phase), None)
         found.rows += new
         kept.write(found)
         kept.mark(str(step.row), phase, "")
-        machine.live_line("")
+        progress.show("")
+        progress.step()
         print(", ".join(line_of(step, phase, *new).cells), flush=True)
         if new[0].unavailable and not side_by_side.device_works():
             return False
@@ -386,6 +387,7 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     if platform == "gpu":
         # Rows that this process has to compile come last.
         groups.sort(key=lambda group: (group[0].row, group[1]) not in calls.programs)
+    progress.start(len(groups), end)
     works = run_rows(groups, calls, found, end)
     found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start
     kept.write(found)
@@ -394,6 +396,7 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     if late := left_out(found):
         print("\nLeft out for lack of time:", *late, sep="\n")
     print(f"\n{NAME} took {time.monotonic() - start:.0f} s", flush=True)
+    kept.say()
     if not works:
         logging.error("The device fails for good: with --json and --resume a new run goes on")
     return int(not works)

@@ -12,12 +12,12 @@ import os
 import platform as host
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import byte_limit, cases, noise, other_load, ours, peers, timing
+from benchmarks import byte_limit, cases, noise, other_load, ours, peers, progress, timing
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output", "benchmarks/output/demo.png", "demo: the picture to write, a .png")
@@ -85,8 +85,6 @@ class Plan:
 class Progress:
     """A bar over the time that the demo may take, on stderr; where that is a file, a line per T."""
 
-    WIDTH = 30
-
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._live = sys.stderr.isatty()
@@ -95,8 +93,8 @@ class Progress:
     def __call__(self, T: int, what: str) -> None:
         spent = min(1.0, 1 - self._plan.left() / self._plan.budget)
         if self._live:
-            bar = ("#" * round(spent * self.WIDTH)).ljust(self.WIDTH, ".")
-            sys.stderr.write(f"\r\x1b[K[{bar}] T = {T}: {what}")
+            told = progress.line(spent, max(0.0, self._plan.left()), f"T = {T}: {what}")
+            sys.stderr.write(f"\r\x1b[K{told}")
         elif T != self._last_T:
             sys.stderr.write(f"T = {T} after {spent * self._plan.budget:.0f} s\n")
         self._last_T = T
@@ -146,7 +144,7 @@ def measure(
     contenders: Mapping[str, Callable[..., timing.Timing | str]],
     first: cases.Case,
     longest: int,
-    progress: Callable[[int, str], None],
+    say: Callable[[int, str], None],
 ) -> Measured:
     """All times from `first` on, T doubling up to `longest`."""
     doubts: Doubts = {}
@@ -165,7 +163,7 @@ def measure(
                 last = times[phase][name].get(T // 2)
                 reason = plan.reason_against(name, case, phase, last, overheads.get(key, 0.0))
                 if reason is None:
-                    progress(T, f"{name}, {phase}")
+                    say(T, f"{name}, {phase}")
                     start = time.monotonic()
                     found = contender(case, phase, seconds)
                     if isinstance(found, timing.Timing):
@@ -182,7 +180,7 @@ def measure(
     forward = cases.PHASES[0]
     drift = None
     if (once := times[forward].get(OURS, {}).get(first.T)) and len(times[forward][OURS]) > 1:
-        progress(first.T, f"{OURS}, {forward}, once more")
+        say(first.T, f"{OURS}, {forward}, once more")
         again = contenders[OURS](first, forward, seconds)
         drift = noise.drift([once, again.seconds]) if isinstance(again, timing.Timing) else None
     # A line for both phases where they say the same.
@@ -320,7 +318,7 @@ def processor() -> str:
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     try:
         from benchmarks import picture
     except ImportError as error:
@@ -363,11 +361,11 @@ def main() -> int:
 
         contenders: dict[str, Callable[..., timing.Timing | str]] = {OURS: ours.measure}
         contenders |= {sdpa_name(backend): sdpa(backend) for backend in peers.BACKENDS}
-        progress = Progress(plan)
+        bar = Progress(plan)
         watch = other_load.Watch(platform)
-        found = measure(plan, contenders, first, FLAGS.max_tokens, progress)
+        found = measure(plan, contenders, first, FLAGS.max_tokens, bar)
         disturbed = found.disturbance(watch.told())
-        progress.close()
+        bar.close()
     times = found.times
     limits = {
         phase: {

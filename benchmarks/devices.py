@@ -59,6 +59,7 @@ from benchmarks import (
     machine,
     ours,
     profiling,
+    progress,
     results,
     timing,
 )
@@ -283,7 +284,7 @@ def compiled(
             if time.monotonic() - start > seconds:
                 wrong[key] = "not compiled in time"
                 continue
-            machine.live_line(f"compiling {', '.join(map(str, key))}")
+            progress.show(f"compiling {', '.join(map(str, key))}")
             try:
                 futures[key] = pool.submit(lowered(key).compile)
             except Exception as error:  # the library's own, or a lowering's
@@ -294,7 +295,7 @@ def compiled(
             found[key] = future.result()
         except Exception as error:  # a compiler's own, of many kinds
             wrong[key] = reason(error)
-    machine.live_line("")
+    progress.show("")
     return found, wrong
 
 
@@ -559,13 +560,15 @@ def main() -> int:
     print(f"compiling {len(programs)} programs took {time.monotonic() - start:.0f} s", flush=True)
     print("\nspeed-up linear", flush=True)
     late = [row for row in asked if row not in rows]
+    progress.start(len(rows), start + within)
     for row in rows:
         if time.monotonic() - start > within:
             late.append(row)
             continue
-        machine.live_line(f"{row[0][0]}, {row[0][1]}, {row[1]} devices")
+        progress.show(f"{row[0][0]}, {row[0][1]}, {row[1]} devices")
         all_found.append(measured(row, programs, wrong, platform))
-        machine.live_line("")
+        progress.show("")
+        progress.step()
         print(line_of(all_found[-1]), flush=True)
         write(all_found, facts)
     if late:
@@ -573,4 +576,6 @@ def main() -> int:
         for (case, phase), count in late:
             print(f"  {case}, {phase}, {count} devices", flush=True)
     print(f"\nthe suite took {time.monotonic() - start:.0f} s", flush=True)
+    if FLAGS.json:
+        print(FLAGS.json, flush=True)
     return int(any(found.wrong for found in all_found))

@@ -33,6 +33,13 @@ def write(found: Results) -> None:
         results.write(Path(FLAGS.csv), results.csv_text(found))
 
 
+def say() -> None:
+    """Prints the names of the files that were written."""
+    for path in (FLAGS.json, FLAGS.csv):
+        if path:
+            print(path, flush=True)
+
+
 def mark(case: str, phase: str, name: str) -> None:
     """Writes beside the file of figures what runs now, or with no name that nothing does. What ends
     this program is left out when the run is resumed.

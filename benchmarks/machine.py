@@ -1,4 +1,4 @@
-"""The machine that figures are of: its driver and clocks, what is installed; and its screen."""
+"""The machine that figures are of: its driver and clocks, what is installed."""
 
 from __future__ import annotations
 
@@ -52,10 +52,3 @@ def about() -> dict[str, str]:
 def clocks() -> str:
     """Of the multiprocessors and the memory, with power and temperature."""
     return nvidia(CLOCKS)
-
-
-def live_line(what: str) -> None:
-    """One line on stderr, each in place of the last; nothing where that is a file."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{what}")
-        sys.stderr.flush()

@@ -250,6 +250,8 @@ def accuracy(results: Results) -> Any:
     return figure
 
 
+# What the pictures are of.
+SUITES = ("linear", "attention", "bidirectional", "fla", "ladder", "crossover")
 PICTURES: dict[str, Callable[[Results], Any]] = {
     "bidirectional": lambda results: times(
         results, suites.BIDIRECTIONAL, "Bidirectional linear attention against SDPA"

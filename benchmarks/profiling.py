@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from benchmarks import attention, cases, demo, linear, ours
+from benchmarks import attention, cases, demo, linear, ours, progress
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
 from benchmarks.tables import Table
@@ -152,24 +152,44 @@ def _only_run(ready: ours.Prepared) -> None:
     runtime.cudaProfilerStop()
 
 
+def short(found: Sequence[tuple[Case, str, Sequence[Kernel]]]) -> Table:
+    """A line of each case and phase: what stands before all kernels' tables."""
+    lines = []
+    for case, phase, each in found:
+        total, first = sum(kernel.seconds for kernel in each), each[0]
+        share = f"{first.seconds / total:.0%}"
+        numbers = [share, str(len(each)), f"{total * 1e6:.1f}"]
+        lines.append([str(case), phase, first.name[:40], *numbers])
+    head = ["case", "phase", "longest kernel", "of all", "kernels", "µs"]
+    return Table("In short", head, lines, texts=3)
+
+
 def main(_: Sequence[str]) -> int:
-    status = 0
-    for case in chosen():
-        for phase in cases.PHASES[: 1 if FLAGS.forward_only else 2]:
-            ready = ours.prepare(case, phase)
-            if isinstance(ready, str):
-                logging.error("%s, %s: %s", case, phase, ready)
-                status = 1
-                continue
-            if FLAGS.traced:
-                _only_run(ready)
-                continue
-            found = kernels(traced(ready.launch), CALLS * ready.calls)
-            if not found:
-                logging.error("%s, %s: the trace names no kernel", case, phase)
-                status = 1
-                continue
-            print("\n" + table(case, phase, found, ready.scratch).text(), flush=True)
+    groups = [
+        (case, phase)
+        for case in chosen()
+        for phase in cases.PHASES[: 1 if FLAGS.forward_only else 2]
+    ]
+    status, found, tables = 0, [], []
+    progress.start(len(groups))
+    for case, phase in groups:
+        progress.show(f"{case}, {phase}")
+        ready = ours.prepare(case, phase)
+        if FLAGS.traced and not isinstance(ready, str):
+            _only_run(ready)
+            continue
+        reason = ready if isinstance(ready, str) else "the trace names no kernel"
+        each = [] if isinstance(ready, str) else kernels(traced(ready.launch), CALLS * ready.calls)
+        progress.show("")
+        progress.step()
+        if not each:
+            logging.error("%s, %s: %s", case, phase, reason)
+            status = 1
+            continue
+        found.append((case, phase, each))
+        tables.append(table(case, phase, each, ready.scratch))
+    for one in [short(found)] * bool(found) + tables:
+        print("\n" + one.text(), flush=True)
     if FLAGS.ncu and not FLAGS.traced:
         print("\n" + counted([f"--case={FLAGS.case}", "--forward_only"]), flush=True)
     return status

@@ -32,6 +32,7 @@ from benchmarks import (
     noise,
     ours,
     peers,
+    progress,
     results,
     side_by_side,
     suites,
@@ -120,6 +121,7 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
         all_of_them = sum(suite.seconds for suite in wanted)
         end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + all_of_them
+        progress.start(len(unmeasured(contests, found)), end)
         try:
             for suite in wanted:
                 run_suite(suite, peer, found, end, plan)
@@ -128,7 +130,19 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             return again(end - time.monotonic(), peer)
     if told := doubtful(found.rows):
         print(f"\n{told}", flush=True)
+    kept.say()
     return 0
+
+
+def unmeasured(contests: Sequence[side_by_side.Contest], found: Results) -> set[tuple[str, str]]:
+    """The cases and phases of which a row lacks."""
+    known = {row.key for row in found.rows}
+    return {
+        (str(case), phase)
+        for contest in contests
+        for case, phase in contest.groups(found.platform)
+        if any((str(case), phase, name) not in known for name in side_by_side.wanted(contest, case))
+    }
 
 
 def doubtful(rows: Sequence[results.Row]) -> str:

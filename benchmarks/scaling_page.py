@@ -246,7 +246,7 @@ def page(text: str) -> str:
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     results.write(PAGE, page(PAGE.read_text()))
     print(f"wrote {PAGE}")
     return 0

@@ -54,6 +54,13 @@ def plot(names: Sequence[str]) -> int:
         from benchmarks import plots
     except ImportError as error:
         raise ResultsError(f"Pictures need Matplotlib: pip install '.[bench]' ({error})") from error
-    for drawn in plots.draw(found, path.with_suffix("")):
-        print(drawn)
+    drawn = plots.draw(found, path.with_suffix(""))
+    for picture in drawn:
+        print(picture)
+    if not drawn:
+        print(
+            f"Nothing was drawn: {path} has no steady figures of the cases that the pictures show. "
+            f"They are of the suites {', '.join(plots.SUITES)}: python -m benchmarks run SUITE"
+        )
+        return 1
     return 0

@@ -32,10 +32,10 @@ from benchmarks import (
     byte_limit,
     cases,
     kept,
-    machine,
     other_load,
     ours,
     peers,
+    progress,
     summary,
     timing,
 )
@@ -266,7 +266,7 @@ def measure(
     def compare_later(row: Row) -> Callable[[], Ready]:
         if left() <= 0:
             return lambda: NO_TIME_LEFT
-        progress(f"{case}, {phase}: {row.contender}")
+        progress.show(f"{case}, {phase}: {row.contender}")
         if row.contender in contest.in_jax:
             return ready_made(row.contender) or compiled(contest, case, phase, row.contender)
         return lambda: prepared_by(peer, case, phase, row.contender)
@@ -327,13 +327,8 @@ def measure(
             # It was compared, and another one ended the device before its turn.
             row.unavailable = NO_TIME_LEFT
     peer.forget()
-    progress("")
+    progress.show("")
     return rows
-
-
-def progress(what: str) -> None:
-    """One line on stderr, each in place of the last; nothing where that is a file."""
-    machine.live_line(what)
 
 
 @dataclasses.dataclass
@@ -368,7 +363,7 @@ class Plan:
         # Backward passes take the longest: at the end nothing waits for one of them.
         ordered = sorted(in_jax, key=lambda job: job[1] == cases.PHASES[0])
         numbered = [(in_jax[job], *job) for job in ordered]
-        progress(f"compiling {len(ordered)} programs for JAX, {len(in_torch)} for PyTorch")
+        progress.show(f"compiling {len(ordered)} programs for JAX, {len(in_torch)} for PyTorch")
         with clock("compiling ahead"):
             answers = helpers.programs(numbered, together.values())
         for job, told in zip(ordered, answers, strict=True):
@@ -428,6 +423,7 @@ class Meeting:
             self.results.rows += new
             kept.write(self.results)
             self._mark(case, phase, "")
+            progress.step()
             found |= {row.contender: row for row in new}
             if any(row.unavailable for row in new) and not device_works():
                 raise DeviceLostError

@@ -283,6 +283,8 @@ def test_kernels_are_read_from_a_trace():
     found = profiling.kernels({"traceEvents": events}, calls=2)
     assert [(one.name, one.calls) for one in found] == [("output", 0.5), ("states", 1.0)]
     assert [one.seconds for one in found] == pytest.approx([3e-5, 2e-5])
+    short = profiling.short([(CASE, "forward", found)]).text()
+    assert short.splitlines()[-1].split()[-4:] == ["output", "60%", "2", "50.0"]
     text = profiling.table(CASE, "forward", found, 8).text()
     assert "60.0%" in text and f"{CASE.traffic('forward') / 5e-5 / 1e9:.0f} GB/s" in text
 
@@ -587,6 +589,7 @@ def test_smoke_runs(tmp_path, capsys, monkeypatch):
 
     # The suites that the pictures are of were not run: every picture is left out.
     assert plots.draw(found, tmp_path / "pictures") == []
+    assert f"\n{path}\n{table}\n" in printed
 
 
 def test_pictures_are_drawn_of_every_row(tmp_path):
