@@ -8,6 +8,7 @@
     linear, attention               short for `run` of these suites
     fit A.json B.json               what tables of choices lack, by that suite's figures
     compare A.json B.json           what became slower
+    merge A.json B.json --json=C.json  parts of a report, of one machine and commit, as one file
     tune linear_attention           block sizes for this device; `tune attention`
     profile --case=CASE             what each kernel of a case takes; --ncu: its counters
     table FILE.json                 what a file of figures has
@@ -70,6 +71,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "attention": lambda _: run.main(["attention"]),
     "fit": choices.fit,
     "compare": compare.main,
+    "merge": kept.merge,
     "tune": tune.main,
     "profile": profiling.main,
     "table": show.table,
@@ -78,7 +80,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": document.main,
 }
 # Those that take names after their own.
-TAKE_NAMES = ("run", "fit", "compare", "tune", "table", "plot")
+TAKE_NAMES = ("run", "fit", "compare", "merge", "tune", "table", "plot")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,6 +99,9 @@ def main(arguments: Sequence[str]) -> int:
     except ResultsError as error:
         logging.error("%s", error)
         return 2
+    except KeyboardInterrupt:
+        logging.error("%s", kept.stopped())
+        return 130
     except PeerError as error:
         logging.error("PyTorch's process ended: %s", error)
         return 1

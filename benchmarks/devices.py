@@ -546,6 +546,7 @@ def main() -> int:
     facts = {
         "device": here.name,
         "count": jax.device_count(),
+        "commit": machine.commit(),
         "ato_jax": ato_jax.__version__,
         "jax": jax.__version__,
         "about": machine.about(),

@@ -15,7 +15,18 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from benchmarks import cliffs, findings, linear, noise, results, run, show, side_by_side, suites
+from benchmarks import (
+    cards,
+    cliffs,
+    findings,
+    linear,
+    noise,
+    results,
+    run,
+    show,
+    side_by_side,
+    suites,
+)
 from benchmarks.cases import HOST_PHASES, Case
 from benchmarks.findings import Found
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
@@ -115,13 +126,21 @@ def asked_for(found: Results) -> tuple[int, int]:
 def provenance(found: Results, name: str) -> str:
     """Where one file's figures come from, and the card's two speeds that they are compared with."""
     noted = {key: value for key, value in found.about.items() if not key.startswith("clocks")}
+    clocks = [
+        f"{key.removeprefix('clocks after ')}: {value}"
+        for key, value in found.about.items()
+        if key.startswith("clocks")
+    ]
     rates = ", ".join(f"{dtype} {rate / 1e12:.0f}" for dtype, rate in found.matrix.items())
     facts = {
         "date": noted.pop("date", ""),
+        "card": found.device,
+        "commit": found.commit or "not noted",
         "ato_jax": found.ato_jax,
         "JAX": found.jax,
         "PyTorch": found.torch,
         **noted,
+        "clocks, power and temperature after each suite": "; ".join(clocks) or "not noted",
         "a copy of a large array, TB/s": f"{found.bandwidth / 1e12:.2f}",
         "a large matrix product, TFLOP/s": rates,
         "every row": f"[{name}.json](../benchmarks/results/{name}.json)",
@@ -153,6 +172,7 @@ def section(found: Results, name: str) -> str:
 
 def results_text() -> str:
     parts = [section(results.read(path), path.stem) for path in files()]
+    parts += [table.markdown(level=2) for table in cards.tables([results.read(p) for p in files()])]
     quality = ["## Quality: linear against softmax on real tasks, from docs/examples.md"]
     return "\n\n".join([ORIGINAL, *parts, *quality, *quoted_quality()])
 

@@ -1,17 +1,22 @@
 """The files that a run keeps: its figures, written after every group of rows, and the name of what
 runs now, so that `--resume` goes on with the one and without the other.
+
+`merge A.json B.json --json=ALL.json` puts parts of a report together. Parts are resumed and merged
+within one machine and one commit alone: a ratio of two runs would be of two machines otherwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from benchmarks import results
+from benchmarks import noise, results
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
 
 FLAGS = flags.FLAGS
@@ -61,9 +66,19 @@ def begun(facts: dict[str, Any], before: Results | None) -> Results:
     """The figures that a run adds to, `facts` being those of `Results` about this machine."""
     here = Results(**facts)
     found = resumed(Path(FLAGS.json), before, here) if before else here
+    if not before and FLAGS.json:
+        set_aside(Path(FLAGS.json))
     # Before anything is measured: a file that cannot be written is known now.
     write(found)
     return found
+
+
+def set_aside(path: Path) -> None:
+    """Figures that are there are not lost to a new run of the same name."""
+    if path.is_file() and path.stat().st_size:
+        aside = path.with_name(path.name + ".earlier")
+        path.replace(aside)
+        print(f"The figures that were in {path} are in {aside} now", flush=True)
 
 
 def doing(path: Path) -> Path:
@@ -75,13 +90,8 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
 
     It keeps its copy bandwidth: the byte limits of one file are of one bandwidth.
     """
-    there_and_here = [
-        f"{name} is {getattr(earlier, name)} there and {getattr(here, name)} here"
-        for name in results.SAME
-        if getattr(earlier, name) != getattr(here, name)
-    ]
-    if there_and_here:
-        raise ResultsError(f"{path} cannot be resumed: {'; '.join(there_and_here)}")
+    if differ := differences(earlier, here, "there", "here"):
+        raise ResultsError(f"{path} cannot be resumed: {differ}")
     kept = [row for row in earlier.rows if row.unavailable != NO_TIME_LEFT]
     if doing(path).exists():
         case, phase, name = json.loads(doing(path).read_text())
@@ -93,3 +103,70 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
         flush=True,
     )
     return dataclasses.replace(earlier, rows=kept, about=earlier.about | here.about)
+
+
+def differences(one: Results, other: Results, there: str, here: str) -> str:
+    """In what two files differ that has to be the same for one report; "" for nothing."""
+    return "; ".join(
+        f"{name} is {getattr(one, name) or 'not noted'} {there} and "
+        f"{getattr(other, name) or 'not noted'} {here}"
+        for name in results.SAME
+        if getattr(one, name) != getattr(other, name)
+    )
+
+
+def merged(names: Sequence[str], parts: Sequence[Results]) -> Results:
+    """The first file's rows, and of the others those that it lacks, at its byte limits.
+
+    A row that two of them have was timed twice: where these times disagree, it is doubtful.
+    """
+    first = parts[0]
+    rows = {row.key: row for row in first.rows}
+    suites, about = dict(first.suites), dict(first.about)
+    for name, part in zip(names[1:], parts[1:], strict=True):
+        if differ := differences(first, part, f"in {names[0]}", f"in {name}"):
+            raise ResultsError(f"{name} cannot be merged: {differ}")
+        for row in part.rows:
+            row = _at_limits_of(first, part, row)
+            known = rows.get(row.key)
+            if known is None or not known.seconds and row.seconds:
+                rows[row.key] = row
+            elif known.seconds and row.seconds:
+                apart = noise.drift([known.seconds, row.seconds])
+                if apart is not None and apart > noise.MOST_DRIFT:
+                    told = [known.load] * bool(known.load) + [f"timed twice, {apart:.0%} apart"]
+                    rows[row.key] = dataclasses.replace(known, load="; ".join(told))
+        suites |= {suite: suites.get(suite, 0.0) + spent for suite, spent in part.suites.items()}
+        about = part.about | about
+    return dataclasses.replace(first, rows=[*rows.values()], suites=suites, about=about)
+
+
+def _at_limits_of(first: Results, part: Results, row: Row) -> Row:
+    """A row of one part by the copy bandwidth and the products' rates of another."""
+    product_limit = row.product_limit
+    if product_limit:
+        rate = row.operations / product_limit
+        for dtype, of_dtype in part.matrix.items():
+            if dtype in first.matrix and math.isclose(rate, of_dtype, rel_tol=1e-6):
+                product_limit = row.operations / first.matrix[dtype]
+    limit = row.limit * part.bandwidth / first.bandwidth
+    return dataclasses.replace(row, limit=limit, product_limit=product_limit)
+
+
+def merge(names: Sequence[str]) -> int:
+    if len(names) < 2 or not FLAGS.json:
+        given = " ".join(names) or "none"
+        raise ResultsError(f"merge takes two files or more, and --json=ALL.json; got {given}")
+    found = merged(names, [results.read(Path(name)) for name in names])
+    set_aside(Path(FLAGS.json))
+    write(found)
+    print(f"{len(found.rows)} rows of {len(names)} files")
+    say()
+    return 0
+
+
+def stopped() -> str:
+    """What is said of a run that is stopped by its user."""
+    if not FLAGS.json or not Path(FLAGS.json).is_file():
+        return "Stopped. Without --json nothing was kept."
+    return f"Stopped. What was measured is in {FLAGS.json}: the same command with --resume goes on"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 # By the names that they are installed by.
 PACKAGES = (
@@ -21,6 +24,9 @@ PACKAGES = (
     "xformers",
     "numpy",
 )
+ROOT = Path(__file__).resolve().parents[1]
+# What figures depend on.
+SOURCES = ("ato_jax", "ato_torch", "benchmarks")
 CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
@@ -47,6 +53,39 @@ def about() -> dict[str, str]:
         if told := nvidia(query):
             found[name] = told
     return found
+
+
+def identity() -> str:
+    """This machine and its card among others of their kind, as eight digits: figures of two
+    machines are not put together.
+    """
+    return hashlib.sha256((nvidia("uuid") or platform.node()).encode()).hexdigest()[:8]
+
+
+def commit(root: Path = ROOT) -> str:
+    """The commit of the sources; with a digest of them where they are changed, or have no commit.
+    """
+    git = ["git", "-C", str(root)]
+    try:
+        told = [
+            subprocess.run([*git, *command], capture_output=True, text=True, timeout=20, check=True)
+            for command in (
+                ("rev-parse", "--short=12", "HEAD"),
+                ("status", "--porcelain", "--", *(f"{name}/*.py" for name in SOURCES)),
+            )
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return f"sources {_digest(root)}"
+    head, changed = (one.stdout.strip() for one in told)
+    return f"{head}, changed: {_digest(root)}" if changed else head
+
+
+def _digest(root: Path) -> str:
+    found = hashlib.sha256()
+    for name in SOURCES:
+        for path in sorted((root / name).rglob("*.py")):
+            found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def clocks() -> str:

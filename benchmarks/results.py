@@ -20,11 +20,13 @@ from typing import Any
 from benchmarks import noise, summary
 
 # What has to be the same for a run to go on.
-SAME = ("device", "ato_jax", "jax", "torch")
+SAME = ("device", "machine", "commit", "ato_jax", "jax", "torch")
 PLATFORMS = ("gpu", "cpu")
 ERRORS = ("out", "dq", "dk", "dv")
 # Fields that files written before them lack.
-LATER = ("load",)
+LATER = ("load", "machine", "commit", "form")
+# Of what a file holds: files with a higher number were written by later benchmarks.
+FORM = 2
 # The reason of a row that was not reached: a later run may reach it.
 NO_TIME_LEFT = "no time left"
 
@@ -118,7 +120,7 @@ class Results:
 
     `platform` is "gpu" or "cpu", `matrix` by dtype the operations per second of a large product,
     `about` what else was noted: drivers, peers' versions, clocks. `suites` is the seconds that each
-    suite took.
+    suite took. `machine` and `commit` are empty in files that were written before they were noted.
     """
 
     device: str
@@ -130,6 +132,9 @@ class Results:
     matrix: dict[str, float] = dataclasses.field(default_factory=dict)
     about: dict[str, str] = dataclasses.field(default_factory=dict)
     suites: dict[str, float] = dataclasses.field(default_factory=dict)
+    machine: str = ""
+    commit: str = ""
+    form: int = FORM
     rows: list[Row] = dataclasses.field(default_factory=list)
 
 
@@ -211,7 +216,12 @@ def _positive(value: Any) -> bool:
 
 
 def _results(told: Any) -> Results:
-    found = Results(**_fields(Results, told, "it"))
+    if isinstance(told, Mapping) and isinstance(form := told.get("form", 1), int):
+        _demand(
+            form <= FORM,
+            f"it is of form {form}, of later benchmarks: these read forms up to {FORM}",
+        )
+    found = dataclasses.replace(Results(**_fields(Results, told, "it")), form=FORM)
     for name in SAME:
         _demand(isinstance(getattr(found, name), str), f"{name} is no text")
     _demand(found.platform in PLATFORMS, "platform is neither gpu nor cpu")

@@ -70,6 +70,8 @@ def introduced(peer: peers.Peer, platform: str) -> dict[str, Any] | None:
         matrix = {"float32": byte_limit.cpu_matrix_rate()}
     facts = {
         "device": device,
+        "machine": machine.identity(),
+        "commit": machine.commit(),
         "ato_jax": ato_jax.__version__,
         "jax": jax.__version__,
         "torch": about["version"],

@@ -203,7 +203,7 @@ def section(path: Path) -> str:
 
 
 def measured() -> list[str]:
-    sections = [section(path) for path in sorted(FOLDER.glob("*.json"))]
+    sections = [section(path) for path in files()]
     return ["## Measured", *sections] if sections else []
 
 
@@ -244,6 +244,11 @@ def page(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def files() -> list[Path]:
+    """What was measured on several devices."""
+    return sorted(FOLDER.glob("*.json"))
 
 
 def main(_: Sequence[str] = ()) -> int:

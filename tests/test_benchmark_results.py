@@ -33,6 +33,7 @@ from benchmarks.cases import Case
 CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
 OTHER = dataclasses.replace(CASE, causal=True)
 FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
+FACTS |= {"machine": "m1", "commit": "abc"}
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +142,7 @@ def test_the_table_of_values_has_a_line_a_row(tmp_path):
         (lambda told: told | {"about": {"a": 1}}, "about has no texts by name"),
         (lambda told: with_row(told, scratch=-1), "row 1: scratch is no number from 0 on"),
         (lambda told: {"rows": told["rows"]}, "it lacks device, ato_jax, jax, torch, bandwidth"),
+        (lambda told: told | {"form": 99}, "it is of form 99, of later benchmarks"),
         (lambda told: told | {"rows": [1]}, "row 1 is no object"),
         (lambda told: with_row(told, seconds="1"), "row 1: a time is no number above 0"),
         (lambda told: with_row(told, seconds=math.nan), "row 1: a time is no number above 0"),
@@ -267,7 +269,7 @@ def test_a_run_that_dies_leaves_its_rows_and_is_resumed(peer, tmp_path, capsys):
     assert f"8 rows are from {path}" in capsys.readouterr().out
 
 
-def test_no_row_is_left_out_while_there_is_time(peer, tmp_path):
+def test_no_row_is_left_out_while_there_is_time(peer, tmp_path, monkeypatch):
     """A suite may take far more than it was thought to; then the last one is what there is no time
     for.
     """
@@ -276,8 +278,14 @@ def test_no_row_is_left_out_while_there_is_time(peer, tmp_path):
         suites.Suite(name, "of a test", seconds, (contest_of(name),), tell=measure_all)
         for name, seconds in (("first", 0.01), ("last", 1e6))
     )
-    prepare, slow = peer.prepare, lambda *job: time.sleep(0.4) or prepare(*job)
-    for within, lost in ((60, set()), (1.55, {"last"})):
+    now, prepare = [0.0], peer.prepare
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def slow(*job):
+        now[0] += 0.25
+        return prepare(*job)
+
+    for within, lost in ((60, set()), (0.9, {"last"})):
         peer.prepare = slow if lost else prepare
         with flagsaver.flagsaver(json=str(path), within_s=within):
             assert run.hold([first, last]) == 0
