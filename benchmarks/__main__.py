@@ -11,6 +11,8 @@
     merge A.json B.json --json=C.json  parts of a report, of one machine and commit, as one file
     tune linear_attention           block sizes for this device; `tune attention`
     profile --case=CASE             what each kernel of a case takes; --ncu: its counters
+    memory                          a training step's memory: its peak, and a timeline
+    latency                         a decode loop's time of a token, by percentiles
     table FILE.json                 what a file of figures has
     plot FILE.json                  the same as pictures
     scaling                         the tables of docs/scaling.md: a model, and what was measured
@@ -43,6 +45,8 @@ from benchmarks import (  # noqa: E402
     devices,
     document,
     kept,
+    latency,
+    memory,
     profiling,
     run,
     scaling_page,
@@ -59,6 +63,7 @@ flags.adopt_module_key_flags(demo)
 flags.adopt_module_key_flags(devices)
 flags.adopt_module_key_flags(document)
 flags.adopt_module_key_flags(kept)
+flags.adopt_module_key_flags(latency)
 flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)
 flags.adopt_module_key_flags(side_by_side)
@@ -74,6 +79,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "merge": kept.merge,
     "tune": tune.main,
     "profile": profiling.main,
+    "memory": memory.main,
+    "latency": latency.main,
     "table": show.table,
     "plot": show.plot,
     "scaling": scaling_page.main,

@@ -14,7 +14,7 @@ LIKE = {"linear": "run", "attention": "run"}
 # Of `run`'s flags, those that another command takes.
 SHARED = {
     "memory": ("case",),
-    "latency": ("json",),
+    "latency": ("case", "json"),
     "merge": ("json",),
     "profile": ("case", "forward_only", "dtype"),
     "table": ("case", "suite"),
