@@ -204,6 +204,44 @@ def test_every_page_is_in_the_navigation():
     assert listed == sorted(there + list(of_root.values()))
 
 
+# How pages quote the validation losses of the table in docs/examples.md, by the row's first word;
+# README.md rounds them to two digits.
+LOSSES = {
+    "docs/guides/choosing.md": (
+        "| {softmax} | {linear} | {gated} |",
+        "whose loss was {hybrid}.",
+        "was {delta}, between the {gated} of gated linear attention and the {linear} of",
+    ),
+    "docs/faq.md": (
+        "reached {softmax} nats a character, linear attention with gates {gated}, the delta rule "
+        "{delta}, and linear attention {linear}, in",
+        "A hybrid with one softmax layer in four reached {hybrid},",
+    ),
+    "docs/tutorials/03-linear-attention.md": (
+        "| softmax | {softmax} |\n| linear | {linear} |\n| gated linear | {gated} |\n",
+        "| gated, every fourth layer softmax | {hybrid} |",
+    ),
+    "README.md": (
+        "text: {linear} nats a character where softmax reaches {softmax} |",
+        "text: {gated} nats where softmax reaches {softmax} |",
+        "text: {delta} nats where softmax reaches {softmax} |",
+        "text: {hybrid} nats where softmax reaches {softmax} |",
+    ),
+}
+
+
+@pytest.mark.parametrize("page", LOSSES)
+def test_losses_are_quoted_as_they_were_measured(page):
+    measured = (DOCS / "examples.md").read_text().partition("\n## A character language model\n")[2]
+    table = measured.partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w+)[^|]*\| [\d,]+ \| (\d\.\d{3}) \|", table, flags=re.MULTILINE)
+    digits = 2 if page == "README.md" else 3
+    losses = {kind: f"{float(loss):.{digits}f}" for kind, loss in rows}
+    wanted = [quote.format(**losses) for quote in LOSSES[page]]
+    text = (ROOT / page).read_text()
+    assert [quote for quote in wanted if quote not in text] == []
+
+
 # The API reference
 
 
