@@ -2,7 +2,8 @@
 
 Every block of a page that is marked `python`, and nothing else, runs on a CPU: the blocks of a page
 share one namespace, from top to bottom, in an empty folder. `python gpu` marks one that needs a
-GPU, `python no-run` one that only illustrates. What needs MkDocs is checked by `make docs`.
+GPU, `python no-run` one that only illustrates. `text output` marks what the Python block before it
+prints, or some of its lines. What needs MkDocs is checked by `make docs`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ def python_blocks(text: str) -> list[tuple[int, str, str]]:
     return found
 
 
+def shown_outputs(text: str) -> list[str]:
+    """The lines that a page shows as printed by its blocks."""
+    blocks = [match[4] for match in FENCE.finditer(text) if match[3].strip() == "text output"]
+    return [line for block in blocks for line in block.splitlines()]
+
+
 def skip_without(code: str) -> None:
     """Skips the test where an optional package is missing that the code imports."""
     for name in re.findall(r"^\s*(?:from|import) (\w+)", code, flags=re.MULTILINE):
@@ -87,13 +94,17 @@ WITH_CODE = [path for path in DOCUMENTS if python_blocks(path.read_text())]
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=label)
 def test_python_blocks_run(path, elsewhere, capsys):
-    """And no comparison that a page prints is false."""
-    blocks = python_blocks(path.read_text())
+    """And print the lines that the page shows, in their order, and no comparison that is false."""
+    text = path.read_text()
+    blocks = python_blocks(text)
     assert [mark for _, mark, _ in blocks if mark not in MARKS] == []
     pieces = [(line, code) for line, mark, code in blocks if not mark]
     skip_without("\n".join(code for _, code in pieces))
     run(path, pieces)
-    assert not re.findall(r"^(?:False|tensor\(False\))$", capsys.readouterr().out, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert not re.findall(r"^(?:False|tensor\(False\))$", printed, re.MULTILINE)
+    left = iter(printed.splitlines())
+    assert [line for line in shown_outputs(text) if line not in left] == []
 
 
 def notebook_cells(path: Path) -> list[dict[str, object]]:
@@ -426,6 +437,14 @@ def make_site(folder: Path, text: str) -> Path:
     (folder / "other.html").write_text('<p id="part"></p><a href="https://example.org">paper</a>')
     (folder / "a.png").write_bytes(b"")
     return folder
+
+
+def test_the_check_of_the_site_wants_captions_of_the_figures_of_tutorials(tmp_path):
+    folder = tmp_path / "tutorials"
+    folder.mkdir()
+    image = '<img src="a.png" alt="A figure">'
+    make_site(folder, f"{image}<figure>{image}<figcaption>Caption</figcaption></figure>")
+    assert load_check().faults(tmp_path) == ["tutorials/index.html: 2 images, 1 captions"]
 
 
 def test_the_check_of_the_site_finds_no_fault_in_a_good_one(tmp_path):

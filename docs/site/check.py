@@ -1,8 +1,8 @@
 """Checks the built site: `python docs/site/check.py site`. It needs Python and nothing else.
 
 Every link, image, script and style sheet leads to a file of the site, and every anchor to an
-element of its page; images have a text; nothing that a page loads comes from another host; and what
-a function returns is one entry.
+element of its page; images have a text, and those of tutorials and notebooks a caption; nothing
+that a page loads comes from another host; and what a function returns is one entry.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ LOADED = {
 }
 # Relations of <link> that name a page and load nothing.
 NAMES = {"canonical", "next", "prev", "alternate", "license", "author"}
+# Folders whose images are figures, each with a caption.
+CAPTIONED = {"tutorials", "notebooks"}
 ELSEWHERE_IN_CSS = re.compile(r"(?:url\(\s*['\"]?|@import\s+['\"])((?:https?:)?//[^'\")\s]+)")
 
 
@@ -38,6 +40,8 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.loads: list[str] = []
         self.faults: list[str] = []
+        self.images = 0
+        self.captions = 0
         self._in_style = False
         self._in_title = False
         self._returns = 0  # entries so far, inside a section Returns
@@ -56,6 +60,8 @@ class Page(HTMLParser):
             (self.links if relations & NAMES else self.loads).append(found.get("href", ""))
         elif tag in LOADED and LOADED[tag] in found:
             self.loads.append(found[LOADED[tag]])
+        self.images += tag == "img"
+        self.captions += tag == "figcaption"
         if tag == "img" and not found.get("alt", "").strip():
             self.faults.append(f"image {found.get('src')} has no alt text")
         self._in_style = tag == "style"
@@ -88,6 +94,8 @@ def faults(site: Path) -> list[str]:
     for path, page in pages.items():
         here = path.relative_to(site)
         found += [f"{here}: {fault}" for fault in page.faults]
+        if here.parts[0] in CAPTIONED and page.captions < page.images:
+            found.append(f"{here}: {page.images} images, {page.captions} captions")
         found += [
             f"{here}: loads {address} from another host"
             for address in page.loads

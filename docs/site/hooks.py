@@ -4,12 +4,16 @@
   no script and no font is loaded for it. A formula that cannot be converted fails the build.
 - A Markdown file of the repository's root that is in `PAGES` becomes a page. A link to any other
   file outside of docs/ leads to a copy of it in the site; one to a folder becomes plain text.
-- A code block's mark in its info string (`python gpu`, see tests/test_docs.py) is left out.
+- A code block's mark in its info string (`python gpu`, see tests/test_docs.py) becomes a title of
+  the block where a reader has to know it, and is left out otherwise.
+- An image with a title, alone in its paragraph, becomes a figure with that title as its caption. A
+  notebook's cell that draws one has its text and its caption in its metadata, under `figure`.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import os
 import posixpath
 import re
@@ -51,6 +55,11 @@ PAGE_LINK = re.compile(r'(<a href="(?![a-z]+:)[^"#]+)\.(?:md|ipynb)(?=[#"])')
 DOLLARS = re.compile(r"\$\$(?P<display>.+?)\$\$|\$(?P<inline>[^$\n]+?)\$", re.DOTALL)
 # nbconvert's text of a figure that code made.
 NO_TEXT = "No description has been provided for this image"
+UNTITLED = re.compile(rf'<img alt="{NO_TEXT}"([^>]*)>')
+TITLED = re.compile(r'<p>(<img [^>]*?) title="([^"]*)"([^>]*>)</p>')
+# Marks of code blocks, in pages' info strings, and what a reader is told.
+MARK = re.compile(r"^( *`{3,}(?:python|text)) (gpu|no-run|output)$", re.MULTILINE)
+TITLES = {"gpu": ' title="Needs an NVIDIA GPU"', "output": ' title="Output"', "no-run": ""}
 MATHJAX = re.compile(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", re.DOTALL)
 
 
@@ -135,7 +144,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         return f"{image}[{text}]({there}{''.join(anchor)}{title})"
 
     markdown = outside_fences(markdown, lambda text: LINK.sub(relink, text))
-    return re.sub(r"^( *`{3,}python) .*$", r"\1", markdown, flags=re.MULTILINE)
+    return MARK.sub(lambda mark: mark[1] + TITLES[mark[2]], markdown)
 
 
 def mathml(tex: str, display: bool, page: Any) -> str:
@@ -145,8 +154,25 @@ def mathml(tex: str, display: bool, page: Any) -> str:
         raise PluginError(f"{page.file.src_uri}: cannot convert the formula {tex!r}") from error
 
 
+def with_captions(content: str, page: Any) -> str:
+    """A notebook's figures with the texts and captions of the cells that drew them, in order."""
+    cells = json.loads(Path(page.file.abs_src_path).read_text())["cells"]
+    told = [cell["metadata"]["figure"] for cell in cells if "figure" in cell["metadata"]]
+    drawn = len(UNTITLED.findall(content))
+    if drawn not in (0, len(told)):  # 0 where notebooks are not executed
+        raise PluginError(f"{page.file.src_uri}: {drawn} figures, {len(told)} cells with captions")
+    left = iter(told)
+
+    def figure(match: re.Match[str]) -> str:
+        said = {name: html.escape(text) for name, text in next(left).items()}
+        image = f'<img alt="{said["text"]}"{match[1]}>'
+        return f"<figure>{image}<figcaption>{said['caption']}</figcaption></figure>"
+
+    return UNTITLED.sub(figure, content)
+
+
 def on_page_content(content: str, *, page: Any, config: Any, files: Files) -> str:
-    """MathML in place of TeX, and a notebook's links to pages as the site has them."""
+    """MathML in place of TeX, captions, and a notebook's links to pages as the site has them."""
     if page.file.src_uri.endswith(".ipynb"):
         # No script that would load MathJax from elsewhere.
         content = MATHJAX.sub("", content)
@@ -159,6 +185,6 @@ def on_page_content(content: str, *, page: Any, config: Any, files: Files) -> st
             text = PAGE_LINK.sub(r"\1.html", match[2])
             return match[1] + DOLLARS.sub(formula, text) + match[3]
 
-        content = content.replace(f'alt="{NO_TEXT}"', 'alt="Figure made by the code above"')
-        return MARKDOWN_CELL.sub(cell, content)
+        return MARKDOWN_CELL.sub(cell, with_captions(content, page))
+    content = TITLED.sub(r"<figure>\1\3<figcaption>\2</figcaption></figure>", content)
     return FORMULA.sub(lambda match: mathml(match["tex"], match["tag"] == "div", page), content)

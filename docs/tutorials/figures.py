@@ -44,14 +44,12 @@ KERNEL = "06-a-kernel-step-by-step"
 page = functools.cache(pages.run)
 
 
-def heat_maps(
-    maps: dict[str, Any], size: tuple[float, float], blank: bool = False
-) -> plt.Figure:
-    """Attention weights side by side, with one colour bar; `blank` leaves zeros white."""
+def heat_maps(maps: dict[str, Any], size: tuple[float, float]) -> plt.Figure:
+    """Attention weights side by side, with one colour bar; hidden pairs, which are 0, are white."""
     figure, axes = plt.subplots(1, len(maps), figsize=size, layout="constrained", sharey=True)
     for axis, (title, weights) in zip(axes, maps.items(), strict=True):
         weights = np.asarray(weights)
-        shown = np.where(weights == 0, np.nan, weights) if blank else weights
+        shown = np.where(weights == 0, np.nan, weights)
         image = axis.imshow(shown, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         axis.set(title=title, xlabel="key j")
         axis.grid(False)
@@ -76,7 +74,7 @@ def masks() -> plt.Figure:
     weights = {
         title: ours["softmax"](jnp.where(mask, scores, -jnp.inf)) for title, mask in seen.items()
     }
-    return heat_maps(weights, (9, 3.2), blank=True)
+    return heat_maps(weights, (9, 3.2))
 
 
 def online_softmax() -> plt.Figure:
@@ -247,21 +245,20 @@ def steps() -> plt.Figure:
 
 def ring() -> plt.Figure:
     ours = page(KERNEL)
-    figure, axes = plt.subplots(2, 1, figsize=(9, 4.4), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(9, 5.4), sharex=True, layout="constrained")
     colors = (BLUE, ORANGE, GREEN)
     for axis, slots in zip(axes, (1, 4), strict=True):
         found = ours["ring"](8, slots, **ours["times"])
         for level, (spans, color) in enumerate(zip(found, colors, strict=True)):
             for n, (start, end) in enumerate(spans):
-                # Loads under way overlap: they are drawn on two half rows in turns.
-                height = 0.38 if level == 0 else 0.76
-                low = level - 0.38 + (n % 2) * 0.38 if level == 0 else level - 0.38
+                # Loads under way overlap: they are drawn on four rows in turns.
+                height = 0.76 if level else 0.19
+                low = level - 0.38 if level else level - 0.38 + (n % 4) * 0.19
                 axis.broken_barh(
                     [(start, end - start)], (low, height), facecolor=color, edgecolor="white"
                 )
-                if level:
-                    axis.text((start + end) / 2, level, str(n), ha="center", va="center",
-                              color="white", fontsize=9)
+                axis.text((start + end) / 2, low + height / 2, str(n), ha="center", va="center",
+                          color="white", fontsize=9 if level else 7)
         axis.set_yticks(range(3), ["memory: load", "features: map", "values: multiply"])
         axis.set_title(f"{slots} slot" + "s" * (slots > 1), loc="left")
         axis.invert_yaxis()
