@@ -4,7 +4,7 @@
 
 A scale is the least power of two by which no value is above 448, the format's largest. Float8 keeps
 4 significant bits at every magnitude from 2^-6 to 448, so a power of two costs no digits, and
-values * scale is exact in bfloat16.
+values * scale is exact in bfloat16 unless it leaves the range of normal numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ato_jax import checking, meshes, programs, shapes
+from ato_jax import checking, choosing, meshes, programs, shapes
 
 FLOAT8 = "float8_e4m3fn"
 MOST = float(jnp.finfo(FLOAT8).max)  # 448
@@ -32,13 +32,15 @@ def quantize(
         values = x / scale, rounded to float8_e4m3fn        x is about values * scale
 
     Without a `scale`, each one is the least power of two by which no value exceeds 448, the
-    format's largest. **Such a scale knows all of x.** Where `axes` has the axis of time, the scale
-    of a causal call depends on later tokens, and so do the rounded values of earlier ones. A call
-    that must not know the future takes a `scale` that is known beforehand: one from calibration, or
-    the largest of the chunks before (a running scale).
+    format's largest. **Such a scale depends on every value of x along `axes`.** Where `axes` has
+    the axis of time, the scale of a causal call depends on later tokens, and so do the rounded
+    values of earlier ones. A call that must not know the future takes a `scale` that is known
+    beforehand: one from calibration, or the largest of the chunks before (a running scale).
 
     Values beyond 448 times a given scale become that. Infinity and NaN become NaN, since the format
-    has no infinity, and do not count for a scale: those in padding do no harm.
+    has no infinity, and do not count for a scale: those in padding do no harm. Finite values in
+    padding count: set large ones to 0 first. Zeros alone have the least scale, 2^-126. Values from
+    3.296e38 on have no scale by which values * scale is finite.
 
     Args:
       x: An array in float16, bfloat16 or float32.
@@ -54,6 +56,7 @@ def quantize(
     Raises:
       ValueError: An argument is wrong: its shape, dtype or value. The message names it, what it was
         and what it has to be.
+      UnsupportedError: A derivative is taken.
 
     Example:
       >>> import ato_jax, jax
@@ -78,8 +81,22 @@ def quantize(
         names = meshes.partition(x)
         return meshes.sharded(*names), meshes.sharded(*(names[axis] for axis in kept))
 
-    arrays = (x,) if scale is None else (x, scale)
+    arrays = _without_derivative((x,) if scale is None else (x, scale))
     return meshes.call(lambda arrays: _quantised(reduced, *arrays), arrays, partition)
+
+
+@jax.custom_jvp
+def _without_derivative(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """As they are. A cotangent of float8 values would be float8, and round to 0 or NaN."""
+    return arrays
+
+
+@_without_derivative.defjvp
+def _without_derivative_jvp(primals: Any, tangents: Any) -> Any:
+    raise choosing.UnsupportedError(
+        "quantize has no derivative: quantise in the forward pass alone, by jax.custom_vjp as the "
+        "guide to float8 shows (docs/guides/float8.md), or quantise jax.lax.stop_gradient(x)"
+    )
 
 
 @programs.jit(static=1)
@@ -156,7 +173,10 @@ def check_scale(name: str, scale: Any) -> jax.Array:
     if found != "float32":
         raise ValueError(f"{name} must be float32, got {found}")
     scale = shapes.as_array(name, scale)
-    message = f"{name} must be positive and finite, got values from {{least}} to {{most}}"
+    message = (
+        f"{name} must be positive and finite, at least {shapes.LEAST:.2g}, "
+        "got values from {least} to {most}"
+    )
     if isinstance(scale, jax.core.Tracer):
         if checking.checking():
             right = (scale >= shapes.LEAST) & (scale <= shapes.MOST)
@@ -189,10 +209,10 @@ def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
 
 
 def _scale_of(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The least power of two by which no finite value is above 448; 1 where all of them are 0."""
+    """The least power of two, from 2^-126 on, by which no finite value is above 448. That of zeros
+    alone is the least of all: a running maximum of scales ignores it."""
     largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=axes, initial=0)
     ratio = jnp.maximum(largest / MOST, shapes.LEAST)
     bits = jax.lax.bitcast_convert_type(ratio, jnp.int32)
     # A mantissa other than 0 carries into the exponent, which alone is kept.
-    power = jax.lax.bitcast_convert_type((bits + MANTISSA) & ~MANTISSA, jnp.float32)
-    return jnp.where(largest > 0, power, 1)
+    return jax.lax.bitcast_convert_type((bits + MANTISSA) & ~MANTISSA, jnp.float32)

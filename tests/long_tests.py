@@ -46,6 +46,8 @@ FRAME = ("ato_jax/*.py", "ato_jax/tuned/*.toml", "ato_jax/triton/*.py", "ato_jax
 WHOLE = ("ato_jax/**/*.py", "ato_jax/tuned/*.toml")
 # What others need besides, by a word in their names.
 BESIDES = {"torch": ("ato_torch/*.py",), "benchmark": ("benchmarks/**/*.py",)}
+# What no test runs but those of its own, which are quick.
+APART = ("ato_jax/quantizing.py",)
 # They look at documents and figures of any kind, or start programs that do.
 ALWAYS = ("test_docs", "test_examples", "test_project", "test_receipt")
 CPU_SECONDS = "cpu_seconds"
@@ -123,7 +125,8 @@ def of_the_library(name: str) -> set[Path]:
     patterns = [*FRAME, "ato_jax/ops/*.py", f"ato_jax/ops/{op}/**/*.py"] if op else [*WHOLE]
     for word, more in BESIDES.items():
         patterns += more if word in name else ()
-    return {path for pattern in patterns for path in ROOT.glob(pattern)}
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return found - {ROOT / name for name in APART}
 
 
 def of_tests(path: Path) -> set[Path]:

@@ -350,10 +350,30 @@ def test_a_scale_is_the_least_power_of_two() -> None:
         widened = products([values], [scale])[0]
         assert (widened.astype("bfloat16").astype("float32") == widened).all()
         assert error(widened, x) < 0.03
-    for exact, wanted in ((448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 1.0)):
+    for exact, wanted in ((448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 2.0**-126)):
         values, scale = ato_jax.quantize(jnp.array([exact, -exact / 2]), 0)
         assert scale.shape == () and scale == wanted
         assert jnp.isfinite(values.astype("float32")).all()
+
+
+def test_a_running_scale_ignores_a_chunk_of_zeros() -> None:
+    x = normal(8) * 1e-4
+    _, scale = ato_jax.quantize(x, 0)
+    _, of_zeros = ato_jax.quantize(0 * x, 0)
+    assert jnp.maximum(scale, of_zeros) == scale
+
+
+def test_quantize_itself_has_no_derivative() -> None:
+    """A cotangent of its values would be float8: 0 for a small loss, and NaN for a large one."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        values, scale = ato_jax.quantize(x, 0)
+        return (values.astype("float32") * scale).sum()
+
+    with pytest.raises(ato_jax.UnsupportedError, match="quantize has no derivative"):
+        jax.grad(loss)(normal(8))
+    stopped = jax.grad(lambda x: loss(jax.lax.stop_gradient(x)) + x.sum())(normal(8))
+    assert stopped.tolist() == [1] * 8
 
 
 def test_values_that_float8_does_not_hold() -> None:
