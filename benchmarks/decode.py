@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -108,7 +109,10 @@ def _plain(case: Case) -> Attend:
 
 def _pallas(case: Case) -> Attend:
     """Its public function, with the tiles that it has by default."""
-    from jax.experimental.pallas.ops.gpu import decode_attention
+    with warnings.catch_warnings():
+        # JAX 0.12 is about to remove it, which is no fault of whoever measures it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import decode_attention
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return decode_attention.gqa(q[:, 0], k, v, interpret=ours.platform() == "cpu")[:, None]
