@@ -140,7 +140,7 @@ def test_any_feature_map_and_length(
 
     @jax.jit
     def call(q: Any, k: Any, v: Any, g: Any) -> Any:
-        out = output.output(spec, deal, q, k, v, *ahead, gates, steep, lengths)
+        out, _ = output.output(spec, deal, q, k, v, *ahead, gates, steep, lengths)
         rows = of_rows(exact.inverse), of_rows(exact.e)
         arrays = Arrays(q, k, v, g, *rows, *behind, gates, steep, lengths)
         dk, dv, _ = key_gradient.key_gradient(spec, deal, arrays)
