@@ -76,7 +76,9 @@ def skip(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     if mode() != "skip":
         return set()
     recorded = read().get(end(), {})
-    found = {item for item in items if recorded.get(item.nodeid) == depends_on(item.path)}
+    # Hashes of those in the record alone: they take a second or two.
+    known = [item for item in items if item.nodeid in recorded]
+    found = {item for item in known if recorded[item.nodeid] == depends_on(item.path)}
     for item in found:
         item.add_marker(pytest.mark.skip(reason="long, and passed with these sources"))
     return found
@@ -116,7 +118,7 @@ def depends_on(path: Path) -> str:
     """A hash of the sources that can change the outcomes of a file of tests."""
     digest = hashlib.sha256()
     for source in sorted({*of_tests(path), *of_the_library(path.stem)}):
-        digest.update(f"{source.relative_to(ROOT)}\n{_text(source)}\n".encode())
+        digest.update(f"{source.relative_to(ROOT)} {_digest(source)}\n".encode())
     return digest.hexdigest()[:HASH_DIGITS]
 
 
@@ -135,29 +137,39 @@ def of_tests(path: Path) -> set[Path]:
     waiting = [path, ROOT / "tests" / "conftest.py"]
     while waiting:
         source = waiting.pop()
-        if source in found or not source.exists():
-            continue
-        found.add(source)
-        # The receipt's own figures change with every run on a card, and decide no test here.
-        if source.suffix != ".py" or source.name == "receipt.py":
-            continue
-        text = source.read_text()
-        waiting += [ROOT / "tests" / named for named in re.findall(r"\w+\.(?:txt|json)\b", text)]
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [one.name for one in node.names]
-            else:
-                continue
-            for name in names:
-                bare = name.removeprefix("tests.").replace(".", "/") + ".py"
-                waiting += [ROOT / "tests" / bare]
-                waiting += [ROOT / bare] if name.startswith(("examples.", "benchmarks.")) else []
+        if source not in found and source.exists():
+            found.add(source)
+            waiting += _named_in(source)
     return found - {RECORD, Path(__file__)}
 
 
 @functools.cache
+def _named_in(source: Path) -> list[Path]:
+    """Where the modules that a file imports, and the data that it names, would be."""
+    # The receipt's own figures change with every run on a card, and decide no test here.
+    if source.suffix != ".py" or source.name == "receipt.py":
+        return []
+    text = source.read_text()
+    found = [ROOT / "tests" / named for named in re.findall(r"\w+\.(?:txt|json)\b", text)]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        else:
+            continue
+        for name in names:
+            bare = name.removeprefix("tests.").replace(".", "/") + ".py"
+            found += [ROOT / "tests" / bare]
+            found += [ROOT / bare] if name.startswith(("examples.", "benchmarks.")) else []
+    return found
+
+
+@functools.cache
+def _digest(source: Path) -> str:
+    return hashlib.sha256(_text(source).encode()).hexdigest()
+
+
 def _text(source: Path) -> str:
     """Without comments and docstrings."""
     if source.suffix != ".py":
