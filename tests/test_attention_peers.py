@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 import ato_jax
@@ -26,6 +25,7 @@ from benchmarks import (
 )
 from benchmarks.cases import Case
 from tests import numerics
+from tests.figures import parsed_flags  # noqa: F401
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 CASE = Case("softmax", B=2, H=2, T=32, D=8, dtype="float32")
@@ -37,12 +37,6 @@ MASKED = [
     dataclasses.replace(CASE, T=3, S=40),
     dataclasses.replace(CASE, T=3, S=40, causal=True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 def visible(case):

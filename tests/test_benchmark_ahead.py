@@ -9,20 +9,14 @@ import time
 import jax
 import numpy as np
 import pytest
-from absl import flags
 
 from benchmarks import ahead, linear_torch, ours, peers, side_by_side, suites
 from benchmarks.results import Results
-from tests.test_benchmark_suites import FACTS, InJax, Peer, fails, row_of
+from tests.figures import FACTS, parsed_flags  # noqa: F401
+from tests.test_benchmark_suites import InJax, Peer, fails, row_of
 
 SMOKE = suites.SMOKE_SUITE
 LINEAR = SMOKE.contests[0].cases["cpu"][0]
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 @pytest.fixture(scope="module")

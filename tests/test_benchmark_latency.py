@@ -5,13 +5,13 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
 from benchmarks import latency, memory, noise, other_load
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
+from tests.figures import parsed_flags  # noqa: F401
 
 HLO = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[2]{0}}
 
@@ -31,12 +31,6 @@ ENTRY %main.9 (x.1: f32[4]) -> (f32[2], f32[]) {
   ROOT %out = (f32[2]{0}, f32[]) tuple(%c, %d)
 }
 """
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 def test_a_timeline_by_hand():

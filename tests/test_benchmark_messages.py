@@ -13,14 +13,7 @@ import benchmarks
 from benchmarks import __main__ as entry
 from benchmarks import progress, results, show, usage
 from benchmarks.results import Results
-
-FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
+from tests.figures import FACTS, parsed_flags  # noqa: F401
 
 
 @pytest.mark.parametrize("command", ["", *entry.COMMANDS])

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-from absl import flags
 
 from benchmarks import (
     cases,
@@ -26,16 +25,10 @@ from benchmarks import (
 )
 from benchmarks.cases import Case
 from benchmarks.results import Results, Row
+from tests.figures import FACTS, parsed_flags  # noqa: F401
 
 CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
-FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
 STEADY = [1.0, 1.01, 1.02, 0.99, 1.0]
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 def row_of(batches, turns, contender="ato_jax", case=CASE, phase="forward", load=""):

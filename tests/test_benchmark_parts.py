@@ -5,23 +5,16 @@ import json
 import subprocess
 
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
 from benchmarks import cards, document, kept, machine, noise, results, run, summary
 from benchmarks.cases import Case
 from benchmarks.results import Results, ResultsError, Row
+from tests.figures import FACTS, parsed_flags  # noqa: F401
 
 CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
-FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
-FACTS |= {"machine": "m1", "commit": "abc"}
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
+NOTED = FACTS | {"machine": "m1", "commit": "abc"}
 
 
 def row_of(contender, seconds, case=CASE, **more):
@@ -36,9 +29,9 @@ def untimed(contender, reason):
 
 
 def test_parts_of_one_machine_and_commit_are_merged(tmp_path, capsys):
-    first = Results(**FACTS, matrix={"float32": 1e12}, suites={"linear": 2.0})
+    first = Results(**NOTED, matrix={"float32": 1e12}, suites={"linear": 2.0})
     first.rows = [row_of("one", 1.0), untimed("two", results.NO_TIME_LEFT), row_of("three", 1.0)]
-    second = Results(**FACTS | {"bandwidth": 2e9}, matrix={"float32": 2e12})
+    second = Results(**NOTED | {"bandwidth": 2e9}, matrix={"float32": 2e12})
     second.suites = {"linear": 1.0, "wide": 3.0}
     second.rows = [row_of("one", 1.09), row_of("two", 2.0, product_limit=1e9 / 2e12)]
     second.rows += [row_of("three", 1.2), untimed("four", "no kernel")]
@@ -61,8 +54,8 @@ def test_parts_of_one_machine_and_commit_are_merged(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", results.SAME)
 def test_parts_of_two_machines_or_commits_are_not_merged(name):
-    parts = [Results(**FACTS), Results(**FACTS | {name: ""})]
-    said = f"B.json cannot be merged: {name} is {FACTS[name]} in A.json and not noted in B.json"
+    parts = [Results(**NOTED), Results(**NOTED | {name: ""})]
+    said = f"B.json cannot be merged: {name} is {NOTED[name]} in A.json and not noted in B.json"
     with pytest.raises(ResultsError, match=said):
         kept.merged(["A.json", "B.json"], parts)
 
@@ -97,11 +90,11 @@ def test_a_commit_names_what_was_changed(tmp_path):
 
 def test_figures_are_not_lost_to_a_new_run_or_to_a_stopped_one(tmp_path, monkeypatch, caplog):
     path = tmp_path / "figures.json"
-    earlier = results.json_text(Results(**FACTS, rows=[row_of("one", 1.0)]))
+    earlier = results.json_text(Results(**NOTED, rows=[row_of("one", 1.0)]))
     results.write(path, earlier)
 
     def stopped(names):
-        kept.begun(FACTS, kept.earlier())
+        kept.begun(NOTED, kept.earlier())
         raise KeyboardInterrupt
 
     monkeypatch.setitem(entry.COMMANDS, "run", stopped)
@@ -119,7 +112,7 @@ def test_figures_are_not_lost_to_a_new_run_or_to_a_stopped_one(tmp_path, monkeyp
 
 
 def test_a_file_of_an_earlier_form_is_read(tmp_path):
-    told = json.loads(results.json_text(Results(**FACTS, rows=[row_of("one", 1.0)])))
+    told = json.loads(results.json_text(Results(**NOTED, rows=[row_of("one", 1.0)])))
     for name in ("machine", "commit", "form"):
         del told[name]
     del told["rows"][0]["load"]
@@ -134,17 +127,17 @@ def test_a_file_of_an_earlier_form_is_read(tmp_path):
 
 def test_the_report_names_card_commit_and_clocks(monkeypatch):
     about = {"date": "today", "clocks after linear": "1980 MHz", "driver": "1"}
-    told = document.provenance(Results(**FACTS, about=about), "a_card")
+    told = document.provenance(Results(**NOTED, about=about), "a_card")
     for line in ("| card | a card |", "| commit | abc |", "| linear: 1980 MHz |", "| driver | 1 |"):
         assert line in told.replace("clocks, power and temperature after each suite ", "")
-    assert "| commit | not noted |" in document.provenance(Results(**FACTS | {"commit": ""}), "a")
+    assert "| commit | not noted |" in document.provenance(Results(**NOTED | {"commit": ""}), "a")
 
 
 def test_cards_stand_side_by_side_where_both_were_measured(tmp_path):
     case = run.suites.named("linear")[0].contests[0].cases["gpu"][0]
     known = row_of("ato_jax", 1.0, case)
     found = [
-        Results(**FACTS | {"device": name}, platform="gpu", rows=rows)
+        Results(**NOTED | {"device": name}, platform="gpu", rows=rows)
         for name, rows in (("card A", [known]), ("card B", [dataclasses.replace(known, load="x")]))
     ]
     (table,) = cards.table(cards.of_reports(found), "Cards")

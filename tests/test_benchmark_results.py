@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
@@ -29,17 +28,11 @@ from benchmarks import (
     timing,
 )
 from benchmarks.cases import Case
+from tests.figures import FACTS, parsed_flags  # noqa: F401
 
 CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
 OTHER = dataclasses.replace(CASE, causal=True)
-FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
-FACTS |= {"machine": "m1", "commit": "abc"}
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
+NOTED = FACTS | {"machine": "m1", "commit": "abc"}
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 601])
@@ -102,7 +95,7 @@ def refused(reason, **names):
 
 
 def file_of(path, rows, **facts):
-    results.write(path, results.json_text(results.Results(**FACTS | facts, rows=rows)))
+    results.write(path, results.json_text(results.Results(**NOTED | facts, rows=rows)))
     return str(path)
 
 
@@ -112,7 +105,7 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path):
     rows[0].scratch, rows[0].held, rows[0].host, rows[0].picked = 17, 64, 1e-5, "FLASH"
     path = tmp_path / "folder" / "figures.json"
     file_of(path, rows, **more)
-    assert results.read(path) == results.Results(**FACTS, rows=rows, **more)
+    assert results.read(path) == results.Results(**NOTED, rows=rows, **more)
     assert rows[0].peak == 17 + 64 and rows[1].peak is None
     # Nothing is left of writing it.
     assert list(path.parent.iterdir()) == [path]
@@ -120,7 +113,7 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path):
 
 def test_the_table_of_values_has_a_line_a_row(tmp_path):
     rows = [drawn(0), refused("no kernel, it says", contender="other")]
-    told = results.csv_text(results.Results(**FACTS, rows=rows))
+    told = results.csv_text(results.Results(**NOTED, rows=rows))
     one, other = csv.DictReader(told.splitlines())
     assert (one["device"], one["jax"], one["contender"]) == ("a card", "2", "ato_jax")
     for name in ("mean", "deviation", "p50", "p90", "p95", "p99"):
@@ -128,7 +121,7 @@ def test_the_table_of_values_has_a_line_a_row(tmp_path):
     assert float(one["seconds"]) == rows[0].seconds and float(one["error of out"]) == 1e-3
     assert float(one["GB/s"]) == rows[0].throughput / 1e9 and one["error of dq"] == ""
     assert other["unavailable"] == "no kernel, it says" and other["p99"] == other["seconds"] == ""
-    assert results.csv_text(results.Results(**FACTS)).startswith("device,")
+    assert results.csv_text(results.Results(**NOTED)).startswith("device,")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +151,7 @@ def test_the_table_of_values_has_a_line_a_row(tmp_path):
 )
 def test_a_file_of_another_form_is_refused(change, said, tmp_path):
     path = tmp_path / "figures.json"
-    told = json.loads(results.json_text(results.Results(**FACTS, rows=[drawn(0)])))
+    told = json.loads(results.json_text(results.Results(**NOTED, rows=[drawn(0)])))
     path.write_text(json.dumps(change(told)))
     with pytest.raises(results.ResultsError, match=f"is not a file of these .* figures: {said}"):
         results.read(path)
@@ -193,7 +186,7 @@ class Peer:
 def peer(monkeypatch):
     stand_in = Peer()
     monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(stand_in))
-    monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
+    monkeypatch.setattr(run, "introduced", lambda *_: NOTED)
     return stand_in
 
 
@@ -300,7 +293,7 @@ def test_what_there_was_no_time_for_is_measured_on_resuming(peer, tmp_path, monk
     earlier = refused("no kernel", case=str(CASE), contender="refuses")
     path = tmp_path / "figures.json"
     file_of(path, [late, earlier], bandwidth=5e8)
-    monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
+    monkeypatch.setattr(run, "introduced", lambda *_: NOTED)
     with flagsaver.flagsaver(json=str(path), resume=True):
         assert run.hold([suite_of(contest_of("one", "refuses"))]) == 0
     found = results.read(path)
@@ -319,7 +312,7 @@ def test_another_machine_or_version_is_not_resumed(name, peer, tmp_path, monkeyp
     only_suite(monkeypatch, contest_of("one"))
     with flagsaver.flagsaver(json=str(path), resume=True):
         assert entry.main(["benchmarks", "linear"]) == 2
-    said = f"cannot be resumed: {name} is another there and {FACTS[name]} here"
+    said = f"cannot be resumed: {name} is another there and {NOTED[name]} here"
     assert said in caplog.text and "Traceback" not in caplog.text
     assert path.read_text() == before and peer.asked == []
 
@@ -329,7 +322,7 @@ def test_another_machine_or_version_is_not_resumed(name, peer, tmp_path, monkeyp
 
 def counted(before, after):
     def files(rows):
-        return results.Results(**FACTS, rows=rows)
+        return results.Results(**NOTED, rows=rows)
 
     return compare.compared(["A.json", "B.json"], files(before), files(after))
 
@@ -472,7 +465,7 @@ def test_one_real_case_is_measured_resumed_and_compared(tmp_path, monkeypatch, c
     monkeypatch.setattr(side_by_side, "TURN_SECONDS", 0.0)
     monkeypatch.setitem(linear.CASES, "cpu", (CASE,))
     monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(Peer()))
-    monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
+    monkeypatch.setattr(run, "introduced", lambda *_: NOTED)
     with flagsaver.flagsaver(json=str(path), peer=["ato_jax"], case="T64"):
         assert entry.main(["benchmarks", "linear"]) == 0
         first = results.read(path)

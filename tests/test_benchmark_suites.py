@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
@@ -39,16 +38,10 @@ from benchmarks import (
 from benchmarks.cases import PHASES, Case
 from benchmarks.results import Results, ResultsError, Row
 from benchmarks.tables import Table
+from tests.figures import FACTS, parsed_flags  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = Case("linear", B=1, H=2, T=64, D=16, dtype="float32")
-FACTS = {"device": "a card", "ato_jax": "1", "jax": "2", "torch": "3", "bandwidth": 1e9}
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 def row_of(case, phase, contender, seconds, **more):

@@ -31,17 +31,12 @@ from benchmarks import (
     timing,
 )
 from tests import numerics
+from tests.figures import parsed_flags  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="the benchmarks compare with PyTorch")
 CASE = cases.Case("linear", B=2, H=3, T=64, D=16, dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
@@ -25,15 +24,10 @@ from benchmarks import (
 )
 from benchmarks.cases import Case
 from tests import numerics
+from tests.figures import parsed_flags  # noqa: F401
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 CASE = Case("linear", B=1, H=2, T=256, D=16, dtype="float32", causal=True)
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmarks"])
 
 
 @pytest.mark.parametrize("kind", ["head", "step", "channel"])
