@@ -767,7 +767,6 @@ def main() -> int:
             break
         progress.show(", ".join(map(str, group)))
         all_found.append(_measured(*group, programs.pop(group, None), platform))
-        progress.show("")
         progress.step()
         print(line_of(all_found[-1]), flush=True)
         write(all_found, facts)

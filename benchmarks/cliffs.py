@@ -354,7 +354,6 @@ def run_rows(
         found.rows += new
         kept.write(found)
         kept.mark(str(step.row), phase, "")
-        progress.show("")
         progress.step()
         print(", ".join(line_of(step, phase, *new).cells), flush=True)
         if new[0].unavailable and not side_by_side.device_works():

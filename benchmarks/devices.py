@@ -568,7 +568,6 @@ def main() -> int:
             continue
         progress.show(f"{row[0][0]}, {row[0][1]}, {row[1]} devices")
         all_found.append(measured(row, programs, wrong, platform))
-        progress.show("")
         progress.step()
         print(line_of(all_found[-1]), flush=True)
         write(all_found, facts)

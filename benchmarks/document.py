@@ -171,8 +171,9 @@ def section(found: Results, name: str) -> str:
 
 
 def results_text() -> str:
-    parts = [section(results.read(path), path.stem) for path in files()]
-    parts += [table.markdown(level=2) for table in cards.tables([results.read(p) for p in files()])]
+    reports = {path.stem: results.read(path) for path in files()}
+    parts = [section(found, name) for name, found in reports.items()]
+    parts += [table.markdown(level=2) for table in cards.tables([*reports.values()])]
     quality = ["## Quality: linear against softmax on real tasks, from docs/examples.md"]
     return "\n\n".join([ORIGINAL, *parts, *quality, *quoted_quality()])
 

@@ -156,7 +156,6 @@ def main(_: Sequence[str]) -> int:
     for case in wanted:
         progress.show(str(case))
         found.append(measure(case, FLAGS.tokens))
-        progress.show("")
         progress.step()
     print(table(found).text(), flush=True)
     if platform != "gpu":

@@ -180,7 +180,6 @@ def main(_: Sequence[str]) -> int:
             continue
         reason = ready if isinstance(ready, str) else "the trace names no kernel"
         each = [] if isinstance(ready, str) else kernels(traced(ready.launch), CALLS * ready.calls)
-        progress.show("")
         progress.step()
         if not each:
             logging.error("%s, %s: %s", case, phase, reason)

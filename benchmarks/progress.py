@@ -20,9 +20,10 @@ def start(total: int, end: float = math.inf) -> None:
 
 
 def step() -> None:
-    """One part is done."""
+    """One part is done, and its line is cleared."""
     global _done
     _done += 1
+    show("")
 
 
 def left() -> float | None:
