@@ -124,8 +124,10 @@ def ended(status: int) -> int:
 
 
 def parsed(arguments: list[str]) -> list[str]:
-    """What is left beside the flags. Absl's own exit status is 1, which `compare` has use for, and
-    is that of its --help, too.
+    """Returns the arguments that are no flags.
+
+    Absl exits with 1 for a wrong flag and for --help. Here 1 is what `compare` returns for a slower
+    call, so a wrong flag is 2 and help is 0.
     """
     if usage.asked(arguments[1:]):
         names = [one for one in arguments[1:] if not one.startswith("-")]

@@ -33,8 +33,10 @@ def of_reports(found: Sequence[Results]) -> Cells:
 
 
 def of_one_device(paths: Sequence[Path]) -> Cells:
-    """What the calls of the suite `devices` took on one GPU. Files of few GPUs come first, and a
-    call that does not grow with their number is that of the others, too.
+    """The times on one GPU of the calls of the suite `devices`.
+
+    Only calls count whose work is the same whatever the number of GPUs. Where several files have a
+    call, the first one's time stands.
     """
     cells: Cells = {}
     for path in paths:

@@ -40,7 +40,7 @@ class Growth:
 
 
 def growths(results: Results, contests: Iterable[Contest]) -> list[Growth]:
-    """Of everything that was measured at three lengths or more, all else equal."""
+    """Exponents for each case and contender that was measured at three lengths or more."""
     found = Found(results)
     families: dict[Case, list[Case]] = {}
     for contest in contests:

@@ -106,7 +106,7 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
 
 
 def differences(one: Results, other: Results, there: str, here: str) -> str:
-    """In what two files differ that has to be the same for one report; "" for nothing."""
+    """Names the facts that have to be the same in one report and differ in two files, or ""."""
     return "; ".join(
         f"{name} is {getattr(one, name) or 'not noted'} {there} and "
         f"{getattr(other, name) or 'not noted'} {here}"
@@ -166,7 +166,7 @@ def merge(names: Sequence[str]) -> int:
 
 
 def stopped() -> str:
-    """What is said of a run that is stopped by its user."""
+    """The message for a user who stops a run."""
     if not FLAGS.json or not Path(FLAGS.json).is_file():
         return "Stopped. Without --json nothing was kept."
     return f"Stopped. What was measured is in {FLAGS.json}: the same command with --resume goes on"

@@ -49,7 +49,7 @@ _OPERATION = re.compile(r"(?:^|\s)([a-z][\w-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What is held while one instruction runs."""
+    """The buffers that are held while one instruction runs."""
 
     name: str
     held: int
@@ -70,7 +70,7 @@ def size(shapes: str) -> int:
 
 
 def timeline(text: str) -> list[Moment]:
-    """Of a scheduled program's text: its entry, instruction by instruction."""
+    """The moments of a scheduled program, one for each instruction of its entry computation."""
     entry = re.search(r"^ENTRY [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
     if entry is None or "is_scheduled=true" not in text:
         raise ResultsError("XLA gave no schedule of this program: there is no timeline")
@@ -91,7 +91,7 @@ def timeline(text: str) -> list[Moment]:
             sources[name] = of_reads
         for read in of_reads:
             last[read] = index
-    # What the last instruction returns is held to the end; arguments are held throughout.
+    # Arguments are held from the first instruction to the last.
     held = {name: bytes_ for name, what, bytes_, _ in made if what == "parameter"}
     arguments, moments = set(held), []
     for index, (name, what, bytes_, _) in enumerate(made):

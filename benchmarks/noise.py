@@ -56,12 +56,12 @@ def doubt(spread: summary.Spread, turns: Sequence[float], load: str = "") -> str
 
 
 def doubt_of_batches(batches: Sequence[float]) -> str:
-    """The same of one turn: its halves are the first and the last time."""
+    """The same for one turn: the medians of its two halves stand for the first and last turns."""
     half = len(batches) // 2
     turns = [statistics.median(batches[:half]), statistics.median(batches[-half:])]
     return doubt(summary.spread(batches), turns if half > 1 else [])
 
 
 def busy(reason: str) -> str:
-    """What a command says instead of a finding."""
+    """The message that a command prints where it cannot conclude anything."""
     return f"This machine is busy: {reason}. {ADVICE}."

@@ -112,7 +112,7 @@ def widened(
 
 
 def shapes_of(scales: Any) -> str:
-    """What was given in place of three scales, without the values of an array."""
+    """Describes what was given in place of three scales, without an array's values."""
     return f"an array of shape {scales.shape}" if hasattr(scales, "shape") else repr(scales)
 
 
@@ -149,7 +149,7 @@ def forward_alone(inputs: Any) -> Any:
 
 
 def explained(found: dispatch.Explanation, dtype: str) -> dispatch.Explanation:
-    """What a call on float8 arrays would run: the forward pass of one on arrays of `dtype`."""
+    """Explains a call on float8 arrays: it runs the forward pass of a call on arrays of `dtype`."""
     note = f"{FLOAT8} inputs are widened to {dtype} first; no kernel reads 8 bits"
     reasons = {
         name: {**phases, "backward": NO_DERIVATIVE} for name, phases in found.reasons.items()
