@@ -16,6 +16,7 @@
 
 from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
+from ato_jax.mosaic.assembly import position as position
 from ato_jax.mosaic.masks import keep_rows as keep_rows
 from ato_jax.mosaic.masks import kept as kept
 from ato_jax.mosaic.products import ALIKE as ALIKE
@@ -71,7 +72,6 @@ from ato_jax.mosaic.tiles import in_rows as in_rows
 from ato_jax.mosaic.tiles import load as load
 from ato_jax.mosaic.tiles import load_transposed as load_transposed
 from ato_jax.mosaic.tiles import ones as ones
-from ato_jax.mosaic.tiles import position as position
 from ato_jax.mosaic.tiles import rounded as rounded
 from ato_jax.mosaic.tiles import store_in_memory as store_in_memory
 from ato_jax.mosaic.tiles import store_transposed as store_transposed

@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
 from ato_jax import device
-from ato_jax.mosaic.tiles import BF16, TILE, rounded
+from ato_jax.mosaic.tiles import BF16, ROWS, TILE, rounded
 
 COLUMNS_OF_SIGNS = 8  # of a register tile; a thread has two of them
 
@@ -43,6 +43,38 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
         _ptx(f"bar.{operation} $0, {threads};", "r", [number.registers[()]])
 
     at_barrier(number)
+
+
+def position(axis: int) -> jax.Array:
+    """[64, 64]: each element's row, or its column.
+
+    To a row a 0 is added that no compiler knows: the z coordinate of a block of a grid that has
+    only x. Else a mask, such as row >= column, would be constant in some registers. Where these are
+    a product's first factor, ptxas 12.8 and 13.0 may compute a constant once more behind the
+    product in place of ahead of it, so that the product reads what the register held before.
+    """
+    index = plgpu.broadcasted_iota(jnp.int32, (ROWS, ROWS), dimension=axis, layout=TILE)
+    if axis != 0 or device.interpreting():
+        return index
+    own = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=own)
+    def plus_zero(_: Any, tile: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        zero = ir.Operation.create(
+            "llvm.inline_asm",
+            results=[word],
+            operands=[],
+            attributes={
+                "asm_string": ir.StringAttr.get("mov.u32 $0, %ctaid.z;"),
+                "constraints": ir.StringAttr.get("=r"),
+            },
+        ).result
+        return tile + mgpu.FragmentedArray.splat(
+            zero, tile.shape, tile.layout, is_signed=tile.is_signed
+        )
+
+    return plus_zero(index)
 
 
 def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:

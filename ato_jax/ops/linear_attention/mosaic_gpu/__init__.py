@@ -65,9 +65,10 @@ FITTING = "elu1", "relu", "softplus", "identity", "silu"
 # columns took 66 us where Triton's kernels take 73, with gradients 236 and 277.
 ENOUGH_ROWS = 2**16
 # With a decay both ways 16 heads of 65,536 rows took 0.535 ms on an H200 where Triton's kernels
-# take 1.085, with gradients 1.85 and 3.26; of 128 columns 1.06 and 3.54, 4.02 and 12.2. Fewer rows
-# have not been timed.
-ENOUGH_ROWS_BOTH_WAYS = 2**18
+# take 1.085, with gradients 1.85 and 3.26; of 128 columns 1.06 and 3.54, 4.02 and 12.2. On an H100
+# 32 heads of 8,192 rows of 64 columns took 0.196 ms and 0.340, with gradients 0.692 and 1.03; of
+# 128 columns 0.355 and 1.14, 1.34 and 3.86. Fewer rows have not been timed.
+ENOUGH_ROWS_BOTH_WAYS = 2**17
 # The share of a tile's products that a head needs. What it takes is the tile's time, less some
 # traffic, so with a smaller share it is left to Triton: heads of 32 columns in tiles of 64 would
 # have 0.29 of the byte limit at least, and have 0.26 by Triton; of 40 they have 0.36 and 0.27.
