@@ -17,7 +17,7 @@ from ato_jax import shapes
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention.api import Window
 from ato_jax.ops.common import LAYOUTS, axes
-from ato_torch import _checked_calls, _checks, _ops
+from ato_torch import _checked_calls, _checks, _float8, _ops
 from ato_torch._checks import Integers, Layout
 
 
@@ -30,7 +30,8 @@ def attention(
     sinks: torch.Tensor | None = ..., segment_ids: Integers | None = ...,
     q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
     q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
-    return_lse: Literal[False] = ..., precision: str | None = ...,
+    return_lse: Literal[False] = ..., scales: _float8.Scales | None = ...,
+    out_dtype: torch.dtype | str | None = ..., precision: str | None = ...,
     implementation: str | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -44,7 +45,9 @@ def attention(
     sinks: torch.Tensor | None = ..., segment_ids: Integers | None = ...,
     q_segment_ids: Integers | None = ..., kv_segment_ids: Integers | None = ...,
     q_lengths: Integers | None = ..., kv_lengths: Integers | None = ...,
-    return_lse: Literal[True], precision: str | None = ..., implementation: str | None = ...,
+    return_lse: Literal[True], scales: _float8.Scales | None = ...,
+    out_dtype: torch.dtype | str | None = ..., precision: str | None = ...,
+    implementation: str | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -68,6 +71,8 @@ def attention(
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
     return_lse: bool = False,
+    scales: _float8.Scales | None = None,
+    out_dtype: torch.dtype | str | None = None,
     precision: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -82,8 +87,8 @@ def attention(
     keys, H query heads, G key/value heads, D key size, V value size.
 
     Args:
-      query: Queries [..., H, T, D], float16, bfloat16 or float32. Leading axes broadcast, and may
-        be missing.
+      query: Queries [..., H, T, D], float16, bfloat16, float32 or float8_e4m3fn. Leading axes
+        broadcast, and may be missing.
       key: Keys [..., G, S, D] in query's dtype. G is H or 1, or any divisor of H with `enable_gqa`.
       value: Values [..., G, S, V] in query's dtype.
       attn_mask: Broadcastable to [..., H, T, S]: booleans, where True shows a key to a query, or
@@ -109,22 +114,27 @@ def attention(
       kv_lengths: Integers [B]: keys from there on are padding and are never seen. Where T = S, it
         also sets a missing `q_lengths`.
       return_lse: Return (out, lse) in place of out.
+      scales: (query_scale, key_scale, value_scale), for query, key and value of float8_e4m3fn:
+        float32 tensors of the batch axes and the heads. The three are widened before the call,
+        which costs what one on bfloat16 tensors does.
+      out_dtype: Dtype of out with float8_e4m3fn: torch.bfloat16 unless given, torch.float16 or
+        torch.float32, for which the tensors are widened to float32.
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
       implementation: A backend of `ato_jax.attention` by name; None takes the fastest. With a
         JAX before 0.11.1, or on a host other than Linux on x86-64, only JAX can launch
         "mosaic_gpu", which then runs where it is named.
 
     Returns:
-      out [..., H, T, V] in query's dtype; with `return_lse` the pair (out, lse). lse [..., H, T] is
-      float32: the natural logarithm of the softmax's denominator, sink included. A query that sees
-      no key has out 0 and lse -inf, or the sink's logit.
+      out [..., H, T, V] in query's dtype, or `out_dtype`; with `return_lse` the pair (out, lse).
+      lse [..., H, T] is float32: the natural logarithm of the softmax's denominator, sink included.
+      A query that sees no key has out 0 and lse -inf, or the sink's logit.
 
     Raises:
       ValueError: An argument has a wrong shape, dtype, device or value, or `attn_mask` is given
         together with `is_causal`. The message names the argument.
       NotImplementedError: The backend `implementation` does not support the call
-        (`ato_jax.UnsupportedError`), or a derivative of second order or of forward mode is asked
-        for.
+        (`ato_jax.UnsupportedError`), a derivative of second order or of forward mode is asked for,
+        or any derivative of a call on float8_e4m3fn.
       RuntimeError: A CUDA graph is captured, and the call cannot be part of it: it is the first of
         its kind, or its kernels cannot be launched directly.
 
@@ -139,6 +149,28 @@ def attention(
       >>> query.grad.shape
       torch.Size([2, 4, 16, 8])
     """
+    if _float8.is_meant(query, scales, out_dtype):
+        return _float8.call(
+            attention,
+            (query, key, value),
+            scales,
+            out_dtype,
+            -3,
+            3,
+            *(attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            window=window,
+            query_offset=query_offset,
+            softcap=softcap,
+            sinks=sinks,
+            segment_ids=segment_ids,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            return_lse=return_lse,
+            precision=precision,
+            implementation=implementation,
+        )
     known = None
     given = (query, key, value)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None

@@ -13,7 +13,7 @@ import torch
 
 from ato_jax import LinearState, shapes
 from ato_jax.ops.common import LAYOUTS, axes
-from ato_torch import _checked_calls, _checks, _ops
+from ato_torch import _checked_calls, _checks, _float8, _ops
 from ato_torch._checks import FeatureMapLike, Integers, Layout, State
 
 
@@ -25,7 +25,8 @@ def linear_attention(
     segment_ids: Integers | None = ..., q_segment_ids: Integers | None = ...,
     kv_segment_ids: Integers | None = ..., q_lengths: Integers | None = ...,
     kv_lengths: Integers | None = ..., initial_state: State | None = ...,
-    return_state: Literal[False] = ..., layout: Layout = ..., precision: str | None = ...,
+    return_state: Literal[False] = ..., layout: Layout = ..., scales: _float8.Scales | None = ...,
+    out_dtype: torch.dtype | str | None = ..., precision: str | None = ...,
     implementation: str | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -38,7 +39,8 @@ def linear_attention(
     segment_ids: Integers | None = ..., q_segment_ids: Integers | None = ...,
     kv_segment_ids: Integers | None = ..., q_lengths: Integers | None = ...,
     kv_lengths: Integers | None = ..., initial_state: State | None = ...,
-    return_state: Literal[True], layout: Layout = ..., precision: str | None = ...,
+    return_state: Literal[True], layout: Layout = ..., scales: _float8.Scales | None = ...,
+    out_dtype: torch.dtype | str | None = ..., precision: str | None = ...,
     implementation: str | None = ...,
 ) -> tuple[torch.Tensor, LinearState]: ...  # fmt: skip
 
@@ -62,6 +64,8 @@ def linear_attention(
     initial_state: State | None = None,
     return_state: bool = False,
     layout: Layout = "bhtd",
+    scales: _float8.Scales | None = None,
+    out_dtype: torch.dtype | str | None = None,
     precision: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, LinearState]:
@@ -75,8 +79,8 @@ def linear_attention(
     result is on the same device, and differentiable once. Sums are float32 for every dtype.
 
     Args:
-      query: Queries [B, H, T, D], float16, bfloat16 or float32. B may be missing, and then it is
-        missing from every other argument and from the results.
+      query: Queries [B, H, T, D], float16, bfloat16, float32 or float8_e4m3fn. B may be missing,
+        and then it is missing from every other argument and from the results.
       key: Keys [B, G, S, D] in query's dtype. H is a multiple of G: query head h reads key/value
         head h // (H // G).
       value: Values [B, G, S, V] in query's dtype.
@@ -103,20 +107,26 @@ def linear_attention(
       return_state: Return (out, state) in place of out: the state after the last valid key.
       layout: "bhtd", or "bthd" for query, key, value, out [B, T, H, D] and decay [B, S, G] or
         [B, S, G, D].
+      scales: (query_scale, key_scale, value_scale), for query, key and value of float8_e4m3fn:
+        float32 tensors [B, H], [B, G] and [B, G]. The three are widened before the call, which
+        costs what one on bfloat16 tensors does.
+      out_dtype: Dtype of out with float8_e4m3fn: torch.bfloat16 unless given, torch.float16 or
+        torch.float32, for which the tensors are widened to float32.
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
       implementation: A backend of `ato_jax.linear_attention` by name; None takes the fastest. With
         a JAX before 0.11.1, or on a host other than Linux on x86-64, only JAX can launch
         "mosaic_gpu", which then runs where it is named.
 
     Returns:
-      out [B, H, T, V] in value's dtype; with `return_state` the pair (out, `LinearState(kv,
-      k_sum)`) with tensors in float32. A query that sees no key gives 0.
+      out [B, H, T, V] in value's dtype, or `out_dtype`; with `return_state` the pair (out,
+      `LinearState(kv, k_sum)`) with tensors in float32. A query that sees no key gives 0.
 
     Raises:
       ValueError: An argument has a wrong shape, dtype, device or value. The message names it.
       NotImplementedError: The backend `implementation` does not support the call
         (`ato_jax.UnsupportedError`), a derivative of second order or of forward mode is asked for,
-        or torch.compile before PyTorch 2.13 meets a feature map that is a function.
+        or any derivative of a call on float8_e4m3fn, or torch.compile before PyTorch 2.13 meets a
+        feature map that is a function.
       RuntimeError: A CUDA graph is captured, and the call cannot be part of it: it is the first of
         its kind, or its kernels cannot be launched directly.
 
@@ -130,6 +140,32 @@ def linear_attention(
       >>> out.shape, state.kv.shape
       (torch.Size([2, 4, 16, 8]), torch.Size([2, 2, 8, 8]))
     """
+    if _float8.is_meant(query, scales, out_dtype):
+        shapes.one_of("layout", layout, LAYOUTS)
+        return _float8.call(
+            linear_attention,
+            (query, key, value),
+            scales,
+            out_dtype,
+            -3 if layout == "bhtd" else -2,
+            3,
+            feature_map=feature_map,
+            causal=causal,
+            decay=decay,
+            normalize=normalize,
+            scale=scale,
+            eps=eps,
+            segment_ids=segment_ids,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            initial_state=initial_state,
+            return_state=return_state,
+            layout=layout,
+            precision=precision,
+            implementation=implementation,
+        )
     known = None
     given = (query, key, value)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
@@ -216,6 +252,8 @@ def linear_attention_step(
     normalize: bool | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
+    scales: _float8.Scales | None = None,
+    out_dtype: torch.dtype | str | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """Computes one token of causal linear attention.
 
@@ -226,8 +264,8 @@ def linear_attention_step(
     This is `ato_jax.linear_attention_step` on tensors. It is differentiable once.
 
     Args:
-      query: The token's queries [B, H, D], float16, bfloat16 or float32. B may be missing, and then
-        it is missing from every other argument and from the results.
+      query: The token's queries [B, H, D], float16, bfloat16, float32 or float8_e4m3fn. B may be
+        missing, and then it is missing from every other argument and from the results.
       key: Its keys [B, G, D] in query's dtype; H is a multiple of G.
       value: Its values [B, G, V] in query's dtype.
       state: The pair (kv [B, G, D, V], k_sum [B, G, D]) that `linear_attention(...,
@@ -238,13 +276,17 @@ def linear_attention_step(
       normalize: As in `linear_attention`.
       scale: As in `linear_attention`.
       eps: As in `linear_attention`.
+      scales: As in `linear_attention`, for query, key and value of float8_e4m3fn.
+      out_dtype: As in `linear_attention`.
 
     Returns:
-      The pair (out [B, H, V] in value's dtype, the new `LinearState(kv, k_sum)` in float32).
+      The pair (out [B, H, V] in value's dtype or `out_dtype`, the new `LinearState(kv, k_sum)` in
+      float32).
 
     Raises:
       ValueError: An argument has a wrong shape, dtype, device or value. The message names it.
-      NotImplementedError: A derivative of second order or of forward mode is asked for.
+      NotImplementedError: A derivative of second order or of forward mode is asked for, or any
+        derivative of a step on float8_e4m3fn.
 
     Example:
       >>> import torch, ato_torch
@@ -255,6 +297,21 @@ def linear_attention_step(
       >>> out.shape
       torch.Size([2, 4, 8])
     """
+    if _float8.is_meant(query, scales, out_dtype):
+        return _float8.call(
+            linear_attention_step,
+            (query, key, value),
+            scales,
+            out_dtype,
+            -2,
+            2,
+            state,
+            feature_map=feature_map,
+            decay=decay,
+            normalize=normalize,
+            scale=scale,
+            eps=eps,
+        )
     if torch.compiler.is_compiling():
         scale, eps = _ops.static((scale, eps))
     query, key, value = _checks.autocast(query, key, value)
