@@ -23,10 +23,7 @@ def _by_dispatch(api: Any) -> Callable[..., dispatch.Explanation]:
 
     def explain(*args: Any, **options: Any) -> dispatch.Explanation:
         request = api.prepare(*args, **options)
-        found = dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
-        if options.get("scales") is not None:
-            return float8.explained(found, request.spec.dtype)
-        return found
+        return dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
 
     return explain
 
@@ -99,7 +96,14 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
             f"op must be one of {', '.join(map(repr, KNOWN))} or that function of ato_jax, "
             f"got {_described(op)}"
         )
-    function, explained = KNOWN[name]
+    function, of_wide = KNOWN[name]
+
+    def explained(*args: Any, **options: Any) -> dispatch.Explanation:
+        found = of_wide(*args, **options)
+        if options.get("scales") is None:
+            return found
+        return float8.explained(found, options.get("out_dtype"))
+
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:

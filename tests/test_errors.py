@@ -661,3 +661,6 @@ def test_tensors_are_led_to_ato_torch() -> None:
         ato_jax.attention(tensor, array, array)
     with pytest.raises(ValueError, match="v must be a JAX array.*ato_torch"):
         ato_jax.linear_attention(array, array, tensor)
+    eight_bits, scales = tensor.to(torch.float8_e4m3fn), (torch.ones(1, 2),) * 3
+    with pytest.raises(ValueError, match="q must be a JAX array.*ato_torch"):
+        ato_jax.attention(eight_bits, eight_bits, eight_bits, scales=scales)

@@ -26,8 +26,9 @@ Scales = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 NO_DERIVATIVE = "float8 inputs have no derivative"
 WAY_OUT = (
-    "quantise in the forward pass alone and differentiate the call on bfloat16 arrays, by "
-    "jax.custom_vjp as the guide to float8 shows (docs/guides/float8.md)"
+    "for training, quantise in the forward pass alone and differentiate the call on bfloat16 "
+    "arrays, by jax.custom_vjp as the guide to float8 shows (docs/guides/float8.md); where no "
+    "derivative is wanted, apply jax.lax.stop_gradient to every input"
 )
 
 
@@ -53,6 +54,9 @@ def resolve(arrays: tuple[Any, ...], scales: Any, out_dtype: Any) -> str | None:
     A ValueError for a mixture, for float8 arrays without scales, and for wide ones with any.
     """
     found = [shapes.dtype_name(*named) for named in zip("qkv", arrays, strict=True)]
+    for name, array, dtype in zip("qkv", arrays, found, strict=True):
+        if dtype.startswith("torch."):
+            shapes.floating(name, array)  # says where tensors go, whatever their dtype is
     if FLOAT8 not in found:
         for name, value in (("scales", scales), ("out_dtype", out_dtype)):
             if value is not None:
@@ -103,7 +107,7 @@ def widened(
         found = quantizing.check_scale(name, scale)
         shapes.bind(sizes, name, found.shape, letters if batched else letters[1:])
         bound.append(common.with_batch(found, 2))
-    wide = "float32" if out_dtype == "float32" else "bfloat16"
+    wide = wide_dtype(out_dtype)
 
     def partition() -> list[Any]:
         return [meshes.sharded(*meshes.partition(array)) for array in arrays]
@@ -111,8 +115,15 @@ def widened(
     return meshes.call(lambda pair: _products(wide, heads, *pair), (arrays, bound), partition)
 
 
+def wide_dtype(out_dtype: Any) -> str:
+    """What arrays are widened to for an output in that dtype; None is the default."""
+    return "float32" if out_dtype is not None and jnp.dtype(out_dtype) == "float32" else "bfloat16"
+
+
 def shapes_of(scales: Any) -> str:
     """Describes what was given in place of three scales, without an array's values."""
+    if isinstance(scales, tuple | list):
+        return f"{len(scales)} of them"
     return f"an array of shape {scales.shape}" if hasattr(scales, "shape") else repr(scales)
 
 
@@ -148,9 +159,10 @@ def forward_alone(inputs: Any) -> Any:
     return jax.tree.unflatten(tree, leaves)
 
 
-def explained(found: dispatch.Explanation, dtype: str) -> dispatch.Explanation:
-    """Explains a call on float8 arrays: it runs the forward pass of a call on arrays of `dtype`."""
-    note = f"{FLOAT8} inputs are widened to {dtype} first; no kernel reads 8 bits"
+def explained(found: dispatch.Explanation, out_dtype: Any) -> dispatch.Explanation:
+    """Explains a call on float8 arrays by `found`, which explains its call on the widened ones."""
+    wide = wide_dtype(out_dtype)
+    note = f"{FLOAT8} inputs are widened to {wide} first; no kernel reads 8 bits"
     reasons = {
         name: {**phases, "backward": NO_DERIVATIVE} for name, phases in found.reasons.items()
     }

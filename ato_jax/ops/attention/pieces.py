@@ -151,6 +151,9 @@ def total_attention(
       >>> [round(float(x), 3) for x in total[0, :, 0]]  # 1 + 1/2 + 1/3 + 1/4, 1/2 + 1/3 + 1/4, ...
       [2.083, 1.083, 0.583, 0.25]
     """
+    # `prepare` would ask for scales of 8-bit arrays, which this function does not take.
+    q = shapes.floating("q", q)
+    k = shapes.floating("k", k, str(q.dtype))
     request = prepare(
         q,
         k,

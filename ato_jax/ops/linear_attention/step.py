@@ -199,10 +199,7 @@ def explain(*args: Any, **options: Any) -> Explanation:
     forward = plain
     if reason is None:
         forward = Choice("triton", None, KERNEL, why="first in the op's order")
-    found = Explanation("linear_attention_step", spec, here, forward, forward, plain, reasons)
-    if options.get("scales") is not None:
-        return float8.explained(found, str(inputs.q.dtype))
-    return found
+    return Explanation("linear_attention_step", spec, here, forward, forward, plain, reasons)
 
 
 def _bind_decay(decay: Any, sizes: dict[str, int], batched: bool) -> jax.Array | None:
