@@ -18,6 +18,7 @@ from flax import nnx
 
 from ato_jax import choosing, shapes
 from ato_jax.parallel.devices import AxisName, devices_along
+from ato_jax.quantizing import FLOAT8
 
 # A mask as callers give it, and a feature map: a name, or an elementwise JAX function.
 Mask = jax.Array | np.ndarray
@@ -106,6 +107,29 @@ def refuse_no_dtype(**dtypes: Any) -> None:
             floats = False
         if not floats:
             raise ValueError(f"{name} must be None or a dtype of floats, got {dtype!r}")
+
+
+def as_kv_dtype(kv_dtype: Any) -> str | None:
+    """`kv_dtype` of a constructor: None, or float8_e4m3fn, by its name or as a dtype."""
+    if kv_dtype is None:
+        return None
+    try:
+        named = isinstance(kv_dtype, str | type | np.dtype)
+        found = jnp.dtype(kv_dtype).name if named else None
+    except (TypeError, ValueError):
+        found = None
+    if found != FLOAT8:
+        raise ValueError(f"kv_dtype must be None or {FLOAT8!r}, got {kv_dtype!r}")
+    return FLOAT8
+
+
+def refuse_eight_bits(dtype: Any) -> None:
+    """Refuses a `dtype` of `init_cache` that needs scales."""
+    if dtype is not None and jnp.dtype(dtype).itemsize == 1:
+        raise ValueError(
+            f"dtype must have 16 bits or more, since 8 bits need scales, got {dtype!r}: give the "
+            f"layer kv_dtype={FLOAT8!r}"
+        )
 
 
 # Constructor arguments of nnx.MultiHeadAttention that are functions or metadata.

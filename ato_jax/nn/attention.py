@@ -19,10 +19,12 @@ from ato_jax import shapes
 from ato_jax.nn.arguments import (
     as_implementation,
     as_input_shape,
+    as_kv_dtype,
+    refuse_eight_bits,
     refuse_no_dtype,
     refuse_no_initialiser,
 )
-from ato_jax.nn.caches import append
+from ato_jax.nn.caches import append, made
 from ato_jax.nn.call import Call
 from ato_jax.nn.masks import bind_mask
 from ato_jax.nn.multi_head import MultiHead
@@ -31,6 +33,7 @@ from ato_jax.ops.attention.api import OP, attention, bounds
 from ato_jax.paged_cache import PagedCache
 from ato_jax.parallel import softmax as parallel
 from ato_jax.parallel.devices import AxisName
+from ato_jax.quantizing import quantize
 
 
 class Attention(MultiHead):
@@ -52,6 +55,12 @@ class Attention(MultiHead):
     whose sequences may be forked or freed between calls. A call appends to allocated sequences
     only, and a free one has 0 before the last projection.
 
+    With `kv_dtype` the cache holds keys and values in float8_e4m3fn, and a float32 scale for each
+    token and head: (D + 4) / (2 D) of a bfloat16 cache. A token's scale comes from that token
+    alone, so decoding stays causal, and nothing in the cache is rounded twice. A call of up to 16
+    tokens reads the 8 bits; a longer one, or one with a mask or dropout, first widens the cache.
+    Such a call has no derivative.
+
     Args:
       num_heads: H, the number of query heads.
       in_features: Size of `inputs_q`.
@@ -68,6 +77,8 @@ class Attention(MultiHead):
       sinks_init: Initialiser of `sinks`.
       rope_theta: Base of the rotary positions (10000 in RoFormer) of queries and keys; None for
         none. It needs an even D.
+      kv_dtype: "float8_e4m3fn" for a cache in 8 bits; None for one in the dtype that `init_cache`
+        is given. Calls without `decode` do not depend on it.
       context_axis: The axis of the `jax.shard_map` around the call that cuts T and S, as in
         `ato_jax.parallel`: each device gives its own tokens and gets their outputs. None for whole
         sequences. Masks and `decode` are refused with it.
@@ -109,6 +120,7 @@ class Attention(MultiHead):
         sinks: bool = False,
         sinks_init: Initializer = nnx.initializers.zeros,
         rope_theta: float | None = None,
+        kv_dtype: Dtype | None = None,
         context_axis: AxisName | None = None,
         context_schedule: str = "all_gather",
         context_order: str = "contiguous",
@@ -137,6 +149,7 @@ class Attention(MultiHead):
             rngs=rngs,
             **options,
         )
+        self.kv_dtype = as_kv_dtype(kv_dtype)
         self.context_schedule, self.context_order = context_schedule, context_order
         self.window = window
         self.softcap = softcap
@@ -144,34 +157,57 @@ class Attention(MultiHead):
         if sinks:
             self.sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
         self.paged_cache: nnx.Cache[PagedCache] | None = nnx.data(None)
+        self.cached_key_scale: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.cached_value_scale: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def attend(self, call: Call) -> jax.Array:
         """The attention of a call, [B, T, H, V]; with `decode` to all tokens in the cache."""
-        if call.decode and self.paged_cache is not None:
+        if not call.decode:
+            return self._attention(call, call.key, call.value, causal=call.causal)
+        if self.paged_cache is not None:
             return self._attend_pages(call, self.paged_cache)
-        query, key, value = call.query, call.key, call.value
-        B, T = query.shape[:2]
-        held = jnp.zeros((), jnp.int32)
-        options: dict[str, Any] = {"causal": call.causal}
-        if call.decode:
-            (key, value), held = append(
-                self.cache_index,
-                call.batch,
-                cached_key=(self.cached_key, call.key),
-                cached_value=(self.cached_value, call.value),
-            )
-            # Both lengths are given: if T = S, a missing one would be taken from the other.
-            options = {
-                "causal": True,
-                "query_offset": held,
-                "q_lengths": jnp.full(B, T, jnp.int32),
-                "kv_lengths": jnp.broadcast_to(held + T, B),
+        return self._attend_cache(call)
+
+    def _attend_cache(self, call: Call) -> jax.Array:
+        key, value, of_scales = call.key, call.value, {}
+        if self.kv_dtype is not None:
+            (key, k_scale), (value, v_scale) = quantize(key, 3), quantize(value, 3)  # [B, T, G]
+            of_scales = {
+                "cached_key_scale": (self.cached_key_scale, k_scale),
+                "cached_value_scale": (self.cached_value_scale, v_scale),
             }
-        out = self._attention(call, key, value, **options)
-        if call.decode:
-            # Inside jit a full cache cannot be refused. NaN makes it noticed.
-            out = jnp.where(held + T <= key.shape[1], out, jnp.nan)
-        return out
+        (key, value, *scales), held = append(
+            self.cache_index,
+            call.batch,
+            cached_key=(self.cached_key, key),
+            cached_value=(self.cached_value, value),
+            **of_scales,
+        )
+        B, T = call.query.shape[:2]
+        lengths = jnp.broadcast_to(held + T, B)
+        if scales and self._takes_decode_attention(call):
+            k_scale, v_scale = scales
+            out = self._decode_attention(
+                call.query, key, value, None, lengths, k_scale_pages=k_scale, v_scale_pages=v_scale
+            )
+        else:
+            if scales:
+                key, value = (
+                    (array.astype(jnp.float32) * scale[..., None]).astype(call.key.dtype)
+                    for array, scale in zip((key, value), scales, strict=True)
+                )
+            # Both lengths are given: if T = S, a missing one would be taken from the other.
+            out = self._attention(
+                call,
+                key,
+                value,
+                causal=True,
+                query_offset=held,
+                q_lengths=jnp.full(B, T, jnp.int32),
+                kv_lengths=lengths,
+            )
+        # Inside jit a full cache cannot be refused. NaN makes it noticed.
+        return jnp.where(held + T <= key.shape[1], out, jnp.nan)
 
     def _attention(self, call: Call, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         if self.context_axis is None:
@@ -212,22 +248,9 @@ class Attention(MultiHead):
             )
         cache, fits = held.append(call.key, call.value)
         variable.set_value(cache)
-        if (
-            1 <= T <= decode.MOST_QUERIES
-            and call.mask is None
-            and call.dropout_key is None
-            and self.implementation in (None, *decode.BACKENDS)
-        ):
-            out = decode.decode_attention(
-                call.query,
-                cache.k_pages,
-                cache.v_pages,
-                cache.page_table,
-                cache.lengths,
-                window=self.window,
-                softcap=self.softcap,
-                sinks=None if self.sinks is None else self.sinks[...],
-                implementation=self.implementation,
+        if self._takes_decode_attention(call):
+            out = self._decode_attention(
+                call.query, cache.k_pages, cache.v_pages, cache.page_table, cache.lengths
             )
         else:
             out = self._attention(
@@ -240,6 +263,26 @@ class Attention(MultiHead):
             )
         # NaN where there was no page left, as for a full cache without pages.
         return jnp.where(fits, out, jnp.nan)
+
+    def _takes_decode_attention(self, call: Call) -> bool:
+        return (
+            1 <= call.query.shape[1] <= decode.MOST_QUERIES
+            and call.mask is None
+            and call.dropout_key is None
+            and self.implementation in (None, *decode.BACKENDS)
+        )
+
+    def _decode_attention(self, *arrays: Any, **scales: jax.Array) -> jax.Array:
+        function: Any = decode.decode_attention
+        out: jax.Array = function(
+            *arrays,
+            **scales,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            implementation=self.implementation,
+        )
+        return out
 
     def _held(self) -> jax.Array:
         if self.paged_cache is None:
@@ -260,9 +303,9 @@ class Attention(MultiHead):
           input_shape: [batch..., max_length, in_features]: the batch of later calls, and the most
             tokens that a sequence will have.
           dtype: Dtype of the keys and values: the layer's, or if it has none the promoted dtype of
-            its inputs and parameters.
+            its inputs and parameters. A layer with a `kv_dtype` takes that instead.
           page_size: Tokens in a page, which divides max_length. It makes a paged cache with one
-            sequence for each batch entry.
+            sequence for each batch entry. Refused with a `kv_dtype`.
           num_pages: The number of pages; enough for max_length tokens in every sequence unless
             given.
 
@@ -282,12 +325,25 @@ class Attention(MultiHead):
         """
         *batch, max_length, _ = shape = as_input_shape(input_shape, self.in_features)
         refuse_no_dtype(dtype=dtype)
+        if self.kv_dtype is None:
+            refuse_eight_bits(dtype)
         if page_size is None:
             if num_pages is not None:
                 raise ValueError(f"num_pages needs a page_size, got {num_pages!r} alone")
-            super().init_cache(shape, dtype)
+            super().init_cache(shape, self.kv_dtype or dtype)
+            self.cached_key_scale, self.cached_value_scale = (
+                nnx.data(None)
+                if self.kv_dtype is None
+                else nnx.Cache(jnp.zeros(made(cache).shape[:-1], jnp.float32))
+                for cache in (self.cached_key, self.cached_value)
+            )
             self.paged_cache = nnx.data(None)
             return
+        if self.kv_dtype is not None:
+            raise ValueError(
+                f"page_size must be None with kv_dtype={self.kv_dtype!r}: a PagedCache holds no "
+                f"scales, got {page_size!r}"
+            )
         page_size = shapes.positive_int("page_size", page_size)
         if max_length % page_size:
             raise ValueError(

@@ -53,7 +53,8 @@ class LinearAttention(MultiHead):
     - With `decode=True` a call takes any number of tokens, causal among themselves: first a prompt,
       then one token at a time. Its mask covers these tokens, not a cache of keys: earlier keys
       exist only as sums.
-    - The cache is a state of float32 sums of a constant size, and is never full.
+    - The cache is a state of float32 sums of a constant size, and is never full. `Attention`'s
+      `kv_dtype` is refused: a sum in 8 bits soon ignores what is added.
     - A single token is multiplied exactly, whatever `precision` is, and takes the fast path only if
       `implementation` is None.
 
@@ -120,6 +121,12 @@ class LinearAttention(MultiHead):
             raise ValueError(
                 "dropout_rate must be 0: linear attention forms no weights that could be dropped; "
                 f"put nnx.Dropout after the layer, got {options['dropout_rate']}"
+            )
+        if (kv_dtype := options.pop("kv_dtype", None)) is not None:
+            raise ValueError(
+                "kv_dtype must be None: the cache holds sums over all tokens, in float32 and of a "
+                "constant size, and a sum in 8 bits soon ignores what is added; "
+                f"got {kv_dtype!r}"
             )
         super().__init__(
             num_heads,
