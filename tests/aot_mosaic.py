@@ -83,6 +83,7 @@ class Call:
     G: int | None = None  # H, unless it is said
     dtype: str = "bfloat16"
     V: int | None = None  # D, unless it is said
+    segments: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +239,8 @@ def main(call: Call) -> None:
     options: dict[str, Any] = {}
     if call.decay is not None:
         options["decay"] = array(*{"head": (G,), "step": rows, "channel": (*rows, D)}[call.decay])
+    if call.segments:
+        options["segment_ids"] = array(B, T, dtype=jnp.int32)
     if call.states:
         options["initial_state"] = ato_jax.LinearState(array(B, G, D, V), array(B, G, D))
 

@@ -465,9 +465,33 @@ MOSAIC = Space(
             "does not support lengths with more than 128 columns with causal=True",
         ),
         Rule(
-            ("segments", "causal"),
-            lambda segments, causal: segments != "none" and not causal,
-            "does not support segments without causal=True",
+            ("segments", "lengths"),
+            lambda segments, lengths: segments == "self" and lengths in ("T < S", "T > S"),
+            "segment_ids",
+        ),
+        Rule(
+            ("segments", "causal", "decay"),
+            lambda segments, causal, decay: (
+                segments != "none" and not causal and decay != "none"
+            ),
+            "does not support segments with a decay and without causal=True",
+        ),
+        *(
+            Rule(
+                ("segments", "causal", state),
+                lambda segments, causal, **state: (
+                    segments != "none" and not causal and any(state.values())
+                ),
+                "does not support segments with a state and without causal=True",
+            )
+            for state in ("initial_state", "return_state")
+        ),
+        Rule(
+            ("segments", "causal", "widths"),
+            lambda segments, causal, widths: (
+                segments != "none" and not causal and (widths[0] != widths[1] or widths[0] > 128)
+            ),
+            "does not support segments without causal=True but of D = V",
         ),
         Rule(
             ("segments", "decay"),
@@ -475,14 +499,15 @@ MOSAIC = Space(
             "does not support segments with a decay per channel",
         ),
         Rule(
-            ("segments", "widths"),
-            lambda segments, widths: segments != "none" and widths[0] > 128,
+            ("segments", "causal", "widths"),
+            lambda segments, causal, widths: segments != "none" and causal and widths[0] > 128,
             "does not support segments with more than 128 columns",
         ),
         Rule(
-            ("lengths", "causal", "decay", "widths"),
-            lambda lengths, causal, decay, widths: (
+            ("lengths", "causal", "decay", "widths", "segments"),
+            lambda lengths, causal, decay, widths, segments: (
                 lengths == "odd"
+                and (causal or decay != "none" or segments == "none")
                 and (
                     decay == "channel"
                     or not causal
@@ -513,9 +538,11 @@ MOSAIC = Space(
             "needs D",
         ),
         Rule(
-            ("causal", "decay", "widths"),
-            lambda causal, decay, widths: not causal and (
-                widths[0] <= 64 if decay == "none" else widths in ((40, 40), (128, 64))
+            ("causal", "decay", "widths", "segments"),
+            lambda causal, decay, widths, segments: not causal and (
+                widths[0] <= 64 and segments == "none"
+                if decay == "none"
+                else widths in ((40, 40), (128, 64))
             ),
             "needs D",
         ),

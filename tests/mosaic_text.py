@@ -61,6 +61,7 @@ class Case:
     states: bool = False
     gradients: bool = True
     feature_map: str = "elu1"
+    segments: bool = False
 
     @property
     def name(self) -> str:
@@ -72,6 +73,7 @@ class Case:
         parts += [self.layout]
         parts += [] if self.normalize else ["unnormalised"]
         parts += ["states"] if self.states else []
+        parts += ["segments"] if self.segments else []
         parts += [] if self.gradients else ["forward"]
         return "-".join(parts)
 
@@ -112,6 +114,8 @@ CASES = [
     Case(96, decay="step", feature_map="exp"),
     Case(192, feature_map="softplus", layout="bhtd"),
     Case(128, causal=False, decay="step"),
+    Case(128, causal=False, segments=True, T=1000),
+    Case(64, causal=False, segments=True, layout="bhtd", normalize=False),
 ]
 
 
@@ -138,6 +142,8 @@ def arrays_of(case: Case) -> tuple[Any, Any, Any, dict[str, Any]]:
         of_state = case.B, case.G, case.D, case.D
         kv, k_sum = (jax.ShapeDtypeStruct(of_state[:n], jnp.float32) for n in (4, 3))
         options["initial_state"] = LinearState(kv, k_sum)
+    if case.segments:
+        options["segment_ids"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
     q, k, v = arrays
     return q, k, v, options
 
@@ -173,7 +179,8 @@ def lower(case: Case) -> jax.stages.Lowered:
     config = mosaic_gpu.default_config(spec, H200)
 
     def call(q: Any, k: Any, v: Any, options: Any) -> Any:
-        inputs = Inputs(q, k, v, options.get("decay"), options.get("initial_state"))
+        given, ids = map(options.get, ("initial_state", "segment_ids"))
+        inputs = Inputs(q, k, v, options.get("decay"), given, q_segments=ids, kv_segments=ids)
         kept = mosaic_gpu.forward_for_own_backward(spec, config, inputs)
         if not case.gradients:
             return kept

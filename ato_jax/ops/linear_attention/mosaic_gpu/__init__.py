@@ -4,18 +4,20 @@
     z = sum_j phi(k_j)                  [F]
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
-over all keys j (`bidirectional.py`), or those j <= i, also with a decay for each head, each step,
-or each step and channel (`causal.py`). `frame.py` says what a kernel is made of.
+over all keys j (`bidirectional.py`), those of the query's segment (`documents.py`), or those j <=
+i, also with a decay for each head, each step, or each step and channel (`causal.py`). `frame.py`
+says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; causal also D = V = 64, two heads side by side; without a decay also D = V = 192 and 256;
-other multiples of 16 from 80 on, and causal of 8 from 16 to 56, fill one of these tiles in part,
-and so does the smaller of D and V; with gates of channels those are multiples of 16, too
-(`narrow.py`), and heads above 128 columns are cut into blocks (`channel_blocks.py`). Causal kernels
-of up to 128 columns without a decay also take float16, whose sums and weights have units
-(`mosaic/scales.py`). phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with
-gates of channels it is elu + 1. Lengths and causal segments are rows that do not count and steps
-with a decay (`steps.py`). All else is Triton's.
+float32; causal, or with segments, also D = V = 64, two heads side by side; without a decay and
+without segments also D = V = 192 and 256; other multiples of 16 from 80 on, and of 8 from 16 to 56
+where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
+where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`), and
+heads above 128 columns are cut into blocks (`channel_blocks.py`). Causal kernels of up to 128
+columns without a decay also take float16, whose sums and weights have units (`mosaic/scales.py`).
+phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
+elu + 1. Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`).
+All else is Triton's.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     both_ways,
     causal,
     channel_blocks,
+    documents,
     feature_maps,
     frame,
     narrow,
@@ -197,6 +200,8 @@ def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
     in_pairs = frame.heads_of_tile(spec) == 2
     counted = in_pairs or phase == "forward" and narrow.fills(spec, frame.F)
+    if frame.by_documents(spec):
+        return True
     walks = spec.causal or frame.both_ways(spec)
     return walks and counted and spec.decay != "channel"
 
@@ -214,6 +219,8 @@ def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
     if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
+        return False  # no card has timed these
+    if frame.by_documents(spec):
         return False  # no card has timed these
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
@@ -348,6 +355,9 @@ def _kept(
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
         found = keep(spec, config, inputs)
         return found._replace(state=narrow.narrowed(spec, found.state))
+    if frame.by_documents(spec):
+        out, state = documents.forward(spec, config, inputs)
+        return Outputs(out, narrow.narrowed(spec, state))
     out, state = bidirectional.forward(spec, config, inputs)
     return narrow.Kept(out, narrow.narrowed(spec, state), state)
 
@@ -417,6 +427,8 @@ def _backward(
         found = causal.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
     elif frame.both_ways(spec):
         found = both_ways.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
+    elif frame.by_documents(spec):
+        found = documents.backward(spec, config, inputs, cotangents)
     else:
         is_kept = isinstance(kept, narrow.Kept)
         state = kept.whole if is_kept else narrow.widened(spec, kept.state)

@@ -50,6 +50,11 @@ def both_ways(spec: LinearAttentionSpec) -> bool:
     return spec.decay in ("head", "step") and not spec.causal
 
 
+def by_documents(spec: LinearAttentionSpec) -> bool:
+    """Whether every query sees the keys of its own segment, without a decay."""
+    return spec.segments is not None and spec.decay is None and not spec.causal
+
+
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
@@ -57,7 +62,7 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     dtype = jnp.dtype(spec.dtype).type
     # With gates of channels T is a multiple of 8, and a head's columns are one of 16.
     as_given = heads == 2 and width < HALF and spec.decay != "channel"
-    untiled = spec.T % ROWS_OF_A_TILE != 0 or as_given
+    untiled = spec.T % ROWS_OF_A_TILE != 0 or as_given or by_documents(spec)
     return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled)
 
 

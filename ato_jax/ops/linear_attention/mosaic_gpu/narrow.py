@@ -42,7 +42,7 @@ def tile_of(spec: LinearAttentionSpec) -> int | None:
     """The columns that a head has in the tile that the larger of D and V fills, maybe in part; None
     where there is no such tile."""
     columns = max(spec.D, spec.V)
-    if spec.causal and columns <= HALF:
+    if (spec.causal or spec.segments) and columns <= HALF:
         whole = spec.D % STEP_OF_PAIRS == spec.V % STEP_OF_PAIRS == 0
         return HALF if whole and min(spec.D, spec.V) >= LEAST_OF_PAIRS else None
     if columns < LEAST or spec.D % STEP or spec.V % STEP:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import document_table, frame
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 
@@ -36,8 +36,10 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where a decay for each step cannot be in their place, or is slower than Triton's kernels:
     every chunk in which a segment begins is steep. On an H100, B2 H32 T16384 D64 with segments of
     1024, forward and gradients took 1.55 ms, by Triton's 1.34; B2 H16 D128 1.60 and 1.79."""
+    if frame.by_documents(spec):
+        return document_table.unsupported(spec, phase)
     if not spec.causal:
-        return "without causal=True"
+        return "with a decay and without causal=True"
     if spec.segments != "self":
         return "of queries and keys that differ"
     if spec.decay == "channel":

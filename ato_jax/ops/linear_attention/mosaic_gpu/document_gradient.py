@@ -1,0 +1,268 @@
+"""All gradients of queries that see the keys of their own document, a document at a time.
+
+With S and z of its keys, in units of 1 / sum |z|, and eps likewise (`document_walk.py`):
+
+    G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, eps)
+    e_i   = phi(q_i) . G_i inverse_i,  0 where den_i <= eps
+    dq_i  = (G_i - e_i z) inverse_i phi'(q_i)
+    R = sum_i phi(q_i) inverse_i g_i^T [F, V],  u = -sum_i e_i phi(q_i) inverse_i [F]
+    dv_j  = R^T phi(k_j),  dk_j = (R v_j + u) phi'(k_j)
+
+    MEMORY (2)       loads k and v of a document, q and g of it, and k and v once more
+      |  rows: a tile is loaded
+      v
+    HALVES (0, 1)    S and z; then of each chunk half of F: dq, and phi(q) inverse in q's place;
+      |   ^          at last of each chunk half of dk, and half of V of dv
+      |   |  r_known: R lies in S's place
+      |  mapped: phi(q) inverse lies in the slot; s_known: the unit does
+      v   |
+    SUMS (3)         R in registers
+
+Each array is read as often as it has to be where no state leaves the chip: k and v twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, BF16, F32, HALF, OF_ROWS, Role, load, multiply
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Document, Table
+from ato_jax.ops.linear_attention.mosaic_gpu.document_walk import (
+    Storage,
+    Sums,
+    Walk,
+    in_all_rows,
+    keep_rows,
+    leave,
+    memory,
+    storage_of,
+    sum_keys,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+HALVES = Role("halves", registers=160, warpgroups=2)
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+SUMS = Role("sums", registers=168)
+ROLES = mosaic.Roles((HALVES, MEMORY, SUMS))
+
+
+def document_gradient(
+    spec: LinearAttentionSpec,
+    deal: Deal,
+    table: Table,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk and dv."""
+    names = *Table._fields, "q", "k", "v", "g", "dq", "dk", "dv"
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
+
+    parts = (MEMORY, memory), (SUMS, sums), (HALVES, halves)
+    program = mosaic.Program(ROLES, storage_of(spec, HALVES, SUMS), parts, bind)
+    out_type = tuple(jax.ShapeDtypeStruct(x.shape, BF16) for x in (q, k, v))
+    name, arrays = frame.name_of("document_gradient"), (*table, q, k, v, g)
+    dq, dk, dv = mosaic.launch(name, program, deal, out_type, arrays)
+    return dq, dk, dv
+
+
+def sums(walk: Walk) -> None:
+    own = walk.own
+    mosaic.store_transposed(own.ones, mosaic.ones(C, ALIKE))
+    plgpu.commit_smem()
+    own.ones_known.arrive()
+    walk.each(lambda document: sum_queries(walk, document))
+
+
+def let_pass(walk: Walk, first: Any, steps: Any) -> None:
+    """Steps of which this role reads nothing."""
+
+    def one(step: Any, _: None) -> None:
+        slot = walk.own.rows.slot(step)
+        walk.own.rows.produced.wait(slot)
+        walk.own.rows.consumed.arrive(slot)
+
+    lax.fori_loop(first, first + steps, one, None)
+
+
+def sum_queries(walk: Walk, document: Document) -> None:
+    """R, in half of F each."""
+    own = walk.own
+    let_pass(walk, document.before, walk.steps_of_sums(document))
+    before = document.before + walk.steps_of_sums(document)
+    turns = walk.group * document.queries.chunks
+    blocks = [(half, other) for half in range(2) for other in walk.halves_of_head(half)]
+
+    def one(turn: Any, total: Any) -> Any:
+        step = before + 2 * turn
+        slot, g_slot = own.rows.slot(step), own.rows.slot(step + 1)
+        own.rows.produced.wait(slot)
+        own.rows.produced.wait(g_slot)
+        own.mapped.wait(slot)
+        total = multiply(
+            *(
+                (of_block, [(own.tiles.at[slot, half].T, own.tiles.at[g_slot, other])])
+                for of_block, (half, other) in zip(total, blocks, strict=True)
+            )
+        )
+        own.rows.consumed.arrive(slot)
+        own.rows.consumed.arrive(g_slot)
+        return list(total)
+
+    total = lax.fori_loop(0, turns, one, [mosaic.zeros(HALF, HALF) for _ in blocks])
+    own.s_known.wait()
+    for of_block, (half, other) in zip(total, blocks, strict=True):
+        unit = mosaic.in_columns(load(own.unit.at[half], OF_ROWS), HALF)
+        own.s.at[half, walk.part_of(other)][...] = (of_block * unit).astype(BF16)
+    plgpu.commit_smem()
+    own.r_known.arrive()
+    let_pass(walk, before + 2 * turns, 2 * document.keys.chunks)
+
+
+def halves(walk: Walk) -> None:
+    walk.own.ones_known.wait()
+    walk.each(lambda document: write_document(walk, document))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def write_document(walk: Walk, document: Document) -> None:
+    of_keys = sum_keys(walk, document)
+    walk.own.s_known.arrive()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last document's
+
+    def one(turn: Any, total: jax.Array) -> jax.Array:
+        return write_dq(walk, document, of_keys, turn, total)
+
+    turns = walk.group * document.queries.chunks
+    total = lax.fori_loop(0, turns, one, mosaic.zeros(C, HALF))
+    if walk.spec.normalize:
+        sum_rows(walk, of_keys, total)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    walk.own.r_known.wait()
+
+    def each(chunk: Any, _: None) -> None:
+        write_dk_dv(walk, document, chunk)
+
+    lax.fori_loop(0, document.keys.chunks, each, None)
+
+
+def write_dq(
+    walk: Walk, document: Document, of_keys: Sums, turn: Any, total: jax.Array
+) -> jax.Array:
+    """Half of a chunk's dq; adds -e phi(q) inverse to `total` [C, F / 2]."""
+    own, queries, half = walk.own, document.queries, mosaic.group()
+    step = document.before + walk.steps_of_sums(document) + 2 * turn
+    slot, g_slot = own.rows.slot(step), own.rows.slot(step + 1)
+    parity = lax.rem(turn, 2)
+    chunk, member = lax.rem(turn, queries.chunks), lax.div(turn, queries.chunks)
+    count = queries.valid - chunk * C
+    own_q, maps = own.tiles.at[slot, half], walk.phi
+    others = walk.halves_of_head(half)
+
+    def z() -> jax.Array:
+        """Read where it is needed: there are no registers to keep it in."""
+        return in_all_rows(own.z_read.at[half])
+
+    def features() -> jax.Array:
+        return mosaic.kept(maps.unrounded(load(own_q), walk.first_column(half)), count)
+
+    own.rows.produced.wait(slot)
+    own.rows.produced.wait(g_slot)
+    keep_rows(walk, g_slot, half, count)
+    products = [
+        (own.tiles.at[g_slot, other], own.s.at[half, walk.part_of(other)].T) for other in others
+    ]
+    G, phi_q = mosaic.multiply_while(products, (C, HALF), features)
+    mapped_q = phi_q
+    if walk.spec.normalize:
+        for number, of_half in enumerate((phi_q * z(), phi_q * G)):
+            own.parts.at[parity, half, number][...] = jnp.sum(of_half, axis=1)
+        plgpu.commit_smem()
+        walk.meet()
+        den, of_e = (
+            sum(load(own.parts.at[parity, other, number], OF_ROWS) for other in others)
+            for number in range(2)
+        )
+        inverse = 1.0 / jnp.maximum(den, of_keys.least)
+        e = mosaic.in_columns(jnp.where(den > of_keys.least, of_e * inverse, 0.0), HALF)
+        inverse = mosaic.in_columns(inverse, HALF)
+        mapped_q = phi_q * inverse
+        total -= e * mapped_q
+        G = (G - e * z()) * inverse
+    if not maps.slope_is_known:  # of x, which phi(q) inverse replaces
+        G = G * maps.slope(load(own_q))
+    else:
+        G = G * maps.slope_of_features(phi_q)
+    own_q[...] = mapped_q.astype(BF16)
+    plgpu.commit_smem()
+    own.mapped.arrive(slot)
+    own.rows.consumed.arrive(slot)
+    own.rows.consumed.arrive(g_slot)
+    target = walk.dq, document, queries.of(chunk), queries.size - chunk * C
+    head = walk.query_head(document, member)
+    leave(walk, own.out.at[parity, half], mosaic.kept(G, count), *target, head)
+    return total
+
+
+def sum_rows(walk: Walk, of_keys: Sums, total: jax.Array) -> None:
+    """u, the sum over the rows, as a product: of what is rounded, and what that leaves off."""
+    own, half = walk.own, mosaic.group()
+    rounded = mosaic.rounded(total)
+    found = mosaic.zeros(HALF, ALIKE)
+    for one in (rounded, (total - rounded.astype(F32)).astype(BF16)):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.out.at[0, half][...] = one
+        plgpu.commit_smem()
+        (found,) = multiply((found, [(own.out.at[0, half].T, own.ones.T)]))
+    # Of columns that are alike.
+    own.u.at[half][...] = jnp.max(found, axis=1) * of_keys.unit
+    plgpu.commit_smem()
+
+
+def write_dk_dv(walk: Walk, document: Document, chunk: Any) -> None:
+    own, keys, half = walk.own, document.keys, mosaic.group()
+    turns = walk.group * document.queries.chunks
+    step = document.before + walk.steps_of_sums(document) + 2 * (turns + chunk)
+    k_slot, v_slot = own.rows.slot(step), own.rows.slot(step + 1)
+    count, first = keys.valid - chunk * C, walk.first_column(half)
+    own_k, maps, others = own.tiles.at[k_slot, half], walk.phi, walk.halves_of_head(half)
+    own.rows.produced.wait(k_slot)
+    own.rows.produced.wait(v_slot)
+    x = load(own_k)
+    phi_k = mosaic.kept(maps.keys(maps.present(x, first), first=first), count)
+    of_features: list[tuple[Any, Any]] = [(half, phi_k)]
+    if walk.together:
+        own_k[...] = phi_k
+        of_features = [(other, own.tiles.at[k_slot, other]) for other in others]
+    plgpu.commit_smem()
+    walk.meet()
+    start = in_all_rows(own.u.at[half]) if walk.spec.normalize else mosaic.zeros(C, HALF)
+    dk, dv = multiply(
+        (
+            start,
+            [(own.tiles.at[v_slot, v], own.s.at[half, walk.part_of(v)].T) for v in others],
+        ),
+        (
+            mosaic.zeros(C, HALF),
+            [(phi, own.s.at[f, walk.part_of(half)]) for f, phi in of_features],
+        ),
+    )
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    own.rows.consumed.arrive(k_slot)
+    own.rows.consumed.arrive(v_slot)
+    dk = mosaic.kept(dk * maps.slope_of(x, phi_k).astype(F32), count)
+    for number, found, ref in ((0, dk, walk.dk), (1, dv, walk.dv)):
+        target = ref, document, keys.of(chunk), keys.size - chunk * C
+        leave(walk, own.out.at[number, half], found, *target, document.head)

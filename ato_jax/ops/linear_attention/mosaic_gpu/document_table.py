@@ -1,0 +1,201 @@
+"""Which rows each document has, a table that XLA makes, and which documents a block takes.
+
+A document is a segment of one batch entry, of queries and of keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+
+# As many as one sum of all their pairs finds the order of in a few microseconds.
+SORTED = 2048
+
+
+class Table(NamedTuple):
+    """The documents of all batch entries. Each query and each key belongs to one; one that has
+    queries or keys alone has no rows of the others."""
+
+    fields: jax.Array  # [7, documents at most] int32: those of `Document` but its head
+    number: jax.Array  # [1] int32: how many there are
+
+
+class Rows(NamedTuple):
+    """Rows of a sequence: `size` from `first` on, of which the first `valid` count."""
+
+    first: Any
+    size: Any
+    valid: Any
+
+    @property
+    def chunks(self) -> Any:
+        return _chunks(self.size)
+
+    @property
+    def valid_chunks(self) -> Any:
+        return _chunks(self.valid)
+
+    def of(self, chunk: Any) -> Any:
+        return self.first + chunk * C
+
+
+class Document(NamedTuple):
+    """One document of one tile of kv heads. `before` is how many steps the block has had."""
+
+    batch: Any
+    queries: Rows
+    keys: Rows
+    head: Any
+    before: Any
+
+
+def _chunks(rows: Any) -> Any:
+    return lax.div(rows + (C - 1), C)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """Which documents a block takes: one after the other, those of all heads side by side."""
+
+    heads: int  # tiles of kv heads
+    blocks: int
+
+    def each(
+        self,
+        fields: Any,
+        count: Any,
+        steps_of: Callable[[Document], Any],
+        do: Callable[[Document], None],
+    ) -> Any:
+        """Runs `do` for each of this block's; returns how many steps these had in all."""
+        items, block = count[0] * self.heads, lax.axis_index("block")
+
+        def item_of(turn: Any) -> Any:
+            """Blocks take turns there and back."""
+            place = jnp.where(lax.rem(turn, 2) == 0, block, self.blocks - 1 - block)
+            return turn * self.blocks + place
+
+        def one(number: Any, before: Any) -> Any:
+            item = item_of(number)
+            at = lax.div(item, self.heads)
+            batch, *rows = (fields[field, at] for field in range(7))
+            found = Document(
+                batch, Rows(*rows[:3]), Rows(*rows[3:]), lax.rem(item, self.heads), before
+            )
+            do(found)
+            return before + steps_of(found)
+
+        whole = lax.div(items, self.blocks)
+        own = whole + jnp.where(item_of(whole) < items, 1, 0)
+        return lax.fori_loop(0, own, one, jnp.int32(0))
+
+
+def deal(spec: LinearAttentionSpec, config: frame.Config) -> Deal:
+    return Deal(spec.G // frame.heads_of_tile(spec), config.blocks)
+
+
+def of(spec: LinearAttentionSpec, inputs: Inputs) -> Table:
+    """A run of queries is a document, with the run of keys that it sees, if there is one; and so is
+    a run of keys that no query sees."""
+    assert inputs.q_segments is not None and inputs.kv_segments is not None
+    if spec.segments == "self":
+        first, count = _of_numbers(inputs.q_segments)
+        entry, sides = first // spec.T, [_sizes(first, spec.T)] * 2
+    else:
+        entry, sides, count = _of_both(inputs.q_segments, inputs.kv_segments)
+    fields = [entry]
+    for (row, size), lengths in zip(sides, (inputs.q_lengths, inputs.kv_lengths), strict=True):
+        valid = size
+        if lengths is not None:
+            valid = jnp.clip(lengths[jnp.minimum(entry, spec.B - 1)] - row, 0, size)
+        if len(fields) > 1:
+            valid = jnp.where(fields[2] > 0, valid, 0)  # of keys that no query sees
+        fields += [row, size, valid]
+    table = _longest_first(jnp.stack(fields).astype(jnp.int32))
+    return Table(table, count[None].astype(jnp.int32))
+
+
+def _longest_first(fields: jax.Array) -> jax.Array:
+    """The table with its first `SORTED` documents in the order of their rows, so that blocks end
+    together; where there are more, they are short. A sort would launch more than this sum."""
+    some = fields[:, :SORTED]
+    size, number = some[2] + some[5], jnp.arange(some.shape[1])
+    ahead = size > size[:, None]
+    ahead |= (size == size[:, None]) & (number < number[:, None])
+    place = jnp.sum(ahead, axis=1)
+    return fields.at[:, place].set(some, unique_indices=True)
+
+
+def _of_numbers(runs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_where` of the runs' numbers within each entry, [B, rows]."""
+    size, counts = runs.size, runs[:, -1] + 1
+    before = jnp.cumsum(counts) - counts
+    begins = _begins(runs).reshape(runs.shape)
+    place = jnp.where(begins, runs + before[:, None], size).reshape(-1)
+    first = jnp.full(size, size).at[place].set(jnp.arange(size), mode="drop")
+    return first, jnp.sum(counts)
+
+
+def _begins(ids: jax.Array) -> jax.Array:
+    """Of ids [B, rows] whether a run begins with a row of those of all entries, [B rows]."""
+    changes = ids[:, 1:] != ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True).reshape(-1)
+
+
+def _where(begins: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The numbers of the rows with which runs begin, then that behind the last row; and how many
+    runs there are."""
+    size = begins.size
+    return jnp.nonzero(begins, size=size, fill_value=size)[0], jnp.sum(begins)
+
+
+def _sizes(first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """The first row of each run in its entry of so many rows, and how many it has."""
+    return first % rows, jnp.append(first[1:], first.size) - first
+
+
+def _of_both(
+    q_ids: jax.Array, kv_ids: jax.Array
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array]:
+    """Each document's batch entry, its rows of queries and of keys, and how many there are."""
+    (B, T), S = q_ids.shape, kv_ids.shape[1]
+    k_begins = _begins(kv_ids)
+    k_first, _ = _where(k_begins)
+    k_row, k_size = _sizes(k_first, S)
+    runs = kv_ids[:, -1] + 1
+    before = jnp.cumsum(runs) - runs  # the runs of keys of the batch entries before
+    entries = jnp.arange(B)[:, None]
+    seen = jnp.zeros((B, S + 1), bool).at[entries, jnp.where(q_ids < 0, S, q_ids)].set(True)
+    unseen = k_begins & ~jnp.take_along_axis(seen, kv_ids, axis=1).reshape(-1)
+    # Rows of queries, then rows of keys.
+    first, count = _where(jnp.append(_begins(q_ids), unseen))
+    q_last = jnp.minimum(jnp.append(first[1:], first.size), B * T)
+    of_keys = first >= B * T
+    entry = jnp.where(of_keys, (first - B * T) // S, first // T)
+    of_entry = jnp.minimum(entry, B - 1)
+    own_ids = jnp.append(q_ids.reshape(-1), kv_ids.reshape(-1))
+    run = own_ids[jnp.minimum(first, own_ids.size - 1)]
+    at = before[of_entry] + jnp.maximum(run, 0)
+    q_size = jnp.where(of_keys, 0, q_last - first)
+    none = (run < 0) | (first == own_ids.size)
+    sides = [(first % T, q_size), (k_row[at], jnp.where(none, 0, k_size[at]))]
+    return entry, sides, count
+
+
+def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    if spec.initial_state or spec.return_state:
+        return "with a state and without causal=True"
+    if spec.dtype != "bfloat16":
+        return f"of {spec.dtype} without causal=True"
+    if spec.D != spec.V or spec.D > frame.F:
+        return f"without causal=True but of D = V, up to {frame.F}"
+    return None

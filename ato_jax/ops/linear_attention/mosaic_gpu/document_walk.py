@@ -1,0 +1,370 @@
+"""What the kernels of documents share: their storage, and the sums over a document's keys,
+
+    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
+
+A block has a tile of one head, or of two heads of 64 columns; two warpgroups (`halves`) have half
+of its columns each. Of one head the first 64 features and values are one's, and both meet where
+a product needs all of them; of two heads each warpgroup has one, and they need not meet.
+
+S, z and eps are in units of 1 / sum |z|, or S in that of the scale where nothing is divided: rows
+that are all alike then have features that are rounded to themselves (`bidirectional.backward`).
+
+Chunks are counted from a document's first row, which may be any: so copies are untiled, and only
+the last chunk is cut. Its rows are stored in groups of 8, and what is left one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import (
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Ring,
+    Role,
+    Signal,
+    load,
+    multiply,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Document
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import ROWS_OF_A_TILE, C
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import widths_of
+from ato_jax.ops.linear_attention.scans.totals import LEAST_USUAL, least_usual
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+SLOTS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    tiles: Array  # [SLOTS, 2, 64, 64] rows of any of the sequences
+    s: Array  # [2, 2 or 1, 64, 64] S, of half of F each and half of V, and later R
+    out: Array  # [2, 2, 64, 64] what is stored: two of each half
+    cut: Array  # [2, 64, 64] the same of a cut chunk, rows one behind the other
+    low: Array  # [2, 2, 64, 64], by turns: what rounding phi(q) left off
+    ones: Array  # [8, 64]
+    z: Array  # [2, 64] float32
+    z_read: Array  # [2, 64] float32: z in its unit
+    unit: Array  # [2, 64] float32: that unit, 64 times
+    u: Array  # [2, 64] float32
+    parts: Array  # [2, 2, 2, 64] float32: of chunks by turns, of each half, den and e
+    rows: Ring  # of tiles
+    met: Signal  # both halves are here
+    mapped: Any = None  # a signal: phi' lies in the slot
+    s_known: Any = None  # likewise
+    r_known: Any = None
+    ones_known: Any = None
+
+
+def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None) -> Storage:
+    """`sums`: the role that sums up R, where there is one."""
+    tiling = frame.tiling(spec)
+    vector = plgpu.SMEM((2, HALF), F32)
+    tiles = Buffer(tiling.tiles(SLOTS), copies=2)
+    low = ones = unit = u = None
+    signals = {}
+    if sums is not None:
+        ones = Buffer(tiling.shared(mosaic.ALIKE, C))
+        unit, u = Buffer(vector), Buffer(vector)
+        signals = {"mapped": Signal((halves,), SLOTS), "s_known": Signal((halves,))}
+        signals |= {name: Signal((sums,)) for name in ("r_known", "ones_known")}
+    elif tiling.heads == 1 and not spec.feature_map.nonnegative:
+        low = Buffer(tiling.shared(2, 2, C, HALF))
+    return Storage(
+        tiles=tiles,
+        s=Buffer(tiling.shared(2, 2 // tiling.heads, HALF, HALF)),
+        out=Buffer(tiling.of_rows(2, 2, C, HALF)),
+        cut=Buffer(plgpu.SMEM((2, C, HALF), BF16)),
+        low=low,
+        ones=ones,
+        z=Buffer(vector),
+        z_read=Buffer(vector),
+        unit=unit,
+        u=u,
+        parts=Buffer(plgpu.SMEM((2, 2, 2, C), F32)),
+        rows=Ring.of(SLOTS, (tiles,), (halves,) if sums is None else (halves, sums)),
+        met=Signal((halves,)),
+        **signals,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: Deal
+    own: Storage
+    fields: Any
+    number: Any
+    q: Any
+    k: Any
+    v: Any
+    g: Any = None
+    out: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def group(self) -> int:
+        return self.spec.H // self.spec.G
+
+    @property
+    def together(self) -> bool:
+        """Whether both halves are of one head."""
+        return self.tiling.heads == 1
+
+    def halves_of_head(self, half: Any) -> tuple[Any, ...]:
+        """The halves of the head that a half belongs to."""
+        return (0, 1) if self.together else (half,)
+
+    def part_of(self, half: Any) -> Any:
+        """Where S has a half of V, second to the half of F."""
+        return half if self.together else 0
+
+    def first_column(self, half: Any) -> Any:
+        return half * HALF if self.together else 0
+
+    def query_head(self, document: Document, member: Any) -> Any:
+        first = document.head * self.group + member
+        if self.together or self.group == 1:
+            return first
+        return mosaic.Heads(2 * document.head * self.group + member, self.group)
+
+    def steps_of_sums(self, document: Document) -> Any:
+        return 2 * document.keys.valid_chunks
+
+    def steps_of(self, document: Document) -> Any:
+        """Each step is a tile: k and v of a chunk, then q; or then q and g, and k and v again."""
+        of_queries = self.group * document.queries.chunks
+        if self.g is None:
+            return self.steps_of_sums(document) + of_queries
+        return self.steps_of_sums(document) + 2 * (of_queries + document.keys.chunks)
+
+    def each(self, do: Any) -> Any:
+        return self.deal.each(self.fields, self.number, self.steps_of, do)
+
+    def meet(self) -> None:
+        if self.together:
+            self.own.met.arrive()
+            self.own.met.wait()
+
+
+def memory(walk: Walk) -> None:
+    """Loads the chunks of each document."""
+    own, tiling = walk.own, walk.tiling
+
+    def load_tile(document: Document, step: Any, ref: Any, row: Any, head: Any) -> None:
+        own.rows.acquire(step)
+        rows = pl.ds(row, C)
+        slot = own.rows.slot(step)
+        tiling.copy_tile(ref, document, rows, head, own.tiles, slot, own.rows.produced)
+
+    def load_keys(document: Document, before: Any, chunks: Any) -> None:
+        def one(chunk: Any, _: None) -> None:
+            row = document.keys.of(chunk)
+            load_tile(document, before + 2 * chunk, walk.k, row, document.head)
+            load_tile(document, before + 2 * chunk + 1, walk.v, row, document.head)
+
+        lax.fori_loop(0, chunks, one, None)
+
+    def load_document(document: Document) -> None:
+        load_keys(document, document.before, document.keys.valid_chunks)
+        before = document.before + walk.steps_of_sums(document)
+        chunks = document.queries.chunks
+        sides = [ref for ref in (walk.q, walk.g) if ref is not None]
+
+        def load_queries(turn: Any, _: None) -> None:
+            head = walk.query_head(document, lax.div(turn, chunks))
+            row = document.queries.of(lax.rem(turn, chunks))
+            for number, ref in enumerate(sides):
+                load_tile(document, before + len(sides) * turn + number, ref, row, head)
+
+        lax.fori_loop(0, walk.group * chunks, load_queries, None)
+        if walk.g is not None:
+            before += 2 * walk.group * chunks
+            load_keys(document, before, document.keys.chunks)
+
+    own.rows.drain(walk.each(load_document))
+
+
+class Sums(NamedTuple):
+    """What a half keeps of S and z in registers: [64] each, the same number in all rows."""
+
+    unit: Any
+    least: Any  # eps in that unit
+
+
+def sum_keys(walk: Walk, document: Document) -> Sums:
+    """Leaves S and z of a document in shared memory."""
+    half = mosaic.group()
+    start = [mosaic.zeros(HALF, HALF) for _ in walk.halves_of_head(half)]
+    nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
+
+    def one(chunk: Any, sums: Any) -> Any:
+        return sum_chunk(walk, document, half, chunk, sums)
+
+    total, vector = lax.fori_loop(0, document.keys.valid_chunks, one, (start, nothing))
+    return publish(walk, half, total, vector)
+
+
+def sum_chunk(walk: Walk, document: Document, half: Any, chunk: Any, sums: Any) -> Any:
+    own, (total, vector) = walk.own, sums
+    step = document.before + 2 * chunk
+    k_slot, v_slot = own.rows.slot(step), own.rows.slot(step + 1)
+    count = document.keys.valid - chunk * C
+    own.rows.produced.wait(k_slot)
+    x = mosaic.load_transposed(own.tiles.at[k_slot, half])  # [F / 2, C]
+    phi = walk.phi.transposed_keys(x, walk.first_column(half))
+    phi = jnp.where(mosaic.position(1) < count, phi, jnp.zeros((), phi.dtype))
+    own.rows.produced.wait(v_slot)
+    keep_rows(walk, v_slot, half, count)
+    halves = walk.halves_of_head(half)
+    found = multiply(
+        *(
+            (of_half, [(phi, own.tiles.at[v_slot, other])])
+            for of_half, other in zip(total, halves, strict=True)
+        )
+    )
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    own.rows.consumed.arrive(k_slot)
+    own.rows.consumed.arrive(v_slot)
+    return list(found), vector + jnp.sum(phi.astype(F32), axis=1)
+
+
+def keep_rows(walk: Walk, slot: Any, half: Any, count: Any) -> None:
+    """Sets what a half has of a cut tile to 0 behind `count` rows, where the other one's may be
+    read from then on: 0 does not cancel NaN."""
+
+    @pl.when(count < C)
+    def _() -> None:
+        mosaic.keep_rows(walk.own.tiles.at[slot, half], count)
+        plgpu.commit_smem()
+        walk.meet()
+
+
+def publish(walk: Walk, half: Any, total: Sequence[jax.Array], vector: jax.Array) -> Sums:
+    own, spec = walk.own, walk.spec
+    walk.meet()  # behind all that was read of the last document's
+    unit, least = jnp.full((HALF,), spec.scale, F32), None
+    unit = plgpu.layout_cast(unit, OF_ROWS)
+    if spec.normalize:
+        own.z.at[half][...] = vector
+        plgpu.commit_smem()
+        walk.meet()
+        usual: Any = 0.0
+        for other in walk.halves_of_head(half):
+            usual += jnp.sum(jnp.abs(in_all_rows(own.z.at[other])), axis=1)
+        unit = 1.0 / jnp.where(usual >= least_usual(spec), usual, 1.0)
+        least = jnp.maximum(unit * spec.eps, LEAST_USUAL)
+        own.z_read.at[half][...] = vector * unit
+    for part, of_half in enumerate(total):
+        own.s.at[half, part][...] = (of_half * mosaic.in_columns(unit, HALF)).astype(BF16)
+    if own.unit is not None:
+        own.unit.at[half][...] = unit
+    plgpu.commit_smem()
+    walk.meet()
+    return Sums(unit, least)
+
+
+def in_all_rows(ref: Any) -> jax.Array:
+    """A vector [64] of columns, [64, 64]."""
+    return mosaic.in_rows(load(ref, OF_COLUMNS), C)
+
+
+def leave(
+    walk: Walk,
+    own: Any,
+    x: jax.Array,
+    ref: Any,
+    document: Document,
+    row: Any,
+    rows: Any,
+    head: Any,
+) -> None:
+    """Stores the first `rows` rows of half a tile, x [64, 64], by way of `own` in shared memory,
+    from `row` of a sequence on. The copy before the last one's source is free to be written."""
+    half, cut = mosaic.group(), walk.own.cut
+
+    def target(first: Any, count: int) -> Any:
+        return walk.tiling.part(ref, document, pl.ds(first, count), head, half)
+
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    own[...] = x.astype(BF16)
+    plgpu.commit_smem()
+
+    @pl.when(rows >= C)
+    def _whole() -> None:
+        plgpu.copy_smem_to_gmem(mosaic.for_copy(own), target(row, C))
+
+    @pl.when(rows < C)
+    def _cut() -> None:
+        for first in range(0, C - ROWS_OF_A_TILE, ROWS_OF_A_TILE):
+
+            @pl.when(rows >= first + ROWS_OF_A_TILE)
+            def _(first: int = first) -> None:
+                tile = own.at[pl.ds(first, ROWS_OF_A_TILE)]
+                plgpu.copy_smem_to_gmem(mosaic.for_copy(tile), target(row + first, ROWS_OF_A_TILE))
+
+        rest = lax.rem(rows, ROWS_OF_A_TILE)
+
+        @pl.when(rest > 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            mosaic.store_in_memory(cut.at[half], x.astype(BF16))
+            plgpu.commit_smem()
+            leave_rows(walk, ref, document, row, (rows - rest, rows), head)
+
+
+def leave_rows(
+    walk: Walk, ref: Any, document: Document, row: Any, rows: tuple[Any, Any], head: Any
+) -> None:
+    """Stores rows `rows[0]` to `rows[1]` of half a tile from `cut` one by one, and of these the
+    head's own columns alone. Mosaic GPU stores what is contiguous in an array without a tensor map,
+    so that nothing leaves out what lies beyond the head: there is the next one."""
+    of_head = widths_of(walk.spec)[0]
+    widths = [min(of_head - first, HALF) for first in map(walk.first_column, range(2))]
+
+    def leave_half(half: Any, width: int) -> None:
+        columns = pl.ds(walk.first_column(half), width)
+        own_head = walk.tiling.head_of(head, half)
+
+        def one(number: Any, _: None) -> None:
+            of_row = row + number
+            at = (of_row, own_head) if walk.spec.layout == "bthd" else (own_head, of_row)
+            source = walk.own.cut.at[half, number, pl.ds(0, width)]
+            plgpu.copy_smem_to_gmem(source, ref.at[(document.batch, *at, columns)])
+
+        lax.fori_loop(*rows, one, None)
+
+    half = mosaic.group()
+    if widths[0] == widths[1]:
+        leave_half(half, widths[0])
+        return
+    for number, width in enumerate(widths):
+        pl.when(half == number)(functools.partial(leave_half, number, width))
