@@ -197,11 +197,12 @@ def _linear_attention() -> Iterator[Row]:
     for causal, told in ((False, "T = S = 64"), (True, "causal")):
         options = {"causal": causal, "kv_lengths": np.array([20, 32])}
         yield Row(f"{told}, D = V = 128, lengths", wide, _always(**options))
-    yield Row(
-        "causal, D = V = 128, segment_ids",
-        wide,
-        lambda sizes: {"causal": True, "segment_ids": np.zeros((sizes["B"], sizes["T"]), int)},
-    )
+    for causal, told in ((False, "T = S = 64"), (True, "causal")):
+        yield Row(
+            f"{told}, D = V = 128, segment_ids",
+            wide,
+            lambda sizes, causal=causal: {"causal": causal, "segment_ids": ids(sizes, "T")},
+        )
     yield Row("T = S = 101, causal, D = V = 64", two_heads | {"T": 101}, _always(causal=True))
     for axes in ("BSG", "BSGD"):
         yield Row(

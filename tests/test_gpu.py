@@ -482,6 +482,32 @@ def test_mosaic_gpu_both_ways(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "layout", "options"),
+    [
+        (2, 9001, 4, 4, 96, "bthd", {}),
+        (2, 7003, 8, 2, 40, "bhtd", {"feature_map": "silu"}),
+        (3, 4100, 4, 2, 128, "bhtd", {"kv_lengths": np.array([4100, 77, 3001])}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_documents_of_mosaic_gpu(
+    B: int, T: int, H: int, G: int, D: int, layout: str, options: dict[str, Any]
+) -> None:
+    """Of one row and more, most of them no multiple of 8. Two runs give the same bits."""
+    needs_hopper()
+    generator = np.random.default_rng(0)
+    begins = generator.random((B, T)) < np.where(np.arange(T) < 200, 1 / 2, 1 / 60)
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout)
+    options = options | {"layout": layout, "segment_ids": np.cumsum(begins, axis=1)}
+    wanted = numerics.oracle("linear_attention", *qkv, **options)
+    found, again = (numerics.run_backends("mosaic_gpu", "mosaic_gpu", wanted) for _ in range(2))
+    numerics.compare(found, wanted)
+    for name in found:
+        np.testing.assert_array_equal(found[name], again[name], err_msg=name)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     ("causal", "D", "V", "kind"),
     [
         (True, 128, 64, "step"),
