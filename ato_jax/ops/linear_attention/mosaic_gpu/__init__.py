@@ -48,7 +48,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     steps,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import splits_states
+from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.scans.returned import add_returned
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals

@@ -25,6 +25,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel_blocks,
     frame,
     narrow,
+    query_gradient_storage,
     wide_causal,
     wide_walk,
 )
@@ -34,12 +35,10 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays, keeps_start
 from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import (
-    query_gradient,
-    splits_states,
-)
+from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
+from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
@@ -291,10 +290,17 @@ def gradients(
     if wide:
         dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
     else:
-        arrays = q, k, v, g, s, z
-        dq, inverse, e, of_queries = query_gradient(
-            spec, deal, *arrays, gates, steep, lengths, units, weights, of_q
+        arrays = query_gradient_storage.Arrays(
+            *(q, k, v, g, s, z),
+            s_units=units,
+            lengths=lengths,
+            gates=gates,
+            steep=steep,
+            share=of_q,
         )
+        if weights is not None:
+            arrays = arrays._replace(inverse=weights[0], e=weights[1])
+        dq, inverse, e, of_queries = query_gradient(spec, deal, arrays)
 
     of_chunks = None
     if mosaic.has_units(frame.tiling(spec).dtype):

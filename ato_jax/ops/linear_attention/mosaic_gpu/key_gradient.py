@@ -97,8 +97,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import (
     cast_of,
     storage_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import splits_states
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
+from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import flows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 

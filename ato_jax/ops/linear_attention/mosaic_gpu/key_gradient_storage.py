@@ -16,7 +16,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
-from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import (
+from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import (
     rounds_pairs,
     splits_in_walk,
     splits_states,

@@ -1,0 +1,253 @@
+"""The storage of `query_gradient.py`: its arrays in global and in shared memory, and its walk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import ALIKE, F32, HALF, Item
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import (
+    adds_up_e,
+    chunks_in_two_parts,
+    rounds_pairs,
+    splits_in_walk,
+    splits_states,
+)
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
+STAGES, Q_STAGES, K_STAGES = 2, 2, 3
+# Of values and features.
+OWN_REGISTERS, GATED_REGISTERS = (216, 56), (224, 40)
+
+
+class Arrays(NamedTuple):
+    """What the kernel reads, in the order of its operands. s, z, gates, steep, lengths and s_units
+    are as in `output`; `ones` the launch gives. `inverse` and `e` are given where they are of other
+    keys, too; then dq is these keys' share, and `share` the others', if it is to be added."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    s: Any
+    z: Any
+    ones: Any = None
+    s_units: Any = None
+    lengths: Any = None
+    gates: Any = None
+    steep: Any = None
+    inverse: Any = None
+    e: Any = None
+    share: Any = None
+
+
+class Left(NamedTuple):
+    """What the kernel writes. With a decay `flows`, and S and z ahead of some chunks."""
+
+    dq: Any
+    inverse: Any = None
+    e: Any = None
+    flows: Any = None
+    kv: Any = None
+    k_sum: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Shared memory, whose barriers are counted by hand. It lies in the order of the names."""
+
+    dq: Any  # [2, 2 * 64, 64] two slots of dq, of half of F each. See `Walk.start_in`
+    g: Any  # [STAGES, 64, V], or two heads of [64, 64]
+    k: Any  # [K_STAGES, 2, 64, 64]; features once they are mapped
+    ones: Any  # [8, 64]
+    parts: Any  # [2, 2, 2, 64] float32: of chunks by turns, of each half, both row sums
+    q: Any  # [Q_STAGES, 2, 64, 64]
+    rows: Any  # [2 * heads, 2, 64] float32: inverse and e that are stored, of chunks by turns
+    s: Any  # [2, 64, V], with a decay [2, V, 64]: S of half of F each, as products read it
+    v: Any  # as g
+    z: Any  # [2, 64] float32
+    loaded: Any  # g and v
+    q_loaded: Any  # q, and inverse and e where they are given
+    k_loaded: Any  # k and gates
+    k_mapped: Any
+    free: Any  # g and v
+    q_free: Any
+    k_free: Any
+    start_loaded: Any  # S and z of a piece, and `ones`
+    exchanged: Any  # both halves have left their row sums
+    e: Any = None  # [Q_STAGES, heads * 64] float32, where it is given
+    flows: Any = None  # [2, 2, 64] float32: of each half, of chunks by turns
+    gates: Any = None  # [K_STAGES, heads * 64] float32
+    inverse: Any = None  # as e
+    share_loaded: Any = None
+    start_units: Any = None  # [2, V] float32: the units of S's rows as S is loaded
+    units: Any = None  # [2, 64] float32: of its transpose's as that is multiplied
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A kernel: what it is of, its arrays in global memory, and its storage. With a decay, of the
+    pieces of which some chunk is steep, or of the others alone: what the steep need would cost all
+    others registers, in a loop beside theirs, too."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    some_steep: bool
+    arrays: Arrays
+    left: Any = None  # `Left`
+    own: Any = None  # `Storage`
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def heads(self) -> int:
+        """Of a tile."""
+        return frame.heads_of_tile(self.spec)
+
+    @property
+    def group_size(self) -> int:
+        return self.spec.H // self.spec.G
+
+    @property
+    def gated(self) -> bool:
+        return self.spec.decay is not None
+
+    @property
+    def has_units(self) -> bool:
+        return mosaic.has_units(self.tiling.dtype)
+
+    @property
+    def given(self) -> bool:
+        """Whether inverse and e are."""
+        return self.arrays.inverse is not None
+
+    @property
+    def adds(self) -> bool:
+        return self.arrays.share is not None
+
+    @property
+    def leaves_weights(self) -> bool:
+        return self.spec.normalize and not self.given
+
+    @property
+    def leaves_state(self) -> bool:
+        return self.gated and not splits_states(self.spec)
+
+    @property
+    def sums_keys(self) -> bool:
+        # A returned state's cotangent is one of z, too.
+        return self.spec.normalize or self.gated and self.spec.return_state
+
+    @property
+    def splits(self) -> bool:
+        return splits_in_walk(self.spec, self.some_steep)
+
+    @property
+    def few_chunks(self) -> int:
+        return chunks_in_two_parts(self.spec)
+
+    @property
+    def w_parts(self) -> int:
+        """In which w is multiplied: rounded, and what that leaves off."""
+        if rounds_pairs(self.spec, self.some_steep):
+            return 1
+        return 2 if self.gated or adds_up_e(self.spec) else 1
+
+    def each(self, do: Callable[[Item], None]) -> Any:
+        steep = self.arrays.steep
+        takes = chunk_decay.takes_pieces(steep, self.some_steep, self.group_size)
+        return self.deal.each(do, takes=takes)
+
+    def of_keys(self, item: Item) -> Item:
+        """The item with the head of its keys."""
+        if self.group_size == 1:
+            return item
+        return item._replace(head=frame.head_of_keys(self.spec, item.head))
+
+    def start_in(self, half: Any) -> Any:
+        """S of a piece's start [V, 64], before its first chunk. Where states are split, before a
+        chunk's dq, what rounding S leaves off, alike."""
+        dq = self.own.dq
+        return dq.at[half] if self.heads == 1 else dq.at[half, pl.ds(0, self.spec.V)]
+
+    def gates_in(self, rows: Any, some_steep: bool = True) -> chunk_decay.Gates:
+        return chunk_decay.gates_of(rows, some_steep, from_the_end=self.deal.end is not None)
+
+    def sees_few_keys(self, item: Item, chunk: Any) -> Any:
+        return item.first_row + chunk * C < self.few_chunks * C
+
+
+def scratch_of(walk: Walk) -> dict[str, Any]:
+    """What `Storage` is allocated as."""
+    spec, tiling, heads = walk.spec, walk.tiling, walk.heads
+    gated, given, has_units = walk.gated, walk.given, walk.has_units
+    scratch = dict(
+        dq=tiling.of_rows(2, 2 * C, HALF),
+        g=tiling.tiles(STAGES),
+        k=tiling.of_rows(K_STAGES, 2, C, HALF),
+        ones=tiling.shared(ALIKE, C),
+        parts=plgpu.SMEM((2, 2, 2, C), F32),
+        q=tiling.of_rows(Q_STAGES, 2, C, HALF),
+        rows=plgpu.SMEM((2 * heads, 2, C), F32),
+        s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
+        v=tiling.tiles(STAGES),
+        z=plgpu.SMEM((2, HALF), F32),
+        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
+        q_loaded=plgpu.Barrier(num_arrivals=2 + 2 * heads * given, num_barriers=Q_STAGES),
+        k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
+        k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
+        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
+        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
+        start_loaded=plgpu.Barrier(num_arrivals=5 + 2 * has_units),
+        exchanged=plgpu.Barrier(num_arrivals=2),
+    )
+    if has_units:
+        scratch |= dict(
+            start_units=plgpu.SMEM((2, spec.V), F32), units=plgpu.SMEM((2, HALF), F32)
+        )
+    if gated:
+        scratch |= dict(
+            gates=plgpu.SMEM((K_STAGES, heads * C), F32), flows=plgpu.SMEM((2, 2, C), F32)
+        )
+    if given:
+        rows = plgpu.SMEM((Q_STAGES, heads * C), F32)
+        scratch |= dict(inverse=rows, e=rows)
+    if walk.adds:
+        scratch |= dict(share_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=2))
+    return scratch
+
+
+class Chunk(NamedTuple):
+    """One chunk of half of F, and where it lies."""
+
+    item: Item
+    number: Any
+    half: Any
+    head: Any
+    slot: Any
+    q_slot: Any
+    k_slot: Any
+    parity: Any
+    count: Any  # how many of its rows count; None: all
+    features: Any  # phi(k) [64, 64]
+    g: Any  # [64, V]
+    v: Any
+    gates: Any = None
+    lasting: Any = None  # [64] with a decay, exp2(G_i - G_m)
+    few: Any = None  # whether its queries see few keys; None where that changes nothing
+    rest_of_keys: Any = None  # there: what rounding phi(k) leaves off
