@@ -90,12 +90,12 @@ def library() -> ctypes.CDLL:
 
 
 def tensor_map(what: TensorMap, address: int) -> bytes:
-    """A tensor map of the array at an address, as Mosaic GPU makes them."""
+    """A tensor map of the array at an address, as Mosaic GPU and XLA make them."""
     rank, alignment = len(what.sizes), 64
     memory = ctypes.create_string_buffer(MAP_BYTES + alignment)
     start = -(-ctypes.addressof(memory) // alignment) * alignment
     words, halves = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-    none = ctypes.c_int(0)  # interleaving, promotion in the cache, NaN in the place of zeros
+    none = ctypes.c_int(0)  # interleaving, NaN in the place of zeros
     check(
         library().cuTensorMapEncodeTiled(
             ctypes.c_void_p(start),
@@ -108,7 +108,7 @@ def tensor_map(what: TensorMap, address: int) -> bytes:
             halves(*[1] * rank),
             none,
             ctypes.c_int(what.swizzle),
-            none,
+            ctypes.c_int(what.promotion),
             none,
         )
     )

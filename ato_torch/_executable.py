@@ -25,7 +25,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 
-from ato_torch import _mosaic
+from ato_torch import _mosaic, _tensor_maps
 from ato_torch._protobuf import (
     KIND_BITS64_ABSOLUTE,
     Message,
@@ -295,8 +295,7 @@ def _kernel(data: bytes, code: bytes) -> Launch:
         _dimensions("Block", dimensions.part("block_counts")),
         _dimensions("Thread", dimensions.part("thread_counts_per_block")),
         fields.number("shmem_bytes"),
-        [_slice(each) for each in fields.parts("args")],
-        fields.numbers("written"),
+        fields,
     )
 
 
@@ -306,20 +305,18 @@ def _custom_kernel(data: bytes) -> Launch:
     kernel = Message("xla.gpu.CustomKernelProto", fields.part("custom_kernel"))
     _check_no_clusters(kernel)
     loader = Message("stream_executor.KernelLoaderSpecProto", kernel.part("kernel_spec"))
-    arguments = [_slice(each) for each in fields.parts("args")]
-    arity = loader.number("arity")
-    if arity != len(arguments):
-        raise UnknownError(f"a kernel of {arity} gets {len(arguments)} arguments")
+    arity, count = loader.number("arity"), len(fields.parts("args"))
+    if arity != count:
+        raise UnknownError(f"a kernel of {arity} gets {count} arguments")
     if "kernel_args_packing_spec" in loader:
-        _check_packing(loader.part("kernel_args_packing_spec"), len(arguments))
+        _check_packing(loader.part("kernel_args_packing_spec"), count)
     return _launch(
         loader.part("kernel_name").decode(),
         Message("stream_executor.CudaCubinProto", loader.part("cubin")).part("data"),
         _dimensions("Block", kernel.part("block_dims")),
         _dimensions("Thread", kernel.part("thread_dims")),
         kernel.number("shared_memory_bytes"),
-        arguments,
-        fields.numbers("written"),
+        fields,
     )
 
 
@@ -388,15 +385,20 @@ def _launch(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     shared_bytes: int,
-    arguments: list[Slice],
-    written: list[int],
+    thunk: Message,
 ) -> Launch:
+    """The launch of a kernel that XLA compiled, by its thunk."""
+    arguments, written = tuple(map(_slice, thunk.parts("args"))), thunk.numbers("written")
     if not code.startswith(ELF):
         raise UnknownError(f"the kernel {name!r} has no machine code")
     if len(written) != len(arguments) or not set(written) <= {0, 1}:
         raise UnknownError(f"the kernel {name!r} writes to {written}")
     targets = tuple(each for each, is_it in zip(arguments, written, strict=True) if is_it)
-    return Launch(name, code, grid, block, shared_bytes, tuple(arguments), targets)
+    parameters = None
+    # Of a kernel without tensor maps this is an empty message.
+    if metadata := b"".join(thunk.parts("tma_metadata")):
+        parameters = _tensor_maps.parameters(name, code, arguments, metadata)
+    return Launch(name, code, grid, block, shared_bytes, arguments, targets, parameters)
 
 
 def _check_plain(fields: Message) -> None:
@@ -409,8 +411,6 @@ def _check_plain(fields: Message) -> None:
     if fields.number("use_pdl") not in (0, 1):
         raise UnknownError(f"{fields.name}.use_pdl is {fields.number('use_pdl')}")
     _check_no_clusters(fields)
-    if any(fields.parts("tma_metadata")):
-        raise UnknownError("a kernel has arguments that are descriptors of tensors")
     if fields.numbers("zeroed_output_buffer_indices"):
         raise UnknownError("a kernel wants memory filled with zeros")
 

@@ -69,6 +69,7 @@ class TensorMap(NamedTuple):
       strides: of each axis but the first, in bytes.
       tile: of a copy, in elements.
       swizzle: CUDA's number.
+      promotion: CUDA's number for how much of an array the cache fetches at once.
     """
 
     element: int
@@ -76,6 +77,7 @@ class TensorMap(NamedTuple):
     strides: tuple[int, ...]
     tile: tuple[int, ...]
     swizzle: int
+    promotion: int = 0
 
 
 class Place(NamedTuple):

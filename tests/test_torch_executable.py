@@ -342,7 +342,7 @@ def to(value):
     ("path", "edit", "reason"),
     [
         (THUNK, plus((9, 1)), "CustomKernelThunkProto has a field 9"),
-        (THUNK, plus((6, b"x")), "descriptors of tensors"),
+        (THUNK, plus((6, message((2, b"")))), "TmaMetadataProto has a field 2"),
         (THUNK, plus((4, 1)), "CustomKernelThunkProto.use_pdl is not one number"),
         ((13, 36, 4), to(2), "CustomKernelThunkProto.use_pdl is 2"),
         ((13, 36, 2), to(b"\0\0\1"), "writes to"),
