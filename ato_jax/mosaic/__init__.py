@@ -15,8 +15,8 @@
 """
 
 from ato_jax.mosaic.assembly import compute_first as compute_first
+from ato_jax.mosaic.assembly import hidden_position as hidden_position
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
-from ato_jax.mosaic.assembly import position as position
 from ato_jax.mosaic.masks import keep_rows as keep_rows
 from ato_jax.mosaic.masks import kept as kept
 from ato_jax.mosaic.products import ALIKE as ALIKE

@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
 from ato_jax import device
-from ato_jax.mosaic.tiles import BF16, ROWS, TILE, rounded
+from ato_jax.mosaic.tiles import BF16, TILE, position, rounded
 
 COLUMNS_OF_SIGNS = 8  # of a register tile; a thread has two of them
 
@@ -45,15 +45,15 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
     at_barrier(number)
 
 
-def position(axis: int) -> jax.Array:
-    """[64, 64]: each element's row, or its column.
+def hidden_position(axis: int) -> jax.Array:
+    """`position`, of which no compiler knows what it is in which register.
 
-    To a row a 0 is added that no compiler knows: the z coordinate of a block of a grid that has
-    only x. Else a mask, such as row >= column, would be constant in some registers. Where these are
+    To a row a 0 is added that it does not know: the z coordinate of a block of a grid that has only
+    x. Else a mask, such as row >= column, would be constant in some registers. Where these are
     a product's first factor, ptxas 12.8 and 13.0 may compute a constant once more behind the
     product in place of ahead of it, so that the product reads what the register held before.
     """
-    index = plgpu.broadcasted_iota(jnp.int32, (ROWS, ROWS), dimension=axis, layout=TILE)
+    index = position(axis)
     if axis != 0 or device.interpreting():
         return index
     own = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=TILE)

@@ -133,6 +133,11 @@ def in_rows(columns: jax.Array, height: int) -> jax.Array:
     return lax.broadcast_in_dim(columns, (height, columns.shape[0]), [1])
 
 
+def position(axis: int) -> jax.Array:
+    """[64, 64]: each element's row, or its column."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, ROWS), dimension=axis, layout=TILE)
+
+
 def times_rows(ref: Any, factors: jax.Array) -> jax.Array:
     """The transpose of a tile whose rows are multiplied by `factors` [rows], in registers."""
     turned = load_transposed(ref).astype(F32)

@@ -339,7 +339,7 @@ def _formed_by(spec: DeltaRuleSpec, number: int) -> list[int]:
 def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
     """Stores F and -N, where this worker forms them, with the factors of both steps."""
     own, spec = kernel.own, kernel.spec
-    row, column = mosaic.position(0), mosaic.position(1)
+    row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     of_rows = {0: frame.OF_QUERIES, 1: frame.OF_KEYS}
     for which, pairs in zip(_formed_by(spec, number), products.pairs, strict=True):
         factors = load(own.numbers.at[of_rows[which]], OF_ROWS)

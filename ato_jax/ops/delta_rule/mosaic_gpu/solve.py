@@ -161,7 +161,7 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     beta = load(numbers.at[frame.BETA], OF_ROWS)
     if spec.normalize_qk:
         beta = beta * load(numbers.at[frame.OF_KEYS], OF_ROWS)
-    row, column = mosaic.position(0), mosaic.position(1)
+    row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     lower = frame.decayed_pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
     blocks = columns_of(jnp.where(row > column, lower, 0.0))
     store(own.lower.at[worker], [frame.in_two_parts(block) for block in blocks])

@@ -207,7 +207,7 @@ class Walk:
         weights = frame.decayed_pairs(self.spec, here.q, here.k, here.numbers.ref)
         of_queries = load(here.numbers.ref.at[frame.OF_QUERIES], OF_ROWS)
         weights = weights * mosaic.in_columns(of_queries, C)
-        return jnp.where(mosaic.position(0) >= mosaic.position(1), weights, 0.0)
+        return jnp.where(mosaic.hidden_position(0) >= mosaic.hidden_position(1), weights, 0.0)
 
     def store_state(self, item: Item, chunk: Any, slot: Any, number: int | Any) -> None:
         """Copies the state of a slot and of a slice to its place."""

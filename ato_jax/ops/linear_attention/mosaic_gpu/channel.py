@@ -98,7 +98,7 @@ def _units(where: jax.Array) -> jax.Array:
 
 def since_middle(turn: Turn = WHOLE) -> jax.Array:
     """What sums up G_i - G_m; of rows that are not the turn's 0."""
-    row, column = mosaic.position(0), mosaic.position(1)
+    row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     later = (column > turn.middle) & (column <= row) & turn.has(row)
     earlier = (column <= turn.middle) & (column > row) & turn.has(row)
     return (jnp.where(later, UNIT, 0.0) - jnp.where(earlier, UNIT, 0.0)).astype(F16)
@@ -106,11 +106,11 @@ def since_middle(turn: Turn = WHOLE) -> jax.Array:
 
 def until_end() -> jax.Array:
     """What sums up G_C - G_j for the chunk's last row C."""
-    return _units(mosaic.position(1) > mosaic.position(0))
+    return _units(mosaic.hidden_position(1) > mosaic.hidden_position(0))
 
 
 def of_halves() -> jax.Array:
-    return weights_of_halves(mosaic.position(0), mosaic.position(1))
+    return weights_of_halves(mosaic.hidden_position(0), mosaic.hidden_position(1))
 
 
 def weights_of_halves(row: jax.Array, column: jax.Array) -> jax.Array:

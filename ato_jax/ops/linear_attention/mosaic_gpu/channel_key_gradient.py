@@ -299,7 +299,7 @@ def channel_key_gradient(
 
         def seen(x: jax.Array) -> jax.Array:
             """x [j, i] where query i sees key j, else 0."""
-            x = jnp.where(mosaic.position(1) >= mosaic.position(0), x, 0.0)
+            x = jnp.where(mosaic.hidden_position(1) >= mosaic.hidden_position(0), x, 0.0)
             # Rounded in pairs: behind the choice each would be by itself.
             return lax.optimization_barrier(x)
 

@@ -330,7 +330,7 @@ def channel_output(
                     (S, [(values.T, k)]),
                 )
                 plgpu.barrier_arrive(free.at[slot])
-                w = jnp.where(mosaic.position(0) >= mosaic.position(1), w, 0.0)
+                w = jnp.where(mosaic.hidden_position(0) >= mosaic.hidden_position(1), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = mosaic.rounded(lax.optimization_barrier(w))
                 (out,) = multiply((out, [(w, values)]))

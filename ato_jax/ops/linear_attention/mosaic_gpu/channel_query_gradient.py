@@ -198,7 +198,7 @@ def channel_query_gradient(
             columns = pl.ds(half * HALF, HALF)
 
             def sees() -> jax.Array:
-                return mosaic.position(0) >= mosaic.position(1)
+                return mosaic.hidden_position(0) >= mosaic.hidden_position(1)
 
             def give_back(chunk: Any) -> None:
                 """The slot from which dq was stored."""

@@ -241,7 +241,7 @@ def sum_chunk(walk: Walk, document: Document, half: Any, chunk: Any, sums: Any) 
     own.rows.produced.wait(k_slot)
     x = mosaic.load_transposed(own.tiles.at[k_slot, half])  # [F / 2, C]
     phi = walk.phi.transposed_keys(x, walk.first_column(half))
-    phi = jnp.where(mosaic.position(1) < count, phi, jnp.zeros((), phi.dtype))
+    phi = jnp.where(mosaic.hidden_position(1) < count, phi, jnp.zeros((), phi.dtype))
     own.rows.produced.wait(v_slot)
     keep_rows(walk, v_slot, half, count)
     halves = walk.halves_of_head(half)

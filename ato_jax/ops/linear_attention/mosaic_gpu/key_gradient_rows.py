@@ -21,8 +21,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV,
 def from_here(walk: Walk) -> jax.Array:
     """[t, i] and [t, j]: where the row is not behind the column, as the deal counts them."""
     if walk.from_the_end:
-        return mosaic.position(1) <= mosaic.position(0)
-    return mosaic.position(1) >= mosaic.position(0)
+        return mosaic.hidden_position(1) <= mosaic.hidden_position(0)
+    return mosaic.hidden_position(1) >= mosaic.hidden_position(0)
 
 
 def values(walk: Walk) -> None:

@@ -225,8 +225,8 @@ class Walk:
     def sees(self) -> jax.Array:
         """[j, i]: whether query i sees key j of the same chunk."""
         if self.from_the_end:
-            return mosaic.position(1) < mosaic.position(0)
-        return mosaic.position(1) >= mosaic.position(0)
+            return mosaic.hidden_position(1) < mosaic.hidden_position(0)
+        return mosaic.hidden_position(1) >= mosaic.hidden_position(0)
 
     def seen(self, x: jax.Array) -> jax.Array:
         """x [j, i] where query i sees key j, else 0."""

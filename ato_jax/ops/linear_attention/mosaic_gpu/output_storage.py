@@ -176,5 +176,5 @@ class Walk:
 
     def seen(self, w: jax.Array) -> jax.Array:
         """w [i, j] where j is one of this launch's keys, else 0."""
-        query, key = mosaic.position(0), mosaic.position(1)
+        query, key = mosaic.hidden_position(0), mosaic.hidden_position(1)
         return jnp.where(query < key if self.part is Part.LATER else query >= key, w, 0.0)

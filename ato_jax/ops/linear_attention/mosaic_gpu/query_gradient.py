@@ -276,7 +276,7 @@ def multiply_piece(walk: Walk, item: Item) -> None:
     head = walk.tiling.head_of(item.head, half)
     plgpu.barrier_wait(own.start_loaded)
     # The start's transpose, which is what a product with the identity reads.
-    same = ones_where(walk, mosaic.position(0) == mosaic.position(1))
+    same = ones_where(walk, mosaic.hidden_position(0) == mosaic.hidden_position(1))
     (S,) = multiply((mosaic.zeros(HALF, walk.spec.V), [(same, walk.start_in(half).T)]))
     if walk.has_units:
         S *= mosaic.in_rows(load(own.start_units.at[half], OF_COLUMNS), HALF)

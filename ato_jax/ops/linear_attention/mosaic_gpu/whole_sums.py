@@ -114,7 +114,7 @@ def whole_sums(
                 here = item.rows_within(chunk, lengths_ref)
                 if here is None:
                     here = deal.length - item.first_row - chunk * C
-                return jnp.where(mosaic.position(1) < here, found.astype(F32), 0.0)
+                return jnp.where(mosaic.hidden_position(1) < here, found.astype(F32), 0.0)
 
             def mask_values(slot: Any, count: Any) -> None:
                 """Sets rows of y that do not count to 0: each worker does so in some columns."""

@@ -331,7 +331,7 @@ def wide_walk(
                     w, start = w - e, -e * start
                 elif role is Role.DK:
                     w = w - mosaic.in_rows(load(row_of(p_slot, 1), OF_COLUMNS), C)
-                i, j = mosaic.position(0), mosaic.position(1)
+                i, j = mosaic.hidden_position(0), mosaic.hidden_position(1)
                 w = jnp.where(i <= j if from_the_end else i >= j, w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(w)
