@@ -6,14 +6,20 @@
     ato_torch.chunk_gated_delta_rule(q, k, v, g, beta, ...)       as in flash-linear-attention
     ato_torch.fused_recurrent_gated_delta_rule(q, k, v, g, ...)   as there, for a few tokens
     ato_torch.chunk_kda(q, k, v, g, beta, ...)                    as there, a decay per channel
+    ato_torch.chunk_linear_attn(q, k, v, ...)                     as there, with no feature map
+    ato_torch.chunk_retention(q, k, v, ...)                       as there, RetNet's decays
+    ato_torch.chunk_simple_gla(q, k, v, g, ...)                   as there, a decay per step
+    ato_torch.chunk_gla(q, k, v, g, ...)                          as there, a decay per channel
     ato_torch.combine(outs, lses)                                 merges attention to parts of keys
     ato_torch.explain(ato_torch.attention, query, ...)            says how a call is launched
     ato_torch.register_hf()                                       "ato" in transformers' models
     ato_torch.replace_delta_rule(model)                           the delta rule in those models
     ato_torch.sdpa_override()                                     serves unchanged PyTorch models
 
-Tensors are [B, H, T, D], those of the delta rule [B, T, H, D]. Import this package before JAX
-starts on a GPU: it keeps JAX from reserving most of the GPU's memory.
+The functions of flash-linear-attention's names take tensors [B, T, H, D], all others [B, H, T, D].
+`chunk_linear_attn`, `chunk_retention`, `chunk_simple_gla` and `chunk_gla` have the other forms that
+they have there, too: fused_recurrent_... for one. Import this package before JAX starts on a GPU:
+it keeps JAX from reserving most of the GPU's memory.
 """
 
 import importlib
@@ -35,9 +41,26 @@ from ato_torch.delta_rule import (
 )
 from ato_torch.explain import explain
 from ato_torch.functional import attention, combine
+from ato_torch.gla import (
+    chunk_gla,
+    chunk_simple_gla,
+    fused_chunk_simple_gla,
+    fused_recurrent_gla,
+    fused_recurrent_simple_gla,
+    parallel_simple_gla,
+)
 from ato_torch.hugging_face import register_hf, replace_delta_rule
 from ato_torch.linear import linear_attention, linear_attention_step
 from ato_torch.override import sdpa_override
+from ato_torch.retention import (
+    chunk_linear_attn,
+    chunk_retention,
+    fused_chunk_linear_attn,
+    fused_chunk_retention,
+    fused_recurrent_linear_attn,
+    fused_recurrent_retention,
+    parallel_retention,
+)
 
 _bridge.share_the_gpu()
 _direct.is_on()  # refuses a wrong value in the environment at once
@@ -45,12 +68,25 @@ _direct.is_on()  # refuses a wrong value in the environment at once
 __all__ = [
     "attention",
     "chunk_gated_delta_rule",
+    "chunk_gla",
     "chunk_kda",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
     "combine",
     "explain",
+    "fused_chunk_linear_attn",
+    "fused_chunk_retention",
+    "fused_chunk_simple_gla",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
     "linear_attention",
     "linear_attention_step",
+    "parallel_retention",
+    "parallel_simple_gla",
     "register_hf",
     "replace_delta_rule",
     "sdpa_override",

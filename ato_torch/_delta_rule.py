@@ -1,8 +1,7 @@
-"""What the functions of the delta rule share: checks, gates, packed sequences, and the call.
+"""What the functions of the delta rule share: checks, gates, and the call.
 
-A packed row of sequences is a row with segments. It has one state to begin with and one to end
-with, so sequences with states become rows of a batch instead, whose padding writes nothing
-(beta = 0) and forgets nothing (g = 0).
+Sequences that become rows of a batch are padded with zeros: padding writes nothing (beta = 0) and
+forgets nothing (g = 0).
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ato_jax import shapes
-from ato_torch import _checks, _ops
-from ato_torch._checks import Integers
+from ato_torch import _checks, _ops, _packed
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -40,23 +38,18 @@ class States(NamedTuple):
     v_first: bool
 
 
-class Sequences(NamedTuple):
-    """The ends of packed sequences, [N + 1], as given and in the host's memory."""
-
-    ends: Integers | None
-    on_host: Integers | None
-
-
-def inputs_of(q: Any, k: Any, v: Any) -> Inputs:
+def inputs_of(q: Any, k: Any, v: Any, heads: str = "G") -> Inputs:
+    """The inputs, checked; `heads` is the letter of the heads of q and k."""
     q, k, v = _checks.autocast(q, k, v)
     sizes: dict[str, int] = {}
-    for name, tensor, letters in (("q", q, "BTGD"), ("k", k, "BTGD"), ("v", v, "BTHV")):
+    axes = f"BT{heads}D"
+    for name, tensor, letters in (("q", q, axes), ("k", k, axes), ("v", v, "BTHV")):
         _checks.check(name, tensor, like=q if isinstance(q, torch.Tensor) else None, whose="q")
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
         shapes.bind(sizes, name, tuple(tensor.shape), letters)
     _checks.check_device("q", q)
-    if not sizes["G"] or sizes["H"] % sizes["G"]:
+    if heads == "G" and (not sizes["G"] or sizes["H"] % sizes["G"]):
         raise ValueError(
             "v's heads H must be a multiple of the heads G of q and k, "
             f"got H={sizes['H']}, G={sizes['G']}"
@@ -144,7 +137,7 @@ def run(
     scale: float | None,
     l2norm: bool,
     states: States,
-    sequences: Sequences,
+    sequences: _packed.Sequences,
 ) -> Results:
     """The results of all three functions."""
     if torch.compiler.is_compiling():
@@ -155,7 +148,7 @@ def run(
     }
     wanted = shapes.flag("output_final_state", states.wanted)
     v_first = shapes.flag("state_v_first", states.v_first)
-    ends = _ends(inputs, sequences)
+    ends, T = _packed.ends_of(sequences, inputs.q), inputs.sizes["T"]
     count = inputs.sizes["B"] if ends is None else len(ends) - 1  # N
     state = states.initial
     if state is not None:
@@ -169,13 +162,13 @@ def run(
     if ends is None or count == 1:
         o, state = _rows(tensors, state, wanted, options)
     elif state is None and not wanted:
-        steps = torch.arange(inputs.sizes["T"], device=ends.device, dtype=ends.dtype)
-        tensors["segment_ids"] = _sequence_of(steps, ends).int()[None]
+        tensors["segment_ids"] = _packed.segment_ids(ends, T)
         o, state = _rows(tensors, state, wanted, options)
     else:
-        on_host = ends if sequences.on_host is None else torch.as_tensor(sequences.on_host)
-        longest = int(on_host.diff().max()) if count else 0
-        o, state = _unpacked(tensors, state, wanted, options, ends, longest)
+        rows = _packed.Rows(ends, _packed.longest_of(sequences, ends), T)
+        padded = {name: rows.padded(tensor) for name, tensor in tensors.items()}
+        o, state = _rows(padded, state, wanted, options)
+        o = rows.packed(o)
     return o, state.transpose(-1, -2) if v_first and state is not None else state
 
 
@@ -198,62 +191,3 @@ def _rows(
     options = options | {"return_state": wanted, "layout": "bthd"}
     o, *rest = _ops.run("gated_delta_rule", tensors, options)
     return o, rest[0] if wanted else None
-
-
-def _unpacked(
-    tensors: dict[str, torch.Tensor],
-    state: torch.Tensor | None,
-    wanted: bool,
-    options: dict[str, Any],
-    ends: torch.Tensor,
-    longest: int,
-) -> Results:
-    """o [1, T, H, V] and the last states of packed sequences, each computed as a row of its own."""
-    T = tensors["q"].shape[1]
-    offsets = torch.arange(_checks.filled(longest), device=ends.device)
-    starts = ends[:-1, None]  # [N, 1]
-    inside = starts + offsets < ends[1:, None]  # [N, steps of a row]
-    places = (starts + offsets).clamp(max=max(T - 1, 0))
-    rows = {name: tensor[0][places] for name, tensor in tensors.items()}
-    for name in ("beta", "decay"):
-        if name in rows:
-            outside = ~inside.view(*inside.shape, *[1] * (rows[name].ndim - 2))
-            rows[name] = rows[name].masked_fill(outside, 0)
-    o, state = _rows(rows, state, wanted, options)
-    steps = torch.arange(T, device=ends.device, dtype=ends.dtype)
-    sequence = _sequence_of(steps, ends)
-    return o[sequence, steps - ends[sequence]][None], state
-
-
-def _sequence_of(steps: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The number of the sequence that each step is in; empty sequences have none."""
-    return torch.searchsorted(ends[1:].contiguous(), steps, right=True)
-
-
-def _ends(inputs: Inputs, sequences: Sequences) -> torch.Tensor | None:
-    """The ends of packed sequences on q's device, checked where that waits for no GPU."""
-    given, on_host = sequences
-    if given is None:
-        if on_host is not None:
-            raise ValueError("cu_seqlens_cpu needs cu_seqlens, got None")
-        return None
-    if inputs.sizes["B"] != 1:
-        raise ValueError(f"cu_seqlens needs a packed row, B = 1, got B={inputs.sizes['B']}")
-    ends = None
-    for name, value in (("cu_seqlens_cpu", on_host), ("cu_seqlens", given)):
-        if value is None:
-            continue
-        ends = torch.as_tensor(value)
-        if ends.is_floating_point() or ends.dtype == torch.bool or ends.ndim != 1 or not len(ends):
-            raise ValueError(
-                f"{name} must hold integers [N + 1], got {ends.dtype} of shape "
-                f"{tuple(ends.shape)}"
-            )
-        if ends.device.type != "cpu":
-            _checks.check_place(name, ends, inputs.q, whose="q")
-        elif _ops.runs_plainly([ends]):
-            found, T = ends.tolist(), inputs.sizes["T"]
-            if found[0] != 0 or found[-1] != T or sorted(found) != found:
-                raise ValueError(f"{name} must rise from 0 to T={T}, got {found}")
-    assert ends is not None
-    return ends.long().to(inputs.q.device)

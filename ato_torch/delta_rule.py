@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from ato_torch import _delta_rule
+from ato_torch import _delta_rule, _packed
 from ato_torch._checks import Integers
 from ato_torch._delta_rule import Results
 
@@ -101,7 +101,7 @@ def chunk_gated_delta_rule(
     g = _delta_rule.gate(inputs, g, "BTH", use_gate_in_kernel, A_log, dt_bias)
     beta = _delta_rule.written(inputs, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     states = _delta_rule.States(initial_state, output_final_state, state_v_first)
-    sequences = _delta_rule.Sequences(cu_seqlens, cu_seqlens_cpu)
+    sequences = _packed.Sequences(cu_seqlens, cu_seqlens_cpu)
     return _delta_rule.run(inputs, beta, g, scale, use_qk_l2norm_in_kernel, states, sequences)
 
 
@@ -181,7 +181,7 @@ def fused_recurrent_gated_delta_rule(
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
     beta = _delta_rule.written(inputs, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     states = _delta_rule.States(initial_state, output_final_state, state_v_first)
-    sequences = _delta_rule.Sequences(cu_seqlens, None)
+    sequences = _packed.Sequences(cu_seqlens, None)
     return _delta_rule.run(inputs, beta, decay, scale, use_qk_l2norm_in_kernel, states, sequences)
 
 
@@ -278,5 +278,5 @@ def chunk_kda(
     g = _delta_rule.gate(inputs, g, "BTHD", use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = _delta_rule.written(inputs, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     states = _delta_rule.States(initial_state, output_final_state, state_v_first)
-    sequences = _delta_rule.Sequences(cu_seqlens, cu_seqlens_cpu)
+    sequences = _packed.Sequences(cu_seqlens, cu_seqlens_cpu)
     return _delta_rule.run(inputs, beta, g, scale, use_qk_l2norm_in_kernel, states, sequences)
