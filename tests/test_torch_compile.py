@@ -79,6 +79,7 @@ CALLS = {
     "step": lambda q, k, v: ato_torch.linear_attention_step(
         *(tensor[:, :, 0] for tensor in (q, k, v)), (k.mT @ v, k.sum(2))
     )[0],
+    "divided": lambda q, k, v: ato_torch.chunk_linear_attn(q.square(), k.square(), v)[0],
     "combine": lambda q, k, v: ato_torch.combine([q, k], [v.sum(-1), k.sum(-1)])[0],
 }
 
