@@ -97,9 +97,12 @@ def draw(name, B=B, T=T, states=B, dtype=torch.float32, normalize=None):
 
 def recurrence(
     q, k, v, g=None, initial_state=None, normalize=False, scale=D**-0.5, cuts=(0, None),
-    reverse=False,
+    reverse=False, fixed=False,
 ):  # fmt: skip
-    """o and the last states in the dtype of the arguments; g [B|1, T|1, H, D|1]; cuts as `CUTS`."""
+    """o and the last states in the dtype of the arguments; g [B|1, T|1, H, D|1]; cuts as `CUTS`.
+
+    With `fixed`, gradients leave the normaliser out.
+    """
     out, states, sums = {}, [], []
     for n, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
         rows = slice(None) if cuts == (0, None) else slice(n, n + 1)
@@ -115,7 +118,8 @@ def recurrence(
             z = z + k[:, t]
             out[t] = scale * torch.einsum("bhd,bhdv->bhv", q[:, t], kv)
             if normalize:
-                out[t] = out[t] / (scale * (q[:, t] * z).sum(-1, keepdim=True) + 1e-10)
+                weights = scale * (q[:, t] * z).sum(-1, keepdim=True) + 1e-10
+                out[t] = out[t] / (weights.detach() if fixed else weights)
         states.append(kv)
         sums.append(z[:, None])
     o = torch.stack([out[t] for t in sorted(out)], 1)
@@ -175,7 +179,7 @@ def compare(function, arguments, peer):
         named = {f"result {n}": x for n, x in enumerate(results[: len(found)])}
         return named | gradients(list(named.values()), arguments)
 
-    def by_peer(dtype):
+    def by_peer(dtype, **fixed):
         def upcast(x):
             if isinstance(x, tuple):
                 return tuple(map(upcast, x))
@@ -184,7 +188,14 @@ def compare(function, arguments, peer):
             return x.detach().cpu().to(dtype).requires_grad_(x.requires_grad)
 
         upcasts = {name: upcast(x) for name, x in arguments.items()}
-        return all_of(peer(**upcasts), upcasts)
+        return all_of(peer(**upcasts, **fixed), upcasts)
+
+    def terms(name):
+        """The norm of the gradient's two terms, through the numerator and the normaliser."""
+        if name not in ("q", "k") or "z" not in leaves(arguments):
+            return None
+        numerators = by_peer(torch.float64, fixed=True)[name]
+        return torch.hypot(numerators, exact[name] - numerators).numpy()
 
     exact, ideal = by_peer(torch.float64), by_peer(torch.float32)
     for name, result in all_of(found, arguments).items():
@@ -194,6 +205,7 @@ def compare(function, arguments, peer):
             exact[name].detach().numpy(),
             dtype=str(arguments["q"].dtype).removeprefix("torch."),
             ideal=ideal[name].detach().to(result.dtype).float().numpy(),
+            terms=functools.partial(terms, name),
         )
     return found
 
