@@ -36,8 +36,8 @@ class Call:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def compile_call(call: Call) -> list[Compiled]:
-    return compiled_kernels(printed_by("tests.aot_delta_rule", call))
+def compile_call(call: Call, machine_code: bool = False) -> list[Compiled]:
+    return compiled_kernels(printed_by("tests.aot_delta_rule", call, machine_code))
 
 
 def main(call: Call) -> None:

@@ -21,10 +21,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import hazards
 
 ROOT = Path(__file__).parent.parent
 PLUGIN = Path(sys.prefix) / "cuda-plugin"
@@ -65,6 +68,7 @@ device_description_str: "NVIDIA H200"
 IN_THIS_PROCESS = "--in-this-process"
 NO_LAUNCH = {"parameter", "constant", "get-tuple-element", "bitcast", "tuple"}
 SCHEDULE = "what is launched: "
+COMPILING = "Compiling entry function"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +92,20 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A thread's registers at launch, and the bytes of them that it spills; and whether products
-    wait for each other, for want of registers."""
+    """A thread's registers at launch, and the bytes of them that it spills; whether products wait
+    for each other, for want of registers; and what the machine code does to registers of products
+    in flight, where it was asked for."""
 
     name: str
     registers: int
     spill_stores: int
     serialized: bool
+    hazards: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         waits = ", products serialized" if self.serialized else ""
-        return (
-            f"{self.name}: {self.registers} registers a thread, "
-            f"{self.spill_stores} bytes spilled{waits}"
-        )
+        found = f"{self.registers} registers a thread, {self.spill_stores} bytes spilled{waits}"
+        return "\n    ".join([f"{self.name}: {found}", *self.hazards])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,30 +129,35 @@ def environment() -> dict[str, str]:
     }
 
 
-def printed_by(module: str, call: Any) -> str:
-    """What `python -m module` prints in a process that has the plugin and compiles the call there.
+def printed_by(module: str, call: Any, machine_code: bool = False) -> str:
+    """What `python -m module` prints in a process that has the plugin and compiles the call there,
+    with the kernels' machine code if that is wanted.
 
     Raises:
-      RuntimeError: It failed.
+      RuntimeError: It failed, or a kernel has no machine code.
     """
     told = json.dumps(dataclasses.asdict(call))
     command = [sys.executable, "-m", module, IN_THIS_PROCESS, told]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        printing = hazards.printing(Path(folder)) if machine_code else {}
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"} | printing,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
     if done.returncode:
         raise RuntimeError(f"{call} was not compiled: {done.stdout[-4000:]}")
+    if machine_code and done.stdout.count(COMPILING) != len([*hazards.kernels_of(done.stdout)]):
+        raise RuntimeError(f"{call} was not disassembled: {done.stdout[-4000:]}")
     return done.stdout
 
 
-def compile_call(call: Call) -> Found:
-    printed = printed_by("tests.aot_mosaic", call)
+def compile_call(call: Call, machine_code: bool = False) -> Found:
+    printed = printed_by("tests.aot_mosaic", call, machine_code)
     schedules = [
         line.removeprefix(SCHEDULE) for line in printed.splitlines() if line.startswith(SCHEDULE)
     ]
@@ -161,12 +170,16 @@ def compiled_kernels(printed: str) -> list[Compiled]:
     """Of what the PTX compiler printed."""
     found = []
     serialized = set(re.findall(r"are serialized due to .* in (?:the )?function '(\w+)'", printed))
+    hazardous = collections.defaultdict(list)  # what is, by the kernel's name
+    for kernel in hazards.kernels_of(printed):
+        hazardous[kernel.name] += hazards.hazards_of(kernel)
     for name, rest in re.findall(
-        r"Compiling entry function '(\w+)' for 'sm_90a'(.*?)Compile time", printed, re.DOTALL
+        rf"{COMPILING} '(\w+)' for 'sm_90a'(.*?)Compile time", printed, re.DOTALL
     ):
         (registers,) = re.findall(r"Used (\d+) registers", rest)
         (spills,) = re.findall(r"(\d+) bytes spill stores", rest)
-        found.append(Compiled(_plain(name), int(registers), int(spills), name in serialized))
+        of_name = name in serialized, tuple(hazardous[name])
+        found.append(Compiled(_plain(name), int(registers), int(spills), *of_name))
     return found
 
 

@@ -148,7 +148,8 @@ of_the_oldest = pytest.mark.skipif(
     ids=[label(call) for call, *_ in ORDINARY],
 )
 def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> None:
-    found = compile_call(call)
+    found = compile_call(call, machine_code=call.decay is not None)
+    assert not any(kernel.hazards for kernel in found.kernels), str(found)
     assert sum(found.launches.values()) <= launches, found.launches
     assert not {kernel.name for kernel in found.kernels if kernel.serialized} - SERIALIZED
     for kernel in found.kernels:
