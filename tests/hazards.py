@@ -6,7 +6,7 @@
 A WGMMA runs beside the instructions behind it until a wait for its group ends. Until then nothing
 may write its sums or the first factor that it has in registers, and only products may read its
 sums. Where a register is copied, shared or computed again is the assembler's doing, and some
-versions of ptxas go wrong there (BUILD_NOTES.md, "CUDA").
+versions of ptxas go wrong there (BUILD_NOTES.md, "JAX and PyTorch in one process").
 
 What may be in flight at an instruction is the union over all ways that lead to it: round loops,
 past branches, into subroutines. A way that no input takes counts too, so what is found is to be
@@ -39,7 +39,7 @@ WRITERS = set(
     ATOM ATOMG ATOMS B2R BMOV BREV CS2R F2F F2FP F2I FADD FFMA FLO FMNMX FMUL FRND FSEL FSET HADD2
     HFMA2 HMNMX2 HMUL2 HSET2 I2F I2FP IABS IADD3 IDP IMAD IMNMX ISCADD LD LDC LDG LDL LDS LDSM LEA
     LOP3 MATCH MOV MUFU P2R POPC PRMT REDUX S2R SEL SGXT SHF SHFL SHL SHR SYNCS VABSDIFF VIADD
-    VIADDMNMX VIMNMX VOTE
+    VIADDMNMX VIMNMX VIMNMX3 VOTE
     """.split()
 )
 PREDICATE = re.compile(r"!?U?P(\d|T|R)")
