@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import hazards
-from tests.aot_mosaic import compiled_kernels
+from tests.aot_mosaic import COMPILING, Call, compiled_kernels, printed_by
 
 # From a kernel that summed up a gradient of decays: its two products share a first factor of ones
 # and zeros. ptxas 13.0.88 sets one of its registers between the two.
@@ -126,7 +127,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_hazards_are_told_with_what_was_compiled() -> None:
     """As Mosaic GPU prints both."""
     said = (
-        "ptxas info    : Compiling entry function 'wrong' for 'sm_90a'\n"
+        f"ptxas info    : {COMPILING} 'wrong' for 'sm_90a'\n"
         "    0 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads\n"
         "ptxas info    : Used 168 registers\n"
         "ptxas info    : Compile time = 1 ms\n"
@@ -135,3 +136,34 @@ def test_hazards_are_told_with_what_was_compiled() -> None:
     assert str(found).startswith(
         "wrong: 168 registers a thread, 8 bytes spilled\n    0050 IMAD.MOV.U32 R162"
     )
+
+
+def test_a_kernel_without_machine_code_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disassembler fails."""
+    done = subprocess.CompletedProcess([], 0, f"{COMPILING} 'kernel' for 'sm_90a'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
+    call = Call(1, 64, 1, 64)
+    assert printed_by("tests.aot_mosaic", call) == done.stdout
+    with pytest.raises(RuntimeError, match="was not disassembled"):
+        printed_by("tests.aot_mosaic", call, machine_code=True)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_what_is_disassembled_is_removed(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
+    own.chmod(0o755)
+    monkeypatch.setattr(hazards, "nvdisasm", lambda: own)
+    toolkit = tmp_path / "toolkit"
+    toolkit.mkdir()
+    told = hazards.printing(toolkit)
+    assert told["CUDA_ROOT"] == str(toolkit)
+    read = tmp_path / "mosaic-gpu-abc" / "kernel.bin"
+    read.parent.mkdir()
+    read.touch()
+    command = [toolkit / "bin" / "nvdisasm", "-ndf", "-c", read]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == status and done.stdout == f"-ndf -c {read}\n"
+    assert own.exists() and not read.parent.exists()
