@@ -31,6 +31,7 @@ class Call:
     G: int | None = None  # H, unless it is said
     V: int | None = None  # D, unless it is said
     decay: bool = False
+    channel: bool = False  # `decay` is per channel
     states: bool = False
     gradients: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,6 +56,8 @@ def main(call: Call) -> None:
     q, v = array(call.G or call.H, call.D), array(call.H, V)
     numbers = array(call.H, dtype="float32")
     arrays = {"decay": numbers} if call.decay else {}
+    if call.channel:
+        arrays["decay"] = array(call.H, call.D, dtype="float32")
     if call.states:
         shape = (call.B, call.H, call.D, V)
         arrays["initial_state"] = jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)

@@ -17,28 +17,41 @@ from ato_jax.backend import Residuals
 from ato_jax.ops.delta_rule import mosaic_gpu
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 from tests import aot_delta_rule, numerics
-from tests.aot_mosaic import requires_plugin
+from tests.aot_mosaic import Compiled, requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
 
 H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
 
 
 def draw(
-    T: int, D: int, V: int, H: int = 1, G: int = 1, layout: str = "bthd", alike: bool = False
+    T: int,
+    D: int,
+    V: int,
+    H: int = 1,
+    G: int = 1,
+    layout: str = "bthd",
+    alike: bool = False,
+    channel: bool = False,
+    weak: bool = False,
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """[q, k, v] with keys of length 1, beta between 0 and 2, decays from 0 down to -50 side by
     side, and an initial state. `alike`: all keys the same, whose triangle is the furthest from the
-    identity."""
+    identity. `channel`: the decays are those of each channel of the key. `weak`: decays from 0 down
+    to -0.01, and a state that is nearly 0; beside equal keys dq is then a small sum of large
+    terms."""
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 1, T, G, D))
     k = np.broadcast_to(k[:, :1], k.shape) if alike else k
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
     v = generator.normal(size=(1, T, H, V))
     beta = generator.uniform(0, 2, size=(1, T, H))
-    decay = generator.choice([0, -1e-3, -1, -50], p=[0.5, 0.3, 0.1, 0.1], size=(1, T, H))
+    of_steps = (1, T, H, D) if channel else (1, T, H)
+    decay = generator.choice([0, -1e-3, -1, -50], p=[0.5, 0.3, 0.1, 0.1], size=of_steps)
+    state = generator.normal(size=(1, H, D, V))
+    if weak:
+        decay, state = -generator.uniform(0, 1e-2, size=of_steps), 1e-2 * state
     rows = [np.swapaxes(one, 1, 2) if layout == "bhtd" else one for one in (q, k, v, beta, decay)]
     *qkv, beta, decay = rows
-    state = generator.normal(size=(1, H, D, V))
     numbers = {"beta": beta, "decay": decay, "initial_state": state}
     options = {name: jnp.asarray(one, jnp.float32) for name, one in numbers.items()}
     return [jnp.asarray(one, jnp.bfloat16) for one in qkv], {"layout": layout, **options}
@@ -49,7 +62,6 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
     spec = wanted.request.spec
     assert mosaic_gpu.unsupported(spec, "forward") is None
     config_of = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **config)
-
     def both(inputs: Inputs, cotangents: Outputs) -> tuple[Outputs, Inputs]:
         # Without a decay behind a forward pass that keeps nothing.
         keep: Any = mosaic_gpu.forward_for_own_backward if spec.decay else mosaic_gpu.forward
@@ -75,6 +87,10 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3)),
         # Three pieces side by side, the last of them shorter, whose states a small decay leaves.
         (dict(T=300, D=64, V=64), dict(pieces=3), dict(decay=np.full((1, 300, 1), -0.01))),
+        # A decay per channel: heads that share keys; two blocks of v's columns, and sums of terms
+        # that cancel, for which u is in two parts.
+        (dict(T=75, D=128, V=64, H=2, channel=True), {}, dict(normalize_qk=True)),
+        (dict(T=75, D=64, V=128, layout="bhtd", alike=True, channel=True, weak=True), {}, {}),
     ],
 )
 def test_numbers(sizes: Any, config: Any, options: Any) -> None:
@@ -96,7 +112,6 @@ SPEC = DeltaRuleSpec(
         ({"D": 96}, "needs D to be 64 or 128, got 96"),
         ({"D": 192}, "needs D to be 64 or 128, got 192"),
         ({"V": 96}, "needs V to be a multiple of 64, got 96"),
-        ({"decay": "channel"}, "a decay per channel"),
         ({"segments": True}, "segments"),
         ({"lengths": True}, "lengths"),
     ],
@@ -143,7 +158,20 @@ COMPILED = aot_delta_rule.Call(T=4091, D=128, H=32, decay=True, states=True, gra
 def test_compiled_for_a_card() -> None:
     kernels = aot_delta_rule.compile_call(COMPILED, machine_code=True)
     most = {"solve": 64, "walk": 128, "walk_backward": 64, "gradients": 160}
+    check_kernels(kernels, most)
+
+
+def check_kernels(kernels: list[Compiled], most: dict[str, int]) -> None:
+    """`most`: the bytes that each kernel may spill."""
     assert {one.name for one in kernels} == {f"gated_delta_rule_{name}" for name in most}
     assert not any(one.serialized or one.hazards for one in kernels), [*map(str, kernels)]
     for one in kernels:
         assert one.spill_stores <= most[one.name.removeprefix("gated_delta_rule_")], str(one)
+
+
+@requires_plugin
+def test_compiled_for_a_card_with_a_decay_per_channel() -> None:
+    call = aot_delta_rule.Call(T=4091, D=128, channel=True, states=True, gradients=True)
+    most = {"solve": 600, "walk": 64, "walk_backward": 192, "gradients": 2700}
+    most = {f"channel_{name}": spilled for name, spilled in most.items()}
+    check_kernels(aot_delta_rule.compile_call(call), most)

@@ -1207,18 +1207,29 @@ def test_without_a_name_the_fastest_is_chosen(
 
 @of_mosaic_delta_rule
 @pytest.mark.parametrize(
-    ("T", "D", "V", "H", "strongest", "layout", "normalize_qk"),
+    ("T", "D", "V", "H", "decay", "strongest", "layout", "normalize_qk"),
     [
-        (1100, 64, 64, 2, None, "bthd", False),
-        (1037, 128, 128, 4, 0.1, "bthd", True),
-        (4096, 128, 128, 4, 50.0, "bhtd", False),
-        (4096, 64, 192, 4, 1.0, "bhtd", True),
-        (1000, 128, 128, 4, 0.01, "bhtd", False),  # a last chunk filled in part, of whole tiles
-        (2048, 128, 128, 128, 0.01, "bthd", False),  # two slices of v in a block
+        (1100, 64, 64, 2, None, 0.0, "bthd", False),
+        (1037, 128, 128, 4, "step", 0.1, "bthd", True),
+        (4096, 128, 128, 4, "step", 50.0, "bhtd", False),
+        (4096, 64, 192, 4, "step", 1.0, "bhtd", True),
+        # A last chunk that is filled in part, of whole tiles.
+        (1000, 128, 128, 4, "step", 0.01, "bhtd", False),
+        (2048, 128, 128, 128, "step", 0.01, "bthd", False),  # two slices of v in a block
+        (1037, 128, 128, 4, "channel", 50.0, "bthd", True),
+        (4096, 64, 192, 4, "channel", 0.01, "bhtd", False),
+        (2048, 128, 128, 64, "channel", 1.0, "bthd", False),
     ],
 )
 def test_the_delta_rule_by_mosaic_gpu(
-    T: int, D: int, V: int, H: int, strongest: float | None, layout: str, normalize_qk: bool
+    T: int,
+    D: int,
+    V: int,
+    H: int,
+    decay: str | None,
+    strongest: float,
+    layout: str,
+    normalize_qk: bool,
 ) -> None:
     """Both passes, twice the same bits."""
     needs_hopper()
@@ -1235,8 +1246,9 @@ def test_the_delta_rule_by_mosaic_gpu(
         "return_state": True,
         "layout": layout,
     }
-    if strongest is not None:
-        options["decay"] = -jnp.asarray(strongest * generator.random(shape) ** 3, jnp.float32)
+    if decay is not None:
+        of_steps = (*shape, D) if decay == "channel" else shape
+        options["decay"] = -jnp.asarray(strongest * generator.random(of_steps) ** 3, jnp.float32)
     wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
     found, again = (
         numerics.run(

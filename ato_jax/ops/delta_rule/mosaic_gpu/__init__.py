@@ -9,6 +9,9 @@ for the gradients of each chunk's rows, all chunks at once. `walk.py` has what b
 in pieces (`pieces.py`), after a walk for the pieces' maps.
 
 `solve.py` forms k k^T for each value head, also where heads share keys.
+
+A decay per channel has kernels of its own for the same four parts: `channel.py` says how pairs are
+decayed, `channel_backward.py` launches them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ato_jax.device import Device
 from ato_jax.mosaic import HALF
 from ato_jax.mosaic import refusal_of_device as unsupported_device
 from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu import channel_backward, frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
@@ -32,8 +35,6 @@ def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
         return f"needs D to be {HALF} or {frame.WIDEST_KEY}, got {spec.D}"
     if spec.V % HALF:
         return f"needs V to be a multiple of {HALF}, got {spec.V}"
-    if spec.decay == "channel":
-        return "does not support a decay per channel"
     if spec.segments:
         return "does not support segments"
     if spec.lengths:
@@ -61,18 +62,26 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
+    if spec.decay == "channel":
+        return channel_backward.forward(spec, config, inputs)
     numbers = frame.numbers_of(spec, inputs)
     solved = solve_chunks(spec, config, inputs, numbers)
     return walk_forward(spec, config, inputs, numbers, solved).outputs
 
 
-def forward_for_own_backward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> gradients.Kept:
+def forward_for_own_backward(
+    spec: DeltaRuleSpec, config: Config, inputs: Inputs
+) -> gradients.Kept | channel_backward.Kept:
+    if spec.decay == "channel":
+        return channel_backward.keep(spec, config, inputs)
     return gradients.keep(spec, config, inputs)
 
 
 def backward(
     spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    if spec.decay == "channel":
+        return channel_backward.backward(spec, config, residuals, cotangents)
     return gradients.backward(spec, config, residuals, cotangents)
 
 

@@ -73,12 +73,12 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
     )
 
 
-def column_blocks() -> Any:
+def column_blocks(workers: int = WORKERS) -> Any:
     """Room for a matrix of each worker, in two parts, as column blocks: swizzled so that a product
     takes 16 of a block's rows."""
     size = BLOCK * jnp.dtype(BF16).itemsize
     transforms = plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(size)
-    return plgpu.SMEM((WORKERS, frame.PARTS, C // BLOCK, C, BLOCK), BF16, transforms=transforms)
+    return plgpu.SMEM((workers, frame.PARTS, C // BLOCK, C, BLOCK), BF16, transforms=transforms)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""The passes of a decay per channel: forward, with what is kept of it, and backward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.mosaic import BF16, F32, HALF
+from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
+from ato_jax.ops.delta_rule.mosaic_gpu import channel, frame
+from ato_jax.ops.delta_rule.mosaic_gpu.channel_gradient import chunk_gradients
+from ato_jax.ops.delta_rule.mosaic_gpu.channel_solve import Solved, solve_chunks
+from ato_jax.ops.delta_rule.mosaic_gpu.channel_walk_backward import walk_backward
+from ato_jax.ops.delta_rule.mosaic_gpu.channel_walk_forward import walk_forward
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config
+from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, Outputs, Residuals
+
+
+class Kept(NamedTuple):
+    """`Outputs`, with u and the state that each chunk begins with: for each element of v 2 + D / 64
+    elements. What `channel_solve.py` makes is made again, which takes less time than room."""
+
+    out: jax.Array
+    state: jax.Array
+    written: jax.Array  # [B, H, chunks, V / 64, PARTS, 64, 64] bfloat16
+    states: jax.Array  # [B, H, chunks, V / 64, D / 64, 64, 64] bfloat16
+
+    def plain(self) -> Outputs:
+        return Outputs(self.out, self.state)
+
+
+class Prepared(NamedTuple):
+    """What both passes read of the inputs."""
+
+    numbers: jax.Array
+    decays: jax.Array
+    kept: jax.Array
+    solved: Solved
+
+
+def prepare(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Prepared:
+    numbers = channel.numbers_of(spec, inputs)
+    decays, kept = channel.log_decays(spec, inputs)
+    return Prepared(
+        numbers, decays, kept, solve_chunks(spec, config, inputs, decays, numbers)
+    )
+
+
+def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
+    _, _, kept, solved = prepare(spec, config, inputs)
+    return walk_forward(spec, inputs, kept, solved)[0]
+
+
+def keep(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Kept:
+    _, _, kept, solved = prepare(spec, config, inputs)
+    outputs, written, states = walk_forward(spec, inputs, kept, solved, keeps=True)
+    assert written is not None and states is not None
+    return Kept(*outputs, written, states)
+
+
+def backward(
+    spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    inputs = residuals.inputs
+    assert inputs.decay is not None
+    result: Any = residuals.outputs
+    if not isinstance(result, Kept):  # of another backend's forward pass, or of several devices
+        result = keep(spec, config, inputs)
+    numbers, decays, kept, solved = prepare(spec, config, inputs)
+    dv, dstate, dstates = walk_backward(spec, cotangents, kept, solved)
+    arrays = dict(q=inputs.q, k=inputs.k, decays=decays, dout=cotangents.out, dr=dv)
+    arrays |= dict(written=result.written, states=result.states, dstates=dstates)
+    arrays |= dict(numbers=numbers, last=of_last_states(spec, result, dstates))
+    found = chunk_gradients(spec, config, arrays)
+    beta = numbers[:, :, :, frame.BETA]
+    return Inputs(
+        q=gradients.over_group(spec, found.dq),
+        k=gradients.over_group(spec, found.dk),
+        v=dv,
+        beta=gradients.of_steps(spec, found.dbeta / beta / beta),
+        decay=jnp.where(inputs.decay > LEAST_DECAY, found.ddecay, 0),
+        initial_state=dstate if spec.initial_state else None,
+    )
+
+
+def of_last_states(spec: DeltaRuleSpec, result: Kept, dstates: jax.Array) -> jax.Array:
+    """[B, H, chunks, D]: the state that each chunk ends with times its gradient, summed over v's
+    columns."""
+    shape = (spec.B, spec.H, 1, spec.V // HALF, HALF, spec.D // HALF, HALF)
+    last = jnp.swapaxes(result.state, 2, 3).reshape(shape).swapaxes(4, 5).astype(BF16)
+    ends = jnp.concatenate([result.states[:, :, 1:], last], axis=2).astype(F32)
+    sums = jnp.sum(ends * dstates.astype(F32), axis=(3, 5))
+    return sums.reshape(*sums.shape[:3], spec.D)

@@ -1,0 +1,321 @@
+"""The part of each chunk that no state enters, with a decay per channel.
+
+All chunks are independent. As in `solve.py`, whose inverse it takes, but with pairs by levels, as
+`channel.py` explains:
+
+    A[t, s] = beta_t k_t . k_s decayed              s < t, else 0
+    X       = (I + A)^-1 diag(beta)
+    P[t, s] = scale * q_t . k_s decayed             s <= t, else 0
+
+and with the rows by which the walk reads the state and writes to it, since a factor per channel
+cannot follow a product:
+
+    q^_t = scale * exp2(L_t) q_t        k^_t = exp2(L_t) k_t        k~_t = exp2(L_C - L_t) k_t
+
+    MEMORY (n)       loads a chunk of q, k and log decays, and the numbers of its steps, for each
+      |              WORKER
+      |  chunks: loaded; consumed once all but the inverse is known
+      v
+    WORKER (0 .. n - 1)    a chunk each
+
+    symbol          shape         what it is
+    q, k            [64, D]       a chunk's rows, in blocks of 64 columns
+    decays          [64, D]       the log decays of its steps, likewise
+    rows            [64, D]       k with a level's factors, in two parts; then what is stored
+    A, X            [64, 64]      as in `solve.py`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import (
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    load,
+)
+from ato_jax.ops.delta_rule.mosaic_gpu import channel, frame, solve
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.solve import BLOCK
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
+
+WORKERS = 2
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
+# Of `frame.numbers_of` those that are loaded, side by side; there is no room for more.
+BETA, OF_KEYS, OF_QUERIES = range(3)
+NUMBERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    q: Array  # [WORKERS, D / 64, 64, 64]
+    k: Array  # as q
+    decays: Array  # as q, float16
+    numbers: Array  # [WORKERS, NUMBERS, 64] float32
+    rows: Array  # [WORKERS, D / 64, PARTS, 64, 64]
+    lower: Array  # [WORKERS, PARTS, 4, 64, 16] A
+    inverse: Array  # [WORKERS, PARTS, 4, 64, 16] X
+    chunks: Ring
+
+
+def storage_of(spec: DeltaRuleSpec) -> Storage:
+    blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
+    copies = WORKERS * blocks
+    q, k, decays = (
+        Buffer(of.of_rows(WORKERS, blocks, C, HALF), copies=copies)
+        for of in (tiling, tiling, channel.tiling(spec))
+    )
+    numbers = Buffer(plgpu.SMEM((WORKERS, NUMBERS, C), F32), copies=WORKERS)
+    return Storage(
+        q=q,
+        k=k,
+        decays=decays,
+        numbers=numbers,
+        rows=Buffer(tiling.shared(WORKERS, blocks, PARTS, C, HALF)),
+        lower=Buffer(solve.column_blocks(WORKERS)),
+        inverse=Buffer(solve.column_blocks(WORKERS)),
+        chunks=Ring.of(1, (q, k, decays, numbers), (WORKER,)),
+    )
+
+
+class Solved(NamedTuple):
+    """What the walks read of each chunk; chunks are counted up to a multiple of WORKERS."""
+
+    solved: jax.Array  # X, [B, H, chunks, PARTS, 64, 64] bfloat16
+    pairs: jax.Array  # P, likewise
+    read: jax.Array  # q^, [B, H, chunks, D / 64, PARTS, 64, 64] bfloat16
+    recalled: jax.Array  # k^, likewise
+    written: jax.Array  # k~, likewise
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The call, the blocks' work, the arrays in global memory, and the storage of a block."""
+
+    spec: DeltaRuleSpec
+    deal: mosaic.Deal
+    own: Storage
+    found: Solved
+    q: Any
+    k: Any
+    decays: Any
+    numbers: Any
+
+    def place(self, item: Item, worker: Any) -> tuple[Any, ...]:
+        return item.batch, item.head, item.piece * WORKERS + worker
+
+    def leave(self, item: Item, worker: Any, to: Any, tiles: list[Any]) -> None:
+        """Stores tiles [64, 64] to their places behind the chunk's in `to`, by axes of one or two
+        numbers, once their bytes are there; and waits until they may be overwritten."""
+        plgpu.commit_smem()
+        for at, tile in tiles:
+            plgpu.copy_smem_to_gmem(tile, to.at[(*self.place(item, worker), *at)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def solve_chunks(
+    spec: DeltaRuleSpec, config: Config, inputs: Inputs, decays: jax.Array, numbers: jax.Array
+) -> Solved:
+    chunks, blocks = frame.chunks_of(spec), frame.blocks_of_key(spec)
+    pieces = -(-chunks // WORKERS)
+    deal = mosaic.Deal(spec.B, spec.H, chunks * C, WORKERS * C, pieces, config.solve_blocks)
+    shape = (spec.B, spec.H, pieces * WORKERS)
+    square, rows = (*shape, PARTS, C, C), (*shape, blocks, PARTS, C, HALF)
+    types = tuple(
+        jax.ShapeDtypeStruct(one, BF16) for one in (square, square, rows, rows, rows)
+    )
+
+    def bind(refs: Sequence[Any], own: Storage) -> Kernel:
+        given, found = refs[: -len(types)], refs[-len(types) :]
+        return Kernel(spec, deal, own, Solved(*found), *given)
+
+    roles = mosaic.Roles((WORKER, MEMORY))
+    program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (WORKER, work)), bind)
+    found = mosaic.launch(
+        frame.name_of("channel_solve"),
+        program,
+        deal,
+        types,
+        (inputs.q, inputs.k, decays, numbers),
+        own_barriers=True,
+    )
+    return Solved(*found)
+
+
+def memory(kernel: Kernel) -> None:
+    """Loads the chunks of an item at once, one for each worker."""
+    kernel.deal.each(functools.partial(load_item, kernel))
+    kernel.own.chunks.drain(kernel.deal.own)
+
+
+def load_item(kernel: Kernel, item: Item) -> None:
+    own, spec, tiling = kernel.own, kernel.spec, frame.tiling(kernel.spec)
+    own.chunks.acquire(item.number)
+    barrier = own.chunks.produced.at[0]
+    key_head = lax.div(item.head, jnp.int32(spec.H // spec.G))
+    for worker in range(WORKERS):
+        # The last chunk again, where there is none: what is made of it is read by nobody.
+        chunk = jnp.minimum(item.piece * WORKERS + worker, frame.chunks_of(spec) - 1)
+        rows = pl.ds(chunk * C, C)
+        for ref, tiles, head in (
+            (kernel.k, own.k, key_head),
+            (kernel.q, own.q, key_head),
+            (kernel.decays, own.decays, item.head),
+        ):
+            for block in range(frame.blocks_of_key(spec)):
+                source = tiling.part(ref, item, rows, head, block)  # [64, 64]
+                target = mosaic.for_copy(tiles.at[worker, block])
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+        numbers = pl.ds(frame.BETA, NUMBERS)
+        source = kernel.numbers.at[item.batch, item.head, chunk, numbers]  # [NUMBERS, 64]
+        plgpu.copy_gmem_to_smem(source, own.numbers.at[worker], barrier)
+
+
+def work(kernel: Kernel) -> None:
+    kernel.deal.each(functools.partial(one_chunk, kernel, mosaic.group()))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def one_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
+    own = kernel.own
+    own.chunks.produced.wait(0)
+    worker = plus_nothing(worker, item.first_row)
+    numbers = own.numbers.at[worker]
+    lower, pairs = decayed_pairs(kernel, worker, item.first_row)
+    pairs = pairs * mosaic.in_columns(load(numbers.at[OF_QUERIES], OF_ROWS), C)
+    lower = lower * mosaic.in_columns(load(numbers.at[BETA], OF_ROWS), C)
+    columns = [
+        load(numbers.at[BETA, pl.ds(n * BLOCK, BLOCK)], OF_COLUMNS) for n in range(C // BLOCK)
+    ]
+    leave_rows(kernel, worker, item, pairs)
+    own.chunks.consumed.arrive(0)
+    blocks = solve.columns_of(lower)
+    of_lower, of_inverse = own.lower.at[worker], own.inverse.at[worker]
+    solve.store(of_lower, [frame.in_two_parts(block) for block in blocks])
+    inverse = solve.unit_inverse(blocks, of_lower, of_inverse)
+    solved = [
+        frame.in_two_parts(block * mosaic.in_rows(beta, C))
+        for block, beta in zip(inverse, columns, strict=True)
+    ]
+    solve.store(of_inverse, solved)
+    plgpu.commit_smem()
+    target: Any = kernel.found.solved.at[kernel.place(item, worker)]
+    for part in range(PARTS):
+        for n in range(C // BLOCK):
+            block = target.at[part, :, pl.ds(n * BLOCK, BLOCK)]  # [64, 16]
+            plgpu.copy_smem_to_gmem(of_inverse.at[part, n], block)
+
+
+def plus_nothing(x: Any, number: Any) -> Any:
+    """x plus the sign of a number that no compiler knows not to be negative. Else it would compute
+    the descriptors of all products ahead of a loop, and spill them."""
+    return x + lax.shift_right_arithmetic(number, jnp.int32(31))
+
+
+def tiles_of(spec: DeltaRuleSpec, tiles: Any, worker: Any) -> list[Any]:
+    return [tiles.at[worker, block] for block in range(frame.blocks_of_key(spec))]
+
+
+def keys_of(kernel: Kernel, worker: Any, block: int) -> jax.Array:
+    """64 columns of k with the factors of its rows, [64, 64]."""
+    k = load(kernel.own.k.at[worker, block]).astype(F32)
+    if kernel.spec.normalize_qk:
+        k = k * mosaic.in_columns(load(kernel.own.numbers.at[worker, OF_KEYS], OF_ROWS), C)
+    return k
+
+
+def queries_of(kernel: Kernel, worker: Any, block: int) -> jax.Array:
+    """64 columns of q, likewise."""
+    of_rows = load(kernel.own.numbers.at[worker, OF_QUERIES], OF_ROWS)
+    return load(kernel.own.q.at[worker, block]).astype(F32) * mosaic.in_columns(of_rows, C)
+
+
+def decayed_pairs(
+    kernel: Kernel, worker: Any, first_row: Any
+) -> tuple[jax.Array, jax.Array]:
+    """k_t . k_s decayed below the diagonal and q_t . k_s decayed on it, too; 0 above."""
+    own, spec = kernel.own, kernel.spec
+    blocks = range(frame.blocks_of_key(spec))
+
+    def add_level(level: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        size = lax.shift_left(jnp.int32(1), jnp.int32(level))
+        here = plus_nothing(worker, first_row + level)
+        decays = tiles_of(spec, own.decays, here)
+        rows = [[own.rows.at[here, block, part] for part in range(PARTS)] for block in blocks]
+        turned = [tuple(part.T for part in both) for both in rows]
+        q = []
+        for block, factor in enumerate(channel.factors(channel.to_middle(size), decays)):
+            q.append(frame.in_two_parts(load(own.q.at[here, block]).astype(F32) * factor))
+            k = frame.in_two_parts(keys_of(kernel, here, block) * factor)
+            for part, rounded in zip(rows[block], k, strict=True):
+                part[...] = rounded
+        plgpu.commit_smem()
+        keys: list[Any] = []
+        queries: list[Any] = []
+        for of_key, of_query, other in zip(rows, q, turned, strict=True):
+            keys += frame.products((of_key[0], of_key[1]), other)
+            queries += frame.products(of_query, other)
+        found = mosaic.multiply((mosaic.zeros(C, C), keys), (mosaic.zeros(C, C), queries))
+        own_level = channel.of_level(size)
+        plgpu.commit_smem()  # ahead of what overwrites the rows
+        of_keys, of_queries = (
+            jnp.where(own_level, new, sum) for new, sum in zip(found, sums, strict=True)
+        )
+        return of_keys, of_queries
+
+    nothing = mosaic.zeros(C, C), mosaic.zeros(C, C)
+    of_keys, of_queries = lax.fori_loop(0, channel.LEVELS, add_level, nothing)
+    for block in blocks:
+        q = load(own.q.at[worker, block]).astype(F32)
+        own_pair = jnp.sum(q * keys_of(kernel, worker, block), axis=1)
+        diagonal = mosaic.hidden_position(0) == mosaic.hidden_position(1)
+        of_queries = of_queries + jnp.where(diagonal, mosaic.in_columns(own_pair, C), 0.0)
+    return of_keys, of_queries
+
+
+def leave_rows(kernel: Kernel, worker: Any, item: Item, pairs: jax.Array) -> None:
+    """Stores P, q^, k^ and k~, tile by tile through the same memory."""
+    own, spec, found = kernel.own, kernel.spec, kernel.found
+    decays = tiles_of(spec, own.decays, worker)
+    rows: Any = own.rows.at[worker]
+    for part, rounded in enumerate(frame.in_two_parts(pairs)):
+        rows.at[0, part][...] = rounded
+    kernel.leave(item, worker, found.pairs, [((part,), rows.at[0, part]) for part in range(PARTS)])
+    from_start = channel.factors(channel.from_start(), decays)
+    leave_products(kernel, worker, item, queries_of, from_start, found.read)
+    leave_products(kernel, worker, item, keys_of, from_start, found.recalled)
+    to_end = channel.factors(channel.to_end(), decays)
+    leave_products(kernel, worker, item, keys_of, to_end, found.written)
+
+
+def leave_products(
+    kernel: Kernel, worker: Any, item: Item, rows_of: Any, factors: list[Any], to: Any
+) -> None:
+    """Stores the rows of `keys_of` or `queries_of` times the factors, in two parts."""
+    rows: Any = kernel.own.rows.at[worker]
+    tiles = []
+    for n, factor in enumerate(factors):
+        found = frame.in_two_parts(rows_of(kernel, worker, n) * factor)
+        for part, rounded in enumerate(found):
+            rows.at[n, part][...] = rounded
+            tiles.append(((n, part), rows.at[n, part]))
+    kernel.leave(item, worker, to, tiles)
