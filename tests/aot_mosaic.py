@@ -172,7 +172,7 @@ def compiled_kernels(printed: str) -> list[Compiled]:
     serialized = set(re.findall(r"are serialized due to .* in (?:the )?function '(\w+)'", printed))
     hazardous = collections.defaultdict(list)  # what is, by the kernel's name
     for kernel in hazards.kernels_of(printed):
-        hazardous[kernel.name] += hazards.hazards_of(kernel)
+        hazardous[kernel.name] += hazards.faults_of(kernel)
     for name, rest in re.findall(
         rf"{COMPILING} '(\w+)' for 'sm_90a'(.*?)Compile time", printed, re.DOTALL
     ):

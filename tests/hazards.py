@@ -1,4 +1,5 @@
-"""Finds registers that a kernel's machine code writes while a product on tensor cores needs them.
+"""Finds registers that a kernel's machine code writes while a product on tensor cores needs them,
+and those of a first factor that nothing has written.
 
     python -m tests.hazards              compiles all calls that tests compile for Hopper
     python -m tests.hazards FILE...      reads SASS, as `nvdisasm -c` prints it
@@ -6,7 +7,8 @@
 A WGMMA runs beside the instructions behind it until a wait for its group ends. Until then nothing
 may write its sums or the first factor that it has in registers, and only products may read its
 sums. Where a register is copied, shared or computed again is the assembler's doing, and some
-versions of ptxas go wrong there (BUILD_NOTES.md, "JAX and PyTorch in one process").
+versions of ptxas go wrong there (BUILD_NOTES.md, "JAX and PyTorch in one process"). So they do
+where a constant is computed again: 13.0 has left out the first time.
 
 What may be in flight at an instruction is the union over all ways that lead to it: round loops,
 past branches, into subroutines. A way that no input takes counts too, so what is found is to be
@@ -252,6 +254,35 @@ def _does(one: Instruction, product: Instruction) -> Iterator[str]:
         yield "sums up in the sums"
 
 
+def unwritten(kernel: Kernel) -> list[str]:
+    """One line for each product whose first factor has a register that some way to it, from the
+    kernel's start, does not write. A write under a predicate counts."""
+    code, following = kernel.instructions, _following(kernel)
+    known: list[frozenset[int] | None] = [None] * len(code)
+    known[0] = frozenset()
+    waiting = [0]
+    while waiting:
+        n = waiting.pop()
+        before = known[n]
+        assert before is not None
+        behind = before | (sums(code[n]) if code[n].is_product else written(code[n]))
+        for to in following[n]:
+            earlier = known[to]
+            merged = behind if earlier is None else earlier & behind
+            if merged != earlier:
+                known[to] = merged
+                waiting.append(to)
+    return [
+        f"{one} reads R{', R'.join(map(str, sorted(missing)))}, which may be unwritten"
+        for one, has in zip(code, known, strict=True)
+        if one.is_product and has is not None and (missing := factor(one) - has)
+    ]
+
+
+def faults_of(kernel: Kernel) -> list[str]:
+    return [*hazards_of(kernel), *unwritten(kernel)]
+
+
 def nvdisasm() -> Path:
     """The disassembler that Triton brings along."""
     (folder,) = importlib.util.find_spec("triton").submodule_search_locations or ()
@@ -280,7 +311,7 @@ exit $status
 
 
 def _report(name: str, kernel: Kernel) -> bool:
-    found = hazards_of(kernel)
+    found = faults_of(kernel)
     of_registers = sum(bool(factor(one)) for one in kernel.products)
     print(
         f"{name}, {kernel.name}: {len(kernel.products)} products, {of_registers} with a factor in "
@@ -296,9 +327,11 @@ def _compiled() -> Iterator[tuple[str, str]]:
     """Each call that tests compile for Hopper, and what is printed."""
     from tests import test_aot_mosaic, test_attention_mosaic, test_attention_mosaic_backward
     from tests import test_delta_rule_mosaic as of_delta_rule
-    from tests.aot_mosaic import printed_by
+    from tests.aot_mosaic import Call, printed_by
 
     calls = [("tests.aot_mosaic", call) for call, *_ in test_aot_mosaic.CALLS]
+    # Where all chunks are the first ones, conditions and factors are constants.
+    calls.append(("tests.aot_mosaic", Call(B=1, T=128, H=4, D=64)))
     calls += [("tests.aot_attention", call) for call, *_ in test_attention_mosaic.COMPILED]
     for call, *_ in test_attention_mosaic_backward.COMPILED:
         calls.append(("tests.aot_attention", dataclasses.replace(call, gradients=True)))
