@@ -40,7 +40,7 @@ CALLS = [
     (
         Call(1, 16384, 32, 96, decay="step"),
         14,
-        {"query_gradient": 48, "new_body": 328, "key_gradient": 28, "output": 144},
+        {"query_gradient": 48, "new_body": 328, "key_gradient": 68, "output": 144},
     ),
     (Call(8, 4096, 8, 64, layout="bhtd"), 8, {"key_gradient": 60}),
     (
@@ -81,11 +81,11 @@ CALLS = [
         Call(1, 16384, 8, 192),
         15,
         {
-            "causal_wide_flow": 264,
-            "causal_wide_key_gradient": 236,
-            "causal_wide_query_gradient": 212,
-            "causal_wide_value_gradient": 124,
-            "causal_wide_output": 80,
+            "causal_wide_flow": 292,
+            "causal_wide_key_gradient": 136,
+            "causal_wide_query_gradient": 152,
+            "causal_wide_value_gradient": 40,
+            "causal_wide_output": 44,
         },
     ),
     (
@@ -112,7 +112,7 @@ CALLS = [
     (
         Call(8, 4096, 8, 64, decay="channel", normalize=False),
         8,
-        {"channel_sums": 32, "channel_output": 684, "channel_key_gradient": 116},
+        {"channel_sums": 32, "channel_output": 776, "channel_key_gradient": 112},
     ),
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
