@@ -40,7 +40,7 @@ CALLS = [
     (
         Call(1, 16384, 32, 96, decay="step"),
         14,
-        {"query_gradient": 48, "new_body": 328, "key_gradient": 68, "output": 144},
+        {"query_gradient": 48, "new_body": 328, "key_gradient": 68, "output": 184},
     ),
     (Call(8, 4096, 8, 64, layout="bhtd"), 8, {"key_gradient": 60}),
     (
