@@ -12,13 +12,16 @@ import types
 import zlib
 
 import pytest
-import torch
 
-from ato_torch import _driver, _elf, _executable, _plan
-from ato_torch._kernels import Kernels
-from ato_torch._mosaic import Place, TensorMap
-from ato_torch._protobuf import UnknownError
-from tests.test_torch_executable import changed, message, plus, sample, to
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here: ato_torch is tested at the other end"
+)
+
+from ato_torch import _driver, _elf, _executable, _plan  # noqa: E402
+from ato_torch._kernels import Kernels  # noqa: E402
+from ato_torch._mosaic import Place, TensorMap  # noqa: E402
+from ato_torch._protobuf import UnknownError  # noqa: E402
+from tests.test_torch_executable import changed, message, plus, sample, to  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not _elf.runs_host_code(), reason="the host code is for Linux on x86-64"
