@@ -46,12 +46,12 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
 
 
 def hidden_position(axis: int) -> jax.Array:
-    """`position`, of which no compiler knows what it is in which register.
+    """`position`, whose rows a compiler cannot compute.
 
-    To a row a 0 is added that it does not know: the z coordinate of a block of a grid that has only
-    x. Else a mask, such as row >= column, would be constant in some registers. Where these are
-    a product's first factor, ptxas 12.8 and 13.0 may compute a constant once more behind the
-    product in place of ahead of it, so that the product reads what the register held before.
+    Each row's number has a 0 added that is known only when the kernel runs: the z coordinate of the
+    block, in a grid that has only x. Without it a mask such as row >= column would be constant in
+    some registers. Where such a register is part of a product's first factor, ptxas 13.0 can set it
+    behind the product in place of ahead of it, and the product reads what it held before.
     """
     index = position(axis)
     if axis != 0 or device.interpreting():

@@ -60,7 +60,8 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 WORKERS = 2
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
-# Of `frame.numbers_of` those that are loaded, side by side; there is no room for more.
+# The rows of `frame.numbers_of` that the kernel loads, by their place in shared memory, which has
+# no room for the others.
 BETA, OF_KEYS, OF_QUERIES = range(3)
 NUMBERS = 3
 
@@ -98,7 +99,8 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
 
 
 class Solved(NamedTuple):
-    """What the walks read of each chunk; chunks are counted up to a multiple of WORKERS."""
+    """The arrays that `solve_chunks` leaves for the walks, with an entry for each chunk. The number
+    of chunks is rounded up to a multiple of WORKERS."""
 
     solved: jax.Array  # X, [B, H, chunks, PARTS, 64, 64] bfloat16
     pairs: jax.Array  # P, likewise

@@ -47,7 +47,7 @@ STATE = Role("state", registers=frame.MOST_REGISTERS)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a walk does with what it loads.
+    """How the forward walk and the backward walk differ.
 
     Attributes:
       early: the arrays of `Storage` that the ring `early` brings; `late` brings the others.

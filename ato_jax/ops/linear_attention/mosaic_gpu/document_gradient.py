@@ -226,7 +226,7 @@ def sum_rows(walk: Walk, of_keys: Sums, total: jax.Array) -> None:
         own.out.at[0, half][...] = one
         plgpu.commit_smem()
         (found,) = multiply((found, [(own.out.at[0, half].T, own.ones.T)]))
-    # Of columns that are alike.
+    # All columns of `found` are equal, so the maximum over them is any one of them.
     own.u.at[half][...] = jnp.max(found, axis=1) * of_keys.unit
     plgpu.commit_smem()
 

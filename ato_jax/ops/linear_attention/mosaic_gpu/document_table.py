@@ -146,7 +146,7 @@ def _of_numbers(runs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _begins(ids: jax.Array) -> jax.Array:
-    """Of ids [B, rows] whether a run begins with a row of those of all entries, [B rows]."""
+    """Whether each row begins a run of equal ids: ids [B, rows] to booleans [B rows]."""
     changes = ids[:, 1:] != ids[:, :-1]
     return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True).reshape(-1)
 

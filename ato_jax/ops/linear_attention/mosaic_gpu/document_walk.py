@@ -1,4 +1,4 @@
-"""What the kernels of documents share: their storage, and the sums over a document's keys,
+"""The storage that all kernels of documents use, and the sums over a document's keys:
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
 
@@ -214,10 +214,10 @@ def memory(walk: Walk) -> None:
 
 
 class Sums(NamedTuple):
-    """What a half keeps of S and z in registers: [64] each, the same number in all rows."""
+    """The arrays [64] of equal elements that `sum_keys` leaves in registers of a half."""
 
     unit: Any
-    least: Any  # eps in that unit
+    least: Any  # eps in that unit; None without a normaliser
 
 
 def sum_keys(walk: Walk, document: Document) -> Sums:

@@ -27,7 +27,7 @@ def ones_where(walk: Walk, seen: jax.Array) -> jax.Array:
 
 
 def sees(walk: Walk) -> jax.Array:
-    """Of each pair of the chunk's rows, whether the query is to see the key."""
+    """[64, 64]: whether the query of the row sees the key of the column."""
     query, key = mosaic.hidden_position(0), mosaic.hidden_position(1)
     return query >= key if walk.deal.end is None else query < key
 

@@ -24,14 +24,19 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 3
-# Of values and features.
+# Registers a thread of the warpgroups of values and of the one of features: without a decay, and
+# with one.
 OWN_REGISTERS, GATED_REGISTERS = (216, 56), (224, 40)
 
 
 class Arrays(NamedTuple):
-    """What the kernel reads, in the order of its operands. s, z, gates, steep, lengths and s_units
-    are as in `output`; `ones` the launch gives. `inverse` and `e` are given where they are of other
-    keys, too; then dq is these keys' share, and `share` the others', if it is to be added."""
+    """The kernel's inputs, in the order of its operands.
+
+    s, z, gates, steep, lengths and s_units are as in `output`. The launch adds `ones`. Where
+    queries also see keys of another launch, `inverse` and `e` are given and count all keys; dq is
+    then the share of this launch's keys, and `share`, where it is given, is that of the other
+    launch and is added to it.
+    """
 
     q: Any
     k: Any
