@@ -8,6 +8,8 @@ to stands under "left", and is made up for in the same way:
     python -m tests.receipt left > left.txt
     python -m pytest -m gpu @left.txt
 
+or, on all cards of a machine and within a limit of time, by `python -m tests.gpu_run`.
+
 The ordinary tests compare the receipt's hashes, one for each op's kernels and one for the bridge
 from PyTorch, with those of the source as it stands, so nothing lands that no card has seen. Where
 one of them alone changed, or tests were added,
@@ -36,6 +38,7 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import os
 import platform
 import sys
 import tokenize
@@ -47,6 +50,8 @@ import jax
 
 ROOT = Path(__file__).parent.parent
 RECEIPT = ROOT / "tests" / "gpu_receipt.json"
+# The file that gets the outcomes of a part of a run, whose parent writes the receipt (gpu_run.py).
+OUTCOME_FILE = "ATO_OUTCOMES"
 
 OPS = (
     "attention",
@@ -399,7 +404,7 @@ def collected(session: Any) -> list[str]:
 def after(session: Any) -> None:
     """Writes the receipt of a session of every test of the marker gpu, or adds to it."""
     config = session.config
-    if hasattr(config, "workerinput") or config.option.collectonly:
+    if hasattr(config, "workerinput") or config.option.collectonly or OUTCOME_FILE in os.environ:
         return
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     # A test that failed and then had an error in its end has failed.

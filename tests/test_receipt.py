@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import receipt
+from tests import gpu_run, receipt
 
 
 def test_the_card_has_seen_these_kernels() -> None:
@@ -186,3 +186,36 @@ def test_a_pending_receipt_is_made_up_for() -> None:
     assert "pending" in run and run["failed"] == ["t"]
     run = receipt.with_second_run(run, {"t": "passed"})
     assert "pending" not in run and receipt.verdict(run, HASHES) == (None, None)
+
+
+def test_cards_get_the_longest_tests_first() -> None:
+    seconds = {"a": 100.0, "b": 60.0, "c": 50.0, "d": 1.0}
+    hands = gpu_run.dealt(["d", "new", "c", "b", "a"], 2, seconds)
+    assert hands == [["a", "new"], ["b", "c", "d"]]
+
+
+def test_an_outcome_is_written_as_soon_as_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is ended by its limit keeps what it has seen: a failure with its reason, and not
+    a set-up that passed."""
+    file = tmp_path / "outcomes_0.jsonl"
+    monkeypatch.setenv(receipt.OUTCOME_FILE, str(file))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+    def report(when: str, outcome: str, why: str = "") -> Any:
+        return SimpleNamespace(
+            nodeid="tests/test_a.py::test", when=when, outcome=outcome, duration=1.26, longrepr=why
+        )
+
+    for made in (report("setup", "passed"), report("call", "passed"), report("teardown", "failed")):
+        gpu_run.pytest_runtest_logreport(made)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    gpu_run.pytest_runtest_logreport(report("call", "failed"))
+    lines = gpu_run.read(tmp_path)
+    assert [(line["outcome"], line["seconds"]) for line in lines] == [
+        ("passed", 1.3),
+        ("error", 1.3),
+    ]
+    # The later line counts.
+    assert gpu_run.outcomes(lines) == {"tests/test_a.py::test": "error"}
