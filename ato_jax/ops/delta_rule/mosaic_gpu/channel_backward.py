@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ato_jax.mosaic import BF16, F32, HALF
+from ato_jax.mosaic import F32
 from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
 from ato_jax.ops.delta_rule.mosaic_gpu import channel, frame
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_gradient import chunk_gradients
@@ -72,7 +72,7 @@ def backward(
     dv, dstate, dstates = walk_backward(spec, cotangents, kept, solved)
     arrays = dict(q=inputs.q, k=inputs.k, decays=decays, dout=cotangents.out, dr=dv)
     arrays |= dict(written=result.written, states=result.states, dstates=dstates)
-    arrays |= dict(numbers=numbers, last=of_last_states(spec, result, dstates))
+    arrays |= dict(numbers=numbers, last=kept * of_states(result.states, dstates))
     found = chunk_gradients(spec, config, arrays)
     beta = numbers[:, :, :, frame.BETA]
     return Inputs(
@@ -85,11 +85,8 @@ def backward(
     )
 
 
-def of_last_states(spec: DeltaRuleSpec, result: Kept, dstates: jax.Array) -> jax.Array:
-    """[B, H, chunks, D]: the state that each chunk ends with times its gradient, summed over v's
-    columns."""
-    shape = (spec.B, spec.H, 1, spec.V // HALF, HALF, spec.D // HALF, HALF)
-    last = jnp.swapaxes(result.state, 2, 3).reshape(shape).swapaxes(4, 5).astype(BF16)
-    ends = jnp.concatenate([result.states[:, :, 1:], last], axis=2).astype(F32)
-    sums = jnp.sum(ends * dstates.astype(F32), axis=(3, 5))
-    return sums.reshape(*sums.shape[:3], spec.D)
+def of_states(states: jax.Array, dstates: jax.Array) -> jax.Array:
+    """[B, H, chunks, D]: S dS' summed over v's columns, of the state that each chunk begins with
+    and the gradient of the one that it ends with."""
+    sums = jnp.sum(states.astype(F32) * dstates.astype(F32), axis=(3, 5))
+    return sums.reshape(*sums.shape[:3], -1)

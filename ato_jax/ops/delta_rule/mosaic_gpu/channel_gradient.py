@@ -13,8 +13,13 @@ its factor and the scale, and e(s..t) [D] = exp2(L_t - L_s):
     dL_t    = q_t dq_t + k_t dk'_t - k_t dk"_t                                   channel by channel
 
 A step's decay is part of L from the step on, and of the state that the chunk ends with. So its
-gradient is the sum of dL over it and all later steps, and of S' dS' over v's columns, which XLA
-adds up.
+gradient is the sum of dL over it and all later steps, and of S' dS' over v's columns. The latter is
+formed as
+
+    exp2(L_C) S dS' + sum_s k_s exp2(L_C - L_s) u_s dS'^T                  S dS' by XLA
+
+from the rounded u and dS' that dk" has, too: where decays are strong, most of S' dS' cancels
+against the sums of dL, and so what rounding leaves off cancels with it.
 Pairs go by levels, as `channel.py` explains: k and q with a level's factors are multiplied by the
 level's pairs of F and N, and the result has the factors of its own steps.
 
@@ -91,7 +96,7 @@ class Storage(mosaic.Storage):
     k: Array  # as q
     decays: Array  # as q, float16
     numbers: Array  # [NUMBERS, 64] float32
-    last: Array  # [D] float32: the sums of S' dS'
+    last: Array  # [D] float32: the sums of exp2(L_C) S dS'
     read: Array  # [PARTS, 64, 64] F
     corrected: Array  # [64, 64] -N
     rows: Array  # [D / 64, PARTS + 1, 64, 64]
@@ -267,7 +272,9 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     (from_start,) = channel.factors(channel.from_start(), decays)
     dq, recalled = products.read * from_start, -products.recalled * from_start
     (to_end,) = channel.factors(channel.to_end(), decays)
-    sums = dq, recalled, products.written * to_end
+    written = products.written * to_end
+    begin_decay(kernel, number, keys_of(kernel, number) * written)
+    sums = dq, recalled, written
     own.pairs.arrive()
     own.pairs.wait()
     add = functools.partial(add_level, kernel, number, item)
@@ -408,23 +415,42 @@ def of_pairs(here: jax.Array, tile: Any, turned: bool = False) -> jax.Array:
     return jnp.where(here, pairs, jnp.zeros_like(pairs))
 
 
+def begin_decay(kernel: Kernel, number: int, written: jax.Array) -> None:
+    """Stores in each row of ddecay the sum of S' dS', of which `written` [64, 64] is k u dS'^T."""
+    last = load(kernel.own.last.at[pl.ds(number * HALF, HALF)], OF_COLUMNS)
+    # All rows, by a condition that no compiler knows to hold (hidden_position says why).
+    found = sums_of_steps(kernel, number, mosaic.hidden_position(0) >= 0, written)
+    for n, columns in enumerate(halves(found + mosaic.in_rows(last, C))):
+        kernel.own.ddecay.at[number, n][...] = columns
+
+
+def halves(tile: jax.Array) -> list[jax.Array]:
+    """A tile [64, 64] as ddecay has it, [64, 32] each."""
+    return [tile[:, first : first + OF_FLOATS] for first in range(0, HALF, OF_FLOATS)]
+
+
+def sums_of_steps(kernel: Kernel, number: int, where: jax.Array, terms: jax.Array) -> jax.Array:
+    """[64, 64]: in row t the sum of the rows s of `terms` for which `where` [t, s] holds."""
+    rows: list[Any] = [kernel.own.rows.at[number, part] for part in range(PARTS)]
+    for to, part in zip(rows, frame.in_two_parts(terms), strict=True):
+        to[...] = part
+    plgpu.commit_smem()
+    weights = jnp.where(where, 1.0, 0.0).astype(BF16)
+    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), [(weights, part) for part in rows]))
+    return found
+
+
 def leave_decay(
     kernel: Kernel, number: int, item: Item, dq: jax.Array, difference: jax.Array
 ) -> None:
-    """Stores the sums of dL over each step and all later ones, and of what the last state adds.
-    `difference` is dk' - dk". What pairs on the diagonal add to dL cancels, and is left out."""
+    """Adds to ddecay the sums of dL over each step and all later ones, and stores it. `difference`
+    is dk' - dk". What pairs on the diagonal add to dL cancels, and is left out."""
     own, spec = kernel.own, kernel.spec
     of_sums = queries_of(kernel, number) * dq + keys_of(kernel, number) * difference
-    rows: list[Any] = [own.rows.at[number, part] for part in range(PARTS)]
-    for to, part in zip(rows, frame.in_two_parts(of_sums), strict=True):
-        to[...] = part
-    last = load(own.last.at[pl.ds(number * HALF, HALF)], OF_COLUMNS)
-    plgpu.commit_smem()
-    later = jnp.where(mosaic.hidden_position(0) <= mosaic.hidden_position(1), 1.0, 0.0).astype(BF16)
-    (found,) = mosaic.multiply((mosaic.in_rows(last, C), [(later, part) for part in rows]))
-    for n in range(HALF // OF_FLOATS):
-        first = n * OF_FLOATS
-        own.ddecay.at[number, n][...] = found[:, first : first + OF_FLOATS]
+    later = mosaic.hidden_position(0) <= mosaic.hidden_position(1)
+    for n, columns in enumerate(halves(sums_of_steps(kernel, number, later, of_sums))):
+        tile = own.ddecay.at[number, n]
+        tile[...] = load(tile) + columns
     plgpu.commit_smem()
     steps = pl.ds(item.piece * C, C)
     for n in range(HALF // OF_FLOATS):
