@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,27 +38,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import (
-    BF16,
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    Array,
-    Buffer,
-    Item,
-    Ring,
-    Role,
-    load,
-)
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, load
 from ato_jax.ops.delta_rule.mosaic_gpu import channel, frame, solve
-from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import BLOCK
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 
 WORKERS = 2
-MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
-WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
+WORKER = frame.worker_role(WORKERS)
 # The rows of `frame.numbers_of` that the kernel loads, by their place in shared memory, which has
 # no room for the others.
 BETA, OF_KEYS, OF_QUERIES = range(3)
@@ -137,30 +123,25 @@ class Kernel:
 def solve_chunks(
     spec: DeltaRuleSpec, config: Config, inputs: Inputs, decays: jax.Array, numbers: jax.Array
 ) -> Solved:
-    chunks, blocks = frame.chunks_of(spec), frame.blocks_of_key(spec)
-    pieces = -(-chunks // WORKERS)
-    deal = mosaic.Deal(spec.B, spec.H, chunks * C, WORKERS * C, pieces, config.solve_blocks)
-    shape = (spec.B, spec.H, pieces * WORKERS)
-    square, rows = (*shape, PARTS, C, C), (*shape, blocks, PARTS, C, HALF)
-    types = tuple(
-        jax.ShapeDtypeStruct(one, BF16) for one in (square, square, rows, rows, rows)
-    )
+    deal = frame.deal_of_chunks(spec, config, WORKERS)
+    shape = (spec.B, spec.H, deal.pieces * WORKERS)
+    square = jax.ShapeDtypeStruct((*shape, PARTS, C, C), BF16)
+    rows = jax.ShapeDtypeStruct((*shape, frame.blocks_of_key(spec), PARTS, C, HALF), BF16)
 
-    def bind(refs: Sequence[Any], own: Storage) -> Kernel:
-        given, found = refs[: -len(types)], refs[-len(types) :]
-        return Kernel(spec, deal, own, Solved(*found), *given)
+    def bind(*, own: Storage, **refs: Any) -> Kernel:
+        leaves = Solved(**{name: refs.pop(name) for name in Solved._fields})
+        return Kernel(spec, deal, own, leaves, **refs)
 
-    roles = mosaic.Roles((WORKER, MEMORY))
-    program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (WORKER, work)), bind)
-    found = mosaic.launch(
-        frame.name_of("channel_solve"),
-        program,
+    found = frame.launch(
+        "channel_solve",
         deal,
-        types,
-        (inputs.q, inputs.k, decays, numbers),
-        own_barriers=True,
+        storage_of(spec),
+        ((MEMORY, memory), (WORKER, work)),
+        bind,
+        {"q": inputs.q, "k": inputs.k, "decays": decays, "numbers": numbers},
+        dict(zip(Solved._fields, (square, square, rows, rows, rows), strict=True)),
     )
-    return Solved(*found)
+    return Solved(**found)
 
 
 def memory(kernel: Kernel) -> None:
@@ -170,23 +151,20 @@ def memory(kernel: Kernel) -> None:
 
 
 def load_item(kernel: Kernel, item: Item) -> None:
-    own, spec, tiling = kernel.own, kernel.spec, frame.tiling(kernel.spec)
+    own, spec = kernel.own, kernel.spec
     own.chunks.acquire(item.number)
     barrier = own.chunks.produced.at[0]
-    key_head = lax.div(item.head, jnp.int32(spec.H // spec.G))
+    key_head = frame.key_head(spec, item.head)
     for worker in range(WORKERS):
-        # The last chunk again, where there is none: what is made of it is read by nobody.
-        chunk = jnp.minimum(item.piece * WORKERS + worker, frame.chunks_of(spec) - 1)
+        chunk = solve.chunk_of(spec, item, worker, WORKERS)
         rows = pl.ds(chunk * C, C)
         for ref, tiles, head in (
             (kernel.k, own.k, key_head),
             (kernel.q, own.q, key_head),
             (kernel.decays, own.decays, item.head),
         ):
-            for block in range(frame.blocks_of_key(spec)):
-                source = tiling.part(ref, item, rows, head, block)  # [64, 64]
-                target = mosaic.for_copy(tiles.at[worker, block])
-                plgpu.copy_gmem_to_smem(source, target, barrier)
+            targets = frame.blocks_at(spec, tiles, worker)
+            frame.load_rows(spec, item, ref, rows, head, targets, barrier)
         numbers = pl.ds(frame.BETA, NUMBERS)
         source = kernel.numbers.at[item.batch, item.head, chunk, numbers]  # [NUMBERS, 64]
         plgpu.copy_gmem_to_smem(source, own.numbers.at[worker], barrier)
@@ -200,7 +178,7 @@ def work(kernel: Kernel) -> None:
 def one_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own = kernel.own
     own.chunks.produced.wait(0)
-    worker = plus_nothing(worker, item.first_row)
+    worker = frame.plus_nothing(worker, item.first_row)
     numbers = own.numbers.at[worker]
     lower, pairs = decayed_pairs(kernel, worker, item.first_row)
     pairs = pairs * mosaic.in_columns(load(numbers.at[OF_QUERIES], OF_ROWS), C)
@@ -220,21 +198,8 @@ def one_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     ]
     solve.store(of_inverse, solved)
     plgpu.commit_smem()
-    target: Any = kernel.found.solved.at[kernel.place(item, worker)]
-    for part in range(PARTS):
-        for n in range(C // BLOCK):
-            block = target.at[part, :, pl.ds(n * BLOCK, BLOCK)]  # [64, 16]
-            plgpu.copy_smem_to_gmem(of_inverse.at[part, n], block)
-
-
-def plus_nothing(x: Any, number: Any) -> Any:
-    """x plus the sign of a number that no compiler knows not to be negative. Else it would compute
-    the descriptors of all products ahead of a loop, and spill them."""
-    return x + lax.shift_right_arithmetic(number, jnp.int32(31))
-
-
-def tiles_of(spec: DeltaRuleSpec, tiles: Any, worker: Any) -> list[Any]:
-    return [tiles.at[worker, block] for block in range(frame.blocks_of_key(spec))]
+    target: Any = kernel.found.solved
+    solve.leave(of_inverse, target.at[kernel.place(item, worker)])
 
 
 def keys_of(kernel: Kernel, worker: Any, block: int) -> jax.Array:
@@ -260,8 +225,8 @@ def decayed_pairs(
 
     def add_level(level: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         size = lax.shift_left(jnp.int32(1), jnp.int32(level))
-        here = plus_nothing(worker, first_row + level)
-        decays = tiles_of(spec, own.decays, here)
+        here = frame.plus_nothing(worker, first_row + level)
+        decays = frame.blocks_at(spec, own.decays, here)
         rows = [[own.rows.at[here, block, part] for part in range(PARTS)] for block in blocks]
         turned = [tuple(part.T for part in both) for both in rows]
         q = []
@@ -297,7 +262,7 @@ def decayed_pairs(
 def leave_rows(kernel: Kernel, worker: Any, item: Item, pairs: jax.Array) -> None:
     """Stores P, q^, k^ and k~, tile by tile through the same memory."""
     own, spec, found = kernel.own, kernel.spec, kernel.found
-    decays = tiles_of(spec, own.decays, worker)
+    decays = frame.blocks_at(spec, own.decays, worker)
     rows: Any = own.rows.at[worker]
     for part, rounded in enumerate(frame.in_two_parts(pairs)):
         rows.at[0, part][...] = rounded

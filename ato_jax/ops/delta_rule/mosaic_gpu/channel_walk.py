@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,12 +36,11 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Array, Buffer, Item, Ring, Role, load
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_solve import Solved
-from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import carry
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 EARLY_STAGES, LATE_STAGES = 2, 1
-MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 STATE = Role("state", registers=frame.MOST_REGISTERS)
 
 
@@ -167,7 +166,6 @@ class Walk:
                 plgpu.copy_smem_to_gmem(self.own.kept_states.at[n], self.states.at[(*at, n)])
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A chunk's tiles in the slots of both rings."""
@@ -218,18 +216,9 @@ def walk(
     }
     types = {one: types[one] for one in ("out", "end", *plan.keeps)}
 
-    def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        named = dict(zip([*given, *types], refs, strict=True))
-        return Walk(spec, plan, deal, own, **named)
-
-    roles = mosaic.Roles((STATE, MEMORY))
     parts = (MEMORY, memory), (STATE, functools.partial(carry, step))
-    program = mosaic.Program(roles, storage_of(spec, plan), parts, bind)
-    arrays = tuple(given.values())
-    found = mosaic.launch(
-        frame.name_of(name), program, deal, tuple(types.values()), arrays, own_barriers=True
-    )
-    return dict(zip(types, found, strict=True))
+    bind = functools.partial(Walk, spec, plan, deal)
+    return frame.launch(name, deal, storage_of(spec, plan), parts, bind, given, types)
 
 
 def memory(walk: Walk) -> None:

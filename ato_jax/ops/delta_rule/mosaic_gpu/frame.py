@@ -1,4 +1,5 @@
-"""What Hopper's kernels of the delta rule agree on: sizes, tiles, and the numbers of each step.
+"""What Hopper's kernels of the delta rule agree on: sizes, tiles, the numbers of each step, and how
+kernels are launched.
 
 Every tile is a block of 64 rows and 64 columns: a head of 128 columns is two of them, and a product
 over its columns is one for each block.
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, load
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, Role, load
 from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, inverse_lengths
 
 C = mosaic.ROWS  # steps of a chunk
@@ -36,6 +39,7 @@ LEAST_CHUNKS = 16
 # The most pieces of a sequence: XLA passes the state from one to the next, one at a time.
 MOST_PIECES = 16
 PARTS = 2  # of a factor of products, as `in_two_parts` makes them
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,75 @@ def chunks_of(spec: DeltaRuleSpec) -> int:
     return -(-spec.T // C)
 
 
-def name_of(kernel: str) -> str:
-    """As profilers show it."""
-    return f"gated_delta_rule_{kernel}_mosaic"
+def worker_role(count: int, *, unrolled: bool = False) -> Role:
+    """So many warpgroups that multiply, beside `MEMORY`."""
+    registers = mosaic.workers_registers(count, MOST_REGISTERS)
+    return Role("worker", registers, count, unrolled)
+
+
+def deal_of_chunks(spec: DeltaRuleSpec, config: Config, together: int = 1) -> mosaic.Deal:
+    """The items of a kernel whose chunks are independent: `together` chunks of a value head."""
+    chunks = chunks_of(spec)
+    items = -(-chunks // together)
+    return mosaic.Deal(spec.B, spec.H, chunks * C, together * C, items, config.solve_blocks)
+
+
+def launch(
+    name: str,
+    deal: mosaic.Deal,
+    storage: mosaic.Storage,
+    parts: Sequence[tuple[Role, Callable[..., None]]],
+    bind: Callable[..., Any],
+    given: dict[str, jax.Array],
+    types: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Launches a kernel; returns its outputs by the names of `types`.
+
+    Args:
+      name: as profilers show it, but for what all names begin and end with.
+      parts: roles with their parts, from the last warpgroup to the first.
+      bind: makes what each part is called with, of own=storage and the arrays in global memory by
+        the names of `given`, which are inputs, and of `types`.
+    """
+
+    def bind_all(refs: Sequence[Any], own: mosaic.Storage) -> Any:
+        return bind(own=own, **dict(zip([*given, *types], refs, strict=True)))
+
+    roles = mosaic.Roles(tuple(role for role, _ in reversed(parts)))
+    found = mosaic.launch(
+        f"gated_delta_rule_{name}_mosaic",
+        mosaic.Program(roles, storage, parts, bind_all),
+        deal,
+        tuple(types.values()),
+        tuple(given.values()),
+        own_barriers=True,
+    )
+    return dict(zip(types, found, strict=True))
+
+
+def key_head(spec: DeltaRuleSpec, head: Any) -> Any:
+    """The head of q and k that a value head reads."""
+    return lax.div(head, jnp.int32(spec.H // spec.G))
+
+
+def blocks_at(spec: DeltaRuleSpec, tiles: Any, *place: Any) -> list[Any]:
+    """The tiles [64, 64] of a key's columns, which lie behind `place` in shared memory."""
+    return [tiles.at[(*place, block)] for block in range(blocks_of_key(spec))]
+
+
+def load_rows(
+    spec: DeltaRuleSpec, item: Item, ref: Any, rows: Any, head: Any, tiles: list[Any], barrier: Any
+) -> None:
+    """Loads rows of a head of q, k or its log decays, 64 columns to each of `tiles`."""
+    for block, tile in enumerate(tiles):
+        source = tiling(spec).part(ref, item, rows, head, block)  # [64, 64]
+        plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tile), barrier)
+
+
+def plus_nothing(x: Any, number: Any) -> Any:
+    """x plus 0, by the sign of a number that no compiler knows not to be negative. Else it would
+    compute the descriptors of all products ahead of a loop, and spill them."""
+    return x + lax.shift_right_arithmetic(number, jnp.int32(31))
 
 
 def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:

@@ -29,26 +29,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.mosaic import BF16, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, load
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
-from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.substitution import BLOCK as BLOCK
 from ato_jax.ops.delta_rule.mosaic_gpu.substitution import inverses_along_diagonal
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 
 WORKERS, STAGES = 3, 2
-MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
-WORKER = Role("worker", mosaic.workers_registers(WORKERS, frame.MOST_REGISTERS), WORKERS)
+WORKER = frame.worker_role(WORKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +94,18 @@ def solve_chunks(
     spec: DeltaRuleSpec, config: Config, inputs: Inputs, numbers: jax.Array
 ) -> jax.Array:
     """X of all chunks in two parts, [B, H, chunks up to a multiple of WORKERS, PARTS, 64, 64]."""
-    chunks = frame.chunks_of(spec)
-    pieces = -(-chunks // WORKERS)
-    deal = mosaic.Deal(
-        spec.B, spec.H, chunks * C, WORKERS * C, pieces, config.solve_blocks
-    )
-
-    def bind(refs: Sequence[Any], own: Storage) -> Kernel:
-        return Kernel(spec, deal, own, *refs)
-
-    roles = mosaic.Roles((WORKER, MEMORY))
-    program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (WORKER, work)), bind)
-    shape = (spec.B, spec.H, pieces * WORKERS, frame.PARTS, C, C)
-    found: jax.Array = mosaic.launch(
-        frame.name_of("solve"),
-        program,
+    deal = frame.deal_of_chunks(spec, config, WORKERS)
+    shape = (spec.B, spec.H, deal.pieces * WORKERS, frame.PARTS, C, C)
+    found = frame.launch(
+        "solve",
         deal,
-        jax.ShapeDtypeStruct(shape, BF16),
-        (inputs.k, numbers),
-        own_barriers=True,
+        storage_of(spec),
+        ((MEMORY, memory), (WORKER, work)),
+        functools.partial(Kernel, spec, deal),
+        {"k": inputs.k, "numbers": numbers},
+        {"solved": jax.ShapeDtypeStruct(shape, BF16)},
     )
-    return found
+    return found["solved"]
 
 
 def memory(kernel: Kernel) -> None:
@@ -127,21 +115,23 @@ def memory(kernel: Kernel) -> None:
 
 
 def load_item(kernel: Kernel, item: Item) -> None:
-    own, spec, tiling = kernel.own, kernel.spec, frame.tiling(kernel.spec)
+    own, spec = kernel.own, kernel.spec
     slot = own.chunks.slot(item.number)
     own.chunks.acquire(item.number)
     barrier = own.chunks.produced.at[slot]
-    key_head = lax.div(item.head, jnp.int32(spec.H // spec.G))
+    key_head = frame.key_head(spec, item.head)
     for worker in range(WORKERS):
-        # The last chunk again, where there is none: what is made of it is read by nobody.
-        chunk = jnp.minimum(item.piece * WORKERS + worker, frame.chunks_of(spec) - 1)
-        rows = pl.ds(chunk * C, C)
-        for block in range(frame.blocks_of_key(spec)):
-            source = tiling.part(kernel.k, item, rows, key_head, block)  # [64, 64]
-            target = mosaic.for_copy(own.k.at[slot, worker, block])
-            plgpu.copy_gmem_to_smem(source, target, barrier)
+        chunk = chunk_of(spec, item, worker, WORKERS)
+        tiles = frame.blocks_at(spec, own.k, slot, worker)
+        frame.load_rows(spec, item, kernel.k, pl.ds(chunk * C, C), key_head, tiles, barrier)
         source = kernel.numbers.at[item.batch, item.head, chunk]  # [NUMBERS, 64]
         plgpu.copy_gmem_to_smem(source, own.numbers.at[slot, worker], barrier)
+
+
+def chunk_of(spec: DeltaRuleSpec, item: Item, worker: int, workers: int) -> Any:
+    """The chunk that is loaded for a worker: the last one again, where there is no other. What is
+    made of that is read by nobody."""
+    return jnp.minimum(item.piece * workers + worker, frame.chunks_of(spec) - 1)
 
 
 def work(kernel: Kernel) -> None:
@@ -153,10 +143,8 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
     slot = own.chunks.slot(item.number)
     own.chunks.produced.wait(slot)
-    # Plus 0, by the sign of a number that no compiler knows not to be negative. Else it would
-    # compute the descriptors of all products ahead of the loop, and spill them.
-    worker = worker + lax.shift_right_arithmetic(item.first_row, jnp.int32(31))
-    k = [own.k.at[slot, worker, block] for block in range(frame.blocks_of_key(spec))]
+    worker = frame.plus_nothing(worker, item.first_row)
+    k = frame.blocks_at(spec, own.k, slot, worker)
     numbers = own.numbers.at[slot, worker]
     beta = load(numbers.at[frame.BETA], OF_ROWS)
     if spec.normalize_qk:
@@ -175,10 +163,7 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(slot)
     target = kernel.solved.at[item.batch, item.head, item.piece * WORKERS + worker]
-    for part in range(frame.PARTS):
-        for n in range(C // BLOCK):
-            columns = target.at[part, :, pl.ds(n * BLOCK, BLOCK)]  # [64, 16]
-            plgpu.copy_smem_to_gmem(own.inverse.at[worker, part, n], columns)
+    leave(own.inverse, target, worker)
 
 
 def columns_of(x: jax.Array) -> list[jax.Array]:
@@ -191,6 +176,15 @@ def store(tiles: Any, blocks: list[tuple[jax.Array, jax.Array]]) -> None:
     for n, parts in enumerate(blocks):
         for part, own in enumerate(parts):
             tiles.at[part, n][...] = own
+
+
+def leave(tiles: Any, target: Any, *place: Any) -> None:
+    """Copies column blocks in two parts, which lie behind `place` in shared memory, to a matrix
+    [PARTS, 64, 64] in global memory."""
+    for part in range(frame.PARTS):
+        for n in range(C // BLOCK):
+            columns = target.at[part, :, pl.ds(n * BLOCK, BLOCK)]  # [64, 16]
+            plgpu.copy_smem_to_gmem(tiles.at[(*place, part, n)], columns)
 
 
 def unit_inverse(lower: list[jax.Array], of_lower: Any, of_inverse: Any) -> list[jax.Array]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,10 +54,9 @@ from ato_jax.mosaic import (
     load,
 )
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
-from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
-MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 # The registers of a thread of BESIDE and of one of STATE, by whether the walk goes from the end and
 # how many warpgroups STATE has.
 REGISTERS = {
@@ -193,10 +192,10 @@ class Walk:
     def begin(self, item: Item, chunk: Any, layout: Any = OF_COLUMNS) -> Chunk:
         """Waits for the chunk's loads. `layout`: of the factors of its steps."""
         own, step = self.own, item.before + chunk
-        slot, blocks = own.chunks.slot(step), range(frame.blocks_of_key(self.spec))
+        slot = own.chunks.slot(step)
         own.chunks.produced.wait(slot)
         q, k = (
-            [tiles.at[slot, n] for n in blocks] if tiles is not None else []
+            frame.blocks_at(self.spec, tiles, slot) if tiles is not None else []
             for tiles in (own.q, own.k)
         )
         solved = tuple(own.solved.at[slot, part] for part in range(frame.PARTS))
@@ -261,27 +260,14 @@ def walk(
     }
     types = {one: types[one] for one in types if one in ("end", *course.leaves)}
 
-    def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        named = dict(zip([*given, *types], refs, strict=True))
-        return Walk(spec, config, deal, course, own, **named)
-
     other, state = roles_of(config.slices, course)
     parts: list[tuple[Role, Callable[..., None]]] = [(MEMORY, memory)]
     if other is not None:
         assert beside is not None
         parts.append((other, functools.partial(accompany, beside)))
     parts.append((state, functools.partial(carry_pieces, step)))
-    roles = mosaic.Roles(tuple(role for role in (state, other, MEMORY) if role is not None))
-    program = mosaic.Program(roles, storage_of(spec, config, course), parts, bind)
-    found = mosaic.launch(
-        frame.name_of(name),
-        program,
-        deal,
-        tuple(types.values()),
-        tuple(given.values()),
-        own_barriers=True,
-    )
-    return dict(zip(types, found, strict=True))
+    bind = functools.partial(Walk, spec, config, deal, course)
+    return frame.launch(name, deal, storage_of(spec, config, course), parts, bind, given, types)
 
 
 def memory(walk: Walk) -> None:
@@ -293,7 +279,7 @@ def memory(walk: Walk) -> None:
 def load_item(walk: Walk, item: Item) -> None:
     own, spec, tiling = walk.own, walk.spec, frame.tiling(walk.spec)
     head, first = walk.place(item)
-    key_head = lax.div(head, jnp.int32(spec.H // spec.G))
+    key_head = frame.key_head(spec, head)
 
     def load_chunk(chunk: Any, _: None) -> None:
         step, number = item.before + chunk, walk.number_of(item, chunk)
@@ -302,11 +288,9 @@ def load_item(walk: Walk, item: Item) -> None:
         own.chunks.acquire(step)
         barrier = own.chunks.produced.at[slot]
         for ref, tiles in ((walk.k, own.k), (walk.q, own.q)):
-            if tiles is None:
-                continue
-            for block in range(frame.blocks_of_key(spec)):
-                source = tiling.part(ref, item, rows, key_head, block)  # [64, 64]
-                plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot, block]), barrier)
+            if tiles is not None:
+                targets = frame.blocks_at(spec, tiles, slot)
+                frame.load_rows(spec, item, ref, rows, key_head, targets, barrier)
         for one in range(walk.config.slices):
             # Beyond v's columns what is loaded is not used.
             columns = jnp.minimum(first + one, spec.V // HALF - 1)
