@@ -313,9 +313,10 @@ def test_gradients_of_gates_of_channels(
 def test_gradients_of_gates_in_long_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums begin anew within them, the last chunk is in part, strong gates and some beyond what
     float32 holds; behind Triton's forward, which keeps no states."""
-    monkeypatch.setattr(flows, "SPACING", 2)
+    spacing = 2
+    monkeypatch.setitem(flows.SPACING, "step", spacing)
     T, chunks = 328, 3
-    assert chunks * frame.C * SMALL["pieces"] > T > 2 * flows.SPACING * frame.C
+    assert chunks * frame.C * SMALL["pieces"] > T > 2 * spacing * frame.C
     decay = jnp.full((1, 2, T), -0.01).at[:, 1].set(-20.0).at[:, 1, ::7].set(-128.5)
     options: dict[str, Any] = {"causal": True, "layout": "bhtd"}
     wanted = numerics.oracle(OP, *draw(1, T, 2, 2, "bhtd"), decay=decay, **options)

@@ -55,6 +55,7 @@ SLOTS = 6
 class Storage(mosaic.Storage):
     tiles: Array  # [SLOTS, 2, 64, 64] rows of any of the sequences
     s: Array  # [2, 2 or 1, 64, 64] S, of half of F each and half of V, and later R
+    rest: Array  # as s: what rounding S or R left off, for gradients without a normaliser
     out: Array  # [2, 2, 64, 64] what is stored: two of each half
     cut: Array  # [2, 64, 64] the same of a cut chunk, rows one behind the other
     low: Array  # [2, 2, 64, 64], by turns: what rounding phi(q) left off
@@ -77,18 +78,21 @@ def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None
     tiling = frame.tiling(spec)
     vector = plgpu.SMEM((2, HALF), F32)
     tiles = Buffer(tiling.tiles(SLOTS), copies=2)
-    low = ones = unit = u = None
+    low = ones = unit = u = rest = None
+    of_s = tiling.shared(2, 2 // tiling.heads, HALF, HALF)
     signals = {}
     if sums is not None:
         ones = Buffer(tiling.shared(mosaic.ALIKE, C))
         unit, u = Buffer(vector), Buffer(vector)
+        rest = None if spec.normalize else Buffer(of_s)
         signals = {"mapped": Signal((halves,), SLOTS), "s_known": Signal((halves,))}
         signals |= {name: Signal((sums,)) for name in ("r_known", "ones_known")}
     elif tiling.heads == 1 and not spec.feature_map.nonnegative:
         low = Buffer(tiling.shared(2, 2, C, HALF))
     return Storage(
         tiles=tiles,
-        s=Buffer(tiling.shared(2, 2 // tiling.heads, HALF, HALF)),
+        s=Buffer(of_s),
+        rest=rest,
         out=Buffer(tiling.of_rows(2, 2, C, HALF)),
         cut=Buffer(plgpu.SMEM((2, C, HALF), BF16)),
         low=low,
@@ -284,12 +288,25 @@ def publish(walk: Walk, half: Any, total: Sequence[jax.Array], vector: jax.Array
         least = jnp.maximum(unit * spec.eps, LEAST_USUAL)
         own.z_read.at[half][...] = vector * unit
     for part, of_half in enumerate(total):
-        own.s.at[half, part][...] = (of_half * mosaic.in_columns(unit, HALF)).astype(BF16)
+        store_sum(own, (half, part), of_half * mosaic.in_columns(unit, HALF))
     if own.unit is not None:
         own.unit.at[half][...] = unit
     plgpu.commit_smem()
     walk.meet()
     return Sums(unit, least)
+
+
+def store_sum(own: Storage, place: tuple[Any, Any], x: jax.Array) -> None:
+    """A block of S or R [64, 64], in the parts that it is multiplied in."""
+    if own.rest is None:
+        own.s.at[place][...] = x.astype(BF16)
+        return
+    for ref, part in zip((own.s, own.rest), mosaic.in_two_parts(x), strict=True):
+        ref.at[place][...] = part
+
+
+def parts_of_sums(own: Storage) -> list[Any]:
+    return [own.s] if own.rest is None else [own.s, own.rest]
 
 
 def in_all_rows(ref: Any) -> jax.Array:

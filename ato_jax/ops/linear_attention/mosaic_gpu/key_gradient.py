@@ -113,7 +113,7 @@ def key_gradient(
     rest = None
     if gates is not None:
         rows = jax.ShapeDtypeStruct(gates.shape, F32)
-        of_edges = spec.B, spec.G, flows.places(deal)
+        of_edges = spec.B, spec.G, flows.places(spec, deal)
         edges = [
             jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
             jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
@@ -450,9 +450,9 @@ def keep_sums(walk: Walk, item: Item, chunk: Any) -> None:
     """Stores R and u behind the chunk, if it is one ahead of those that `flows` knows."""
     number = item.chunks - 1 - chunk
 
-    @pl.when((chunk == 0) | flows.is_kept(number + 1))
+    @pl.when((chunk == 0) | flows.is_kept(walk.spec, number + 1))
     def _() -> None:
-        place = flows.place(walk.deal, item, number)
+        place = flows.place(walk.spec, walk.deal, item, number)
         for own, ref in zip((walk.own.r, walk.own.u), walk.flows[2:], strict=True):
             of_heads = walk.tiling.by_heads(own)
             for head, source in zip(walk.heads_of(item), of_heads, strict=True):

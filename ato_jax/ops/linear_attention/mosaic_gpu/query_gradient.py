@@ -121,7 +121,7 @@ def query_gradient(
     if not walk.given:
         types = types._replace(inverse=rows, e=rows)
     if walk.gated:
-        of_edges = spec.B, spec.G, flows.places(deal)
+        of_edges = spec.B, spec.G, flows.places(spec, deal)
         types = types._replace(flows=jax.ShapeDtypeStruct((2 // walk.heads, *rows.shape), F32))
         if walk.leaves_state:
             types = types._replace(kv=jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16))
@@ -330,7 +330,7 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
     plgpu.barrier_arrive(own.k_free.at[chunk.k_slot])
     if walk.leaves_state:
 
-        @pl.when(flows.is_kept(number))
+        @pl.when(flows.is_kept(walk.spec, number))
         def _() -> None:  # S and z, ahead of what replaces them
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -380,14 +380,14 @@ def keep_state(walk: Walk, chunk: Chunk) -> None:
     """The state ahead of the chunk, if it is kept; once for a group of heads."""
     own, left, group_size = walk.own, walk.left, walk.group_size
     item, half, head = chunk.item, chunk.half, chunk.head
-    kept = flows.is_kept(chunk.number)
+    kept = flows.is_kept(walk.spec, chunk.number)
     if group_size > 1:
         kept &= lax.rem(head, group_size) == 0
 
     @pl.when(kept)
     def _() -> None:
         of_state = head if group_size == 1 else lax.div(head, group_size)
-        at = item.batch, of_state, flows.place(walk.deal, item, chunk.number)
+        at = item.batch, of_state, flows.place(walk.spec, walk.deal, item, chunk.number)
         columns = walk.tiling.columns_of(half)
         plgpu.copy_smem_to_gmem(own.s.at[half], left.kv.at[(*at, slice(None), columns)])
         if left.k_sum is not None:
