@@ -73,8 +73,9 @@ class Program:
     Attributes:
       roles: in the order of their warpgroups' numbers.
       parts: each role with its part, in the order in which they are traced.
-      bind: (references to inputs and outputs, storage) to what each part is called with; then
-        comes the warpgroup's number, where the role is unrolled.
+      bind: a function that makes the argument of every part from the references to inputs and
+        outputs and from the storage. A part of an unrolled role is also given its warpgroup's
+        number within the role.
     """
 
     roles: Roles
@@ -145,7 +146,8 @@ def launch(
       own_barriers: Pallas puts none of a warpgroup's barriers around loads and stores, so what a
         product reads may be stored again only behind a `commit_smem` or a `wait_smem_to_gmem` that
         follows the product.
-      rest: what writes the parts of the same outputs that `program` leaves.
+      rest: a second program, launched behind `program`, which writes those parts of the same
+        outputs that `program` leaves out.
     """
     arrays = meshes.varying_with(tuple(arrays), tuple(arrays))
     interpreted = {"interpret": interpreter()} if device.interpreting() else {}

@@ -42,7 +42,11 @@ Array = Any
 @dataclasses.dataclass(frozen=True)
 class Signal:
     """A barrier for each of `slots`. A phase completes when all of `by` have arrived: each
-    warpgroup of a role, and each copy into a buffer."""
+    warpgroup of a role, and each copy into a buffer.
+
+    A signal within the slots of a ring has to be given as many slots as the ring: nothing checks
+    that they agree, and interpreted kernels have passed with one barrier too few.
+    """
 
     by: tuple[Role | Buffer, ...]
     slots: int = 1

@@ -204,8 +204,8 @@ class Tiling:
         return pl.ds(first, count)
 
     def rows_of_half(self, ref: Any, rows: Any, half: Any) -> Any:
-        """The rows of which a copy takes 64 columns: beyond the sequence where the columns lie
-        beyond a head's.
+        """The rows that a copy of 64 columns takes: `rows`, or, where these columns lie beyond the
+        head's, rows beyond the end of the sequence, which TMA reads as zeros and does not write.
 
         An array of at most 64 columns is one tile wide, and Mosaic GPU drops a copy's index of an
         axis of which both the array and the copy have one tile: the copy would take the head's
@@ -234,9 +234,10 @@ class Tiling:
         return ref.at[(item.batch, head, rows, *columns)]
 
     def shared(self, *shape: int, dtype: Any = None) -> Any:
-        """Room for tiles in shared memory, swizzled as TMA and WGMMA take them: in rows of as many
-        bytes as divide those of a head, or of the most where copies are untiled. In float32 they
-        are the most, too, as states have them; `of_rows_in_float32` are a sequence's."""
+        """Shared memory for tiles, swizzled as TMA and WGMMA take them. The swizzle is the largest
+        divisor of 128 bytes that divides a row of a head. Where copies are untiled it is 128 bytes,
+        and so it is in float32, which states have; for float32 rows of a sequence there is
+        `of_rows_in_float32`."""
         dtype = self.dtype if dtype is None else dtype
         whole = self.untiled or dtype == F32
         return self._swizzled(shape, dtype, HALF if whole else self.width)

@@ -20,8 +20,8 @@ Backwards no query's row needs both sums at once. With den_i the denominator of 
     decay(i, j) (g_i . v_j - e_i) inverse_i
 
 times phi(q_i), phi(k_j) and their derivatives, and so those of the two walks added up, each by the
-causal kernels with inverse and e as they are given. The gradients of the decays alike, but that
-each walk's are of its own pairs of steps.
+causal kernels with inverse and e as they are given. The gradient of the decays is the sum of both
+walks', too: each walk counts its own pairs of rows.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def backward(
     cotangents: Outputs,
     decay: jax.Array | None,
 ) -> Inputs:
-    """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
+    """`inputs.decay` holds the gates (`gates_of_steps`). `decay` is the decay itself, as
+    `flows.decay_flows` takes it, and the gradient is with respect to it."""
     inputs = residuals.inputs
     kept: Any = residuals.outputs
     if not isinstance(kept, Kept):

@@ -1,4 +1,4 @@
-"""What a gate for each step and channel does to features, and when its chunk is taken in turns.
+"""A gate for each step and channel: how features carry it, and the turns of a steep chunk.
 
 With G_i the sum of the gates [F] from a chunk's first row to row i, to base 2, and m its middle,
 
@@ -6,14 +6,15 @@ With G_i the sum of the gates [F] from a chunk's first row to row i, to base 2, 
     exp2(G_i - G_j) phi(q_i) phi(k_j) = q^_i k~_j        channel by channel
 
 so that all pairs of a chunk are products of q^ and k~, as without gates, if states are those that
-the middle sees. Where a half of the chunk loses more than features in bfloat16 have room for, the
-chunk is steep, and is taken in turns of fewer rows, each with a middle of its own: in 2, 4, ..,
-until no half loses that much, or in pairs of rows, for which there is always room. A turn is the
-chunk with features of 0 in all rows but its own.
+the middle sees. A chunk is steep where one half of it loses more than `MOST_LOST`. It is then
+taken in 2, 4, .. turns: a turn is some rows of the chunk, with a middle of their own, and features
+of 0 in all other rows. There are as many turns as it takes until no half of a turn loses that much.
+With `MOST_TURNS`, which are pairs of rows, none can.
 
-Sums over rows are products with matrices of 0, `UNIT` and -`UNIT`, of the gates in float16, by
-which they are divided. So a pair's exponent x is off by x 2^-12 at most, its weight 2^x by 9e-5: as
-much of it as is left.
+Sums of gates over rows are matrix products. One factor holds the gates in float16, divided by
+`UNIT`; the other, called weights below, holds 0, `UNIT` and -`UNIT`. Rounding a gate to float16
+changes it by at most 2^-11 of itself, so a pair's exponent x is off by at most |x| 2^-11, and its
+weight 2^x by at most 1.8e-4.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 F16 = jnp.float16
 
 MOST_TURNS = C // 2
-# What float16 holds of gates: from 72 down to 2e-7 by its normal numbers.
+# Gates to base 2 are divided by it: then float16 holds them from -72 (`LEAST_DECAY`) up to -2e-7
+# as normal numbers.
 UNIT = 2.0**-8
-# How many halves 1, 2, .. turns have, but for the most turns, where none is steep.
+# The number of halves that 1, 2, 4, 8 and 16 turns have. With `MOST_TURNS` no half is steep.
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
 
 
 def run_of(item: mosaic.Item, chunk: Any) -> Any:
-    """The run of a chunk of a piece, of which pieces are whole."""
+    """The number of the run that a chunk belongs to. A piece consists of whole runs."""
     return lax.div(item.first_row, RUN) + lax.div(chunk, CHUNKS)
 
 
@@ -72,12 +74,13 @@ WHOLE = Turn(0, C, C // 2 - 1)
 
 
 def shared(spec: LinearAttentionSpec, *shape: int) -> Any:
-    """Room for gates, and for what they are multiplied by."""
+    """Shared memory for rounded gates, or for the weights that they are multiplied with."""
     return frame.tiling(spec).shared(*shape, dtype=F16)
 
 
 def round_gates(gates_ref: Any, rounded_ref: Any) -> None:
-    """[C, HALF] in float32 to float16, to base 2, divided by `UNIT`."""
+    """Rounds gates [C, HALF] from float32 and natural logarithms to float16, to base 2, divided by
+    `UNIT`."""
     gates = jnp.maximum(mosaic.load(gates_ref), LEAST_DECAY) * (frame.LOG2_E / UNIT)
     rounded_ref[...] = lax.optimization_barrier(gates.astype(F16))
 
@@ -97,7 +100,8 @@ def _units(where: jax.Array) -> jax.Array:
 
 
 def since_middle(turn: Turn = WHOLE) -> jax.Array:
-    """What sums up G_i - G_m; of rows that are not the turn's 0."""
+    """Weights [C, C], whose product with the gates has G_i - G_m in row i, and 0 in rows that are
+    not the turn's."""
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     later = (column > turn.middle) & (column <= row) & turn.has(row)
     earlier = (column <= turn.middle) & (column > row) & turn.has(row)
@@ -105,7 +109,7 @@ def since_middle(turn: Turn = WHOLE) -> jax.Array:
 
 
 def until_end() -> jax.Array:
-    """What sums up G_C - G_j for the chunk's last row C."""
+    """Weights [C, C], whose product with the gates has G_C - G_j in row j, with C the last row."""
     return _units(mosaic.hidden_position(1) > mosaic.hidden_position(0))
 
 
@@ -114,19 +118,21 @@ def of_halves() -> jax.Array:
 
 
 def weights_of_halves(row: jax.Array, column: jax.Array) -> jax.Array:
-    """What sums up the n halves of n / 2 turns in rows from n - 2 on."""
+    """Weights [C, C]. For each n of `_HALVES`, their product with the gates has in the n rows from
+    n - 2 on the sums over the n halves of n / 2 turns."""
     own = [row + 2 == n + column // (C // n) for n in _HALVES]
     return _units(functools.reduce(jnp.logical_or, own))
 
 
 def store_all(ref: Any) -> None:
-    """What sums up all rows, in each row of a tile [ALIKE, C]."""
+    """Stores weights [ALIKE, C] that add up all rows of a chunk, the same in each row."""
     units = plgpu.layout_cast(jnp.full((C, ALIKE), UNIT, F16), mosaic.TILE)
     mosaic.store_transposed(ref, units)
 
 
 def store_halves(ref: Any, turn: Turn = WHOLE) -> None:
-    """What adds up a turn's first half, in half of a tile's rows [ALIKE, C]; then the other."""
+    """Stores weights [ALIKE, C]: the first ALIKE / 2 rows add up a turn's first half, the others
+    its second half."""
     row, number = (
         plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=axis, layout=mosaic.TILE)
         for axis in (0, 1)
@@ -137,7 +143,8 @@ def store_halves(ref: Any, turn: Turn = WHOLE) -> None:
 
 
 def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[HALF] each, of what `store_halves` made them add up."""
+    """The sums over a turn's first and second half, [HALF] each, from the product of gates with the
+    weights of `store_halves`, [HALF, ALIKE]."""
     number = plgpu.broadcasted_iota(jnp.int32, sums.shape, dimension=1, layout=mosaic.TILE)
     first = jnp.where(number < ALIKE // 2, sums, 0.0)
     first, both = jnp.sum(first, axis=1) * (2 / ALIKE), jnp.sum(sums, axis=1) * (2 / ALIKE)
@@ -171,8 +178,11 @@ def _store_features(ref: Any, x: jax.Array, exponents: jax.Array, turn: Turn | N
 
 
 def turns_of(least: jax.Array) -> jax.Array:
-    """How many each chunk of a tile takes, [B, tiles, chunks], from the least of the sums that
-    `of_halves` makes, [B, tiles, chunks, halves of F, C]."""
+    """How many turns each chunk takes, [B, tiles, chunks].
+
+    `least` [B, tiles, chunks, 2, C] is, for each half of a tile's columns, the least over these
+    columns of each row of sums that `of_halves` makes.
+    """
     # Where halves are steep, as many turns as these are.
     instead = np.ones(C, np.int32)
     for n in _HALVES:

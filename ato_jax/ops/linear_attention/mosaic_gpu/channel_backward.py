@@ -10,11 +10,11 @@ q^_i / phi(q_i), both walks leave flows [T, D], of which the last pass makes the
     d_decay_t = E - sum_{i<t} flow_i + sum_{j<t} flow'_j
 
 with sums over the steps of a run of chunks, and E the product at its start of the state and its
-cotangent, summed over V. What of these sums is of pairs that the gate is not part of cancels: pairs
-of the run are of the same rounded factors in both flows, and what is read of a state has the same
-roundings of that in E.
+cotangent, summed over V. A pair (i, j) of rows on the same side of step t does not depend on its
+gate, and has to cancel in these sums. It does: both flows make the pairs of a run of the same
+rounded factors, and rows read the same rounded state that E is made of.
 
-Where a chunk of the call is steep (`channel.py`) none of it is theirs.
+If any chunk of the call is steep (`channel.py`), the gradients are another backend's.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Features(NamedTuple):
     q: jax.Array  # q^
     k: jax.Array  # k~
     halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, D]
-    steep: jax.Array  # [B], whether any chunk is, where all else means nothing
+    steep: jax.Array  # [B], whether any chunk is steep; then all other fields mean nothing
 
 
 class Factors(NamedTuple):
-    """What is left of states as the middle of each chunk sees them, [B, H, chunks * D]. From one
-    middle to the next it is the root, which is multiplied twice: what is left may be less than
-    float32 holds, beside sums that are as much larger."""
+    """The factors of states up to the middle of each chunk, [B, H, chunks * D]. From one middle to
+    the next it is the factor's square root, which is multiplied twice: the factor may underflow in
+    float32, while the sums that it multiplies are as much larger."""
 
     of_keys: jax.Array  # from the middle of the chunk before, or the start of the piece, on
     of_queries: jax.Array  # from the middle of the chunk behind, or the end of the piece, back

@@ -1,11 +1,12 @@
 """Heads of 144 to 256 columns with a gate per channel: cut into blocks of at most 128 columns.
 
-With features in blocks a and values in blocks b, what a query reads of its keys is
+With features in blocks a and values in blocks b, numerators and denominators are sums over a,
 
-    num_ib = sum_a (what q_ia, k_ja, their gates and v_jb make of it)        den_i = sum_a den_ia
+    num_ib = sum_a num_iab        den_i = sum_a den_ia
 
-and each pair of blocks has a state of its own. So a pair of blocks is a head of its own to the
-kernels, which are those of 128 columns: head (a, b, h) of a call with as many times more heads.
+where num_iab is the numerator of a head with q_ia, k_ja, their gates and v_jb alone. So each pair
+of blocks has a state of its own, and is a head of its own, (a, b, h), to the kernels for 128
+columns, which run a call of that many more heads.
 Arrays lie in memory as they are: [B, T, H, blocks * columns] is [B, T, H * blocks, columns]. Where
 features have more than one block, numerators and denominators are left in float32 for XLA to add.
 
@@ -47,7 +48,8 @@ def adds_up(spec: LinearAttentionSpec) -> bool:
 
 
 def _blocks_of(spec: LinearAttentionSpec, head: Any, in_memory: int, of_each: int) -> Any:
-    """Which pair of blocks a head is, and whose: of `in_memory` heads, `of_each` to one."""
+    """The pair of blocks that a kernel's head stands for, and the head of the call that it is a
+    part of. The array has `in_memory` heads, which are `of_each` blocks for each of the call's."""
     heads = in_memory // of_each
     return lax.div(head, heads), lax.rem(head, heads)
 
@@ -75,8 +77,8 @@ def shape_of_heads(spec: LinearAttentionSpec, x: jax.Array) -> tuple[int, ...]:
 
 
 def has_first_values(spec: LinearAttentionSpec, head: Any) -> Any:
-    """Whether a head has the first block of values, of those with the same features; None where
-    there is one."""
+    """Whether a kernel's head has the first of the blocks of values that share its features; None
+    where there is only one such block."""
     if not isinstance(spec, Cut) or spec.value_blocks == 1:
         return None
     pair = lax.div(head, spec.H // spec.blocks)
@@ -130,8 +132,8 @@ def values_in_blocks(spec: LinearAttentionSpec, cut: Cut, v: jax.Array) -> jax.A
 
 
 def state_in_blocks(cut: Cut, state: LinearState, is_cotangent: bool = False) -> LinearState:
-    """As the kernels take it. All blocks of values have the same k_sum; of a cotangent the first
-    one has it."""
+    """The state of the kernels' heads. Every block of values has the same k_sum; a cotangent's is
+    given to the first block alone, and is 0 in the others."""
     kv, k_sum = state
     B, G, D, V = kv.shape
     features, values = cut.feature_blocks, cut.value_blocks
@@ -167,8 +169,8 @@ def whole_state(
 
 
 def summed(cut: Cut, x: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """x of the kernels' heads, [B, T, heads, ..], added up over the blocks of features, axis 2, or
-    of values, axis 3: of the heads in memory."""
+    """The sum of x [B, T, the kernels' heads, ..] over the blocks of features (axis 2) or over the
+    blocks of values (axis 3). The blocks that are left lie side by side, as heads in memory do."""
     pairs = cut.feature_blocks, cut.value_blocks
     x = x.reshape(*x.shape[:2], *pairs, -1, x.shape[3])
     x = jnp.swapaxes(jnp.sum(x.astype(jnp.float32), axis=axis), 2, 3).astype(dtype)
@@ -176,7 +178,7 @@ def summed(cut: Cut, x: jax.Array, axis: int, dtype: Any) -> jax.Array:
 
 
 def whole_rows(spec: LinearAttentionSpec, x: jax.Array, columns: int) -> jax.Array:
-    """What `arrays_in_blocks` made of an array."""
+    """The rows of whole heads: undoes what `arrays_in_blocks` did to an array."""
     x = x.reshape(spec.B, spec.T, spec.H, -1)[..., :columns]
     return x if spec.layout == "bthd" else jnp.swapaxes(x, 1, 2)
 
@@ -196,7 +198,8 @@ def whole_gradients(spec: LinearAttentionSpec, cut: Cut, found: Inputs) -> Input
 
 
 def den_of(spec: LinearAttentionSpec, cut: Cut, den: jax.Array) -> jax.Array:
-    """[B, H, T up to a whole chunk]: of each query in all, of what the kernel left."""
+    """Each query's denominator, [B, H, T up to a whole chunk]: the sum of what the kernel left over
+    the blocks of features. All blocks of values have the same one."""
     shape = spec.B, cut.feature_blocks, cut.value_blocks, spec.H
     return jnp.sum(den.reshape(*shape, -1)[:, :, 0], axis=1)
 
@@ -229,10 +232,12 @@ def weights_of(
 def whole_output(
     spec: LinearAttentionSpec, cut: Cut, out: jax.Array, den: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Of what the kernel left, [B, T, heads, columns]; with its denominators [B, heads, T up to a
-    whole chunk] where they are to be added up, too. And, where it is added up, what rounding it
-    left off: of e as it is summed up from out alone a state's k_sum got gradients off by 5.3e-3, of
-    4e-3."""
+    """out of whole heads and, where blocks of features were added up, what rounding it left off.
+
+    `out` is what the kernel left, [B, T, heads, columns], and `den` its denominators [B, heads, T
+    up to a whole chunk] where they are to be added up, too. e is made of both results: from the
+    rounded out alone, gradients of a state's k_sum were 5.3e-3 off, where 4e-3 is allowed.
+    """
     rest = None
     if adds_up(cut):
         shape = cut.feature_blocks, cut.value_blocks, spec.H

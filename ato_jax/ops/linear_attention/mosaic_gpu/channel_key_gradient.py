@@ -1,7 +1,7 @@
 """The gradients of the causal output's keys and values with a gate for each step and channel.
 
-Of q^ and k~ of `channel.py`, walking from the end, with q'_i = q^_i inverse_i, and R [V, F] and
-u [F] the sums over later chunks' queries as the middle of a chunk sees them:
+The kernel takes q^ and k~ of `channel.py`, and walks from the end. With q'_i = q^_i inverse_i, and
+R [V, F] and u [F] the sums over later chunks' queries as the middle of a chunk sees them:
 
     a[j, i] = k~_j . q'_i          for i >= j of the same chunk, else 0
     b[j, i] = v_j . g_i - e_i      for i >= j of the same chunk, else 0
@@ -10,15 +10,16 @@ u [F] the sums over later chunks' queries as the middle of a chunk sees them:
     R += g^T q',  u -= sum_i e_i q'_i        after each chunk
 
     flow_j = k~_j dk~_j
-    E = sum_v S R + z u        [F]        for each run, its first chunk's queries in R and u already
+    E = sum_v S R + z u        [F]        for each run
 
-of S and z ahead of the run as its queries read them. The flow and E are left in float32. Two heads
-of 64 in a tile have products of their own, and states that lie one below the other, [64, 64] each.
+In E, S and z are those ahead of the run, rounded as its queries read them, and R and u include the
+queries of the run's first chunk. The flow and E are stored in float32. Two heads of 64 columns in a
+tile have products of their own, and states that lie one below the other, [64, 64] each.
 
     memory   loads chunks, and S by tiles of 64 x 64, as slots come free
     state    q' in place of q^; R^T and u in registers, published for each chunk; E
     dv       k~ stays in registers, the left factor of both products
-    dk       b, of which what rounding leaves off is multiplied, too
+    dk       b, multiplied in two parts: rounded, and what that leaves off
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
-# Of dv, dk and state; two heads in a tile have half as much of a state, and twice a and b.
+# Registers of dv, dk and state, by heads in a tile: two have half as much of a state, and twice as
+# many of a and b.
 OWN_REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
 
 

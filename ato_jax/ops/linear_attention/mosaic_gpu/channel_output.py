@@ -12,11 +12,13 @@ and z [F] as the middle of the chunk sees them:
               [64, 8]; den_i
     values    each a half of V: S_half [64, F] float32 in registers, w, out_half
 
-In a piece with steep chunks a step is a turn, for which its chunk is loaded again. Outputs of other
-rows are 0 there, so that those of a chunk are added up.
+In a piece with steep chunks a step is a turn (`channel.py`), and the chunk is loaded again for each
+of its turns. A turn's outputs are 0 in all rows but its own, so the outputs of a chunk's turns are
+added up.
 
-Where a tile is two heads', the halves are these, each with products of its own 64 columns. Where
-heads are cut (`channel_blocks.py`), numerators and denominators are left in place of out.
+Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
+heads are cut into blocks (`channel_blocks.py`), the kernel leaves numerators and denominators in
+place of out.
 """
 
 from __future__ import annotations
@@ -62,8 +64,13 @@ def each_step(
     start: Callable[[bool], Any],
     do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
 ) -> Any:
-    """Carries `start` through `do(step, chunk, turn, is_last, carried)` for an item's steps; and
-    how many they were. Where no chunk is steep, turn is None."""
+    """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item; returns how many
+    steps there were.
+
+    `carried` is what `do` returned for the step before, at first `start(in_turns)`. Where no chunk
+    of the piece is steep, a step is a chunk, and turn is None. `is_last` says whether this is the
+    chunk's last turn.
+    """
 
     def whole() -> Any:
         def one(chunk: Any, carried: Any) -> Any:
@@ -101,12 +108,16 @@ def channel_output(
     steep: jax.Array,
     keeps_features: bool,
 ) -> tuple[jax.Array, ...]:
-    """out, of s and z as in `output`; turns: how many each chunk takes, [B, tiles, chunks]; steep:
-    in which pieces one takes more than one, [B, tiles, P]; tiles are G, or G / 2.
+    """out, from s and z as in `output`.
 
-    If it keeps them q^ and k~, too, and the sums of the gates of both halves of each chunk to base
-    2, [B, H, chunks, 2, F]: of the pieces that are not steep. Where blocks are to be added up, the
-    numerators of all heads in float32 and, normalised, den [B, H, T up to a whole chunk]."""
+    turns [B, tiles, chunks] says how many turns each chunk takes, and steep [B, tiles, P] whether
+    any chunk of a piece takes more than one. The number of tiles is G, or G / 2 where a tile holds
+    two heads.
+
+    If `keeps_features`, also returns q^, k~, and the sums of the gates over both halves of each
+    chunk, to base 2, [B, H, chunks, 2, F]; they are written for pieces that are not steep. Where
+    blocks of features are added up later, returns the numerators of all heads in float32 in place
+    of out and, if normalised, den [B, H, T up to a whole chunk]."""
     # An item each: what is loaded at its start is never loaded again.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)

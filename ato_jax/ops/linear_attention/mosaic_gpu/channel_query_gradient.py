@@ -1,7 +1,7 @@
 """The gradient of the causal output's queries with a gate for each step and channel.
 
-Of q^ and k~ of `channel.py`, with g the cotangent of out, S [V, F] and z [F] as the middle of a
-chunk sees the keys ahead of it, and z_i = z + sum_{j<=i} k~_j:
+It is made of q^ and k~ of `channel.py`. With g the cotangent of out, S [V, F] and z [F] as the
+middle of a chunk sees the keys ahead of it, and z_i = z + sum_{j<=i} k~_j:
 
     w[i, j] = g_i . v_j for j <= i of the same chunk, else 0
     D_i     = g_i S + sum_j w[i, j] k~_j
@@ -10,16 +10,17 @@ chunk sees the keys ahead of it, and z_i = z + sum_{j<=i} k~_j:
     q'_i    = q^_i inverse_i
     flow_i  = q'_i (D_i - e_i z_i),  dq_i = q^_i (D_i - e_i z_i) inverse_i phi'(q_i) / phi(q_i)
 
-as in `query_gradient.py`; but what rounding w leaves off is multiplied, too, since the gates'
-gradient is a difference of what both walks make of a pair. For that q' is rounded here as it is
-there. The flow, inverse and e are left in float32, and S and z ahead of each run as they were
-multiplied. Unnormalised, inverse is the scale, and e 0.
+as in `query_gradient.py`; but w is multiplied in two parts, rounded and what that leaves off, since
+the gates' gradient is a difference of this walk's and the other walk's result for each pair. For
+the same reason q' is rounded here as it is in `channel_key_gradient.py`. The kernel stores the
+flow, inverse and e in float32, and S and z ahead of each run as they were multiplied. Unnormalised,
+inverse is the scale, and e is 0.
 
     memory    loads S, z of a piece and its chunks, as slots come free
     values    each a half of F: S_half^T [64, V] float32 in registers, w, D_half, z_i's half
 
-Of two heads of 64 a half is a head: its w is of its own g and v, its sums are whole, so that the
-two exchange nothing, and each stores both inverse and e.
+Where a tile holds two heads of 64 columns, each half is a head: it has g, v and w of its own, and
+its sums are whole, so the two exchange nothing, and each stores both inverse and e.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def channel_query_gradient(
     """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, D, V] in
     bfloat16 and, normalised, z [B, H, runs, D], ahead of each run.
 
-    Of q in x, q^ and k~ in q and k, S^T and z ahead of each piece in s and z; onto: the root
-    of what is left of both when a chunk's middle sees them, [B, H, chunks * D]. weights: inverse
-    and e, which a head whose features are cut does not know (`channel_blocks.py`)."""
+    x is the queries, q and k are q^ and k~, and s and z are S^T and z ahead of each piece. onto
+    [B, H, chunks * D] is `Factors.of_keys` of `channel_backward.py`. weights are inverse and e,
+    which a head whose features are cut does not know (`channel_blocks.py`)."""
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
     is_given = weights is not None

@@ -1,5 +1,7 @@
-"""The sums of each piece's keys with a gate for each step and channel, as its end sees them.
-And how steep chunks are: of the last piece, unless its sums are to be returned, that alone.
+"""The sums of each piece's keys, as its end sees them through a gate per step and channel.
+
+The kernel also finds how steep each chunk is. For the last piece it finds only that, unless the
+sums are returned as the sequence's state.
 
     S = sum_j v_j phi(k_j)^T exp2(G_T - G_j) [V, F],  z alike [F]        for the piece's last row T
 
@@ -10,7 +12,7 @@ no exponent is positive, however strong a gate is.
     features  two, half of F each: k' in place of k, and z in every column of a tile [64, 8]
     values    each a half of V of S, in registers
 
-Where a tile is two heads', the halves are these.
+Where a tile holds two heads, each half is one of them.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ VALUES_REGISTERS, FEATURES_REGISTERS = 96, 128
 def channel_sums(
     spec: LinearAttentionSpec, deal: mosaic.Deal, k: jax.Array, v: jax.Array, gates: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, alike; and
-    what says how steep the chunks of each tile are (`channel.turns_of`). All in float32."""
+    """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, [B, G, P,
+    F]; and `least`, from which `channel.turns_of` tells how steep each chunk is. All in float32."""
     # An item each: there is room for the sums of one.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)

@@ -54,15 +54,15 @@ class Gates(NamedTuple):
         return self.unless_steep(self.middle - self.of(mosaic.OF_ROWS))
 
     def to_middle(self) -> Any:
-        """What is left of a state at the start when the middle sees it."""
+        """The factor of a state at the chunk's start when the middle row sees it."""
         return jnp.exp2(self.unless_steep(self.middle))
 
     def from_middle(self) -> Any:
         return jnp.exp2(self.unless_steep(self.last - self.middle))
 
     def of_pairs(self, queries: int) -> jax.Array:
-        """In a steep chunk exp2(L_i - L_j), queries along this axis; where a key is not seen
-        infinite, perhaps."""
+        """[C, C]: in a steep chunk exp2(L_i - L_j), with queries i along axis `queries`; else 1. It
+        may be infinite where query i does not see key j, so pairs have to be masked behind it."""
         rows, columns = (
             mosaic.in_columns(self.of(mosaic.OF_ROWS), C),
             mosaic.in_rows(self.of(mosaic.OF_COLUMNS), C),
@@ -70,7 +70,7 @@ class Gates(NamedTuple):
         return self.if_steep(columns - rows if queries else rows - columns)
 
     def left(self, layout: Any) -> jax.Array:
-        """[C]: what is left of each key at the end of a steep chunk."""
+        """[C]: the factor of each key at the end of a steep chunk; else 1."""
         return self.if_steep(self.last - self.of(layout))
 
 
@@ -82,8 +82,9 @@ def gates_of(ref: Any, some_steep: bool = True, from_the_end: bool = False) -> G
 def takes_pieces(
     steep_ref: Any, some_steep: bool, group_size: int = 1
 ) -> Callable[[mosaic.Item], Any] | None:
-    """Those of which some chunk is steep, or those of which none is; without gates all. So many
-    heads of an item have the same gates."""
+    """A function that says whether a launch takes an item: one whose piece has a steep chunk if
+    `some_steep`, else one whose piece has none. None without gates, since all items are taken then.
+    `group_size` heads of queries share the gates of one head of keys."""
     if steep_ref is None:
         return None
 
@@ -104,6 +105,7 @@ def each_chunk(steep_ref: Any, item: mosaic.Item, head: Any, loop: Callable[[boo
 
 
 def times_squares(x: jax.Array, roots: jax.Array) -> jax.Array:
-    """Each row times a number's square, which may be less than float32 holds."""
+    """Multiplies each row by the square of its root [rows], in two steps, since the square may be
+    smaller than float32 holds."""
     factors = mosaic.in_columns(roots, x.shape[1])
     return x * factors * factors

@@ -93,9 +93,9 @@ def map_queries_in_place(
 
 
 def keys(spec: LinearAttentionSpec, x: jax.Array, first: Any = 0, axis: int = 1) -> jax.Array:
-    """Keys from column `first` of a tile on, or from that row of its transpose: columns that the
-    head does not have are set to what has features of 0. Of two heads in a tile the columns are
-    one's."""
+    """x, keys from column `first` of a tile on (or from that row of its transpose), with
+    `LEAST_KEY`, whose feature is 0, in columns that the head does not have. Where a tile holds two
+    heads, x has the columns of one of them."""
     if not isinstance(spec, Narrow) or spec.width == spec.D:
         return x
     first = 0 if spec.D == HALF else first
@@ -148,7 +148,7 @@ class Traced:
     map: FeatureMap
     width: int | None  # columns that a head has, if these do not fill a tile
     dtype: Any = mosaic.BF16
-    in_pairs: bool = False  # two heads in a tile: columns are one's
+    in_pairs: bool = False  # a tile holds two heads, and x has the columns of one of them
     slope_is_known = False
 
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:

@@ -3,11 +3,11 @@
 or, with gates of channels, of 16.
 Where D and V differ, the larger one chooses the tile.
 
-The copy engine fills with zeros what a tile has beyond a head's columns, and leaves that out where
-it stores, if tiles in shared memory come in columns that are a part of a head's, or are copied as
-they are in blocks of 64 columns (`mosaic.Views`), as those of 64 are. The feature of 0
-is not 0: keys have what makes it so there instead (`frame.keys`), by which states, and what they
-are multiplied with, are those of the head, and zero beyond it.
+The copy engine (TMA) fills a tile's columns beyond those of a head with zeros, and leaves them out
+of stores. For that the swizzled rows of a tile have to divide a head's rows, or tiles are copied as
+they are in blocks of 64 columns (`mosaic.Views`), as those of 64 are. phi(0) need not be 0, though.
+So the features of keys are put to 0 in those columns (`phi.keys` in `feature_maps.py`). States then
+are 0 there, and whatever is multiplied with them adds nothing.
 """
 
 from __future__ import annotations

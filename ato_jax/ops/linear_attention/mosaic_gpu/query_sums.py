@@ -1,10 +1,11 @@
 """The sums of each piece of queries, R = sum_i g_i phi'_i^T [V, F] and u = -sum_i e_i phi'_i [F].
 
-With phi'_i = phi(q_i) inverse_i; g, inverse and e are those of `query_gradient.py`. Of u's eight
-columns half are of e rounded, half of what that left off.
+With phi'_i = phi(q_i) inverse_i, which is no derivative; g, inverse and e are those of
+`query_gradient.py`. u is computed in eight columns: four multiply e rounded, four what rounding
+left off.
 
-With a decay, as the start of the piece sees them: inverse_i is times what is left of a state there
-behind step i.
+With a decay R and u are those that the start of the piece sees: inverse_i is multiplied by the
+factor that a state at the start of the piece has behind step i.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The gradients of keys and values that every query sees, of R [F, V] (bfloat16) and u [F]:
 
-dv_j = R^T phi(k_j)
-dk_j = (R v_j + u) phi'(k_j)
+    dv_j = R^T phi(k_j)
+    dk_j = (R v_j + u) phi'(k_j)        phi' is phi's derivative
 
-memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
-gradients    three, each all of a chunk: phi(k) in registers, dk, then dv
+    memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
+    gradients    three warpgroups, which take chunks in turn: phi(k) in registers, dk, then dv
 
-Where only k tells phi', there are no registers to keep k: it stays in its slot, and dv comes first.
+Where phi' is computed from k and not from phi(k), no registers are left to keep k: it stays in its
+slot of shared memory until dk is stored, and dv comes first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# The warpgroups before the one that loads. Slots of k and v are a multiple of them.
+# The warpgroups before the one that loads. The number of slots of k and v is a multiple of it, so
+# that each slot belongs to one warpgroup (`mosaic.in_turn`).
 WORKERS = 3
 STAGES, STATES = 3, 1
 WORKER_REGISTERS = 160
@@ -39,8 +41,8 @@ def whole_key_gradient(
     u: jax.Array,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32, and 0 behind the lengths
-    [B] of keys."""
+    """dk and dv, from r [B, G, F, V] in bfloat16 and u [B, G, F] in float32; 0 in rows behind the
+    lengths [B] of keys."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     scratch = dict(
         k_s=tiling.shared(STAGES, C, F),

@@ -9,7 +9,7 @@ Unnormalised, inverse is 1 and e is 0: S comes scaled. Else both are left in mem
 over the queries, for which there is no room beside S (`whole_sums.py`).
 
     memory    loads S of a head, and chunks of q and g, as slots come free
-    dq        each 64 columns; where all have multiplied g, dq lies in its place
+    dq        a warpgroup for each 64 columns; once all have multiplied g, dq takes g's place
 
 The columns meet once a chunk, to add up e and den. z is read from memory: there is no room for it.
 """

@@ -1,8 +1,8 @@
 """Causal walks over heads of 129 to 256 columns, whose state no block has registers for.
 
-All five are one walk. A block takes two times 64 columns of what is made, of one side's columns;
-chunk by chunk, with rows x_i that read, rows y_j that are read and p_j what these leave of
-themselves, T [64, D] the state of all chunks before and w[i, j] = x_i . y_j where row i sees j:
+All five are one walk, chunk by chunk. A block makes 128 columns of the result, 64 in each of two
+warpgroups. Row i reads with x_i; row j is found by y_j, and p_j is what is read of it. With T [64,
+D] the state of all chunks before, and w[i, j] = x_i . y_j where row i sees row j:
 
     found_i = sum_j w[i, j] p_j + T x_i                T += sum_j p_j y_j^T
 
@@ -13,9 +13,10 @@ themselves, T [64, D] the state of all chunks before and w[i, j] = x_i . y_j whe
     DQ      g        v        phi(k)    S [F, V]    dq_i, times inverse_i and phi(q)'s derivative
     DK      v        g        phi'(q)   R           dk_j, from the end, times phi(k)'s derivative
 
-with phi'(q_i) = phi(q_i) inverse_i. In the last two w is less by e_i, found by e_i z or more by u,
-which are summed up beside T. What is left there is a difference, of which the first rows' weights
-are most: what rounding them leaves off is multiplied, too, and where e is made of them.
+with phi'(q_i) = phi(q_i) inverse_i. In the last two e_i is subtracted from w; and found is less by
+e_i z in DQ, and more by u in DK, which are summed up beside T. What is left there is a difference,
+of which the first rows' weights are most: what rounding them leaves off is multiplied, too, and
+where e is made of them.
 
     memory    loads T of a piece and its chunks, as slots come free
     features  in the first three: maps x and y in place; in two z, and what of den_i it makes
@@ -46,7 +47,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 2
-# Where there are features; else own has all that there are.
+# Where there are features warpgroups; else the own ones share all registers.
 OWN_REGISTERS, FEATURES_REGISTERS = 208, 72
 # Of T, in one product: more takes more registers than a warpgroup has when it is launched.
 MOST_COLUMNS = 128
