@@ -272,6 +272,27 @@ def test_sinks_beside_which_the_keys_have_no_weight():
     np.testing.assert_allclose(wanted.exact["dsinks"], given.sum((0, 1)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype, seed, return_lse", [("bfloat16", 13, False), ("float16", 2, True)])
+def test_a_sink_whose_gradient_is_a_sum_that_cancels(dtype, seed, return_lse):
+    """Each of its 40 terms is larger than the sum, and off by the rounding of its weights."""
+    q, k, v = draw(dtype, T=40, S=40, H=1, G=1)
+    options = {"sinks": jnp.zeros(1), "return_lse": return_lse}
+    request, _ = numerics.prepare("attention", q, k, v, **options)
+    check(q, k, v, numerics.draw_cotangents("attention", request, seed), **options)
+
+
+def test_a_sink_above_scores_that_are_all_alike():
+    """Taken from the sink, all weights would be 0.502, and would lose 3.9e-3 by one rounding."""
+    q, k, _ = draw("bfloat16", T=40, S=40, H=1, G=1, scale=0.01)
+    check(q, k, draw("bfloat16", T=40, S=40, H=1, G=1)[2], sinks=jnp.array([0.6892]))
+
+
+def test_few_queries_whose_weights_are_all_alike():
+    """1/255 lies between two numbers of bfloat16: all pairs lose 3.9e-3 by one rounding."""
+    q, k, _ = draw("bfloat16", T=40, S=255, H=1, G=1, scale=0.01)
+    check(q, k, draw("bfloat16", T=40, S=255, H=1, G=1)[2])
+
+
 def test_queries_that_see_nothing():
     q, k, v = draw("float32", T=40, S=40)
     with ato_jax.interpret():

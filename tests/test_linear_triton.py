@@ -363,6 +363,21 @@ def test_reasons():
         assert word in triton.unsupported(dataclasses.replace(base, **change), "forward")
 
 
+def test_one_query_whose_weight_is_all_of_dv():
+    """Its rounding to bfloat16 does not average out."""
+    random = np.random.default_rng(34)
+    q, k, v = (jnp.asarray(random.normal(size=(1, 1, 1, 16)), jnp.bfloat16) for _ in range(3))
+    state = LinearState(jnp.zeros((1, 1, 16, 16)), jnp.ones((1, 1, 16)))
+    compare(q, k, v, causal=True, initial_state=state)
+
+
+def test_the_gradient_of_a_steep_decay_of_segments():
+    """exp(-12) of the last key's weight, which has no decay, is all that the gradient sums."""
+    q, k, v = (draw(1, size, 1, 16, seed=size) for size in (1, 40, 40))
+    ids = {"q_segment_ids": jnp.zeros((1, 1), int), "kv_segment_ids": jnp.zeros((1, 40), int)}
+    compare(q, k, v, feature_map="identity", causal=True, decay=jnp.array([-12.0]), **ids)
+
+
 def spec_of(D, dtype, causal, T=16384, B=4, H=8, V=None):
     elu1, V = features.NAMED["elu1"], V or D
     return LinearAttentionSpec(B, T, T, H, H, D, D, V, dtype, elu1, True, 1.0, 1e-6, causal=causal)

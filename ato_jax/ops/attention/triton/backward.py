@@ -74,6 +74,13 @@ from ato_jax.ops.attention.triton.weights import (
     weights,
     without_powers,
 )
+from ato_jax.triton.arithmetic import round_to_bfloat16
+
+# A sink's gradient is one sum over the queries of its head, which may happen to cancel. In the norm
+# of the gradients of more heads than these, one that does counts for nothing.
+FEW_HEADS = 8
+# Beside a launch the products of calls of so few queries, over all heads, take no time.
+FEW_QUERIES = 64
 
 
 class DqReads(NamedTuple):
@@ -97,13 +104,14 @@ class DqWrites(NamedTuple):
     norm: Any  # [B, H, T] float32, as `Rows.norm`
     delta: Any  # [B, H, T] float32, as `Rows.delta`
     total: Any  # [B, H, T] float32, the sum of a query's weights; None unless `renormalises`
+    flow: Any  # [B, H, T] float32, the sum of a query's ds; None unless `sums_by_query`
 
 
 def _dq_kernel(
     reads: DqReads, options: Options, writes: DqWrites, *, spec: AttentionSpec, blocks: Blocks
 ) -> None:
     q_ref, k_ref, v_ref, out_ref, lse_ref, do_ref, rest_ref, dlse_ref, gain_ref = reads
-    dq_ref, norm_ref, delta_ref, total_ref = writes
+    dq_ref, norm_ref, delta_ref, total_ref, flow_ref = writes
     block_q, block_k, parts, fast_exp2 = blocks
     layout = spec.layout
     block, h = pl.program_id(0), pl.program_id(1)
@@ -143,9 +151,9 @@ def _dq_kernel(
     q = load_rows(layout, q_ref, None, i0, block_q, q_length, spec.D)  # [block_q, D]
 
     def step(
-        masked: bool, n: Any, sums: tuple[Sliced, jax.Array]
-    ) -> tuple[Sliced, jax.Array]:
-        dq, total = sums  # [block_q, D], [block_q]
+        masked: bool, n: Any, sums: tuple[Sliced, jax.Array, jax.Array | None]
+    ) -> tuple[Sliced, jax.Array, jax.Array | None]:
+        dq, total, flow = sums  # [block_q, D], [block_q], [block_q]
         j0 = n * block_k
         key = pairs.keys(span(j0, block_k)[None, :], masked)  # [1, block_k]
         k = load_rows(layout, k_ref, None, j0, block_k, kv_length, spec.D, not masked)
@@ -159,15 +167,18 @@ def _dq_kernel(
         dp = inner(spec, do, v)  # [block_q, block_k]
         dp = weight_gradient(spec, dp, pairs.kept(h, query, key), gain)
         ds = p * (dp - delta[:, None])
+        if flow is not None:
+            flow = flow + jnp.sum(ds, axis=1)
         ds = (ds if slope is None else ds * slope).astype(spec.dtype)
-        return plus_product(spec, dq, ds, k), total
+        return plus_product(spec, dq, ds, k), total, flow
 
     total = jnp.zeros((block_q,), jnp.float32)
     if total_ref is not None and options.sinks is not None:
         sink = jnp.where(part == 0, in_score_units(spec, options.sinks[h]), -jnp.inf)
         total = scaled_weight(spec, sink, 1.0, norm)
-    start = (zeros(block_q, spec.D), total)
-    dq, total = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
+    flow = None if flow_ref is None else jnp.zeros((block_q,), jnp.float32)
+    start = (zeros(block_q, spec.D), total, flow)
+    dq, total, flow = for_blocks(pairs.ranges(block, block_q, block_k, part, parts), step, start)
     if exists is not None:
         dq = each(lambda tile: jnp.where(exists[:, None], tile, 0.0), dq)
         total = jnp.where(exists, total, 0.0)
@@ -176,8 +187,24 @@ def _dq_kernel(
             total = correction_of(spec, total)
             dq = each(lambda tile: tile * total[:, None], dq)
         store_tile(ROWS_LAYOUT, total_ref, None, i0, total, spec.T)
+    if flow is not None:
+        if exists is not None:
+            flow = jnp.where(exists, flow, 0.0)
+        store_tile(ROWS_LAYOUT, flow_ref, None, i0, without_powers(spec, flow, gain), spec.T)
     dq = each(lambda tile: without_powers(spec, tile, gain, spec.scale), dq)
     store_rows(layout, dq_ref, None, i0, dq, spec.T, spec.D)
+
+
+def _plus_weighted(spec: AttentionSpec, sums: Sliced, w: jax.Array, rows: Sliced) -> Sliced:
+    """sums + w . rows, slice by slice, the weights w [block_k, block_q] rounded to the dtype.
+
+    In bfloat16 one rounding loses up to 3.9e-3. Of few queries a pair or two may be all of dk, and
+    weights that are alike all of dv. So there what the rounding left is multiplied, too.
+    """
+    sums = plus_product(spec, sums, w.astype(rows[0].dtype), rows)
+    if spec.dtype != "bfloat16" or spec.B * spec.H * spec.T > FEW_QUERIES:
+        return sums
+    return plus_product(spec, sums, (w - round_to_bfloat16(w)).astype(rows[0].dtype), rows)
 
 
 def _dkv_kernel(
@@ -238,13 +265,13 @@ def _dkv_kernel(
             do = load_rows(layout, do_ref, r, i0, block_q, q_length, spec.V, all_exist)
             kept = pairs.kept(h, query, key)
             dropped = p if kept is None else jnp.where(kept, p, 0.0)
-            dv = plus_product(spec, dv, dropped.astype(do[0].dtype), do)
+            dv = _plus_weighted(spec, dv, dropped, do)
             dp = inner(spec, v, do)  # [block_k, block_q]
             ds = p * (weight_gradient(spec, dp, kept, gain) - row(delta_ref))
             if dbias is not None:
                 dbias = dbias + jnp.sum(ds, axis=1)
-            ds = (ds if slope is None else ds * slope).astype(spec.dtype)
-            return plus_product(spec, dk, ds, q), dv, dbias
+            ds = ds if slope is None else ds * slope
+            return _plus_weighted(spec, dk, ds, q), dv, dbias
 
         of_head = None if dbias_ref is None else jnp.zeros((block_k,), jnp.float32)
         dk, dv, of_head = for_blocks(ranges, step, (*sums, of_head))
@@ -271,8 +298,9 @@ def _query_gradient(
     residuals: Residuals,
     cotangents: Outputs,
     gain: jax.Array | None,
-) -> tuple[jax.Array, Rows]:
-    """dq, and the rows that its kernel stores for the other kernels."""
+) -> tuple[jax.Array, Rows, jax.Array | None]:
+    """dq, the rows that its kernel stores for the other kernels, and the sum of each query's ds,
+    [B, H, T], where it `sums_by_query`."""
     inputs, outputs = residuals
     layout, parts = spec.layout, config.dq_parts
     share = spec.H // spec.G
@@ -283,7 +311,7 @@ def _query_gradient(
     rows_spec = sequence_spec(ROWS_LAYOUT, spec.T, None, block_q)
     queries = sequence_spec(layout, spec.T, spec.D, block_q, parts=parts)
     query_values = sequence_spec(layout, spec.T, spec.V, block_q, parts=parts)
-    with_total = renormalises(spec)
+    with_total, with_flow = renormalises(spec), sums_by_query(spec)
     reads = DqReads(
         q=inputs.q,
         k=inputs.k,
@@ -296,7 +324,7 @@ def _query_gradient(
         gain=gain,
     )
     blocks = Blocks(block_q, block_k, parts, config.fast_exp2)
-    [[dq, norm, delta, total]] = pallas_call(
+    [[dq, norm, delta, total, flow]] = pallas_call(
         functools.partial(_dq_kernel, spec=spec, blocks=blocks),
         grid=(pl.cdiv(spec.T, block_q), spec.H, spec.B * parts),
         in_specs=[
@@ -319,6 +347,7 @@ def _query_gradient(
                 norm=rows_spec,
                 delta=rows_spec,
                 total=rows_spec if with_total else None,
+                flow=rows_spec if with_flow else None,
             )
         ],
         out_shape=[
@@ -330,6 +359,7 @@ def _query_gradient(
                 norm=per_query,
                 delta=per_query,
                 total=per_query if with_total else None,
+                flow=per_query if with_flow else None,
             )
         ],
         compiler_params=plgpu.CompilerParams(
@@ -341,11 +371,25 @@ def _query_gradient(
     if parts > 1:
         norm, delta, correction = norm[::parts], delta[::parts], None
         dq = jnp.sum(parts_first(dq, parts), axis=0)
+        flow = None if flow is None else jnp.sum(parts_first(flow, parts), axis=0)
     if parts > 1 and total is not None:
         correction = correction_of(spec, jnp.sum(parts_first(total, parts), axis=0))  # [B, H, T]
         by_query = correction if layout == "bhtd" else correction.swapaxes(1, 2)
         dq = dq * by_query[..., None]
-    return dq.astype(inputs.q.dtype), Rows(norm, delta, correction)
+    if flow is not None and correction is not None:
+        flow = flow * correction
+    return dq.astype(inputs.q.dtype), Rows(norm, delta, correction), flow
+
+
+def sums_by_query(spec: AttentionSpec) -> bool:
+    """Whether the kernel for dq also sums each query's ds over its keys, for the sinks' gradient.
+
+        sum_j ds_ij = sum_j p_ij dp_ij - (1 - share_i) delta_i
+
+    out is a sum of weights rounded to 16 bits, and delta = out . do - dlse has their error. The
+    weights in ds are float32, so this sum tells what delta lacks.
+    """
+    return spec.sinks and spec.dtype != "float32" and spec.H <= FEW_HEADS
 
 
 def _with_correction(spec: AttentionSpec, do: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
@@ -424,14 +468,19 @@ def backward(
 ) -> Inputs:
     inputs = residuals.inputs
     gain = gradient_gain(spec, inputs, cotangents)
-    dq, rows = _query_gradient(spec, config, residuals, cotangents, gain)
+    dq, rows, flow = _query_gradient(spec, config, residuals, cotangents, gain)
+    dbias = dsinks = None
+    if spec.sinks:
+        shares, delta = sink_shares(spec, inputs.sinks, rows), plain_delta(spec, rows, gain)
+        if flow is not None:
+            delta = flow + (1 - shares) * delta
+            if spec.return_lse:
+                dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
+                delta -= jnp.where(rows.norm < jnp.inf, dlse, 0.0)
+        dsinks = -jnp.sum(shares * delta, axis=(0, 2))
     do, rows = _with_correction(spec, cotangents.out, rows)
     cotangents = cotangents._replace(out=do)
     dk, dv, by_key = _key_gradients(spec, config, inputs, do, rows, gain)
-    dbias = dsinks = None
     if spec.bias is not None:
         dbias = bias.gradient(spec, config, inputs, cotangents, rows, gain, by_key)
-    if spec.sinks:
-        shares = sink_shares(spec, inputs.sinks, rows)
-        dsinks = -jnp.sum(shares * plain_delta(spec, rows, gain), axis=(0, 2))
     return Inputs(q=dq, k=dk, v=dv, bias=dbias, sinks=dsinks)

@@ -8,9 +8,8 @@ With scores s in units of log2 (without a bias; `common.py`), each block of keys
     acc   = acc * exp2(m - m') + sum_j dropped(p_j) v_j
 
 and at the end out = acc / total, lse = ln(2) * m + ln(total). In 16 bits, out is divided by total
-less `_rounding_of_top`. With a sink, m starts at the sink's logit and total at 1. Where the queries
-are too few to fill the card, several programs share the keys of a query block, and `merge` merges
-their parts.
+less `_rounding_of_top`. A sink comes last (`_with_sink`). Where the queries are too few to fill the
+card, several programs share the keys of a query block, and `merge` merges their parts.
 
 The exponentials depend on q k^T, so with one block of queries the tensor cores idle until the
 exponentials finish. A block of queries may therefore be cut into `strands`, each with its own m,
@@ -81,18 +80,25 @@ class Strand(NamedTuple):
     q: Sliced  # [rows, D]
 
 
-def _start(spec: AttentionSpec, sinks_ref: Any | None, h: Any, part: Any, rows: int) -> Carry:
-    """Queries that have seen no key; the first part counts the sink."""
-    acc = zeros(rows, spec.V)
+def _start(spec: AttentionSpec, rows: int) -> Carry:
+    """Queries that have seen no key."""
+    m, total = jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32)
     top = jnp.full((rows,), -jnp.inf, jnp.float32) if _rounds_top(spec) else None
-    if sinks_ref is None:
-        m, total = jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32)
-        return Carry(m, top, total, acc)
-    sink = jnp.where(part == 0, in_score_units(spec, sinks_ref[h]), -jnp.inf)
-    m = jnp.maximum(sink, FLOOR)
-    total = power(spec, sink - m)  # 0 for a sink of -inf
-    m, total = (jnp.full((rows,), value, jnp.float32) for value in (m, total))
-    return Carry(m, top, total, acc)
+    return Carry(m, top, total, zeros(rows, spec.V))
+
+
+def _with_sink(
+    spec: AttentionSpec, sink: jax.Array, m: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """m and total with a sink, in units of scores, and the factor of what the old m was taken from.
+
+    It comes after all keys. With m from a sink above the scores, the weights of scores that are
+    all alike would all have one rounding, up to 4e-3 in bfloat16; from the highest of them they are
+    all near 1, which bfloat16 holds.
+    """
+    m_next = jnp.maximum(m, sink)
+    factor = power(spec, m - m_next)
+    return m_next, total * factor + power(spec, sink - m_next), factor  # a sink of -inf adds 0
 
 
 def _rounds_top(spec: AttentionSpec) -> bool:
@@ -189,19 +195,28 @@ def _kernel(
             found.append(Carry(m, top, total, acc))
         return tuple(found)
 
-    first = _start(spec, options.sinks, h, part, rows)
+    first = _start(spec, rows)
     ranges = pairs.ranges(block, block_q, block_k, part, parts)
     ended = for_blocks(ranges, step, (first,) * strands)
     for (start, query, _), (m, top, total, acc) in zip(own, ended, strict=True):
         if spec.q_lengths:
             exists = query.indices[:, 0] < q_length
             m, total = jnp.where(exists, m, first.m), jnp.where(exists, total, first.total)
+            top = None if top is None else jnp.where(exists, top, -jnp.inf)
             acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)  # type: ignore[misc]
+        of_keys, factor = m, None
+        if options.sinks is not None:
+            # Of several parts the first one counts the sink.
+            sink = jnp.where(part == 0, in_score_units(spec, options.sinks[h]), -jnp.inf)
+            m, total, factor = _with_sink(spec, sink, m, total)
+            acc = each(lambda tile, by=factor: tile * by[:, None], acc)  # type: ignore[misc]
         nothing = total == 0
         safe = jnp.where(nothing, 1.0, total)
         lse = jnp.where(nothing, -jnp.inf, natural(spec, m) + jnp.log(safe))
         if top is not None:
-            safe = jnp.where(nothing, 1.0, total - _rounding_of_top(spec, m, top, fast_exp2))
+            rounding = _rounding_of_top(spec, of_keys, top, fast_exp2)
+            rounding = rounding if factor is None else rounding * factor
+            safe = jnp.where(nothing, 1.0, total - rounding)
         divisor = safe * (1 - spec.dropout_rate) if spec.dropout_rate else safe
         out = each(lambda tile, by=divisor: tile / by[:, None], acc)  # type: ignore[misc]
         store_rows(layout, out_ref, None, start, out, end, spec.V)

@@ -16,6 +16,8 @@ from ato_jax.ops.linear_attention.triton import products
 from ato_jax.ops.linear_attention.triton.walk import Walk
 from ato_jax.triton import tiles
 
+# Beside a launch the products of calls of so few queries, over all heads, take no time.
+FEW_QUERIES = 64
 # The arrays of `steps.gates` that each kernel reads.
 OF_PAIRS = ("up", "fine", "own", "run")
 CAUSAL_GATES = (*OF_PAIRS, "reads", "adds", "keeps")
@@ -103,7 +105,8 @@ def add_weighted(
     spec: LinearAttentionSpec, sums: jax.Array, w: jax.Array, rows: jax.Array
 ) -> jax.Array:
     """sums + w @ rows. Weights with 1 / den in them round differently from query to query. Others
-    may all be alike, and are multiplied in two parts."""
-    if spec.normalize:
+    may all be alike, and are multiplied in two parts; and so are those of few queries, of which one
+    may be all of a sum."""
+    if spec.normalize and spec.B * spec.H * spec.T > FEW_QUERIES:
         return sums + products.product(spec, w, rows, wide=True)
     return products.add_weighted_sum(spec, sums, w, rows)
