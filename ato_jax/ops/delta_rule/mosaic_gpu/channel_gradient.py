@@ -249,9 +249,9 @@ def leave_decay(
     own, spec = kernel.own, kernel.spec
     of_sums = queries_of(kernel, number) * dq + keys_of(kernel, number) * difference
     later = mosaic.hidden_position(0) <= mosaic.hidden_position(1)
-    for n, columns in enumerate(halves(sums_of_steps(kernel, number, later, of_sums))):
+    for n, half in enumerate(halves(sums_of_steps(kernel, number, later, of_sums))):
         tile = own.ddecay.at[number, n]
-        tile[...] = load(tile) + columns
+        tile[...] = load(tile) + half
     plgpu.commit_smem()
     steps = pl.ds(item.piece * C, C)
     for n in range(HALF // OF_FLOATS):
