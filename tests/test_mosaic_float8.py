@@ -1,0 +1,112 @@
+"""Linear attention on arrays of 8 bits by Hopper's kernels: interpreted beside float64, what is
+refused and widened, and compiled without a card."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import SMALL
+from test_mosaic_maps import bumpy
+
+import ato_jax
+from ato_jax.ops.linear_attention import api, reading
+from ato_jax.ops.linear_attention.mosaic_gpu import float8, float8_sums
+from tests import aot_mosaic, numerics
+from tests.interpreted import newest, no_races  # noqa: F401
+
+OP = "linear_attention"
+# Scales that are no powers of two leave bfloat16's digits to what was rounded in 8 bits alone.
+FACTORS = 1.1, 0.9, 1.7
+
+
+def draw(
+    T: int, S: int, H: int, G: int, D: int, V: int, layout: str, size: float = 1.0
+) -> tuple[Any, Any, list[jax.Array]]:
+    """Values of 8 bits, their scales, which are no powers of two, and their products."""
+    shapes = [(1, T, H, D), (1, S, G, D), (1, S, G, V)]
+    time = 1 if layout == "bthd" else 2
+    values, scales, products = [], [], []
+    for seed, (shape, factor) in enumerate(zip(shapes, FACTORS, strict=True)):
+        x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+        x = x if seed == 2 else size * x
+        x = x if layout == "bthd" else x.swapaxes(1, 2)
+        found, scale = ato_jax.quantize(jnp.asarray(x), (time, 3))
+        values.append(found)
+        scales.append(scale * factor)
+        products.append(found.astype(jnp.float32) * jnp.expand_dims(scale * factor, (time, 3)))
+    return values, scales, products
+
+
+def request_of(values: Any, scales: Any, **options: Any) -> api.Request:
+    with ato_jax.interpret():
+        return api.prepare(*values, scales=scales, implementation="mosaic_gpu", **options)
+
+
+def in_float64(products: list[jax.Array], **options: Any) -> Any:
+    request, _ = numerics.prepare(OP, *products, **options)
+    spec = dataclasses.replace(request.spec, dtype="float64")
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(
+            lambda array: array.astype("float64") if array.dtype == "float32" else array,
+            request.inputs,
+        )
+        return numerics.REFERENCES[OP].forward(spec, None, inputs)
+
+
+def run(request: api.Request) -> Any:
+    """The backend's outputs, in pieces."""
+    assert request.op is reading.OP, "the call was widened"
+    config = dataclasses.replace(float8.BACKEND.default_config(request.spec, channel.GPU), **SMALL)
+    with ato_jax.interpret():
+        return jax.jit(functools.partial(float8.forward, request.spec, config))(request.inputs)
+
+
+def error(actual: Any, exact: Any) -> float:
+    actual, exact = np.asarray(actual, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(actual - exact) / np.linalg.norm(exact))
+
+
+def state(G: int, D: int, V: int) -> ato_jax.LinearState:
+    numbers = np.random.default_rng(9).normal(size=(1, G, D, V)).astype(np.float32)
+    return ato_jax.LinearState(jnp.abs(jnp.asarray(numbers)), jnp.abs(jnp.asarray(numbers[..., 0])))
+
+
+WHOLE = {
+    "D128": (136, 200, 1, 1, 128, 128, {}),
+    "D64": (72, 136, 1, 1, 64, 64, {"layout": "bhtd"}),
+    "D80, V112, exp": (72, 72, 1, 1, 80, 112, {"feature_map": "exp", "layout": "bhtd"}),
+    "D96, silu": (72, 64, 1, 1, 96, 96, {"feature_map": "silu"}),
+    "D64, identity": (64, 200, 1, 1, 64, 64, {"feature_map": "identity"}),
+    "D128, bumpy, states": (
+        72, 136, 2, 1, 128, 128,
+        {"feature_map": bumpy, "initial_state": state(1, 128, 128), "return_state": True},
+    ),
+    "D64, lengths": (
+        136, 136, 2, 1, 64, 64,
+        {"q_lengths": np.array([100]), "kv_lengths": np.array([70]), "return_state": True},
+    ),
+}  # fmt: skip
+
+
+@newest
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_query_sees_every_key(name: str) -> None:
+    *sizes, options = WHOLE[name]
+    values, scales, products = draw(*sizes, options.get("layout", "bthd"))
+    if "kv_lengths" in options:  # what lies behind a length may be anything
+        values[1], values[2] = (x.at[:, 70:].set(jnp.nan) for x in values[1:])
+        products[1], products[2] = (x.at[:, 70:].set(0) for x in products[1:])
+    found = run(request_of(values, scales, **options))
+    exact = in_float64(products, **options)
+    assert found.out.dtype == jnp.bfloat16
+    assert error(found.out, exact.out) < 5e-3
+    if options.get("return_state"):
+        for own, wanted in zip(found.state, exact.state, strict=True):
+            assert error(own, wanted) < 4e-3
