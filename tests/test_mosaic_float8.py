@@ -110,3 +110,98 @@ def test_every_query_sees_every_key(name: str) -> None:
     if options.get("return_state"):
         for own, wanted in zip(found.state, exact.state, strict=True):
             assert error(own, wanted) < 4e-3
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading.device, "of_call", lambda arrays: channel.GPU)
+
+
+def explained(D: int = 128, T: int = 16384, **options: Any) -> Any:
+    shape = (1, T, 16, D) if options.get("layout", "bthd") == "bthd" else (1, 16, T, D)
+    array = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    scales = (jax.ShapeDtypeStruct((1, 16), jnp.float32),) * 3
+    return ato_jax.explain(OP, array, array, array, scales=scales, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"D": 64, "T": 32768},
+        {"D": 80, "layout": "bhtd", "feature_map": "silu"},
+        {"implementation": "mosaic_gpu", "T": 128},
+        {"out_dtype": "float16", "kv_lengths": np.array([9])},
+    ],
+)
+def test_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    found = explained(**options)
+    assert found.implementation == reading.BACKEND and found.backward is None
+    assert "are read as 8 bits" in found.note and "no derivative" in str(found)
+
+
+@pytest.mark.parametrize(
+    "options, implementation",
+    [
+        ({"T": 128}, "triton"),  # too few rows for these kernels
+        ({"D": 64, "T": 128}, "triton"),
+        ({"T": 16383}, "triton"),
+        ({"D": 192}, "mosaic_gpu"),
+        ({"out_dtype": "float32"}, "xla"),
+        ({"implementation": "triton"}, "triton"),
+        ({"implementation": "xla"}, "xla"),
+        ({"decay": jnp.zeros(16)}, None),
+    ],
+)
+def test_what_is_widened(
+    options: dict[str, Any], implementation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_hopper(monkeypatch)
+    found = explained(**options)
+    assert "first; no kernel reads 8 bits" in found.note
+    assert found.implementation == implementation or implementation is None
+    assert found.implementation != reading.BACKEND
+
+
+def test_what_a_call_of_8_bits_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    with pytest.raises(ValueError, match="implementation must be None or one of"):
+        explained(implementation="mosaic_gpu.float8")
+    found = explained(implementation="mosaic_gpu", T=101)
+    assert found.forward is None and "multiples of 8" in str(found.reasons["mosaic_gpu"])
+
+
+def test_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of calls is a larger one, and a derivative is refused."""
+    on_hopper(monkeypatch)
+    shape = jax.ShapeDtypeStruct((3, 1, 4096, 16, 128), jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((3, 1, 16), jnp.float32)
+
+    def call(x: Any, scale: Any) -> Any:
+        scales = (scale,) * 3
+        return ato_jax.linear_attention(x, x, x, scales=scales, implementation="mosaic_gpu")
+
+    text = str(jax.make_jaxpr(jax.vmap(call))(shape, scale))
+    assert "float8_sums" in text and "f32[3,16" in text
+    one = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in (shape, scale)]
+    with pytest.raises(ato_jax.UnsupportedError, match="no derivative.*custom_vjp"):
+        jax.eval_shape(lambda x, s: jax.vjp(lambda s: call(x, s), s)[0], *one)
+
+
+@aot_mosaic.requires_plugin
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"D": 128},
+        {"D": 64, "layout": "bhtd"},
+        {"D": 80, "feature_map": "silu", "states": True},
+    ],
+)
+def test_compiles_for_a_card(options: dict[str, Any]) -> None:
+    """No registers are spilled but those of a few bytes, and no product waits for another."""
+    sizes = {"B": 2, "T": 4096, "H": 16, "causal": False, "gradients": False}
+    call = aot_mosaic.Call(**sizes | options, dtype="float8_e4m3fn")
+    found = aot_mosaic.compile_call(call, machine_code=True)
+    assert {kernel.name for kernel in found.kernels} == {"float8_sums", "whole_output"}
+    for kernel in found.kernels:
+        assert kernel.spill_stores <= 16 and not kernel.serialized and not kernel.hazards, kernel

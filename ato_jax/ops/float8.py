@@ -174,7 +174,7 @@ def explained(found: dispatch.Explanation, out_dtype: Any) -> dispatch.Explanati
     reader = next((name for name in found.reasons if name.endswith(".float8")), None)
     if reader is None:
         wide = wide_dtype(out_dtype)
-        note = f"{FLOAT8} inputs are widened to {wide} first: no kernel reads 8 bits of this call"
+        note = f"{FLOAT8} inputs are widened to {wide} first; no kernel reads 8 bits of this call"
     else:
         note = f"{FLOAT8} inputs are read as 8 bits"
     reasons = {
