@@ -27,7 +27,7 @@ FACTORS = 1.1, 0.9, 1.7
 
 
 def draw(
-    T: int, S: int, H: int, G: int, D: int, V: int, layout: str, size: float = 1.0
+    T: int, S: int, H: int, G: int, D: int, V: int, layout: str
 ) -> tuple[Any, Any, list[jax.Array]]:
     """Values of 8 bits, their scales, which are no powers of two, and their products."""
     shapes = [(1, T, H, D), (1, S, G, D), (1, S, G, V)]
@@ -35,7 +35,6 @@ def draw(
     values, scales, products = [], [], []
     for seed, (shape, factor) in enumerate(zip(shapes, FACTORS, strict=True)):
         x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-        x = x if seed == 2 else size * x
         x = x if layout == "bthd" else x.swapaxes(1, 2)
         found, scale = ato_jax.quantize(jnp.asarray(x), (time, 3))
         values.append(found)
@@ -95,10 +94,37 @@ WHOLE = {
 }  # fmt: skip
 
 
+# In two pieces, which for heads of 64 columns end within a group of chunks.
+CAUSAL = {
+    "D128": (136, 136, 1, 1, 128, 128, {}),
+    "D64, a group": (192, 192, 4, 2, 64, 64, {"layout": "bhtd"}),
+    "D64, odd T, exp, returned": (
+        165, 165, 2, 2, 64, 64, {"feature_map": "exp", "return_state": True}
+    ),
+    "D80, V96, silu": (101, 101, 1, 1, 80, 96, {"feature_map": "silu", "layout": "bhtd"}),
+    "D128, identity, states": (
+        128, 128, 2, 1, 128, 128,
+        {"feature_map": "identity", "initial_state": state(1, 128, 128), "return_state": True},
+    ),
+    "D48, lengths": (136, 136, 2, 2, 48, 48, {"kv_lengths": np.array([70]), "return_state": True}),
+}  # fmt: skip
+
+
+@newest
+@pytest.mark.parametrize("name", CAUSAL)
+def test_each_query_sees_the_keys_up_to_its_own(name: str) -> None:
+    *sizes, options = CAUSAL[name]
+    compare(sizes, {"causal": True, **options})
+
+
 @newest
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_query_sees_every_key(name: str) -> None:
     *sizes, options = WHOLE[name]
+    compare(sizes, options)
+
+
+def compare(sizes: list[int], options: dict[str, Any]) -> None:
     values, scales, products = draw(*sizes, options.get("layout", "bthd"))
     if "kv_lengths" in options:  # what lies behind a length may be anything
         values[1], values[2] = (x.at[:, 70:].set(jnp.nan) for x in values[1:])

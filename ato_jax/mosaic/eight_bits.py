@@ -75,8 +75,9 @@ def scaled(x: jax.Array, scale: Any) -> jax.Array:
     return x.astype(F32) * scale
 
 
-def widen(block: Any, target: Any, count: Any = None) -> None:
-    """Stores a block [64, 64] of 8 bits to a bfloat16 tile, without its scale, which is exact; and
-    0 behind the first `count` rows."""
-    x = load(block).astype(F32)
+def widen(block: Any, target: Any, count: Any = None, scale: Any = None) -> None:
+    """Stores a block [64, 64] of 8 bits to a bfloat16 tile, and 0 behind the first `count` rows:
+    without its scale, which is exact, or times it, rounded once."""
+    x = load_eight_bits(block).astype(F32)
+    x = x if scale is None else x * scale
     target[...] = kept(rounded(x, BF16), count)

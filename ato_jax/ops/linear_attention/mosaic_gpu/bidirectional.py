@@ -10,6 +10,8 @@ more columns have a backward of their own (`wide_*.py`), where those sums are a 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -64,13 +66,15 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
     of_queries = deal(spec, config, spec.H, spec.T)
-    of_groups = deal(spec, config, spec.G, pl.cdiv(spec.S, chunks_of_group(spec)))
-    of_keys = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
-    pieces = float8_sums(spec, of_groups, of_keys, inputs.kv_lengths)
+    at_once = chunks_of_group(spec)
+    of_groups = deal(spec, config, spec.G, pl.cdiv(spec.S, at_once))
+    of_keys = dataclasses.replace(of_groups, length=spec.S, rows=at_once * of_groups.rows)
+    arrays = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
+    pieces = float8_sums(spec, of_keys, arrays, inputs.kv_lengths)
     sums = add_up(spec, pieces, inputs.initial_state, returned=True)
     assert sums.kv is not None
-    arrays = inputs.q, sums.read, sums.rows, inputs.q_lengths, inputs.q_scale
-    out = whole_output(spec, of_queries, *arrays)
+    of_output = inputs.q, sums.read, sums.rows, inputs.q_lengths, inputs.q_scale
+    out = whole_output(spec, of_queries, *of_output)
     return Outputs(out, LinearState(sums.kv, sums.k_sum))
 
 

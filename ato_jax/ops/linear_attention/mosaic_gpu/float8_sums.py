@@ -1,4 +1,4 @@
-"""Sums over a piece's keys and values of 8 bits, where every query sees every key:
+"""Sums over a piece's keys and values of 8 bits, without a decay:
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F],  k_j = k8_j k_scale,  v_j = v8_j v_scale
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_ROWS, Array, Buffer, Item, Ring, Role
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -86,11 +87,13 @@ def storage_of(spec: LinearAttentionSpec) -> Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts rows
-    and chunks of groups: of one chunk in `chunks_of_group` of them."""
+    """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts
+    groups as chunks; `rows` are those of a piece, and `length` those of all pieces."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
+    rows: int
+    length: int
     own: Storage
     k: Any
     v: Any
@@ -108,16 +111,30 @@ class Walk:
     def halves(self) -> int:
         return self.spec.D // HALF
 
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        """Of one head, also where other kernels have two in a tile."""
+        return mosaic.Tiling(self.spec.layout, self.spec.D, math.gcd(*narrow.widths_of(self.spec)))
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether pieces end within a group, whose other rows are there."""
+        return self.deal.pieces > 1 and self.rows % (self.at_once * C) != 0
+
     def first_row(self, item: Item, chunk: Any, number: Any = 0) -> Any:
         """Of one chunk of a group."""
-        return (item.first_row + chunk * C) * self.at_once + number * C
+        return item.piece * self.rows + (chunk * self.at_once + number) * C
 
     def count(self, item: Item, chunk: Any, number: Any) -> Any:
         """How many of a chunk's rows there are, at most 64 of them; None where all are."""
-        first = self.first_row(item, chunk, number)
+        end: Any = self.length
         if self.lengths is not None:
-            return self.lengths[item.batch] - first
-        return self.spec.S - first if self.spec.S % (self.at_once * C) else None
+            end = jnp.minimum(end, self.lengths[item.batch])
+        elif not self.cuts_groups and not self.length % (self.at_once * C):
+            return None
+        if self.cuts_groups:
+            end = jnp.minimum(end, (item.piece + 1) * self.rows)
+        return end - self.first_row(item, chunk, number)
 
 
 def float8_sums(
@@ -126,35 +143,47 @@ def float8_sums(
     arrays: Sequence[jax.Array],
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """[B, G, P, F, V] and [B, G, P, F], float32.
+    """[B, G, N P, F, V] and [B, G, N P, F], float32, of N = `chunks_of_group`: the sums of a piece
+    are in N parts.
 
     Args:
-      deal: of sequences of so many rows as a group has chunks that are the group's first.
+      deal: of keys, by heads.
       arrays: k and v, float8_e4m3fn, and their scales [B, G] float32.
       lengths: of keys, [B] int32: rows behind them are left out.
     """
     names = ["k", "v", "k_scale", "v_scale", *(["lengths"] if lengths is not None else [])]
     operands = [*arrays, *([lengths] if lengths is not None else [])]
-    of_pieces = deal.B, deal.heads, deal.pieces * chunks_of_group(spec)
+    at_once = chunks_of_group(spec)
+    of_pieces = deal.B, deal.heads, deal.pieces * at_once
+    last = deal.length - (deal.pieces - 1) * deal.rows
+
+    def in_chunks(rows: int) -> int:
+        """As many rows as have a chunk for each group of these."""
+        return int(pl.cdiv(rows, at_once * C)) * C
+
+    rows = in_chunks(deal.rows)
+    length = (deal.pieces - 1) * rows + in_chunks(last)
+    of_groups = dataclasses.replace(deal, rows=rows, length=length)
     out_type = (
         jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        return Walk(spec, deal, own, **dict(zip((*names, "kv", "k_sum"), refs, strict=True)))
+        given = dict(zip((*names, "kv", "k_sum"), refs, strict=True))
+        return Walk(spec, of_groups, deal.rows, deal.length, own, **given)
 
     parts = (MEMORY, memory), (VALUES, values), (SUMS, sums)
     program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
     found: tuple[jax.Array, jax.Array] = mosaic.launch(
-        frame.name_of("float8_sums"), program, deal, out_type, operands
+        frame.name_of("float8_sums"), program, of_groups, out_type, operands
     )
     return found
 
 
 def memory(walk: Walk) -> None:
     """Loads groups of rows."""
-    own, tiling = walk.own, frame.tiling(walk.spec)
+    own, tiling = walk.own, walk.tiling
 
     def load_piece(item: Item) -> None:
         def load_group(chunk: Any, _: None) -> None:
@@ -189,7 +218,8 @@ def values(walk: Walk) -> None:
             own.values.produced.wait(slot)
             own.wide_values.acquire(step)
             for number in range(walk.at_once):
-                count = None if walk.lengths is None else walk.count(item, chunk, number)
+                cut = walk.lengths is not None or walk.cuts_groups
+                count = walk.count(item, chunk, number) if cut else None
                 rows = pl.ds(number * C, C)
                 for half in range(walk.spec.V // HALF):
                     columns = pl.ds(half * HALF, HALF)

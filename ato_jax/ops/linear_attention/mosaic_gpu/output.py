@@ -107,6 +107,7 @@ def output(
     lengths: jax.Array | None = None,
     s_units: jax.Array | None = None,
     later: Later | None = None,
+    scales: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """out; and with `later`, where it is normalised, what rows of out are divided by, [B, H, T up
     to a whole chunk] float32.
@@ -119,10 +120,12 @@ def output(
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
       later: what `later_output` left.
+      scales: of q, k and v of 8 bits, [B, H] and twice [B, G] float32.
     """
+    q_scale, k_scale, v_scale = scales or (None,) * 3
     out, *den = _launch(
         spec, deal, later, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths,
-        s_units=s_units,
+        s_units=s_units, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return out, den[0] if den else None
 
@@ -176,7 +179,8 @@ def _launch(
         return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
-    program = mosaic.Program(ROLES, storage_of(spec, part), parts, bind)
+    storage = storage_of(spec, part, of_eight_bits="q_scale" in given)
+    program = mosaic.Program(ROLES, storage, parts, bind)
     types, operands = tuple(out_types.values()), tuple(given.values())
     found: Sequence[jax.Array] = mosaic.launch(frame.name_of(name), program, deal, types, operands)
     return found
@@ -188,6 +192,9 @@ def memory(walk: Walk) -> None:
     steps = walk.deal.each(functools.partial(load_piece, walk))
     own.sums.consumed.wait()
     own.state.consumed.wait()
+    if own.eight is not None:
+        own.eight.drain(steps)
+        return
     own.rows.drain(steps)
     own.values.drain(steps)
 
@@ -211,6 +218,9 @@ def load_piece(walk: Walk, item: Item) -> None:
 
     def load_chunk(chunk: Any, _: None) -> None:
         step, rows = item.before + chunk, item.rows(chunk)
+        if own.eight is not None:
+            load_eight_bits(walk, item, rows, step)
+            return
         slot, v_slot = own.rows.slot(step), own.values.slot(step)
         own.rows.acquire(step)
         for ref, tiles, head in ((walk.k, own.k, kv_head), (walk.q, own.q, item.head)):
@@ -234,12 +244,30 @@ def load_piece(walk: Walk, item: Item) -> None:
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
 
+def load_eight_bits(walk: Walk, item: Item, rows: Any, step: Any) -> None:
+    own, kv_head = walk.own, walk.kv_head(item)
+    assert own.eight is not None
+    slot = own.eight.slot(step)
+    own.eight.acquire(step)
+    for ref, tiles, head in (
+        (walk.k, own.eight_k, kv_head),
+        (walk.q, own.eight_q, item.head),
+        (walk.v, own.eight_v, kv_head),
+    ):
+        blocks = [tiles.at[slot, half] for half in range(2)]  # [64, 64] each
+        produced = own.eight.produced.at[slot]
+        mosaic.copy_eight_bits(walk.tiling, ref, item, rows, head, blocks, produced)
+
+
 def features(walk: Walk, half: int) -> None:
     """Maps q and k in place, and makes phi(q_i) . z."""
     if not walk.gated:
         adds = mosaic.ones(C, ALIKE, walk.tiling.dtype)
         mosaic.store_transposed(walk.own.adds.at[half], adds)
-    walk.deal.each(lambda item: map_piece(walk, half, item))
+    steps = walk.deal.each(lambda item: map_piece(walk, half, item))
+    if walk.own.eight is not None:
+        walk.own.rows.drain(steps)
+        walk.own.values.drain(steps)
 
 
 def map_piece(walk: Walk, half: int, item: Item) -> None:
@@ -260,7 +288,10 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     step = item.before + chunk
     slot, v_slot = own.rows.slot(step), own.values.slot(step)
     own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (own.q, own.k))
-    own.values.produced.wait(v_slot)
+    if own.eight is None:
+        own.values.produced.wait(v_slot)
+    else:
+        own.values.acquire(step)
     gates = of_keys = reads = None
     if walk.gated:
         gates = walk.gates_in(v_slot, half)
@@ -273,12 +304,17 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     mosaic.store_transposed(z_rows, z.astype(tiling.dtype))
     if gates is not None:
         totals = totals * gates.if_steep(gates.last)
-    own.rows.produced.wait(slot)
     phi, first, count = walk.phi, half * HALF, item.rows_within(chunk, walk.lengths)
-    own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
-    phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
-    own_k[...] = mosaic.kept(phi_k, count)
-    plgpu.commit_smem()
+    if own.eight is None:
+        own.rows.produced.wait(slot)
+        own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
+        phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
+        own_k[...] = mosaic.kept(phi_k, count)
+        plgpu.commit_smem()
+    else:
+        own.rows.acquire(step)
+        map_eight_bits(walk, half, item, step, own_q, own_k, own.v.at[v_slot, half], count)
+        own.values.produced.arrive(v_slot)
     own.mapped.arrive(slot)
     if spec.normalize:
         den, totals = multiply(
@@ -288,8 +324,31 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         own.den.at[v_slot, half][...] = den if reads is None else den * reads
         own.den_known.arrive(v_slot)
     own.rows.consumed.arrive(slot)
-    own.values.consumed.arrive(v_slot)
+    if own.eight is None:
+        own.values.consumed.arrive(v_slot)
     return totals, to_end
+
+
+def map_eight_bits(
+    walk: Walk, half: int, item: Item, step: Any, own_q: Any, own_k: Any, own_v: Any, count: Any
+) -> None:
+    """Fills a half of the tiles of q and k with features, and of v with its values times their
+    scale, from rows of 8 bits."""
+    own, phi, first = walk.own, walk.phi, half * HALF
+    assert own.eight is not None
+    slot = own.eight.slot(step)
+    own.eight.produced.wait(slot)
+    head, kv_head = (
+        (item.batch, walk.tiling.head_of(head, half)) for head in (item.head, walk.kv_head(item))
+    )
+    q = mosaic.scaled(mosaic.load_eight_bits(own.eight_q.at[slot, half]), walk.q_scale[head])
+    own_q[...] = mosaic.kept(mosaic.rounded(phi.unrounded(q, first)), count)
+    k = mosaic.scaled(mosaic.load_eight_bits(own.eight_k.at[slot, half]), walk.k_scale[kv_head])
+    phi_k = mosaic.rounded(phi.keys(phi.present(k, first), first=first))
+    own_k[...] = mosaic.kept(phi_k, count)
+    mosaic.widen(own.eight_v.at[slot, half], own_v, scale=walk.v_scale[kv_head])
+    plgpu.commit_smem()
+    own.eight.consumed.arrive(slot)
 
 
 def values(walk: Walk) -> None:
