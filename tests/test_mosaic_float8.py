@@ -101,7 +101,7 @@ CAUSAL = {
     "D64, odd T, exp, returned": (
         165, 165, 2, 2, 64, 64, {"feature_map": "exp", "return_state": True}
     ),
-    "D80, V96, silu": (101, 101, 1, 1, 80, 96, {"feature_map": "silu", "layout": "bhtd"}),
+    "D80, V96, silu": (104, 104, 1, 1, 80, 96, {"feature_map": "silu", "layout": "bhtd"}),
     "D128, identity, states": (
         128, 128, 2, 1, 128, 128,
         {"feature_map": "identity", "initial_state": state(1, 128, 128), "return_state": True},
@@ -157,6 +157,8 @@ def explained(D: int = 128, T: int = 16384, **options: Any) -> Any:
         {"D": 80, "layout": "bhtd", "feature_map": "silu"},
         {"implementation": "mosaic_gpu", "T": 128},
         {"out_dtype": "float16", "kv_lengths": np.array([9])},
+        {"causal": True},
+        {"causal": True, "D": 64, "T": 16383, "layout": "bhtd"},
     ],
 )
 def test_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +177,9 @@ def test_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
         ({"D": 192}, "mosaic_gpu"),
         ({"out_dtype": "float32"}, "xla"),
         ({"implementation": "triton"}, "triton"),
+        ({"causal": True, "T": 128}, "triton"),
+        ({"causal": True, "D": 40}, None),
+        ({"causal": True, "decay": jnp.zeros(16)}, "mosaic_gpu"),
         ({"implementation": "xla"}, "xla"),
         ({"decay": jnp.zeros(16)}, None),
     ],
@@ -221,13 +226,18 @@ def test_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
         {"D": 128},
         {"D": 64, "layout": "bhtd"},
         {"D": 80, "feature_map": "silu", "states": True},
+        {"D": 128, "causal": True},
+        {"D": 64, "causal": True, "layout": "bhtd", "G": 4},
     ],
 )
 def test_compiles_for_a_card(options: dict[str, Any]) -> None:
-    """No registers are spilled but those of a few bytes, and no product waits for another."""
+    """Few registers are spilled, and no product waits for another. JAX 0.10.2 spills 136 bytes of
+    the causal output of 128 columns, 0.11.2 spills 16 and 0.12 spills 32."""
     sizes = {"B": 2, "T": 4096, "H": 16, "causal": False, "gradients": False}
     call = aot_mosaic.Call(**sizes | options, dtype="float8_e4m3fn")
     found = aot_mosaic.compile_call(call, machine_code=True)
-    assert {kernel.name for kernel in found.kernels} == {"float8_sums", "whole_output"}
+    most = {"float8_sums": 0, "output" if call.causal else "whole_output": 136 if call.causal else 16}
+    assert {kernel.name for kernel in found.kernels} == set(most)
     for kernel in found.kernels:
-        assert kernel.spill_stores <= 16 and not kernel.serialized and not kernel.hazards, kernel
+        assert kernel.spill_stores <= most[kernel.name], kernel
+        assert not kernel.serialized and not kernel.hazards, kernel
