@@ -159,13 +159,10 @@ def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
     OP.check_name(implementation)
     # Segments and the parameters of a feature map are what no such backend takes.
     read = Float8Inputs(
-        *inputs[:3],
-        *scales,
-        inputs.decay,
-        inputs.initial_state,
-        inputs.q_lengths,
-        inputs.kv_lengths,
-    )
+        inputs.q, inputs.k, inputs.v, *scales, decay=inputs.decay,
+        initial_state=inputs.initial_state,
+        q_lengths=inputs.q_lengths, kv_lengths=inputs.kv_lengths,
+    )  # fmt: skip
     if not checking.checking() and reading.is_read(OP, spec, read, implementation):
         return request._replace(
             inputs=float8.forward_alone(read), implementation=reading.BACKEND, op=reading.OP

@@ -13,7 +13,7 @@ def letters_of_inputs(inputs: Inputs | Float8Inputs) -> Any:
     """Returns the tree of inputs with each array replaced by the letters of its axes."""
     if isinstance(inputs, Float8Inputs):
         found = letters_of_inputs(inputs.without_scales())
-        scales = {"q_scale": "BH", "k_scale": "BG", "v_scale": "BG"}
+        scales: dict[str, Any] = {"q_scale": "BH", "k_scale": "BG", "v_scale": "BG"}
         fields = (name for name in inputs._fields if name not in scales)
         return Float8Inputs(**{name: getattr(found, name) for name in fields}, **scales)
     decay = None if inputs.decay is None else {1: "G", 3: "BSG", 4: "BSGF"}[inputs.decay.ndim]

@@ -17,7 +17,7 @@ from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, narrow, steps
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
-from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, Outputs
 
 # With fewer rows of all heads than this times 128 columns, others are taken to be faster, as for
 # bfloat16 arrays: no card has timed heads of 64 columns, which only these kernels take.

@@ -1,6 +1,7 @@
 """Sums over a piece's keys and values of 8 bits, without a decay:
 
-    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F],  k_j = k8_j k_scale,  v_j = v8_j v_scale
+    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
+    k_j = k8_j k_scale,  v_j = v8_j v_scale
 
     memory    loads groups of rows of k8 and v8
     values    widens v8 into bfloat16 tiles, which products take from shared memory
@@ -36,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, HALF, OF_ROWS, Array, Buffer, Item, Ring, Role
+from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, narrow
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec

@@ -109,7 +109,8 @@ def storage_of(
     rows_by: tuple[Any, ...] = q, k
     values_by: tuple[Any, ...] = of_values
     values_for: tuple[Role, ...] = FEATURES, VALUES
-    eight, eights = None, [None] * 3
+    eight: Ring | None = None
+    eights: list[Any] = [None, None, None]
     if of_eight_bits:
         block = mosaic.eight_bits(EIGHT_STAGES, 2, C, HALF)
         eights = [Buffer(block, copies=2) for _ in range(3)]

@@ -12,7 +12,8 @@ Where features may be negative, their products cancel, and rounding errors of ph
 out add up to what is allowed. phi(q) is multiplied in two parts then, in blocks of 64 features:
 rounded, and what that left off.
 
-Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks, too.
+Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks,
+too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def whole_output(
         s_free: Any,
     ) -> None:
         *given, out_ref = refs
-        q_scale_ref = given.pop() if of_eight_bits else None
+        q_scale_ref: Any = given.pop() if of_eight_bits else None
         (lengths_ref,) = given or (None,)
 
         def share_of(item: Item) -> tuple[Any, Any]:
@@ -130,7 +131,7 @@ def whole_output(
         def widened_features(
             xs: list[jax.Array], scale: Any, count: Any
         ) -> Iterator[tuple[list[jax.Array], Any]]:
-            """phi(q) of queries of 8 bits, as `parts_of_features`; one part where that is enough."""
+            """As `parts_of_features`, of queries of 8 bits; one part where that is enough."""
             for block, x in enumerate(xs):
                 first = block * HALF
                 phi = mosaic.kept(maps.unrounded(mosaic.scaled(x, scale), first), count)
