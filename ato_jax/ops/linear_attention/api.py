@@ -158,11 +158,19 @@ def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
     assert out_dtype is not None
     OP.check_name(implementation)
     # Segments and the parameters of a feature map are what no such backend takes.
+    q_scale, k_scale, v_scale = scales
     read = Float8Inputs(
-        inputs.q, inputs.k, inputs.v, *scales, decay=inputs.decay,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        q_scale,
+        k_scale,
+        v_scale,
+        decay=inputs.decay,
         initial_state=inputs.initial_state,
-        q_lengths=inputs.q_lengths, kv_lengths=inputs.kv_lengths,
-    )  # fmt: skip
+        q_lengths=inputs.q_lengths,
+        kv_lengths=inputs.kv_lengths,
+    )
     if not checking.checking() and reading.is_read(OP, spec, read, implementation):
         return request._replace(
             inputs=float8.forward_alone(read), implementation=reading.BACKEND, op=reading.OP

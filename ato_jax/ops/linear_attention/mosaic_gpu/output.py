@@ -26,6 +26,10 @@ loads the slot again.
 
 Both halves compute w: that is cheaper than to hand it over.
 
+Rows of 8 bits come in a ring of their own, `eight`, from MEMORY to FEATURES, which widens half of q
+and k and half of v, times their scales, into the tiles: `rows` and `values` are then its own to
+fill, and `values` is consumed by VALUES alone.
+
     symbol      shape          what it is
     q, k        [64, F]        a chunk's rows; features once they are mapped
     v           [64, V]        a chunk's rows
