@@ -36,7 +36,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.float8_sums import float8_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays, keeps_start
-from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output
+from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output, output_of_eight_bits
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
@@ -163,15 +163,13 @@ def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8I
     """Without a decay. As `keep`, with sums of keys and values of 8 bits."""
     deal = deal_of(spec, config)
     pieces, found = deal.pieces - (not spec.return_state), None
-    scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
     if pieces:
         length = min(pieces * deal.rows, spec.T)
         of_keys = dataclasses.replace(deal, heads=spec.G, length=length, pieces=pieces)
-        arrays = inputs.k, inputs.v, *scales[1:]
+        arrays = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
         found = _as_of_pieces(pieces, *float8_sums(spec, of_keys, arrays, inputs.kv_lengths))
     ahead = at_edges(spec, found, inputs.initial_state, ends=spec.return_state)
-    rows = inputs.q, inputs.k, inputs.v, ahead.kv, ahead.k_sum
-    out, _ = output(spec, deal, *rows, None, None, inputs.kv_lengths, scales=scales)
+    out = output_of_eight_bits(spec, deal, inputs, ahead.kv, ahead.k_sum)
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V

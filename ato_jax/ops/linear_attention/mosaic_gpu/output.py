@@ -82,8 +82,13 @@ from ato_jax.mosaic import (
     load,
     multiply,
 )
+from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.output_eight_bits import (
+    load_eight_bits,
+    map_eight_bits,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.output_storage import (
     FEATURES,
     MEMORY,
@@ -111,7 +116,6 @@ def output(
     lengths: jax.Array | None = None,
     s_units: jax.Array | None = None,
     later: Later | None = None,
-    scales: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """out; and with `later`, where it is normalised, what rows of out are divided by, [B, H, T up
     to a whole chunk] float32.
@@ -124,14 +128,26 @@ def output(
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
       later: what `later_output` left.
-      scales: of q, k and v of 8 bits, [B, H] and twice [B, G] float32.
     """
-    q_scale, k_scale, v_scale = scales or (None,) * 3
     out, *den = _launch(
         spec, deal, later, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths,
-        s_units=s_units, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        s_units=s_units,
     )  # fmt: skip
     return out, den[0] if den else None
+
+
+def output_of_eight_bits(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    inputs: Float8Inputs,
+    s: jax.Array,
+    z: jax.Array,
+) -> jax.Array:
+    """As `output`, of q, k and v of 8 bits, without a decay."""
+    names = "q", "k", "v", "q_scale", "k_scale", "v_scale"
+    arrays = {name: getattr(inputs, name) for name in names}
+    (out,) = _launch(spec, deal, None, s=s, z=z, lengths=inputs.kv_lengths, **arrays)
+    return out
 
 
 class Later(NamedTuple):
@@ -248,21 +264,6 @@ def load_piece(walk: Walk, item: Item) -> None:
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
 
-def load_eight_bits(walk: Walk, item: Item, rows: Any, step: Any) -> None:
-    own, kv_head = walk.own, walk.kv_head(item)
-    assert own.eight is not None
-    slot = own.eight.slot(step)
-    own.eight.acquire(step)
-    for ref, tiles, head in (
-        (walk.k, own.eight_k, kv_head),
-        (walk.q, own.eight_q, item.head),
-        (walk.v, own.eight_v, kv_head),
-    ):
-        blocks = [tiles.at[slot, half] for half in range(2)]  # [64, 64] each
-        produced = own.eight.produced.at[slot]
-        mosaic.copy_eight_bits(walk.tiling, ref, item, rows, head, blocks, produced)
-
-
 def features(walk: Walk, half: int) -> None:
     """Maps q and k in place, and makes phi(q_i) . z."""
     if not walk.gated:
@@ -331,28 +332,6 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     if own.eight is None:
         own.values.consumed.arrive(v_slot)
     return totals, to_end
-
-
-def map_eight_bits(
-    walk: Walk, half: int, item: Item, step: Any, own_q: Any, own_k: Any, own_v: Any, count: Any
-) -> None:
-    """Fills a half of the tiles of q and k with features, and of v with its values times their
-    scale, from rows of 8 bits."""
-    own, phi, first = walk.own, walk.phi, half * HALF
-    assert own.eight is not None
-    slot = own.eight.slot(step)
-    own.eight.produced.wait(slot)
-    head, kv_head = (
-        (item.batch, walk.tiling.head_of(head, half)) for head in (item.head, walk.kv_head(item))
-    )
-    q = mosaic.scaled(mosaic.load_eight_bits(own.eight_q.at[slot, half]), walk.q_scale[head])
-    own_q[...] = mosaic.kept(mosaic.rounded(phi.unrounded(q, first)), count)
-    k = mosaic.scaled(mosaic.load_eight_bits(own.eight_k.at[slot, half]), walk.k_scale[kv_head])
-    phi_k = mosaic.rounded(phi.keys(phi.present(k, first), first=first))
-    own_k[...] = mosaic.kept(phi_k, count)
-    mosaic.widen(own.eight_v.at[slot, half], own_v, scale=walk.v_scale[kv_head])
-    plgpu.commit_smem()
-    own.eight.consumed.arrive(slot)
 
 
 def values(walk: Walk) -> None:

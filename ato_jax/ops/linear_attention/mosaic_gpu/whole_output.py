@@ -128,17 +128,6 @@ def whole_output(
                 rounded = mosaic.rounded(phi)
                 yield [rounded, mosaic.rounded(phi - rounded.astype(F32))], rows
 
-        def widened_features(
-            xs: list[jax.Array], scale: Any, count: Any
-        ) -> Iterator[tuple[list[jax.Array], Any]]:
-            """As `parts_of_features`, of queries of 8 bits; one part where that is enough."""
-            for block, x in enumerate(xs):
-                first = block * HALF
-                phi = mosaic.kept(maps.unrounded(mosaic.scaled(x, scale), first), count)
-                rounded = mosaic.rounded(phi)
-                rest = [mosaic.rounded(phi - rounded.astype(F32))] if in_two_parts else []
-                yield [rounded, *rest], pl.ds(first, HALF)
-
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)
             state = slot_of(item.number, states)
@@ -158,7 +147,8 @@ def whole_output(
                 if of_eight_bits:
                     xs = [mosaic.load_eight_bits(q_s.at[slot, block]) for block in range(blocks)]
                     let_go()
-                    whole = widened_features(xs, q_scale_ref[item.batch, head], count)
+                    own_scale = q_scale_ref[item.batch, head]
+                    whole = _widened_features(spec, xs, own_scale, count)
                 elif not in_two_parts:
                     x = load(q_s.at[slot])  # [C, D]
                     let_go()
@@ -214,3 +204,19 @@ def whole_output(
     given = [array for array in (lengths, q_scale) if array is not None]
     arrays = [q, s, z_rows, *given]
     return frame.launch(body, "whole_output", deal, out_type, scratch, arrays)
+
+
+def _widened_features(
+    spec: LinearAttentionSpec, xs: list[jax.Array], scale: Any, count: Any
+) -> Iterator[tuple[list[jax.Array], Any]]:
+    """phi(q) [C, 64] of each block of queries of 8 bits, in two parts where features may be
+    negative, and which rows of S it is multiplied with."""
+    maps = feature_maps.features(spec)
+    for block, x in enumerate(xs):
+        first = block * HALF
+        phi = mosaic.kept(maps.unrounded(mosaic.scaled(x, scale), first), count)
+        rounded = mosaic.rounded(phi)
+        parts = [rounded]
+        if not spec.feature_map.nonnegative:
+            parts.append(mosaic.rounded(phi - rounded.astype(F32)))
+        yield parts, pl.ds(first, HALF)
