@@ -23,7 +23,8 @@ def _by_dispatch(api: Any) -> Callable[..., dispatch.Explanation]:
 
     def explain(*args: Any, **options: Any) -> dispatch.Explanation:
         request = api.prepare(*args, **options)
-        return dispatch.explain(api.OP, request.spec, request.inputs, request.implementation)
+        op = getattr(request, "op", api.OP)
+        return dispatch.explain(op, request.spec, request.inputs, request.implementation)
 
     return explain
 

@@ -85,7 +85,7 @@ class Call:
     gradients: bool = True
     feature_map: str = "elu1"
     G: int | None = None  # H, unless it is said
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of float8_e4m3fn, scales are given
     V: int | None = None  # D, unless it is said
     segments: bool = False
 
@@ -254,6 +254,8 @@ def main(call: Call) -> None:
         options["decay"] = array(*{"head": (G,), "step": rows, "channel": (*rows, D)}[call.decay])
     if call.segments:
         options["segment_ids"] = array(B, T, dtype=jnp.int32)
+    if call.dtype == "float8_e4m3fn":
+        options["scales"] = tuple(array(B, heads) for heads in (H, G, G))
     if call.states:
         options["initial_state"] = ato_jax.LinearState(array(B, G, D, V), array(B, G, D))
 

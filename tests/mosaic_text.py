@@ -31,6 +31,8 @@ from jax.extend.mlir import ir
 
 from ato_jax import device
 from ato_jax.ops.linear_attention import api, mosaic_gpu
+from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
+from ato_jax.ops.linear_attention.mosaic_gpu import float8
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -62,6 +64,7 @@ class Case:
     gradients: bool = True
     feature_map: str = "elu1"
     segments: bool = False
+    float8: bool = False
 
     @property
     def name(self) -> str:
@@ -74,6 +77,7 @@ class Case:
         parts += [] if self.normalize else ["unnormalised"]
         parts += ["states"] if self.states else []
         parts += ["segments"] if self.segments else []
+        parts += ["float8"] if self.float8 else []
         parts += [] if self.gradients else ["forward"]
         return "-".join(parts)
 
@@ -116,6 +120,11 @@ CASES = [
     Case(128, causal=False, decay="step"),
     Case(128, causal=False, segments=True, T=1000),
     Case(64, causal=False, segments=True, layout="bhtd", normalize=False),
+    Case(128, causal=False, S=1000, gradients=False, float8=True),
+    Case(64, causal=False, layout="bhtd", gradients=False, float8=True),
+    Case(96, causal=False, feature_map="silu", states=True, gradients=False, float8=True),
+    Case(128, H=8, G=2, gradients=False, float8=True),
+    Case(64, layout="bhtd", states=True, gradients=False, float8=True),
 ]
 
 
@@ -174,7 +183,8 @@ def spec_of(case: Case) -> LinearAttentionSpec:
 def lower(case: Case) -> jax.stages.Lowered:
     spec = spec_of(case)
     for phase in ("forward", "backward")[: 1 + case.gradients]:
-        if reason := mosaic_gpu.unsupported(spec, phase):
+        backend: Any = float8 if case.float8 else mosaic_gpu
+        if reason := backend.unsupported(spec, phase):
             raise ValueError(f"{case.name}, {phase}: mosaic_gpu {reason}")
     config = mosaic_gpu.default_config(spec, H200)
 
@@ -190,6 +200,15 @@ def lower(case: Case) -> jax.stages.Lowered:
             return mosaic_gpu.backward_with_fallback(*arrays, _nothing)
         return mosaic_gpu.backward(*arrays)
 
+    def call_in_8_bits(q: Any, k: Any, v: Any, options: Any) -> Any:
+        heads = (case.B, case.H), (case.B, case.G), (case.B, case.G)
+        values = (x.astype(jnp.float8_e4m3fn) for x in (q, k, v))
+        scales = (jnp.ones(shape, jnp.float32) for shape in heads)
+        given = options.get("initial_state")
+        return float8.forward(spec, config, Float8Inputs(*values, *scales, initial_state=given))
+
+    if case.float8:
+        call = call_in_8_bits
     with on_hopper():
         return jax.jit(call).trace(*arrays_of(case)).lower(lowering_platforms=("cuda",))
 

@@ -21,6 +21,7 @@ from ato_jax import choosing
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
+from ato_jax.ops.linear_attention import reading
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "support.txt"
@@ -287,6 +288,30 @@ def _gated_delta_rule() -> Iterator[Row]:
     yield row("lengths, D = V = 128", {"D": 128, "V": 128}, lengths=np.array([20, 32]))
 
 
+def _float8() -> Iterator[Row]:
+    """Calls of linear attention on float8 arrays, by their calls on bfloat16 arrays."""
+    for D in (64, 80, 96, 112, 128, 192):
+        yield Row(f"D = V = {D}", {"D": D, "V": D, "T": 64})
+    wide = {"D": 128, "V": 128, "T": 64}
+    yield Row("D = 128, V = 80", wide | {"V": 80})
+    yield Row("D = V = 128, H = 4 G, T = 64, S = 72", wide | {"H": 8, "S": 72})
+    yield Row("D = V = 128, T = 101", wide | {"T": 101})
+    lengths = {"kv_lengths": np.array([20, 32])}
+    kinds: dict[str, Any] = {
+        'feature_map="exp"': _always(feature_map="exp"),
+        'feature_map="silu"': _always(feature_map="silu"),
+        "lengths": _always(**lengths),
+        "return_state": _always(return_state=True),
+        "segment_ids": lambda sizes: {"segment_ids": ids(sizes, "T")},
+        "decay [B, S, G]": _with_decay("BSG"),
+        "causal": _always(causal=True),
+        "causal, decay [B, S, G]": _with_decay("BSG", causal=True),
+    }
+    for feature, options in kinds.items():
+        yield Row(f"D = V = 128, {feature}", wide, options)
+    yield Row("D = V = 64, causal", wide | {"D": 64, "V": 64}, _always(causal=True))
+
+
 ROWS = {
     "attention": [*_shared(), *_attention()],
     "linear_attention": [*_shared(), *_linear_attention()],
@@ -338,6 +363,17 @@ def reasons(op: str, row: Row) -> dict[str, dict[str, str | None]]:
     return found
 
 
+def reasons_against_eight_bits() -> dict[str, str | None]:
+    """By feature, why a call of linear attention on float8 arrays is widened; None where kernels
+    read 8 bits."""
+    found = {}
+    for row in _float8():
+        arrays, options = arguments(row)
+        spec = linear_attention_api.prepare(*arrays, **options).spec
+        found[row.feature] = reading.OP.backend(reading.BACKEND).unsupported(spec, "forward")
+    return found
+
+
 def cell(of_phase: dict[str, str | None]) -> str:
     supported = [phase for phase in PHASES if of_phase[phase] is None]
     return "yes" if len(supported) == 2 else " ".join(supported) or "-"
@@ -359,6 +395,9 @@ def golden() -> str:
             for feature, found in table.items():
                 for reason in dict.fromkeys(filter(None, found[name].values())):
                     lines.append(f"{op}, {name}, {feature}: {reason}")
+    lines += ["", "linear_attention of float8_e4m3fn"]
+    for feature, reason in reasons_against_eight_bits().items():
+        lines.append(f"{feature}: {'8 bits' if reason is None else f'widened: {reason}'}")
     return "\n".join(lines) + "\n"
 
 
@@ -387,6 +426,12 @@ def table() -> str:
         for cells, features in together.items():
             parts.append(f"| {'; '.join(_widths(features))} | " + " | ".join(cells) + " |")
         parts.append("")
+    against = reasons_against_eight_bits()
+    parts += ["| `linear_attention` of float8_e4m3fn, forward | `mosaic_gpu` |", "|---|---|"]
+    for told, is_read in (("reads 8 bits", True), ("widened first", False)):
+        features = [feature for feature, reason in against.items() if (reason is None) == is_read]
+        parts.append(f"| {'; '.join(features)} | {told} |")
+    parts.append("")
     return "\n".join(parts)
 
 

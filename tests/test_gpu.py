@@ -530,6 +530,54 @@ def test_values_of_another_size_of_mosaic_gpu(
 
 
 @of_mosaic_gpu
+@pytest.mark.parametrize(
+    "causal, T, D, G, options",
+    [
+        (False, 4096, 128, 4, {}),
+        (False, 4096, 64, 2, {"layout": "bhtd"}),
+        (False, 1000, 80, 4, {"feature_map": "silu"}),
+        (False, 4096, 96, 4, {"kv_lengths": np.array([4096, 70]), "return_state": True}),
+        (True, 4096, 128, 2, {}),
+        (True, 4001, 64, 4, {"layout": "bhtd", "return_state": True}),
+        (True, 4096, 112, 4, {"feature_map": "exp"}),
+        (True, 4096, 48, 4, {"kv_lengths": np.array([4096, 70])}),
+    ],
+)
+def test_float8_of_mosaic_gpu(
+    causal: bool, T: int, D: int, G: int, options: dict[str, Any]
+) -> None:
+    """8 bits as kernels read them, beside float32 arrays of the same values by XLA; twice the
+    same."""
+    layout = options.get("layout", "bthd")
+    values, scales, wide = [], [], []
+    for seed, (heads, factor) in enumerate(((4, 1.1), (G, 0.9), (G, 1.7))):
+        shape = (2, T, heads, D) if layout == "bthd" else (2, heads, T, D)
+        x = jax.random.normal(jax.random.key(seed), shape)
+        time = layout.index("t")
+        found, scale = ato_jax.quantize(x, (time, 3))
+        values.append(found)
+        scales.append(scale * factor)
+        wide.append(found.astype(jnp.float32) * jnp.expand_dims(scale * factor, (time, 3)))
+    options = {"causal": causal, **options}
+
+    def call() -> Any:
+        return ato_jax.linear_attention(
+            *values, scales=scales, implementation="mosaic_gpu", **options
+        )
+
+    explained = ato_jax.explain(
+        "linear_attention", *values, scales=scales, implementation="mosaic_gpu", **options
+    )
+    assert explained.implementation == "mosaic_gpu.float8"
+    found, again = (jax.tree.leaves(call()) for _ in range(2))
+    exact = jax.tree.leaves(ato_jax.linear_attention(*wide, implementation="xla", **options))
+    for own, same, wanted in zip(found, again, exact, strict=True):
+        assert (own == same).all()
+        error = jnp.linalg.norm(own.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+        assert error < 5e-3
+
+
+@of_mosaic_gpu
 @pytest.mark.parametrize("scale", [0.01, 30.0])
 @pytest.mark.parametrize("causal, D", [*BY_SIZE, (False, 96), (True, 96), (True, 32)])
 def test_small_and_large_inputs_of_mosaic_gpu(causal: bool, scale: float, D: int) -> None:

@@ -5,6 +5,7 @@
     schedule   items, pieces and chunks: what a persistent block works on
     roles      warpgroups with a part of their own, and their registers
     rings      slots and barriers whose arrival counts follow from the roles that use them
+    eight_bits rows of float8, widened in registers
     masks      the rows of a chunk that count
     scales     units of float16 operands
     assembly   inline PTX
@@ -17,10 +18,17 @@
 from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.assembly import hidden_position as hidden_position
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
+from ato_jax.mosaic.eight_bits import copy_eight_bits as copy_eight_bits
+from ato_jax.mosaic.eight_bits import eight_bits as eight_bits
+from ato_jax.mosaic.eight_bits import load_eight_bits as load_eight_bits
+from ato_jax.mosaic.eight_bits import load_eight_bits_transposed as load_eight_bits_transposed
+from ato_jax.mosaic.eight_bits import scaled as scaled
+from ato_jax.mosaic.eight_bits import widen as widen
 from ato_jax.mosaic.masks import keep_rows as keep_rows
 from ato_jax.mosaic.masks import kept as kept
 from ato_jax.mosaic.products import ALIKE as ALIKE
 from ato_jax.mosaic.products import PARTS as PARTS
+from ato_jax.mosaic.products import accumulate_while as accumulate_while
 from ato_jax.mosaic.products import in_parts as in_parts
 from ato_jax.mosaic.products import multiply as multiply
 from ato_jax.mosaic.products import multiply_under as multiply_under

@@ -56,6 +56,26 @@ def multiply_while(
     return lax.optimization_barrier(product), found
 
 
+def accumulate_while(
+    start: jax.Array, products: Sequence[tuple[Any, Any]], do: Callable[[], Any]
+) -> tuple[jax.Array, Any]:
+    """start + a @ b + ..., and what `do` returns, which runs while the products are in flight."""
+    if device.interpreting():
+        (total,) = _multiply_interpreted((start, products))
+        return total, do()
+
+    def both(accumulator: Any) -> Any:
+        accumulator[...] = start
+        for a, b in products:
+            plgpu.wgmma(accumulator, tiled(a), tiled(b))
+        found = do()
+        return accumulator[...], found
+
+    shape = start.shape[0], start.shape[1]
+    total, found = pl.run_scoped(both, plgpu.ACC(shape, F32))
+    return lax.optimization_barrier(total), found
+
+
 def multiply_under(
     first: Sequence[tuple[Any, Any]],
     shape: tuple[int, int],

@@ -1,11 +1,11 @@
-"""Calls whose q, k and v are float8_e4m3fn: bound, widened and run by the kernels of wide arrays.
+"""Calls whose q, k and v are float8_e4m3fn: bound, and where no kernel reads 8 bits, widened.
 
     x = values * scale        values [B, T, H, D] of float8_e4m3fn, scale [B, H] float32
 
-No kernel reads 8 bits today. A call widens its arrays first, to bfloat16 or, for a float32 output,
-to float32; it takes the time of a call on these, and their memory. float8_e4m3fn has 4 significant
-bits and bfloat16 has 8, so a product with a power of two is exact, and one with another scale is
-rounded once. A kernel that reads 8 bits would take `values` and `scale` where `widened` is called.
+Some calls of linear attention have kernels that read 8 bits (`linear_attention/reading.py`). All
+others widen their arrays first, to bfloat16 or, for a float32 output, to float32; they take the
+time of a call on these, and their memory. float8_e4m3fn has 4 significant bits and bfloat16 has 8,
+so a product with a power of two is exact, and one with another scale is rounded once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,24 @@ def bind_qkv(
 
     The last is None where q, k and v are wide.
     """
+    (arrays, own_scales), sizes, batched, out_dtype = bind(q, k, v, layout, scales, out_dtype)
+    if out_dtype is not None:
+        heads = common.axes(layout, "BTHD").index("H")
+        arrays = widened(arrays, own_scales, heads, out_dtype)
+    return arrays, sizes, batched, out_dtype
+
+
+def bind(
+    q: Any, k: Any, v: Any, layout: str, scales: Any, out_dtype: Any
+) -> tuple[tuple[list[jax.Array], list[jax.Array]], dict[str, int], bool, str | None]:
+    """As `bind_qkv`, with float8 arrays as they are, beside their scales."""
     out_dtype = resolve((q, k, v), scales, out_dtype)
     if out_dtype is None:
-        return *common.bind_qkv(q, k, v, layout), None
+        arrays, sizes, batched = common.bind_qkv(q, k, v, layout)
+        return (arrays, []), sizes, batched, None
     arrays = [shapes.as_array(*named) for named in zip("qkv", (q, k, v), strict=True)]
     bound, sizes, batched = common.bind_axes(arrays, layout)
-    heads = common.axes(layout, "BTHD").index("H")
-    return widened(bound, scales, sizes, batched, heads, out_dtype), sizes, batched, out_dtype
+    return (bound, bind_scales(scales, sizes, batched)), sizes, batched, out_dtype
 
 
 def resolve(arrays: tuple[Any, ...], scales: Any, out_dtype: Any) -> str | None:
@@ -78,23 +89,13 @@ def resolve(arrays: tuple[Any, ...], scales: Any, out_dtype: Any) -> str | None:
     return "bfloat16" if out_dtype is None else shapes.float_dtype("out_dtype", out_dtype)
 
 
-def widened(
-    arrays: list[jax.Array],
-    scales: Any,
-    sizes: dict[str, int],
-    batched: bool,
-    heads: int,
-    out_dtype: str,
-) -> list[jax.Array]:
-    """[q, k, v] times their scales, in the dtype of the kernels that run.
+def bind_scales(scales: Any, sizes: dict[str, int], batched: bool) -> list[jax.Array]:
+    """The caller's scales, [B, H], [B, G] and [B, G].
 
     Args:
-      arrays: float8 arrays with a batch axis.
       scales: the caller's.
       sizes: the size of each letter.
       batched: whether the caller's arrays have a batch axis.
-      heads: the axis of heads.
-      out_dtype: of the output.
     """
     if not isinstance(scales, tuple | list) or len(scales) != 3:
         raise ValueError(
@@ -107,12 +108,20 @@ def widened(
         found = quantizing.check_scale(name, scale)
         shapes.bind(sizes, name, found.shape, letters if batched else letters[1:])
         bound.append(common.with_batch(found, 2))
+    return bound
+
+
+def widened(
+    arrays: list[jax.Array], scales: list[jax.Array], heads: int, out_dtype: str
+) -> list[jax.Array]:
+    """[q, k, v] times their scales, as `bind` gives both, in the dtype of the kernels that run.
+    `heads` is the axis of heads."""
     wide = wide_dtype(out_dtype)
 
     def partition() -> list[Any]:
         return [meshes.sharded(*meshes.partition(array)) for array in arrays]
 
-    return meshes.call(lambda pair: _products(wide, heads, *pair), (arrays, bound), partition)
+    return meshes.call(lambda pair: _products(wide, heads, *pair), (arrays, scales), partition)
 
 
 def wide_dtype(out_dtype: Any) -> str:
@@ -160,9 +169,14 @@ def forward_alone(inputs: Any) -> Any:
 
 
 def explained(found: dispatch.Explanation, out_dtype: Any) -> dispatch.Explanation:
-    """Explains a call on float8 arrays by `found`, which explains its call on the widened ones."""
-    wide = wide_dtype(out_dtype)
-    note = f"{FLOAT8} inputs are widened to {wide} first; no kernel reads 8 bits"
+    """Explains a call on float8 arrays by `found`, which explains its call on the widened ones, or
+    on the arrays as they are, where a backend reads them."""
+    reader = next((name for name in found.reasons if name.endswith(".float8")), None)
+    if reader is None:
+        wide = wide_dtype(out_dtype)
+        note = f"{FLOAT8} inputs are widened to {wide} first; no kernel reads 8 bits of this call"
+    else:
+        note = f"{FLOAT8} inputs are read as 8 bits"
     reasons = {
         name: {**phases, "backward": NO_DERIVATIVE} for name, phases in found.reasons.items()
     }

@@ -30,7 +30,8 @@ from ato_jax.ops.common import (
     with_batch,
 )
 from ato_jax.ops.float8 import Scales
-from ato_jax.ops.linear_attention import features, segments
+from ato_jax.ops.linear_attention import features, reading, segments
+from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
 # A name, or a function of one array, such as what `favor` returns.
@@ -47,11 +48,12 @@ class Request(NamedTuple):
     """A call with its arguments checked: what `dispatch` needs, and the shape of the answer."""
 
     spec: LinearAttentionSpec
-    inputs: Inputs
+    inputs: Any  # `Inputs`, or what `op` takes
     implementation: str | None
     batched: bool
     T: int
     out_dtype: str | None = None  # of a call on float8 arrays
+    op: choosing.Op[LinearAttentionSpec, Any, Outputs] = OP
 
 
 def prepare(
@@ -79,10 +81,10 @@ def prepare(
     implementation: str | None = None,
 ) -> Request:
     """Checks and binds every argument of `linear_attention`; its ValueErrors come from here."""
-    (q, k, v), sizes, batched, out_dtype = float8.bind_qkv(
+    ((q, k, v), own_scales), sizes, batched, out_dtype = float8.bind(
         q, k, v, layout, scales, out_dtype
     )
-    dtype = str(q.dtype)
+    dtype = str(q.dtype) if out_dtype is None else float8.wide_dtype(out_dtype)
     causal, return_state = shapes.flag("causal", causal), shapes.flag("return_state", return_state)
     phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
@@ -144,9 +146,38 @@ def prepare(
     inputs = Inputs(
         q, k, v, decay, initial_state, parameters, q_ids, kv_ids, q_lengths, kv_lengths
     )
-    if out_dtype is not None:
-        inputs = float8.forward_alone(inputs)
-    return Request(spec, inputs, implementation, batched, T, out_dtype)
+    request = Request(spec, inputs, implementation, batched, T, out_dtype)
+    return request if out_dtype is None else _of_float8(request, own_scales)
+
+
+def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
+    """The request of a call on float8 arrays, which `request.inputs` holds as they are: of a
+    backend that reads them, or with the arrays widened."""
+    spec, inputs = request.spec, request.inputs
+    implementation, out_dtype = request.implementation, request.out_dtype
+    assert out_dtype is not None
+    OP.check_name(implementation)
+    # Segments and the parameters of a feature map are what no such backend takes.
+    q_scale, k_scale, v_scale = scales
+    read = Float8Inputs(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        q_scale,
+        k_scale,
+        v_scale,
+        decay=inputs.decay,
+        initial_state=inputs.initial_state,
+        q_lengths=inputs.q_lengths,
+        kv_lengths=inputs.kv_lengths,
+    )
+    if not checking.checking() and reading.is_read(OP, spec, read, implementation):
+        return request._replace(
+            inputs=float8.forward_alone(read), implementation=reading.BACKEND, op=reading.OP
+        )
+    heads = axes(spec.layout, "BTHD").index("H")
+    q, k, v = float8.widened(list(inputs[:3]), scales, heads, out_dtype)
+    return request._replace(inputs=float8.forward_alone(inputs._replace(q=q, k=k, v=v)))
 
 
 def resolve_output(
@@ -265,7 +296,7 @@ def run(request: Request) -> tuple[jax.Array, LinearState]:
     spec = request.spec
     if checking.checking():
         check_sums(spec.feature_map, spec.normalize, _sums(request))
-    out, state = dispatch.run(OP, spec, request.inputs, request.implementation)
+    out, state = dispatch.run(request.op, spec, request.inputs, request.implementation)
     time = axes(spec.layout, "BTHV").index("T")
     out = jax.lax.slice_in_dim(out, 0, request.T, axis=time) if request.T < spec.T else out
     if not request.batched:
@@ -373,7 +404,8 @@ def linear_attention(
       layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D].
       scales: (q_scale [B, H], k_scale [B, G], v_scale [B, G]), float32, for q, k and v of
         float8_e4m3fn, and only for these: q stands for q * q_scale. `ato_jax.quantize` makes both.
-        The arrays are widened first, so the call costs what one on bfloat16 arrays does.
+        On Hopper some calls read the 8 bits, all others widen the arrays first (`explain` says
+        which) and cost what a call on bfloat16 arrays does.
       out_dtype: Dtype of out where q, k and v are float8_e4m3fn: "bfloat16" unless given,
         "float16", or "float32", for which they are widened to float32.
       precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round

@@ -92,7 +92,8 @@ def prepare(
     check_heads(sizes)
     q, k, v = (with_batch(array, 3) for array in (q, k, v))
     if out_dtype is not None:
-        q, k, v = float8.widened([q, k, v], scales, sizes, batched, 1, out_dtype)
+        own_scales = float8.bind_scales(scales, sizes, batched)
+        q, k, v = float8.widened([q, k, v], own_scales, 1, out_dtype)
     phi, parameters, sizes["F"] = features.resolve(feature_map, sizes["D"])
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
     state = bind_state("state", state, sizes, batched)

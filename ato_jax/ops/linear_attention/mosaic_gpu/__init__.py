@@ -257,7 +257,7 @@ def beats_later_backends(
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= enough
 
 
-def _as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     """Under `vmap` the arrays are a larger batch, since grids are made for the card."""
 
     @functools.wraps(function)
@@ -330,19 +330,19 @@ def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.
     return _gates_of_steps(spec, config, inputs.decay)
 
 
-@_as_larger_batch
+@as_larger_batch
 def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array) -> jax.Array:
     of_steps = both_ways.gates_of_steps if frame.both_ways(spec) else gates.of_steps
     return of_steps(spec, decay)
 
 
-@_as_larger_batch
+@as_larger_batch
 def _keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     """`inputs.decay` are the gates."""
     return _kept(spec, config, inputs)
 
 
-@_as_larger_batch
+@as_larger_batch
 def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     """What the gradients are made of, too."""
     return _kept(spec, config, inputs, features=spec.decay == "channel")
@@ -410,10 +410,10 @@ def backward_with_fallback(
     fallback: causal.Fallback,
 ) -> Inputs:
     run = functools.partial(causal.backward_by_channel, fallback=fallback)
-    return _as_larger_batch(run)(spec, config, residuals, cotangents)
+    return as_larger_batch(run)(spec, config, residuals, cotangents)
 
 
-@_as_larger_batch
+@as_larger_batch
 def _backward(
     spec: LinearAttentionSpec,
     config: Config,

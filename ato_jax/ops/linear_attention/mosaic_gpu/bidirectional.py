@@ -2,18 +2,23 @@
 each.
 
 Forward the sums of a few pieces (`whole_sums.py`) are added up (`scans/totals.py`), and queries
-stream past them (`whole_output.py`). Backward the queries' gradient leaves sums of its pieces, too
+stream past them (`whole_output.py`). Of 8 bits keys and values have sums of their own
+(`float8_sums.py`). Backward the queries' gradient leaves sums of its pieces, too
 (`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Heads of
 more columns have a backward of their own (`wide_*.py`), where those sums are a pass more.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
+from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float8_sums import chunks_of_group, float8_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_output import whole_output
@@ -56,6 +61,20 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     sums = add_up(spec, pieces, inputs.initial_state, returned=True)
     assert sums.kv is not None
     out = whole_output(spec, of_queries, inputs.q, sums.read, sums.rows, inputs.q_lengths)
+    return Outputs(out, LinearState(sums.kv, sums.k_sum))
+
+
+def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
+    of_queries = deal(spec, config, spec.H, spec.T)
+    at_once = chunks_of_group(spec)
+    of_groups = deal(spec, config, spec.G, pl.cdiv(spec.S, at_once))
+    of_keys = dataclasses.replace(of_groups, length=spec.S, rows=at_once * of_groups.rows)
+    arrays = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
+    pieces = float8_sums(spec, of_keys, arrays, inputs.kv_lengths)
+    sums = add_up(spec, pieces, inputs.initial_state, returned=True)
+    assert sums.kv is not None
+    of_output = inputs.q, sums.read, sums.rows, inputs.q_lengths, inputs.q_scale
+    out = whole_output(spec, of_queries, *of_output)
     return Outputs(out, LinearState(sums.kv, sums.k_sum))
 
 

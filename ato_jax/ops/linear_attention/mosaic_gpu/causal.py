@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
+from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
@@ -31,10 +32,11 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.float8_sums import float8_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays, keeps_start
-from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output
+from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output, output_of_eight_bits
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
@@ -155,6 +157,30 @@ def keep(
         of_state = spec.B, spec.G, spec.D, spec.V
         state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
     return Kept(out, state, kv, ahead.k_sum, units=units, den=den)
+
+
+def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
+    """Without a decay. As `keep`, with sums of keys and values of 8 bits."""
+    deal = deal_of(spec, config)
+    pieces, found = deal.pieces - (not spec.return_state), None
+    if pieces:
+        length = min(pieces * deal.rows, spec.T)
+        of_keys = dataclasses.replace(deal, heads=spec.G, length=length, pieces=pieces)
+        arrays = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
+        found = _as_of_pieces(pieces, *float8_sums(spec, of_keys, arrays, inputs.kv_lengths))
+    ahead = at_edges(spec, found, inputs.initial_state, ends=spec.return_state)
+    out = output_of_eight_bits(spec, deal, inputs, ahead.kv, ahead.k_sum)
+    state = ahead.end
+    if state is None:
+        of_state = spec.B, spec.G, spec.D, spec.V
+        state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
+    return Outputs(out, state)
+
+
+def _as_of_pieces(pieces: int, kv: jax.Array, k_sum: jax.Array) -> State:
+    """kv [B, G, N P, F, V], a piece's in N parts, as [B, G, P, V, F]; and k_sum alike."""
+    kv, k_sum = (x.reshape(*x.shape[:2], pieces, -1, *x.shape[3:]) for x in (kv, k_sum))
+    return jnp.swapaxes(jnp.sum(kv, axis=3), 3, 4), jnp.sum(k_sum, axis=3)
 
 
 def _keep_by_channel(

@@ -11,6 +11,7 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
     phi.slope_of(x, phi_x)     the same where both x and phi(x) are at hand
     phi.transposed_keys(x, first)  phi(x) of a transposed tile [columns, rows], whose first row is
                                column `first`; 0 in columns that the head does not have
+    phi.unrounded_transposed_keys(x, first)  the same in float32
     phi.unrounded_of_rows(x)   phi(x) in float32 of an array outside of kernels
 
 elu(x) + 1 has fast paths of its own: in bfloat16 two elements take one instruction, and its
@@ -137,6 +138,9 @@ class Elu1:
     def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
         return features_of(keys(self.spec, x, first, axis=0))
 
+    def unrounded_transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
+        return unrounded_features_of(keys(self.spec, x, first, axis=0))
+
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return unrounded_features_of(x)
 
@@ -184,11 +188,14 @@ class Traced:
         return self.slope(x)
 
     def transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
+        return mosaic.rounded(self.unrounded_transposed_keys(x, first), self.dtype)
+
+    def unrounded_transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
         (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
         if self.width is not None:
             rows = plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=0, layout=mosaic.TILE)
             phi = jnp.where(first + rows < self.width, phi, 0.0)
-        return mosaic.rounded(phi, self.dtype)
+        return phi
 
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return self.map(x.astype(F32))

@@ -26,6 +26,10 @@ loads the slot again.
 
 Both halves compute w: that is cheaper than to hand it over.
 
+Rows of 8 bits come in a ring of their own, `eight`, from MEMORY to FEATURES, which widens half of q
+and k and half of v, times their scales, into the tiles: `rows` and `values` are then its own to
+fill, and `values` is consumed by VALUES alone.
+
     symbol      shape          what it is
     q, k        [64, F]        a chunk's rows; features once they are mapped
     v           [64, V]        a chunk's rows
@@ -78,8 +82,13 @@ from ato_jax.mosaic import (
     load,
     multiply,
 )
+from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.output_eight_bits import (
+    load_eight_bits,
+    map_eight_bits,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.output_storage import (
     FEATURES,
     MEMORY,
@@ -125,6 +134,20 @@ def output(
         s_units=s_units,
     )  # fmt: skip
     return out, den[0] if den else None
+
+
+def output_of_eight_bits(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    inputs: Float8Inputs,
+    s: jax.Array,
+    z: jax.Array,
+) -> jax.Array:
+    """As `output`, of q, k and v of 8 bits, without a decay."""
+    names = "q", "k", "v", "q_scale", "k_scale", "v_scale"
+    arrays = {name: getattr(inputs, name) for name in names}
+    (out,) = _launch(spec, deal, None, s=s, z=z, lengths=inputs.kv_lengths, **arrays)
+    return out
 
 
 class Later(NamedTuple):
@@ -176,7 +199,8 @@ def _launch(
         return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
 
     parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
-    program = mosaic.Program(ROLES, storage_of(spec, part), parts, bind)
+    storage = storage_of(spec, part, of_eight_bits="q_scale" in given)
+    program = mosaic.Program(ROLES, storage, parts, bind)
     types, operands = tuple(out_types.values()), tuple(given.values())
     found: Sequence[jax.Array] = mosaic.launch(frame.name_of(name), program, deal, types, operands)
     return found
@@ -188,6 +212,9 @@ def memory(walk: Walk) -> None:
     steps = walk.deal.each(functools.partial(load_piece, walk))
     own.sums.consumed.wait()
     own.state.consumed.wait()
+    if own.eight is not None:
+        own.eight.drain(steps)
+        return
     own.rows.drain(steps)
     own.values.drain(steps)
 
@@ -211,6 +238,9 @@ def load_piece(walk: Walk, item: Item) -> None:
 
     def load_chunk(chunk: Any, _: None) -> None:
         step, rows = item.before + chunk, item.rows(chunk)
+        if own.eight is not None:
+            load_eight_bits(walk, item, rows, step)
+            return
         slot, v_slot = own.rows.slot(step), own.values.slot(step)
         own.rows.acquire(step)
         for ref, tiles, head in ((walk.k, own.k, kv_head), (walk.q, own.q, item.head)):
@@ -239,7 +269,10 @@ def features(walk: Walk, half: int) -> None:
     if not walk.gated:
         adds = mosaic.ones(C, ALIKE, walk.tiling.dtype)
         mosaic.store_transposed(walk.own.adds.at[half], adds)
-    walk.deal.each(lambda item: map_piece(walk, half, item))
+    steps = walk.deal.each(lambda item: map_piece(walk, half, item))
+    if walk.own.eight is not None:
+        walk.own.rows.drain(steps)
+        walk.own.values.drain(steps)
 
 
 def map_piece(walk: Walk, half: int, item: Item) -> None:
@@ -260,7 +293,10 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     step = item.before + chunk
     slot, v_slot = own.rows.slot(step), own.values.slot(step)
     own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (own.q, own.k))
-    own.values.produced.wait(v_slot)
+    if own.eight is None:
+        own.values.produced.wait(v_slot)
+    else:
+        own.values.acquire(step)
     gates = of_keys = reads = None
     if walk.gated:
         gates = walk.gates_in(v_slot, half)
@@ -273,12 +309,17 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     mosaic.store_transposed(z_rows, z.astype(tiling.dtype))
     if gates is not None:
         totals = totals * gates.if_steep(gates.last)
-    own.rows.produced.wait(slot)
     phi, first, count = walk.phi, half * HALF, item.rows_within(chunk, walk.lengths)
-    own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
-    phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
-    own_k[...] = mosaic.kept(phi_k, count)
-    plgpu.commit_smem()
+    if own.eight is None:
+        own.rows.produced.wait(slot)
+        own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
+        phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
+        own_k[...] = mosaic.kept(phi_k, count)
+        plgpu.commit_smem()
+    else:
+        own.rows.acquire(step)
+        map_eight_bits(walk, half, item, step, own_q, own_k, own.v.at[v_slot, half], count)
+        own.values.produced.arrive(v_slot)
     own.mapped.arrive(slot)
     if spec.normalize:
         den, totals = multiply(
@@ -288,7 +329,8 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         own.den.at[v_slot, half][...] = den if reads is None else den * reads
         own.den_known.arrive(v_slot)
     own.rows.consumed.arrive(slot)
-    own.values.consumed.arrive(v_slot)
+    if own.eight is None:
+        own.values.consumed.arrive(v_slot)
     return totals, to_end
 
 

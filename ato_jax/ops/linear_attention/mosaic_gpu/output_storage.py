@@ -19,6 +19,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of q and k, which are loaded, mapped and multiplied; of v and gates; of what is stored.
 STAGES, V_STAGES, OUT_SLOTS = 4, 2, 1
+# Slots of rows of 8 bits, and of q and k that these are widened into.
+EIGHT_STAGES, WIDENED_STAGES = 3, 2
 
 VALUES = Role("values", registers=176, warpgroups=2)
 MEMORY = Role("memory", registers=32)
@@ -42,6 +44,9 @@ class Storage(mosaic.Storage):
     k: Array  # [STAGES, 64, F], or two blocks of [64, 64]
     later: Array  # [V_STAGES, 2, 64, 64] what the walk from the end left of out
     later_den: Array  # [V_STAGES, heads * 64] float32
+    eight_k: Array  # [EIGHT_STAGES, 2, 64, 64] of 8 bits, as eight_q and eight_v
+    eight_q: Array
+    eight_v: Array
     left_den: Array  # [2, 64] float32: the denominators, of keys on one side or of all
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
@@ -56,9 +61,12 @@ class Storage(mosaic.Storage):
     sums: Ring  # of z_start
     mapped: Signal
     den_known: Signal
+    eight: Ring | None  # of rows of 8 bits, which FEATURES widen into q, k and v
 
     barriers = (
         "den_known",
+        "eight.consumed",
+        "eight.produced",
         "rows.consumed",
         "leave",
         "rows.produced",
@@ -72,10 +80,14 @@ class Storage(mosaic.Storage):
     )
 
 
-def storage_of(spec: LinearAttentionSpec, part: Part = Part.ALL) -> Storage:
+def storage_of(
+    spec: LinearAttentionSpec, part: Part = Part.ALL, of_eight_bits: bool = False
+) -> Storage:
     tiling, gated = frame.tiling(spec), spec.decay is not None
     heads, shared = tiling.heads, tiling.shared
     stages = STAGES - (part is Part.REST)  # which makes room for `later`
+    if of_eight_bits:
+        stages = WIDENED_STAGES
     q = Buffer(tiling.tiles(stages), copies=tiling.blocks)
     k = Buffer(tiling.tiles(stages), copies=tiling.blocks)
     v = Buffer(tiling.of_rows(V_STAGES, 2, C, HALF), copies=2)
@@ -93,6 +105,18 @@ def storage_of(spec: LinearAttentionSpec, part: Part = Part.ALL) -> Storage:
     if part is not Part.ALL and spec.normalize:
         left_den = Buffer(plgpu.SMEM((2, C), F32))
     of_values = v, gates if gated else None, later, later_den
+    # Who fills the tiles of q and k, and those of v; and who lets go of the latter.
+    rows_by: tuple[Any, ...] = q, k
+    values_by: tuple[Any, ...] = of_values
+    values_for: tuple[Role, ...] = FEATURES, VALUES
+    eight: Ring | None = None
+    eights: list[Any] = [None, None, None]
+    if of_eight_bits:
+        block = mosaic.eight_bits(EIGHT_STAGES, 2, C, HALF)
+        eights = [Buffer(block, copies=2) for _ in range(3)]
+        eight = Ring.of(EIGHT_STAGES, eights, (FEATURES,))
+        rows_by = values_by = (FEATURES,)
+        values_for = (VALUES,)
     return Storage(
         adds=Buffer(shared(2, ALIKE, C)),
         den=Buffer(plgpu.SMEM((V_STAGES, 2, C), F32)),
@@ -100,6 +124,9 @@ def storage_of(spec: LinearAttentionSpec, part: Part = Part.ALL) -> Storage:
         k=k,
         later=later,
         later_den=later_den,
+        eight_k=eights[0],
+        eight_q=eights[1],
+        eight_v=eights[2],
         left_den=left_den,
         out=Buffer(tiling.of_rows(2, OUT_SLOTS, C, HALF)),
         q=q,
@@ -108,12 +135,13 @@ def storage_of(spec: LinearAttentionSpec, part: Part = Part.ALL) -> Storage:
         v=v,
         z_rows=Buffer(shared(2, ALIKE, HALF)),
         z_start=z_start,
-        rows=Ring.of(stages, filled=(q, k), readers=(FEATURES, VALUES)),
-        values=Ring.of(V_STAGES, of_values, (FEATURES, VALUES)),
+        rows=Ring.of(stages, filled=rows_by, readers=(FEATURES, VALUES)),
+        values=Ring.of(V_STAGES, values_by, values_for),
         state=Ring.of(1, (s, s_units), (VALUES,)),
         sums=Ring.of(1, (z_start,), (FEATURES,)),
         mapped=Signal((FEATURES,), stages),
         den_known=Signal((FEATURES,), V_STAGES),
+        eight=eight,
     )
 
 
@@ -137,6 +165,9 @@ class Walk:
     later_den: Any = None
     out: Any = None
     left_den: Any = None
+    q_scale: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
     @property
     def tiling(self) -> mosaic.Tiling:

@@ -11,6 +11,9 @@ beside it, two blocks have half of its columns each.
 Where features may be negative, their products cancel, and rounding errors of phi(q), phi(k), S and
 out add up to what is allowed. phi(q) is multiplied in two parts then, in blocks of 64 features:
 rounded, and what that left off.
+
+Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks,
+too.
 """
 
 from __future__ import annotations
@@ -42,21 +45,28 @@ def whole_output(
     s: jax.Array,
     z_rows: jax.Array,
     lengths: jax.Array | None = None,
+    q_scale: jax.Array | None = None,
 ) -> jax.Array:
     """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16, and 0 behind the lengths [B] of
-    queries. `deal` counts items."""
+    queries. `deal` counts items. `q_scale` [B, H] float32 is that of queries of 8 bits."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
     in_two_parts = not spec.feature_map.nonnegative
     width = spec.V // parts
     # Of q, a multiple of the workers; and of S and z: what there is room for.
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
+    blocks = spec.D // HALF
+    of_eight_bits = q_scale is not None
+    rows_of_q = tiling.shared(slots, C, spec.D)
+    if of_eight_bits:
+        rows_of_q = mosaic.eight_bits(slots, blocks, C, HALF)
+    copies = blocks if of_eight_bits else 1
     scratch = dict(
-        q_s=tiling.shared(slots, C, spec.D),
+        q_s=rows_of_q,
         s_s=tiling.shared(states, spec.D, width),
         z_rows_s=tiling.shared(states, ALIKE, spec.D),
         out_s=tiling.shared(WORKERS, C, width),
-        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         s_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=states),
         s_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=states),
@@ -77,6 +87,7 @@ def whole_output(
         s_free: Any,
     ) -> None:
         *given, out_ref = refs
+        q_scale_ref: Any = given.pop() if of_eight_bits else None
         (lengths_ref,) = given or (None,)
 
         def share_of(item: Item) -> tuple[Any, Any]:
@@ -98,8 +109,13 @@ def whole_output(
                 step = item.before + chunk
                 slot = slot_of(step, slots)
                 mosaic.wait_until_free(free, step, slots)
-                source = tiling.part(q_ref, item, item.rows(chunk), head)
-                plgpu.copy_gmem_to_smem(source, q_s.at[slot], loaded.at[slot])
+                rows, barrier = item.rows(chunk), loaded.at[slot]
+                if of_eight_bits:
+                    own = [q_s.at[slot, block] for block in range(blocks)]  # [C, HALF] each
+                    mosaic.copy_eight_bits(tiling, q_ref, item, rows, head, own, barrier)
+                    return
+                source = tiling.part(q_ref, item, rows, head)
+                plgpu.copy_gmem_to_smem(source, q_s.at[slot], barrier)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -128,7 +144,12 @@ def whole_output(
                     plgpu.barrier_arrive(free.at[slot])
 
                 whole: Any = None
-                if not in_two_parts:
+                if of_eight_bits:
+                    xs = [mosaic.load_eight_bits(q_s.at[slot, block]) for block in range(blocks)]
+                    let_go()
+                    own_scale = q_scale_ref[item.batch, head]
+                    whole = _widened_features(spec, xs, own_scale, count)
+                elif not in_two_parts:
                     x = load(q_s.at[slot])  # [C, D]
                     let_go()
                     whole = [([mosaic.kept(maps.queries(x), count)], slice(None))]
@@ -149,7 +170,7 @@ def whole_output(
                             )
                         )
                     out, *den = found
-                    if in_two_parts and first + size == width:
+                    if whole is None and first + size == width:
                         let_go()
                     if den:
                         factor = 1.0 / jnp.maximum(mosaic.of_parts(den[0]), spec.eps)
@@ -180,5 +201,22 @@ def whole_output(
             plgpu.wait_smem_to_gmem(0)
 
     out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)
-    arrays = [q, s, z_rows, *([] if lengths is None else [lengths])]
+    given = [array for array in (lengths, q_scale) if array is not None]
+    arrays = [q, s, z_rows, *given]
     return frame.launch(body, "whole_output", deal, out_type, scratch, arrays)
+
+
+def _widened_features(
+    spec: LinearAttentionSpec, xs: list[jax.Array], scale: Any, count: Any
+) -> Iterator[tuple[list[jax.Array], Any]]:
+    """phi(q) [C, 64] of each block of queries of 8 bits, in two parts where features may be
+    negative, and which rows of S it is multiplied with."""
+    maps = feature_maps.features(spec)
+    for block, x in enumerate(xs):
+        first = block * HALF
+        phi = mosaic.kept(maps.unrounded(mosaic.scaled(x, scale), first), count)
+        rounded = mosaic.rounded(phi)
+        parts = [rounded]
+        if not spec.feature_map.nonnegative:
+            parts.append(mosaic.rounded(phi - rounded.astype(F32)))
+        yield parts, pl.ds(first, HALF)

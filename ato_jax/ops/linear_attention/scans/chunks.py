@@ -49,8 +49,10 @@ def whole_chunks(length: int) -> int:
 
 
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
-    """How many heads share a tile's columns: one of 128, or two of up to 64."""
-    return 2 if 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
+    """How many heads share a tile's columns: one of 128, or two of up to 64. Where every query
+    sees every key alike, no head shares a tile."""
+    in_pairs = spec.causal or spec.segments or spec.decay
+    return 2 if in_pairs and 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
 
 
 def is_steep(middle: Any, last: Any) -> Any:

@@ -1,0 +1,305 @@
+"""Sums over a piece's keys and values of 8 bits, without a decay:
+
+    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
+    k_j = k8_j k_scale,  v_j = v8_j v_scale
+
+    memory    loads groups of rows of k8 and v8
+    values    widens v8 into bfloat16 tiles, which products take from shared memory
+    sums      each 64 rows of S, of 64 rows of a group: phi(k)^T [64, C] in registers
+
+    k8   memory -> keys -> sums          v8   memory -> values8 -> values
+                                         v16  values -> values16 -> sums
+
+    symbol    shape          where
+    phi(k)^T  [64, C]        registers of sums, from k8 as it is, widened, transposed and scaled
+    v16       [C, V]         shared memory, unscaled: S has v_scale as a number per head
+    S, z      [64, V], [64]  registers of sums
+
+Two warpgroups sum. Heads of 128 columns give each of them half of S. Heads of 64 columns have one
+such half, so a group is two chunks, each warpgroup has one of them, and each leaves sums of its
+own, which are added up like those of pieces. A chunk's features are computed while the products of
+the chunk before are in flight. They are rounded behind the wait for these, since ptxas serializes
+products whose factors are written meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, narrow
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+STAGES, WIDE_STAGES = 6, 2
+COLUMNS = 32  # of a sum that are stored at once
+
+SUMS = Role("sums", registers=192, warpgroups=2)
+VALUES = Role("values", registers=104)
+MEMORY = Role("memory", registers=24)
+ROLES = mosaic.Roles((SUMS, VALUES, MEMORY))
+
+
+def chunks_of_group(spec: LinearAttentionSpec) -> int:
+    """How many chunks of rows the warpgroups that sum take at once."""
+    return SUMS.warpgroups // (spec.D // HALF)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    k: Array  # [STAGES, D / 64, chunks * 64, 64] of 8 bits
+    v: Array  # [STAGES, V / 64, chunks * 64, 64] of 8 bits
+    wide_v: Array  # [WIDE_STAGES, chunks * 64, V]
+    total: Array  # [2, 64, COLUMNS] float32: what is stored of S
+    vector: Array  # [2, 64] float32: what is stored of z
+    keys: Ring  # of k
+    values: Ring  # of v
+    wide_values: Ring  # of wide_v
+
+
+def storage_of(spec: LinearAttentionSpec) -> Storage:
+    rows = chunks_of_group(spec) * C
+    k_blocks, v_blocks = spec.D // HALF, spec.V // HALF
+    k = Buffer(mosaic.eight_bits(STAGES, k_blocks, rows, HALF), copies=k_blocks)
+    v = Buffer(mosaic.eight_bits(STAGES, v_blocks, rows, HALF), copies=v_blocks)
+    products = mosaic.Tiling(spec.layout, spec.V, HALF)
+    return Storage(
+        k=k,
+        v=v,
+        wide_v=Buffer(products.shared(WIDE_STAGES, rows, spec.V)),
+        total=Buffer(products.shared(SUMS.warpgroups, HALF, COLUMNS, dtype=F32)),
+        vector=Buffer(plgpu.SMEM((SUMS.warpgroups, HALF), F32)),
+        keys=Ring.of(STAGES, (k,), (SUMS,)),
+        values=Ring.of(STAGES, (v,), (VALUES,)),
+        wide_values=Ring.of(WIDE_STAGES, (VALUES,), (SUMS,)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts
+    groups as chunks; `rows` are those of a piece, and `length` those of all pieces."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    rows: int
+    length: int
+    own: Storage
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    lengths: Any = None
+    kv: Any = None
+    k_sum: Any = None
+
+    @property
+    def at_once(self) -> int:
+        return chunks_of_group(self.spec)
+
+    @property
+    def halves(self) -> int:
+        return self.spec.D // HALF
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        """Of one head, also where other kernels have two in a tile."""
+        return mosaic.Tiling(self.spec.layout, self.spec.D, math.gcd(*narrow.widths_of(self.spec)))
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether pieces end within a group, whose other rows are there."""
+        return self.deal.pieces > 1 and self.rows % (self.at_once * C) != 0
+
+    def first_row(self, item: Item, chunk: Any, number: Any = 0) -> Any:
+        """Of one chunk of a group."""
+        return item.piece * self.rows + (chunk * self.at_once + number) * C
+
+    def count(self, item: Item, chunk: Any, number: Any) -> Any:
+        """How many of a chunk's rows there are, at most 64 of them; None where all are."""
+        end: Any = self.length
+        if self.lengths is not None:
+            end = jnp.minimum(end, self.lengths[item.batch])
+        elif not self.cuts_groups and not self.length % (self.at_once * C):
+            return None
+        if self.cuts_groups:
+            end = jnp.minimum(end, (item.piece + 1) * self.rows)
+        return end - self.first_row(item, chunk, number)
+
+
+def float8_sums(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    arrays: Sequence[jax.Array],
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """[B, G, N P, F, V] and [B, G, N P, F], float32, of N = `chunks_of_group`: the sums of a piece
+    are in N parts.
+
+    Args:
+      deal: of keys, by heads.
+      arrays: k and v, float8_e4m3fn, and their scales [B, G] float32.
+      lengths: of keys, [B] int32: rows behind them are left out.
+    """
+    names = ["k", "v", "k_scale", "v_scale", *(["lengths"] if lengths is not None else [])]
+    operands = [*arrays, *([lengths] if lengths is not None else [])]
+    at_once = chunks_of_group(spec)
+    of_pieces = deal.B, deal.heads, deal.pieces * at_once
+    last = deal.length - (deal.pieces - 1) * deal.rows
+
+    def in_chunks(rows: int) -> int:
+        """As many rows as have a chunk for each group of these."""
+        return int(pl.cdiv(rows, at_once * C)) * C
+
+    rows = in_chunks(deal.rows)
+    length = (deal.pieces - 1) * rows + in_chunks(last)
+    of_groups = dataclasses.replace(deal, rows=rows, length=length)
+    out_type = (
+        jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
+    )
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        given = dict(zip((*names, "kv", "k_sum"), refs, strict=True))
+        return Walk(spec, of_groups, deal.rows, deal.length, own, **given)
+
+    parts = (MEMORY, memory), (VALUES, values), (SUMS, sums)
+    program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
+    found: tuple[jax.Array, jax.Array] = mosaic.launch(
+        frame.name_of("float8_sums"), program, of_groups, out_type, operands
+    )
+    return found
+
+
+def memory(walk: Walk) -> None:
+    """Loads groups of rows."""
+    own, tiling = walk.own, walk.tiling
+
+    def load_piece(item: Item) -> None:
+        def load_group(chunk: Any, _: None) -> None:
+            step = item.before + chunk
+            rows = pl.ds(walk.first_row(item, chunk), walk.at_once * C)
+            for ring, ref, tiles, size in (
+                (own.keys, walk.k, own.k, walk.spec.D),
+                (own.values, walk.v, own.v, walk.spec.V),
+            ):
+                slot = ring.slot(step)
+                ring.acquire(step)
+                # [rows, 64] each
+                blocks = [tiles.at[slot, block] for block in range(size // HALF)]
+                barrier = ring.produced.at[slot]
+                mosaic.copy_eight_bits(tiling, ref, item, rows, item.head, blocks, barrier)
+
+        lax.fori_loop(0, item.chunks, load_group, None)
+
+    steps = walk.deal.each(load_piece)
+    own.keys.drain(steps)
+    own.values.drain(steps)
+
+
+def values(walk: Walk) -> None:
+    """Widens v; rows that do not count become 0, since features of 0 do not cancel NaN."""
+    own = walk.own
+
+    def widen_piece(item: Item) -> None:
+        def widen_group(chunk: Any, _: None) -> None:
+            step = item.before + chunk
+            slot, wide_slot = own.values.slot(step), own.wide_values.slot(step)
+            own.values.produced.wait(slot)
+            own.wide_values.acquire(step)
+            for number in range(walk.at_once):
+                cut = walk.lengths is not None or walk.cuts_groups
+                count = walk.count(item, chunk, number) if cut else None
+                rows = pl.ds(number * C, C)
+                for half in range(walk.spec.V // HALF):
+                    columns = pl.ds(half * HALF, HALF)
+                    target = own.wide_v.at[wide_slot, rows, columns]  # [64, 64]
+                    mosaic.widen(own.v.at[slot, half, rows], target, count)
+            plgpu.commit_smem()
+            own.values.consumed.arrive(slot)
+            own.wide_values.produced.arrive(wide_slot)
+
+        lax.fori_loop(0, item.chunks, widen_group, None)
+
+    own.wide_values.drain(walk.deal.each(widen_piece))
+
+
+def sums(walk: Walk) -> None:
+    walk.deal.each(functools.partial(sum_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def sum_piece(walk: Walk, item: Item) -> None:
+    own, spec = walk.own, walk.spec
+    worker = mosaic.group()
+    half, number = lax.rem(worker, walk.halves), lax.div(worker, walk.halves)
+    rows = pl.ds(number * C, C)
+
+    def product(phi: jax.Array, chunk: Any) -> tuple[Any, Any, Any]:
+        """The factors of phi(k)^T v, and the slot of v, once it is there."""
+        slot = own.wide_values.slot(item.before + chunk)
+        own.wide_values.produced.wait(slot)
+        return mosaic.rounded(phi), own.wide_v.at[slot, rows], slot
+
+    def sum_chunk(chunk: Any, carried: Any) -> Any:
+        total, vector, phi = carried
+        a, b, slot = product(phi, chunk - 1)
+        map_next = functools.partial(map_chunk, walk, item, half, number, chunk)
+        total, phi = mosaic.accumulate_while(total, [(a, b)], map_next)
+        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        own.wide_values.consumed.arrive(slot)
+        return total, vector + jnp.sum(mosaic.rounded(phi).astype(F32), axis=1), phi
+
+    phi = map_chunk(walk, item, half, number, 0)
+    vector = jnp.sum(mosaic.rounded(phi).astype(F32), axis=1)
+    start = mosaic.zeros(HALF, spec.V), vector, phi
+    total, vector, phi = lax.fori_loop(1, item.chunks, sum_chunk, start)
+    a, b, slot = product(phi, item.chunks - 1)
+    (total,) = mosaic.multiply((total, [(a, b)]))
+    plgpu.commit_smem()
+    own.wide_values.consumed.arrive(slot)
+    leave_sums(walk, item, half, number, total, vector)
+
+
+def map_chunk(walk: Walk, item: Item, half: Any, number: Any, chunk: Any) -> jax.Array:
+    """phi(k)^T [64, C] in float32; 0 in rows and columns that there are not."""
+    own = walk.own
+    slot = own.keys.slot(item.before + chunk)
+    own.keys.produced.wait(slot)
+    block = own.k.at[slot, half, pl.ds(number * C, C)]  # [C, 64]
+    x = mosaic.scaled(mosaic.load_eight_bits_transposed(block), walk.k_scale[item.batch, item.head])
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    own.keys.consumed.arrive(slot)
+    phi = feature_maps.features(walk.spec).unrounded_transposed_keys(x, half * HALF)
+    count = walk.count(item, chunk, number)
+    return phi if count is None else jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
+
+
+def leave_sums(
+    walk: Walk, item: Item, half: Any, number: Any, total: jax.Array, vector: jax.Array
+) -> None:
+    """Stores S, times v's scale, and z."""
+    own, worker = walk.own, mosaic.group()
+    total = total * walk.v_scale[item.batch, item.head]
+    of_piece = item.batch, item.head, item.piece * walk.at_once + number
+    rows = pl.ds(half * HALF, HALF)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own.vector.at[worker][...] = vector
+    for column in range(0, walk.spec.V, COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.total.at[worker][...] = total[:, column : column + COLUMNS]
+        plgpu.commit_smem()
+        target = walk.kv.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
+        plgpu.copy_smem_to_gmem(own.total.at[worker], target)
+    plgpu.copy_smem_to_gmem(own.vector.at[worker], walk.k_sum.at[(*of_piece, rows)])

@@ -1,0 +1,243 @@
+"""Linear attention on arrays of 8 bits by Hopper's kernels: interpreted beside float64, what is
+refused and widened, and compiled without a card."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import SMALL
+from test_mosaic_maps import bumpy
+
+import ato_jax
+from ato_jax.ops.linear_attention import api, reading
+from ato_jax.ops.linear_attention.mosaic_gpu import float8
+from tests import aot_mosaic, numerics
+from tests.interpreted import newest, no_races  # noqa: F401
+
+OP = "linear_attention"
+# Scales that are no powers of two leave bfloat16's digits to what was rounded in 8 bits alone.
+FACTORS = 1.1, 0.9, 1.7
+
+
+def draw(
+    T: int, S: int, H: int, G: int, D: int, V: int, layout: str
+) -> tuple[Any, Any, list[jax.Array]]:
+    """Values of 8 bits, their scales, which are no powers of two, and their products."""
+    shapes = [(1, T, H, D), (1, S, G, D), (1, S, G, V)]
+    time = 1 if layout == "bthd" else 2
+    values, scales, products = [], [], []
+    for seed, (shape, factor) in enumerate(zip(shapes, FACTORS, strict=True)):
+        x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+        x = x if layout == "bthd" else x.swapaxes(1, 2)
+        found, scale = ato_jax.quantize(jnp.asarray(x), (time, 3))
+        values.append(found)
+        scales.append(scale * factor)
+        products.append(found.astype(jnp.float32) * jnp.expand_dims(scale * factor, (time, 3)))
+    return values, scales, products
+
+
+def request_of(values: Any, scales: Any, **options: Any) -> api.Request:
+    with ato_jax.interpret():
+        return api.prepare(*values, scales=scales, implementation="mosaic_gpu", **options)
+
+
+def in_float64(products: list[jax.Array], **options: Any) -> Any:
+    request, _ = numerics.prepare(OP, *products, **options)
+    spec = dataclasses.replace(request.spec, dtype="float64")
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(
+            lambda array: array.astype("float64") if array.dtype == "float32" else array,
+            request.inputs,
+        )
+        return numerics.REFERENCES[OP].forward(spec, None, inputs)
+
+
+def run(request: api.Request) -> Any:
+    """The backend's outputs, in pieces."""
+    assert request.op is reading.OP, "the call was widened"
+    config = dataclasses.replace(float8.BACKEND.default_config(request.spec, channel.GPU), **SMALL)
+    with ato_jax.interpret():
+        return jax.jit(functools.partial(float8.forward, request.spec, config))(request.inputs)
+
+
+def error(actual: Any, exact: Any) -> float:
+    actual, exact = np.asarray(actual, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(actual - exact) / np.linalg.norm(exact))
+
+
+def state(G: int, D: int, V: int) -> ato_jax.LinearState:
+    numbers = np.random.default_rng(9).normal(size=(1, G, D, V)).astype(np.float32)
+    return ato_jax.LinearState(jnp.abs(jnp.asarray(numbers)), jnp.abs(jnp.asarray(numbers[..., 0])))
+
+
+WHOLE = {
+    "D128": (136, 200, 1, 1, 128, 128, {}),
+    "D64": (72, 136, 1, 1, 64, 64, {"layout": "bhtd"}),
+    "D80, V112, exp": (72, 72, 1, 1, 80, 112, {"feature_map": "exp", "layout": "bhtd"}),
+    "D96, silu": (72, 64, 1, 1, 96, 96, {"feature_map": "silu"}),
+    "D64, identity": (64, 200, 1, 1, 64, 64, {"feature_map": "identity"}),
+    "D128, bumpy, states": (
+        72, 136, 2, 1, 128, 128,
+        {"feature_map": bumpy, "initial_state": state(1, 128, 128), "return_state": True},
+    ),
+    "D64, lengths": (
+        136, 136, 2, 1, 64, 64,
+        {"q_lengths": np.array([100]), "kv_lengths": np.array([70]), "return_state": True},
+    ),
+}  # fmt: skip
+
+
+# In two pieces, which for heads of 64 columns end within a group of chunks.
+CAUSAL = {
+    "D128": (136, 136, 1, 1, 128, 128, {}),
+    "D64, a group": (192, 192, 4, 2, 64, 64, {"layout": "bhtd"}),
+    "D64, odd T, exp, returned": (
+        165, 165, 2, 2, 64, 64, {"feature_map": "exp", "return_state": True}
+    ),
+    "D80, V96, silu": (104, 104, 1, 1, 80, 96, {"feature_map": "silu", "layout": "bhtd"}),
+    "D128, identity, states": (
+        128, 128, 2, 1, 128, 128,
+        {"feature_map": "identity", "initial_state": state(1, 128, 128), "return_state": True},
+    ),
+    "D48, lengths": (136, 136, 2, 2, 48, 48, {"kv_lengths": np.array([70]), "return_state": True}),
+}  # fmt: skip
+
+
+@newest
+@pytest.mark.parametrize("name", CAUSAL)
+def test_each_query_sees_the_keys_up_to_its_own(name: str) -> None:
+    *sizes, options = CAUSAL[name]
+    compare(sizes, {"causal": True, **options})
+
+
+@newest
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_query_sees_every_key(name: str) -> None:
+    *sizes, options = WHOLE[name]
+    compare(sizes, options)
+
+
+def compare(sizes: list[int], options: dict[str, Any]) -> None:
+    values, scales, products = draw(*sizes, options.get("layout", "bthd"))
+    if "kv_lengths" in options:  # what lies behind a length may be anything
+        values[1], values[2] = (x.at[:, 70:].set(jnp.nan) for x in values[1:])
+        products[1], products[2] = (x.at[:, 70:].set(0) for x in products[1:])
+    found = run(request_of(values, scales, **options))
+    exact = in_float64(products, **options)
+    assert found.out.dtype == jnp.bfloat16
+    assert error(found.out, exact.out) < 5e-3
+    if options.get("return_state"):
+        for own, wanted in zip(found.state, exact.state, strict=True):
+            assert error(own, wanted) < 4e-3
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading.device, "of_call", lambda arrays: channel.GPU)
+
+
+def explained(D: int = 128, T: int = 16384, **options: Any) -> Any:
+    shape = (1, T, 16, D) if options.get("layout", "bthd") == "bthd" else (1, 16, T, D)
+    array = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    scales = (jax.ShapeDtypeStruct((1, 16), jnp.float32),) * 3
+    return ato_jax.explain(OP, array, array, array, scales=scales, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"D": 64, "T": 32768},
+        {"D": 80, "layout": "bhtd", "feature_map": "silu"},
+        {"implementation": "mosaic_gpu", "T": 128},
+        {"out_dtype": "float16", "kv_lengths": np.array([9])},
+        {"causal": True},
+        {"causal": True, "D": 64, "T": 16383, "layout": "bhtd"},
+    ],
+)
+def test_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    found = explained(**options)
+    assert found.implementation == reading.BACKEND and found.backward is None
+    assert "are read as 8 bits" in found.note and "no derivative" in str(found)
+
+
+@pytest.mark.parametrize(
+    "options, implementation",
+    [
+        ({"T": 128}, "triton"),  # too few rows for these kernels
+        ({"D": 64, "T": 128}, "triton"),
+        ({"T": 16383}, "triton"),
+        ({"D": 192}, "mosaic_gpu"),
+        ({"out_dtype": "float32"}, "xla"),
+        ({"implementation": "triton"}, "triton"),
+        ({"causal": True, "T": 128}, "triton"),
+        ({"causal": True, "D": 40}, None),
+        ({"causal": True, "decay": jnp.zeros(16)}, "mosaic_gpu"),
+        ({"implementation": "xla"}, "xla"),
+        ({"decay": jnp.zeros(16)}, None),
+    ],
+)
+def test_what_is_widened(
+    options: dict[str, Any], implementation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_hopper(monkeypatch)
+    found = explained(**options)
+    assert "first; no kernel reads 8 bits" in found.note
+    assert found.implementation == implementation or implementation is None
+    assert found.implementation != reading.BACKEND
+
+
+def test_what_a_call_of_8_bits_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper(monkeypatch)
+    with pytest.raises(ValueError, match="implementation must be None or one of"):
+        explained(implementation="mosaic_gpu.float8")
+    found = explained(implementation="mosaic_gpu", T=101)
+    assert found.forward is None and "multiples of 8" in str(found.reasons["mosaic_gpu"])
+
+
+def test_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of calls is a larger one, and a derivative is refused."""
+    on_hopper(monkeypatch)
+    shape = jax.ShapeDtypeStruct((3, 1, 4096, 16, 128), jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((3, 1, 16), jnp.float32)
+
+    def call(x: Any, scale: Any) -> Any:
+        scales = (scale,) * 3
+        return ato_jax.linear_attention(x, x, x, scales=scales, implementation="mosaic_gpu")
+
+    text = str(jax.make_jaxpr(jax.vmap(call))(shape, scale))
+    assert "float8_sums" in text and "f32[3,16" in text
+    one = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in (shape, scale)]
+    with pytest.raises(ato_jax.UnsupportedError, match="no derivative.*custom_vjp"):
+        jax.eval_shape(lambda x, s: jax.vjp(lambda s: call(x, s), s)[0], *one)
+
+
+@aot_mosaic.requires_plugin
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"D": 128},
+        {"D": 64, "layout": "bhtd"},
+        {"D": 80, "feature_map": "silu", "states": True},
+        {"D": 128, "causal": True},
+        {"D": 64, "causal": True, "layout": "bhtd", "G": 4},
+    ],
+)
+def test_compiles_for_a_card(options: dict[str, Any]) -> None:
+    """Few registers are spilled, and no product waits for another. JAX 0.10.2 spills 136 bytes of
+    the causal output of 128 columns, 0.11.2 spills 16 and 0.12 spills 32."""
+    sizes = {"B": 2, "T": 4096, "H": 16, "causal": False, "gradients": False}
+    call = aot_mosaic.Call(**sizes | options, dtype="float8_e4m3fn")
+    found = aot_mosaic.compile_call(call, machine_code=True)
+    most = {"float8_sums": 0} | ({"output": 136} if call.causal else {"whole_output": 16})
+    assert {kernel.name for kernel in found.kernels} == set(most)
+    for kernel in found.kernels:
+        assert kernel.spill_stores <= most[kernel.name], kernel
+        assert not kernel.serialized and not kernel.hazards, kernel
