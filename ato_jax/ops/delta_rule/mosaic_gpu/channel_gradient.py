@@ -23,8 +23,8 @@ against the sums of dL, and so what rounding leaves off cancels with it.
 Pairs go by levels, as `channel.py` explains: k and q with a level's factors are multiplied by the
 level's pairs of F and N, and the result has the factors of its own steps.
 
-k with its factors, u and F are in two parts of bfloat16, and so is dL, all else in one: where keys
-are alike, dq and ddecay are small sums of large terms.
+k with its factors, u and F are in two parts of bfloat16, and so is dL: where keys are alike, dq and
+ddecay are small sums of large terms. N is in two parts, too, where D = 64. All else is in one.
 
 `chunk_gradient.py` has its roles and what it loads; beside that it has
 
@@ -60,6 +60,11 @@ QUERIES = PARTS  # the number of q's tile behind those of k
 OF_BETA, DIAGONAL = range(2)
 
 
+def parts_of_corrected(spec: DeltaRuleSpec) -> int:
+    """In how many parts N is: beside keys of 128 columns shared memory has no room for two."""
+    return PARTS if frame.blocks_of_key(spec) == 1 else 1
+
+
 def storage_of(spec: DeltaRuleSpec) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     written = Buffer(tiling.shared(PARTS, C, HALF), copies=PARTS)
@@ -69,6 +74,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
     }
     of_floats = dataclasses.replace(tiling, dtype=F32)
     made = {
+        "corrected": Buffer(tiling.shared(parts_of_corrected(spec), C, C)),
         "rows": Buffer(tiling.of_rows(blocks, PARTS + 1, C, HALF)),
         "ddecay": Buffer(of_floats.of_rows(blocks, HALF // OF_FLOATS, C, OF_FLOATS)),
         "of_steps": Buffer(plgpu.SMEM((2, C), F32)),
@@ -145,7 +151,9 @@ def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
     own = kernel.own
     for which, pairs in products.pairs.items():
         if which == 1:
-            own.corrected[...] = (-pairs).astype(BF16)
+            parts = frame.in_two_parts(-pairs)
+            for part in range(parts_of_corrected(kernel.spec)):
+                own.corrected.at[part][...] = parts[part]
             continue
         diagonal = mosaic.hidden_position(0) == mosaic.hidden_position(1)
         own.of_steps.at[DIAGONAL][...] = jnp.sum(jnp.where(diagonal, pairs, 0.0), axis=1)
@@ -195,18 +203,27 @@ def add_level(
     reads = tuple(of_pairs(here, own.read.at[part]) for part in range(PARTS))
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), frame.products((reads[0], reads[1]), keys)))
     dq = dq + found * factor
-    corrected = of_pairs(here, own.corrected)
-    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), [(corrected, k) for k in keys]))
+    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), corrections(kernel, here, keys)))
     recalled = recalled + found * factor
     here = channel.of_level(size, turned=True)
     products = [
         (of_pairs(here, own.read.at[part], turned=True), rows[QUERIES]) for part in range(PARTS)
     ]
-    corrected = of_pairs(here, own.corrected, turned=True)
-    products += [(corrected, k) for k in keys]
+    products += corrections(kernel, here, keys, turned=True)
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), products))
     plgpu.commit_smem()  # ahead of what overwrites the rows
     return dq, recalled, written + found * factor
+
+
+def corrections(
+    kernel: Kernel, here: jax.Array, keys: tuple[Any, Any], turned: bool = False
+) -> list[tuple[jax.Array, Any]]:
+    """Factors of -N @ k, or of its transpose, for the pairs that are `here`."""
+    first, *rest = (
+        of_pairs(here, kernel.own.corrected.at[part], turned)
+        for part in range(parts_of_corrected(kernel.spec))
+    )
+    return [*((first, k) for k in keys), *((part, keys[0]) for part in rest)]
 
 
 def of_pairs(here: jax.Array, tile: Any, turned: bool = False) -> jax.Array:

@@ -60,7 +60,7 @@ class Storage(mosaic.Storage):
     numbers: Array  # [NUMBERS, 64] float32
     last: Array  # [D] float32: the sums of exp2(L_C) S dS'
     read: Array  # [PARTS, 64, 64] F
-    corrected: Array  # [64, 64] -N
+    corrected: Array  # [64, 64] -N, or by parts, [1 or PARTS, 64, 64]
     dq: Array  # [D / 64, 64, 64]
     dk: Array  # as dq
     sums: Array  # [D / 64, SUMS, 64] float32
