@@ -202,3 +202,23 @@ def test_step_refuses(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         linear_attention_step(**(arguments | changes))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_id_that_returns_beside_lengths_that_differ(causal: bool) -> None:
+    """Queries and keys share the segments, so a query's is the one at its own place: not the last
+    run of its id among the keys, which padding may have cut off."""
+    generator = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(generator.normal(size=(1, 6, 1, 4)), jnp.float32) for _ in range(3))
+    ids = jnp.asarray([[7, 7, 3, 3, 7, 7]])
+    lengths = dict(q_lengths=jnp.asarray([6]), kv_lengths=jnp.asarray([4]))
+    found = linear_attention(q, k, v, segment_ids=ids, causal=causal, **lengths)
+    phi_q, phi_k = (np.asarray(jax.nn.elu(x) + 1)[0, :, 0] for x in (q, k))
+    runs = np.asarray([0, 0, 1, 1, 2, 2])
+    weights = phi_q @ phi_k.T * (runs[:, None] == runs)
+    weights[:, 4:] = 0
+    if causal:  # the last query sees the last key
+        weights = np.where(np.arange(6) <= np.arange(6)[:, None] - 2, weights, 0)
+    normaliser = np.maximum(weights.sum(1, keepdims=True), 1e-6)
+    wanted = weights @ np.asarray(v)[0, :, 0] / normaliser
+    np.testing.assert_allclose(found[0, :, 0], wanted, 1e-5, 1e-6)

@@ -120,9 +120,9 @@ def prepare(
     segment_kind = None
     if q_ids is not None and kv_ids is not None:
         segment_kind = "self" if shared and q_ids is kv_ids else "cross"
-        if segment_kind == "self":
+        if q_ids is kv_ids:
             q_ids = kv_ids = number_runs(q_ids)
-        else:
+        if segment_kind == "cross":
             q_ids, kv_ids = segments.match_runs(q_ids, kv_ids, q_lengths, kv_lengths)
     dynamic = (q_lengths is not None or kv_lengths is not None) and not shared
     spec = LinearAttentionSpec(

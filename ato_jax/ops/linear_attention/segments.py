@@ -1,9 +1,10 @@
 """Segment ids made canonical: runs of keys numbered in order, queries pointed at theirs.
 
 An id that returns starts a new segment, so an id alone does not name one. A segment is a run of
-equal ids; the runs of one id are counted from the end on both sides, and a query sees the run of
-keys with its id and its count. Where both sides have the same ids that is its own run; where the
-queries are the last part of the keys' sequence, too.
+equal ids. Where queries and keys share one array of ids, a query sees the run at its own place.
+Where each side has its own, the runs of one id are counted from the end on both sides, and a query
+sees the run of keys with its id and its count: its own run where both sides have the same ids, or
+where the queries are the last part of the keys' sequence.
 """
 
 from __future__ import annotations
