@@ -20,7 +20,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, Outputs
 
 # With fewer rows of all heads than this times 128 columns, others are taken to be faster, as for
-# bfloat16 arrays: no card has timed heads of 64 columns, which only these kernels take.
+# bfloat16 arrays. Heads of 64 columns were timed at B8 H8 T16384 alone (149 us, Triton 403).
 ENOUGH_ROWS = mosaic_gpu.ENOUGH_ROWS
 
 
