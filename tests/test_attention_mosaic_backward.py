@@ -23,14 +23,18 @@ from tests.test_attention_mosaic import H200, draw, spec_of, with_nan
 
 
 def gradients(
-    arrays: list[Any], config: dict[str, Any] | None = None, cotangents: Any = None, **options: Any
+    arrays: list[Any],
+    config: dict[str, Any] | None = None,
+    cotangents: Any = None,
+    forward: str = "reference",
+    **options: Any,
 ) -> None:
-    """Compares them with the reference's."""
+    """Compares them with the reference's, whose outputs they are given, or those of `forward`."""
     wanted = numerics.oracle("attention", *arrays, cotangents=cotangents, **options)
     assert mosaic_gpu.unsupported(wanted.request.spec, "backward") is None
     with ato_jax.interpret():
         found = numerics.run_backends(
-            "reference", "mosaic_gpu", wanted, device=H200, backward_config=config
+            forward, "mosaic_gpu", wanted, device=H200, backward_config=config
         )
     numerics.compare(found, wanted)
 
@@ -162,21 +166,33 @@ def test_a_sink_whose_gradient_is_a_sum_that_cancels(dtype: str, return_lse: boo
     arrays = draw(T=40, dtype=dtype)
     options: Any = dict(sinks=jnp.zeros(1), return_lse=return_lse)
     request, _ = numerics.prepare("attention", *arrays, **options)
-    gradients(arrays, cotangents=numerics.draw_cotangents("attention", request, 51), **options)
+    cotangents = numerics.draw_cotangents("attention", request, 51)
+    gradients(arrays, cotangents=cotangents, forward="mosaic_gpu", **options)
+
+
+@newest
+def test_sinks_as_high_as_a_bias() -> None:
+    """There lse has no digits for the logarithm of the number of keys, and all weights have to be
+    divided by their sum, those in the sum of ds too."""
+    q, k, v = draw(T=40, H=2)
+    high = 2.0**24  # beside which lse is rounded to 2
+    bias, sinks = jnp.full((1, 2, 40, 1), high), jnp.full(2, high)
+    gradients([0 * q, k, v], bias=bias, sinks=sinks, return_lse=True)
 
 
 @newest
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_sinks_beside_all_else(dtype: str, with_bias: bool) -> None:
-    """Padding holds NaN, and the kernel for dq sums weights too where there is a bias."""
+    """Padding holds NaN. With a bias the kernel for dq sums weights too, and there is dropout."""
     lengths = dict(q_lengths=jnp.array([72, 9, 30]), kv_lengths=jnp.array([130, 60, 0]))
     arrays = draw(T=72, S=136, B=3, H=2, dtype=dtype)
     of_arrays = [lengths["q_lengths"], lengths["kv_lengths"], lengths["kv_lengths"]]
     arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, of_arrays, strict=True)]
-    options: Any = dict(softcap=2.0, window=(70, 20), return_lse=True, dropout_rate=0.3)
-    options |= dict(dropout_key=jax.random.key(7), sinks=jnp.array([0.5, -1.0]), **lengths)
+    options: Any = dict(softcap=2.0, window=(70, 20), return_lse=True, **lengths)
+    options |= dict(sinks=jnp.array([0.5, -1.0]))
     if with_bias:
+        options |= dict(dropout_rate=0.3, dropout_key=jax.random.key(7))
         added = np.random.default_rng(1).normal(size=(1, 2, 72, 1))
         added[..., :5, :] = np.finfo(np.float32).min
         options["bias"] = jnp.asarray(added, "float32")

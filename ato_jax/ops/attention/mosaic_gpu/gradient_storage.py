@@ -304,7 +304,7 @@ class Walk:
     minus_delta: Any
     dx: Any = None
     dy: Any = None
-    weights: Any = None  # [B, H, own rows up to whole tiles] float32, as `gradient.finish_rows` says
+    weights: Any = None  # [B, H, own rows up to whole tiles] float32, see `gradient.finish_rows`
     ds: Any = None  # likewise
     gain: Any = None  # [B, G]
     bounds: Any = None
