@@ -269,7 +269,7 @@ def test_attention_gradients_by_mosaic_gpu(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("D", "H", "causal"), [(64, 1, False), (128, 1, True), (128, 2, False)])
 def test_gradients_of_few_sinks_by_mosaic_gpu(dtype: str, D: int, H: int, causal: bool) -> None:
-    """Each is one sum over the queries of a head, which cancels to a tenth in one draw of twelve."""
+    """Each is one sum over the queries of a head. In one draw of twelve it cancels to a tenth."""
     needs_hopper()
     options = {"sinks": jnp.linspace(0, 1, H), "causal": causal, "return_lse": True}
     for seed in range(24):
