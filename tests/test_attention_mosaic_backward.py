@@ -159,14 +159,18 @@ def test_dropout(sizes: Any, options: Any) -> None:
 
 
 @newest
-@pytest.mark.parametrize("dtype, return_lse", [("bfloat16", False), ("float16", True)])
-def test_a_sink_whose_gradient_is_a_sum_that_cancels(dtype: str, return_lse: bool) -> None:
-    """Its 40 terms are up to 8 times as large as the sum. By out, whose weights are rounded, it
-    would be off by 0.13 in bfloat16, and by 0.022 in float16."""
+@pytest.mark.parametrize(
+    "dtype, seed, return_lse", [("bfloat16", 2, False), ("float16", 51, True)]
+)
+def test_a_sink_whose_gradient_is_a_sum_that_cancels(
+    dtype: str, seed: int, return_lse: bool
+) -> None:
+    """Its 40 terms are on average 8 times as large as the sum. By out, whose weights are rounded,
+    it would be off by 6e-2 in bfloat16, and by 6.5e-3 in float16."""
     arrays = draw(T=40, dtype=dtype)
     options: Any = dict(sinks=jnp.zeros(1), return_lse=return_lse)
     request, _ = numerics.prepare("attention", *arrays, **options)
-    cotangents = numerics.draw_cotangents("attention", request, 51)
+    cotangents = numerics.draw_cotangents("attention", request, seed)
     gradients(arrays, cotangents=cotangents, forward="mosaic_gpu", **options)
 
 
