@@ -22,13 +22,19 @@ from tests.interpreted import newest, no_races  # noqa: F401
 from tests.test_attention_mosaic import H200, draw, spec_of, with_nan
 
 
-def gradients(arrays: list[Any], config: dict[str, Any] | None = None, **options: Any) -> None:
-    """Compares them with the reference's."""
-    wanted = numerics.oracle("attention", *arrays, **options)
+def gradients(
+    arrays: list[Any],
+    config: dict[str, Any] | None = None,
+    cotangents: Any = None,
+    forward: str = "reference",
+    **options: Any,
+) -> None:
+    """Compares them with the reference's, whose outputs they are given, or those of `forward`."""
+    wanted = numerics.oracle("attention", *arrays, cotangents=cotangents, **options)
     assert mosaic_gpu.unsupported(wanted.request.spec, "backward") is None
     with ato_jax.interpret():
         found = numerics.run_backends(
-            "reference", "mosaic_gpu", wanted, device=H200, backward_config=config
+            forward, "mosaic_gpu", wanted, device=H200, backward_config=config
         )
     numerics.compare(found, wanted)
 
@@ -150,6 +156,51 @@ def test_dropout(sizes: Any, options: Any) -> None:
     if "bias" in options:
         options["bias"] = options["bias"].reshape(1, 2, 72, 64)
     gradients(draw(**sizes), dropout_rate=0.3, dropout_key=jax.random.key(7), **options)
+
+
+@newest
+@pytest.mark.parametrize(
+    "dtype, seed, return_lse", [("bfloat16", 2, False), ("float16", 51, True)]
+)
+def test_a_sink_whose_gradient_is_a_sum_that_cancels(
+    dtype: str, seed: int, return_lse: bool
+) -> None:
+    """Its 40 terms are on average 8 times as large as the sum. By out, whose weights are rounded,
+    it would be off by 6e-2 in bfloat16, and by 6.5e-3 in float16."""
+    arrays = draw(T=40, dtype=dtype)
+    options: Any = dict(sinks=jnp.zeros(1), return_lse=return_lse)
+    request, _ = numerics.prepare("attention", *arrays, **options)
+    cotangents = numerics.draw_cotangents("attention", request, seed)
+    gradients(arrays, cotangents=cotangents, forward="mosaic_gpu", **options)
+
+
+@newest
+def test_sinks_as_high_as_a_bias() -> None:
+    """There lse has no digits for the logarithm of the number of keys, and all weights have to be
+    divided by their sum, those in the sum of ds too."""
+    q, k, v = draw(T=40, H=2)
+    high = 2.0**24  # beside which lse is rounded to 2
+    bias, sinks = jnp.full((1, 2, 40, 1), high), jnp.full(2, high)
+    gradients([0 * q, k, v], bias=bias, sinks=sinks, return_lse=True)
+
+
+@newest
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sinks_beside_all_else(dtype: str, with_bias: bool) -> None:
+    """Padding holds NaN. With a bias the kernel for dq sums weights too, and there is dropout."""
+    lengths = dict(q_lengths=jnp.array([72, 9, 30]), kv_lengths=jnp.array([130, 60, 0]))
+    arrays = draw(T=72, S=136, B=3, H=2, dtype=dtype)
+    of_arrays = [lengths["q_lengths"], lengths["kv_lengths"], lengths["kv_lengths"]]
+    arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, of_arrays, strict=True)]
+    options: Any = dict(softcap=2.0, window=(70, 20), return_lse=True, **lengths)
+    options |= dict(sinks=jnp.array([0.5, -1.0]))
+    if with_bias:
+        options |= dict(dropout_rate=0.3, dropout_key=jax.random.key(7))
+        added = np.random.default_rng(1).normal(size=(1, 2, 72, 1))
+        added[..., :5, :] = np.finfo(np.float32).min
+        options["bias"] = jnp.asarray(added, "float32")
+    gradients(arrays, **options)
 
 
 @pytest.mark.parametrize("right", [None, 0])

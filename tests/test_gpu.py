@@ -265,6 +265,18 @@ def test_attention_gradients_by_mosaic_gpu(
     numerics.compare(found, wanted)
 
 
+@of_mosaic_attention
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("D", "H", "causal"), [(64, 1, False), (128, 1, True), (128, 2, False)])
+def test_gradients_of_few_sinks_by_mosaic_gpu(dtype: str, D: int, H: int, causal: bool) -> None:
+    """Each is one sum over the queries of a head. In one draw of twelve it cancels to a tenth."""
+    needs_hopper()
+    options = {"sinks": jnp.linspace(0, 1, H), "causal": causal, "return_lse": True}
+    for seed in range(24):
+        qkv = arrays(dtype, B=1, T=300, H=H, G=1, D=D, seed=seed)
+        check("attention", *qkv, implementation="mosaic_gpu", **options)
+
+
 # float32, float32 by TF32, and what takes half of the bytes.
 PRECISIONS = [(dtype, None) for dtype in DTYPES] + [("float32", "tf32")]
 

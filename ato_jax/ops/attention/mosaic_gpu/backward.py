@@ -62,24 +62,30 @@ def backward(
     if gain is not None:
         rows["gain"] = gain
     found: dict[str, jax.Array] = {}
-    correction = by_key = None
+    correction = by_key = by_query = None
     corrected = delta
     for of in passes(spec, config):
         planes = pairs.planes_of(spec, inputs, of.of_keys)
         rows["minus_delta"] = padded(spec, config, -corrected, 0)
         results = gradient.run(of, planes, arrays_of(of, planes, inputs, dout) | rows)
         found |= dict(zip(of.names, results, strict=False))
-        if of.by_row == "weights":
+        by_row = dict(zip(of.by_row, results[len(of.names) :], strict=True))
+        if "weights" in by_row:
             # The rows of padded queries may hold NaN.
-            correction = jnp.where(lse < jnp.inf, results[-1][..., : spec.T], 1.0)
+            correction = jnp.where(lse < jnp.inf, by_row["weights"][..., : spec.T], 1.0)
             dout, corrected = with_correction(spec, correction, dout, delta)
-        elif of.by_row == "ds":
-            by_key = results[-1][..., : spec.S]
+        if "ds" in by_row and of.of_keys:
+            by_key = by_row["ds"][..., : spec.S]
+        elif "ds" in by_row:
+            by_query = by_row["ds"][..., : spec.T]
     shares: Any = 0.0
     if inputs.sinks is not None:
         shares = jnp.exp(jnp.minimum(inputs.sinks[:, None] - lse, 0))
         shares = shares if correction is None else shares * correction
-        found["sinks"] = -jnp.sum(shares * delta, axis=(0, 2))
+        exact = delta
+        if by_query is not None:
+            exact = exact_delta(spec, cotangents, shares, lse, delta, by_query)
+        found["sinks"] = -jnp.sum(shares * exact, axis=(0, 2))
     if spec.bias is not None and inputs.bias is not None:
         if pairs.extent(spec.bias) == "pairs":
             found["bias"] = by_pairs(spec, config, inputs, dout, rows)
@@ -88,10 +94,32 @@ def backward(
                 dbias = by_key[:, :, None]  # [B, H, 1, S]
             else:
                 log2_lse = lse * LOG2_E
-                by_query = bias_gradient_by_query(spec, cotangents, shares, delta, log2_lse)
-                dbias = by_query[..., None]  # [B, H, T, 1]
+                of_bias = bias_gradient_by_query(spec, cotangents, shares, delta, log2_lse)
+                dbias = of_bias[..., None]  # [B, H, T, 1]
             found["bias"] = over_lacked_axes(dbias, inputs.bias)
     return Inputs(**found)
+
+
+def exact_delta(
+    spec: AttentionSpec,
+    cotangents: Outputs,
+    shares: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    by_query: jax.Array,
+) -> jax.Array:
+    """delta without the error of out, whose weights were rounded to 16 bits, from the sum of each
+    query's ds, whose weights were not. With any delta that is
+
+        sum_j ds_ij = sum_j p_ij dp_ij - (1 - share_i) delta_i
+
+    and sum_j p_ij dp_ij is what out_i . dout_i stands for.
+    """
+    found = by_query + (1 - shares) * delta
+    if not spec.return_lse:
+        return found
+    dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
+    return found - jnp.where(lse < jnp.inf, dlse, 0.0)
 
 
 def with_correction(
@@ -126,7 +154,7 @@ def arrays_of(
     sides = (inputs.q, dout, inputs.q_segments), (inputs.k, inputs.v, inputs.kv_segments)
     (x, y, own_ids), (other_x, other_y, other_ids) = reversed(sides) if of.of_keys else sides
     given = dict(x=x, y=y, other_x=other_x, other_y=other_y)
-    if of.by_row == "weights" and inputs.sinks is not None:
+    if "weights" in of.by_row and inputs.sinks is not None:
         given["sinks"] = inputs.sinks
     if (bounds := visibility.limits_array(of.spec, inputs)) is not None:
         given["bounds"] = bounds

@@ -103,11 +103,11 @@ from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
 
 class Sums(NamedTuple):
     """In parts of columns where the others' tiles are in parts; none where it is not made. by_row
-    [R, 8]: what `Pass.by_row` says, over every 8th of the others."""
+    [R, 8] each: what `Pass.by_row` says, over every 8th of the others."""
 
     dx: tuple[jax.Array, ...]
     dy: tuple[jax.Array, ...]
-    by_row: jax.Array | None
+    by_row: tuple[jax.Array, ...]
 
 
 def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[jax.Array]:
@@ -118,10 +118,9 @@ def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[ja
         jax.ShapeDtypeStruct(array.shape, array.dtype)
         for array in (arrays[name.removeprefix("d")] for name in wanted)
     ]
-    if of.by_row is not None:
-        wanted.append("by_row")
-        shape = of.spec.B, of.spec.H, of.tiles * of.tile
-        shapes.append(jax.ShapeDtypeStruct(shape, mosaic.F32))
+    by_row = jax.ShapeDtypeStruct((of.spec.B, of.spec.H, of.tiles * of.tile), mosaic.F32)
+    wanted += of.by_row
+    shapes += [by_row] * len(of.by_row)
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         return Walk(of, planes, own, **dict(zip([*arrays, *wanted], refs, strict=True)))
@@ -201,7 +200,7 @@ def consume(walk: Walk) -> None:
     sums = Sums(
         _zeros(of.other[0]) if of.with_x else (),
         _zeros(of.other[1]) if of.with_y else (),
-        None,
+        (),
     )
     if walk.turns is not None:
         walk.turns.open(number)
@@ -226,8 +225,7 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     seen = walk.seen(item.batch, mine.first_row, ROWS)
     until, behind = item.seen.end - seen.whole_end, item.seen.end - seen.whole
     until, behind = (jnp.clip(bound, 0, item.steps) for bound in (until, behind))
-    if of.by_row is not None:
-        sums = sums._replace(by_row=mosaic.zeros(ROWS, COLUMNS))
+    sums = sums._replace(by_row=tuple(mosaic.zeros(ROWS, COLUMNS) for _ in of.by_row))
     until = until if cut_at_end else jnp.int32(0)
     behind = behind if cut_at_start else item.steps
 
@@ -259,8 +257,10 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     dtype, of_dx, of_dy, by_row = frame.dtype_of(of.spec), [], [], sums.by_row
     if of.with_x:
         ds = gradient_of_scores(mine, undropped(of.spec, p), dp)
-        if by_row is not None:
-            by_row += by_columns(ds if of.of_keys else undropped(of.spec, p))
+        by_row = tuple(
+            total + by_columns(ds if name == "ds" else undropped(of.spec, p))
+            for name, total in zip(of.by_row, by_row, strict=True)
+        )
         ds = mosaic.rounded(ds if slope is None else ds * slope, dtype)
         of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
     if own.norm is not None or own.ids is not None:
@@ -353,29 +353,32 @@ def clean(walk: Walk, mine: Own, at: At, xs: list[Any], ys: list[Any]) -> None:
 
 
 def finish_rows(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
-    """Stores what is summed over a head's pairs: ds of each key, or by what dq is multiplied, the
-    inverse of the sum of each query's weights."""
+    """Stores what is summed over a head's pairs: by what dq is multiplied, the inverse of the sum
+    of each query's weights; and ds of each key or query, which loses the units of dq."""
     of, item, gain = walk.of, mine.item, mine.gain
-    if sums.by_row is None:
-        return sums
-    found, unit, head = jnp.sum(sums.by_row, axis=1), 2.0 ** -shift(of.spec), item.head
-    if of.of_keys:
-        head = walk.other_head(item, member)
-        found = found * (unit if gain is None else unit / gain)
-        here = walk.limits(item.batch).q_length
-        if here is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=OF_ROWS)
-            found = jnp.where(row < here - mine.first_row, found, 0.0)
-    else:
-        if walk.sinks is not None:
-            found = found + natural_weights(of.spec, walk.sinks[head], mine.norm)
-        found = 1 / jnp.where(found == 0, 1.0, found * unit)
-        factor = [mosaic.in_columns(found, total.shape[1]) for total in sums.dx]
-        dx = tuple(total * by for total, by in zip(sums.dx, factor, strict=True))
-        sums = sums._replace(dx=dx)
-    at = item.batch, head, pl.ds(mine.first_row, ROWS)
-    mosaic.store_in_memory(walk.by_row.at[at], found)
-    return sums._replace(by_row=None)
+    unit, inverse = 2.0 ** -shift(of.spec), None
+    for name, by_columns_of_row in zip(of.by_row, sums.by_row, strict=True):
+        found, head = jnp.sum(by_columns_of_row, axis=1), item.head
+        if name == "weights":
+            if walk.sinks is not None:
+                found = found + natural_weights(of.spec, walk.sinks[head], mine.norm)
+            found = inverse = 1 / jnp.where(found == 0, 1.0, found * unit)
+            factor = [mosaic.in_columns(found, total.shape[1]) for total in sums.dx]
+            dx = tuple(total * by for total, by in zip(sums.dx, factor, strict=True))
+            sums = sums._replace(dx=dx)
+        else:
+            if of.of_keys:
+                head = walk.other_head(item, member)
+            found = found * (unit if gain is None else unit / gain)
+            if inverse is not None:
+                found = found * inverse
+            here = walk.limits(item.batch).q_length
+            if here is not None:
+                row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=OF_ROWS)
+                found = jnp.where(row < here - mine.first_row, found, 0.0)
+        at = item.batch, head, pl.ds(mine.first_row, ROWS)
+        mosaic.store_in_memory((walk.weights if name == "weights" else walk.ds).at[at], found)
+    return sums._replace(by_row=())
 
 
 def finish(walk: Walk, mine: Own, sums: Sums) -> None:

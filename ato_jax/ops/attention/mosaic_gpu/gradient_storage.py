@@ -23,6 +23,9 @@ ROWS = mosaic.ROWS  # of a consumer
 # The most columns of dk and dv in one kernel. Their sums take half of the registers of each thread;
 # p and dp need the rest.
 MOST_COLUMNS = 256
+# A sink's gradient is one sum over the queries of its head, which may happen to cancel. In the norm
+# of the gradients of more heads than these, one that does counts for nothing.
+FEW_HEADS = 8
 # Mosaic GPU lays each buffer at a multiple of so many bytes, and all barriers take fewer.
 ALIGNMENT = BARRIER_BYTES = 1024
 
@@ -81,15 +84,17 @@ class Pass:
         return [name for name, makes in zip(names, made, strict=True) if makes]
 
     @property
-    def by_row(self) -> str | None:
-        """The quantity that this pass sums over the pairs of each own row, or None: "weights" of a
-        query with any bias, "ds" of a key for the gradient of a bias over keys alone."""
+    def by_row(self) -> tuple[str, ...]:
+        """The quantities that this pass sums over the pairs of each own row: "weights" of a query
+        with any bias, "ds" of a query for the gradient of few heads' sinks, and of a key for the
+        gradient of a bias over keys alone. That of the sinks is without the softcap's slope."""
         bias = self.spec.bias
-        if bias is None or not self.with_x:
-            return None
+        if not self.with_x:
+            return ()
         if self.of_keys:
-            return "ds" if bias[3] and not bias[2] else None
-        return "weights"
+            return ("ds",) if bias is not None and bias[3] and not bias[2] else ()
+        of_weights = () if bias is None else ("weights",)
+        return (*of_weights, "ds") if sums_by_query(self.spec) else of_weights
 
     @property
     def members(self) -> int:
@@ -174,6 +179,12 @@ class Pass:
         of_rows += [self.others * self.y_stages] * (self.of_keys and self.with_x)
         buffers = [count * size for count in elements] + [count * 4 for count in of_rows]
         return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in buffers) + BARRIER_BYTES
+
+
+def sums_by_query(spec: AttentionSpec) -> bool:
+    """Whether the kernel for dq also sums each query's ds over its keys (`backward.py` says why):
+    for the sinks of few heads."""
+    return spec.sinks and spec.H <= FEW_HEADS
 
 
 def dq_pass(spec: AttentionSpec, config: Config) -> Pass:
@@ -293,7 +304,8 @@ class Walk:
     minus_delta: Any
     dx: Any = None
     dy: Any = None
-    by_row: Any = None  # [B, H, own rows up to whole tiles] float32, as `gradient.finish_rows` says
+    weights: Any = None  # [B, H, own rows up to whole tiles] float32, see `gradient.finish_rows`
+    ds: Any = None  # likewise
     gain: Any = None  # [B, G]
     bounds: Any = None
     own_ids: Any = None
