@@ -20,10 +20,10 @@ With S and z of its keys, in units of 1 / sum |z|, and eps likewise (`document_w
 
 Each array is read as often as it has to be where no state leaves the chip: k and v twice.
 
-Where nothing is divided, S and R are multiplied in two parts for dq and dk, rounded and what that
-leaves off. Of few rows, whose products happen to be small beside S and R, rounding these once alone
-cost dk more than its budget: 4.2e-3 in a tile of 64 rows, and now 2.9e-3. With a normaliser such
-rows have another term, beside which the error is small. The factor R of dv is rounded once.
+S and R are multiplied in two parts for dq and dk, rounded and what that leaves off. Rows whose
+products are small beside S and R, of few rows or of documents of one or two, would lose too much by
+rounding these once: dk of a tile of 64 rows was off by 4.2e-3, a row of dk by 2.7e-2, each beyond
+its budget. The factor R of dv is rounded once.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ SLOTS = 6
 class Storage(mosaic.Storage):
     tiles: Array  # [SLOTS, 2, 64, 64] rows of any of the sequences
     s: Array  # [2, 2 or 1, 64, 64] S, of half of F each and half of V, and later R
-    rest: Array  # as s: what rounding S or R left off, for gradients without a normaliser
+    rest: Array  # as s: what rounding S or R left off, for gradients
     out: Array  # [2, 2, 64, 64] what is stored: two of each half
     cut: Array  # [2, 64, 64] the same of a cut chunk, rows one behind the other
     low: Array  # [2, 2, 64, 64], by turns: what rounding phi(q) left off
@@ -84,7 +84,7 @@ def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None
     if sums is not None:
         ones = Buffer(tiling.shared(mosaic.ALIKE, C))
         unit, u = Buffer(vector), Buffer(vector)
-        rest = None if spec.normalize else Buffer(of_s)
+        rest = Buffer(of_s)
         signals = {"mapped": Signal((halves,), SLOTS), "s_known": Signal((halves,))}
         signals |= {name: Signal((sums,)) for name in ("r_known", "ones_known")}
     elif tiling.heads == 1 and not spec.feature_map.nonnegative:
