@@ -100,8 +100,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def outcomes(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """By test; what came last counts, such as an error behind a test that had passed."""
-    return {line["test"]: line["outcome"] for line in lines}
+    """By test; what came last counts, such as an error behind a test that had passed. A test that
+    was skipped is still left: it skips itself where a shared card did not serve it."""
+    found = {line["test"]: line["outcome"] for line in lines}
+    return {test: outcome for test, outcome in found.items() if outcome != "skipped"}
 
 
 def cards() -> list[str]:

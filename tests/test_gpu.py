@@ -1250,7 +1250,6 @@ def test_options_give_the_same_bits_twice(name: str) -> None:
         ("attention", "bfloat16", 1024, {}),
         ("attention", "bfloat16", 1000, {}),
         ("attention", "bfloat16", 1024, {"kv_lengths": np.array([1000, 1024])}),
-        ("attention", "float16", 1024, {}),
     ],
 )
 def test_without_a_name_the_fastest_is_chosen(
