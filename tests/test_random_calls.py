@@ -22,9 +22,10 @@ def test_results_are_within_their_budgets(op: str) -> None:
         assert random_calls.check(call, "xla", exact) == []
 
 
-def test_a_result_that_is_off_is_seen() -> None:
+def test_a_result_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     call = calls("attention")[0]
+    found = random_calls.run(call, "xla")
+    monkeypatch.setattr(random_calls, "run", lambda *_: {**found, "dv": found["dv"] * 1.01})
     exact = random_calls.oracle(call, torch.float64)
-    exact["dv"] = exact["dv"] * 1.01
     (line,) = random_calls.check(call, "xla", exact) or ()
     assert "xla dv" in line and f"seed={call.seed}" in line
