@@ -669,7 +669,8 @@ def fits(call: Call, exact: dict[str, Any]) -> bool:
 
 
 def check(call: Call, implementation: str | None, exact: dict[str, Any]) -> list[str] | None:
-    """What is beyond its budget; None where the implementation does not support the call."""
+    """A line for each result that is beyond its budget, or None if the implementation does not
+    support the call."""
     kernels = implementation in ("triton", "mosaic_gpu") and jax.default_backend() == "cpu"
     try:
         with ato_jax.interpret() if kernels else contextlib.nullcontext():

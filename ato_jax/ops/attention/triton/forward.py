@@ -206,7 +206,7 @@ def _kernel(
             acc = each(lambda tile, exists=exists: jnp.where(exists[:, None], tile, 0.0), acc)  # type: ignore[misc]
         of_keys, factor = m, None
         if options.sinks is not None:
-            # Of several parts the first one counts the sink.
+            # Where keys are cut into parts, only the first part adds the sink.
             sink = jnp.where(part == 0, in_score_units(spec, options.sinks[h]), -jnp.inf)
             m, total, factor = _with_sink(spec, sink, m, total)
             acc = each(lambda tile, by=factor: tile * by[:, None], acc)  # type: ignore[misc]

@@ -114,7 +114,7 @@ class Walk:
 
     @property
     def tiling(self) -> mosaic.Tiling:
-        """Of one head, also where other kernels have two in a tile."""
+        """A tile here holds one head, also where the bfloat16 kernels put two into a tile."""
         return mosaic.Tiling(self.spec.layout, self.spec.D, math.gcd(*narrow.widths_of(self.spec)))
 
     @property
@@ -123,7 +123,7 @@ class Walk:
         return self.deal.pieces > 1 and self.rows % (self.at_once * C) != 0
 
     def first_row(self, item: Item, chunk: Any, number: Any = 0) -> Any:
-        """Of one chunk of a group."""
+        """The number in the sequence of a chunk's first row; `number` counts within a group."""
         return item.piece * self.rows + (chunk * self.at_once + number) * C
 
     def count(self, item: Item, chunk: Any, number: Any) -> Any:
