@@ -1,6 +1,7 @@
 """Whether `implementation=None` takes the fastest backend: the suite `choices`.
 
     python -m benchmarks run --suite=choices [--json=FILE.json] [--case=PART] [--within_s=SECONDS]
+                                             [--part=K/N]
 
 Every row is one call, timed forward and forward + backward: with `implementation=None`, and with
 each backend by name that supports it. Programs that lower to the same text are one program, which
@@ -14,6 +15,9 @@ The table marks rows in which `None` takes more than `ALLOWED` times the fastest
 again at the end, with the entries of `ato_jax/tuned/` that would change the choice, and the last
 line says how many there are; the exit status is 1 if there are any. On a CPU sizes are tiny, and
 kernels are interpreted.
+
+`--part=2/4` takes every fourth row from the second on, so that a machine with four cards measures
+all rows at one time: one process a card, each with cores of its own.
 
     python -m benchmarks fit A.json [B.json ...]
 
@@ -30,11 +34,12 @@ import hashlib
 import json
 import math
 import multiprocessing
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +56,9 @@ from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
 
 FLAGS = flags.FLAGS
+flags.DEFINE_string(
+    "part", "", "run --suite=choices or cliffs: K/N, every Nth row from the Kth on"
+)
 
 NAME = "choices"
 ALLOWED = 1.03
@@ -69,6 +77,7 @@ FASTEST_COPY = 5e12
 FASTEST_PRODUCTS = 800e12
 # The longest that compiling in other processes may take.
 COMPILE_SECONDS = 170
+One = TypeVar("One")
 # What a call without a name is called here.
 CHOSEN = "None"
 # The float32 result of XLA that the others are compared with.
@@ -739,6 +748,19 @@ def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
         results.write(Path(FLAGS.json), json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
+def part_of(rows: list[One]) -> list[One]:
+    """The rows that --part leaves."""
+    if not FLAGS.part:
+        return rows
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", FLAGS.part)
+    first, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first <= count:
+        raise ResultsError(f"--part takes K/N with 1 <= K <= N, such as 1/4; got {FLAGS.part!r}")
+    if first > len(rows):
+        raise ResultsError(f"--part={FLAGS.part} has no row: there are {len(rows)}")
+    return rows[first - 1 :: count]
+
+
 def main() -> int:
     start = time.monotonic()
     platform = ours.platform()
@@ -749,6 +771,7 @@ def main() -> int:
     rows = [row for row in ROWS[platform] if FLAGS.case in str(row)]
     if not rows:
         raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
+    rows = part_of(rows)
     here = device.describe(jax.devices()[0])
     facts = {"device": here.name, "ato_jax": ato_jax.__version__, "jax": jax.__version__}
     print(f"{here.name}; JAX {jax.__version__}; {len(rows)} rows", flush=True)

@@ -2,6 +2,7 @@
 
     python -m benchmarks run --suite=cliffs [--rows=GROUP,GROUP] [--case=PART] [--within_s=SECONDS]
                                             [--json=FILE.json | --keep] [--resume] [--forward_only]
+                                            [--part=K/N]
 
 Every row is a call with one option and `implementation=None`, timed forward and forward + backward
 batch by batch in turns with its base case, so that both see the same clocks. Both are first
@@ -18,8 +19,9 @@ reason in place of a time. The table has, the row furthest below its target firs
 
 `--rows` takes groups of rows: lengths, dtypes, maps, gates, heads. All groups together may take a
 card more than ten minutes: `--within_s` ends a run and lists the rows that it left out, and
-`--json=FILE.json --resume` goes on with those. On a CPU sizes are tiny, and an option is measured
-in one size.
+`--json=FILE.json --resume` goes on with those. `--part=2/4` takes every fourth row from the second
+on, one process for each card of a machine that has four. On a CPU sizes are tiny, and an option is
+measured in one size.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def wanted(platform: str) -> list[Step]:
     ]
     if not found:
         raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
-    return found
+    return choices.part_of(found)
 
 
 def phases() -> tuple[str, ...]:

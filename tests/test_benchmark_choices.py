@@ -52,6 +52,21 @@ def test_every_row_is_another_call() -> None:
     assert {row.dtype for row in rows} == {"bfloat16", "float16", "float32"}
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts_hold_every_row_once(count: int) -> None:
+    rows, found = list(range(11)), []
+    for which in range(1, count + 1):
+        with flagsaver.flagsaver(part=f"{which}/{count}"):
+            found += choices.part_of(rows)
+    assert sorted(found) == rows
+
+
+@pytest.mark.parametrize("part", ["2", "0/4", "5/4", "1/0", "a/b", "12/13"])
+def test_a_part_that_is_none(part: str) -> None:
+    with flagsaver.flagsaver(part=part), pytest.raises(ResultsError, match=f"--part.*{part}"):
+        choices.part_of(list(range(11)))
+
+
 def test_the_suite_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
