@@ -17,10 +17,10 @@ one of them alone changed, or tests were added,
     python -m tests.receipt renew
 
 puts the tests of that part, and the new ones, under "left". Which ops' kernels a test runs its
-parameter `op` says, or the marker `kernels`; a parameter that names gates of channels, or Mosaic
-GPU, says that it runs theirs; any other test counts for all but these and those for wide heads,
-which no test runs unasked. The bridge's are those of `tests/test_torch_*.py`. Where no card could
-be had,
+parameter `op` says, or a marker `kernels` of its own parameters; a parameter that names gates of
+channels, or Mosaic GPU, says that it runs theirs; else the function's marker says it. Any other
+test counts for all but these and those for wide heads, which no test runs unasked. The bridge's are
+those of `tests/test_torch_*.py`. Where no card could be had,
 
     python -m tests.receipt pending "the reason"
 
@@ -61,6 +61,7 @@ OPS = (
     "channel_gates",
     "mosaic_gpu",
     "mosaic_channel_gates",
+    "mosaic_documents",
     "mosaic_attention",
     "mosaic_delta_rule",
 )
@@ -107,6 +108,7 @@ BESIDE = {
         "linear_attention/mosaic_gpu/channel*.py",
         "linear_attention/scans/channel*.py",
     ),
+    "mosaic_documents": ("mosaic_gpu", "linear_attention/mosaic_gpu/document*.py"),
 }
 # The entries of a table that order backends, and the functions, of a backend and of `tuning.py`.
 ORDER = ("first", "last")
@@ -120,6 +122,7 @@ MARKED_ALONE = {
     "channel_gates",
     "mosaic_gpu",
     "mosaic_channel_gates",
+    "mosaic_documents",
     "mosaic_attention",
     "mosaic_delta_rule",
 }
@@ -318,13 +321,17 @@ def parts_of(test: Any) -> set[str]:
 
 
 def _ops_of(test: Any) -> set[str]:
-    parameters = test.callspec.params if hasattr(test, "callspec") else {}
-    marker = test.get_closest_marker("kernels")
+    parameters, own = {}, []
+    if hasattr(test, "callspec"):
+        parameters = test.callspec.params
+        own = [mark for mark in getattr(test.callspec, "marks", ()) if mark.name == "kernels"]
     if parameters.get("op") in OPS:
         return {parameters["op"]}
-    for value in parameters.values():
-        if isinstance(value, str) and value in NAMED:
-            return {NAMED[value]}
+    if not own:
+        for value in parameters.values():
+            if isinstance(value, str) and value in NAMED:
+                return {NAMED[value]}
+    marker = own[0] if own else test.get_closest_marker("kernels")
     named = set(marker.args) if marker else set(OPS) - MARKED_ALONE
     assert named <= set(OPS), f"{test.nodeid}: {named}"
     return named

@@ -193,6 +193,7 @@ KERNELS = {
     **dict.fromkeys(("attention", "causal attention", "options of attention"), "attention"),
     "paged cache": "decode_attention",
     "wide heads": "wide_attention",
+    "gates of channels": "channel_gates",
 }
 
 

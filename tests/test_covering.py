@@ -201,6 +201,16 @@ def part_of(space: Space, row: Row) -> str:
     return "channel_gates" if gated else "linear_attention"
 
 
+def is_by_documents(space: Space, row: Row) -> bool:
+    """Whether Hopper's kernels of documents run the row, which belong to a part of their own."""
+    return (
+        space is MOSAIC
+        and row["segments"] != "none"
+        and row["decay"] == "none"
+        and not row["causal"]
+    )
+
+
 def on_the_card() -> Iterator[Any]:
     for name, space in covering.SPACES.items():
         by_part: dict[str, list[tuple[int, Row]]] = {}
@@ -210,12 +220,14 @@ def on_the_card() -> Iterator[Any]:
         chosen = (None,) if space is STEP else (space.backend, None)
         for (part, rows), implementation in itertools.product(by_part.items(), chosen):
             for some in groups(rows):
+                by_documents = any(is_by_documents(space, row) for _, row in some)
+                parts = [part, *["mosaic_documents"] * by_documents]
                 yield pytest.param(
                     space,
                     some,
                     implementation,
                     id=f"{name}, {part}, {implementation}, rows {some[0][0]} to {some[-1][0]}",
-                    marks=pytest.mark.kernels(part),
+                    marks=pytest.mark.kernels(*parts),
                 )
 
 

@@ -38,6 +38,7 @@ of_decoding = pytest.mark.kernels("decode_attention")
 of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 of_wide_heads = pytest.mark.kernels("wide_attention")
 of_mosaic_gpu = pytest.mark.kernels("mosaic_gpu")
+of_mosaic_documents = pytest.mark.kernels("mosaic_documents")
 of_mosaic_attention = pytest.mark.kernels("mosaic_attention")
 of_mosaic_delta_rule = pytest.mark.kernels("mosaic_delta_rule")
 
@@ -492,7 +493,7 @@ def test_mosaic_gpu_both_ways(
     check("linear_attention", *qkv, **options)
 
 
-@of_mosaic_gpu
+@of_mosaic_documents
 @pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "layout", "options"),
     [

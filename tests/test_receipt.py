@@ -96,6 +96,7 @@ def test_which_backend_is_chosen_does_not_count() -> None:
 HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}
 HASHES |= {"wide_attention": "w", "channel_gates": "c", "mosaic_gpu": "m", "bridge": "b"}
 HASHES |= {"mosaic_channel_gates": "g", "mosaic_attention": "h", "mosaic_delta_rule": "r"}
+HASHES |= {"mosaic_documents": "s"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:
@@ -163,6 +164,18 @@ def test_whose_code_a_test_runs(
         get_closest_marker=lambda name: SimpleNamespace(args=marks) if marks else None,
     )
     assert receipt.parts_of(test) == wanted
+
+
+def test_a_marker_of_the_parameters_comes_before_what_they_name() -> None:
+    """Rows of softmax attention by Hopper's kernels are none of linear attention's."""
+    own = SimpleNamespace(name="kernels", args=["mosaic_attention"])
+    parameters = {"implementation": "mosaic_gpu"}
+    test = SimpleNamespace(
+        nodeid="tests/test_covering.py::test_it",
+        callspec=SimpleNamespace(params=parameters, marks=[own]),
+        get_closest_marker=lambda name: own,
+    )
+    assert receipt.parts_of(test) == {"mosaic_attention"}
 
 
 def test_verdicts() -> None:
