@@ -3,10 +3,8 @@ module text as before."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,54 +165,6 @@ def test_the_record_has_all_cases() -> None:
     assert len(set(names)) == len(names)
     for version, cases in mosaic_text.everything().items():
         assert sorted(cases) == sorted(names), version
-
-
-REBUILT = ("output", "key_gradient", "key_gradient_rows", "key_gradient_storage")
-# Barriers are counted by hand there.
-SPLIT = tuple(f"query_gradient{part}" for part in ("", "_reads", "_rows", "_storage"))
-MOST_LINES, MOST_PARAMETERS, MOST_FILE_LINES = 120, 12, 500
-
-
-PACKAGE = Path(mosaic.__file__).parents[1]
-KERNELS = PACKAGE / "ops" / "linear_attention" / "mosaic_gpu"
-OTHERS = [PACKAGE / "ops" / op / "mosaic_gpu" for op in ("attention", "delta_rule")]
-
-
-def functions(text: str) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-
-
-def is_long(function: ast.FunctionDef) -> bool:
-    assert function.end_lineno is not None
-    return function.end_lineno - function.lineno >= MOST_LINES
-
-
-def test_functions_of_rebuilt_and_split_kernels_are_short() -> None:
-    kit = sorted((PACKAGE / "mosaic").glob("*.py"))
-    others = [path for folder in OTHERS for path in sorted(folder.glob("*.py"))]
-    for path in [*kit, *others, *(KERNELS / f"{name}.py" for name in (*REBUILT, *SPLIT))]:
-        text = path.read_text()
-        assert len(text.splitlines()) <= MOST_FILE_LINES, path
-        for function in functions(text):
-            assert not is_long(function), f"{path}: {function.name}"
-            parameters = function.args.args + function.args.kwonlyargs
-            assert len(parameters) <= MOST_PARAMETERS, function.name
-
-
-def test_what_is_not_rebuilt_is_listed() -> None:
-    """The table in docs/architecture.md names every long function and file of the kernels."""
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    table = page.partition("<!-- not rebuilt -->")[2].partition("<!-- /not rebuilt -->")[0]
-    listed = {}
-    for line in table.splitlines():
-        if (row := line.strip("| ").split(" | "))[0].endswith(".py`"):
-            listed[row[0].strip("`")] = (re.findall(r"`(\w+)`", row[1]), row[2] == "yes")
-    for path in sorted(KERNELS.glob("*.py")):
-        text = path.read_text()
-        long = [function.name for function in functions(text) if is_long(function)]
-        is_long_file = len(text.splitlines()) > MOST_FILE_LINES
-        assert listed.pop(path.name, ([], False)) == (long, is_long_file), path
-    assert not listed
 
 
 def shared_bytes(text: str) -> int:
