@@ -70,6 +70,59 @@ def test_queries_and_keys_that_differ() -> None:
     against_the_reference(numerics.oracle(OP, q, k, v, feature_map="silu", **options))
 
 
+@newest
+@pytest.mark.parametrize(
+    ("D", "layout", "options"),
+    [
+        (128, "bthd", {"kv_lengths": jnp.array([121])}),
+        (128, "bhtd", {"feature_map": "silu", "normalize": False, "scale": 0.3}),
+        (64, "bhtd", {"feature_map": "silu"}),
+    ],
+)
+def test_documents_that_share_a_chunk(D: int, layout: str, options: dict[str, Any]) -> None:
+    """Whole ones, and those at both ends that cross into another chunk; two heads see the same
+    keys."""
+    ids = ids_of(1, 1, 30, 40, 2, 1, 5, 3, 40, 7)[None]
+    H, G = (2, 1) if D == 128 else (4, 2)
+    q, k, v = draw(1, 130, H, G, layout, D=D)
+    if "kv_lengths" in options:
+        k, v = poisoned([k, v], options["kv_lengths"], layout)
+    against_the_reference(
+        numerics.oracle(OP, q, k, v, segment_ids=ids, layout=layout, **options)
+    )
+
+
+def test_documents_of_a_chunk_are_one_entry() -> None:
+    """Each entry has whole documents, and those that cross no border of a chunk share one."""
+    random = np.random.default_rng(0)
+    B, T, C = 4, 300, document_table.C
+    begins = random.random((B, T)) < np.array([1.0, 0.3, 0.05, 0.01])[:, None]
+    begins[:, 0] = True
+    runs = np.cumsum(begins, axis=1) - 1
+    nothing = jnp.zeros(0)
+    inputs = Inputs(*[nothing] * 3, q_segments=jnp.array(runs), kv_segments=jnp.array(runs))
+    spec: Any = types.SimpleNamespace(segments="self", B=B, T=T, S=T)
+    fields, number, ids = jax.jit(functools.partial(document_table.of, spec))(inputs)
+    entries, wanted = np.asarray(fields)[:, : int(number[0])].T, set()
+    for entry in range(B):
+        starts = np.flatnonzero(begins[entry])
+        for first, end in zip(starts, [*starts[1:], T], strict=True):
+            chunk = (first // C,) if first // C == (end - 1) // C else (first, end)
+            wanted.add((entry, *chunk))
+    found = set()
+    for entry, first, size, *_ in entries.tolist():
+        end = first + size
+        found.add((entry, first // C) if first // C == (end - 1) // C else (entry, first, end))
+    assert found == wanted and len(entries) == len(wanted)
+    of_rows = np.zeros((B, T), int)
+    for entry, first, size, valid, *of_keys in entries.tolist():
+        of_rows[entry, first : first + size] += 1
+        assert valid == size and of_keys == [first, size, size]
+    assert (of_rows == 1).all()
+    assert (np.asarray(ids)[:, :T] == runs).all() and (np.asarray(ids)[:, T:] == -1).all()
+    assert len(entries) <= 2 * B * -(-T // C)
+
+
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_table(with_lengths: bool) -> None:
     """Each row is in one document, and a query sees just the keys that it is to see."""
@@ -89,7 +142,7 @@ def test_table(with_lengths: bool) -> None:
         kv_lengths=lengths[1],
     )
     spec: Any = types.SimpleNamespace(segments="cross", B=B, T=T, S=S)
-    fields, number = jax.jit(functools.partial(document_table.of, spec))(inputs)
+    fields, number, _ = jax.jit(functools.partial(document_table.of, spec))(inputs)
     q_rows, kv_rows, seen = np.zeros((B, T)), np.zeros((B, S)), np.zeros((B, T, S), bool)
     for entry, *rows in np.asarray(fields)[:, : int(number[0])].T:
         (q, q_size, q_valid), (k, k_size, k_valid) = rows[:3], rows[3:]

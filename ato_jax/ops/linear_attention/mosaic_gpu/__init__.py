@@ -220,10 +220,7 @@ def beats_later_backends(
 ) -> bool:
     if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
         return False  # no card has timed these
-    if frame.by_documents(spec):
-        # How long documents are is not known here. On an H100, B2 H16 T16384 D128 with documents of
-        # 60 rows took 0.42 ms and by Triton's 1.47, with gradients 1.22 and 4.18; of one row 18.9
-        # and 1.47, with gradients 62.4 and 4.16.
+    if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
         return False
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
@@ -236,6 +233,11 @@ def beats_later_backends(
         # Behind this backend is XLA. On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9,
         # with gradients 4.22 and 98.2.
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
+    enough = ENOUGH_ROWS
+    if frame.both_ways(spec):
+        # Whatever a head fills of a tile: Triton's kernels take two walks, and these one.
+        enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
+        return spec.B * spec.H * spec.T >= enough
     tile = narrow.tile_of(spec)
     with_flows = spec.decay == "channel" and backward_follows
     least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
@@ -246,10 +248,6 @@ def beats_later_backends(
     if frame.heads_of_tile(spec) == 2 and spec.H != spec.G and not (spec.decay or backward_follows):
         # On an H100, B2 H32 G8 T16384: 0.208 ms, by Triton's 0.200; with gradients 0.773 and 0.911.
         return False
-    enough = ENOUGH_ROWS
-    if frame.both_ways(spec):
-        enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
-        return spec.B * spec.H * spec.T >= enough
     if spec.decay != "channel":
         enough = ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     if spec.causal:

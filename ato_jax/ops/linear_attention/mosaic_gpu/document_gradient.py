@@ -18,7 +18,9 @@ With S and z of its keys, in units of 1 / sum |z|, and eps likewise (`document_w
       v   |
     SUMS (3)         R in registers
 
-Each array is read as often as it has to be where no state leaves the chip: k and v twice.
+Each array is read as often as it has to be where no state leaves the chip: k and v twice. Of
+documents that lie within a chunk SUMS lets all pass, and HALVES do the rest by their pairs
+(`document_pair_gradient.py`).
 
 S and R are multiplied in two parts for dq and dk, rounded and what that leaves off. Rows whose
 products are small beside S and R, of few rows or of documents of one or two, would lose too much by
@@ -39,6 +41,7 @@ from jax import lax
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, BF16, F32, HALF, OF_ROWS, Role, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.document_pair_gradient import write_pairs
 from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Document, Table
 from ato_jax.ops.linear_attention.mosaic_gpu.document_walk import (
     Storage,
@@ -72,7 +75,8 @@ def document_gradient(
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and dv."""
-    names = *Table._fields, "q", "k", "v", "g", "dq", "dk", "dv"
+    arrays = {**table.arrays(), "q": q, "k": k, "v": v, "g": g}
+    names = *arrays, "dq", "dk", "dv"
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
@@ -80,8 +84,8 @@ def document_gradient(
     parts = (MEMORY, memory), (SUMS, sums), (HALVES, halves)
     program = mosaic.Program(ROLES, storage_of(spec, HALVES, SUMS), parts, bind)
     out_type = tuple(jax.ShapeDtypeStruct(x.shape, BF16) for x in (q, k, v))
-    name, arrays = frame.name_of("document_gradient"), (*table, q, k, v, g)
-    dq, dk, dv = mosaic.launch(name, program, deal, out_type, arrays)
+    name, given = frame.name_of("document_gradient"), tuple(arrays.values())
+    dq, dk, dv = mosaic.launch(name, program, deal, out_type, given)
     return dq, dk, dv
 
 
@@ -90,7 +94,11 @@ def sums(walk: Walk) -> None:
     mosaic.store_transposed(own.ones, mosaic.ones(C, ALIKE))
     plgpu.commit_smem()
     own.ones_known.arrive()
-    walk.each(lambda document: sum_queries(walk, document))
+    walk.each(lambda document: walk.either(document, let_pairs_pass, sum_queries))
+
+
+def let_pairs_pass(walk: Walk, document: Document) -> None:
+    let_pass(walk, document.before, walk.steps_of(document))
 
 
 def let_pass(walk: Walk, first: Any, steps: Any) -> None:
@@ -140,7 +148,7 @@ def sum_queries(walk: Walk, document: Document) -> None:
 
 def halves(walk: Walk) -> None:
     walk.own.ones_known.wait()
-    walk.each(lambda document: write_document(walk, document))
+    walk.each(lambda document: walk.either(document, write_pairs, write_document))
     plgpu.wait_smem_to_gmem(0)
 
 

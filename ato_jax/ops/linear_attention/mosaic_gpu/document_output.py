@@ -8,6 +8,9 @@
     HALVES (0, 1)    S and z by `sum_keys`; then of each chunk of q half of the features, stored
                      in q's place, and of all of them half of out
 
+Of documents that lie within a chunk it is made of pairs (`document_pairs.py`): a weight is divided
+before it is rounded, so that a document of one row is v itself.
+
 Where features may be negative phi(q) is multiplied in two parts, as in `whole_output.py`.
 """
 
@@ -24,6 +27,7 @@ from jax import lax
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_ROWS, Role, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.document_pairs import least_of, place_keys, seen
 from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Document, Table
 from ato_jax.ops.linear_attention.mosaic_gpu.document_walk import (
     Storage,
@@ -51,21 +55,21 @@ def document_output(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    names = *Table._fields, "q", "k", "v", "out"
+    arrays = {**table.arrays(), "q": q, "k": k, "v": v}
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
+        return Walk(spec, deal, own, **dict(zip((*arrays, "out"), refs, strict=True)))
 
     parts = (MEMORY, memory), (HALVES, halves)
     program = mosaic.Program(ROLES, storage_of(spec, HALVES), parts, bind)
     out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)
-    name, arrays = frame.name_of("document_output"), (*table, q, k, v)
-    found: jax.Array = mosaic.launch(name, program, deal, out_type, arrays)
+    name, given = frame.name_of("document_output"), tuple(arrays.values())
+    found: jax.Array = mosaic.launch(name, program, deal, out_type, given)
     return found
 
 
 def halves(walk: Walk) -> None:
-    walk.each(lambda document: write_document(walk, document))
+    walk.each(lambda document: walk.either(document, write_pairs, write_document))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -90,16 +94,7 @@ def write_chunk(walk: Walk, document: Document, sums: Sums, turn: Any) -> None:
         of_half = sum(jnp.sum(part.astype(F32) * in_all_rows(own.z_read.at[half]), axis=1)
                       for part in parts)  # fmt: skip
         own.parts.at[parity, half, 0][...] = of_half
-    factors: list[tuple[Any, list[Any]]] = [(half, parts)]
-    if walk.together:
-        places = own_q, None if own.low is None else own.low.at[parity, half]
-        for part, place in zip(parts, places, strict=False):
-            place[...] = part
-        factors = [
-            (other, [own.tiles.at[slot, other],
-                     *([] if own.low is None else [own.low.at[parity, other]])])
-            for other in range(2)
-        ]  # fmt: skip
+    factors = placed(walk, slot, parity, parts)
     plgpu.commit_smem()
     walk.meet()
     (out,) = multiply(
@@ -122,6 +117,63 @@ def write_chunk(walk: Walk, document: Document, sums: Sums, turn: Any) -> None:
     out = mosaic.kept(out, queries.valid - chunk * C)
     target = walk.out, document, queries.of(chunk), queries.size - chunk * C
     leave(walk, own.out.at[parity, half], out, *target, walk.query_head(document, member))
+
+
+def placed(walk: Walk, slot: Any, parity: Any, parts: list[jax.Array]) -> list[Any]:
+    """Pairs of a half of F and the factors of phi(q) there, once `commit_smem` and `meet` are over:
+    of all of a head, where both halves are needed, in q's place."""
+    own, half = walk.own, mosaic.group()
+    if not walk.together:
+        return [(half, parts)]
+    tiles = [own.tiles.at[slot], *([] if own.low is None else [own.low.at[parity]])]
+    for part, tile in zip(parts, tiles, strict=True):
+        tile.at[half][...] = part
+    return [(other, [tile.at[other] for tile in tiles]) for other in range(2)]
+
+
+def write_pairs(walk: Walk, document: Document) -> None:
+    lax.fori_loop(0, walk.group, lambda member, _: write_head(walk, document, member), None)
+
+
+def write_head(walk: Walk, document: Document, member: Any) -> None:
+    """A chunk of one query head, and of the other one's in a tile, by its pairs."""
+    own, half, spec = walk.own, mosaic.group(), walk.spec
+    step = document.before + len(walk.of_pairs) * member
+    k_slot, v_slot, slot = (own.rows.slot(step + n) for n in range(3))
+    parity = lax.rem(step, 2)
+    own.rows.produced.wait(k_slot)
+    place_keys(walk, k_slot, document.keys.valid)
+    own.rows.produced.wait(v_slot)
+    mosaic.keep_rows(own.tiles.at[v_slot, half], document.keys.valid)
+    own.rows.produced.wait(slot)
+    parts = parts_of_features(walk, load(own.tiles.at[slot, half]), half)
+    factors = placed(walk, slot, parity, parts)
+    plgpu.commit_smem()
+    walk.meet()
+    (pairs,) = multiply(
+        (
+            mosaic.zeros(C, C),
+            [
+                (part, own.tiles.at[k_slot, other].T)
+                for other, of_half in factors
+                for part in of_half
+            ],
+        )
+    )
+    pairs = jnp.where(seen(walk, document), pairs, 0.0)
+    if spec.normalize:
+        inverse = 1.0 / jnp.maximum(jnp.sum(pairs, axis=1), least_of(spec))
+        pairs = pairs * mosaic.in_columns(inverse, C)
+    else:
+        pairs = pairs * spec.scale
+    out_of = mosaic.zeros(C, HALF), [(mosaic.rounded(pairs), own.tiles.at[v_slot, half])]
+    (out,) = multiply(out_of)
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    for one in (k_slot, v_slot, slot):
+        own.rows.consumed.arrive(one)
+    queries = document.queries
+    target = walk.out, document, queries.first, queries.size, walk.query_head(document, member)
+    leave(walk, own.out.at[parity, half], mosaic.kept(out, queries.valid), *target)
 
 
 def parts_of_features(walk: Walk, x: jax.Array, half: Any) -> list[jax.Array]:

@@ -1,6 +1,8 @@
 """Which rows each document has, a table that XLA makes, and which documents a block takes.
 
-A document is a segment of one batch entry, of queries and of keys.
+A document is a segment of one batch entry, of queries and of keys. Where both have the same
+segments, all documents that lie within one chunk of 64 rows, counted from the sequence's first row,
+are one entry of the table: there are at most two entries a chunk, however short documents are.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ SORTED = 2048
 
 
 class Table(NamedTuple):
-    """The documents of all batch entries. Each query and each key belongs to one; one that has
-    queries or keys alone has no rows of the others."""
+    """The documents of all batch entries, those of one chunk together. Each query and each key
+    belongs to one; one that has queries or keys alone has no rows of the others."""
 
     fields: jax.Array  # [7, documents at most] int32: those of `Document` but its head
     number: jax.Array  # [1] int32: how many there are
+    ids: jax.Array | None = None  # [B, T + C] int32: the segment of each row, where queries' and
+    # keys' are the same
+
+    def arrays(self) -> dict[str, jax.Array]:
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 class Rows(NamedTuple):
@@ -49,7 +56,8 @@ class Rows(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One document of one tile of kv heads. `before` is how many steps the block has had."""
+    """One entry of the table, and one tile of kv heads. `before` is how many steps the block has
+    had."""
 
     batch: Any
     queries: Rows
@@ -107,8 +115,10 @@ def of(spec: LinearAttentionSpec, inputs: Inputs) -> Table:
     """A run of queries is a document, with the run of keys that it sees, if there is one; and so is
     a run of keys that no query sees."""
     assert inputs.q_segments is not None and inputs.kv_segments is not None
+    ids = None
     if spec.segments == "self":
-        first, count = _of_numbers(inputs.q_segments)
+        ids = jnp.pad(inputs.q_segments, ((0, 0), (0, C)), constant_values=-1)
+        first, count = _of_numbers(_joined(inputs.q_segments))
         entry, sides = first // spec.T, [_sizes(first, spec.T)] * 2
     else:
         entry, sides, count = _of_both(inputs.q_segments, inputs.kv_segments)
@@ -121,7 +131,24 @@ def of(spec: LinearAttentionSpec, inputs: Inputs) -> Table:
             valid = jnp.where(fields[2] > 0, valid, 0)  # of keys that no query sees
         fields += [row, size, valid]
     table = _longest_first(jnp.stack(fields).astype(jnp.int32))
-    return Table(table, count[None].astype(jnp.int32))
+    return Table(table, count[None].astype(jnp.int32), ids)
+
+
+def _joined(runs: jax.Array) -> jax.Array:
+    """The runs' numbers within each entry, [B, rows], where those within one chunk have one."""
+    B, rows = runs.shape
+    chunks = -(-rows // C)
+    # The runs of the last row ahead of each chunk, and of the first row behind it.
+    ahead = jnp.pad(runs[:, C - 1 :: C][:, : chunks - 1], ((0, 0), (1, 0)), constant_values=-1)
+    behind = jnp.pad(runs[:, C::C], ((0, 0), (0, 1)), constant_values=-1)
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, C, axis=1)[:, :rows]
+
+    within = (runs != of_rows(ahead)) & (runs != of_rows(behind))
+    follows = jnp.pad(within[:, :-1], ((0, 0), (1, 0))) & (jnp.arange(rows) % C != 0)
+    begins = _begins(runs).reshape(B, rows) & ~(within & follows)
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
 
 
 def _longest_first(fields: jax.Array) -> jax.Array:

@@ -67,6 +67,7 @@ class Storage(mosaic.Storage):
     parts: Array  # [2, 2, 2, 64] float32: of chunks by turns, of each half, den and e
     rows: Ring  # of tiles
     met: Signal  # both halves are here
+    ids: Any = None  # [2, 64] int32: the segments of a chunk's rows, for each half
     mapped: Any = None  # a signal: phi' lies in the slot
     s_known: Any = None  # likewise
     r_known: Any = None
@@ -104,6 +105,7 @@ def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None
         parts=Buffer(plgpu.SMEM((2, 2, 2, C), F32)),
         rows=Ring.of(SLOTS, (tiles,), (halves,) if sums is None else (halves, sums)),
         met=Signal((halves,)),
+        ids=Buffer(plgpu.SMEM((2, C), jnp.int32)) if spec.segments == "self" else None,
         **signals,
     )
 
@@ -120,6 +122,7 @@ class Walk:
     q: Any
     k: Any
     v: Any
+    ids: Any = None
     g: Any = None
     out: Any = None
     dq: Any = None
@@ -164,11 +167,35 @@ class Walk:
         return 2 * document.keys.valid_chunks
 
     def steps_of(self, document: Document) -> Any:
-        """Each step is a tile: k and v of a chunk, then q; or then q and g, and k and v again."""
+        """Each step is a tile: k and v of a chunk, then q; or then q and g, and k and v again. Of a
+        chunk by its pairs they are k, v and q, or k, v, q and g, of each query head."""
         of_queries = self.group * document.queries.chunks
         if self.g is None:
-            return self.steps_of_sums(document) + of_queries
-        return self.steps_of_sums(document) + 2 * (of_queries + document.keys.chunks)
+            steps = self.steps_of_sums(document) + of_queries
+        else:
+            steps = self.steps_of_sums(document) + 2 * (of_queries + document.keys.chunks)
+        if self.ids is None:
+            return steps
+        return jnp.where(self.by_pairs(document), self.group * len(self.of_pairs), steps)
+
+    @property
+    def of_pairs(self) -> list[Any]:
+        """What a chunk by its pairs reads for each query head."""
+        return [ref for ref in (self.k, self.v, self.q, self.g) if ref is not None]
+
+    def by_pairs(self, document: Document) -> Any:
+        """Whether these rows are one chunk, of one document or more, of whose pairs the outputs are
+        made; of no valid key they are 0 either way."""
+        return (document.queries.size <= C) & (document.keys.valid > 0)
+
+    def either(self, document: Document, by_pairs: Any, by_sums: Any) -> None:
+        """Runs the function that makes this document's outputs."""
+        if self.ids is None:
+            by_sums(self, document)
+            return
+        is_short = self.by_pairs(document)
+        pl.when(is_short)(functools.partial(by_pairs, self, document))
+        pl.when(jnp.logical_not(is_short))(functools.partial(by_sums, self, document))
 
     def each(self, do: Any) -> Any:
         return self.deal.each(self.fields, self.number, self.steps_of, do)
@@ -181,40 +208,56 @@ class Walk:
 
 def memory(walk: Walk) -> None:
     """Loads the chunks of each document."""
-    own, tiling = walk.own, walk.tiling
+    walk.own.rows.drain(
+        walk.each(lambda document: walk.either(document, load_pairs, load_document))
+    )
 
-    def load_tile(document: Document, step: Any, ref: Any, row: Any, head: Any) -> None:
-        own.rows.acquire(step)
-        rows = pl.ds(row, C)
-        slot = own.rows.slot(step)
-        tiling.copy_tile(ref, document, rows, head, own.tiles, slot, own.rows.produced)
 
-    def load_keys(document: Document, before: Any, chunks: Any) -> None:
-        def one(chunk: Any, _: None) -> None:
-            row = document.keys.of(chunk)
-            load_tile(document, before + 2 * chunk, walk.k, row, document.head)
-            load_tile(document, before + 2 * chunk + 1, walk.v, row, document.head)
+def load_tile(walk: Walk, document: Document, step: Any, ref: Any, row: Any, head: Any) -> None:
+    own = walk.own
+    own.rows.acquire(step)
+    slot = own.rows.slot(step)
+    walk.tiling.copy_tile(ref, document, pl.ds(row, C), head, own.tiles, slot, own.rows.produced)
 
-        lax.fori_loop(0, chunks, one, None)
 
-    def load_document(document: Document) -> None:
-        load_keys(document, document.before, document.keys.valid_chunks)
-        before = document.before + walk.steps_of_sums(document)
-        chunks = document.queries.chunks
-        sides = [ref for ref in (walk.q, walk.g) if ref is not None]
+def load_pairs(walk: Walk, document: Document) -> None:
+    """A chunk for each query head, of k and v each time: as a ring's slots are let go in order,
+    those of k and v cannot wait for all heads."""
 
-        def load_queries(turn: Any, _: None) -> None:
-            head = walk.query_head(document, lax.div(turn, chunks))
-            row = document.queries.of(lax.rem(turn, chunks))
-            for number, ref in enumerate(sides):
-                load_tile(document, before + len(sides) * turn + number, ref, row, head)
+    def of_head(member: Any, _: None) -> None:
+        for number, ref in enumerate(walk.of_pairs):
+            step = document.before + len(walk.of_pairs) * member + number
+            keys = ref is walk.k or ref is walk.v
+            head = document.head if keys else walk.query_head(document, member)
+            load_tile(walk, document, step, ref, document.queries.first, head)
 
-        lax.fori_loop(0, walk.group * chunks, load_queries, None)
-        if walk.g is not None:
-            before += 2 * walk.group * chunks
-            load_keys(document, before, document.keys.chunks)
+    lax.fori_loop(0, walk.group, of_head, None)
 
-    own.rows.drain(walk.each(load_document))
+
+def load_keys(walk: Walk, document: Document, before: Any, chunks: Any) -> None:
+    def one(chunk: Any, _: None) -> None:
+        for number, ref in enumerate((walk.k, walk.v)):
+            step, row = before + 2 * chunk + number, document.keys.of(chunk)
+            load_tile(walk, document, step, ref, row, document.head)
+
+    lax.fori_loop(0, chunks, one, None)
+
+
+def load_document(walk: Walk, document: Document) -> None:
+    load_keys(walk, document, document.before, document.keys.valid_chunks)
+    before = document.before + walk.steps_of_sums(document)
+    chunks = document.queries.chunks
+    sides = [ref for ref in (walk.q, walk.g) if ref is not None]
+
+    def load_queries(turn: Any, _: None) -> None:
+        head = walk.query_head(document, lax.div(turn, chunks))
+        row = document.queries.of(lax.rem(turn, chunks))
+        for number, ref in enumerate(sides):
+            load_tile(walk, document, before + len(sides) * turn + number, ref, row, head)
+
+    lax.fori_loop(0, walk.group * chunks, load_queries, None)
+    if walk.g is not None:
+        load_keys(walk, document, before + 2 * walk.group * chunks, document.keys.chunks)
 
 
 class Sums(NamedTuple):

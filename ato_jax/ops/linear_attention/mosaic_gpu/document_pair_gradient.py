@@ -1,0 +1,126 @@
+"""All gradients of a chunk of 64 rows of one document or more, by the pairs of its rows
+(`document_pairs.py`):
+
+    da_ij = g_i . v_j,  inverse_i = 1 / max(sum_j a_ij, eps),  w_ij = a_ij inverse_i
+    e_i   = sum_j w_ij da_ij,  0 where sum_j a_ij <= eps
+    c_ij  = (da_ij - e_i) inverse_i where i and j are of one document, else 0
+    dq_i  = sum_j c_ij phi(k_j) phi'(q_i)
+    dk_j  = sum_i c_ij phi(q_i) phi'(k_j),  dv_j = sum_i w_ij g_i
+
+or w_ij = scale a_ij and c_ij = scale da_ij. c is multiplied in two parts, rounded and what that
+leaves off, as a document's few terms may cancel; w is rounded once. All three lie in shared memory
+in the places of S, of its rest and of a copy, since products of transposes take them from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, HALF, load, multiply
+from ato_jax.ops.linear_attention.mosaic_gpu.document_pairs import least_of, place_keys, seen
+from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Document
+from ato_jax.ops.linear_attention.mosaic_gpu.document_walk import Walk, leave
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+
+
+class Slots(NamedTuple):
+    """Where the tiles of one query head lie."""
+
+    k: Any
+    v: Any
+    q: Any
+    g: Any
+
+
+def write_pairs(walk: Walk, document: Document) -> None:
+    own, half, keys = walk.own, mosaic.group(), document.keys
+
+    def of_head(member: Any, sums: Any) -> Any:
+        return write_head(walk, document, member, *sums)
+
+    start = mosaic.zeros(C, HALF), mosaic.zeros(C, HALF)
+    found = of_head(0, start) if walk.group == 1 else lax.fori_loop(0, walk.group, of_head, start)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for number, (x, ref) in enumerate(zip(found, (walk.dk, walk.dv), strict=True)):
+        target = ref, document, keys.first, keys.size, document.head
+        leave(walk, own.out.at[number, half], mosaic.kept(x, keys.valid), *target)
+
+
+def write_head(
+    walk: Walk, document: Document, member: Any, dk: jax.Array, dv: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Half of dq of a query head; adds what it has of dk and dv."""
+    own, half, maps, queries = walk.own, mosaic.group(), walk.phi, document.queries
+    step = document.before + len(Slots._fields) * member
+    slots = Slots(*(own.rows.slot(step + number) for number in range(len(Slots._fields))))
+    k, q, g = (own.tiles.at[slot, half] for slot in (slots.k, slots.q, slots.g))
+    x_k, x_q = place(walk, document, slots)
+    c, w = weights(walk, document, slots)
+    places = own.s.at[half, 0], own.out.at[1, half], own.rest.at[half, 0]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last document's, or query head's
+    for place_of, part in zip(places, (*mosaic.in_two_parts(c), w), strict=True):
+        place_of[...] = part
+    plgpu.commit_smem()
+    *of_c, of_w = places
+    (dq,) = multiply((mosaic.zeros(C, HALF), [(part, k) for part in of_c]))
+    dq = mosaic.kept(dq * maps.slope_of(x_q, load(q)).astype(F32), queries.valid)
+    target = walk.dq, document, queries.first, queries.size, walk.query_head(document, member)
+    leave(walk, own.out.at[0, half], dq, *target)
+    of_keys, dv = multiply(
+        (mosaic.zeros(C, HALF), [(part.T, q) for part in of_c]), (dv, [(of_w.T, g)])
+    )
+    dk = dk + of_keys * maps.slope_of(x_k, load(k)).astype(F32)
+    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    for slot in slots:
+        own.rows.consumed.arrive(slot)
+    return dk, dv
+
+
+def place(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, jax.Array]:
+    """phi(k) and phi(q) in the places of k and q, which are returned; 0 in all rows that do not
+    count."""
+    own, half, maps = walk.own, mosaic.group(), walk.phi
+    own.rows.produced.wait(slots.k)
+    x_k = place_keys(walk, slots.k, document.keys.valid)
+    own.rows.produced.wait(slots.v)
+    mosaic.keep_rows(own.tiles.at[slots.v, half], document.keys.valid)
+    own.rows.produced.wait(slots.q)
+    own_q, count = own.tiles.at[slots.q, half], document.queries.valid
+    x_q = load(own_q)
+    own_q[...] = mosaic.kept(maps.queries(x_q, walk.first_column(half)), count)
+    own.rows.produced.wait(slots.g)
+    mosaic.keep_rows(own.tiles.at[slots.g, half], count)
+    plgpu.commit_smem()
+    walk.meet()
+    return x_k, x_q
+
+
+def weights(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, jax.Array]:
+    """c in float32, and w rounded."""
+    own, spec = walk.own, walk.spec
+    k, v, q, g = (
+        [own.tiles.at[slot, other] for other in walk.halves_of_head(mosaic.group())]
+        for slot in slots
+    )
+    a, da = multiply(
+        *(
+            (mosaic.zeros(C, C), [(x, y.T) for x, y in zip(rows, columns, strict=True)])
+            for rows, columns in ((q, k), (g, v))
+        )
+    )
+    visible = seen(walk, document)
+    a = jnp.where(visible, a, 0.0)
+    if not spec.normalize:
+        return jnp.where(visible, da * spec.scale, 0.0), mosaic.rounded(a * spec.scale)
+    den, least = jnp.sum(a, axis=1), least_of(spec)
+    inverse = mosaic.in_columns(1.0 / jnp.maximum(den, least), C)
+    w = a * inverse
+    e = jnp.where(den > least, jnp.sum(w * da, axis=1), 0.0)
+    c = (da - mosaic.in_columns(e, C)) * inverse
+    return jnp.where(visible, c, 0.0), mosaic.rounded(w)
