@@ -19,7 +19,7 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import config, products, walk
+from ato_jax.ops.linear_attention.triton import config, few_rows, products, walk
 from tests import regimes
 
 OP = "linear_attention"
@@ -371,6 +371,73 @@ def test_one_query_whose_weight_is_all_of_dv():
     compare(q, k, v, causal=True, initial_state=state)
 
 
+@pytest.mark.parametrize("seed", [9, 12])
+def test_one_step_that_reads_a_state(seed):
+    """The gradient of the decay is one sum, whose terms may cancel."""
+    q, k, v = (
+        draw(1, 1, heads, 32, dtype="bfloat16", seed=100 * seed + number)
+        for number, heads in enumerate((2, 1, 1))
+    )
+    kv = np.random.default_rng(seed).normal(size=(1, 1, 32, 32))
+    state = LinearState(jnp.asarray(kv, jnp.float32), jnp.ones((1, 1, 32)))
+    options = {"feature_map": "relu2", "normalize": False, "causal": True}
+    compare(q, k, v, decay=jnp.array([-0.1]), initial_state=state, **options)
+
+
+def test_two_steps_of_features_of_either_sign():
+    """Three weights are all of out and dv: off by 4.2e-3 and 6.6e-3 with factors in bfloat16."""
+    compare(*signed_features(2, 2, seed=14), feature_map="silu", scale=1.0, causal=True)
+
+
+def test_one_head_whose_decay_has_a_gradient_that_cancels():
+    q, k, v = signed_features(80, 80, seed=13)
+    compare(q, k, v, feature_map="silu", causal=True, decay=jnp.array([-0.05]))
+
+
+def test_one_head_whose_first_queries_see_nothing():
+    """Their rows of zeros make the root mean square row small, beside which the others count."""
+    q, k, v = signed_features(320, 40, seed=18)
+    compare(q, k, v, feature_map="silu", causal=True, decay=jnp.array([-14.0]))
+
+
+def signed_features(T, S, seed):
+    """bfloat16 q, k and v of one head, whose q . k cancels; small, so that silu(x) is about x/2."""
+    return (
+        draw(1, length, 1, 16, dtype="bfloat16", scale=scale, seed=100 * seed + number)
+        for number, (length, scale) in enumerate(((T, 0.01), (S, 0.01), (S, 1.0)))
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_few_rows_beside_a_state_that_no_program_holds(causal):
+    q, k, v = (draw(1, 3, 1, 256, dtype="bfloat16", seed=seed) for seed in range(3))
+    compare(q, k, v, causal=causal)
+
+
+def test_which_calls_are_multiplied_finer_than_their_dtype():
+    plain = spec_of(64, "bfloat16", True, T=few_rows.FEW_ROWS, B=1, H=1)
+    signed = dataclasses.replace(plain, feature_map=features.NAMED["silu"], normalize=False)
+    by_head = dataclasses.replace(plain, decay="head")
+    longer, longest = ({"T": rows, "S": rows} for rows in (few_rows.SOME_ROWS, 4096))
+    for spec, wanted in (
+        (plain, ("exact", "exact")),
+        (dataclasses.replace(plain, B=2), (None, None)),
+        (dataclasses.replace(plain, S=few_rows.FEW_ROWS + 1), (None, None)),
+        (dataclasses.replace(plain, dtype="float16"), (None, None)),
+        (dataclasses.replace(signed, **longer), ("tf32", "tf32")),
+        (dataclasses.replace(by_head, **longer), (None, "tf32")),
+        (dataclasses.replace(signed, decay="channel", **longer), (None, None)),
+        (dataclasses.replace(signed, **longest), (None, None)),
+        (dataclasses.replace(by_head, **longest), (None, None)),
+    ):
+        for phase, precision in zip(("forward", "backward"), wanted, strict=True):
+            found = few_rows.finer(spec, phase)
+            if precision is None:
+                assert found is spec
+            else:
+                assert (found.dtype, found.precision) == ("float32", precision)
+
+
 def test_the_gradient_of_a_steep_decay_of_segments():
     """exp(-12) of the last key's weight, which has no decay, is all that the gradient sums."""
     q, k, v = (draw(1, size, 1, 16, seed=size) for size in (1, 40, 40))
@@ -443,6 +510,16 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
         assert kernel.fits, kernel
         # Beside a state of D = 256, the largest tiles that tensor cores want spill a little.
         assert kernel.spill_stores <= (1024 if D == 256 else 0), (name, kernel)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize(
+    "rows, D, capability", [(128, 128, 80), (128, 128, 90), (2048, 64, 90), (2048, 128, 80)]
+)
+def test_tiles_of_few_rows_fit_the_gpu(rows, D, capability):
+    """Their factors are float32, and the arrays that these are loaded from bfloat16."""
+    spec = spec_of(D, "bfloat16", True, T=rows, B=1, H=1)
+    check_shared_memory(dataclasses.replace(spec, decay="head"), capability)
 
 
 @aot.requires_triton

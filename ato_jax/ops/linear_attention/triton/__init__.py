@@ -21,11 +21,12 @@ The kernels, by family:
     states, scan    the sums of pieces, and the states at their edges, for all of these
     walk, steps     the steps along which pieces are cut, and what decays make of them
 
-`projected` and `split` turn a call into one of these, for feature maps that are not elementwise and
-for states that no program holds. `config` has the block sizes, `support` what is supported. The
-rest is shared: `calls`, `mapping`, `products`, `sequences`, `pairs`, and `ato_jax.triton`.
+`projected`, `split` and `few_rows` turn a call into one of these, for feature maps that are not
+elementwise, for states that no program holds, and for bfloat16 calls whose roundings would not
+average out. `config` has the block sizes, `support` what is supported. The rest is shared: `calls`,
+`mapping`, `products`, `sequences`, `pairs`, and `ato_jax.triton`.
 
-Operands of products have the inputs' dtype, accumulators are float32. In float16 a factor that is a
+Operands of products have the spec's dtype, accumulators are float32. In float16 a factor that is a
 sum over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range.
 float32 is multiplied exactly unless the spec's precision says "tf32".
 """
@@ -50,15 +51,17 @@ from ato_jax.ops.linear_attention.triton import (
 from ato_jax.ops.linear_attention.triton.calls import is_prepared, one_state
 from ato_jax.ops.linear_attention.triton.config import Config as Config
 from ato_jax.ops.linear_attention.triton.config import config_of
+from ato_jax.ops.linear_attention.triton.few_rows import finer
 from ato_jax.ops.linear_attention.triton.support import unsupported as unsupported
 
 BACKWARD_FIELDS = ("dq", "dkv", "backward")
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    """Each phase's fields by that phase's kernels: for projected features their dtypes differ."""
+    """Each phase's fields by that phase's kernels: for projected features and for few rows their
+    dtypes differ."""
     forward, backward = (
-        _phase_config(projected.inner_spec(spec, phase), device, phase)
+        _phase_config(finer(projected.inner_spec(spec, phase), phase), device, phase)
         for phase in ("forward", "backward")
     )
     of_backward = {
@@ -90,6 +93,7 @@ def _kernels(spec: LinearAttentionSpec) -> Any:
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     def attend(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+        spec = finer(spec, "forward")
         count = blocks_of_values(spec, config, "forward")
         if count > 1:
             return split.forward(attend, spec, count, inputs)
@@ -104,6 +108,7 @@ def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
     def attend(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
+        spec = finer(spec, "backward")
         count = blocks_of_values(spec, config, "backward")
         if count > 1:
             return split.backward(attend, spec, count, residuals, cotangents)

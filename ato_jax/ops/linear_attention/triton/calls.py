@@ -69,13 +69,26 @@ class MatchedSpec(LinearAttentionSpec):
     """
 
 
+@dataclasses.dataclass(frozen=True)
+class FineSpec(LinearAttentionSpec):
+    """A call on bfloat16 arrays that is multiplied as one on float32 arrays is, which its dtype
+    says (`few_rows.py`)."""
+
+
+def sequence_dtype(spec: LinearAttentionSpec) -> str:
+    """The dtype in which the call's sequences are written."""
+    if isinstance(spec, UnroundedSpec):
+        return "float32"
+    return "bfloat16" if isinstance(spec, FineSpec) else spec.dtype
+
+
 def unrounded(spec: LinearAttentionSpec) -> UnroundedSpec:
-    return UnroundedSpec(**_fields(spec))
+    return UnroundedSpec(**fields(spec))
 
 
 def matched(spec: LinearAttentionSpec) -> MatchedSpec:
-    return MatchedSpec(**_fields(spec))
+    return MatchedSpec(**fields(spec))
 
 
-def _fields(spec: LinearAttentionSpec) -> dict[str, Any]:
+def fields(spec: LinearAttentionSpec) -> dict[str, Any]:
     return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}

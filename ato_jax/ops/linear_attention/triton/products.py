@@ -45,6 +45,7 @@ def operand(spec: LinearAttentionSpec, x: jax.Array, *, wide: bool = False) -> j
             return x.astype(jnp.float16)
         # TF32 holds every float16 exactly.
         return x.astype(jnp.float32) if x.dtype == jnp.float16 else round_to_tf32(x)
+    x = x.astype(jnp.float32)  # from bfloat16 in a `FineSpec`'s call
     return round_to_tf32(x) if spec.precision == "tf32" else x
 
 

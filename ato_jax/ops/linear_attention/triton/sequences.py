@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton.calls import MatchedSpec, UnroundedSpec
+from ato_jax.ops.linear_attention.triton.calls import MatchedSpec, sequence_dtype
 
 Index = Callable[..., tuple[Any, ...]]
 
@@ -89,8 +89,7 @@ def sequence_shape(
     spec: LinearAttentionSpec, length: int, heads: int, width: int
 ) -> jax.ShapeDtypeStruct:
     axes = (length, heads) if spec.layout == "bthd" else (heads, length)
-    dtype = "float32" if isinstance(spec, UnroundedSpec) else spec.dtype
-    return jax.ShapeDtypeStruct((spec.B, *axes, width), dtype)
+    return jax.ShapeDtypeStruct((spec.B, *axes, width), sequence_dtype(spec))
 
 
 def gradient_shape(

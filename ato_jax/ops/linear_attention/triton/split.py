@@ -28,7 +28,11 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, unrounded
+from ato_jax.ops.linear_attention.triton.calls import (
+    LARGEST_STATE,
+    sequence_dtype,
+    unrounded,
+)
 from ato_jax.triton import tiles
 
 # Tiles of more columns of v, however narrow the features, exceed the shared memory or spill most of
@@ -130,12 +134,13 @@ def backward(
         return joined(spec, jnp.moveaxis(array, 0, -2))
 
     summed = jax.tree.map(lambda array: jnp.sum(array, axis=0), found)
+    dtype = sequence_dtype(spec)
     d_state = found.initial_state
     if d_state is not None:
         d_state = LinearState(cut_first(d_state.kv), summed.initial_state.k_sum)
     return summed._replace(
-        q=summed.q.astype(spec.dtype),
-        k=summed.k.astype(spec.dtype),
-        v=cut_first(found.v).astype(spec.dtype),
+        q=summed.q.astype(dtype),
+        k=summed.k.astype(dtype),
+        v=cut_first(found.v).astype(dtype),
         initial_state=d_state,
     )

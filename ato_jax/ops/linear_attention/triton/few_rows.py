@@ -1,0 +1,43 @@
+"""bfloat16 calls of few rows, whose products are float32's or TF32's.
+
+Roundings average out over the rows of a call. They do not where a few rounded weights, or one sum
+whose terms cancel, are a whole result: there the rounding of factors to bfloat16 can be beyond the
+budget of the result, and so
+
+    up to `FEW_ROWS` rows     both passes multiply exactly
+    up to `SOME_ROWS` rows    TF32 multiplies calls of features of either sign without a normaliser,
+                              whose weights cancel, and the backward with a decay per head, whose
+                              gradient is one number for each head
+
+The kernels and the block sizes are then those of float32; the arrays stay in bfloat16. A call with
+a decay per step and channel counts up to `FEW_ROWS` alone: in float32 it has kernels that walk, not
+those of `prepared/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.triton import products
+from ato_jax.ops.linear_attention.triton.calls import FineSpec, fields
+
+# Rows of queries or of keys, whichever are more, over all query heads and batch entries. Beside a
+# launch, exact products of so few rows take no time.
+FEW_ROWS = 128
+SOME_ROWS = 2048
+
+
+def finer(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
+    """The kernels' call for this one in this phase."""
+    rows = spec.B * spec.H * max(spec.T, spec.S)
+    if spec.dtype != "bfloat16" or rows > SOME_ROWS:
+        return spec
+    if spec.decay == "head" and phase == "backward":
+        cancels = True
+    else:
+        cancels = spec.decay != "channel" and products.rounds_both_signs(spec)
+    if rows > FEW_ROWS and not cancels:
+        return spec
+    precision = "exact" if rows <= FEW_ROWS else "tf32"
+    return FineSpec(**fields(dataclasses.replace(spec, dtype="float32", precision=precision)))
