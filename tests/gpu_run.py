@@ -1,6 +1,6 @@
 """Runs the tests that the GPU receipt lacks on all cards of this machine, within a limit of time.
 
-    python -m tests.gpu_run --seconds=540 [--workers=13] [NAME ...]
+    python -m tests.gpu_run --seconds=540 [--workers=13] [--cards=1,2,3] [NAME ...]
 
 takes the tests under "left" and those that failed, or the named ones, and deals them to the cards.
 Each card has one pytest with `--workers` processes, since a test mostly compiles. Every outcome is
@@ -116,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--workers", type=int, default=13)
+    parser.add_argument("--cards", default="", help="numbers, with commas; all by default")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     limit = time.monotonic() + options.seconds
@@ -125,13 +126,14 @@ def main() -> int:
     tests = options.names or [*found["left"], *found["failed"], *found["error"]]
     seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     names = cards()
+    numbers = list(map(int, options.cards.split(","))) if options.cards else range(len(names))
     devices = {*found.get("device", names[0]).split(", "), *names}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(os.environ.get("OUT", temporary))
-        hands = dealt(tests, len(names), seconds)
+        hands = dealt(tests, len(numbers), seconds)
         running = [
             started(card, hand, min(options.workers, len(hand)), folder)
-            for card, hand in enumerate(hands)
+            for card, hand in zip(numbers, hands, strict=True)
             if hand
         ]
         ended(running, limit)
