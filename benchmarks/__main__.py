@@ -48,6 +48,7 @@ from benchmarks import (  # noqa: E402
     latency,
     memory,
     profiling,
+    progress,
     run,
     scaling_page,
     show,
@@ -107,7 +108,8 @@ def main(arguments: Sequence[str]) -> int:
         logging.error("%s", error)
         return 2
     except KeyboardInterrupt:
-        logging.error("%s", kept.stopped())
+        progress.show("")
+        logging.error("%s", kept.stopped(command))
         return 130
     except PeerError as error:
         logging.error("PyTorch's process ended: %s", error)

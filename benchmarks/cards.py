@@ -45,7 +45,7 @@ def of_one_device(paths: Sequence[Path]) -> Cells:
             batches = row["batches"].get("one", [])
             if row["work"] != 1 or len(batches) < 2 or row["wrong"]:
                 continue
-            mark = noise.MARK * bool(noise.doubt_of_batches(batches))
+            mark = noise.MARK * bool(row.get("load") or noise.doubt_of_batches(batches))
             call = row["row"].partition(", by ")[0], row["phase"]
             time = f"{mark}{demo.milliseconds(row['seconds']['one'])}"
             cells.setdefault(call, {}).setdefault(told["device"], time)

@@ -8,13 +8,14 @@ each backend by name that supports it. Programs that lower to the same text are 
 is compiled and timed once; so a row can only differ from its fastest backend where `None` runs
 something else. The programs of a row are compared with XLA's float32 result first, and then timed
 batch by batch in turns. A backend that takes more than `FAR_BEHIND` times the fastest has three
-batches; the others have many, and where `None` is behind, it is timed against the faster ones once
-more.
+batches; `None` and the others have many, and where `None` is behind, it is timed against the faster
+ones once more.
 
 The table marks rows in which `None` takes more than `ALLOWED` times the fastest. They are listed
 again at the end, with the entries of `ato_jax/tuned/` that would change the choice, and the last
-line says how many there are; the exit status is 1 if there are any. On a CPU sizes are tiny, and
-kernels are interpreted.
+line says how many there are; the exit status is 1 if there are any. A row whose times are not
+steady (`noise`) is marked: no ratio and no entry is made of it, and it is not behind. `--resume`
+measures these again, and what --json lacks. On a CPU sizes are tiny, and kernels are interpreted.
 
 `--part=2/4` takes every fourth row from the second on, so that a machine with four cards measures
 all rows at one time: one process a card, each with cores of its own.
@@ -22,7 +23,7 @@ all rows at one time: one process a card, each with cores of its own.
     python -m benchmarks fit A.json [B.json ...]
 
 takes what several cards measured and prints the entries that any of them lacks, each with how far
-the backend it names is from the fastest on every card.
+the backend it names is from the fastest on every card. Rows that are not steady are left out.
 """
 
 from __future__ import annotations
@@ -51,7 +52,19 @@ import ato_jax
 from ato_jax import choosing, device, dispatch, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
-from benchmarks import ahead, cases, demo, ours, progress, results, timing
+from benchmarks import (
+    ahead,
+    cases,
+    demo,
+    kept,
+    machine,
+    noise,
+    other_load,
+    ours,
+    progress,
+    results,
+    timing,
+)
 from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
 
@@ -522,7 +535,9 @@ def compiled_ahead(
     # Backward passes take the longest to compile: nothing should wait for one at the end.
     ordered = sorted(groups, key=lambda group: group[1] == PHASES[0])
     futures = {pool.submit(packed, *group, platform, by_name): group for group in ordered}
+    progress.show(f"compiling {len(futures)} rows, {progress.duration(seconds)} at most")
     done, late = concurrent.futures.wait(futures, seconds)
+    progress.show("")
     processes = list(pool._processes.values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -547,7 +562,8 @@ def compiled_ahead(
 @dataclasses.dataclass
 class Found:
     """One row and phase: seconds of one call by implementation, without those of `None` where no
-    program of it runs; `wrong` is why a backend has no time.
+    program of it runs; `wrong` is why a backend has no time, and `doubt` why nothing may be
+    concluded from the times. Files that were written before there was a doubt have none.
     """
 
     row: str
@@ -559,6 +575,7 @@ class Found:
     seconds: dict[str, float]
     wrong: dict[str, str]
     refused: dict[str, str]
+    doubt: str = ""
 
     @property
     def fastest(self) -> str:
@@ -575,7 +592,8 @@ class Found:
 
     @property
     def behind(self) -> bool:
-        return self.ratio > ALLOWED
+        """A choice that does not run is behind whatever the times are."""
+        return self.ratio > ALLOWED and not (self.doubt and CHOSEN in self.seconds)
 
 
 def measure(row: Row, phase: str, programs: Programs, platform: str) -> Found:
@@ -600,23 +618,39 @@ def measure(row: Row, phase: str, programs: Programs, platform: str) -> Found:
         else:
             texts[name] = text
     del wanted
-    seconds = _timed(texts, programs.compiled, sets, calls, platform)
+    watch = other_load.Watch(platform)
+    batches = _timed(texts, programs.compiled, sets, calls, platform)
     hasty = programs.hasty
-    if hasty in seconds and seconds[hasty] <= FAR_BEHIND * min(seconds.values()):
+    if hasty in _near(batches, texts.get(CHOSEN)):
         lowered = ours.in_turn(called(row, phase, "xla")).lower([sets[0][0]] * calls)
         programs.compiled[hasty] = lowered.compile()
-        seconds = _timed(texts, programs.compiled, sets, calls, platform)
-    told = programs.told
-    named = {name: seconds[text] for name, text in texts.items()}
-    return Found(
-        str(row), row.op, phase, told.choice, told.traits, told.sizes, named, wrong, told.refused
+        watch = other_load.Watch(platform)
+        batches = _timed(texts, programs.compiled, sets, calls, platform)
+    load, near = watch.told(), _near(batches, texts.get(CHOSEN))
+    doubt = noise.doubt_of_row(
+        {name: batches[text] for name, text in texts.items() if text in near}, load
     )
+    told = programs.told
+    named = {name: statistics.median(batches[text]) for name, text in texts.items()}
+    return Found(
+        str(row), row.op, phase, told.choice, told.traits, told.sizes, named, wrong, told.refused,
+        doubt,
+    )  # fmt: skip
+
+
+def _near(batches: dict[str, list[float]], chosen: str | None) -> list[str]:
+    """The program of `None`, and those that are not far behind: the others have few batches, and
+    decide nothing.
+    """
+    found = {text: statistics.median(one) for text, one in batches.items()}
+    most = FAR_BEHIND * min(found.values(), default=0.0)
+    return [text for text, seconds in found.items() if seconds <= most or text == chosen]
 
 
 def _timed(
     texts: dict[str, str], compiled: dict[str, Any], sets: list[Any], calls: int, platform: str
-) -> dict[str, float]:
-    """Seconds of one call of each program."""
+) -> dict[str, list[float]]:
+    """Seconds of one call in each batch, of each program."""
     batches: dict[str, list[float]] = {text: [] for text in texts.values()}
     counts: dict[str, list[int]] = {text: [] for text in batches}
 
@@ -636,19 +670,18 @@ def _timed(
     if not batches:
         return {}
     turns(list(batches), 0.0)
+    chosen = texts.get(CHOSEN)
+    near = _near(batches, chosen)
+    # The first batches may have warmed the card up: they do not count.
+    for text in near:
+        batches[text].clear()
+    turns(near, SECONDS)
     found = times()
-    near = [text for text in found if found[text] <= FAR_BEHIND * min(found.values())]
-    if len(near) > 1:
-        # The first batches may have warmed the card up: they do not count.
-        for text in near:
-            batches[text].clear()
-        turns(near, SECONDS)
-    found, chosen = times(), texts.get(CHOSEN)
     if chosen is not None and found[chosen] > DOUBTFUL * min(found.values()):
         ahead_of_it = [text for text in near if found[text] <= found[chosen]]
         if len(ahead_of_it) > 1:
             turns(ahead_of_it, SECONDS_OF_DOUBT)
-    return times()
+    return batches
 
 
 def launched(program: Any, sets: list[Any], index: int) -> Any:
@@ -660,17 +693,19 @@ def launched(program: Any, sets: list[Any], index: int) -> Any:
 
 def line_of(found: Found) -> str:
     """A row of the table, with everything that was timed."""
+    doubtful = noise.MARK * bool(found.doubt)
     times = ", ".join(
-        f"{name} {demo.milliseconds(seconds)}"
+        f"{name} {doubtful}{demo.milliseconds(seconds)}"
         for name, seconds in sorted(found.seconds.items(), key=lambda item: item[1])
         if name != CHOSEN
     )
     wrong = "".join(f"; {name}: {reason}" for name, reason in found.wrong.items())
     mark = "  <-- " if found.behind else "      "
+    ratio = f"{noise.NOISY:>6}" if found.doubt else f"{found.ratio:6.3f}"
+    fastest = f"not steady, {found.doubt}" if found.doubt else f"fastest {found.fastest}"
     return (
-        f"{found.ratio:6.3f}{mark}{found.row}, {found.phase}: {CHOSEN} is {found.choice} "
-        f"{demo.milliseconds(found.seconds.get(CHOSEN))}, fastest {found.fastest}; ms: {times}"
-        f"{wrong}"
+        f"{ratio}{mark}{found.row}, {found.phase}: {CHOSEN} is {found.choice} "
+        f"{doubtful}{demo.milliseconds(found.seconds.get(CHOSEN))}, {fastest}; ms: {times}{wrong}"
     )
 
 
@@ -705,10 +740,23 @@ def verdict(all_found: Sequence[Found]) -> str:
         lines += ["", f"Behind by more than {ALLOWED - 1:.0%}:"]
         lines += map(line_of, sorted(behind, key=lambda found: -found.ratio))
         timed = [found for found in behind if CHOSEN in found.seconds]
-        lines += ["", "Entries that would change these choices:", *map(entry_of, timed)]
-    count = len(all_found)
-    lines += ["", f"{len(behind)} of {count} rows exceed {ALLOWED - 1:.0%}"]
+        if timed:
+            lines += ["", "Entries that would change these choices:", *map(entry_of, timed)]
+    if said := noise.left_out([found.doubt for found in all_found]):
+        lines += ["", said]
+    lines += ["", f"{len(behind)} of {len(all_found)} rows exceed {ALLOWED - 1:.0%}"]
     return "\n".join(lines)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Found]]:
+    """The facts and the rows of a file that `write` wrote."""
+    try:
+        told = json.loads(path.read_text())
+        rows = [Found(**row) for row in told.pop("rows")]
+        told["device"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{path} holds no rows of the suite {NAME}: {error}") from error
+    return told, rows
 
 
 def fit(names: Sequence[str]) -> int:
@@ -716,13 +764,13 @@ def fit(names: Sequence[str]) -> int:
     if not names:
         raise ResultsError("fit takes files that `run --suite=choices --json=FILE.json` wrote")
     cards: dict[str, dict[Group, Found]] = {}
+    marked = 0
     for name in names:
-        try:
-            told = json.loads(Path(name).read_text())
-            rows = [Found(**row) for row in told["rows"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ResultsError(f"{name} holds no choices: {error}") from error
-        cards[f"{told['device']} ({name})"] = {(one.row, one.phase): one for one in rows}
+        facts, rows = read(Path(name))
+        cards[f"{facts['device']} ({name})"] = {
+            (one.row, one.phase): one for one in rows if not one.doubt
+        }
+        marked += sum(bool(one.doubt) for one in rows)
     groups = dict.fromkeys(group for rows in cards.values() for group in rows)
     count = 0
     for group in groups:
@@ -738,6 +786,8 @@ def fit(names: Sequence[str]) -> int:
                 print(f"# {card}: None {one.ratio:.3f}, {worst.fastest} {share:.3f}")
         print(entry_of(worst))
         count += 1
+    if marked:
+        print(f"\n{marked} rows are not steady and were left out. {noise.ADVICE}: --resume does")
     print(f"\n{count} of {len(groups)} rows lack an entry")
     return 0
 
@@ -746,6 +796,18 @@ def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
     if FLAGS.json:
         rows = [dataclasses.asdict(found) for found in all_found]
         results.write(Path(FLAGS.json), json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+def earlier(facts: dict[str, Any]) -> list[Found]:
+    """The steady rows of the file that a run with --resume goes on with."""
+    if not FLAGS.resume:
+        return []
+    path = Path(FLAGS.json)
+    there, rows = read(path)
+    kept.demand_same(path, there, facts)
+    steady = [found for found in rows if not found.doubt]
+    print(f"{len(steady)} steady rows are from {path}", flush=True)
+    return steady
 
 
 def part_of(rows: list[One]) -> list[One]:
@@ -773,20 +835,30 @@ def main() -> int:
         raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
     rows = part_of(rows)
     here = device.describe(jax.devices()[0])
-    facts = {"device": here.name, "ato_jax": ato_jax.__version__, "jax": jax.__version__}
+    facts = {
+        "device": here.name,
+        "commit": machine.commit(),
+        "ato_jax": ato_jax.__version__,
+        "jax": jax.__version__,
+    }
     print(f"{here.name}; JAX {jax.__version__}; {len(rows)} rows", flush=True)
-    groups = [(row, phase) for row in rows for phase in phases]
+    every = [(row, phase) for row in rows for phase in phases]
     within = FLAGS.within_s or float("inf")
-    all_found: list[Found] = []
+    all_found = earlier(facts)
+    known = {(found.row, found.phase) for found in all_found}
+    groups = [(row, phase) for row, phase in every if (str(row), phase) not in known]
+    kept.clear_the_way()
     write(all_found, facts)
     # A CPU's cores are few, and its programs small.
     count = ahead.workers() if platform == "gpu" else 0
     programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
     print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
     progress.start(len(groups), start + within)
-    for group in groups:
+    late = 0
+    for index, group in enumerate(groups):
         if time.monotonic() - start > within:
-            print(f"{len(groups) - len(all_found)} rows were not reached in time", flush=True)
+            late = len(groups) - index
+            print(f"{late} rows were not reached in time", flush=True)
             break
         progress.show(", ".join(map(str, group)))
         all_found.append(_measured(*group, programs.pop(group, None), platform))
@@ -797,7 +869,7 @@ def main() -> int:
     print(verdict(all_found), flush=True)
     if FLAGS.json:
         print(FLAGS.json, flush=True)
-    return int(any(found.behind for found in all_found) or len(all_found) < len(groups))
+    return int(any(found.behind for found in all_found) or late > 0)
 
 
 def _measured(row: Row, phase: str, ready: Programs | None, platform: str) -> Found:

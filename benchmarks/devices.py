@@ -25,9 +25,11 @@ rows, so n devices have n T of them. The table has
 Rows stand with the most wanted first. `--programs` is the most programs that a run compiles: one
 for each row on n devices, and one for each call that differs on one device. `--case` takes the rows
 whose names contain it. Rows for which there is no room in memory, or no time, are listed with the
-reason. The exit status is 1 where a result is wrong. By default n is all devices that JAX finds; on
-a CPU, whose sizes are tiny, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight. NCCL's
-NVLink multicast is switched off.
+reason. The exit status is 1 where a result is wrong. Of a row whose times are not steady (`noise`)
+no speed-up is told; `--resume` measures it again, and what --json lacks. By default n is all
+devices that JAX finds; on a CPU, whose sizes are tiny,
+XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight. NCCL's NVLink multicast is switched
+off.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ from benchmarks import (
     choices,
     collectives,
     demo,
+    kept,
     machine,
+    noise,
+    other_load,
     ours,
     profiling,
     progress,
@@ -313,7 +318,8 @@ class Found:
 
     `sends` are the collectives of the program, `received` the bytes that one device receives,
     `collective_seconds` what they take in a trace on the mean of the devices, and `kernels` the
-    custom calls of the program on each device, by backend.
+    custom calls of the program on each device, by backend. `load` is what other programs did while
+    it was timed; files that were written before it was noted have none.
     """
 
     row: str
@@ -330,10 +336,16 @@ class Found:
     collective_seconds: float | None = None
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    load: str = ""
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing may be concluded from its times."""
+        return noise.doubt_of_row(self.batches, self.load)
 
     @property
     def speed_up(self) -> float | None:
-        if len(self.seconds) < 2:
+        if len(self.seconds) < 2 or self.doubt:
             return None
         return self.work * self.seconds["one"] / self.seconds["all"]
 
@@ -447,7 +459,9 @@ class Measurer:
             self.found.wrong = ", ".join(wrong)
             return self.found
         launches = [lambda _: self.one(one), lambda _: self.many(placed)]
+        watch = other_load.Watch(self.platform)
         timed = timing.interleaved(launches, jax.block_until_ready, self.platform, SECONDS)
+        self.found.load = watch.told()
         for name, of_it in zip(("one", "all"), timed, strict=True):
             self.found.batches[name] = list(of_it.batches)
             self.found.seconds[name] = statistics.median(of_it.batches)
@@ -484,8 +498,10 @@ def line_of(found: Found) -> str:
     name = f"{found.row}, {found.phase}, {found.devices} devices"
     if found.skipped or found.wrong:
         return f"                {name}: {found.skipped or 'WRONG: ' + found.wrong}"
-    assert found.speed_up is not None
-    one, many = (demo.milliseconds(found.seconds[which]) for which in ("one", "all"))
+    mark, told = noise.MARK * bool(found.doubt), f"{noise.NOISY:>7}        "
+    if found.speed_up is not None:
+        told = f"{found.speed_up:7.3f} {found.speed_up / found.devices:7.1%}"
+    one, many = (mark + demo.milliseconds(found.seconds[which]) for which in ("one", "all"))
     sends = collectives.told([collectives.Collective(**one) for one in found.sends])
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.errors.items())
     taken = found.collective_seconds
@@ -493,7 +509,7 @@ def line_of(found: Found) -> str:
     kernels = ", ".join(f"{count} {name}" for name, count in found.kernels.items())
     memory = ", ".join(f"{which} {size / 1e9:.3g}" for which, size in found.memory.items())
     return (
-        f"{found.speed_up:7.3f} {found.speed_up / found.devices:7.1%} {name}: "
+        f"{told} {name}: {f'not steady, {found.doubt}; ' * bool(found.doubt)}"
         f"one {one} ms, all {many} ms; sends {sends or 'nothing'}, receives "
         f"{found.received / 1e6:.4g} MB{spent}; kernels: {kernels or 'none'}; GB: {memory}; "
         f"bit-equal, off by {errors}"
@@ -503,9 +519,34 @@ def line_of(found: Found) -> str:
 def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
     if FLAGS.json:
         rows = [
-            {**dataclasses.asdict(found), "speed_up": found.speed_up} for found in all_found
+            {**dataclasses.asdict(found), "speed_up": found.speed_up, "doubt": found.doubt}
+            for found in all_found
         ]
         results.write(Path(FLAGS.json), json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+def earlier(facts: dict[str, Any]) -> list[Found]:
+    """The rows that are neither wrong nor in doubt of the file that a run with --resume goes on
+    with.
+    """
+    if not FLAGS.resume:
+        return []
+    path = Path(FLAGS.json)
+    try:
+        told = json.loads(path.read_text())
+        rows = [found_of(row) for row in told["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"{path} holds no rows of the suite {NAME}: {error}") from error
+    kept.demand_same(path, told, facts)
+    steady = [found for found in rows if not (found.doubt or found.wrong)]
+    print(f"{len(steady)} steady rows are from {path}", flush=True)
+    return steady
+
+
+def found_of(row: dict[str, Any]) -> Found:
+    """A row of a file that `write` wrote, which has more: what follows from the times."""
+    fields = [field.name for field in dataclasses.fields(Found)]
+    return Found(**{name: row[name] for name in fields if name in row})
 
 
 def counts() -> list[int]:
@@ -552,10 +593,22 @@ def main() -> int:
         "about": machine.about(),
     }
     print(f"{jax.device_count()} x {here.name}; JAX {jax.__version__}", flush=True)
-    asked = [(group, count) for group in groups for count in counts() if fits(group[0], count)]
+    all_found = earlier(facts)
+    known = {(found.row, found.phase, found.devices) for found in all_found}
+    groups = [
+        group
+        for group in groups
+        if any((str(group[0]), group[1], count) not in known for count in counts())
+    ]
+    asked = [
+        ((case, phase), count)
+        for case, phase in groups
+        for count in counts()
+        if fits(case, count) and (str(case), phase, count) not in known
+    ]
     rows = [row for row in within_programs(groups, counts()) if row in asked]
     within = FLAGS.within_s or float("inf")
-    all_found: list[Found] = []
+    kept.clear_the_way()
     write(all_found, facts)
     programs, wrong = compiled(rows, COMPILING * within)
     print(f"compiling {len(programs)} programs took {time.monotonic() - start:.0f} s", flush=True)
@@ -575,6 +628,8 @@ def main() -> int:
         print("\nNot measured, for want of time or beyond --programs:", flush=True)
         for (case, phase), count in late:
             print(f"  {case}, {phase}, {count} devices", flush=True)
+    if said := noise.left_out([found.doubt for found in all_found if found.seconds]):
+        print(f"\n{said}", flush=True)
     print(f"\nthe suite took {time.monotonic() - start:.0f} s", flush=True)
     if FLAGS.json:
         print(FLAGS.json, flush=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,16 @@ def begun(facts: dict[str, Any], before: Results | None) -> Results:
     """The figures that a run adds to, `facts` being those of `Results` about this machine."""
     here = Results(**facts)
     found = resumed(Path(FLAGS.json), before, here) if before else here
-    if not before and FLAGS.json:
-        set_aside(Path(FLAGS.json))
+    clear_the_way()
     # Before anything is measured: a file that cannot be written is known now.
     write(found)
     return found
+
+
+def clear_the_way() -> None:
+    """Before a run writes --json for the first time, unless it goes on with that file."""
+    if FLAGS.json and not FLAGS.resume:
+        set_aside(Path(FLAGS.json))
 
 
 def set_aside(path: Path) -> None:
@@ -90,8 +95,7 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
 
     It keeps its copy bandwidth: the byte limits of one file are of one bandwidth.
     """
-    if differ := differences(earlier, here, "there", "here"):
-        raise ResultsError(f"{path} cannot be resumed: {differ}")
+    demand_same(path, *(_facts(one) for one in (earlier, here)))
     kept = [row for row in earlier.rows if row.unavailable != NO_TIME_LEFT]
     if doing(path).exists():
         case, phase, name = json.loads(doing(path).read_text())
@@ -105,14 +109,26 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
     return dataclasses.replace(earlier, rows=kept, about=earlier.about | here.about)
 
 
-def differences(one: Results, other: Results, there: str, here: str) -> str:
+def demand_same(path: Path, earlier: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises an error where the facts of a file and of this run differ, so that it cannot go on."""
+    if differ := differences(earlier, here, "there", "here"):
+        raise ResultsError(f"{path} cannot be resumed: {differ}")
+
+
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], there: str, here: str
+) -> str:
     """Names the facts that have to be the same in one report and differ in two files, or ""."""
     return "; ".join(
-        f"{name} is {getattr(one, name) or 'not noted'} {there} and "
-        f"{getattr(other, name) or 'not noted'} {here}"
-        for name in results.SAME
-        if getattr(one, name) != getattr(other, name)
+        f"{name} is {one.get(name) or 'not noted'} {there} and "
+        f"{other.get(name) or 'not noted'} {here}"
+        for name in (*results.SAME, "count")
+        if one.get(name) != other.get(name)
     )
+
+
+def _facts(found: Results) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in results.SAME}
 
 
 def merged(names: Sequence[str], parts: Sequence[Results]) -> Results:
@@ -124,7 +140,8 @@ def merged(names: Sequence[str], parts: Sequence[Results]) -> Results:
     rows = {row.key: row for row in first.rows}
     suites, about = dict(first.suites), dict(first.about)
     for name, part in zip(names[1:], parts[1:], strict=True):
-        if differ := differences(first, part, f"in {names[0]}", f"in {name}"):
+        both = _facts(first), _facts(part)
+        if differ := differences(*both, f"in {names[0]}", f"in {name}"):
             raise ResultsError(f"{name} cannot be merged: {differ}")
         for row in part.rows:
             row = _at_limits_of(first, part, row)
@@ -165,8 +182,14 @@ def merge(names: Sequence[str]) -> int:
     return 0
 
 
-def stopped() -> str:
-    """The message for a user who stops a run."""
+# The commands that write --json as they go, and go on with it.
+RESUMED = ("run", "linear", "attention")
+
+
+def stopped(command: str) -> str:
+    """The message for a user who stops a command."""
+    if command not in RESUMED:
+        return "Stopped. Files that were written are whole."
     if not FLAGS.json or not Path(FLAGS.json).is_file():
         return "Stopped. Without --json nothing was kept."
     return f"Stopped. What was measured is in {FLAGS.json}: the same command with --resume goes on"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,14 +32,50 @@ SOURCES = ("ato_jax", "ato_torch", "benchmarks")
 CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
-def nvidia(query: str, of: str = "gpu") -> str:
-    """What nvidia-smi answers of the first GPU; "" without one."""
-    command = ["nvidia-smi", "--id=0", f"--query-{of}={query}", "--format=csv,noheader"]
+def nvidia_smi(*arguments: str) -> str:
+    """What it answers; "" without a GPU."""
+    command = ["nvidia-smi", *arguments]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return told.stdout.strip()
+
+
+def nvidia(query: str, card: str = "0") -> str:
+    """What nvidia-smi answers of one GPU, by number or UUID; "" without one."""
+    return nvidia_smi(f"--id={card}", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def own_cards() -> list[str]:
+    """The UUIDs of the GPUs that this process sees, by CUDA_VISIBLE_DEVICES, and of their slices:
+    all of them where it is not set, or names one that nvidia-smi does not list. A MIG slice counts
+    as its whole GPU.
+
+    A number there is nvidia-smi's where all GPUs are of one kind, or CUDA_DEVICE_ORDER is
+    PCI_BUS_ID.
+    """
+    # By GPU, in nvidia-smi's order: its UUID, and those of its slices, on the lines after its own.
+    cards: list[list[str]] = []
+    for line in nvidia_smi("-L").splitlines():
+        if match := re.search(r"\(UUID: ([^)]+)\)", line):
+            if line.startswith("GPU"):
+                cards.append([])
+            cards[-1].append(match[1])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found: list[list[str]] = []
+    for name in visible.replace(" ", "").split(",") if visible is not None else ():
+        if name.isdecimal():
+            of_name = cards[int(name) :][:1]
+        else:
+            # CUDA takes the beginning of a UUID, too. An older name of a slice has its GPU's in it.
+            whole = name.replace("MIG-GPU-", "GPU-").partition("/")[0] or "none"
+            of_name = [card for card in cards if any(one.startswith(whole) for one in card)]
+        if not of_name:
+            found.clear()
+            break
+        found += of_name
+    return [one for card in found or cards for one in card]
 
 
 def about() -> dict[str, str]:
@@ -89,5 +127,7 @@ def _digest(root: Path) -> str:
 
 
 def clocks() -> str:
-    """Of the multiprocessors and the memory, with power and temperature."""
-    return nvidia(CLOCKS)
+    """Of the multiprocessors and the memory, with power and temperature: of the first GPU that
+    this process sees.
+    """
+    return nvidia(CLOCKS, (own_cards() or ["0"])[0])

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from absl import flags
 
 import ato_jax
-from benchmarks import ours
+from benchmarks import ours, progress
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
 from benchmarks.tables import Table
@@ -191,14 +191,18 @@ def main(_: Sequence[str]) -> int:
         raise ResultsError(
             f"No case of memory contains --case={FLAGS.case!r}: {'; '.join(map(str, every))}"
         )
+    progress.start(len(wanted))
     for case in wanted:
+        progress.show(str(case))
         step, shapes = step_of(case)
         program = jax.jit(step, donate_argnums=0).lower(*shapes).compile()
         lines = [[name, megabytes(count)] for name, count in plan(program).items()]
         moments = timeline(program.as_text())
         title = f"A training step of causal attention, {case}"
         parts = [Table(title, ["", "MB"], lines), drawn(moments), at_peak(moments)]
+        held = allocated(program, shapes)
+        progress.step()
         for part in parts:
             print("\n" + part.text())
-        print(f"\n{allocated(program, shapes)}", flush=True)
+        print(f"\n{held}", flush=True)
     return 0

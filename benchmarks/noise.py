@@ -8,7 +8,7 @@ title and no ratio is made of it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks import summary
 
@@ -62,6 +62,24 @@ def doubt_of_batches(batches: Sequence[float]) -> str:
     return doubt(summary.spread(batches), turns if half > 1 else [])
 
 
+def doubt_of_row(by_name: Mapping[str, Sequence[float]], load: str = "") -> str:
+    """Why nothing may be concluded from several programs that were timed in turns, by what each is
+    called: the first program's reason, and `load`.
+    """
+    told = ((name, doubt_of_batches(batches)) for name, batches in by_name.items())
+    reasons = [f"{name}: {reason}" for name, reason in told if reason]
+    return "; ".join(reasons[:1] + [load] * bool(load))
+
+
 def busy(reason: str) -> str:
     """The message that a command prints where it cannot conclude anything."""
     return f"This machine is busy: {reason}. {ADVICE}."
+
+
+def left_out(doubts: Sequence[str], what: str = "rows") -> str:
+    """What a command says of its rows, by the doubt of each; "" where all are steady."""
+    marked = [one for one in doubts if one]
+    if not marked:
+        return ""
+    count = f"{len(marked)} of {len(doubts)} {what} are not steady, and say nothing"
+    return f"{LEGEND}\n{busy(f'{count} ({marked[0]})')}"

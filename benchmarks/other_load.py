@@ -3,8 +3,8 @@ nor one that it started.
 
 On the CPU: the busy seconds of all cores less those of this process and its descendants, both of
 /proc, so on Linux alone. They disturb only where they leave fewer cores than the timed call uses.
-On the GPU: the processes that nvidia-smi lists. In a container it lists none, or numbers of
-another namespace, and then other processes on the GPU are not seen.
+On the GPU: the processes that nvidia-smi lists on the GPUs that this process sees. In a container
+it lists none, or numbers of another namespace, and then other processes on the GPU are not seen.
 """
 
 from __future__ import annotations
@@ -62,13 +62,20 @@ _seen_on_gpu = (-GPU_EVERY_SECONDS, "")
 
 
 def on_gpu() -> str:
-    """Which other processes nvidia-smi lists; "" for none. Asked once in five seconds."""
+    """Which other processes nvidia-smi lists on the GPUs that this one sees; "" for none. Asked
+    once in five seconds.
+    """
     global _seen_on_gpu
     if time.monotonic() - _seen_on_gpu[0] >= GPU_EVERY_SECONDS:
-        own, others = family(), []
-        for line in machine.nvidia("pid,process_name", "compute-apps").splitlines():
-            pid, _, name = line.partition(", ")
-            if pid.isdecimal() and int(pid) not in own and (PROC / pid).exists():
+        own, cards, others = family(), machine.own_cards(), []
+        apps = machine.nvidia_smi(
+            "--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"
+        )
+        for line in apps.splitlines():
+            card, pid, name = (*line.split(", ", 2), "", "")[:3]
+            if card not in cards or not pid.isdecimal():
+                continue
+            if int(pid) not in own and (PROC / pid).exists():
                 others.append(f"{name} (process {pid})")
         told = f"another process on the GPU: {', '.join(others)}" if others else ""
         _seen_on_gpu = time.monotonic(), told

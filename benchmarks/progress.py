@@ -11,6 +11,7 @@ import time
 WIDTH = 24
 # The bar's parts; what is left is estimated from these that are done.
 _total, _done, _start, _end = 0, 0, 0.0, math.inf
+_shown = ""
 
 
 def start(total: int, end: float = math.inf) -> None:
@@ -27,11 +28,13 @@ def step() -> None:
 
 
 def left() -> float | None:
-    """Seconds, from what the parts so far took; None before the first."""
+    """Seconds, from what the parts so far took, and up to the end at most; None where neither is
+    known.
+    """
     now = time.monotonic()
-    if not _done or not _total:
-        return None
-    return max(0.0, min((now - _start) / _done * (_total - _done), _end - now))
+    by_parts = (now - _start) / _done * (_total - _done) if _done else math.inf
+    known = max(0.0, min(by_parts, _end - now))
+    return known if _total and known < math.inf else None
 
 
 def duration(seconds: float) -> str:
@@ -48,7 +51,17 @@ def line(share: float, seconds: float | None, what: str) -> str:
 
 def show(what: str) -> None:
     """What runs now, behind the bar if there is one; "" clears the line."""
+    global _shown
+    _shown = what
     if sys.stderr.isatty():
         told = line(_done / _total, left(), what) if what and _total else what
         sys.stderr.write(f"\r\x1b[K{told}")
         sys.stderr.flush()
+
+
+def say(line: str) -> None:
+    """A line on stdout, below which the bar stands again."""
+    shown = _shown
+    show("")
+    print(line, flush=True)
+    show(shown)

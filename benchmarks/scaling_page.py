@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results, scaling
+from benchmarks import noise, results, scaling
 from benchmarks.cases import PHASES
-from benchmarks.devices import GROUPS, Case
+from benchmarks.devices import GROUPS, Case, found_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 BEGIN, END = "<!-- scaling -->", "<!-- /scaling -->"
@@ -151,11 +151,12 @@ def predicted(case: Case, phase: str, n: int, alone: dict[str, float]) -> float 
 
 
 def by_call(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The median seconds of each phase of a call on one GPU, from its last row on most GPUs."""
+    """The median seconds of each phase of a call on one GPU, from its last steady row on most GPUs.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row["devices"]):
         phases = found.setdefault(str(CASES[row["row"]].call), {})
-        if "one" in row["seconds"]:
+        if "one" in row["seconds"] and not found_of(row).doubt:
             phases[row["phase"]] = row["seconds"]["one"]
     return found
 
@@ -165,13 +166,15 @@ def line(row: dict[str, Any], alone: dict[str, float]) -> list[str]:
     one, many = row["seconds"]["one"], row["seconds"]["all"]
     taken = row.get("collective_seconds")
     model = predicted(case, row["phase"], n, alone | {row["phase"]: one})
+    doubt = found_of(row).doubt
+    mark, model = noise.MARK * bool(doubt), None if doubt else model
     return [
         row["row"].replace("_", " "),
         row["phase"],
         str(n),
-        f"{1e3 * one:.4g}",
-        f"{1e3 * many:.4g}",
-        f"{row['speed_up'] / n:.1%}",
+        f"{mark}{1e3 * one:.4g}",
+        f"{mark}{1e3 * many:.4g}",
+        noise.NOISY if doubt else f"{row['speed_up'] / n:.1%}",
         size(row["received"]) if row["received"] else "nothing",
         "-" if taken is None else f"{1e3 * taken:.3g}",
         "-" if model is None else f"{1e3 * model:.4g}",
@@ -198,6 +201,7 @@ def section(path: Path) -> str:
             "same bits. The time of the collectives is a trace's, on the mean of the GPUs: it has "
             "what they wait for each other, and may pass beside other kernels.",
             table(header, [line(row, alone[str(CASES[row["row"]].call)]) for row in rows]),
+            *[noise.LEGEND] * any(found_of(row).doubt for row in rows),
         ]
     )
 

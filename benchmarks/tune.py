@@ -9,7 +9,8 @@ candidate changes, in turns with the best so far.
 
 At the end the winner and the rule are timed in turns once more: an entry is written where a phase
 gains more than the noise, and none loses half as much. Tables are written case by case, so a run
-that is stopped has its results.
+that is stopped has its results. Times that are not steady (`benchmarks/noise.py`) are taken again,
+a few times; where they stay so, the table is left as it is for that case.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ from absl import flags, logging
 
 from ato_jax import device, tuning
 from ato_jax.backend import Residuals
-from benchmarks import demo, ours, timing, tune_attention, tune_linear_attention
+from benchmarks import (
+    demo,
+    noise,
+    other_load,
+    ours,
+    progress,
+    results,
+    timing,
+    tune_attention,
+    tune_linear_attention,
+)
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
 
@@ -66,6 +77,8 @@ EVERY_PHASE = (*PHASES, TRAINING)
 STEP_GAIN = 0.005
 STEP_SECONDS = 0.05
 FINAL_SECONDS = 0.4
+# How often times that are not steady are taken, before a case is given up.
+ATTEMPTS = 3
 # Rows that no tile divides, for the winner to be compared at, too: several windows or documents.
 RAGGED = {"B": 2, "T": 3001, "H": 4}
 
@@ -200,11 +213,13 @@ class Bench:
 
     def seconds(self, phase: str, configs: Sequence[Any], seconds: float) -> list[float]:
         """Of one call of each, timed in turns."""
+        return [one.seconds for one in self._timed(phase, configs, seconds)]
+
+    def _timed(self, phase: str, configs: Sequence[Any], seconds: float) -> list[timing.Timing]:
         for config in configs:
             jax.block_until_ready(self._run(phase, config))
         launches = [functools.partial(self._launch, phase, config) for config in configs]
-        found = timing.interleaved(launches, jax.block_until_ready, ours.platform(), seconds)
-        return [one.seconds for one in found]
+        return timing.interleaved(launches, jax.block_until_ready, ours.platform(), seconds)
 
     def _launch(self, phase: str, config: Any, _: int) -> Any:
         return self._run(phase, config)
@@ -215,6 +230,24 @@ class Bench:
         self._compiled = {text: one for text, one in self._compiled.items() if text in kept}
         for phase, traces in self._traces.items():
             self._traces[phase] = [one for one in traces if one.text in kept]
+
+
+class NotSteadyError(Exception):
+    """Why nothing may be concluded from times."""
+
+
+class SteadyBench(Bench):
+    """One whose times are steady; else it raises an error."""
+
+    def seconds(self, phase: str, configs: Sequence[Any], seconds: float) -> list[float]:
+        for _ in range(ATTEMPTS):
+            watch = other_load.Watch(ours.platform())
+            found = self._timed(phase, configs, seconds)
+            batches = {f"config {i}": one.batches for i, one in enumerate(found)}
+            doubt = noise.doubt_of_row(batches, watch.told())
+            if not doubt:
+                return [one.seconds for one in found]
+        raise NotSteadyError(doubt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,8 +360,8 @@ def fastest(
     return configs[index]
 
 
-def entry(bench: Any, best: Any, noise: float, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The table's entry, where the best config beats the rule's by more than the noise."""
+def entry(bench: Any, best: Any, least: float, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The table's entry, where the best config beats the rule's by more than the least gain."""
     changed = told(best, bench.default)
     if not changed:
         say("  the rule's stays")
@@ -341,7 +374,7 @@ def entry(bench: Any, best: Any, noise: float, say: Callable[[str], None]) -> di
         gains.append(1 - found / rule)
         figures.append(f"{phase} {1e3 * rule:.4f} to {1e3 * found:.4f} ms")
     measured = ", ".join(figures)
-    if not gains or max(gains) <= noise or min(gains) < -noise / 2:
+    if not gains or max(gains) <= least or min(gains) < -least / 2:
         say(f"  the rule's stays: {measured}")
         return None
     say(f"  an entry: {measured}: {names(changed)}")
@@ -366,14 +399,21 @@ def text_of(table: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The table at path, empty where there is no file."""
+    try:
+        return tomllib.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"{path} is no table of block sizes: {error}") from error
+
+
 def record(path: Path, op: str, when: Mapping[str, Any], found: dict[str, Any] | None) -> None:
     """Puts the entry into the table at path, in place of one for the same traits, or removes it."""
-    table = tomllib.loads(path.read_text()) if path.is_file() else {}
+    table = read(path)
     entries = table.setdefault(op, {}).setdefault(BACKEND, [])
     index = next((i for i, one in enumerate(entries) if one["when"] == when), len(entries))
     entries[index : index + 1] = [] if found is None else [found]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(table))
+    results.write(path, text_of(table))
 
 
 def tune(
@@ -382,12 +422,13 @@ def tune(
     bench_of: Callable[[Case], Any],
     path: Path,
     budget: float,
-    noise: float,
+    least: float,
     say: Callable[[str], None],
 ) -> int:
     """Searches case by case and writes the table as it goes; the number of entries found."""
     end = time.monotonic() + budget
-    entries = 0
+    entries, doubts = 0, list[str]()
+    progress.start(len(all_cases), end)
     for index, case in enumerate(all_cases):
         left = end - time.monotonic()
         if left <= 0:
@@ -396,14 +437,23 @@ def tune(
         # What an easy case leaves of its share goes to the others.
         deadline = time.monotonic() + left / (len(all_cases) - index)
         say(f"{case}, {left:.0f} s left")
+        progress.show(f"tuning {case}")
         try:
             bench = bench_of(case)
         except Exception as error:  # the compiler's own, of many kinds
             say(f"  the rule's does not run: {str(error).splitlines()[0]}")
+            progress.step()
             continue
         out_of_time = functools.partial(lambda deadline: time.monotonic() > deadline, deadline)
-        best = descend(bench, out_of_time, say)
-        found = entry(bench, best, noise, say)
+        try:
+            best = descend(bench, out_of_time, say)
+            found = entry(bench, best, least, say)
+        except NotSteadyError as error:
+            doubts.append(str(error))
+            say(f"  not steady, the table is left as it is: {error}")
+            progress.step()
+            continue
+        doubts.append("")
         if found is not None:
             ragged = bench_of(dataclasses.replace(case, **RAGGED, G=case.G and 1))
             # As `tuning` applies it: on the rule for this shape.
@@ -414,6 +464,9 @@ def tune(
                 found = None
         entries += found is not None
         record(path, op, bench.when, found)
+        progress.step()
+    if said := noise.left_out(doubts, "cases"):
+        say(said)
     return entries
 
 
@@ -421,17 +474,22 @@ def main(names: Sequence[str]) -> int:
     [op] = names if len(names) == 1 else [" ".join(names)]
     if op not in OPS:
         raise ResultsError(f"tune takes one of {', '.join(OPS)}; got {op or 'none'}")
+    wanted = [case for case in OPS[op].CASES if FLAGS.only in str(case)]
+    if not wanted:
+        known = "; ".join(map(str, OPS[op].CASES))
+        raise ResultsError(f"No case of tune {op} contains --only={FLAGS.only!r}: {known}")
     here = device.describe(jax.devices()[0])
     if here.platform != "gpu":
         logging.error("Block sizes are measured on a GPU, JAX computes on %s", here.platform)
         return 1
     name = f"{tuning.table_name(here.name)}.toml"
     path = Path(FLAGS.table or Path(tuning.__file__).parent / "tuned" / name)
-    wanted = [case for case in OPS[op].CASES if FLAGS.only in str(case)]
-    say = functools.partial(print, flush=True)
+    # Before anything is measured.
+    read(path)
+    say = progress.say
     say(f"{here.name}, {here.multiprocessors} multiprocessors; JAX {jax.__version__}")
     start = time.monotonic()
-    bench_of = functools.partial(Bench, OPS[op])
+    bench_of = functools.partial(SteadyBench, OPS[op])
     found = tune(op, wanted, bench_of, path, FLAGS.budget_s, FLAGS.noise, say)
     say(f"{found} entries after {demo.ratio(time.monotonic() - start)} s: {path}")
     return 0

@@ -18,7 +18,7 @@ from absl.testing import flagsaver
 
 from ato_jax import tuning
 from benchmarks import __main__ as entry
-from benchmarks import choices, timing
+from benchmarks import choices, noise, other_load, timing
 from benchmarks.cases import PHASES
 from benchmarks.choices import CHOSEN, RIGHT, Found, Programs, Row, Told
 from benchmarks.results import ResultsError
@@ -35,6 +35,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         flags.FLAGS(["benchmarks"])
     monkeypatch.setattr(choices, "SECONDS", 0.0)
     monkeypatch.setattr(choices, "SECONDS_OF_DOUBT", 0.0)
+    # Three batches beside other tests scatter: `test_benchmark_busy.py` has what is said of that.
+    monkeypatch.setattr(noise, "MOST_SCATTER", float("inf"))
+    monkeypatch.setattr(other_load.Watch, "told", lambda self: "")
 
 
 def found(**changed: Any) -> Found:

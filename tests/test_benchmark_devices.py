@@ -264,7 +264,9 @@ def test_the_suite_runs(tmp_path: Path) -> None:
     told = json.loads(path.read_text())
     assert told["count"] == 4 and len(told["rows"]) >= 3
     for row in told["rows"]:
-        assert not row["wrong"] and not row["skipped"] and row["speed_up"] > 0, row
+        assert not row["wrong"] and not row["skipped"], row
+        # On a CPU beside other programs times are seldom steady.
+        assert row["speed_up"] is None if row["doubt"] else row["speed_up"] > 0, row
         assert row["errors"] and len(row["batches"]["all"]) >= 3
         assert 0 < row["collective_seconds"] < 10 * row["seconds"]["all"] + 1
     linear, ring = told["rows"][0], told["rows"][2]

@@ -185,15 +185,18 @@ def test_compare_says_nothing_of_doubtful_rows():
 def test_other_processes_on_the_gpu(monkeypatch):
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        listed = f"{os.getpid()}, python\n{stranger.pid}, other\n999999999, elsewhere"
-        monkeypatch.setattr(machine, "nvidia", lambda query, of="gpu": listed)
+        listed = f"GPU-0, {os.getpid()}, python\nGPU-0, {stranger.pid}, a, b\nGPU-0, 999999999, c"
+        monkeypatch.setattr(
+            machine, "nvidia_smi",
+            lambda *asked: "GPU 0: a card (UUID: GPU-0)" if asked == ("-L",) else listed,
+        )  # fmt: skip
         monkeypatch.setattr(other_load, "_seen_on_gpu", (-1e9, ""))
         # The stranger is a child of this process, and so none.
         assert other_load.on_gpu() == ""
         monkeypatch.setattr(other_load, "family", lambda: {os.getpid(): 0.0})
         assert other_load.on_gpu() == ""  # asked a moment ago
         monkeypatch.setattr(other_load, "_seen_on_gpu", (-1e9, ""))
-        said = f"another process on the GPU: other (process {stranger.pid})"
+        said = f"another process on the GPU: a, b (process {stranger.pid})"
         assert other_load.on_gpu() == said
         assert said in other_load.Watch("gpu").told()
     finally:
