@@ -99,6 +99,10 @@ def main(arguments: Sequence[str]) -> int:
         given = " ".join(arguments[1:]) or "nothing"
         logging.error("Give one command, %s; got %s", ", ".join(COMMANDS), given)
         return 2
+    if foreign := usage.foreign(command):
+        told = ", ".join(f"--{name}" for name in foreign)
+        logging.error("%s takes no %s: `%s --help` lists what it takes", command, told, command)
+        return 2
     # Absl shows what libraries say to each other, too.
     for library in ("jax", "matplotlib"):
         standard_logging.getLogger(library).setLevel(standard_logging.WARNING)

@@ -38,7 +38,7 @@ import multiprocessing
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -755,7 +755,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Found]]:
         rows = [Found(**row) for row in told.pop("rows")]
         told["device"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{path} holds no rows of the suite {NAME}: {error}") from error
+        raise ResultsError(f"{path} holds no rows of these benchmarks' {NAME}: {error}") from error
     return told, rows
 
 
@@ -787,27 +787,29 @@ def fit(names: Sequence[str]) -> int:
         print(entry_of(worst))
         count += 1
     if marked:
-        print(f"\n{marked} rows are not steady and were left out. {noise.ADVICE}: --resume does")
+        print(
+            f"\n{marked} rows are not steady and were left out. {noise.ADVICE}: "
+            f"`run --suite={NAME} --resume` takes these alone"
+        )
     print(f"\n{count} of {len(groups)} rows lack an entry")
     return 0
 
 
-def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
+def write(all_found: Iterable[Found], facts: dict[str, Any]) -> None:
     if FLAGS.json:
         rows = [dataclasses.asdict(found) for found in all_found]
         results.write(Path(FLAGS.json), json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
-def earlier(facts: dict[str, Any]) -> list[Found]:
-    """The steady rows of the file that a run with --resume goes on with."""
+def earlier(facts: dict[str, Any]) -> dict[Group, Found]:
+    """The rows of the file that a run with --resume goes on with."""
     if not FLAGS.resume:
-        return []
+        return {}
     path = Path(FLAGS.json)
     there, rows = read(path)
     kept.demand_same(path, there, facts)
-    steady = [found for found in rows if not found.doubt]
-    print(f"{len(steady)} steady rows are from {path}", flush=True)
-    return steady
+    print(f"{sum(not one.doubt for one in rows)} of {len(rows)} rows there are steady", flush=True)
+    return {(found.row, found.phase): found for found in rows}
 
 
 def part_of(rows: list[One]) -> list[One]:
@@ -829,10 +831,13 @@ def main() -> int:
     if platform not in results.PLATFORMS:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
         return 1
+    if FLAGS.dtype or FLAGS.peer:
+        raise ResultsError(f"{NAME} has rows of every dtype and no peers: no --dtype, no --peer")
     phases = PHASES[:1] if FLAGS.forward_only else PHASES
     rows = [row for row in ROWS[platform] if FLAGS.case in str(row)]
     if not rows:
-        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
+        known = "; ".join(map(str, ROWS[platform]))
+        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}: {known}")
     rows = part_of(rows)
     here = device.describe(jax.devices()[0])
     facts = {
@@ -845,10 +850,10 @@ def main() -> int:
     every = [(row, phase) for row in rows for phase in phases]
     within = FLAGS.within_s or float("inf")
     all_found = earlier(facts)
-    known = {(found.row, found.phase) for found in all_found}
-    groups = [(row, phase) for row, phase in every if (str(row), phase) not in known]
+    steady = {group for group, found in all_found.items() if not found.doubt}
+    groups = [(row, phase) for row, phase in every if (str(row), phase) not in steady]
     kept.clear_the_way()
-    write(all_found, facts)
+    write(all_found.values(), facts)
     # A CPU's cores are few, and its programs small.
     count = ahead.workers() if platform == "gpu" else 0
     programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
@@ -861,15 +866,16 @@ def main() -> int:
             print(f"{late} rows were not reached in time", flush=True)
             break
         progress.show(", ".join(map(str, group)))
-        all_found.append(_measured(*group, programs.pop(group, None), platform))
+        found = _measured(*group, programs.pop(group, None), platform)
+        all_found[found.row, found.phase] = found
         progress.step()
-        print(line_of(all_found[-1]), flush=True)
-        write(all_found, facts)
+        print(line_of(found), flush=True)
+        write(all_found.values(), facts)
     print(f"\nthe suite took {time.monotonic() - start:.0f} s")
-    print(verdict(all_found), flush=True)
+    print(verdict([*all_found.values()]), flush=True)
     if FLAGS.json:
         print(FLAGS.json, flush=True)
-    return int(any(found.behind for found in all_found) or late > 0)
+    return int(any(found.behind for found in all_found.values()) or late > 0)
 
 
 def _measured(row: Row, phase: str, ready: Programs | None, platform: str) -> Found:

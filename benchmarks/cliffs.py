@@ -100,7 +100,8 @@ def wanted(platform: str) -> list[Step]:
         and (FLAGS.case in str(step.row) or FLAGS.case in step.name)
     ]
     if not found:
-        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
+        known = "; ".join(dict.fromkeys(step.name for step in cliff_rows.STEPS[platform]))
+        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}: {known}")
     return choices.part_of(found)
 
 

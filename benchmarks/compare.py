@@ -13,8 +13,9 @@ the highest. A row is slower where the second run's median is above the first's
                                         they move all of its times at once, and no width shows it
 
 and likewise faster. A row that is doubtful in either file (`noise`) is marked and counted as noisy:
-it is neither slower nor faster. A row that scatters less, but widely, needs a larger change: the
-table prints the noise as a share of the median beside each time.
+it is neither slower nor faster; nor is any other where more than a quarter of a file's rows are
+doubtful. A row that scatters less, but widely, needs a larger change: the table prints the noise as
+a share of the median beside each time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.results import Results, ResultsError, Row
 # Between the percent or two that two runs are apart and the tenth that must not go unseen.
 FLOOR = 0.05
 # The share of doubtful rows from which on the machine is called busy.
-MOST_DOUBTFUL = 0.1
+BUSY = 0.1
 
 
 def width(row: Row) -> float:
@@ -79,16 +80,23 @@ def time_and_noise(row: Row) -> tuple[str, str]:
     return tables.milliseconds(row), f"{width(row) / row.seconds:.1%}"
 
 
-def table(pairs: Sequence[tuple[Row, Row]]) -> str:
+def verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    """One of each pair. What disturbed many rows of a run may have passed the others unseen."""
+    for rows in zip(*pairs, strict=True):
+        if sum(bool(row.doubt) for row in rows) > noise.MOST_DOUBTFUL * len(rows):
+            return [noise.NOISY] * len(pairs)
+    return [verdict(*pair) for pair in pairs]
+
+
+def table(pairs: Sequence[tuple[Row, Row]], verdicts: Sequence[str]) -> str:
     """By case and phase. The ratio is the second run's time over the first one's."""
     lines, group = [["", "A, ms", "noise", "B, ms", "noise", "B / A", ""]], ""
-    for before, after in pairs:
+    for (before, after), said in zip(pairs, verdicts, strict=True):
         assert before.seconds and after.seconds
         if group != f"{before.case}, {before.phase}":
             group = f"{before.case}, {before.phase}"
             lines.append([group, *[""] * 6])
         cells = [*time_and_noise(before), *time_and_noise(after)]
-        said = verdict(before, after)
         ratio = "" if said == noise.NOISY else f"{after.seconds / before.seconds:.3f}"
         lines.append([f"  {before.contender}", *cells, ratio, said])
     return demo.aligned(lines, texts=1)
@@ -109,15 +117,15 @@ def compared(names: Sequence[str], before: Results, after: Results) -> tuple[str
         one, other = getattr(before, name), getattr(after, name)
         if one != other:
             parts.append(f"{name} {one} in A, {other} in B")
-    parts.append(table(pairs))
+    said = verdicts(pairs)
+    parts.append(table(pairs, said))
     for letter, lines in (("A", alone(before, after)), ("B", alone(after, before))):
         if lines:
             parts.append("\n".join([f"In {letter} alone:", *(f"  {line}" for line in lines)]))
-    said = [verdict(*pair) for pair in pairs]
     count = said.count("slower")
     for letter, rows in zip("AB", zip(*pairs, strict=True), strict=True):
         doubts = [row.doubt for row in rows if row.doubt]
-        if len(doubts) > MOST_DOUBTFUL * len(rows) or any(row.load for row in rows):
+        if len(doubts) > BUSY * len(rows) or any(row.load for row in rows):
             example = max(doubts, key=len)
             parts.append(
                 f"{len(doubts)} of {len(rows)} times of {letter} are not steady ({example}). "

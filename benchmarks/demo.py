@@ -43,9 +43,6 @@ QUADRATIC_GROWTH = 4
 SHARE_OF_ONE = 1 / 240
 LONGEST_SECONDS = 0.5
 
-# The share of doubtful times from which on nothing is said of the rest either.
-MOST_DOUBTFUL = 0.25
-
 # times[phase][contender][T]: seconds of one call.
 Times = dict[str, dict[str, dict[int, float]]]
 # Why a time is doubtful, by phase, contender and T.
@@ -134,7 +131,7 @@ class Measured:
         if self.drift is not None and self.drift > noise.MOST_DRIFT:
             return f"the first case, timed again at the end, differs by {self.drift:.0%}"
         count = sum(len(one) for by_name in self.times.values() for one in by_name.values())
-        if len(self.doubts) > MOST_DOUBTFUL * count:
+        if len(self.doubts) > noise.MOST_DOUBTFUL * count:
             return f"{len(self.doubts)} of {count} times are not steady"
         return ""
 

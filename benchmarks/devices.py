@@ -41,7 +41,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +344,11 @@ class Found:
         return noise.doubt_of_row(self.batches, self.load)
 
     @property
+    def again(self) -> bool:
+        """Whether a run with --resume measures it again."""
+        return bool(self.doubt or self.wrong or self.skipped)
+
+    @property
     def speed_up(self) -> float | None:
         if len(self.seconds) < 2 or self.doubt:
             return None
@@ -516,7 +521,7 @@ def line_of(found: Found) -> str:
     )
 
 
-def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
+def write(all_found: Iterable[Found], facts: dict[str, Any]) -> None:
     if FLAGS.json:
         rows = [
             {**dataclasses.asdict(found), "speed_up": found.speed_up, "doubt": found.doubt}
@@ -525,22 +530,23 @@ def write(all_found: Sequence[Found], facts: dict[str, Any]) -> None:
         results.write(Path(FLAGS.json), json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
-def earlier(facts: dict[str, Any]) -> list[Found]:
-    """The rows that are neither wrong nor in doubt of the file that a run with --resume goes on
-    with.
-    """
+# A row's name, its phase and its devices.
+RowKey = tuple[str, str, int]
+
+
+def earlier(facts: dict[str, Any]) -> dict[RowKey, Found]:
+    """The rows of the file that a run with --resume goes on with."""
     if not FLAGS.resume:
-        return []
+        return {}
     path = Path(FLAGS.json)
     try:
         told = json.loads(path.read_text())
         rows = [found_of(row) for row in told["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path} holds no rows of the suite {NAME}: {error}") from error
+        raise ResultsError(f"{path} holds no rows of these benchmarks' {NAME}: {error}") from error
     kept.demand_same(path, told, facts)
-    steady = [found for found in rows if not (found.doubt or found.wrong)]
-    print(f"{len(steady)} steady rows are from {path}", flush=True)
-    return steady
+    print(f"{sum(not one.again for one in rows)} of {len(rows)} rows there stay", flush=True)
+    return {(found.row, found.phase, found.devices): found for found in rows}
 
 
 def found_of(row: dict[str, Any]) -> Found:
@@ -582,7 +588,8 @@ def main() -> int:
         if FLAGS.case in str(case) and not (FLAGS.forward_only and phase == PHASES[1])
     ]
     if not groups:
-        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}")
+        names = "; ".join(dict.fromkeys(str(case) for case, _ in GROUPS[platform]))
+        raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}: {names}")
     here = device.describe(jax.devices()[0])
     facts = {
         "device": here.name,
@@ -594,7 +601,7 @@ def main() -> int:
     }
     print(f"{jax.device_count()} x {here.name}; JAX {jax.__version__}", flush=True)
     all_found = earlier(facts)
-    known = {(found.row, found.phase, found.devices) for found in all_found}
+    known = {key for key, found in all_found.items() if not found.again}
     groups = [
         group
         for group in groups
@@ -609,7 +616,7 @@ def main() -> int:
     rows = [row for row in within_programs(groups, counts()) if row in asked]
     within = FLAGS.within_s or float("inf")
     kept.clear_the_way()
-    write(all_found, facts)
+    write(all_found.values(), facts)
     programs, wrong = compiled(rows, COMPILING * within)
     print(f"compiling {len(programs)} programs took {time.monotonic() - start:.0f} s", flush=True)
     print("\nspeed-up linear", flush=True)
@@ -620,17 +627,18 @@ def main() -> int:
             late.append(row)
             continue
         progress.show(f"{row[0][0]}, {row[0][1]}, {row[1]} devices")
-        all_found.append(measured(row, programs, wrong, platform))
+        found = measured(row, programs, wrong, platform)
+        all_found[found.row, found.phase, found.devices] = found
         progress.step()
-        print(line_of(all_found[-1]), flush=True)
-        write(all_found, facts)
+        print(line_of(found), flush=True)
+        write(all_found.values(), facts)
     if late:
         print("\nNot measured, for want of time or beyond --programs:", flush=True)
         for (case, phase), count in late:
             print(f"  {case}, {phase}, {count} devices", flush=True)
-    if said := noise.left_out([found.doubt for found in all_found if found.seconds]):
+    if said := noise.left_out([found.doubt for found in all_found.values() if found.seconds]):
         print(f"\n{said}", flush=True)
     print(f"\nthe suite took {time.monotonic() - start:.0f} s", flush=True)
     if FLAGS.json:
         print(FLAGS.json, flush=True)
-    return int(any(found.wrong for found in all_found))
+    return int(any(found.wrong for found in all_found.values()))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from absl import flags
 
 import ato_jax
-from benchmarks import demo, noise, other_load, ours, progress, results, summary
+from benchmarks import demo, kept, noise, other_load, ours, progress, results, summary
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
 from benchmarks.tables import Table
@@ -143,6 +143,12 @@ def table(found: Sequence[Latency]) -> Table:
     return Table("Latency of a token in a decode loop", head, lines, notes)
 
 
+def write(found: Sequence[Latency]) -> None:
+    if FLAGS.json:
+        rows = [dataclasses.asdict(one) | {"doubt": one.doubt} for one in found]
+        results.write(Path(FLAGS.json), json.dumps({"rows": rows}, indent=1) + "\n")
+
+
 def main(_: Sequence[str]) -> int:
     platform = ours.platform()
     every = CASES["gpu" if platform == "gpu" else "cpu"]
@@ -151,17 +157,17 @@ def main(_: Sequence[str]) -> int:
         raise ResultsError(
             f"No case of latency contains --case={FLAGS.case!r}: {'; '.join(map(str, every))}"
         )
-    found = []
+    found: list[Latency] = []
+    kept.clear_the_way()
+    write(found)
     progress.start(len(wanted))
     for case in wanted:
         progress.show(str(case))
         found.append(measure(case, FLAGS.tokens))
         progress.step()
+        write(found)
     print(table(found).text(), flush=True)
     if platform != "gpu":
         print("\nOn a CPU: how fast a GPU decodes, and what its launch costs, only a GPU can tell.")
-    if FLAGS.json:
-        rows = [dataclasses.asdict(one) | {"doubt": one.doubt} for one in found]
-        results.write(Path(FLAGS.json), json.dumps({"rows": rows}, indent=1) + "\n")
-        print(FLAGS.json)
+    kept.say()
     return 0

@@ -17,6 +17,8 @@ from benchmarks import summary
 MOST_SCATTER = 0.25
 # Between the first and the last time of one case.
 MOST_DRIFT = 0.10
+# The share of doubtful times from which on nothing is said of the rest either.
+MOST_DOUBTFUL = 0.25
 MARK = "≈"
 # In place of a ratio.
 NOISY = "noisy"

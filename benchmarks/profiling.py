@@ -125,12 +125,14 @@ def counted(arguments: Sequence[str]) -> str:
 def chosen() -> list[Case]:
     both = (linear.CONTEST, attention.CONTEST)
     found = [case for contest in both for case in contest.wanted_cases(ours.platform())]
+    # One token is no case of it: `latency` has that.
     found = [case for case in found if case.op != "step"]
     # A case's whole name is part of others' names.
     found = [case for case in found if str(case) == FLAGS.case] or found
     if not FLAGS.case or not found:
-        names = [str(case) for contest in both for case in contest.cases[ours.platform()]]
-        raise ResultsError(f"profile needs a --case of these: {'; '.join(names)}")
+        known = [case for contest in both for case in contest.cases[ours.platform()]]
+        names = "; ".join(str(case) for case in known if case.op != "step")
+        raise ResultsError(f"profile needs a --case of these: {names}")
     return found
 
 

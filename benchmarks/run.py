@@ -45,6 +45,12 @@ from benchmarks.suites import Suite
 # The files of figures that are kept, one for each device.
 FOLDER = Path(__file__).parent / "results"
 
+# Flags of some suites.
+ONLY = {
+    "part": (choices.NAME, cliffs.NAME),
+    "rows": (cliffs.NAME,),
+    "devices": (devices.NAME,),
+}
 # Contenders that a suite's last line names.
 MOST_TOLD = 12
 
@@ -204,6 +210,11 @@ def main(names: Sequence[str]) -> int:
     for name in suites.ALONE:
         if name in names and (names != [name] or FLAGS.config):
             raise ResultsError(f"{name} is run alone: it has no peers")
+    for flag, of_flag in ONLY.items():
+        if FLAGS[flag].value and names not in [[name] for name in of_flag]:
+            raise ResultsError(f"--{flag} is of --suite={' or '.join(of_flag)} alone")
+    if names in ([choices.NAME], [devices.NAME]) and (FLAGS.csv or FLAGS.keep):
+        raise ResultsError(f"{names[0]} writes --json alone: no --csv, no --keep")
     if names == [choices.NAME]:
         return choices.main()
     if names == [devices.NAME]:

@@ -26,6 +26,9 @@ def text(found: Results, names: Sequence[str]) -> str:
     for row in found.rows:
         if FLAGS.case in row.case:
             groups.setdefault((row.case, row.phase), []).append(row)
+    if not groups:
+        cases = "; ".join(dict.fromkeys(row.case for row in found.rows)) or "it has no rows"
+        raise ResultsError(f"No row contains --case={FLAGS.case!r}: {cases}")
     parts = [tables.measured(rows).text() for rows in groups.values()]
     for name in names:
         if name == cliffs.NAME:
@@ -41,8 +44,10 @@ def text(found: Results, names: Sequence[str]) -> str:
 def table(names: Sequence[str]) -> int:
     path = _file("table", names)
     found = results.read(path)
-    print(f"{found.device}; JAX {found.jax}, PyTorch {found.torch}\n")
-    print(text(found, FLAGS.suite or list(found.suites)))
+    # A --config's sweep is no suite: it has rows alone here.
+    known = [name for name in found.suites if name == cliffs.NAME or suites.named(name)]
+    told = text(found, FLAGS.suite or known)
+    print(f"{found.device}; JAX {found.jax}, PyTorch {found.torch}\n\n{told}")
     return 0
 
 

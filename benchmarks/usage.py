@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,7 +16,7 @@ LIKE = {"linear": "run", "attention": "run"}
 SHARED = {
     "memory": ("case",),
     "latency": ("case", "json"),
-    "merge": ("json",),
+    "merge": ("json", "csv"),
     "profile": ("case", "forward_only", "dtype"),
     "table": ("case", "suite"),
 }
@@ -32,7 +33,23 @@ def flags_of(command: str) -> list[flags.Flag]:
     return [
         flag
         for name, flag in sorted(every.items())
-        if (flag.help or "").startswith(prefixes) or name in SHARED.get(command, ())
+        if told(flag).startswith(prefixes) or name in SHARED.get(command, ())
+    ]
+
+
+def told(flag: flags.Flag) -> str:
+    """The text of a flag; absl puts the values of one that has a few before it."""
+    return re.sub(r"^<[^>]*>: ", "", " ".join((flag.help or "").split()))
+
+
+def foreign(command: str) -> list[str]:
+    """The flags of other commands that were given."""
+    own = {flag.name for flag in flags_of(command)}
+    return [
+        flag.name
+        for module, of_module in flags.FLAGS.flags_by_module_dict().items()
+        for flag in of_module
+        if module.startswith("benchmarks.") and flag.present and flag.name not in own
     ]
 
 
@@ -45,10 +62,12 @@ def text(command: str, commands: Mapping[str, Callable[..., object]], of_all: st
     lines = []
     for flag in flags_of(command):
         # Without the command's name; a suite's stays.
-        told = " ".join((flag.help or "").split()).partition(" ")[2]
-        told += f" [{flag.default}]" if flag.default not in (None, "", [], False) else ""
+        said = told(flag).partition(" ")[2]
+        said += f" [{flag.default}]" if flag.default not in (None, "", [], False) else ""
+        values = [one for one in getattr(flag.parser, "enum_values", []) if one]
+        said += f", one of {', '.join(values)}" * bool(values)
         value = "" if flag.boolean else "=..."
-        lines.append(textwrap.fill(f"--{flag.name}{value}  {told}", 96, subsequent_indent="      "))
+        lines.append(textwrap.fill(f"--{flag.name}{value}  {said}", 96, subsequent_indent="      "))
     if lines:
         parts.append("Flags:\n" + textwrap.indent("\n".join(lines), "  "))
     return "\n\n".join(parts)

@@ -179,6 +179,26 @@ def test_compare_says_nothing_of_doubtful_rows():
             assert ("2.000" in text, "0.500" in text) == (False, False)
 
 
+def test_compare_says_nothing_of_a_busy_run():
+    """A quarter of doubtful rows, and what held them up may have passed the others unseen."""
+
+    def compared(doubtful):
+        slow = [2 * seconds for seconds in STEADY]
+        cases_ = [dataclasses.replace(CASE, T=64 << index) for index in range(8)]
+        before = [row_of(STEADY, [1.0], case=case) for case in cases_]
+        after = [row_of(slow, [2.0], case=case) for case in cases_]
+        for row in after[:doubtful]:
+            row.load = "a load"
+        files = (Results(**FACTS, rows=rows) for rows in (before, after))
+        return compare.compared(["A.json", "B.json"], *files)
+
+    text, count = compared(2)
+    assert count == 6 and "2 of 8 rows noisy" in text and "This machine is busy" in text
+    text, count = compared(3)
+    assert count == 0 and "2.000" not in text and "8 of 8 rows noisy" in text
+    assert "0 of 8 rows slower" in text
+
+
 # What runs beside.
 
 
