@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from benchmarks import attention, cases, demo, linear, ours, progress
+from benchmarks import attention, cases, demo, linear, noise, other_load, ours, progress
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
 from benchmarks.tables import Table
@@ -85,7 +85,10 @@ def traced(launch: Callable[[int], object], calls: int = CALLS) -> dict[str, Any
         return json.loads(gzip.decompress(path.read_bytes()))
 
 
-def table(case: Case, phase: str, found: Sequence[Kernel], scratch: int | None) -> Table:
+def table(
+    case: Case, phase: str, found: Sequence[Kernel], scratch: int | None, load: str = ""
+) -> Table:
+    """All kernels; no rate is made of what was traced beside other programs, the load."""
     total = sum(kernel.seconds for kernel in found)
     lines = [
         [
@@ -101,6 +104,8 @@ def table(case: Case, phase: str, found: Sequence[Kernel], scratch: int | None) 
         f"  all kernels {demo.milliseconds(total)} ms: {throughput / 1e9:.0f} GB/s of the least "
         f"traffic, {rate / 1e12:.3g} TFLOP/s"
     )
+    if load:
+        rates = f"  all kernels {noise.MARK}{demo.milliseconds(total)} ms: {noise.busy(load)}"
     peak = "" if scratch is None else f"; peak {(case.held(phase) + scratch) / 1e6:.1f} MB"
     head = ["", "times", "µs", "of all"]
     return Table(f"{case}, {phase}", head, lines, [rates + peak])
@@ -181,14 +186,16 @@ def main(_: Sequence[str]) -> int:
             _only_run(ready)
             continue
         reason = ready if isinstance(ready, str) else "the trace names no kernel"
+        watch = other_load.Watch(ours.platform())
         each = [] if isinstance(ready, str) else kernels(traced(ready.launch), CALLS * ready.calls)
+        load = watch.told()
         progress.step()
         if not each:
             logging.error("%s, %s: %s", case, phase, reason)
             status = 1
             continue
         found.append((case, phase, each))
-        tables.append(table(case, phase, each, ready.scratch))
+        tables.append(table(case, phase, each, ready.scratch, load))
     for one in [short(found)] * bool(found) + tables:
         print("\n" + one.text(), flush=True)
     if FLAGS.ncu and not FLAGS.traced:

@@ -228,6 +228,17 @@ def test_devices_say_that_the_machine_is_busy(
     assert load in row["load"] and load in row["doubt"] and row["speed_up"] is None
 
 
+def test_profile_says_that_the_machine_is_busy(
+    load: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = "softmax B2 H2 T128 D16 float32"
+    with flagsaver.flagsaver(case=case, forward_only=True):
+        assert entry.main(["benchmarks", "profile"]) == 0
+    said = capsys.readouterr().out
+    assert f"This machine is busy: {load}" in said and ADVISED in said
+    assert f"all kernels {noise.MARK}" in said and "GB/s" not in said
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     block: int = 64

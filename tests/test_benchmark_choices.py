@@ -146,6 +146,25 @@ def test_wrong_results_are_not_timed() -> None:
     assert choices.verdict([seen]).splitlines()[-1] == "1 of 1 rows exceed 3%"
 
 
+def test_what_decides_a_row_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`None`, however far behind it is, and what is near the fastest."""
+    monkeypatch.setattr(noise, "MOST_SCATTER", -1.0)
+    judged: list[Any] = []
+    doubt_of_row = noise.doubt_of_row
+
+    def told(by_name: dict[str, list[float]], load: str) -> str:
+        judged.append({*by_name})
+        return doubt_of_row(by_name, load)
+
+    monkeypatch.setattr(noise, "doubt_of_row", told)
+    times = {"a": 2e-3, "b": 4e-2}
+    near = choices.measure(TINY, PHASES[0], programs(times, none="a", triton="a", xla="b"), "cpu")
+    far = choices.measure(TINY, PHASES[0], programs(times, none="b", triton="a", xla="b"), "cpu")
+    assert judged == [{CHOSEN, "triton"}, {CHOSEN, "triton", "xla"}]
+    assert near.doubt.startswith(f"{CHOSEN}: p95 is ") and far.doubt.startswith(CHOSEN)
+    assert far.ratio > 3 and not far.behind
+
+
 def test_what_is_far_behind_has_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: dict[str, int] = {}
     clock = types.SimpleNamespace(now=0.0)
