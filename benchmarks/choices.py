@@ -36,6 +36,7 @@ import json
 import math
 import multiprocessing
 import re
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -531,19 +532,23 @@ def compiled_ahead(
     if not count:
         return {}
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context)
+    # Ctrl-C is for this process, which ends the others.
+    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context, **ignoring)
     # Backward passes take the longest to compile: nothing should wait for one at the end.
     ordered = sorted(groups, key=lambda group: group[1] == PHASES[0])
     futures = {pool.submit(packed, *group, platform, by_name): group for group in ordered}
     progress.show(f"compiling {len(futures)} rows, {progress.duration(seconds)} at most")
-    done, late = concurrent.futures.wait(futures, seconds)
-    progress.show("")
-    processes = list(pool._processes.values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        # Nothing else may run on the card while programs are timed.
-        process.terminate()
-        process.join()
+    try:
+        done, late = concurrent.futures.wait(futures, seconds)
+    finally:
+        progress.show("")
+        processes = list(pool._processes.values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            # Nothing else may run on the card while programs are timed.
+            process.terminate()
+            process.join()
     found = {}
     for future in done:
         try:

@@ -116,6 +116,8 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=self._leads,
+            # Ctrl-C is for the driver, which ends this process.
+            process_group=None if self._leads else 0,
         )
 
     def end(self) -> None:
@@ -224,7 +226,9 @@ class Peer:
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None = None, *_: object) -> None:
+        if error is KeyboardInterrupt:
+            self._process.kill()
         self._end()
 
 

@@ -3,6 +3,8 @@
 import json
 import logging as standard_logging
 import math
+import multiprocessing
+import os
 import sys
 import time
 import types
@@ -13,7 +15,7 @@ from absl.testing import flagsaver
 
 import benchmarks
 from benchmarks import __main__ as entry
-from benchmarks import choices, devices, progress, results, show, tune, usage
+from benchmarks import choices, devices, peers, progress, results, show, tune, usage
 from benchmarks.choices import Found
 from benchmarks.results import Results, ResultsError
 from tests.figures import FACTS, parsed_flags  # noqa: F401
@@ -210,6 +212,29 @@ def test_a_stopped_command_promises_no_more_than_it_does(monkeypatch, caplog):
     monkeypatch.setitem(entry.COMMANDS, "demo", stopped)
     assert entry.main(["benchmarks", "demo"]) == 130
     assert "Stopped" in caplog.text and "--resume" not in caplog.text
+
+
+def test_ctrl_c_is_for_the_driver_alone(monkeypatch):
+    """PyTorch's process prints nothing of it, and is ended at once, whatever it does."""
+    silent = "import sys, time\nfor line in sys.stdin: time.sleep(60)"
+    monkeypatch.setattr(peers.Peer, "COMMAND", (sys.executable, "-c", silent))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), peers.Peer("cpu") as peer:
+        assert os.getpgid(peer._process.pid) != os.getpgid(0)
+        raise KeyboardInterrupt
+    assert peer._process.poll() is not None and time.monotonic() - start < 5
+
+
+def test_compiling_ahead_that_is_stopped_ends_its_processes(monkeypatch):
+    def stopped(futures, seconds):
+        processes.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    processes = []
+    monkeypatch.setattr(choices.concurrent.futures, "wait", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        choices.compiled_ahead([(choices.ROWS["cpu"][0], "forward")], "cpu", 60.0, 1)
+    assert processes and not any(one.is_alive() for one in processes)
 
 
 def test_what_tune_is_asked_wrongly_is_named(tmp_path, caplog):
