@@ -188,8 +188,8 @@ RESUMED = ("run", "linear", "attention")
 
 def stopped(command: str) -> str:
     """The message for a user who stops a command."""
-    if command not in RESUMED:
-        return "Stopped. Files that were written are whole."
-    if not FLAGS.json or not Path(FLAGS.json).is_file():
-        return "Stopped. Without --json nothing was kept."
-    return f"Stopped. What was measured is in {FLAGS.json}: the same command with --resume goes on"
+    if FLAGS.json and Path(FLAGS.json).is_file():
+        more = ": the same command with --resume goes on" * (command in RESUMED)
+        return f"Stopped. What was measured is in {FLAGS.json}{more}"
+    without = "Without --json nothing was kept." if command in RESUMED else ""
+    return f"Stopped. {without or 'Files that were written are whole.'}"

@@ -205,13 +205,22 @@ def test_a_suite_that_is_stopped_goes_on(suite, tmp_path, monkeypatch, caplog, c
     assert path.read_text() == '{"rows": [{"case": 1}]}'
 
 
-def test_a_stopped_command_promises_no_more_than_it_does(monkeypatch, caplog):
+def test_a_stopped_command_promises_no_more_than_it_does(monkeypatch, tmp_path, caplog):
     def stopped(names):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(entry.COMMANDS, "demo", stopped)
-    assert entry.main(["benchmarks", "demo"]) == 130
-    assert "Stopped" in caplog.text and "--resume" not in caplog.text
+    path = tmp_path / "figures.json"
+    for command, text, said in (
+        ("demo", "", "Stopped. Files that were written are whole."),
+        ("run", "", "Stopped. Without --json nothing was kept."),
+        ("latency", "{}", f"Stopped. What was measured is in {path}"),
+    ):
+        caplog.clear()
+        path.write_text(text)
+        monkeypatch.setitem(entry.COMMANDS, command, stopped)
+        with flagsaver.flagsaver(json=str(path) * bool(text)):
+            assert entry.main(["benchmarks", command]) == 130
+        assert caplog.messages == [said]
 
 
 def test_ctrl_c_is_for_the_driver_alone(monkeypatch):
