@@ -87,6 +87,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "scaling": scaling_page.main,
     "report": document.main,
 }
+# The exit status after Ctrl-C, as shells have it.
+STOPPED = 130
 # Those that take names after their own.
 TAKE_NAMES = ("run", "fit", "compare", "merge", "tune", "table", "plot")
 
@@ -114,15 +116,17 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         progress.show("")
         logging.error("%s", kept.stopped(command))
-        return 130
+        return STOPPED
     except PeerError as error:
         logging.error("PyTorch's process ended: %s", error)
         return 1
 
 
 def ended(status: int) -> int:
-    """Ends the program where something never finishes compiling: its thread would hold it up."""
-    if side_by_side.stuck:
+    """Ends the program at once where something never finishes compiling, whose thread would hold it
+    up, and where it was stopped: JAX may crash in a call that was cut off.
+    """
+    if side_by_side.stuck or status == STOPPED:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -246,6 +246,13 @@ def test_compiling_ahead_that_is_stopped_ends_its_processes(monkeypatch):
     assert processes and not any(one.is_alive() for one in processes)
 
 
+def test_a_stopped_program_ends_at_once(monkeypatch):
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    assert [entry.ended(status) for status in (0, 1, 130)] == [0, 1, 130]
+    assert ends == [130]
+
+
 def test_what_tune_is_asked_wrongly_is_named(tmp_path, caplog):
     with flagsaver.flagsaver(only="no such"):
         assert entry.main(["benchmarks", "tune", "attention"]) == 2
