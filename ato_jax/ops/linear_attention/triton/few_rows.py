@@ -22,8 +22,10 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import products
 from ato_jax.ops.linear_attention.triton.calls import FineSpec, fields
 
-# Rows of queries or of keys, whichever are more, over all query heads and batch entries. Beside a
-# launch, exact products of so few rows take no time.
+# Rows of queries or of keys, whichever are more, over all query heads and batch entries. On an H100
+# exact products take a causal call and its gradients of 2 rows of 128 columns from 57 to 101 us, of
+# 128 rows from 60 to 116; of 64 columns 128 rows take 57 in place of 55. TF32's take 2,048 rows of
+# 64 columns 81 us, bfloat16's 85.
 FEW_ROWS = 128
 SOME_ROWS = 2048
 
