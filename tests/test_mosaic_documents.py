@@ -92,8 +92,21 @@ def test_documents_that_share_a_chunk(D: int, layout: str, options: dict[str, An
     )
 
 
+@newest
+@pytest.mark.parametrize("D", [128, 64])
+def test_pairs_ahead_of_sums(monkeypatch: pytest.MonkeyPatch, D: int) -> None:
+    """Where there are many documents, those behind the first ones come in the order of their rows.
+    Denominators of up to 8 rows are below eps."""
+    monkeypatch.setattr(document_table, "SORTED", 1)
+    ids = ids_of(3, 1, 20, 70, 5, 2, 66, 8)[None]
+    H, G = (2, 1) if D == 128 else (4, 2)
+    arrays = draw(1, 175, H, G, "bthd", D=D)
+    against_the_reference(numerics.oracle(OP, *arrays, segment_ids=ids, eps=16.0 * D))
+
+
 def test_documents_of_a_chunk_are_one_entry() -> None:
-    """Each entry has whole documents, and those that cross no border of a chunk share one."""
+    """Documents that cross a border of chunks have an entry each, all others of a chunk share one.
+    """
     random = np.random.default_rng(0)
     B, T, C = 4, 300, document_table.C
     begins = random.random((B, T)) < np.array([1.0, 0.3, 0.05, 0.01])[:, None]

@@ -18,8 +18,8 @@ With S and z of its keys, in units of 1 / sum |z|, and eps likewise (`document_w
       v   |
     SUMS (3)         R in registers
 
-Each array is read as often as it has to be where no state leaves the chip: k and v twice. Of
-documents that lie within a chunk SUMS lets all pass, and HALVES do the rest by their pairs
+Each array is read as often as it has to be where no state leaves the chip: k and v twice. For
+an item made of pairs SUMS only lets go of the slots, and HALVES make all gradients
 (`document_pair_gradient.py`).
 
 S and R are multiplied in two parts for dq and dk, rounded and what that leaves off. Rows whose

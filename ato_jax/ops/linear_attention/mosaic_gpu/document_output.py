@@ -8,8 +8,8 @@
     HALVES (0, 1)    S and z by `sum_keys`; then of each chunk of q half of the features, stored
                      in q's place, and of all of them half of out
 
-Of documents that lie within a chunk it is made of pairs (`document_pairs.py`): a weight is divided
-before it is rounded, so that a document of one row is v itself.
+Documents that lie within a chunk go by pairs (`document_pairs.py`). There a weight is divided
+before it is rounded, so that the output of a document of one row is v itself.
 
 Where features may be negative phi(q) is multiplied in two parts, as in `whole_output.py`.
 """

@@ -1,4 +1,4 @@
-"""All gradients of a chunk of 64 rows of one document or more, by the pairs of its rows
+"""All gradients of up to 64 rows, of one document or more, by the pairs of these rows
 (`document_pairs.py`):
 
     da_ij = g_i . v_j,  inverse_i = 1 / max(sum_j a_ij, eps),  w_ij = a_ij inverse_i
@@ -8,8 +8,8 @@
     dk_j  = sum_i c_ij phi(q_i) phi'(k_j),  dv_j = sum_i w_ij g_i
 
 or w_ij = scale a_ij and c_ij = scale da_ij. c is multiplied in two parts, rounded and what that
-leaves off, as a document's few terms may cancel; w is rounded once. All three lie in shared memory
-in the places of S, of its rest and of a copy, since products of transposes take them from there.
+leaves off, as a document's few terms may cancel; w is rounded once. A product with a transpose
+reads it from shared memory: c's first part lies in S's place, its second in `out[1]`, w in `rest`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def write_head(
 
 
 def place(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, jax.Array]:
-    """phi(k) and phi(q) in the places of k and q, which are returned; 0 in all rows that do not
-    count."""
+    """Replaces k and q by phi(k) and phi(q), 0 in all rows that do not count, as are those of v and
+    g; returns k and q as they were loaded. Once both warpgroups are here, the other one has also
+    read the R of the last document, so S's place may be written."""
     own, half, maps = walk.own, mosaic.group(), walk.phi
     own.rows.produced.wait(slots.k)
     x_k = place_keys(walk, slots.k, document.keys.valid)

@@ -1,11 +1,11 @@
-"""A chunk of 64 rows of one document or more by the pairs of its rows:
+"""Up to 64 rows, of one document or more, by the pairs of these rows:
 
     a_ij  = phi(q_i) . phi(k_j) where i and j are of one document, else 0
     w_ij  = a_ij / max(sum_j a_ij, eps)        or scale * a_ij
     out_i = sum_j w_ij v_j
 
-Sums over a document's keys would take a chunk each for documents of a row. Pairs have no phases
-that wait for a sum, and a document of up to 64 rows takes less time by them, too.
+By sums a document of one row costs as much as one of 64, and each phase waits for the one before.
+Pairs need no sum first, and are also faster for one document of up to 64 rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def least_of(spec: LinearAttentionSpec) -> float:
 
 
 def seen(walk: Walk, document: Document) -> jax.Array:
-    """Whether a chunk's rows and columns are of one document, [64, 64]. A thread loads two columns
-    at once, and what begins with any row is not aligned for that in global memory."""
+    """Whether a row and a column are of one document, [64, 64]. In the layout of columns a thread
+    loads two neighbours at once. A slice that begins with an odd row is not aligned for that in
+    global memory, so ids go by way of shared memory."""
     own = walk.own.ids.at[mosaic.group()]
     first = walk.ids.at[document.batch, pl.ds(document.queries.first, C)]
     of_rows = load(first, OF_ROWS, optimized=False)
@@ -42,7 +43,8 @@ def seen(walk: Walk, document: Document) -> jax.Array:
 
 
 def place_keys(walk: Walk, slot: Any, count: Any) -> jax.Array:
-    """phi(k) of half a tile, 0 behind `count` rows, in k's place; returns k."""
+    """Replaces this warpgroup's half of k by phi(k), 0 from row `count` on; returns k as it was
+    loaded."""
     own, first = walk.own.tiles.at[slot, mosaic.group()], walk.first_column(mosaic.group())
     x = load(own)
     own[...] = mosaic.kept(walk.phi.keys(walk.phi.present(x, first), first=first), count)

@@ -1,8 +1,9 @@
 """Which rows each document has, a table that XLA makes, and which documents a block takes.
 
 A document is a segment of one batch entry, of queries and of keys. Where both have the same
-segments, all documents that lie within one chunk of 64 rows, counted from the sequence's first row,
-are one entry of the table: there are at most two entries a chunk, however short documents are.
+segments, all documents that lie within 64 rows, counted by 64 from the sequence's first row, share
+one row of the table, which is then called a document as well: there are at most two of these for
+each 64 rows, however short documents are.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ SORTED = 2048
 
 
 class Table(NamedTuple):
-    """The documents of all batch entries, those of one chunk together. Each query and each key
-    belongs to one; one that has queries or keys alone has no rows of the others."""
+    """The documents of all batch entries, those within one chunk together. Each query and each key
+    belongs to one; one that has queries or keys alone has size 0 on the other side."""
 
     fields: jax.Array  # [7, documents at most] int32: those of `Document` but its head
     number: jax.Array  # [1] int32: how many there are
@@ -56,7 +57,7 @@ class Rows(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One entry of the table, and one tile of kv heads. `before` is how many steps the block has
+    """One column of the table, and one tile of kv heads. `before` is how many steps the block has
     had."""
 
     batch: Any
@@ -135,10 +136,10 @@ def of(spec: LinearAttentionSpec, inputs: Inputs) -> Table:
 
 
 def _joined(runs: jax.Array) -> jax.Array:
-    """The runs' numbers within each entry, [B, rows], where those within one chunk have one."""
+    """Like `runs`, but all runs that lie within one chunk have one number."""
     B, rows = runs.shape
     chunks = -(-rows // C)
-    # The runs of the last row ahead of each chunk, and of the first row behind it.
+    # The run of the row just before each chunk, and of the row just behind it; -1 at the ends.
     ahead = jnp.pad(runs[:, C - 1 :: C][:, : chunks - 1], ((0, 0), (1, 0)), constant_values=-1)
     behind = jnp.pad(runs[:, C::C], ((0, 0), (0, 1)), constant_values=-1)
 

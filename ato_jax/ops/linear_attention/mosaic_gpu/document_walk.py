@@ -54,9 +54,9 @@ SLOTS = 6
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
     tiles: Array  # [SLOTS, 2, 64, 64] rows of any of the sequences
-    s: Array  # [2, 2 or 1, 64, 64] S, of half of F each and half of V, and later R
-    rest: Array  # as s: what rounding S or R left off, for gradients
-    out: Array  # [2, 2, 64, 64] what is stored: two of each half
+    s: Array  # [2, 2 or 1, 64, 64] S, of half of F each and half of V, and later R; of pairs c
+    rest: Array  # as s: what rounding S or R left off, for gradients; of pairs w
+    out: Array  # [2, 2, 64, 64] what is stored: two of each half; of pairs also c's second part
     cut: Array  # [2, 64, 64] the same of a cut chunk, rows one behind the other
     low: Array  # [2, 2, 64, 64], by turns: what rounding phi(q) left off
     ones: Array  # [8, 64]
@@ -167,8 +167,8 @@ class Walk:
         return 2 * document.keys.valid_chunks
 
     def steps_of(self, document: Document) -> Any:
-        """Each step is a tile: k and v of a chunk, then q; or then q and g, and k and v again. Of a
-        chunk by its pairs they are k, v and q, or k, v, q and g, of each query head."""
+        """Each step is a tile: k and v of a chunk, then q; or then q and g, and k and v again. An
+        item made of pairs takes k, v and q, or k, v, q and g, for each query head."""
         of_queries = self.group * document.queries.chunks
         if self.g is None:
             steps = self.steps_of_sums(document) + of_queries
@@ -180,16 +180,17 @@ class Walk:
 
     @property
     def of_pairs(self) -> list[Any]:
-        """What a chunk by its pairs reads for each query head."""
+        """The arrays of which an item made of pairs takes a tile for each query head. Forward they
+        are an odd number, so that consecutive stores take turns with the two of `out`."""
         return [ref for ref in (self.k, self.v, self.q, self.g) if ref is not None]
 
     def by_pairs(self, document: Document) -> Any:
-        """Whether these rows are one chunk, of one document or more, of whose pairs the outputs are
-        made; of no valid key they are 0 either way."""
+        """Whether the item is made of the pairs of its rows: it has at most 64. An item without a
+        valid key has outputs of 0 and goes by sums, which load no keys for it."""
         return (document.queries.size <= C) & (document.keys.valid > 0)
 
     def either(self, document: Document, by_pairs: Any, by_sums: Any) -> None:
-        """Runs the function that makes this document's outputs."""
+        """Calls the function for this item: `by_pairs` or `by_sums`."""
         if self.ids is None:
             by_sums(self, document)
             return
@@ -221,8 +222,8 @@ def load_tile(walk: Walk, document: Document, step: Any, ref: Any, row: Any, hea
 
 
 def load_pairs(walk: Walk, document: Document) -> None:
-    """A chunk for each query head, of k and v each time: as a ring's slots are let go in order,
-    those of k and v cannot wait for all heads."""
+    """For each query head a tile of k, v and q, and of g in gradients. A ring lets go of its slots
+    in order, so k and v cannot stay for a whole group and are loaded for each head."""
 
     def of_head(member: Any, _: None) -> None:
         for number, ref in enumerate(walk.of_pairs):
