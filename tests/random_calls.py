@@ -5,6 +5,14 @@
 The oracle has the definitions of the operations once more, beside the references: float64, every
 pair (i, j) or every step written out, derivatives by PyTorch. Each call is drawn from its seed,
 which is printed with the call where a result is beyond its budget (`numerics.py`).
+
+Attention's float32 scores are rounded: a score s is off by about 2^-24 |s|, and so, relatively, is
+its exponential. Inputs of scale 30 have scores of thousands, and where two keys share the weight of
+a query, their weights are off by some 1e-4. Whether one float32 computation has that error depends
+on the order in which it adds up the columns of D: over 9 orders the errors of dq of one call were
+4e-6 to 5e-5. So there a result beyond its budget is compared with several float32 computations that
+differ in the order of their sums over D and over the keys alone, and the largest of their errors
+counts as the ideal's. The factor 2 and the budgets are as for all other results.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +45,8 @@ FEATURE_MAPS = {
 SIGNED = ("identity", "silu")
 # Elements of the largest array that the oracle makes: of pairs times channels, or of pairs.
 MOST_ELEMENTS = 12_000_000
+# Orders of sums in which attention is computed in float32 where one does not suffice.
+ORDERS_OF_SUMS = 8
 # Calls one after the other that differ in their numbers alone.
 CALLS_ALIKE = 12
 
@@ -345,13 +355,33 @@ def to_heads(array: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
     return array.repeat_interleave(sizes["H"] // sizes["G"], dim=2).transpose(1, 2)
 
 
-def attention(call: Call, x: dict[str, Any], part: str | None) -> dict[str, Any]:
+class Order(NamedTuple):
+    """The order of attention's sums: that over D, and those over the keys."""
+
+    columns: np.ndarray  # [D]
+    keys: np.ndarray  # [S]
+
+
+def orders(call: Call) -> list[Order]:
+    """Some orders at random; the same ones for the same call."""
+    random = np.random.default_rng((call.seed, 2))
+    return [
+        Order(random.permutation(call.sizes["D"]), random.permutation(call.sizes["S"]))
+        for _ in range(ORDERS_OF_SUMS)
+    ]
+
+
+def attention(
+    call: Call, x: dict[str, Any], part: str | None, order: Order | None = None
+) -> dict[str, Any]:
     options, sizes = call.options, call.sizes
     asked, real = reals(call)
     _, visible = facts_of_pairs(call)
     visible = visible[:, None]
     q = without_padding(x["q"], asked).transpose(1, 2)  # [B, H, T, D]
     k, v = (to_heads(without_padding(x[name], real), sizes) for name in ("k", "v"))
+    if order is not None:
+        q, k = q[..., order.columns], k[..., order.columns]
     s = options.get("scale", sizes["D"] ** -0.5) * (q @ k.transpose(2, 3))
     if "softcap" in options:
         s = options["softcap"] * torch.tanh(s / options["softcap"])
@@ -360,6 +390,8 @@ def attention(call: Call, x: dict[str, Any], part: str | None) -> dict[str, Any]
     if "mask" in options:
         visible = visible & torch.tensor(options["mask"])
     s = s.masked_fill(~visible, -torch.inf)
+    if order is not None:
+        s, v = s[..., order.keys], v[:, :, order.keys]
     top = s.detach().amax(-1)  # [B, H, T]
     sinks = None
     if "sinks" in x:
@@ -512,7 +544,7 @@ def gated_delta_rule(call: Call, x: dict[str, Any], part: str | None) -> dict[st
     return found
 
 
-ORACLES = {
+ORACLES: dict[str, Any] = {
     "attention": attention,
     "linear_attention": linear_attention,
     "gated_delta_rule": gated_delta_rule,
@@ -523,8 +555,10 @@ def to_torch(array: Any, dtype: Any) -> torch.Tensor:
     return torch.tensor(np.asarray(array, np.float64)).to(dtype)
 
 
-def oracle(call: Call, dtype: Any, part: str | None = None) -> dict[str, np.ndarray]:
-    """The outputs and gradients by name, computed in `dtype`."""
+def oracle(
+    call: Call, dtype: Any, part: str | None = None, order: Order | None = None
+) -> dict[str, np.ndarray]:
+    """The outputs and gradients by name, computed in `dtype`; attention's sums in this order."""
     x: dict[str, Any] = {}
     leaves: dict[str, torch.Tensor] = {}
     for name, array in call.arrays.items():
@@ -535,7 +569,8 @@ def oracle(call: Call, dtype: Any, part: str | None = None) -> dict[str, np.ndar
         else:
             x[name] = to_torch(array, dtype).requires_grad_()
             leaves["dstate" if name == "initial_state" else f"d{name}"] = x[name]
-    outputs = ORACLES[call.op](call, x, part)
+    ordered = {} if order is None else {"order": order}
+    outputs = ORACLES[call.op](call, x, part, **ordered)
     loss: Any = 0
     for name, output in outputs.items():
         if part == "normaliser" and name != "out":
@@ -629,8 +664,9 @@ def compare(call: Call, found: dict[str, Any], exact: dict[str, Any]) -> list[nu
         ]
         return np.hypot(pair[0][name], pair[1][name])
 
-    def ideal(name: str) -> Any:
-        return once("ideal", lambda: oracle(call, torch.float32))[name].astype(found[name].dtype)
+    def ideal(name: str, order: Order | None = None, key: str = "ideal") -> Any:
+        results = once(key, lambda: oracle(call, torch.float32, order=order))
+        return results[name].astype(found[name].dtype)
 
     measures = []
     for name, wanted in exact.items():
@@ -641,18 +677,34 @@ def compare(call: Call, found: dict[str, Any], exact: dict[str, Any]) -> list[nu
             assert np.abs(found[name]).max() <= numerics.budget(name, call.dtype) * size, name
             continue
         whole = name == "dsinks" or name == "ddecay" and wanted.ndim == 1
-        measures.append(
-            numerics.measure(
-                name,
-                found[name],
-                wanted,
-                dtype=call.dtype,
-                ideal=lambda name=name: ideal(name),
-                terms=lambda name=name: terms(name),
-                batched=not whole,
-            )
+        measure = functools.partial(
+            numerics.measure,
+            name,
+            found[name],
+            wanted,
+            dtype=call.dtype,
+            terms=lambda name=name: terms(name),
+            batched=not whole,
         )
+        one = measure(ideal=lambda name=name: ideal(name))
+        if not one.ok and not one.wrong and call.op == "attention" and call.dtype == "float32":
+            of_orders = [
+                measure(ideal=ideal(name, order, f"order {number}"))
+                for number, order in enumerate(orders(call))
+            ]
+            one = worst_ideal([one, *of_orders])
+        measures.append(one)
     return measures
+
+
+def worst_ideal(measures: list[numerics.Measure]) -> numerics.Measure:
+    """The measure of one result against several ideals: the largest limits count."""
+    return dataclasses.replace(
+        measures[0],
+        limit=max(one.limit for one in measures),
+        row_limit=max(one.row_limit for one in measures),
+        ideal=max(one.ideal or 0.0 for one in measures),
+    )
 
 
 def draw(seed: int, longest: int = 700, op: str | None = None, dtype: str | None = None) -> Call:
