@@ -514,7 +514,10 @@ def test_who_is_asked_for_what() -> None:
         assert backend(channel.GPU, causal=causal, kv_lengths=jnp.array([3])) == "mosaic_gpu"
     ids = jnp.zeros((1, 64), jnp.int32)
     assert backend(channel.GPU, causal=True, segment_ids=ids) == "mosaic_gpu"
-    assert backend(channel.GPU, segment_ids=ids) == "triton"
+    assert backend(channel.GPU, segment_ids=ids) == "mosaic_gpu"
+    assert backend(channel.GPU, 15, segment_ids=ids) == "triton"
+    others = {"q_segment_ids": ids, "kv_segment_ids": ids + 1}
+    assert backend(channel.GPU, **others) == "triton"
     assert backend(channel.GPU, feature_map=lambda x: jnp.tanh(x) + 1) == "mosaic_gpu"
     assert backend(ampere) == backend(ampere, causal=True) == "triton"
     assert backend(channel.GPU, 511, causal=True) == backend(channel.GPU, 341) == "triton"
