@@ -755,13 +755,7 @@ def verdict(all_found: Sequence[Found]) -> str:
 
 def read(path: Path) -> tuple[dict[str, Any], list[Found]]:
     """The facts and the rows of a file that `write` wrote."""
-    try:
-        told = json.loads(path.read_text())
-        rows = [Found(**row) for row in told.pop("rows")]
-        told["device"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{path} holds no rows of these benchmarks' {NAME}: {error}") from error
-    return told, rows
+    return kept.rows_of(path, NAME, lambda row: Found(**row))
 
 
 def fit(names: Sequence[str]) -> int:

@@ -539,11 +539,7 @@ def earlier(facts: dict[str, Any]) -> dict[RowKey, Found]:
     if not FLAGS.resume:
         return {}
     path = Path(FLAGS.json)
-    try:
-        told = json.loads(path.read_text())
-        rows = [found_of(row) for row in told["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path} holds no rows of these benchmarks' {NAME}: {error}") from error
+    told, rows = kept.rows_of(path, NAME, found_of)
     kept.demand_same(path, told, facts)
     print(f"{sum(not one.again for one in rows)} of {len(rows)} rows there stay", flush=True)
     return {(found.row, found.phase, found.devices): found for found in rows}

@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 
 from benchmarks import noise, results
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
+
+# A row of a suite's own kind.
+Own = TypeVar("Own")
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("json", "", "run: where to write all figures, a .json")
@@ -107,6 +110,19 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
         flush=True,
     )
     return dataclasses.replace(earlier, rows=kept, about=earlier.about | here.about)
+
+
+def rows_of(
+    path: Path, suite: str, row_of: Callable[[dict[str, Any]], Own]
+) -> tuple[dict[str, Any], list[Own]]:
+    """The facts and the rows of a file that a suite wrote with rows of its own kind."""
+    try:
+        told = json.loads(path.read_text())
+        rows = [row_of(row) for row in told.pop("rows")]
+        told["device"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{path} holds no rows of these benchmarks' {suite}: {error}") from error
+    return told, rows
 
 
 def demand_same(path: Path, earlier: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What it answers; "" without a GPU."""
+    """The answer of nvidia-smi to these arguments, or "" where there is no GPU."""
     command = ["nvidia-smi", *arguments]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -127,7 +127,7 @@ def _digest(root: Path) -> str:
 
 
 def clocks() -> str:
-    """Of the multiprocessors and the memory, with power and temperature: of the first GPU that
+    """The clocks of multiprocessors and memory, the power and the temperature of the first GPU that
     this process sees.
     """
     return nvidia(CLOCKS, (own_cards() or ["0"])[0])

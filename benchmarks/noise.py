@@ -79,7 +79,7 @@ def busy(reason: str) -> str:
 
 
 def left_out(doubts: Sequence[str], what: str = "rows") -> str:
-    """What a command says of its rows, by the doubt of each; "" where all are steady."""
+    """The message of a command whose rows have these doubts; "" where all are steady."""
     marked = [one for one in doubts if one]
     if not marked:
         return ""

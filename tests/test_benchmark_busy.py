@@ -72,7 +72,7 @@ def plant_on_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def plant_on_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is timed runs on this CPU, and is watched as if it were on the first GPU."""
+    """Calls are timed on this CPU, and other load is looked for as on the first GPU."""
     plant_nvidia_smi(folder, monkeypatch, f"GPU-aa11, {STRANGER}, someone")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(other_load, "Watch", functools.partial(watch_of_gpu, other_load.Watch))
@@ -87,7 +87,7 @@ def watch_of_gpu(watch: Callable[[str], other_load.Watch], platform: str) -> oth
 def load(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """What is planted, in the words of the commands. Nothing else makes a time doubtful."""
+    """Plants one kind of load, and returns the reason that commands give, the only one there is."""
     monkeypatch.setattr(noise, "MOST_SCATTER", float("inf"))
     monkeypatch.setattr(noise, "MOST_DRIFT", float("inf"))
     monkeypatch.setattr(choices, "SECONDS", 0.0)

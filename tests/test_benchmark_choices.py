@@ -37,6 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "SECONDS_OF_DOUBT", 0.0)
     # Three batches beside other tests scatter: `test_benchmark_busy.py` has what is said of that.
     monkeypatch.setattr(noise, "MOST_SCATTER", float("inf"))
+    monkeypatch.setattr(noise, "MOST_DRIFT", float("inf"))
     monkeypatch.setattr(other_load.Watch, "told", lambda self: "")
 
 

@@ -76,7 +76,7 @@ def test_a_key_that_is_left_out_is_seen() -> None:
     call = random_calls.draw(LARGE_SCORES, op="attention")
     exact = random_calls.oracle(call, torch.float64)
     seen = np.ones((1, 1, 1, call.sizes["S"]), bool)
-    # Of 66 keys one of those in the middle by their weight.
+    # Sorted by their weight, the key in the middle of 66.
     weighty = np.argsort(np.linalg.norm(exact["dv"][0, :, 0], axis=-1))[call.sizes["S"] // 2]
     seen[..., weighty] = False
     off = dataclasses.replace(call, options=call.options | {"mask": seen})
