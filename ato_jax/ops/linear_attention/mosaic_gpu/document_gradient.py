@@ -42,7 +42,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, BF16, F32, HALF, OF_ROWS, Role, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.document_pair_gradient import write_pairs
-from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Document, Table
+from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Item, Table
 from ato_jax.ops.linear_attention.mosaic_gpu.document_walk import (
     Storage,
     Sums,
@@ -94,11 +94,11 @@ def sums(walk: Walk) -> None:
     mosaic.store_transposed(own.ones, mosaic.ones(C, ALIKE))
     plgpu.commit_smem()
     own.ones_known.arrive()
-    walk.each(lambda document: walk.either(document, let_pairs_pass, sum_queries))
+    walk.each(lambda item: walk.either(item, let_pairs_pass, sum_queries))
 
 
-def let_pairs_pass(walk: Walk, document: Document) -> None:
-    let_pass(walk, document.before, walk.steps_of(document))
+def let_pairs_pass(walk: Walk, item: Item) -> None:
+    let_pass(walk, item.before, walk.steps_of(item))
 
 
 def let_pass(walk: Walk, first: Any, steps: Any) -> None:
@@ -112,12 +112,12 @@ def let_pass(walk: Walk, first: Any, steps: Any) -> None:
     lax.fori_loop(first, first + steps, one, None)
 
 
-def sum_queries(walk: Walk, document: Document) -> None:
+def sum_queries(walk: Walk, item: Item) -> None:
     """R, in half of F each."""
     own = walk.own
-    let_pass(walk, document.before, walk.steps_of_sums(document))
-    before = document.before + walk.steps_of_sums(document)
-    turns = walk.group * document.queries.chunks
+    let_pass(walk, item.before, walk.steps_of_sums(item))
+    before = item.before + walk.steps_of_sums(item)
+    turns = walk.group * item.queries.chunks
     blocks = [(half, other) for half in range(2) for other in walk.halves_of_head(half)]
 
     def one(turn: Any, total: Any) -> Any:
@@ -143,24 +143,24 @@ def sum_queries(walk: Walk, document: Document) -> None:
         store_sum(own, (half, walk.part_of(other)), of_block * unit)
     plgpu.commit_smem()
     own.r_known.arrive()
-    let_pass(walk, before + 2 * turns, 2 * document.keys.chunks)
+    let_pass(walk, before + 2 * turns, 2 * item.keys.chunks)
 
 
 def halves(walk: Walk) -> None:
     walk.own.ones_known.wait()
-    walk.each(lambda document: walk.either(document, write_pairs, write_document))
+    walk.each(lambda item: walk.either(item, write_pairs, write_document))
     plgpu.wait_smem_to_gmem(0)
 
 
-def write_document(walk: Walk, document: Document) -> None:
-    of_keys = sum_keys(walk, document)
+def write_document(walk: Walk, item: Item) -> None:
+    of_keys = sum_keys(walk, item)
     walk.own.s_known.arrive()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last document's
 
     def one(turn: Any, total: jax.Array) -> jax.Array:
-        return write_dq(walk, document, of_keys, turn, total)
+        return write_dq(walk, item, of_keys, turn, total)
 
-    turns = walk.group * document.queries.chunks
+    turns = walk.group * item.queries.chunks
     total = lax.fori_loop(0, turns, one, mosaic.zeros(C, HALF))
     if walk.spec.normalize:
         sum_rows(walk, of_keys, total)
@@ -168,17 +168,17 @@ def write_document(walk: Walk, document: Document) -> None:
     walk.own.r_known.wait()
 
     def each(chunk: Any, _: None) -> None:
-        write_dk_dv(walk, document, chunk)
+        write_dk_dv(walk, item, chunk)
 
-    lax.fori_loop(0, document.keys.chunks, each, None)
+    lax.fori_loop(0, item.keys.chunks, each, None)
 
 
 def write_dq(
-    walk: Walk, document: Document, of_keys: Sums, turn: Any, total: jax.Array
+    walk: Walk, item: Item, of_keys: Sums, turn: Any, total: jax.Array
 ) -> jax.Array:
     """Half of a chunk's dq; adds -e phi(q) inverse to `total` [C, F / 2]."""
-    own, queries, half = walk.own, document.queries, mosaic.group()
-    step = document.before + walk.steps_of_sums(document) + 2 * turn
+    own, queries, half = walk.own, item.queries, mosaic.group()
+    step = item.before + walk.steps_of_sums(item) + 2 * turn
     slot, g_slot = own.rows.slot(step), own.rows.slot(step + 1)
     parity = lax.rem(turn, 2)
     chunk, member = lax.rem(turn, queries.chunks), lax.div(turn, queries.chunks)
@@ -227,8 +227,8 @@ def write_dq(
     own.mapped.arrive(slot)
     own.rows.consumed.arrive(slot)
     own.rows.consumed.arrive(g_slot)
-    target = walk.dq, document, queries.of(chunk), queries.size - chunk * C
-    head = walk.query_head(document, member)
+    target = walk.dq, item, queries.of(chunk), queries.size - chunk * C
+    head = walk.query_head(item, member)
     leave(walk, own.out.at[parity, half], mosaic.kept(G, count), *target, head)
     return total
 
@@ -248,10 +248,10 @@ def sum_rows(walk: Walk, of_keys: Sums, total: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def write_dk_dv(walk: Walk, document: Document, chunk: Any) -> None:
-    own, keys, half = walk.own, document.keys, mosaic.group()
-    turns = walk.group * document.queries.chunks
-    step = document.before + walk.steps_of_sums(document) + 2 * (turns + chunk)
+def write_dk_dv(walk: Walk, item: Item, chunk: Any) -> None:
+    own, keys, half = walk.own, item.keys, mosaic.group()
+    turns = walk.group * item.queries.chunks
+    step = item.before + walk.steps_of_sums(item) + 2 * (turns + chunk)
     k_slot, v_slot = own.rows.slot(step), own.rows.slot(step + 1)
     count, first = keys.valid - chunk * C, walk.first_column(half)
     own_k, maps, others = own.tiles.at[k_slot, half], walk.phi, walk.halves_of_head(half)
@@ -285,5 +285,5 @@ def write_dk_dv(walk: Walk, document: Document, chunk: Any) -> None:
     own.rows.consumed.arrive(v_slot)
     dk = mosaic.kept(dk * maps.slope_of(x, phi_k).astype(F32), count)
     for number, found, ref in ((0, dk, walk.dk), (1, dv, walk.dv)):
-        target = ref, document, keys.of(chunk), keys.size - chunk * C
-        leave(walk, own.out.at[number, half], found, *target, document.head)
+        target = ref, item, keys.of(chunk), keys.size - chunk * C
+        leave(walk, own.out.at[number, half], found, *target, item.head)

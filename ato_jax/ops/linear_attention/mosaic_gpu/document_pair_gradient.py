@@ -14,7 +14,7 @@ reads it from shared memory: c's first part lies in S's place, its second in `ou
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,78 +23,69 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, load, multiply
-from ato_jax.ops.linear_attention.mosaic_gpu.document_pairs import least_of, place_keys, seen
-from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Document
+from ato_jax.ops.linear_attention.mosaic_gpu.document_pairs import (
+    Slots,
+    let_go,
+    map_keys,
+    slots_of,
+    weigh,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Item
 from ato_jax.ops.linear_attention.mosaic_gpu.document_walk import Walk, leave
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 
 
-class Slots(NamedTuple):
-    """Where the tiles of one query head lie."""
-
-    k: Any
-    v: Any
-    q: Any
-    g: Any
-
-
-def write_pairs(walk: Walk, document: Document) -> None:
-    own, half, keys = walk.own, mosaic.group(), document.keys
+def write_pairs(walk: Walk, item: Item) -> None:
+    own, half, keys = walk.own, mosaic.group(), item.keys
 
     def of_head(member: Any, sums: Any) -> Any:
-        return write_head(walk, document, member, *sums)
+        return write_head(walk, item, member, *sums)
 
     start = mosaic.zeros(C, HALF), mosaic.zeros(C, HALF)
     found = of_head(0, start) if walk.group == 1 else lax.fori_loop(0, walk.group, of_head, start)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for number, (x, ref) in enumerate(zip(found, (walk.dk, walk.dv), strict=True)):
-        target = ref, document, keys.first, keys.size, document.head
+        target = ref, item, keys.first, keys.size, item.head
         leave(walk, own.out.at[number, half], mosaic.kept(x, keys.valid), *target)
 
 
 def write_head(
-    walk: Walk, document: Document, member: Any, dk: jax.Array, dv: jax.Array
+    walk: Walk, item: Item, member: Any, dk: jax.Array, dv: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Half of dq of a query head; adds what it has of dk and dv."""
-    own, half, maps, queries = walk.own, mosaic.group(), walk.phi, document.queries
-    step = document.before + len(Slots._fields) * member
-    slots = Slots(*(own.rows.slot(step + number) for number in range(len(Slots._fields))))
+    own, half, maps, queries = walk.own, mosaic.group(), walk.phi, item.queries
+    slots = slots_of(walk, item, member)
     k, q, g = (own.tiles.at[slot, half] for slot in (slots.k, slots.q, slots.g))
-    x_k, x_q = place(walk, document, slots)
-    c, w = weights(walk, document, slots)
+    x_k, x_q = map_rows(walk, item, slots)
+    c, w = factors(walk, item, slots)
     places = own.s.at[half, 0], own.out.at[1, half], own.rest.at[half, 0]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last document's, or query head's
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last item's, or query head's
     for place_of, part in zip(places, (*mosaic.in_two_parts(c), w), strict=True):
         place_of[...] = part
     plgpu.commit_smem()
     *of_c, of_w = places
     (dq,) = multiply((mosaic.zeros(C, HALF), [(part, k) for part in of_c]))
     dq = mosaic.kept(dq * maps.slope_of(x_q, load(q)).astype(F32), queries.valid)
-    target = walk.dq, document, queries.first, queries.size, walk.query_head(document, member)
+    target = walk.dq, item, queries.first, queries.size, walk.query_head(item, member)
     leave(walk, own.out.at[0, half], dq, *target)
     of_keys, dv = multiply(
         (mosaic.zeros(C, HALF), [(part.T, q) for part in of_c]), (dv, [(of_w.T, g)])
     )
     dk = dk + of_keys * maps.slope_of(x_k, load(k)).astype(F32)
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-    for slot in slots:
-        own.rows.consumed.arrive(slot)
+    let_go(walk, slots)
     return dk, dv
 
 
-def place(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, jax.Array]:
+def map_rows(walk: Walk, item: Item, slots: Slots) -> tuple[jax.Array, jax.Array]:
     """Replaces k and q by phi(k) and phi(q), 0 in all rows that do not count, as are those of v and
     g; returns k and q as they were loaded. Once both warpgroups are here, the other one has also
-    read the R of the last document, so S's place may be written."""
-    own, half, maps = walk.own, mosaic.group(), walk.phi
-    own.rows.produced.wait(slots.k)
-    x_k = place_keys(walk, slots.k, document.keys.valid)
-    own.rows.produced.wait(slots.v)
-    mosaic.keep_rows(own.tiles.at[slots.v, half], document.keys.valid)
+    read the R of the last item, so S's place may be written."""
+    own, half, count = walk.own, mosaic.group(), item.queries.valid
+    x_k = map_keys(walk, item, slots)
     own.rows.produced.wait(slots.q)
-    own_q, count = own.tiles.at[slots.q, half], document.queries.valid
+    own_q = own.tiles.at[slots.q, half]
     x_q = load(own_q)
-    own_q[...] = mosaic.kept(maps.queries(x_q, walk.first_column(half)), count)
+    own_q[...] = mosaic.kept(walk.phi.queries(x_q, walk.first_column(half)), count)
     own.rows.produced.wait(slots.g)
     mosaic.keep_rows(own.tiles.at[slots.g, half], count)
     plgpu.commit_smem()
@@ -102,11 +93,10 @@ def place(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, jax.
     return x_k, x_q
 
 
-def weights(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, jax.Array]:
+def factors(walk: Walk, item: Item, slots: Slots) -> tuple[jax.Array, jax.Array]:
     """c in float32, and w rounded."""
-    own, spec = walk.own, walk.spec
     k, v, q, g = (
-        [own.tiles.at[slot, other] for other in walk.halves_of_head(mosaic.group())]
+        [walk.own.tiles.at[slot, other] for other in walk.halves_of_head(mosaic.group())]
         for slot in slots
     )
     a, da = multiply(
@@ -115,13 +105,10 @@ def weights(walk: Walk, document: Document, slots: Slots) -> tuple[jax.Array, ja
             for rows, columns in ((q, k), (g, v))
         )
     )
-    visible = seen(walk, document)
-    a = jnp.where(visible, a, 0.0)
-    if not spec.normalize:
-        return jnp.where(visible, da * spec.scale, 0.0), mosaic.rounded(a * spec.scale)
-    den, least = jnp.sum(a, axis=1), least_of(spec)
-    inverse = mosaic.in_columns(1.0 / jnp.maximum(den, least), C)
-    w = a * inverse
-    e = jnp.where(den > least, jnp.sum(w * da, axis=1), 0.0)
-    c = (da - mosaic.in_columns(e, C)) * inverse
-    return jnp.where(visible, c, 0.0), mosaic.rounded(w)
+    found = weigh(walk, item, a)
+    if walk.spec.normalize:
+        e = jnp.where(found.counts, jnp.sum(found.w * da, axis=1), 0.0)
+        c = (da - mosaic.in_columns(e, C)) * found.inverse
+    else:
+        c = da * walk.spec.scale
+    return jnp.where(found.visible, c, 0.0), mosaic.rounded(found.w)

@@ -1,9 +1,9 @@
-"""Which rows each document has, a table that XLA makes, and which documents a block takes.
+"""Which rows each document has, a table that XLA makes, and which items of it a block takes.
 
-A document is a segment of one batch entry, of queries and of keys. Where both have the same
-segments, all documents that lie within 64 rows, counted by 64 from the sequence's first row, share
-one row of the table, which is then called a document as well: there are at most two of these for
-each 64 rows, however short documents are.
+A document is a segment of one batch entry, of queries and of keys; an item is one document. Where
+queries and keys have the same segments, all documents that lie within 64 rows, counted by 64 from
+the sequence's first row, are one item: there are at most two items for each 64 rows, however short
+documents are.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SORTED = 2048
 
 
 class Table(NamedTuple):
-    """The documents of all batch entries, those within one chunk together. Each query and each key
-    belongs to one; one that has queries or keys alone has size 0 on the other side."""
+    """The items of all batch entries. Each query and each key belongs to one; an item that has
+    queries or keys alone has size 0 on the other side."""
 
-    fields: jax.Array  # [7, documents at most] int32: those of `Document` but its head
+    fields: jax.Array  # [7, items at most] int32: those of `Item` but its head
     number: jax.Array  # [1] int32: how many there are
     ids: jax.Array | None = None  # [B, T + C] int32: the segment of each row, where queries' and
     # keys' are the same
@@ -56,8 +56,8 @@ class Rows(NamedTuple):
         return self.first + chunk * C
 
 
-class Document(NamedTuple):
-    """One column of the table, and one tile of kv heads. `before` is how many steps the block has
+class Item(NamedTuple):
+    """A column of the table, and a tile of kv heads. `before` is how many steps the block has
     had."""
 
     batch: Any
@@ -73,7 +73,7 @@ def _chunks(rows: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """Which documents a block takes: one after the other, those of all heads side by side."""
+    """Which items a block takes: one after the other, those of all heads side by side."""
 
     heads: int  # tiles of kv heads
     blocks: int
@@ -82,29 +82,28 @@ class Deal:
         self,
         fields: Any,
         count: Any,
-        steps_of: Callable[[Document], Any],
-        do: Callable[[Document], None],
+        steps_of: Callable[[Item], Any],
+        do: Callable[[Item], None],
     ) -> Any:
         """Runs `do` for each of this block's; returns how many steps these had in all."""
-        items, block = count[0] * self.heads, lax.axis_index("block")
+        total, block = count[0] * self.heads, lax.axis_index("block")
 
-        def item_of(turn: Any) -> Any:
+        def number_of(turn: Any) -> Any:
             """Blocks take turns there and back."""
             place = jnp.where(lax.rem(turn, 2) == 0, block, self.blocks - 1 - block)
             return turn * self.blocks + place
 
-        def one(number: Any, before: Any) -> Any:
-            item = item_of(number)
-            at = lax.div(item, self.heads)
-            batch, *rows = (fields[field, at] for field in range(7))
-            found = Document(
-                batch, Rows(*rows[:3]), Rows(*rows[3:]), lax.rem(item, self.heads), before
-            )
-            do(found)
-            return before + steps_of(found)
+        def one(turn: Any, before: Any) -> Any:
+            number = number_of(turn)
+            column = lax.div(number, self.heads)
+            batch, *rows = (fields[field, column] for field in range(7))
+            head = lax.rem(number, self.heads)
+            item = Item(batch, Rows(*rows[:3]), Rows(*rows[3:]), head, before)
+            do(item)
+            return before + steps_of(item)
 
-        whole = lax.div(items, self.blocks)
-        own = whole + jnp.where(item_of(whole) < items, 1, 0)
+        whole = lax.div(total, self.blocks)
+        own = whole + jnp.where(number_of(whole) < total, 1, 0)
         return lax.fori_loop(0, own, one, jnp.int32(0))
 
 
@@ -113,8 +112,8 @@ def deal(spec: LinearAttentionSpec, config: frame.Config) -> Deal:
 
 
 def of(spec: LinearAttentionSpec, inputs: Inputs) -> Table:
-    """A run of queries is a document, with the run of keys that it sees, if there is one; and so is
-    a run of keys that no query sees."""
+    """A run of queries is an item, with the run of keys that it sees, if there is one; and so is a
+    run of keys that no query sees."""
     assert inputs.q_segments is not None and inputs.kv_segments is not None
     ids = None
     if spec.segments == "self":
@@ -153,7 +152,7 @@ def _joined(runs: jax.Array) -> jax.Array:
 
 
 def _longest_first(fields: jax.Array) -> jax.Array:
-    """The table with its first `SORTED` documents in the order of their rows, so that blocks end
+    """The table with its first `SORTED` items in the order of their rows, so that blocks end
     together; where there are more, they are short. A sort would launch more than this sum."""
     some = fields[:, :SORTED]
     size, number = some[2] + some[5], jnp.arange(some.shape[1])
@@ -194,7 +193,7 @@ def _sizes(first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 def _of_both(
     q_ids: jax.Array, kv_ids: jax.Array
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array]:
-    """Each document's batch entry, its rows of queries and of keys, and how many there are."""
+    """Each item's batch entry, its rows of queries and of keys, and how many items there are."""
     (B, T), S = q_ids.shape, kv_ids.shape[1]
     k_begins = _begins(kv_ids)
     k_first, _ = _where(k_begins)

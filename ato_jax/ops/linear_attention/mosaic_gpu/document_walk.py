@@ -42,7 +42,7 @@ from ato_jax.mosaic import (
     multiply,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
-from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Document
+from ato_jax.ops.linear_attention.mosaic_gpu.document_table import Deal, Item
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import ROWS_OF_A_TILE, C
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import widths_of
 from ato_jax.ops.linear_attention.scans.totals import LEAST_USUAL, least_usual
@@ -157,46 +157,46 @@ class Walk:
     def first_column(self, half: Any) -> Any:
         return half * HALF if self.together else 0
 
-    def query_head(self, document: Document, member: Any) -> Any:
-        first = document.head * self.group + member
+    def query_head(self, item: Item, member: Any) -> Any:
+        first = item.head * self.group + member
         if self.together or self.group == 1:
             return first
-        return mosaic.Heads(2 * document.head * self.group + member, self.group)
+        return mosaic.Heads(2 * item.head * self.group + member, self.group)
 
-    def steps_of_sums(self, document: Document) -> Any:
-        return 2 * document.keys.valid_chunks
+    def steps_of_sums(self, item: Item) -> Any:
+        return 2 * item.keys.valid_chunks
 
-    def steps_of(self, document: Document) -> Any:
+    def steps_of(self, item: Item) -> Any:
         """Each step is a tile: k and v of a chunk, then q; or then q and g, and k and v again. An
         item made of pairs takes k, v and q, or k, v, q and g, for each query head."""
-        of_queries = self.group * document.queries.chunks
+        of_queries = self.group * item.queries.chunks
         if self.g is None:
-            steps = self.steps_of_sums(document) + of_queries
+            steps = self.steps_of_sums(item) + of_queries
         else:
-            steps = self.steps_of_sums(document) + 2 * (of_queries + document.keys.chunks)
+            steps = self.steps_of_sums(item) + 2 * (of_queries + item.keys.chunks)
         if self.ids is None:
             return steps
-        return jnp.where(self.by_pairs(document), self.group * len(self.of_pairs), steps)
+        return jnp.where(self.is_of_pairs(item), self.group * len(self.arrays_of_pairs), steps)
 
     @property
-    def of_pairs(self) -> list[Any]:
-        """The arrays of which an item made of pairs takes a tile for each query head. Forward they
-        are an odd number, so that consecutive stores take turns with the two of `out`."""
+    def arrays_of_pairs(self) -> list[Any]:
+        """Those of which an item made of pairs takes a tile for each query head. Forward they are
+        an odd number, so that consecutive stores take turns with the two of `out`."""
         return [ref for ref in (self.k, self.v, self.q, self.g) if ref is not None]
 
-    def by_pairs(self, document: Document) -> Any:
+    def is_of_pairs(self, item: Item) -> Any:
         """Whether the item is made of the pairs of its rows: it has at most 64. An item without a
         valid key has outputs of 0 and goes by sums, which load no keys for it."""
-        return (document.queries.size <= C) & (document.keys.valid > 0)
+        return (item.queries.size <= C) & (item.keys.valid > 0)
 
-    def either(self, document: Document, by_pairs: Any, by_sums: Any) -> None:
+    def either(self, item: Item, by_pairs: Any, by_sums: Any) -> None:
         """Calls the function for this item: `by_pairs` or `by_sums`."""
         if self.ids is None:
-            by_sums(self, document)
+            by_sums(self, item)
             return
-        is_short = self.by_pairs(document)
-        pl.when(is_short)(functools.partial(by_pairs, self, document))
-        pl.when(jnp.logical_not(is_short))(functools.partial(by_sums, self, document))
+        of_pairs = self.is_of_pairs(item)
+        pl.when(of_pairs)(functools.partial(by_pairs, self, item))
+        pl.when(jnp.logical_not(of_pairs))(functools.partial(by_sums, self, item))
 
     def each(self, do: Any) -> Any:
         return self.deal.each(self.fields, self.number, self.steps_of, do)
@@ -208,57 +208,57 @@ class Walk:
 
 
 def memory(walk: Walk) -> None:
-    """Loads the chunks of each document."""
+    """Loads the chunks of each item."""
     walk.own.rows.drain(
-        walk.each(lambda document: walk.either(document, load_pairs, load_document))
+        walk.each(lambda item: walk.either(item, load_pairs, load_document))
     )
 
 
-def load_tile(walk: Walk, document: Document, step: Any, ref: Any, row: Any, head: Any) -> None:
+def load_tile(walk: Walk, item: Item, step: Any, ref: Any, row: Any, head: Any) -> None:
     own = walk.own
     own.rows.acquire(step)
     slot = own.rows.slot(step)
-    walk.tiling.copy_tile(ref, document, pl.ds(row, C), head, own.tiles, slot, own.rows.produced)
+    walk.tiling.copy_tile(ref, item, pl.ds(row, C), head, own.tiles, slot, own.rows.produced)
 
 
-def load_pairs(walk: Walk, document: Document) -> None:
+def load_pairs(walk: Walk, item: Item) -> None:
     """For each query head a tile of k, v and q, and of g in gradients. A ring lets go of its slots
     in order, so k and v cannot stay for a whole group and are loaded for each head."""
 
     def of_head(member: Any, _: None) -> None:
-        for number, ref in enumerate(walk.of_pairs):
-            step = document.before + len(walk.of_pairs) * member + number
+        for number, ref in enumerate(walk.arrays_of_pairs):
+            step = item.before + len(walk.arrays_of_pairs) * member + number
             keys = ref is walk.k or ref is walk.v
-            head = document.head if keys else walk.query_head(document, member)
-            load_tile(walk, document, step, ref, document.queries.first, head)
+            head = item.head if keys else walk.query_head(item, member)
+            load_tile(walk, item, step, ref, item.queries.first, head)
 
     lax.fori_loop(0, walk.group, of_head, None)
 
 
-def load_keys(walk: Walk, document: Document, before: Any, chunks: Any) -> None:
+def load_keys(walk: Walk, item: Item, before: Any, chunks: Any) -> None:
     def one(chunk: Any, _: None) -> None:
         for number, ref in enumerate((walk.k, walk.v)):
-            step, row = before + 2 * chunk + number, document.keys.of(chunk)
-            load_tile(walk, document, step, ref, row, document.head)
+            step, row = before + 2 * chunk + number, item.keys.of(chunk)
+            load_tile(walk, item, step, ref, row, item.head)
 
     lax.fori_loop(0, chunks, one, None)
 
 
-def load_document(walk: Walk, document: Document) -> None:
-    load_keys(walk, document, document.before, document.keys.valid_chunks)
-    before = document.before + walk.steps_of_sums(document)
-    chunks = document.queries.chunks
+def load_document(walk: Walk, item: Item) -> None:
+    load_keys(walk, item, item.before, item.keys.valid_chunks)
+    before = item.before + walk.steps_of_sums(item)
+    chunks = item.queries.chunks
     sides = [ref for ref in (walk.q, walk.g) if ref is not None]
 
     def load_queries(turn: Any, _: None) -> None:
-        head = walk.query_head(document, lax.div(turn, chunks))
-        row = document.queries.of(lax.rem(turn, chunks))
+        head = walk.query_head(item, lax.div(turn, chunks))
+        row = item.queries.of(lax.rem(turn, chunks))
         for number, ref in enumerate(sides):
-            load_tile(walk, document, before + len(sides) * turn + number, ref, row, head)
+            load_tile(walk, item, before + len(sides) * turn + number, ref, row, head)
 
     lax.fori_loop(0, walk.group * chunks, load_queries, None)
     if walk.g is not None:
-        load_keys(walk, document, before + 2 * walk.group * chunks, document.keys.chunks)
+        load_keys(walk, item, before + 2 * walk.group * chunks, item.keys.chunks)
 
 
 class Sums(NamedTuple):
@@ -268,24 +268,24 @@ class Sums(NamedTuple):
     least: Any  # eps in that unit; None without a normaliser
 
 
-def sum_keys(walk: Walk, document: Document) -> Sums:
+def sum_keys(walk: Walk, item: Item) -> Sums:
     """Leaves S and z of a document in shared memory."""
     half = mosaic.group()
     start = [mosaic.zeros(HALF, HALF) for _ in walk.halves_of_head(half)]
     nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
 
     def one(chunk: Any, sums: Any) -> Any:
-        return sum_chunk(walk, document, half, chunk, sums)
+        return sum_chunk(walk, item, half, chunk, sums)
 
-    total, vector = lax.fori_loop(0, document.keys.valid_chunks, one, (start, nothing))
+    total, vector = lax.fori_loop(0, item.keys.valid_chunks, one, (start, nothing))
     return publish(walk, half, total, vector)
 
 
-def sum_chunk(walk: Walk, document: Document, half: Any, chunk: Any, sums: Any) -> Any:
+def sum_chunk(walk: Walk, item: Item, half: Any, chunk: Any, sums: Any) -> Any:
     own, (total, vector) = walk.own, sums
-    step = document.before + 2 * chunk
+    step = item.before + 2 * chunk
     k_slot, v_slot = own.rows.slot(step), own.rows.slot(step + 1)
-    count = document.keys.valid - chunk * C
+    count = item.keys.valid - chunk * C
     own.rows.produced.wait(k_slot)
     x = mosaic.load_transposed(own.tiles.at[k_slot, half])  # [F / 2, C]
     phi = walk.phi.transposed_keys(x, walk.first_column(half))
@@ -340,6 +340,28 @@ def publish(walk: Walk, half: Any, total: Sequence[jax.Array], vector: jax.Array
     return Sums(unit, least)
 
 
+def parts_of_features(walk: Walk, x: jax.Array, half: Any) -> list[jax.Array]:
+    """phi(q) rounded, and where features may be negative what that left off."""
+    first = walk.first_column(half)
+    if walk.spec.feature_map.nonnegative:
+        return [walk.phi.queries(x, first)]
+    phi = walk.phi.unrounded(x, first)
+    rounded = mosaic.rounded(phi)
+    return [rounded, mosaic.rounded(phi - rounded.astype(F32))]
+
+
+def share_features(walk: Walk, slot: Any, parity: Any, parts: list[jax.Array]) -> list[Any]:
+    """Pairs of a half of F and the factors of phi(q) there, once `commit_smem` and `meet` are over:
+    of all of a head, where both halves are needed, in q's place."""
+    own, half = walk.own, mosaic.group()
+    if not walk.together:
+        return [(half, parts)]
+    tiles = [own.tiles.at[slot], *([] if own.low is None else [own.low.at[parity]])]
+    for part, tile in zip(parts, tiles, strict=True):
+        tile.at[half][...] = part
+    return [(other, [tile.at[other] for tile in tiles]) for other in range(2)]
+
+
 def store_sum(own: Storage, place: tuple[Any, Any], x: jax.Array) -> None:
     """A block of S or R [64, 64], in the parts that it is multiplied in."""
     if own.rest is None:
@@ -363,7 +385,7 @@ def leave(
     own: Any,
     x: jax.Array,
     ref: Any,
-    document: Document,
+    item: Item,
     row: Any,
     rows: Any,
     head: Any,
@@ -373,7 +395,7 @@ def leave(
     half, cut = mosaic.group(), walk.own.cut
 
     def target(first: Any, count: int) -> Any:
-        return walk.tiling.part(ref, document, pl.ds(first, count), head, half)
+        return walk.tiling.part(ref, item, pl.ds(first, count), head, half)
 
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     own[...] = x.astype(BF16)
@@ -399,11 +421,11 @@ def leave(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             mosaic.store_in_memory(cut.at[half], x.astype(BF16))
             plgpu.commit_smem()
-            leave_rows(walk, ref, document, row, (rows - rest, rows), head)
+            leave_rows(walk, ref, item, row, (rows - rest, rows), head)
 
 
 def leave_rows(
-    walk: Walk, ref: Any, document: Document, row: Any, rows: tuple[Any, Any], head: Any
+    walk: Walk, ref: Any, item: Item, row: Any, rows: tuple[Any, Any], head: Any
 ) -> None:
     """Stores rows `rows[0]` to `rows[1]` of half a tile from `cut` one by one, and of these the
     head's own columns alone. Mosaic GPU stores what is contiguous in an array without a tensor map,
@@ -419,7 +441,7 @@ def leave_rows(
             of_row = row + number
             at = (of_row, own_head) if walk.spec.layout == "bthd" else (own_head, of_row)
             source = walk.own.cut.at[half, number, pl.ds(0, width)]
-            plgpu.copy_smem_to_gmem(source, ref.at[(document.batch, *at, columns)])
+            plgpu.copy_smem_to_gmem(source, ref.at[(item.batch, *at, columns)])
 
         lax.fori_loop(*rows, one, None)
 
