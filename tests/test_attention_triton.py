@@ -1,6 +1,8 @@
 """The Triton kernels of softmax attention: interpreted, against the reference."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,11 @@ import numpy as np
 import pytest
 
 import ato_jax
+from ato_jax.launch import no_triton, pallas_call
 from ato_jax.ops.attention import triton
 from ato_jax.ops.attention.spec import AttentionSpec, Outputs
-from ato_jax.ops.attention.triton import visibility
-from tests import numerics
+from ato_jax.ops.attention.triton import common, visibility
+from tests import aot, numerics
 
 # Tiles as small as they come: several blocks, masked ones and whole ones, at sizes that a CPU
 # interprets quickly.
@@ -190,9 +193,7 @@ def check_without_terms(result, wanted):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_one_key_with_all_the_weight_at_scores_in_the_thousands(dtype, D, size, causal):
     """The weight of the highest score is 1 but for the rounding of m, and 1 in 16 bits."""
-    result, wanted = check_pairs_of_keys(
-        *draw_pairs_of_keys(dtype, D, size, causal), causal=causal
-    )
+    result, wanted = check_pairs_of_keys(*draw_pairs_of_keys(dtype, D, size, causal), causal=causal)
     if dtype != "float32" and size > 1:
         check_without_terms(result, wanted)
 
@@ -223,6 +224,131 @@ def test_sinks_and_queries_that_see_nothing_beside_scores_in_the_thousands():
     for sink in (highest - 1, highest, highest + 1):
         check_pairs_of_keys(*arrays, sinks=jnp.array([sink]))
     check_pairs_of_keys(*arrays, causal=True, query_offset=-30)
+
+
+# float32 factors have three bfloat16 parts each, and the order in which six of their products are
+# added up decides the last bit of a score. Interpreted products have no such order.
+
+EXACT = AttentionSpec(1, 64, 64, 1, 1, 64, 64, "float32", 1.0)
+
+
+def added_in_order(order, spec, a, b, *, trans_b=False):
+    """a . b^T by six products in order, each off by a share that grows with its place.
+
+    The order of true sums shows in one score of hundreds.
+    """
+    if not trans_b:
+        return common._interpreted_dot(a, b, trans_b)
+
+    def parts(x):
+        found = []
+        for _ in range(3):
+            found.append(jax.lax.reduce_precision(x, 8, 7))
+            x = x - found[-1]
+        return found
+
+    a_parts, b_parts = parts(a), parts(b)
+    products = [common._interpreted_dot(a_parts[i], b_parts[j], trans_b) for i, j in order]
+    return sum(product * (1 + place * 2**-12) for place, product in enumerate(products))
+
+
+MIRRORED = tuple((j, i) for i, j in common.ORDER_OF_PRODUCTS)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_queries_of_one_key_where_exact_products_have_an_order(monkeypatch, mirrored):
+    """In the kernel for dk and dv the factors are swapped; scores are up to 20,000."""
+    order = MIRRORED if mirrored else common.ORDER_OF_PRODUCTS
+    monkeypatch.setattr(
+        common, "dot", functools.partial(added_in_order, common.ORDER_OF_PRODUCTS)
+    )
+    monkeypatch.setattr(
+        common, "mirrored_dot", functools.partial(added_in_order, order, trans_b=True)
+    )
+    q, k, v = draw("float32", T=16, S=16, H=1, G=1, scale=100.0)
+    own = jnp.arange(16)[None]
+    wanted = numerics.oracle("attention", q, k, v, q_segment_ids=own, kv_segment_ids=own)
+    jax.clear_caches()  # which do not know what was replaced
+    with ato_jax.interpret():
+        result = numerics.run_backends("triton", "triton", wanted, backward_config=SMALL_TILES)
+    jax.clear_caches()
+    dv, exact = np.asarray(result["dv"], np.float64), wanted.exact["dv"]
+    error = np.linalg.norm(dv - exact) / np.linalg.norm(exact)
+    assert error < 2e-7 if mirrored else error > 1e-4, error
+
+
+def test_mirrored_products_have_the_same_bits():
+    """Rows of one column, so that only the order of the six products is at work."""
+    generator = np.random.default_rng(0)
+    a, b = (jnp.asarray(generator.normal(size=(99, 1)), jnp.float32) for _ in range(2))
+    found = common.exact_products(a, b.T)
+    assert (common.exact_products(b, a.T, MIRRORED).T == found).all()
+    assert (common.exact_products(b, a.T).T != found).any()
+    np.testing.assert_allclose(found, np.asarray(a, np.float64) * np.asarray(b, np.float64).T, 2e-7)
+
+
+def test_a_mirrored_product_of_an_infinite_factor():
+    a = jnp.full((16, 16), 2.0).at[0, 0].set(jnp.inf)
+    assert (common.exact_products(a, jnp.ones((16, 16)), MIRRORED)[0] == jnp.inf).all()
+
+
+def stored_sums(D, mirrored):
+    """q . k^T, or its transpose, as Pallas writes it for Triton: `_terms` of what is stored."""
+    spec = dataclasses.replace(EXACT, D=D)
+
+    def kernel(q_ref, k_ref, out_ref):
+        q, k = (common.load_rows("bhtd", ref, None, 0, 32, 32, D) for ref in (q_ref, k_ref))
+        if mirrored:
+            out_ref[...] = common.inner(spec, k, q, mirrored=True)
+        else:
+            out_ref[...] = common.inner(spec, q, k)
+
+    rows = jax.ShapeDtypeStruct((32, common.row_size(D)), jnp.float32)
+    out = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    call = pallas_call(kernel, out_shape=out, grid=(1,), name="scores")
+    (found,) = aot.triton_kernels(call, rows, rows, capability=90)
+    operations = {}
+    for line in found.ttir.splitlines():
+        if match := re.match(r"\s*(%\w+) = \w+\.(\w+)(.*)", line):
+            operations[match[1]] = match[2], re.findall(r"%\w+", match[3])
+        elif "tt.store" in line:
+            stored = re.findall(r"%\w+", line)[1]
+    return _terms(operations, stored)
+
+
+def _terms(operations, name):
+    """The products that a sum adds up, in order; a pair of such lists where it adds two sums."""
+    operation, operands = operations[name]
+    if operation == "splat":  # of zeros
+        return []
+    if operation == "dot":
+        *factors, sums = operands
+        return [*_terms(operations, sums), dict(_part(operations, one) for one in factors)]
+    if operation == "select":  # of what is not NaN
+        return max((_terms(operations, one) for one in operands[1:]), key=len)
+    assert operation == "addf", operation
+    first, last = (_terms(operations, one) for one in operands)
+    return [*first, *last] if len(last) == 1 else [first, last]
+
+
+def _part(operations, name):
+    """Whose part a factor is, and how many parts were subtracted before."""
+    operation, operands = operations[name]
+    if operation == "load":
+        place = operands[0]
+        while place in operations:
+            place = operations[place][1][0]
+        return place, 0
+    whose, count = _part(operations, operands[0])
+    return whose, count + (operation == "subf")
+
+
+@pytest.mark.skipif(no_triton is not None, reason=str(no_triton))
+@pytest.mark.parametrize("D", [64, 96])
+def test_mirrored_products_are_added_as_pallas_adds_the_plain_ones(D):
+    one = [{"%arg0": i, "%arg1": j} for i, j in common.ORDER_OF_PRODUCTS]
+    wanted = one if D == 64 else [one, one]  # two slices
+    assert stored_sums(D, mirrored=False) == stored_sums(D, mirrored=True) == wanted
 
 
 LOWEST = float(jnp.finfo(jnp.float32).min)

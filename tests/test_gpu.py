@@ -959,6 +959,15 @@ def test_options_of_attention_over_a_long_sequence(name: str) -> None:
     check("attention", *qkv, **attention_options(name, 2, 8192, H=2))
 
 
+@of_attention
+@pytest.mark.parametrize("D", [16, 64, 96, 128, 256, 512])
+def test_queries_of_one_key_at_scores_of_20_000(D: int) -> None:
+    """Their weight is 1, whichever factor is first in the product of a score."""
+    own = jnp.broadcast_to(jnp.arange(256), (2, 256))
+    qkv = arrays("float32", T=256, D=D, scale=30.0)
+    check("attention", *qkv, scale=20 * D**-0.5, q_segment_ids=own, kv_segment_ids=own)
+
+
 # In float32, where a backward needs no more of it, few queries are forwarded by decoding's kernel.
 @of_attention_and_decoding
 @pytest.mark.parametrize("dtype", DTYPES)

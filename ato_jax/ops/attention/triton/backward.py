@@ -256,7 +256,7 @@ def _dkv_kernel(
 
             query = pairs.queries(span(i0, block_q)[None, :], masked)  # [1, block_q]
             q = load_rows(layout, q_ref, r, i0, block_q, q_length, spec.D, all_exist)
-            products = inner(spec, k, q)  # [block_k, block_q]
+            products = inner(spec, k, q, mirrored=True)  # [block_k, block_q]
             p, slope = weights(
                 pairs, h, masked, query, key, products, row(norm_ref), fast_exp2
             )

@@ -20,8 +20,9 @@ the difference is then exactly 0, but of two products with log2(e) it may be 128
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,8 @@ SMALLEST_TILE = 16
 # hold all of its bits, and the six largest of the nine products are added. The result is closer to
 # the exact sum than float32 multiply-adds in sequence, which run at a quarter of the speed.
 EXACT_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+# The order in which Pallas adds them up: the part of the first factor, that of the second.
+ORDER_OF_PRODUCTS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
 
 # Shorter rows are not cut into slices: products of so few columns take little time.
 SHORTEST_SLICED = 64
@@ -276,13 +279,16 @@ def each(function: Callable[[jax.Array], jax.Array], rows: Sliced) -> Sliced:
     return tuple(function(tile) for tile in rows)
 
 
-def inner(spec: AttentionSpec, a: Sliced, b: Sliced) -> jax.Array:
-    """a . b^T over whole rows."""
-    first, *others = zip(a, b, strict=True)
-    total = dot(spec, *first, trans_b=True)
-    for pair in others:
-        total = total + dot(spec, *pair, trans_b=True)
-    return total
+def inner(spec: AttentionSpec, a: Sliced, b: Sliced, *, mirrored: bool = False) -> jax.Array:
+    """a . b^T over whole rows; `mirrored`, it has the bits of (b . a^T)^T.
+
+    Exact products differ in their last bit where the factors change places. A score of 20,000 is
+    then off by 2e-3, and so is a weight that one kernel takes from q . k^T and another, by the
+    norm of the first, from k . q^T.
+    """
+    product = mirrored_dot if mirrored else functools.partial(dot, trans_b=True)
+    first, *others = (product(spec, *pair) for pair in zip(a, b, strict=True))
+    return sum(others, first)
 
 
 def sum_of_products(a: Sliced, b: Sliced) -> jax.Array:
@@ -307,6 +313,39 @@ def dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, trans_b: bool = Fals
             return _interpreted_dot(a, b, trans_b)
         precision = EXACT_PRODUCTS if spec.precision == "exact" else lax.Precision.HIGH
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def mirrored_dot(spec: AttentionSpec, a: jax.Array, b: jax.Array) -> jax.Array:
+    """a . b^T with the bits of (b . a^T)^T as `dot` computes that.
+
+    Tensor cores sum the products of one instruction in a way that does not depend on which factor
+    is first, and the instructions go over the columns in ascending order. So only the order of the
+    six products of exact factors has to change places with them.
+    """
+    if spec.dtype != "float32" or spec.precision != "exact" or device.interpreting():
+        return dot(spec, a, b, trans_b=True)
+    return exact_products(a, b.T, [(j, i) for i, j in ORDER_OF_PRODUCTS])
+
+
+def exact_products(
+    a: jax.Array, b: jax.Array, order: Sequence[tuple[int, int]] = ORDER_OF_PRODUCTS
+) -> jax.Array:
+    """a . b by EXACT_PRODUCTS, written out: products of a's part i and b's part j, in order."""
+    a_parts, b_parts = _rounded_parts(a), _rounded_parts(b)
+    *small, largest = (plgpu.dot(a_parts[i], b_parts[j]) for i, j in order)
+    first, *others = small
+    total = sum(others, first)
+    # An infinite factor's other parts are NaN.
+    return jnp.where(total == total, total, 0.0) + largest
+
+
+def _rounded_parts(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 arrays whose sum is float32 x."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
 
 
 def _interpreted_dot(a: jax.Array, b: jax.Array, trans_b: bool) -> jax.Array:
