@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -588,3 +589,22 @@ def test_errors_of_a_step(changed: dict[str, Any], patterns: list[str]) -> None:
     arguments |= {"beta": array(B, H), "state": array(B, H, D, V)}
     with pytest.raises(ValueError, match="(?s)" + ".*".join(patterns)):
         ato_jax.gated_delta_rule_step(**(arguments | changed))
+
+
+def precisions(T: int, dtype: str = "bfloat16") -> set[tuple[str, str]]:
+    """How XLA's form multiplies in both passes, for T steps of two heads."""
+    q, k, v = (jnp.ones((1, T, 2, 8), dtype) for _ in range(3))
+    beta = jnp.ones((1, T, 2))
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return ato_jax.gated_delta_rule(*arrays, normalize_qk=True, implementation="xla").sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, beta))
+    assert "dot_general[" in jaxpr
+    return set(re.findall(r"Precision\.(\w+)|precision=(None)", jaxpr))
+
+
+def test_few_steps_are_multiplied_exactly() -> None:
+    """TF32 is off by 1e-2 of an out = q . k v in which q . k nearly cancels."""
+    assert precisions(32) == {("HIGHEST", "")}
+    assert precisions(33) > {("HIGHEST", "")}
