@@ -3,7 +3,7 @@
     python -m tests.regimes
 
 writes that file anew; its difference is what to look at. Every kind of call is printed for every
-size of state, on a card with Hopper's shared memory and on one with less.
+size of state, on a card with Hopper's shared memory, on an A100, and on one with 99 KiB.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.linear_attention import features, triton
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import split
+from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE
 from ato_jax.ops.linear_attention.triton.config import Config, Regime, config_of, regime_of
 
 GOLDEN = Path(__file__).with_name("regimes.txt")
@@ -24,11 +25,13 @@ Block sizes of linear attention's Triton kernels; made by python -m tests.regime
 
 The passes are rows x warps x stages; then the rows of stored runs forward and backward, the rows of
 the other side that a program takes at a time, the columns of V written at once, and the programs of
-a multiprocessor that walk along pieces. T = 16384, B = 4, H = G = 8.
+a multiprocessor that walk along pieces; "half a state" where a program holds half as much of one in
+float32 and float16. T = 16384, B = 4, H = G = 8.
 """
 CARDS = {
     "H200": Device("gpu", "NVIDIA H200", (9, 0), 132, SHARED_MEMORY[9, 0]),
     "A100": Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108, SHARED_MEMORY[8, 0]),
+    "A10": Device("gpu", "NVIDIA A10", (8, 6), 72, SHARED_MEMORY[8, 6]),
 }
 DTYPES = ("bfloat16", "float16", "float32")
 KINDS = {
@@ -72,7 +75,9 @@ def line(config: Config, card: Device) -> str:
     delayed = " delayed" if config.dq_delayed else ""
     runs = f"runs {config.run_rows} {config.backward_run_rows}, pairs {config.pair_block}"
     walks = config.programs // card.multiprocessors
-    return f"{' '.join(sizes)}{delayed}, {runs}, columns {config.stored_columns}, walks {walks}"
+    rest = f"columns {config.stored_columns}, walks {walks}"
+    half = ", half a state" if config.wide_state < LARGEST_STATE else ""
+    return f"{' '.join(sizes)}{delayed}, {runs}, {rest}{half}"
 
 
 def golden() -> str:

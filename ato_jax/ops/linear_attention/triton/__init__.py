@@ -81,7 +81,7 @@ def _phase_config(spec: LinearAttentionSpec, device: Device, phase: str) -> Conf
 def blocks_of_values(spec: LinearAttentionSpec, config: Config, phase: str) -> int:
     """Into how many blocks V is cut."""
     stored = not one_state(spec) and walk.stores(spec, config, phase)
-    return split.blocks(spec, config.stored_columns if stored else 0)
+    return split.blocks(spec, config.stored_columns if stored else 0, config.wide_state)
 
 
 def _kernels(spec: LinearAttentionSpec) -> Any:
@@ -124,26 +124,6 @@ class _Triton(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):
     default_config = staticmethod(default_config)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
-
-    def beats_later_backends(
-        self, spec: LinearAttentionSpec, device: Device, backward_follows: bool
-    ) -> bool:
-        """Whether its blocks are known to fit the shared memory, where a block may use less than on
-        an A100: 99 KiB on sm_86, sm_89 and sm_120. What does not fit cannot launch.
-
-        Tiles are those for an A100. Compiled, those beside states up to 64 x 64 ask for at most 74
-        KiB. Beside larger ones bfloat16 asks for 57 to 96, but with gradients where all queries see
-        all keys for 104; float32, and so bfloat16 calls of few rows, for 112 to 160, and float16
-        for up to 152.
-        """
-        of_an_a100 = 163 * 1024
-        if device.shared_memory >= of_an_a100 or max(spec.F, spec.V) <= 64:
-            return True
-        phases = ("forward", "backward") if backward_follows else ("forward",)
-        if any(finer(spec, phase).dtype != "bfloat16" for phase in phases):
-            return False
-        whole = not spec.causal and spec.decay is None and spec.segments is None
-        return not (whole and backward_follows)
 
 
 BACKEND = _Triton()

@@ -11,7 +11,7 @@ A regime says what the kernels hold in registers and in shared memory:
     state     small up to 64 x 64, parts where it is stored and no program holds it as a whole, else
               large
     features  long beyond 128 columns
-    memory    roomy from Hopper's shared memory on, else tight
+    memory    roomy from Hopper's shared memory on, tight from an A100's on, else small
 
 The size of a state [V, F] weighs most, as its float32 accumulators fill the registers. Up to 64 x
 64, 4 warps hold them beside tiles of 64 rows, the height at which Hopper's WGMMA takes over, and
@@ -29,6 +29,7 @@ from typing import NamedTuple
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton.calls import (
+    LARGEST_STATE,
     SMALL_STATE,
     in_parts,
     is_prepared,
@@ -39,9 +40,14 @@ from ato_jax.triton.tiles import padded
 
 # Bytes of shared memory that one block may use on a Hopper card.
 HOPPER_SHARED_MEMORY = 227 * 1024
+# And on an A100, for which the table's tight tiles are.
+A100_SHARED_MEMORY = 163 * 1024
 LONG_FEATURES = 128
 # A program writes so many columns of V at once where states are stored and it holds none.
 LARGEST_STORED = 256
+# Beside 128 x 128 elements of a state kernels in float32 and float16 take up to 160 KiB, beside
+# half as many at most 98: on small memory V is cut for them.
+HALF_STATE = LARGEST_STATE // 2
 # A program walks along at most so many rows, whose state it carries.
 PIECE_ROWS = 4096
 # Where a multiprocessor has fewer rows than this, one program walks them all: on an H200 causal
@@ -65,6 +71,8 @@ class Config:
     blocks then divide a run, each program takes at most `pair_block` rows of the other side at a
     time, and V is cut into blocks of `stored_columns`, or of what a program that holds a state
     takes, whichever is more.
+
+    Where factors are wider than bfloat16, a program holds at most `wide_state` elements of a state.
     """
 
     piece_rows: int
@@ -73,6 +81,7 @@ class Config:
     backward_run_rows: int
     pair_block: int
     stored_columns: int
+    wide_state: int
     state_block: int
     state_warps: int
     state_stages: int
@@ -142,9 +151,14 @@ W1, W2, W3, W4 = ((64, 4, stages) for stages in (1, 2, 3, 4))  # a tile of 64 ro
 # fmt: off
 # The first regime that covers a call is its own. Tiles are (rows, warps, stages).
 REGIMES = (
+    # -- what does not fit the 99 KiB of sm_86, sm_89 and sm_120 by the rows of larger memories
+    Regime("decayed", BF16, "small", "long", "small", W2, W2, W2, W1, (0, 128)),
+    Regime("decayed", "float16 float32", "small", "long", "small",
+           (32, 4, 2), (16, 8, 2), (16, 8, 2), (16, 8, 1), (0, 64), 16),
+    Regime("both", BF16, "large", "long", "small", (64, 8, 2), (64, 8, 2), (64, 8, 2), (32, 8, 2)),
     # -- bfloat16, small states
     Regime("one both", BF16, "small", "short", "roomy", W4, W4, W3, W3),
-    Regime("one both", BF16, "small", "short", "tight", W3, W4, W2, W2),
+    Regime("one both", BF16, "small", "short", "tight small", W3, W4, W2, W2),
     Regime("causal", BF16, "small", "short", "roomy", W3, W3, W2, W3),
     # The gradient of a decay needs stored states, also where the forward carries them.
     Regime("decayed", BF16, "small", "short", "roomy", W3, W3, W2, W1, (0, 128)),
@@ -155,26 +169,26 @@ REGIMES = (
     # -- bfloat16, large states: causal ones are stored for every run, and small programs read them
     Regime("one", BF16, "large", "short", "roomy",
            (128, 8, 3), W3, (64, 8, 3), W4, delayed=True),
-    Regime("one", BF16, "large", "short", "tight", (64, 8, 2), W3, (32, 8, 2), W2),
+    Regime("one", BF16, "large", "short", "tight small", (64, 8, 2), W3, (32, 8, 2), W2),
     Regime("one", BF16, "large", "long", ANY, (64, 8, 2), W2, (32, 8, 2), W2),
     Regime("both", BF16, "large", "short", "roomy",
            (128, 8, 3), (64, 8, 3), (64, 8, 2), (64, 8, 3), delayed=True),
-    Regime("both", BF16, "large", "short", "tight",
+    Regime("both", BF16, "large", "short", "tight small",
            (64, 8, 2), (64, 8, 3), (64, 8, 2), (64, 8, 2)),
     Regime("both", BF16, "large", "long", ANY, (64, 8, 2), (64, 8, 2), (64, 8, 2), (64, 8, 2)),
     # Features that are mapped already go from memory straight to the products: three stages.
     Regime("prepared", BF16, "large", "short", "roomy", W3, W3, W3, W1, (128, 128)),
-    Regime("prepared", BF16, "large", "short", "tight", W3, W3, W2, W1, (128, 128)),
+    Regime("prepared", BF16, "large", "short", "tight small", W3, W3, W2, W1, (128, 128)),
     Regime("causal decayed", BF16, "large", "short", "roomy", W3, W1, W3, W1, (128, 128)),
-    Regime("causal", BF16, "large", "short", "tight", W3, W1, W2, W1, (128, 128)),
+    Regime("causal", BF16, "large", "short", "tight small", W3, W1, W2, W1, (128, 128)),
     # Rows of 256 features: tiles of 32 rows spill twice what those of 128 features do.
     Regime("causal", BF16, "large", "long", ANY,
            (64, 8, 2), W1, (32, 8, 2), (32, 8, 1), (128, 128)),
     Regime("decayed", BF16, "large", "long", "roomy",
            (64, 8, 2), W1, (32, 8, 2), (32, 8, 1), (128, 128)),
-    Regime("decayed", BF16, "large", "short", "tight",
+    Regime("decayed", BF16, "large", "short", "tight small",
            (64, 8, 2), (32, 8, 2), (32, 8, 2), (32, 8, 1), (0, 128)),
-    Regime("decayed", BF16, "large", "long", "tight",
+    Regime("decayed", BF16, "large", "long", "tight small",
            (64, 8, 2), (16, 8, 2), (16, 8, 2), (16, 8, 1), (0, 128), 16),
     Regime("channel", BF16, "large", ANY, ANY, (64, 8, 2), (16, 4, 3), (16, 8, 2), (16, 8, 2)),
     # -- bfloat16, states in parts: two accumulators [64, 256] of float32 take 128 registers of each
@@ -196,12 +210,12 @@ REGIMES = (
     Regime("causal", F16, "small", "short", ANY, W3, W3, W1, W1, (64, 64), 64),
     Regime("causal", F16, "large", "short", "roomy",
            (64, 8, 2), W1, (64, 8, 1), (32, 8, 1), (128, 128)),
-    Regime("causal", F16, "large", "short", "tight",
+    Regime("causal", F16, "large", "short", "tight small",
            (64, 8, 2), (32, 8, 1), (64, 8, 1), (32, 8, 1), (128, 128)),
     Regime("decayed", F16, "small", "short", ANY, W3, W2, (32, 8, 2), (32, 8, 1), (0, 64)),
     Regime("decayed", F16, "large", "short", ANY,
            (32, 8, 2), (32, 8, 2), (32, 8, 2), (32, 8, 1), (0, 128)),
-    Regime("both", F16, "large", "short", "tight",
+    Regime("both", F16, "large", "short", "tight small",
            (32, 8, 2), (32, 8, 2), (32, 8, 2), (32, 8, 1)),
     Regime(ANY, F16, "large", "short", ANY, (32, 8, 2), (32, 8, 2), (32, 8, 2), (32, 8, 2)),
     # -- float32, and float16's long rows
@@ -247,18 +261,24 @@ def _kind(spec: LinearAttentionSpec) -> str:
     return "one" if one_state(spec) else "both"
 
 
+def _memory(device: Device) -> str:
+    if device.shared_memory >= HOPPER_SHARED_MEMORY:
+        return "roomy"
+    return "tight" if device.shared_memory >= A100_SHARED_MEMORY else "small"
+
+
 def facts_of(spec: LinearAttentionSpec, device: Device) -> Facts:
-    roomy = device.shared_memory >= HOPPER_SHARED_MEMORY
+    memory = _memory(device)
     state = "small" if is_small(spec) else "large"
     stored = not one_state(spec) and spec.decay != "channel"
-    if in_parts(spec) and spec.dtype == BF16 and roomy and stored:
+    if in_parts(spec) and spec.dtype == BF16 and memory == "roomy" and stored:
         state = "parts"
     return Facts(
         _kind(spec),
         spec.dtype,
         state,
         "long" if padded(spec.F) > LONG_FEATURES else "short",
-        "roomy" if roomy else "tight",
+        memory,
     )
 
 
@@ -285,7 +305,8 @@ def config_of(spec: LinearAttentionSpec, device: Device) -> Config:
         run_rows=regime.runs[0],
         backward_run_rows=regime.runs[1],
         pair_block=regime.pair_block,
-        stored_columns=LARGEST_STORED if device.shared_memory >= HOPPER_SHARED_MEMORY else 0,
+        stored_columns=LARGEST_STORED if _memory(device) == "roomy" else 0,
+        wide_state=HALF_STATE if _memory(device) == "small" else LARGEST_STATE,
         state_block=state.block,
         state_warps=state.warps,
         state_stages=state.stages,

@@ -40,13 +40,17 @@ from ato_jax.triton import tiles
 LARGEST_BLOCK = 128
 
 
-def blocks(spec: LinearAttentionSpec, stored_columns: int = 0) -> int:
+def blocks(
+    spec: LinearAttentionSpec, stored_columns: int = 0, wide_state: int = LARGEST_STATE
+) -> int:
     """Into how many blocks V is cut.
 
     Where a state is stored for every run of rows, no program has to hold it. Blocks may then be as
-    wide as `stored_columns`, if that is more.
+    wide as `stored_columns`, if that is more. `wide_state`: the elements of a state that a program
+    holds where factors are wider than bfloat16.
     """
-    most = max(1, LARGEST_STATE // tiles.padded(spec.F))
+    held = LARGEST_STATE if spec.dtype == "bfloat16" else wide_state
+    most = max(1, held // tiles.padded(spec.F))
     if spec.dtype == "bfloat16" and most <= LARGEST_BLOCK:
         most = max(most, stored_columns)
     elif spec.decay != "channel":  # its kernels take V whole
