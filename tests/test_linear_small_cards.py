@@ -63,6 +63,7 @@ SAMPLE: list[Case] = [
     ("causal, few rows", "bfloat16", (128, 128)),
     ("causal, decay", "bfloat16", (256, 16)),
     ("causal, decay", "float32", (256, 16)),
+    ("causal, decay per channel", "bfloat16", (256, 16)),
     ("causal, decay per channel", "float32", (128, 128)),
 ]
 if os.environ.get("ATO_ALL_ROWS") == "1":
