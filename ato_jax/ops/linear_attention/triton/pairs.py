@@ -19,7 +19,7 @@ from ato_jax.triton import tiles
 # Beside a launch the products of calls of so few queries, over all heads, take no time.
 FEW_QUERIES = 64
 # The arrays of `steps.gates` that each kernel reads.
-OF_PAIRS = ("up", "fine", "own", "run")
+OF_PAIRS = ("up", "fine", "own", "own_fine", "run")
 CAUSAL_GATES = (*OF_PAIRS, "reads", "adds", "keeps")
 # Where states are stored, no program carries one from chunk to chunk.
 STORED_QUERY_GATES = (*OF_PAIRS, "reads", "reads_right")
@@ -45,6 +45,13 @@ class Pairs(NamedTuple):
             seen = jnp.where(self.seen, ones, 0.0)
             return sums + products.product(spec, seen, phi_k, wide=wide)
         return products.add_weighted_sum(spec, sums, self.weigh(ones), phi_k)
+
+
+def _power(coarse: jax.Array, fine: jax.Array) -> jax.Array:
+    """2^(coarse + fine), `coarse` exact: their sum would round off 4e-6 of a power of 2^-64."""
+    whole = jnp.floor(coarse)
+    bits = jnp.maximum(whole.astype(jnp.int32) + 127, 0) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) * jnp.exp2(coarse - whole + fine)
 
 
 def pairs_of(
@@ -79,6 +86,15 @@ def pairs_of(
     if "up" not in refs:
         return Pairs(seen, None)
     exponent = difference_of("up")
+    if "own_fine" in refs:
+        fine = difference_of("fine")
+        # Both ways, as below.
+        mirrored = exponent + fine > 0
+        exponent, fine = (jnp.where(mirrored, -part, part) for part in (exponent, fine))
+        own, own_fine = (tiles.load_steps(refs[name], *queries) for name in ("own", "own_fine"))
+        nothing = jnp.zeros(keys[1], jnp.float32)
+        exponent += difference(own, nothing)
+        return Pairs(seen, _power(exponent, fine + difference(own_fine, nothing)))
     if "fine" in refs:
         exponent += difference_of("fine")
     # Both ways, a pair whose key is the later one has the other sign. It is never above 0.

@@ -37,7 +37,6 @@ strong decay the difference E - sum R has none of its bits left.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -214,8 +213,9 @@ def gates(
 ) -> dict[str, jax.Array]:
     """The arrays of these names, where the call has them, for chunks of `block` steps.
 
-    `up`, `fine`, `own` [B, G, N] are exponents to base 2, `fine` what exact products need beside
-    `up`; `run` [B, N]; `reads`, `adds` [B, G or 1, N]; `keeps` [B, G or 1, chunks].
+    `up`, `fine`, `own`, `own_fine` [B, G, N] are exponents to base 2, the fine parts what exact
+    products need beside the others; `run` [B, N]; `reads`, `adds` [B, G or 1, N]; `keeps` [B, G or
+    1, chunks].
     """
     if steps.decay is None and steps.run is None:
         return {}
@@ -230,7 +230,7 @@ def gates(
         found |= dict(zip(("up", "fine"), up, strict=False))
         if steps.own is not None:
             own = tuple(part.reshape(shape) for part in steps.own)
-            found["own"] = functools.reduce(jnp.add, own)
+            found |= dict(zip(("own", "own_fine"), own, strict=False))
     here: Any = True
     at_left = at_right = (here, here)
     left_stays = right_stays = here
