@@ -400,6 +400,40 @@ def test_one_head_whose_first_queries_see_nothing():
     compare(q, k, v, feature_map="silu", causal=True, decay=jnp.array([-14.0]))
 
 
+def test_decays_from_a_segment_to_queries_far_behind_it():
+    """exp of -45 or so is in all weights: exponents that were rounded cost 3e-6 (budget 2e-6)."""
+    q, k, v = (draw(1, size, 1, 16, seed=seed) for size, seed in ((3, 0), (200, 10), (200, 20)))
+    keys = (jnp.arange(200) >= 8).astype(int)[None]
+    ids = {"q_segment_ids": jnp.zeros((1, 3), int), "kv_segment_ids": keys}
+    decay = -jnp.asarray(np.random.default_rng(0).uniform(0, 0.5, (1, 200, 1)), jnp.float32)
+    compare(q, k, v, causal=True, decay=decay, **ids)
+
+
+def test_a_segment_of_few_queries():
+    """Keys see 7 of 89 queries, whose terms of dk nearly cancel: off by 1.2e-2 with factors in
+    bfloat16."""
+    q, k, v = (
+        draw(1, size, 1, width, dtype="bfloat16", scale=scale, seed=seed)
+        for seed, (size, width, scale) in enumerate(
+            ((89, 64, 0.01), (221, 64, 0.01), (221, 8, 1.0))
+        )
+    )
+    options = {
+        "feature_map": "softplus",
+        "normalize": False,
+        "q_segment_ids": (jnp.arange(89) >= 7).astype(int)[None],
+        "kv_segment_ids": (jnp.arange(221) >= 60).astype(int)[None],
+        "kv_lengths": jnp.array([60]),
+    }
+    request, _ = numerics.prepare(OP, q, k, v, **options)
+    cotangents = numerics.draw_cotangents(OP, request)
+    do = cotangents.out.astype(jnp.float32)
+    do = do.at[:, 6].set(0.5 * do[:, 6] - do[:, :6].sum(1)).astype(jnp.bfloat16)
+    wanted = numerics.oracle(OP, q, k, v, cotangents=cotangents._replace(out=do), **options)
+    with ato_jax.interpret():
+        numerics.compare(numerics.run_backends("triton", "triton", wanted), wanted)
+
+
 def signed_features(T, S, seed):
     """bfloat16 q, k and v of one head, whose q . k cancels; small, so that silu(x) is about x/2."""
     return (
@@ -427,6 +461,10 @@ def test_which_calls_are_multiplied_finer_than_their_dtype():
         (dataclasses.replace(signed, **longer), ("tf32", "tf32")),
         (dataclasses.replace(by_head, **longer), (None, "tf32")),
         (dataclasses.replace(signed, decay="channel", **longer), (None, None)),
+        (dataclasses.replace(plain, segments="cross", **longer), ("tf32", "tf32")),
+        (dataclasses.replace(plain, q_lengths=True, **longer), ("tf32", "tf32")),
+        (dataclasses.replace(plain, kv_lengths=True, decay="channel", **longer), (None, None)),
+        (dataclasses.replace(plain, segments="self", **longest), (None, None)),
         (dataclasses.replace(signed, **longest), (None, None)),
         (dataclasses.replace(by_head, **longest), (None, None)),
     ):

@@ -6,8 +6,9 @@ budget of the result, and so
 
     up to `FEW_ROWS` rows     both passes multiply exactly
     up to `SOME_ROWS` rows    TF32 multiplies calls of features of either sign without a normaliser,
-                              whose weights cancel, and the backward with a decay per head, whose
-                              gradient is one number for each head
+                              whose weights cancel, calls with segments or lengths, of which a few
+                              rows may be all that one sees, and the backward with a decay per head,
+                              whose gradient is one number for each head
 
 The kernels and the block sizes are then those of float32; the arrays stay in bfloat16. A call with
 a decay per step and channel counts up to `FEW_ROWS` alone: in float32 it has kernels that walk, not
@@ -35,11 +36,12 @@ def finer(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
     rows = spec.B * spec.H * max(spec.T, spec.S)
     if spec.dtype != "bfloat16" or rows > SOME_ROWS:
         return spec
+    apart = spec.segments is not None or spec.q_lengths or spec.kv_lengths
     if spec.decay == "head" and phase == "backward":
-        cancels = True
+        needed = True
     else:
-        cancels = spec.decay != "channel" and products.rounds_both_signs(spec)
-    if rows > FEW_ROWS and not cancels:
+        needed = spec.decay != "channel" and (apart or products.rounds_both_signs(spec))
+    if rows > FEW_ROWS and not needed:
         return spec
     precision = "exact" if rows <= FEW_ROWS else "tf32"
     return FineSpec(**fields(dataclasses.replace(spec, dtype="float32", precision=precision)))
