@@ -389,6 +389,17 @@ def test_two_steps_of_features_of_either_sign():
     compare(*signed_features(2, 2, seed=14), feature_map="silu", scale=1.0, causal=True)
 
 
+def test_one_step_whose_weight_cancels():
+    """One weight is all of out and dv, and too small for TF32's factors."""
+    compare(*signed_features(1, 1, seed=14), feature_map="silu", scale=1.0, causal=True)
+
+
+def test_one_short_head_whose_decay_has_a_gradient_that_cancels():
+    """Too small a sum for TF32's factors."""
+    q, k, v = signed_features(16, 16, seed=359)
+    compare(q, k, v, feature_map="silu", causal=True, decay=jnp.array([-0.05]))
+
+
 def test_one_head_whose_decay_has_a_gradient_that_cancels():
     q, k, v = signed_features(80, 80, seed=13)
     compare(q, k, v, feature_map="silu", causal=True, decay=jnp.array([-0.05]))
@@ -454,7 +465,11 @@ def test_which_calls_are_multiplied_finer_than_their_dtype():
     by_head = dataclasses.replace(plain, decay="head")
     longer, longest = ({"T": rows, "S": rows} for rows in (few_rows.SOME_ROWS, 4096))
     for spec, wanted in (
-        (plain, ("exact", "exact")),
+        (plain, ("tf32", "tf32")),
+        (dataclasses.replace(plain, T=few_rows.EXACT_QUERIES), ("exact", "exact")),
+        (by_head, ("tf32", "exact")),
+        (dataclasses.replace(by_head, causal=False), ("tf32", "exact")),
+        (dataclasses.replace(signed, decay="channel"), ("tf32", "tf32")),
         (dataclasses.replace(plain, B=2), (None, None)),
         (dataclasses.replace(plain, S=few_rows.FEW_ROWS + 1), (None, None)),
         (dataclasses.replace(plain, dtype="float16"), (None, None)),
