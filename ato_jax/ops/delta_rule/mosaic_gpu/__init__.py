@@ -2,11 +2,11 @@
 
 Forward, two kernels, built on the kit in `ato_jax/mosaic/`: `solve.py` for the part of each chunk
 of 64 steps that no state enters, all chunks at once, and `walk_forward.py`, which carries the state
-from chunk to chunk. Between them, in global memory, are 16 KB for each chunk of a value head.
+from chunk to chunk. Between them, in global memory, are 18 KB for each chunk of a value head.
 Backward, two more: `walk_backward.py`, which carries the state's gradient back, and `gradient.py`
 for the gradients of each chunk's rows, all chunks at once. `walk.py` has what both walks share,
-`frame.py` the sizes, and the numbers of each step that XLA prepares. Few long sequences are walked
-in pieces (`pieces.py`), after a walk for the pieces' maps.
+`frame.py` the sizes, `steps.py` the numbers of each step. Few long sequences are walked in pieces
+(`pieces.py`), after a walk for the pieces' maps.
 
 `solve.py` forms k k^T for each value head, also where heads share keys.
 
@@ -21,7 +21,7 @@ from ato_jax.device import Device
 from ato_jax.mosaic import HALF
 from ato_jax.mosaic import refusal_of_device as unsupported_device
 from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
-from ato_jax.ops.delta_rule.mosaic_gpu import channel_backward, frame
+from ato_jax.ops.delta_rule.mosaic_gpu import channel_backward, frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
@@ -64,9 +64,8 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     if spec.decay == "channel":
         return channel_backward.forward(spec, config, inputs)
-    numbers = frame.numbers_of(spec, inputs)
-    solved = solve_chunks(spec, config, inputs, numbers)
-    return walk_forward(spec, config, inputs, numbers, solved).outputs
+    solved = solve_chunks(spec, config, inputs.k, steps.given_of(spec, inputs))
+    return walk_forward(spec, config, inputs, solved).outputs
 
 
 def forward_for_own_backward(

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F16, F32
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C
 from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs
 
@@ -54,8 +54,21 @@ def log_decays(spec: DeltaRuleSpec, inputs: Inputs) -> tuple[jax.Array, jax.Arra
 
 
 def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
-    """Those of `frame.numbers_of`, without a decay."""
-    return frame.numbers_of(spec, inputs._replace(decay=None))
+    """[B, H, chunks, NUMBERS_OF_CHANNELS, 64] in float32: the first numbers of `steps.py`."""
+    given = steps.given_of(spec, inputs._replace(decay=None))
+
+    def cut(array: jax.Array, repeats: int = 1) -> jax.Array:
+        """An array of the layout's [B, T, heads] as [B, H, chunks, 64]."""
+        array = jnp.swapaxes(array, 1, 2) if spec.layout == "bthd" else array
+        return jnp.repeat(array, repeats, axis=1).reshape(spec.B, spec.H, -1, C)
+
+    beta = cut(given.beta)
+    beta = jnp.where(jnp.abs(beta) < frame.LEAST_BETA, frame.LEAST_BETA, beta)
+    of_keys, of_queries = jnp.ones_like(beta), jnp.full_like(beta, spec.scale)
+    if spec.normalize_qk:
+        group = spec.H // spec.G
+        of_keys, of_queries = cut(given.of_keys, group), spec.scale * cut(given.of_queries, group)
+    return jnp.stack((beta, of_keys, of_queries), axis=3)
 
 
 def tiling(spec: DeltaRuleSpec) -> mosaic.Tiling:

@@ -79,10 +79,16 @@ def backward(
         q=gradients.over_group(spec, found.dq),
         k=gradients.over_group(spec, found.dk),
         v=dv,
-        beta=gradients.of_steps(spec, found.dbeta / beta / beta),
+        beta=of_steps(spec, found.dbeta / beta / beta),
         decay=jnp.where(inputs.decay > LEAST_DECAY, found.ddecay, 0),
         initial_state=dstate if spec.initial_state else None,
     )
+
+
+def of_steps(spec: DeltaRuleSpec, of_chunks: jax.Array) -> jax.Array:
+    """[B, H, chunks, 64] as an array of the layout's [B, T, H]."""
+    found = of_chunks.reshape(spec.B, spec.H, -1)[:, :, : spec.T]
+    return jnp.swapaxes(found, 1, 2) if spec.layout == "bthd" else found
 
 
 def of_states(states: jax.Array, dstates: jax.Array) -> jax.Array:

@@ -71,6 +71,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
     loaded = {
         "decays": Buffer(channel.tiling(spec).of_rows(blocks, C, HALF), copies=blocks),
         "last": Buffer(plgpu.SMEM((spec.D,), F32)),
+        "numbers": Buffer(frame.numbers_in_memory(count=frame.NUMBERS_OF_CHANNELS)),
     }
     of_floats = dataclasses.replace(tiling, dtype=F32)
     made = {

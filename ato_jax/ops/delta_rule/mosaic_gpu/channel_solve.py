@@ -46,10 +46,6 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
 
 WORKERS = 2
 WORKER = frame.worker_role(WORKERS)
-# The rows of `frame.numbers_of` that the kernel loads, by their place in shared memory, which has
-# no room for the others.
-BETA, OF_KEYS, OF_QUERIES = range(3)
-NUMBERS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Storage(mosaic.Storage):
     q: Array  # [WORKERS, D / 64, 64, 64]
     k: Array  # as q
     decays: Array  # as q, float16
-    numbers: Array  # [WORKERS, NUMBERS, 64] float32
+    numbers: Array  # [WORKERS, NUMBERS_OF_CHANNELS, 64] float32
     rows: Array  # [WORKERS, D / 64, PARTS, 64, 64]
     lower: Array  # [WORKERS, PARTS, 4, 64, 16] A
     inverse: Array  # [WORKERS, PARTS, 4, 64, 16] X
@@ -71,7 +67,9 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
         Buffer(of.of_rows(WORKERS, blocks, C, HALF), copies=copies)
         for of in (tiling, tiling, channel.tiling(spec))
     )
-    numbers = Buffer(plgpu.SMEM((WORKERS, NUMBERS, C), F32), copies=WORKERS)
+    numbers = Buffer(
+        frame.numbers_in_memory(WORKERS, count=frame.NUMBERS_OF_CHANNELS), copies=WORKERS
+    )
     return Storage(
         q=q,
         k=k,
@@ -165,8 +163,7 @@ def load_item(kernel: Kernel, item: Item) -> None:
         ):
             targets = frame.blocks_at(spec, tiles, worker)
             frame.load_rows(spec, item, ref, rows, head, targets, barrier)
-        numbers = pl.ds(frame.BETA, NUMBERS)
-        source = kernel.numbers.at[item.batch, item.head, chunk, numbers]  # [NUMBERS, 64]
+        source = kernel.numbers.at[item.batch, item.head, chunk]  # [NUMBERS_OF_CHANNELS, 64]
         plgpu.copy_gmem_to_smem(source, own.numbers.at[worker], barrier)
 
 
@@ -181,10 +178,10 @@ def one_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     worker = frame.plus_nothing(worker, item.first_row)
     numbers = own.numbers.at[worker]
     lower, pairs = decayed_pairs(kernel, worker, item.first_row)
-    pairs = pairs * mosaic.in_columns(load(numbers.at[OF_QUERIES], OF_ROWS), C)
-    lower = lower * mosaic.in_columns(load(numbers.at[BETA], OF_ROWS), C)
+    pairs = pairs * mosaic.in_columns(load(numbers.at[frame.OF_QUERIES], OF_ROWS), C)
+    lower = lower * mosaic.in_columns(load(numbers.at[frame.BETA], OF_ROWS), C)
     columns = [
-        load(numbers.at[BETA, pl.ds(n * BLOCK, BLOCK)], OF_COLUMNS) for n in range(C // BLOCK)
+        load(numbers.at[frame.BETA, pl.ds(n * BLOCK, BLOCK)], OF_COLUMNS) for n in range(C // BLOCK)
     ]
     leave_rows(kernel, worker, item, pairs)
     own.chunks.consumed.arrive(0)
@@ -206,13 +203,13 @@ def keys_of(kernel: Kernel, worker: Any, block: int) -> jax.Array:
     """64 columns of k with the factors of its rows, [64, 64]."""
     k = load(kernel.own.k.at[worker, block]).astype(F32)
     if kernel.spec.normalize_qk:
-        k = k * mosaic.in_columns(load(kernel.own.numbers.at[worker, OF_KEYS], OF_ROWS), C)
+        k = k * mosaic.in_columns(load(kernel.own.numbers.at[worker, frame.OF_KEYS], OF_ROWS), C)
     return k
 
 
 def queries_of(kernel: Kernel, worker: Any, block: int) -> jax.Array:
     """64 columns of q, likewise."""
-    of_rows = load(kernel.own.numbers.at[worker, OF_QUERIES], OF_ROWS)
+    of_rows = load(kernel.own.numbers.at[worker, frame.OF_QUERIES], OF_ROWS)
     return load(kernel.own.q.at[worker, block]).astype(F32) * mosaic.in_columns(of_rows, C)
 
 

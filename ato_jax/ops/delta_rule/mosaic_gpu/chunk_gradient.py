@@ -63,7 +63,7 @@ class Storage(mosaic.Storage):
     corrected: Array  # [64, 64] -N, or by parts, [1 or PARTS, 64, 64]
     dq: Array  # [D / 64, 64, 64]
     dk: Array  # as dq
-    sums: Array  # [D / 64, SUMS, 64] float32
+    sums: Array  # [D / 64, SUMS, 64] float32, for a decay per step
     rows: Array  # [D / 64, PARTS + 1, 64, 64]
     ddecay: Array  # [D / 64, 2, 64, 32] float32
     of_steps: Array  # [2, 64] float32: dr . u and the diagonal of F
@@ -131,7 +131,6 @@ class Kernel:
     dk: Any
     decays: Any = None
     last: Any = None
-    sums: Any = None
     ddecay: Any = None
     dbeta: Any = None
 

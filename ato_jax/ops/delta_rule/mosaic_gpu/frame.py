@@ -19,7 +19,7 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, Role, load
-from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, inverse_lengths
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 C = mosaic.ROWS  # steps of a chunk
 LOG2_E = math.log2(math.e)
@@ -31,9 +31,10 @@ ROWS_OF_A_TILE = 8
 MOST_REGISTERS = 240
 # The least magnitude of beta that kernels take: a step's error is what it writes over beta.
 LEAST_BETA = 1e-30
-# Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`numbers_of`).
-LOG_DECAY, BETA, OF_KEYS, OF_QUERIES, READ, RECALLED, WRITTEN = range(7)
-NUMBERS = 7
+# Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`steps.py`). Kernels of a
+# decay per channel have the first three alone.
+BETA, OF_KEYS, OF_QUERIES, LOG_DECAY, READ, RECALLED, WRITTEN, DECAY = range(8)
+NUMBERS, NUMBERS_OF_CHANNELS = 8, 3
 # The fewest chunks of a piece: a shorter one is not worth the walk that finds its map.
 LEAST_CHUNKS = 16
 # The most pieces of a sequence: XLA passes the state from one to the next, one at a time.
@@ -141,42 +142,8 @@ def plus_nothing(x: Any, number: Any) -> Any:
     return x + lax.shift_right_arithmetic(number, jnp.int32(31))
 
 
-def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
-    """[B, H, chunks, NUMBERS, 64] in float32, for each step t: log2 of the decay from the chunk's
-    first step to t, summed; beta; what k_t and q_t are multiplied by; and these with the decay from
-    the chunk's start, q_t as it reads the state and k_t as it recalls from it, and k_t with the
-    decay to the chunk's end, as it is written.
-
-    Beyond the sequence rows are 0 and the decay is 1, which leave the state as it is.
-    """
-    chunks = chunks_of(spec)
-
-    def cut(array: jax.Array, repeats: int = 1) -> jax.Array:
-        """An array of the layout's [B, T, heads] as [B, H, chunks, 64]."""
-        array = jnp.swapaxes(array, 1, 2) if spec.layout == "bthd" else array
-        array = jnp.pad(array, ((0, 0), (0, 0), (0, chunks * C - spec.T)))
-        return jnp.repeat(array, repeats, axis=1).reshape(spec.B, spec.H, chunks, C)
-
-    beta = cut(inputs.beta)
-    beta = jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
-    log_decay = jnp.zeros_like(beta)
-    if inputs.decay is not None:
-        decay = jnp.maximum(inputs.decay, LEAST_DECAY) * LOG2_E
-        log_decay = jnp.cumsum(cut(decay), axis=3)
-    of_keys, of_queries = jnp.ones_like(beta), jnp.full_like(beta, spec.scale)
-    if spec.normalize_qk:
-        group = spec.H // spec.G
-        of_keys = cut(inverse_lengths(inputs.k.astype(F32)), group)
-        of_queries = spec.scale * cut(inverse_lengths(inputs.q.astype(F32)), group)
-    # Exponentials take more of a walk's time than loads.
-    from_start, to_end = jnp.exp2(log_decay), jnp.exp2(log_decay[..., -1:] - log_decay)
-    read, recalled, written = of_queries * from_start, of_keys * from_start, of_keys * to_end
-    numbers = log_decay, beta, of_keys, of_queries, read, recalled, written
-    return jnp.stack(numbers, axis=3)
-
-
-def numbers_in_memory(*slots: int) -> Any:
-    return plgpu.SMEM((*slots, NUMBERS, C), F32)
+def numbers_in_memory(*slots: int, count: int = NUMBERS) -> Any:
+    return plgpu.SMEM((*slots, count, C), F32)
 
 
 def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:

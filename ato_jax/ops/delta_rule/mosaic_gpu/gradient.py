@@ -12,8 +12,10 @@ sum of log decays from the chunk's first step to t, and e(s..t) = exp(L_t - L_s)
     dL_t    = q_t . dq_t + k_t . dk'_t - k_t . dk"_t
 
 and dL_C for the chunk's last step has exp(L_C) <S, dS'> + sum_s exp(L_C - L_s) k_s . u_s dS'^T
-besides. A step's decay is part of L from the step on, so its gradient is a sum of dL, which XLA
-forms. u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
+besides. A step's decay is part of L from the step on, so its gradient is the sum of dL over it and
+all later steps of its chunk, and over the workers' columns.
+
+u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
 No product's result goes on to another chunk, so factors in one part of bfloat16 are exact enough,
 but for F, in two: where keys are alike, dq is a small sum of large terms. Rounded F and N enter dq
@@ -31,20 +33,23 @@ from typing import NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Buffer, Item, load
-from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame
+from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Products, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers
-from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
+from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec
 
 STAGES = 2
-# Sums for each step of a chunk that a worker leaves: dL without the last step's own part; what,
-# added up, is that part; dbeta.
-OF_LOG_DECAY, OF_LAST, OF_BETA = range(3)
-SUMS = 3
+# Sums over a worker's columns, for each step: dL without the last step's own part; and what, added
+# up, is that part.
+OF_LOG_DECAY, OF_LAST = range(2)
+SUMS = 2
+# The log2 decay from which on the rule takes a decay as it is.
+LEAST_LOG_DECAY = LEAST_DECAY * frame.LOG2_E
 
 
 def storage_of(spec: DeltaRuleSpec) -> Storage:
@@ -53,8 +58,9 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
     made = {
         "dq": Buffer(tiling.of_rows(blocks, C, HALF)),
         "dk": Buffer(tiling.of_rows(blocks, C, HALF)),
-        "sums": Buffer(plgpu.SMEM((blocks, SUMS, C), F32)),
     }
+    if spec.decay is not None:
+        made["sums"] = Buffer(plgpu.SMEM((blocks, SUMS, C), F32))
     return chunk_gradient.storage_of(spec, STAGES, written, {}, made)
 
 
@@ -63,20 +69,24 @@ class Gradients(NamedTuple):
 
     dq: jax.Array  # [B, T, H, D] in the layout, bfloat16
     dk: jax.Array  # as dq
-    sums: jax.Array  # [B, H, chunks, D / 64, SUMS, 64] float32
+    dbeta: jax.Array  # [B, T, H] in the layout, float32
+    ddecay: jax.Array | None  # as dbeta
 
 
 def chunk_gradients(
     spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.Array]
 ) -> Gradients:
     """`arrays`: the inputs in global memory, by the names of `Kernel`."""
-    chunks, blocks = frame.chunks_of(spec), frame.blocks_of_key(spec)
-    sums = jax.ShapeDtypeStruct((spec.B, spec.H, chunks, blocks, SUMS, C), F32)
-    types = {"sums": sums}
+    rows = frame.chunks_of(spec) * C  # whole chunks, so that stores need no mask
+    shape = (rows, spec.H) if spec.layout == "bthd" else (spec.H, rows)
+    names = ["dbeta"] + (["ddecay"] if spec.decay is not None else [])
+    types = {name: jax.ShapeDtypeStruct((spec.B, *shape), F32) for name in names}
     found = chunk_gradient.launch(
         "gradients", spec, config, storage_of(spec), arrays, types, one_chunk
     )
-    return Gradients(**found)
+    axis = spec.layout.index("t")
+    of_steps = {name: lax.slice_in_dim(found[name], 0, spec.T, axis=axis) for name in names}
+    return Gradients(**{"ddecay": None} | found | of_steps)
 
 
 def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
@@ -90,9 +100,14 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     dq = numbers.times(products.read, numbers.of_read())
     recalled = numbers.times(-products.recalled, numbers.of_recalled())
     written = numbers.times(products.written, numbers.of_written())
-    last = dot(k, written)
+    last = decay = None
     if spec.decay is not None:
-        last = last + states * numbers.kept()
+        last = dot(k, written) + states * numbers.kept()
+        decay = load(own.numbers.at[frame.DECAY], OF_ROWS)
+    if number == 0:
+        beta = load(own.numbers.at[frame.BETA], OF_ROWS)
+        target = steps.of_chunk(spec, kernel.dbeta, item, item.head, item.piece)
+        mosaic.store_in_memory(target, of_beta / beta / beta)
     own.pairs.arrive()
     own.pairs.wait()
     reads, corrected = [own.read.at[part] for part in range(frame.PARTS)], own.corrected
@@ -105,9 +120,9 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     of_queries = dot(q, dq)
     of_recalled, of_written = dot(k, recalled), dot(k, written)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    own.sums.at[number, OF_LOG_DECAY][...] = of_queries + of_recalled - of_written
-    own.sums.at[number, OF_LAST][...] = last
-    own.sums.at[number, OF_BETA][...] = of_beta
+    if last is not None:
+        own.sums.at[number, OF_LOG_DECAY][...] = of_queries + of_recalled - of_written
+        own.sums.at[number, OF_LAST][...] = last
     if spec.normalize_qk:
         dots = of_queries, of_recalled + of_written
         dq, dk = chunk_gradient.project(kernel, number, (dq, dk), dots)
@@ -117,9 +132,26 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.chunks.consumed.arrive(0)
     own.done.arrive()
     kernel.store_rows(item, number, own.dq.at[number], own.dk.at[number])
-    target = kernel.sums.at[item.batch, item.head, item.piece, number]
-    plgpu.copy_smem_to_gmem(own.sums.at[number], target)
     own.done.wait()
+    if decay is not None and number == frame.blocks_of_key(spec) - 1:
+        store_decay_gradient(kernel, item, decay)
+
+
+def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array) -> None:
+    """Adds up dL from each step to the chunk's end. `decay`: the steps' log2 decays, [64]."""
+    own, spec = kernel.own, kernel.spec
+    of_steps, of_last = (
+        sum(
+            (load(own.sums.at[n, which], OF_COLUMNS) for n in range(1, frame.blocks_of_key(spec))),
+            start=load(own.sums.at[0, which], OF_COLUMNS),
+        )
+        for which in (OF_LOG_DECAY, OF_LAST)
+    )
+    later = mosaic.hidden_position(1) >= mosaic.hidden_position(0)
+    terms = jnp.where(later, mosaic.in_rows(of_steps, C), 0.0) + mosaic.in_rows(of_last, C)
+    found = jnp.where(decay > LEAST_LOG_DECAY, jnp.sum(terms, axis=1), 0.0)
+    target = steps.of_chunk(spec, kernel.ddecay, item, item.head, item.piece)
+    mosaic.store_in_memory(target, found)
 
 
 def add_dots(

@@ -1,4 +1,5 @@
-"""The part of each chunk that no state enters: all chunks are independent.
+"""The part of each chunk that no state enters: all chunks are independent. It is the inverse X, and
+the numbers of each step, which the kernels behind this one read, too (`steps.py`).
 
 With L_t the sum of log2 decays from the chunk's first step to t,
 
@@ -15,8 +16,8 @@ Z has blocks of m rows, so Z A_m is Z A in the places of A_m. Matrices lie in bl
 and a product takes 16 rows of one, those that hold A_m. Every factor is in two parts of bfloat16.
 Powers of A would take fewer products, but their terms cancel where keys are alike.
 
-    MEMORY (n)       loads a chunk of k, and the numbers of its steps, for each WORKER
-      |  chunks: loaded; consumed once X is known
+    MEMORY (n)       loads a chunk of k for each WORKER; makes the numbers of its steps
+      |  chunks: loaded, and made; consumed once X is known
       v
     WORKER (0 .. n - 1)    a chunk's X each
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -37,15 +38,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, load
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
-from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, C, Config
+from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, steps
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.substitution import BLOCK as BLOCK
 from ato_jax.ops.delta_rule.mosaic_gpu.substitution import inverses_along_diagonal
-from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 WORKERS, STAGES = 3, 2
-WORKER = frame.worker_role(WORKERS)
+# MEMORY makes numbers, too, so it has more registers than elsewhere.
+MEMORY, WORKER = Role("memory", registers=80), Role("worker", 144, WORKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +62,12 @@ class Storage(mosaic.Storage):
 def storage_of(spec: DeltaRuleSpec) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     k = Buffer(tiling.of_rows(STAGES, WORKERS, blocks, C, C), copies=WORKERS * blocks)
-    numbers = Buffer(frame.numbers_in_memory(STAGES, WORKERS), copies=WORKERS)
     return Storage(
         k=k,
-        numbers=numbers,
+        numbers=Buffer(frame.numbers_in_memory(STAGES, WORKERS)),
         lower=Buffer(column_blocks()),
         inverse=Buffer(column_blocks()),
-        chunks=Ring.of(STAGES, (k, numbers), (WORKER,)),
+        chunks=Ring.of(STAGES, (k, MEMORY), (WORKER,)),
     )
 
 
@@ -86,31 +87,50 @@ class Kernel:
     deal: mosaic.Deal
     own: Storage
     k: Any
-    numbers: Any
     solved: Any
+    numbers: Any
+    beta: Any
+    decay: Any = None
+    of_keys: Any = None
+    of_queries: Any = None
+
+    @property
+    def given(self) -> steps.Given:
+        return steps.Given(self.beta, self.decay, self.of_keys, self.of_queries)
+
+
+class Solved(NamedTuple):
+    """The number of chunks is rounded up to a multiple of WORKERS."""
+
+    solved: jax.Array  # X in two parts, [B, H, chunks, PARTS, 64, 64] bfloat16
+    numbers: jax.Array  # those of `steps.py`, [B, H, chunks, NUMBERS, 64] float32
 
 
 def solve_chunks(
-    spec: DeltaRuleSpec, config: Config, inputs: Inputs, numbers: jax.Array
-) -> jax.Array:
-    """X of all chunks in two parts, [B, H, chunks up to a multiple of WORKERS, PARTS, 64, 64]."""
+    spec: DeltaRuleSpec, config: Config, k: jax.Array, given: steps.Given
+) -> Solved:
     deal = frame.deal_of_chunks(spec, config, WORKERS)
-    shape = (spec.B, spec.H, deal.pieces * WORKERS, frame.PARTS, C, C)
+    chunks = (spec.B, spec.H, deal.pieces * WORKERS)
+    types = {
+        "solved": jax.ShapeDtypeStruct((*chunks, frame.PARTS, C, C), BF16),
+        "numbers": jax.ShapeDtypeStruct((*chunks, frame.NUMBERS, C), F32),
+    }
     found = frame.launch(
         "solve",
         deal,
         storage_of(spec),
         ((MEMORY, memory), (WORKER, work)),
         functools.partial(Kernel, spec, deal),
-        {"k": inputs.k, "numbers": numbers},
-        {"solved": jax.ShapeDtypeStruct(shape, BF16)},
+        {"k": k, **given.present()},
+        types,
     )
-    return found["solved"]
+    return Solved(**found)
 
 
 def memory(kernel: Kernel) -> None:
-    """Loads the chunks of an item at once, one for each worker."""
+    """Loads the chunks of an item at once, one for each worker, and makes their numbers."""
     kernel.deal.each(functools.partial(load_item, kernel))
+    plgpu.wait_smem_to_gmem(0)
     kernel.own.chunks.drain(kernel.deal.own)
 
 
@@ -120,12 +140,17 @@ def load_item(kernel: Kernel, item: Item) -> None:
     own.chunks.acquire(item.number)
     barrier = own.chunks.produced.at[slot]
     key_head = frame.key_head(spec, item.head)
-    for worker in range(WORKERS):
-        chunk = chunk_of(spec, item, worker, WORKERS)
+    chunks = [chunk_of(spec, item, worker, WORKERS) for worker in range(WORKERS)]
+    for worker, chunk in enumerate(chunks):
         tiles = frame.blocks_at(spec, own.k, slot, worker)
         frame.load_rows(spec, item, kernel.k, pl.ds(chunk * C, C), key_head, tiles, barrier)
-        source = kernel.numbers.at[item.batch, item.head, chunk]  # [NUMBERS, 64]
-        plgpu.copy_gmem_to_smem(source, own.numbers.at[slot, worker], barrier)
+    targets = [own.numbers.at[slot, worker] for worker in range(WORKERS)]  # [NUMBERS, 64] each
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    steps.make(spec, kernel.given, item, chunks, targets)
+    for worker, target in enumerate(targets):
+        at = item.batch, item.head, item.piece * WORKERS + worker
+        plgpu.copy_smem_to_gmem(target, kernel.numbers.at[at])
+    own.chunks.produced.arrive(slot)
 
 
 def chunk_of(spec: DeltaRuleSpec, item: Item, worker: int, workers: int) -> Any:

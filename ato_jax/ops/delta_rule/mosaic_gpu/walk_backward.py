@@ -30,6 +30,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
@@ -39,14 +40,12 @@ def walk_backward(
     config: Config,
     inputs: Inputs,
     cotangents: Outputs,
-    numbers: jax.Array,
-    solved: jax.Array,
+    solved: Solved,
     maps: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dv, the initial state's gradient [B, H, D, V], and dS'^T of each chunk [B, H, chunks,
     V / 64, D / 64, 64, 64]). `maps` are those of the forward walk."""
-    given = {"q": inputs.q, "k": inputs.k, "rows": cotangents.out}
-    given |= {"solved": solved, "numbers": numbers}
+    given = {"q": inputs.q, "k": inputs.k, "rows": cotangents.out, **solved._asdict()}
     course = pieces.course_of(spec, config, ("out", "states"), from_end=True)
     start = jnp.swapaxes(cotangents.state, 2, 3) if spec.return_state else None
     starts = None if start is None else start[None]

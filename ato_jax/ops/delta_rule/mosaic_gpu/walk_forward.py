@@ -35,6 +35,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_ROWS, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course, Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
@@ -56,15 +57,14 @@ def walk_forward(
     spec: DeltaRuleSpec,
     config: Config,
     inputs: Inputs,
-    numbers: jax.Array,
-    solved: jax.Array,
+    solved: Solved,
     *,
     keeps: bool = False,
 ) -> Found:
     """The outputs, and where it `keeps` them what a backward pass needs."""
     # Two slices in a block would leave BESIDE and STATE too few registers.
     config = dataclasses.replace(config, slices=1)
-    given = {"k": inputs.k, "rows": inputs.v, "solved": solved, "numbers": numbers}
+    given = {"k": inputs.k, "rows": inputs.v, **solved._asdict()}
     kept = ("written", "states") if keeps else ()
     course = pieces.course_of(spec, config, ("out", *kept), from_end=False)
     start = inputs.initial_state
