@@ -7,6 +7,7 @@ As `tests.aot_mosaic` does for linear attention, which says how.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import sys
@@ -14,7 +15,9 @@ from typing import Any
 
 from tests.aot_mosaic import (
     IN_THIS_PROCESS,
+    SCHEDULE,
     Compiled,
+    _launches,
     compiled_kernels,
     compiled_on_hopper,
     printed_by,
@@ -39,6 +42,13 @@ class Call:
 
 def compile_call(call: Call, machine_code: bool = False) -> list[Compiled]:
     return compiled_kernels(printed_by("tests.aot_delta_rule", call, machine_code))
+
+
+def launches_of(call: Call) -> collections.Counter[str]:
+    """All that a call launches: kernels of Mosaic GPU as "custom-call", and XLA's own."""
+    printed = printed_by("tests.aot_delta_rule", call).splitlines()
+    (found,) = [line for line in printed if line.startswith(SCHEDULE)]
+    return collections.Counter(json.loads(found.removeprefix(SCHEDULE)))
 
 
 def main(call: Call) -> None:
@@ -72,12 +82,13 @@ def main(call: Call) -> None:
         outputs, pull = jax.vjp(forward, *inputs)
         return outputs, pull(cotangent)
 
-    inputs = (q, q, v, numbers, arrays)
-    if not call.gradients:
-        compiled_on_hopper(forward, sharding, inputs)
-        return
-    cotangent = (v, arrays["initial_state"]) if call.states else v
-    compiled_on_hopper(with_gradients, sharding, (cotangent, *inputs))
+    inputs: tuple[Any, ...] = (q, q, v, numbers, arrays)
+    function: Any = forward
+    if call.gradients:
+        cotangent = (v, arrays["initial_state"]) if call.states else v
+        function, inputs = with_gradients, (cotangent, *inputs)
+    text = compiled_on_hopper(function, sharding, inputs).as_text()
+    print(SCHEDULE + json.dumps(_launches(text)))
 
 
 def run(*arguments: str) -> None:

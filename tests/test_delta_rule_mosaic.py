@@ -161,6 +161,14 @@ def test_compiled_for_a_card() -> None:
     check_kernels(kernels, most)
 
 
+@requires_plugin
+@pytest.mark.parametrize("gradients", [False, True])
+def test_nothing_is_launched_beside_the_kernels(gradients: bool) -> None:
+    """beta and decays are read, and their gradients stored, where the caller has them."""
+    call = aot_delta_rule.Call(T=4096, D=128, decay=True, gradients=gradients)
+    assert aot_delta_rule.launches_of(call) == {"custom-call": 4 if gradients else 2}
+
+
 def check_kernels(kernels: list[Compiled], most: dict[str, int]) -> None:
     """`most`: the bytes that each kernel may spill."""
     assert {one.name for one in kernels} == {f"gated_delta_rule_{name}" for name in most}
