@@ -85,6 +85,9 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
         # Two warpgroups with a part of v each; a block solves several chunks.
         (dict(T=200, D=64, V=128, layout="bhtd"), dict(slices=2, solve_blocks=1), {}),
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3)),
+        # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
+        # would not take.
+        (dict(T=128, D=64, V=64, H=3), {}, {}),
         # Three pieces side by side, the last of them shorter, whose states a small decay leaves.
         (dict(T=300, D=64, V=64), dict(pieces=3), dict(decay=np.full((1, 300, 1), -0.01))),
         # A decay per channel: heads that share keys; two blocks of v's columns, and sums of terms
