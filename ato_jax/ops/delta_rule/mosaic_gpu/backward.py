@@ -47,9 +47,7 @@ def backward(
     kept: Any = residuals.outputs
     if not isinstance(kept, Kept):  # of another backend's forward pass, or of several devices
         kept = keep(spec, config, inputs)
-    dv, dstate, dstates = walk_backward(
-        spec, config, inputs, cotangents, kept.solved, kept.maps
-    )
+    dv, dstate, dstates = walk_backward(spec, config, inputs, cotangents, kept.solved, kept.maps)
     arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=dv)
     arrays |= dict(written=kept.written, states=kept.states, dstates=dstates)
     found = chunk_gradients(spec, config, arrays | dict(numbers=kept.solved.numbers))

@@ -86,7 +86,7 @@ def chunk_gradients(
     )
     axis = spec.layout.index("t")
     of_steps = {name: lax.slice_in_dim(found[name], 0, spec.T, axis=axis) for name in names}
-    return Gradients(**{"ddecay": None} | found | of_steps)
+    return Gradients(found["dq"], found["dk"], of_steps["dbeta"], of_steps.get("ddecay"))
 
 
 def one_chunk(kernel: Kernel, number: int, item: Item) -> None:

@@ -106,9 +106,7 @@ class Solved(NamedTuple):
     numbers: jax.Array  # those of `steps.py`, [B, H, chunks, NUMBERS, 64] float32
 
 
-def solve_chunks(
-    spec: DeltaRuleSpec, config: Config, k: jax.Array, given: steps.Given
-) -> Solved:
+def solve_chunks(spec: DeltaRuleSpec, config: Config, k: jax.Array, given: steps.Given) -> Solved:
     deal = frame.deal_of_chunks(spec, config, WORKERS)
     chunks = (spec.B, spec.H, deal.pieces * WORKERS)
     types = {
