@@ -565,32 +565,6 @@ def test_default_tiles_fit_the_gpu(D, dtype, capability, causal):
         assert kernel.spill_stores <= (1024 if D == 256 else 0), (name, kernel)
 
 
-A10 = device.Device("gpu", "NVIDIA A10", (8, 6), 72, device.SHARED_MEMORY[8, 6])
-
-
-@aot.requires_triton
-@pytest.mark.parametrize(
-    "D, dtype, causal, decay, fits",
-    [
-        (64, "float32", False, None, (True, True)),
-        (128, "bfloat16", True, "head", (True, True)),
-        (128, "bfloat16", False, None, (True, False)),
-        (128, "float32", True, None, (False, False)),
-    ],
-)
-def test_what_cannot_launch_on_a_small_card_is_not_chosen(
-    monkeypatch, D, dtype, causal, decay, fits
-):
-    """sm_86 has 99 KiB for a block; what is asked for is that of sm_80's instructions."""
-    spec = dataclasses.replace(spec_of(D, dtype, causal), decay=decay)
-    monkeypatch.setitem(GPUS, 80, A10)
-    most = [max(aot.shared_bytes(*phase, capability=80).values()) for phase in phases(spec, 80)]
-    forward, backward = (asked <= A10.shared_memory for asked in most)
-    assert (forward, forward and backward) == fits
-    chosen = [triton.BACKEND.beats_later_backends(spec, A10, follows) for follows in (False, True)]
-    assert tuple(chosen) == fits
-
-
 @aot.requires_triton
 @pytest.mark.parametrize(
     "rows, D, capability", [(128, 128, 80), (128, 128, 90), (2048, 64, 90), (2048, 128, 80)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -222,3 +223,21 @@ def test_an_id_that_returns_beside_lengths_that_differ(causal: bool) -> None:
     normaliser = np.maximum(weights.sum(1, keepdims=True), 1e-6)
     wanted = weights @ np.asarray(v)[0, :, 0] / normaliser
     np.testing.assert_allclose(found[0, :, 0], wanted, 1e-5, 1e-6)
+
+
+def precisions(T: int, S: int) -> set[str]:
+    """How XLA multiplies a bfloat16 call of two heads in both passes."""
+    q, k, v = (jnp.ones((1, rows, 2, 8), "bfloat16") for rows in (T, S, S))
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return linear_attention(*arrays, feature_map="silu", implementation="xla").sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
+    assert "dot_general[" in jaxpr
+    return set(re.findall(r"Precision\.(\w+)", jaxpr))
+
+
+def test_few_rows_are_multiplied_exactly():
+    """TF32 is off by 1e-2 of an out = phi(q) . phi(k) v in which phi(q) . phi(k) nearly cancels."""
+    assert precisions(8, 100) == precisions(100, 8) == {"HIGHEST"}
+    assert "DEFAULT" in precisions(9, 9)

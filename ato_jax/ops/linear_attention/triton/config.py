@@ -155,7 +155,7 @@ REGIMES = (
     Regime("decayed", BF16, "small", "long", "small", W2, W2, W2, W1, (0, 128)),
     Regime("decayed", "float16 float32", "small", "long", "small",
            (32, 4, 2), (16, 8, 2), (16, 8, 2), (16, 8, 1), (0, 64), 16),
-    Regime("channel", BF16, "small", "long", "small",
+    Regime("channel", BF16, "small", "long", "tight small",
            (32, 4, 2), (16, 4, 2), (16, 8, 2), (16, 8, 2)),
     Regime("both", BF16, "large", "long", "small", (64, 8, 2), (64, 8, 2), (64, 8, 2), (32, 8, 2)),
     # -- bfloat16, small states

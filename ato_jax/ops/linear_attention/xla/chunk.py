@@ -34,6 +34,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.xla.timeline import Timeline, zero_unless
 
 MOST_STEPS = 512  # the largest chunk
+# So few queries or keys over all heads are multiplied exactly whatever their dtype: float32's
+# products on a GPU are TF32's by default, whose roundings do not average out over one or two rows.
+EXACT_ROWS = 16
 # float32 adds multiples of this exactly up to 2^24 times it, 65,536, which is `MOST_STEPS` times
 # the strongest decay.
 GRID = 2.0**-8
@@ -73,7 +76,8 @@ def open_chunk(spec: LinearAttentionSpec, parameters: Any, steps: Timeline) -> C
     """A chunk of the timeline; it lacks the arrays that the timeline lacks."""
     given = (steps.k if steps.q is None else steps.q).dtype
     dtype = jnp.promote_types(given, jnp.float32)
-    exact = dtype == given and spec.precision == "exact"
+    few = spec.B * spec.H * min(spec.T, spec.S) <= EXACT_ROWS
+    exact = few or (dtype == given and spec.precision == "exact")
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
     def phi(x: jax.Array) -> jax.Array:
