@@ -30,7 +30,9 @@ kernels.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +80,14 @@ NUM_STAGES = 3
 NUM_INDIRECT_STAGES = 5
 # MOST_ROWS rows in several slices leave shared memory for two stages.
 NUM_STAGES_OF_MOST_ROWS = 2
+# With fewer stages no load runs ahead of the products.
+FEWEST_STAGES_AHEAD = 2
+# Bytes by which `shared_bytes` is above what was found.
+MARGIN = 256
+# Bytes of an element of a float32 factor in an exact product: three bfloat16 parts.
+EXACT_FACTOR_BYTES = 6
+# Rows that one warp multiplies.
+ROWS_OF_WARP = 16
 # All runs are equally long, so one round of programs ends at the same time. In 8 bits the loads of
 # a program take half as long, and a second program computes while the first waits for them.
 PROGRAMS_PER_MULTIPROCESSOR = 1
@@ -110,12 +120,83 @@ def out_of_range(spec: AttentionSpec, here: Device, k: jax.Array) -> str | None:
             return f"{name} must be at most {widest}, got {width}"
     if not spec.B * spec.S:
         return "empty arrays"
-    return None
+    return _too_large(spec, here, jnp.dtype(k.dtype).itemsize == 1)
 
 
-def default_config(
-    spec: AttentionSpec, here: Device, inputs: CacheInputs | None = None
-) -> Config:
+def _too_large(spec: AttentionSpec, here: Device, eight_bits: bool) -> str | None:
+    """The reason why the smallest tiles do not fit the shared memory; None if they do."""
+    needed = max(
+        shared_bytes(spec, SMALLEST, shared=shared, eight_bits=eight_bits)
+        for shared in (False, True)
+    )
+    if needed <= here.shared_memory or device.interpreting():
+        return None
+    return (
+        f"D={spec.D} and V={spec.V} in {spec.dtype} may need {needed} bytes of shared memory "
+        f"for the smallest tiles; a block has {here.shared_memory} on this GPU"
+    )
+
+
+SMALLEST = Config(SMALLEST_TILE, SMALLEST_TILE, MANY_WARPS, num_stages=1, programs=1)
+
+
+def shared_bytes(
+    spec: AttentionSpec,
+    config: Config,
+    *,
+    shared: bool = False,
+    in_pages: bool = False,
+    eight_bits: bool = False,
+) -> int:
+    """The most shared memory that the first kernel asks for by sm_80's instructions, in bytes.
+
+    It holds q [rows, D], p [rows, block] and a buffer of keys and values for each load that is
+    ahead. Found by compiling: contiguous 16-bit and float32 caches come to the same bytes, MARGIN
+    aside, and no other cache comes to more.
+
+    Args:
+      shared: values are the first columns of the keys.
+      in_pages: there is a table.
+      eight_bits: the cache is one of 8 bits.
+    """
+    item = jnp.dtype(spec.dtype).itemsize
+    exact = spec.dtype == "float32" and spec.precision == "exact"
+    key_slices = slices_of(spec.D, eight_bits)
+    value_slices = value_slices_of(spec, shared, eight_bits)
+    keys, values = columns_of(key_slices), columns_of(value_slices)
+    # Where every warp has rows of its own, p stays in registers.
+    columns = keys if config.rows >= ROWS_OF_WARP * config.num_warps else keys + config.block
+    factors = config.rows * columns * (EXACT_FACTOR_BYTES if exact else item) + MARGIN
+    ahead = config.num_stages - 1
+    if not ahead:
+        # All values of a block, and one slice of its keys, on their way to the tensor cores.
+        widest = max(one.size for one in (*key_slices, *value_slices))
+        return factors + config.block * (values + widest) * item
+    buffers = max(1, ahead // 2) if in_pages else ahead
+    streamed = (keys if shared else keys + values) * (1 if eight_bits else item)
+    # Page numbers are loaded up to two blocks earlier. Scales came to at most 16 bytes a key.
+    vectors = 4 * (ahead + 2) * in_pages + 16 * ahead * eight_bits
+    return factors + config.block * (buffers * streamed + vectors)
+
+
+def _fitted(config: Config, needed: Callable[[Config], int], size: int) -> Config:
+    """The config with fewer stages, keys or rows, in this order, until it needs at most `size`.
+
+    A single stage is the last resort: every product then waits for its load.
+    """
+    for name, least in (
+        ("num_stages", FEWEST_STAGES_AHEAD),
+        ("block", SMALLEST_TILE),
+        ("rows", SMALLEST_TILE),
+        ("num_stages", 1),
+    ):
+        while needed(config) > size and (value := getattr(config, name)) > least:
+            smaller = value - 1 if name == "num_stages" else value // 2
+            config = dataclasses.replace(config, **{name: smaller})
+    return config
+
+
+def default_config(spec: AttentionSpec, here: Device, inputs: CacheInputs | None = None) -> Config:
     """By the width of a row, the device's shared memory and the form of the cache.
 
     Without `inputs` the cache is contiguous, in the spec's dtype, with values of its own.
@@ -141,15 +222,20 @@ def default_config(
     num_stages = NUM_INDIRECT_STAGES if wide and in_pages else NUM_STAGES
     if wide and shared and item == 2 and count > MOST_ROWS and not in_pages and not eight_bits:
         rows, num_stages = MOST_ROWS, NUM_STAGES_OF_MOST_ROWS
-    each = PROGRAMS_PER_MULTIPROCESSOR_IN_8_BITS if eight_bits else PROGRAMS_PER_MULTIPROCESSOR
-    return Config(
-        rows,
-        block,
-        here.waves(MANY_WARPS if wide or (eight_bits and rows > SMALLEST_TILE) else NUM_WARPS),
-        num_stages,
-        _programs(spec, block, pl.cdiv(count, rows) * spec.G, each * here.multiprocessors),
+    many = wide or (eight_bits and rows > SMALLEST_TILE)
+    config = Config(
+        *(rows, block, here.waves(MANY_WARPS if many else NUM_WARPS), num_stages),
+        programs=1,
         fast_exp2=here.capability is not None,
     )
+    needed = functools.partial(
+        shared_bytes, spec, shared=shared, in_pages=in_pages, eight_bits=eight_bits
+    )
+    config = _fitted(config, needed, here.shared_memory)
+    each = PROGRAMS_PER_MULTIPROCESSOR_IN_8_BITS if eight_bits else PROGRAMS_PER_MULTIPROCESSOR
+    others = pl.cdiv(count, config.rows) * spec.G
+    programs = _programs(spec, config.block, others, each * here.multiprocessors)
+    return dataclasses.replace(config, programs=programs)
 
 
 def _programs(spec: AttentionSpec, block: int, others: int, programs: int) -> int:
@@ -164,9 +250,7 @@ def _programs(spec: AttentionSpec, block: int, others: int, programs: int) -> in
     return even if even and pl.cdiv(blocks, even) == pl.cdiv(blocks, most) else most
 
 
-def attend(
-    spec: AttentionSpec, config: Config, inputs: CacheInputs
-) -> tuple[jax.Array, jax.Array]:
+def attend(spec: AttentionSpec, config: Config, inputs: CacheInputs) -> tuple[jax.Array, jax.Array]:
     """out [B, T, H, V] in q's dtype and lse [B, T, H] float32, or as the spec's layout has it."""
     B, T, H, G = spec.B, spec.T, spec.H, spec.G
     count = T * H // G
@@ -241,7 +325,8 @@ def serves(spec: AttentionSpec, here: Device) -> bool:
     plain = spec.bias is None and spec.mask is None and not spec.segments and not spec.dropout_rate
     few = spec.T <= MOST_QUERIES and spec.S >= _fewest_keys(spec, here)
     new = device.interpreting() or (here.capability is not None and here.capability >= (8, 0))
-    return plain and few and new and not spec.keep_rest
+    fits = _too_large(spec, here, False) is None
+    return plain and few and new and fits and not spec.keep_rest
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
