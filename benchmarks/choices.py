@@ -15,7 +15,8 @@ The table marks rows in which `None` takes more than `ALLOWED` times the fastest
 again at the end, with the entries of `ato_jax/tuned/` that would change the choice, and the last
 line says how many there are; the exit status is 1 if there are any. A row whose times are not
 steady (`noise`) is marked: no ratio and no entry is made of it, and it is not behind. `--resume`
-measures these again, and what --json lacks. On a CPU sizes are tiny, and kernels are interpreted.
+measures what --json lacks, and then these again. On a CPU sizes are tiny, and kernels are
+interpreted.
 
 `--part=2/4` takes every fourth row from the second on, so that a machine with four cards measures
 all rows at one time: one process a card, each with cores of its own.
@@ -511,7 +512,18 @@ def packed(row: Row, phase: str, platform: str, by_name: bool = True) -> Program
     )
 
 
+@functools.cache
+def import_backends() -> None:
+    """Before a program of another process is loaded: JAX says where the functions are that Mosaic
+    GPU's programs call when it is imported with that backend."""
+    for api in APIS.values():
+        for name in api.OP.backends:
+            api.OP.backend(name)
+
+
 def unpacked(found: Programs) -> Programs:
+    import_backends()
+
     def load(told: Any) -> Any:
         return serialize_executable.deserialize_and_load(*told)
 
@@ -851,6 +863,8 @@ def main() -> int:
     all_found = earlier(facts)
     steady = {group for group, found in all_found.items() if not found.doubt}
     groups = [(row, phase) for row, phase in every if (str(row), phase) not in steady]
+    # Ahead of those that were not steady.
+    groups.sort(key=lambda group: (str(group[0]), group[1]) in all_found)
     kept.clear_the_way()
     write(all_found.values(), facts)
     # A CPU's cores are few, and its programs small.

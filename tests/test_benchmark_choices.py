@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 import time
 import tomllib
 import types
@@ -101,6 +103,38 @@ def test_programs_go_to_another_process() -> None:
     told = pickle.loads(pickle.dumps(choices.packed(row, PHASES[0], "cpu")))
     seen = choices.measure(row, PHASES[0], choices.unpacked(told), "cpu")
     assert set(seen.seconds) == {CHOSEN, "triton", "xla"} and seen.ratio == 1
+
+
+def test_what_mosaic_gpu_calls_is_known_before_a_program_is_loaded() -> None:
+    """A process that lowers nothing itself, as one that goes on with --resume."""
+    code = "import sys\nfrom benchmarks import choices\nchoices.import_backends()\n"
+    code += "assert 'jax.experimental.mosaic.gpu.core' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_what_is_lacking_comes_ahead_of_what_was_not_steady(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dataclasses.replace(TINY, T=TINY.T + 8)
+    measured = []
+
+    def measure(row: Row, phase: str, *_: Any) -> Found:
+        measured.append((row.T, phase))
+        return Found(str(row), row.op, phase, "xla", {}, {}, {CHOSEN: 1.0, "xla": 1.0}, {}, {})
+
+    monkeypatch.setattr(choices, "_measured", measure)
+    monkeypatch.setitem(choices.ROWS, "cpu", (TINY,))
+    path = tmp_path / "choices.json"
+    with flagsaver.flagsaver(suite=["choices"], json=str(path)):
+        assert entry.main(["benchmarks", "run"]) == 0
+        told = json.loads(path.read_text())
+        told["rows"][0]["doubt"] = "p95 is 90% above the median"
+        path.write_text(json.dumps(told))
+        monkeypatch.setitem(choices.ROWS, "cpu", (TINY, other))
+        measured.clear()
+        with flagsaver.flagsaver(resume=True):
+            entry.main(["benchmarks", "run"])
+    assert measured == [(other.T, PHASES[0]), (other.T, PHASES[1]), (TINY.T, PHASES[0])]
 
 
 def programs(seconds: dict[str, float], wrong: str = "", **of: str) -> Programs:
