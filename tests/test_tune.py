@@ -186,9 +186,11 @@ def spec_of(op, case):
 def test_steps_name_the_configs_fields(op):
     """Every candidate is a field of the right type, and every field has candidates.
 
-    Except for what the rule of attention finds by the sizes of a call, or for a device.
+    Except for what a rule finds by the sizes of a call, or for a device.
     """
-    rules = {"parts", "dq_parts", "dkv_parts", "fast_exp2"} if op == "attention" else set()
+    rules = {"wide_state"}
+    if op == "attention":
+        rules = {"parts", "dq_parts", "dkv_parts", "fast_exp2"}
     config = tune.OPS[op].api.OP.module(tune.BACKEND).Config
     fields = {field.name: field.type for field in dataclasses.fields(config)}
     named = set()
