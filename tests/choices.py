@@ -21,7 +21,7 @@ from unittest import mock
 import jax
 
 from ato_jax import choosing, device, dispatch, tuning
-from benchmarks.choices import APIS, ROWS, Row, draw, keywords
+from benchmarks.choices import APIS, ROWS, Row, draw, import_backends, keywords
 
 GOLDEN = Path(__file__).parent / "choices.txt"
 HEAD = """\
@@ -63,10 +63,7 @@ def described(name: str) -> device.Device:
 @contextlib.contextmanager
 def pretending(card: device.Device) -> Iterator[None]:
     """Inside this context calls run on that card, as far as anything asks."""
-    for api in APIS.values():
-        for backend in api.OP.backends:
-            # Imported in here, it would keep the pretended function.
-            api.OP.backend(backend)
+    import_backends()  # one that is imported in here would keep the pretended function
     with contextlib.ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             if name.startswith("ato_jax") and getattr(module, "of_call", None) is device.of_call:

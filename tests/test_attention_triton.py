@@ -332,7 +332,7 @@ def _terms(operations, name):
 
 
 def _part(operations, name):
-    """Whose part a factor is, and how many parts were subtracted before."""
+    """The argument that a factor is a part of, and the number of that part, from 0."""
     operation, operands = operations[name]
     if operation == "load":
         place = operands[0]
