@@ -88,6 +88,8 @@ MARGIN = 256
 EXACT_FACTOR_BYTES = 6
 # Rows that one warp multiplies.
 ROWS_OF_WARP = 16
+# Up to so many columns each load that is ahead has a buffer of its own, with pages as without.
+NARROW = 128
 # All runs are equally long, so one round of programs ends at the same time. In 8 bits the loads of
 # a program take half as long, and a second program computes while the first waits for them.
 PROGRAMS_PER_MULTIPROCESSOR = 1
@@ -164,15 +166,17 @@ def shared_bytes(
     key_slices = slices_of(spec.D, eight_bits)
     value_slices = value_slices_of(spec, shared, eight_bits)
     keys, values = columns_of(key_slices), columns_of(value_slices)
-    # Where every warp has rows of its own, p stays in registers.
-    columns = keys if config.rows >= ROWS_OF_WARP * config.num_warps else keys + config.block
+    narrow = max(spec.D, spec.V) <= NARROW
+    # Where every warp has rows of its own p stays in registers, but for some narrow 16-bit calls.
+    rows_of_its_own = config.rows >= ROWS_OF_WARP * config.num_warps and (exact or not narrow)
+    columns = keys if rows_of_its_own else keys + config.block
     factors = config.rows * columns * (EXACT_FACTOR_BYTES if exact else item) + MARGIN
     ahead = config.num_stages - 1
     if not ahead:
         # All values of a block, and one slice of its keys, on their way to the tensor cores.
         widest = max(one.size for one in (*key_slices, *value_slices))
         return factors + config.block * (values + widest) * item
-    buffers = max(1, ahead // 2) if in_pages else ahead
+    buffers = max(1, ahead // 2) if in_pages and not narrow else ahead
     streamed = (keys if shared else keys + values) * (1 if eight_bits else item)
     # Page numbers are loaded up to two blocks earlier. Scales came to at most 16 bytes a key.
     vectors = 4 * (ahead + 2) * in_pages + 16 * ahead * eight_bits
