@@ -6,8 +6,10 @@ budget of the result, and so
 
     up to `SOME_ROWS` rows    TF32 multiplies calls of features of either sign without a normaliser,
                               whose weights cancel, calls with segments or lengths, of which a few
-                              rows may be all that one sees, and the backward with a decay per head,
-                              whose gradient is one number for each head
+                              rows may be all that one sees, the backward with a decay per head,
+                              whose gradient is one number for each head, and that of full
+                              attention with a normaliser, in which the gradient of a query is the
+                              small difference of two sums over all keys
     up to `FEW_ROWS` rows     TF32 multiplies every other call, and a decay per head's backward is
                               exact
     up to `EXACT_QUERIES`     both passes are exact: where one weight, or one query's gradient, is
@@ -43,10 +45,11 @@ def finer(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
     if spec.dtype != "bfloat16" or rows > SOME_ROWS:
         return spec
     one_number = spec.decay == "head" and phase == "backward"
+    difference = spec.normalize and not spec.causal and phase == "backward"
     apart = spec.segments is not None or spec.q_lengths or spec.kv_lengths
     cancels = spec.decay != "channel" and (apart or products.rounds_both_signs(spec))
     few = rows <= FEW_ROWS
-    if not (few or one_number or cancels):
+    if not (few or one_number or difference or cancels):
         return spec
     exact = few and (one_number or heads * spec.T <= EXACT_QUERIES)
     precision = "exact" if exact else "tf32"
