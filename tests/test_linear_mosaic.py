@@ -551,7 +551,7 @@ def test_who_is_asked_for_what() -> None:
     assert backend(channel.GPU, **both_ways) == "triton"
     for options, name in (
         ({"kv_lengths": lengths, "q_lengths": lengths + 1}, "queries and keys that differ"),
-        ({"feature_map": ato_jax.favor(jax.random.key(0), 16, 128)}, "elementwise"),
+        ({"feature_map": ato_jax.favor(jax.random.key(0), 300, 128)}, "number of features, 300"),
         (gated | {"feature_map": "silu"}, "feature_map='elu1' with gates per channel"),
     ):
         spec = api.prepare(q, k, v, **{"causal": True, **options}).spec

@@ -16,8 +16,9 @@ where segments are causal; with gates of channels those are multiples of 16, too
 heads above 128 columns are cut into blocks (`channel_blocks.py`). Causal kernels of up to 128
 columns without a decay also take float16, whose sums and weights have units (`mosaic/scales.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
-elu + 1. Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`).
-All else is Triton's.
+elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D, forward alone
+(`projected.py`). Lengths and causal segments are rows that do not count and steps with a decay
+(`steps.py`). All else is Triton's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     feature_maps,
     frame,
     narrow,
+    projected,
     steps,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
@@ -98,6 +100,11 @@ def unsupported_device(device: Device, interpreted: bool) -> str | None:
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    if not spec.feature_map.elementwise:
+        if lacking := projected.unsupported(spec, phase):
+            return lacking
+        lacking = unsupported(projected.inner_spec(spec), phase)
+        return lacking and f"{lacking}, where D is the number of features, {spec.F}"
     if spec.dtype == "float16":
         if lacking := _unsupported_in_float16(spec):
             return f"does not support float16 {lacking}"
@@ -218,6 +225,8 @@ def needs_fallback(spec: LinearAttentionSpec) -> bool:
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
+    if not spec.feature_map.elementwise:
+        return beats_later_backends(projected.inner_spec(spec), device, backward_follows)
     if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
         return False  # no card has timed these
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
@@ -306,6 +315,9 @@ def forward_for_own_backward(spec: LinearAttentionSpec, config: Config, inputs: 
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    if not spec.feature_map.elementwise:
+        inputs = projected.inner_inputs(spec, inputs)
+        return forward(projected.inner_spec(spec), config, inputs)
     return _keep_with_gates(_keep, spec, config, inputs).plain()
 
 

@@ -1,0 +1,101 @@
+"""FAVOR+'s features as arrays: the kernel that makes them, and attention over them by Mosaic GPU's
+kernels, beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_mosaic as hopper
+
+import ato_jax
+from ato_jax import launch
+from ato_jax.ops.linear_attention import api, mosaic_gpu, random_features
+from tests import aot, numerics
+from tests.interpreted import newest, no_races  # noqa: F401
+
+OP = "linear_attention"
+
+
+def error(found: jax.Array, wanted: np.ndarray) -> float:
+    difference = np.asarray(found, np.float64) - wanted
+    return float(np.sqrt(np.mean(difference**2) / np.mean(wanted**2)))
+
+
+# A scale of 6.25 makes |x| about 50 where D is 64.
+@pytest.mark.parametrize("by_triton", [True, False])
+@pytest.mark.parametrize("D, features, scale", [(64, 128, 1.0), (64, 128, 6.25), (24, 40, 2.0)])
+def test_features(
+    D: int, features: int, scale: float, by_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of rows in part, and a batch; rows of columns that fill no tile."""
+    if not by_triton:
+        monkeypatch.setattr(launch, "no_triton", "is hidden")
+    w = ato_jax.favor(jax.random.key(0), features, D).projection
+    x = (scale * jax.random.normal(jax.random.key(1), (2, 75, D))).astype(jnp.bfloat16)
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        with ato_jax.interpret():
+            return random_features.features_of(x, w)
+
+    phi = run(x, w)
+    assert phi.dtype == jnp.bfloat16
+    w64, scaled = np.asarray(w, np.float64), np.asarray(x, np.float64) * D**-0.25
+    half = 0.5 * np.sum(scaled**2, -1, keepdims=True)
+    wanted = np.exp(scaled @ w64.T - half) * features**-0.5
+    # Few large features decide the sum of squares, each with a rounding of up to 4e-3.
+    assert error(phi, wanted) < 4e-3
+    # float32's least normal number is 1.2e-38: rows of 50 have features down to 1e-96.
+    difference = np.abs(np.asarray(phi, np.float64) - wanted)
+    assert np.max(difference / np.maximum(wanted, 2e-36)) < 6e-3
+
+
+@pytest.mark.parametrize("D, features", [(64, 128), (128, 256), (96, 112)])
+def test_they_lower_for_a_card(D: int, features: int) -> None:
+    x = jnp.ones((3, 500, D), jnp.bfloat16)
+    w = jnp.ones((features, D))
+    kernels = aot.triton_kernels(random_features.features_of, x, w, capability=90)
+    assert [kernel.name for kernel in kernels] == ["random_features"]
+
+
+FAVOR = ato_jax.favor(jax.random.key(0), 128, 64)
+
+
+@newest
+@pytest.mark.parametrize(
+    "causal, options",
+    [
+        (False, {}),
+        (True, {}),
+        (True, {"q_lengths": jnp.array([130]), "kv_lengths": jnp.array([130])}),
+    ],
+)
+def test_attention_over_features(causal: bool, options: dict[str, Any]) -> None:
+    qkv = hopper.draw(1, 136, 1, 1, D=64)
+    wanted = numerics.oracle(OP, *qkv, feature_map=FAVOR, causal=causal, **options)
+    hopper.against_the_reference("mosaic_gpu", "xla", wanted)
+
+
+def test_what_is_supported() -> None:
+    q, k, v = hopper.draw(1, 128, 2, 2, D=64)
+
+    def reason(
+        phase: str = "forward", features: int = 128, dtype: str = "bfloat16", **options: Any
+    ) -> str | None:
+        phi = ato_jax.favor(jax.random.key(0), features, 64)
+        arrays = (array.astype(dtype) for array in (q, k, v))
+        spec = api.prepare(*arrays, feature_map=phi, **options).spec
+        return mosaic_gpu.unsupported(spec, phase)
+
+    for causal in (False, True):
+        assert reason(causal=causal) is None
+        assert "gradients" in str(reason("backward", causal=causal))
+    assert reason(causal=True, decay=-jnp.ones((1, 128, 2))) is None
+    assert "bfloat16" in str(reason(dtype="float32"))
+    assert "number of features, 300" in str(reason(features=300))
+    by_channel = -jnp.ones((1, 128, 2, 128))
+    assert "elu1" in str(reason(causal=True, decay=by_channel))
