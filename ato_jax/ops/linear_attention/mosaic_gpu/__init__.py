@@ -226,7 +226,10 @@ def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
     if not spec.feature_map.elementwise:
-        return beats_later_backends(projected.inner_spec(spec), device, backward_follows)
+        # On an H200, B2 H16 T16384 D64 F128: 0.345 ms and by Triton 0.912, causal 0.430 and 1.081.
+        # No card has timed Triton's gradients behind this forward.
+        inner = projected.inner_spec(spec)
+        return not backward_follows and beats_later_backends(inner, device, backward_follows)
     if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
         return False  # no card has timed these
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):

@@ -8,8 +8,8 @@ elementwise map has 4 at the least: 12 where every query sees every key (the map
 4, the sums read 3, the output reads 2 and writes 1), and 15 where causal. So the byte limit's share
 is at most 0.33, causal 0.27. At D = V = F = 128 it is 0.5 and 0.4.
 
-Gradients are Triton's. These kernels round the gradient of the features to bfloat16, and the
-pull-back is a difference: with 256 rows of scale 2.5 the worst row of dk was 2.8e-2 off.
+Gradients are Triton's: by these kernels, with 256 rows of scale 2.5, the worst row of dk was 2.8e-2
+off. They round the gradient of the features to bfloat16, and the pull-back is a difference.
 """
 
 from __future__ import annotations
