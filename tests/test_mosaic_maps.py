@@ -140,7 +140,8 @@ def test_any_feature_map_and_length(
 
     @jax.jit
     def call(q: Any, k: Any, v: Any, g: Any) -> Any:
-        out, _ = output.output(spec, deal, q, k, v, *ahead, gates, steep, lengths)
+        options = {"gates": gates, "steep": steep, "lengths": lengths}
+        out, _ = output.output(spec, deal, q, k, v, *ahead, **options)
         rows = of_rows(exact.inverse), of_rows(exact.e)
         arrays = Arrays(q, k, v, g, *rows, *behind, gates, steep, lengths)
         dk, dv, _ = key_gradient.key_gradient(spec, deal, arrays)

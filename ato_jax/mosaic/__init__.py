@@ -25,7 +25,9 @@ from ato_jax.mosaic.eight_bits import load_eight_bits_transposed as load_eight_b
 from ato_jax.mosaic.eight_bits import scaled as scaled
 from ato_jax.mosaic.eight_bits import widen as widen
 from ato_jax.mosaic.masks import keep_rows as keep_rows
+from ato_jax.mosaic.masks import keep_rows_between as keep_rows_between
 from ato_jax.mosaic.masks import kept as kept
+from ato_jax.mosaic.masks import rows_within as rows_within
 from ato_jax.mosaic.products import ALIKE as ALIKE
 from ato_jax.mosaic.products import PARTS as PARTS
 from ato_jax.mosaic.products import accumulate_while as accumulate_while

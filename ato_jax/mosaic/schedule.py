@@ -90,9 +90,15 @@ class Deal:
             return 1
         return lax.div(self.items - lax.axis_index("block") + (self.blocks - 1), self.blocks)
 
-    def each(self, do: Callable[[Item], None], takes: Callable[[Item], Any] | None = None) -> Any:
+    def each(
+        self,
+        do: Callable[[Item], None],
+        takes: Callable[[Item], Any] | None = None,
+        cut: Callable[[Item], Item] = lambda item: item,
+    ) -> Any:
         """Runs `do` for each item of this block, or for those that it `takes`; returns how many
-        chunks these had in all."""
+        chunks these had in all. `cut` gives an item as it is walked, without chunks at its start
+        or end."""
         block = lax.axis_index("block")
         heads = self.B * self.heads
 
@@ -103,13 +109,13 @@ class Deal:
             here = jnp.minimum(self.rows, self.length - first_row)
             chunks = lax.div(here + (ROWS - 1), ROWS)
             batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
-            found = Item(number, batch, head, piece, first_row, chunks, before, self.end)
+            found = cut(Item(number, batch, head, piece, first_row, chunks, before, self.end))
             if takes is None:
                 do(found)
-                return before + chunks
+                return before + found.chunks
             taken = takes(found)
             pl.when(taken)(lambda: do(found))
-            return jnp.where(taken, before + chunks, before)
+            return jnp.where(taken, before + found.chunks, before)
 
         if self.items == self.blocks:
             # Where there is no loop the compiler has more registers for what is in it.

@@ -24,6 +24,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
     channel_blocks,
+    chunk_borders,
     frame,
     narrow,
     query_gradient_storage,
@@ -144,14 +145,17 @@ def keep(
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
-    ahead = states_of(spec, deal, inputs, pieces)
+    borders = chunk_borders.of_sequence(spec, deal, inputs)
+    ahead = states_of(spec, deal, inputs, pieces, borders)
     kv, units = _in_units(spec, ahead.kv)
     arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
         out, den = wide_causal.output(spec, deal, *arrays), None
     else:
         steep = None if pieces is None else pieces.steep
-        out, den = output(spec, deal, *arrays, gates, steep, inputs.kv_lengths, units, later)
+        options = {"gates": gates, "steep": steep, "lengths": inputs.kv_lengths, "s_units": units}
+        options |= {"begins": borders.begins, "borders_of": borders.chunks}
+        out, den = output(spec, deal, *arrays, later, **options)
     state = ahead.end
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
@@ -214,6 +218,7 @@ def states_of(
     of_queries: mosaic.Deal,
     inputs: Inputs,
     gates: OfPieces | None,
+    borders: chunk_borders.OfSequence | None = None,
 ) -> Edges:
     """Those ahead of each piece; behind the last one, too, if it is to be returned."""
     pieces = of_queries.pieces - (not spec.return_state)
@@ -226,8 +231,10 @@ def states_of(
             found = wide_causal.piece_sums(spec, deal, "whole_sums", inputs.k, inputs.v)
         else:
             until = None if gates is None else gates.until
-            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths)
-    keeps = None if gates is None else gates.keeps
+            adding = None if borders is None else borders.adding
+            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding)
+    kept_by = borders if gates is None else gates
+    keeps = None if kept_by is None else kept_by.keeps
     dtype = _dtype_of_edges(spec)
     return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state, dtype=dtype)
 
@@ -301,15 +308,16 @@ def gradients(
     """
     g = cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
+    borders = chunk_borders.of_sequence(spec, deal, inputs)
     if ahead is None:
         without = dataclasses.replace(spec, return_state=False)
-        s, z, _ = states_of(without, deal, inputs, pieces)
+        s, z, _ = states_of(without, deal, inputs, pieces, borders)
         s, units = _in_units(spec, s)
     else:
         s, z, units = ahead
     of_q, of_k, of_v = shares or (None,) * 3
     wide = frame.is_wide(spec)
-    steep = since = keeps = None
+    steep, since, keeps = None, None, borders.keeps
     if pieces is not None:
         steep, since, keeps = pieces.steep, pieces.since, pieces.keeps
     of_queries = of_keys = None
@@ -323,6 +331,8 @@ def gradients(
             gates=gates,
             steep=steep,
             share=of_q,
+            begins=borders.begins,
+            borders=borders.chunks,
         )
         if weights is not None:
             arrays = arrays._replace(inverse=weights[0], e=weights[1])
@@ -340,7 +350,8 @@ def gradients(
         if wide:
             found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
         else:
-            found = query_sums(spec, later, q, g, inverse, e, since, lengths, of_chunks)
+            reading = None if borders.reading is None else borders.reading[:, first:]
+            found = query_sums(spec, later, q, g, inverse, e, since, lengths, of_chunks, reading)
         found = jax.tree.map(lambda x: _of_groups(spec, x, 1), found)
     end = cotangents.state if spec.return_state else None
     behind = at_edges(
@@ -361,7 +372,8 @@ def gradients(
         heads = spec.G // frame.heads_of_tile(spec)
         walk = dataclasses.replace(deal, heads=heads)
         arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
-        arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v)
+        own_borders = {"ends": borders.ends, "borders": borders.chunks}
+        arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v, **own_borders)
         dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:

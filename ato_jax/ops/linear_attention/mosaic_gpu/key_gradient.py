@@ -67,6 +67,10 @@ u are 0; and R is left at each piece's start.
 I is of b, which dk puts in shared memory, times a, which dv puts beside it: a product with ones
 where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.
 
+Where segments begin in a chunk (`chunk_borders.py`), a and b are masked, what keys have of R and u
+is a product of its own, masked behind it, and R and u start anew from the queries ahead of the
+first border: `reading_g` has their g, and `minus_e` 0 for the others.
+
 Where a tile is of two heads, each warpgroup does for both what it does for one.
 
 Where a group of H / G heads of queries reads the same keys, these are as many queries more: R, u,
@@ -89,6 +93,7 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_rows import keys, values
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import (
     Arrays,
@@ -270,18 +275,19 @@ def sum_queries(
 ) -> Any:
     """R and u behind the chunk, and `to_start`. With the first of a group's members, which is
     None, R and u of later chunks are published before."""
-    own, heads, is_first = walk.own, walk.heads, member is None
+    own, is_first = walk.own, member is None
     step = walk.row_step(item.before + chunk, 0 if is_first else member)
     slot, count = own.rows.slot(step), walk.count(item, chunk)
     units = walk.units(item, chunk, 0 if is_first else member) if walk.has_units else None
-    gates, queries = map_queries(walk, slot, count, units)
+    borders = walk.borders(item, chunk)
+    gates, queries = map_queries(walk, slot, count, units, borders.reads)
     if is_first:
         sums, to_start = publish(walk, chunk, gates, sums, to_start)
     if units is not None:
         sums, to_start = in_units_of(units, sums, to_start)
     # g in as many parts as R.
     added = [[g] for g in walk.in_heads(own.g, slot)]
-    if walk.gated and heads == 1:
+    if walk.gated and walk.heads == 1:
         added = [[walk.tiling.half_of(own.g, slot, half) for half in range(2)]]
     if walk.gated and walk.has_e and is_first:
         keep_sums(walk, item, chunk)
@@ -292,8 +298,11 @@ def sum_queries(
             for n, (of_head, q, g, own_sums) in enumerate(factors)
         ]
     else:
-        sums = sum_at_once(walk, queries, added, sums)
-    if walk.gated:
+        sums = borders.either(
+            functools.partial(sum_at_border, walk, borders, slot, is_first, queries, sums),
+            functools.partial(sum_at_once, walk, queries, added, sums),
+        )
+    if walk.gated or walk.arrays.borders is not None:
         plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
     own.rows.consumed.arrive(slot)
     return sums, to_start
@@ -309,9 +318,10 @@ def in_units_of(units: list[tuple[Any, Any]], sums: Any, before: list[Any]) -> A
 
 
 def map_queries(
-    walk: Walk, slot: Any, count: Any, units: list[tuple[Any, Any]] | None
+    walk: Walk, slot: Any, count: Any, units: list[tuple[Any, Any]] | None, reads: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The gates of each head, and its phi' where q was."""
+    """The gates of each head, and its phi' where q was. u sums up the first `reads` queries, or all
+    where it is None."""
     own, tiling, heads = walk.own, walk.tiling, walk.heads
     own.rows.produced.wait(slot)
     queries = walk.in_heads(own.q, slot)
@@ -335,7 +345,7 @@ def map_queries(
         queries[n][...] = mosaic.kept(phi_q, count).astype(walk.dtype)
         mosaic.keep_rows(walk.in_heads(own.g, slot)[n], count)
         if es:
-            spread(es[n], own.minus_e.at[n])
+            spread(es[n], own.minus_e.at[n], reads)
     plgpu.commit_smem()
     own.mapped.arrive(slot)
     return gates, queries
@@ -399,6 +409,22 @@ def sum_at_once(walk: Walk, queries: list[Any], added: list[list[Any]], sums: An
     return [
         ([next(found) for _ in total], next(found) if walk.has_e else None) for total, _ in sums
     ]
+
+
+def sum_at_border(
+    walk: Walk, borders: Borders, slot: Any, is_first: bool, queries: list[Any], sums: Any
+) -> Any:
+    """R and u of all heads where segments begin in the chunk: of the queries ahead of the first
+    border, and nothing of later chunks. Their g are copied to a place of their own, with 0 for the
+    others, as DV and DK read all of g."""
+    own, tiling = walk.own, walk.tiling
+    for half in range(2):
+        g = load(tiling.half_of(own.g, slot, half))  # [64, 64]
+        tiling.half_of(own.reading_g, 0, half)[...] = mosaic.rows_within(g, None, borders.reads)
+    plgpu.commit_smem()
+    if is_first:
+        sums = jax.tree.map(lambda x: mosaic.zeros(*x.shape), sums)
+    return sum_at_once(walk, queries, [[g] for g in walk.in_heads(own.reading_g, 0)], sums)
 
 
 def sum_one_by_one(

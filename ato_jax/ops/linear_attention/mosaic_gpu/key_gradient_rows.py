@@ -14,6 +14,7 @@ from jax import lax
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay
+from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
 
@@ -56,9 +57,8 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any, share
                     rows = item.rows_from_the_end(chunk)
                     tiling.copy_tile(share, item, rows, item.head, own.out, number, own.shares)
 
-            found, own_flows = one(
-                walk, item.before + chunk, walk.count(item, chunk), units, load_share
-            )
+            of_chunk = item.before + chunk, walk.count(item, chunk), walk.borders(item, chunk)
+            found, own_flows = one(walk, *of_chunk, units, load_share)
             if own.shares is None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             else:
@@ -88,7 +88,12 @@ Units = Callable[[Any], list[tuple[Any, Any]]]
 
 
 def values_chunk(
-    walk: Walk, step: Any, count: Any, units: Units | None, load_share: Callable[[], None]
+    walk: Walk,
+    step: Any,
+    count: Any,
+    borders: Borders,
+    units: Units | None,
+    load_share: Callable[[], None],
 ) -> Any:
     """dv of each head [64, V], and with a decay I(t) of a steep chunk, whose parts lie in dv's
     place meanwhile."""
@@ -115,13 +120,14 @@ def values_chunk(
         own.keys.consumed.arrive(k_slot)
         phi_k = features_of_keys(walk, xs, None, count)
         own.mapped.wait(slot)
-    reads, weights, own_flows = weights_of(walk, slot, phi_k, gates)
+    reads, weights, own_flows = weights_of(walk, slot, phi_k, gates, borders)
     if not walk.some_steep:
         load_share()
     own.state.produced.wait()
     states, gs = tiling.by_heads(own.r), walk.in_heads(own.g, slot)
     dv: Any
     if units is None:
+        reads = of_last_segment(borders, reads)
         factors = zip(reads, states, weights, gs, strict=True)
         dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
     else:
@@ -135,7 +141,7 @@ def values_chunk(
         slot = own.rows.slot(walk.row_step(step, member))
         own.mapped.wait(slot)
         gates = walk.gates_in(slot) if walk.gated else []
-        _, weights, more = weights_of(walk, slot, phi_k, gates)
+        _, weights, more = weights_of(walk, slot, phi_k, gates, borders)
         gs = walk.in_heads(own.g, slot)
         if units is None:
             dv = multiply(*((x, [(w, g)]) for x, w, g in zip(dv, weights, gs, strict=True)))
@@ -150,8 +156,49 @@ def values_chunk(
     return found
 
 
+def add_up(
+    borders: Borders, starts: list[jax.Array], of_later: list[Any], of_pairs: list[Any]
+) -> tuple[jax.Array, ...]:
+    """For each head the sum of what its keys have of later chunks, the start and the products of
+    `of_later`, and of the products with the chunk's own queries. Where segments begin in the chunk,
+    only the keys of its last one are seen by later chunks."""
+
+    def at_border() -> tuple[jax.Array, ...]:
+        found = []
+        for start, read, pairs in zip(starts, of_later, of_pairs, strict=True):
+            (x,) = multiply((start, read))
+            found += multiply((mosaic.rows_within(x, borders.adds, None), pairs))
+        return tuple(found)
+
+    def otherwise() -> tuple[jax.Array, ...]:
+        sums = zip(starts, of_later, of_pairs, strict=True)
+        return multiply(*((start, [*read, *pairs]) for start, read, pairs in sums))
+
+    return borders.either(at_border, otherwise)
+
+
+def of_last_segment(borders: Borders, rows: list[jax.Array]) -> list[jax.Array]:
+    """Of each head's rows of keys, 0 in those that no later chunk sees."""
+
+    def at_border() -> list[jax.Array]:
+        return [mosaic.rows_within(of_head, borders.adds, None) for of_head in rows]
+
+    return borders.either(at_border, lambda: rows)
+
+
+def keep_last_segment(borders: Borders, tiles: list[Any]) -> None:
+    """As `of_last_segment`, in shared memory."""
+    for tile in tiles:
+        mosaic.keep_rows_between(tile, borders.adds, C)
+    plgpu.commit_smem()
+
+
 def weights_of(
-    walk: Walk, slot: Any, phi_k: list[jax.Array], gates: list[chunk_decay.Gates]
+    walk: Walk,
+    slot: Any,
+    phi_k: list[jax.Array],
+    gates: list[chunk_decay.Gates],
+    borders: Borders,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Returns three lists with an element for each head: the left factor of R, which is phi(k); the
     left factor of g, which is a (float16 calls get it in float32); and with a decay I(t)."""
@@ -171,7 +218,18 @@ def weights_of(
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
     if walk.has_units:
         return reads, [walk.seen(of_head) for of_head in a], own_flows
+    a = seen_pairs(borders, a)
     return reads, [mosaic.rounded(walk.seen(of_head)) for of_head in a], own_flows
+
+
+def seen_pairs(borders: Borders, pairs: list[jax.Array]) -> list[jax.Array]:
+    """The pairs [j, i] of each head, 0 where query i is of a later segment than key j."""
+
+    def at_border() -> list[jax.Array]:
+        seen = borders.pairs_until()
+        return [jnp.where(seen, of_head, 0.0) for of_head in pairs]
+
+    return borders.either(at_border, lambda: pairs)
 
 
 def of_state(walk: Walk, products: list[Any]) -> list[jax.Array]:
@@ -235,7 +293,12 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
 
 
 def keys_chunk(
-    walk: Walk, step: Any, count: Any, units: Units | None, load_share: Callable[[], None]
+    walk: Walk,
+    step: Any,
+    count: Any,
+    borders: Borders,
+    units: Units | None,
+    load_share: Callable[[], None],
 ) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
@@ -246,7 +309,7 @@ def keys_chunk(
     own.keys.produced.wait(k_slot)
     if walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
-    found = [mosaic.kept(b, count) for b in pairs_of(walk, slot, vs, es)]
+    found = seen_pairs(borders, [mosaic.kept(b, count) for b in pairs_of(walk, slot, vs, es)])
     gates: list[Any] = [None] * heads
     if walk.gated:
         gates = walk.gates_in(slot)
@@ -279,17 +342,21 @@ def keys_chunk(
         starts = [x + u for x, u in zip(of_r, of_others, strict=True)]
         dk = add_in_units(walk, units(0), starts, [walk.seen(b) for b in found], queries, parts=2)
     else:
-        dk = list(
-            multiply(
-                *(
-                    (of_others[n], [*walk.of_state(n, vs[n]), *((b, queries[n]) for b in both)])
-                    for n, both in enumerate(parts_of(walk.seen(b)) for b in found)
-                )
-            )
-        )
+        of_later = [walk.of_state(n, vs[n]) for n in range(heads)]
+        both = [parts_of(walk.seen(b)) for b in found]
+        of_pairs = [[(b, queries[n]) for b in parts] for n, parts in enumerate(both)]
+        if heads == 2 and walk.spec.H == walk.spec.G:
+            borders.when_some(functools.partial(keep_last_segment, borders, vs))
+            if borders.exist is not None:
+                first = jnp.where(borders.exist, borders.adds, 0)
+                of_others = [mosaic.rows_within(x, first, None) for x in of_others]
+            sums = zip(of_others, of_later, of_pairs, strict=True)
+            dk = list(multiply(*((start, [*read, *pairs]) for start, read, pairs in sums)))
+        else:  # other members' pairs are of all of v
+            dk = list(add_up(borders, of_others, of_later, of_pairs))
     own.state.consumed.arrive()
     own.rows.consumed.arrive(slot)
-    add_member = functools.partial(add_pairs, walk, step, k_slot, count, units)
+    add_member = functools.partial(add_pairs, walk, step, k_slot, count, borders, units)
     dk = walk.each_other_member(add_member, dk)
     if walk.gated and not walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
@@ -319,6 +386,7 @@ def add_pairs(
     step: Any,
     k_slot: Any,
     count: Any,
+    borders: Borders,
     units: Units | None,
     member: Any,
     dk: list[jax.Array],
@@ -343,7 +411,7 @@ def add_pairs(
         dk = add_in_units(walk, units(member), dk, of_member, queries, parts=2)
     else:
         plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
-        parts_of_heads = [parts_of(walk.seen(b)) for b in found]
+        parts_of_heads = [parts_of(walk.seen(b)) for b in seen_pairs(borders, found)]
         factors = zip(dk, parts_of_heads, queries, strict=True)
         dk = list(multiply(*((x, [(b, q) for b in both]) for x, both, q in factors)))
     own.rows.consumed.arrive(slot)

@@ -14,7 +14,12 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    chunk_borders,
+    chunk_decay,
+    feature_maps,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import (
     rounds_pairs,
@@ -73,6 +78,7 @@ class Storage(mosaic.Storage):
     r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
     r_rest: Array  # as r: what rounding left off, where states are split
     r_rows: Array  # [V] float32, for float16: the units of R's rows, then one unit for all of R
+    reading_g: Array  # as one slot of g: with segments, that of queries which earlier chunks meet
     u: Array  # [F] float32
     u_start: Array  # [F] float32: u behind the piece
     v: Array  # as k
@@ -146,6 +152,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
         r=r,
         r_rest=Buffer(shared(V, spec.F)) if splits else None,
         r_rows=r_rows,
+        reading_g=Buffer(tiling.tiles(1)) if spec.segments else None,
         u=Buffer(plgpu.SMEM((F,), F32)) if has_e else None,
         u_start=u_start,
         v=v,
@@ -181,6 +188,9 @@ class Arrays(NamedTuple):
     # What other walks found of dk and dv, to be added.
     dk: Any = None
     dv: Any = None
+    # With segments, as `chunk_borders.OfSequence` has them, `borders` being its `chunks`.
+    ends: Any = None
+    borders: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +243,13 @@ class Walk:
         x = jnp.where(self.sees(), x, 0.0)
         # Rounded in pairs: behind the choice each would be by itself.
         return lax.optimization_barrier(x)
+
+    def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
+        """Of a chunk that is counted from the end."""
+        of_chunks = self.arrays.ends, self.arrays.borders
+        if self.arrays.borders is None:
+            return chunk_borders.Borders()
+        return chunk_borders.of_chunk(*of_chunks, item, item.chunks - 1 - chunk)
 
     @property
     def heads(self) -> int:

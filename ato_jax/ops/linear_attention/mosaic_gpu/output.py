@@ -49,6 +49,10 @@ phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and
 and its denominator are multiplied by exp2(L_i - L_m) at the end. In a steep chunk w, v and what is
 read of the state are scaled in registers.
 
+Where segments begin in a chunk (`chunk_borders.py`), w, what is read of S and the sum with z are
+masked behind their products. Then rows of v ahead of the last segment are set to 0 in shared
+memory, and S starts anew with a product of its own; `adds` has 0 for these rows meanwhile.
+
 Every query sees every key, with a decay (`both_ways.py`): one launch walks from the end
 (`mosaic.Deal.end`) and leaves, of the keys behind each query, its sum of values and its
 denominator; another one walks from the start and adds them, `later` and `later_den`, to its own.
@@ -89,6 +93,12 @@ from ato_jax.ops.linear_attention.mosaic_gpu.output_eight_bits import (
     load_eight_bits,
     map_eight_bits,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.output_rows import (
+    factor_of,
+    leave_den,
+    store_state,
+    times,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.output_storage import (
     FEATURES,
     MEMORY,
@@ -111,11 +121,8 @@ def output(
     v: jax.Array,
     s: jax.Array,
     z: jax.Array,
-    gates: jax.Array | None,
-    steep: jax.Array | None,
-    lengths: jax.Array | None = None,
-    s_units: jax.Array | None = None,
     later: Later | None = None,
+    **options: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """out; and with `later`, where it is normalised, what rows of out are divided by, [B, H, T up
     to a whole chunk] float32.
@@ -123,16 +130,14 @@ def output(
     Args:
       s, z: [B, G, P or more, V, F] and [B, G, P or more, F] in float32, the sums ahead of each
         piece; s in the dtype of q, in float16 in units of its rows.
+      later: what `later_output` left.
       gates: log2 decays summed within each chunk, [B, G, T up to a whole chunk], float32.
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
-      later: what `later_output` left.
+      begins, borders_of: with segments, `begins` and `chunks` of `chunk_borders.OfSequence`.
     """
-    out, *den = _launch(
-        spec, deal, later, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths,
-        s_units=s_units,
-    )  # fmt: skip
+    out, *den = _launch(spec, deal, later, q=q, k=k, v=v, s=s, z=z, **options)
     return out, den[0] if den else None
 
 
@@ -267,12 +272,20 @@ def load_piece(walk: Walk, item: Item) -> None:
 def features(walk: Walk, half: int) -> None:
     """Maps q and k in place, and makes phi(q_i) . z."""
     if not walk.gated:
-        adds = mosaic.ones(C, ALIKE, walk.tiling.dtype)
-        mosaic.store_transposed(walk.own.adds.at[half], adds)
+        store_adds(walk, half)
     steps = walk.deal.each(lambda item: map_piece(walk, half, item))
     if walk.own.eight is not None:
         walk.own.rows.drain(steps)
         walk.own.values.drain(steps)
+
+
+def store_adds(walk: Walk, half: int, first: Any = None) -> None:
+    """1 for each key, or each from row `first` on."""
+    adds = mosaic.ones(C, ALIKE, walk.tiling.dtype)
+    adds = adds if first is None else mosaic.rows_within(adds, first, None)
+    mosaic.store_transposed(walk.own.adds.at[half], adds)
+    if first is not None:
+        plgpu.commit_smem()
 
 
 def map_piece(walk: Walk, half: int, item: Item) -> None:
@@ -322,12 +335,16 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         own.values.produced.arrive(v_slot)
     own.mapped.arrive(slot)
     if spec.normalize:
+        borders = walk.borders(item, chunk)  # here, where features take no registers
+        borders.when_some(lambda: store_adds(walk, half, borders.adds))
         den, totals = multiply(
-            (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]), (totals, [(own_k.T, adds.T)])
+            (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]),
+            (borders.left(totals), [(own_k.T, adds.T)]),
         )
-        den = jnp.sum(den, axis=1) / (ALIKE / walk.z_unit)
+        den = jnp.sum(mosaic.rows_within(den, None, borders.reads), axis=1) / (ALIKE / walk.z_unit)
         own.den.at[v_slot, half][...] = den if reads is None else den * reads
         own.den_known.arrive(v_slot)
+        borders.when_some(lambda: store_adds(walk, half))
     own.rows.consumed.arrive(slot)
     if own.eight is None:
         own.values.consumed.arrive(v_slot)
@@ -369,6 +386,7 @@ def multiply_chunk(
     out_slot = mosaic.slot_of(step, OUT_SLOTS)
     q, k = (tiling.parts_in(tiles, slot, half) for tiles in (own.q, own.k))
     v, state = own.v.at[v_slot, half], walk.s_parts(half)
+    borders = walk.borders(item, chunk)
     gates: Any = None
     if walk.gated:
         own.values.produced.wait(v_slot)
@@ -399,8 +417,18 @@ def multiply_chunk(
     def otherwise() -> Any:
         return products(S, v.T)
 
+    def at_border() -> Any:
+        return jnp.where(borders.pairs_from(), w, 0.0), mosaic.rows_within(out, None, borders.reads)
+
+    def behind_border() -> list[jax.Array]:
+        mosaic.keep_rows_between(v, borders.adds, C)
+        plgpu.commit_smem()
+        starts = [mosaic.zeros(*part.shape) for part in S]
+        return list(multiply(*((start, [(v.T, b)]) for start, b in zip(starts, k, strict=True))))
+
     w, out, S = gates.either(when_steep, otherwise) if walk.gated else otherwise()
-    own.rows.consumed.arrive(slot)
+    w, out = borders.either(at_border, lambda: (w, out))
+    borders.unless_some(lambda: own.rows.consumed.arrive(slot))
     w = walk.seen(w)
     w_units = None
     if walk.s_units is not None:
@@ -411,6 +439,8 @@ def multiply_chunk(
     # Rounded in pairs: behind the choice each would be by itself.
     w = mosaic.rounded(lax.optimization_barrier(w), tiling.dtype)
     (out,) = multiply((out, [(w, v)]))
+    S = borders.either(behind_border, lambda: S)
+    borders.when_some(lambda: own.rows.consumed.arrive(slot))
     factor, den = factor_of(walk, half, v_slot, w, w_units, gates)
     plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
     out = out * factor
@@ -429,61 +459,3 @@ def multiply_chunk(
     if own.left_den is not None:
         leave_den(walk, half, item, item.rows(chunk))
     return S, to_end
-
-
-def leave_den(walk: Walk, half: Any, item: Item, rows: Any) -> None:
-    """Stores a chunk's denominators; of one head in a tile both halves have them."""
-
-    def leave() -> None:
-        target = walk.left_den.at[item.batch, walk.tiling.head_of(item.head, half), rows]
-        plgpu.copy_smem_to_gmem(walk.own.left_den.at[half], target)
-
-    if walk.tiling.heads == 2:
-        leave()
-    else:
-        pl.when(half == 0)(leave)
-
-
-def store_state(walk: Walk, half: Any, state: list[Any], S: list[jax.Array]) -> None:
-    """S as products read it."""
-    if walk.s_units is not None:
-        units = mosaic.units_of_rows(S)
-        walk.own.s_units.at[half][...] = units
-        S = [mosaic.in_units(part, units) for part in S]
-    for part, total in zip(state, S, strict=True):
-        part[...] = total.astype(walk.tiling.dtype)
-
-
-def times(S: list[jax.Array], factor: Any) -> list[jax.Array]:
-    return [part * factor for part in S]
-
-
-def factor_of(
-    walk: Walk, half: Any, v_slot: Any, w: jax.Array, w_units: jax.Array | None, gates: Any
-) -> tuple[Any, Any]:
-    """What rows of out are multiplied by, [64, 64], or the scale; and the denominator [64] of all
-    keys, or of the later ones where these are all that the launch sees."""
-    spec, own = walk.spec, walk.own
-    den: Any = None
-    lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0
-    factor = spec.scale * lasting
-    if spec.normalize:
-        den = jnp.sum(w.astype(F32), axis=1)
-        if w_units is not None:
-            den = den * w_units
-        own.den_known.wait(v_slot)
-        for other in range(2) if walk.tiling.heads == 1 else (half,):
-            den = den + load(own.den.at[v_slot, other], OF_ROWS)
-        den = den * lasting
-        if walk.later_den is not None:
-            den = den + load(walk.tiling.rows_in(own.later_den, v_slot, half), OF_ROWS)
-        if walk.part is Part.LATER:
-            factor = lasting
-        else:
-            den = jnp.maximum(den, spec.eps)
-            factor = lasting / den
-    if w_units is not None:
-        factor = factor * w_units
-    if walk.gated or spec.normalize or w_units is not None:
-        factor = mosaic.in_columns(factor, HALF)
-    return factor, den

@@ -13,7 +13,12 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    chunk_borders,
+    chunk_decay,
+    feature_maps,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -165,6 +170,8 @@ class Walk:
     later_den: Any = None
     out: Any = None
     left_den: Any = None
+    begins: Any = None  # with segments, as `chunk_borders.OfSequence` has them
+    borders_of: Any = None
     q_scale: Any = None
     k_scale: Any = None
     v_scale: Any = None
@@ -204,6 +211,9 @@ class Walk:
     def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
         rows = self.tiling.rows_in(self.own.gates, slot, half)
         return chunk_decay.gates_of(rows, some_steep, from_the_end=self.part is Part.LATER)
+
+    def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
+        return chunk_borders.of_chunk(self.begins, self.borders_of, item, chunk)
 
     def seen(self, w: jax.Array) -> jax.Array:
         """w [i, j] where j is one of this launch's keys, else 0."""

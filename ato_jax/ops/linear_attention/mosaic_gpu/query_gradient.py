@@ -46,6 +46,9 @@ The first chunks of a sequence multiply phi(k) in two parts, and in bfloat16 S
 (`chunks_in_two_parts`). There the warpgroups of values map k, each its half, and what rounding
 leaves off lies in dq's other slot until S and z are summed up, behind all else.
 
+Where segments begin in a chunk (`chunk_borders.py`), what is read of S and z is masked ahead of the
+pairs' products, and S and z start anew from rows of phi(k) that are set to 0 last.
+
 Where a tile is two heads', the halves are these, and nothing has to be exchanged.
 
 This file has the launch and the walks of all warpgroups; `query_gradient_storage.py` their arrays
@@ -86,6 +89,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_reads import (
     behind_rest,
     map_keys,
     ones_where,
+    read_at_border,
     read_at_once,
     read_one_by_one,
     rest_of_state,
@@ -288,6 +292,7 @@ def multiply_piece(walk: Walk, item: Item) -> None:
 def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, carried: Any) -> Any:
     own, (S, totals, to_end) = walk.own, carried
     chunk = chunk_of(walk, item, half, head, number)
+    chunk = chunk._replace(borders=walk.borders(item, number))
     plgpu.barrier_wait(own.loaded.at[chunk.slot])
     plgpu.barrier_wait(own.k_mapped.at[chunk.k_slot])
     if walk.gated:
@@ -316,8 +321,11 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
         plgpu.barrier_wait(own.q_loaded.at[chunk.q_slot])
         D, z, S, totals, of_state = read_one_by_one(walk, chunk, w, S, totals)
     else:
-        D, z, S, totals = read_at_once(walk, chunk, w, initial, S, totals)
-    if walk.gated:
+        D, z, S, totals = chunk.borders.either(
+            functools.partial(read_at_border, walk, chunk, w, totals),
+            functools.partial(read_at_once, walk, chunk, w, initial, S, totals),
+        )
+    if walk.gated or walk.arrays.borders is not None:
         plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
 
     def let_values_go() -> None:

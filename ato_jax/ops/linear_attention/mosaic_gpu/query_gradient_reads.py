@@ -142,6 +142,28 @@ def add_pairs(walk: Walk, chunk: Chunk, w: jax.Array, D: jax.Array) -> jax.Array
     return D * mosaic.in_columns(units, HALF)
 
 
+def read_at_border(walk: Walk, chunk: Chunk, w: jax.Array, totals: jax.Array) -> tuple[Any, ...]:
+    """As `read_at_once` where segments begin in the chunk: one product after the other, as there
+    are no registers for all factors. Features that are no part of the state are set to 0 last."""
+    borders, features = chunk.borders, chunk.features
+    seen = borders.pairs_from() & sees(walk)
+    (D,) = multiply((mosaic.zeros(C, HALF), parts_of_state(walk, chunk)))
+    D = mosaic.rows_within(D, None, borders.reads)
+    weights = parts_of(walk, lax.optimization_barrier(jnp.where(seen, w, 0.0)))
+    (D,) = multiply((D, [(part, features) for part in weights]))
+    z: list[jax.Array] = []
+    if walk.spec.normalize:
+        before = mosaic.rows_within(z_before(walk, chunk), None, borders.reads)
+        z += multiply((before, [(ones_where(walk, seen), features)]))
+    mosaic.keep_rows_between(features, borders.adds, C)
+    plgpu.commit_smem()
+    behind = [(mosaic.zeros(HALF, walk.spec.V), [(features.T, chunk.v)])]
+    if walk.sums_keys:
+        behind.append((mosaic.zeros(*totals.shape), [(features.T, walk.own.ones.T)]))
+    S, *own_totals = multiply(*behind)
+    return D, z, S, own_totals[0] if walk.sums_keys else totals
+
+
 def read_one_by_one(
     walk: Walk, chunk: Chunk, w: jax.Array, S: jax.Array, totals: jax.Array
 ) -> tuple[Any, ...]:

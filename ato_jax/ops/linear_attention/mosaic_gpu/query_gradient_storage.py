@@ -11,7 +11,12 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Item
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    chunk_borders,
+    chunk_decay,
+    feature_maps,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import (
     adds_up_e,
@@ -32,7 +37,8 @@ OWN_REGISTERS, GATED_REGISTERS = (216, 56), (224, 40)
 class Arrays(NamedTuple):
     """The kernel's inputs, in the order of its operands.
 
-    s, z, gates, steep, lengths and s_units are as in `output`. The launch adds `ones`. Where
+    s, z, gates, steep, lengths and s_units are as in `output`; with segments begins and borders are
+    those of `chunk_borders.OfSequence`, `chunks` the latter. The launch adds `ones`. Where
     queries also see keys of another launch, `inverse` and `e` are given and count all keys; dq is
     then the share of this launch's keys, and `share`, where it is given, is that of the other
     launch and is added to it.
@@ -52,6 +58,8 @@ class Arrays(NamedTuple):
     inverse: Any = None
     e: Any = None
     share: Any = None
+    begins: Any = None
+    borders: Any = None
 
 
 class Left(NamedTuple):
@@ -192,6 +200,9 @@ class Walk:
     def gates_in(self, rows: Any, some_steep: bool = True) -> chunk_decay.Gates:
         return chunk_decay.gates_of(rows, some_steep, from_the_end=self.deal.end is not None)
 
+    def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
+        return chunk_borders.of_chunk(self.arrays.begins, self.arrays.borders, item, chunk)
+
     def sees_few_keys(self, item: Item, chunk: Any) -> Any:
         return item.first_row + chunk * C < self.few_chunks * C
 
@@ -256,3 +267,4 @@ class Chunk(NamedTuple):
     lasting: Any = None  # [64] with a decay, exp2(G_i - G_m)
     few: Any = None  # whether its queries see few keys; None where that changes nothing
     rest_of_keys: Any = None  # there: what rounding phi(k) leaves off
+    borders: chunk_borders.Borders = chunk_borders.Borders()

@@ -25,10 +25,11 @@ from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
-def spread(e: jax.Array, minus_e_ref: Any) -> None:
-    """-e [C] in the rows of minus_e [8, C]: rounded, and what that left off."""
+def spread(e: jax.Array, minus_e_ref: Any, count: Any = None) -> None:
+    """-e [C] in the rows of minus_e [8, C]: rounded, and what that left off. Behind the first
+    `count` rows of e 0, unless it is None."""
     dtype = minus_e_ref.dtype
-    minus_e = mosaic.in_columns(-e, ALIKE)
+    minus_e = mosaic.kept(mosaic.in_columns(-e, ALIKE), count)
     rounded = mosaic.rounded(minus_e, dtype)
     rest = mosaic.rounded(minus_e - rounded.astype(F32), dtype)
     column = plgpu.broadcasted_iota(jnp.int32, (C, ALIKE), dimension=1, layout=mosaic.TILE)
@@ -54,10 +55,12 @@ def query_sums(
     gates: jax.Array | None,
     lengths: jax.Array | None = None,
     units: tuple[jax.Array, jax.Array] | None = None,
+    reading: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """R [B, H, P, V, F] and u [B, H, P, F], float32; gates are summed up from each piece's first
     row, [B, H, T up to a whole chunk]; rows behind `lengths` [B] are left out. units: in float16
-    those of inverse and e, `units_of_chunks`."""
+    those of inverse and e, `units_of_chunks`. reading: with segments, as `chunk_borders` has it, of
+    the pieces of `deal`."""
 
     def map_rows(
         half: int,
@@ -78,10 +81,9 @@ def query_sums(
         spread(e if units is None else e / units[1], minus_e_ref)
 
     vectors = [inverse, e] if gates is None else [inverse, e, gates]
+    options: dict[str, Any] = dict(lengths=lengths, units=units, within=reading)
     name = "query_sums"
-    return piece_sums(
-        spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, lengths=lengths, units=units
-    )
+    return piece_sums(spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, **options)
 
 
 def channel_query_sums(

@@ -1,9 +1,10 @@
 """Lengths and segments as the kernels take them.
 
     lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
-    segments    a decay for each step: at the first step of a segment -inf, of which sums take the
-                least decay. exp2(-184) is 0 in float32, so that nothing of earlier steps is left,
-                neither of a state nor of a pair; and such a decay has no gradient
+    segments    masks (`chunk_borders.py`). Where there is a decay, too, a decay for each step: at
+                the first step of a segment -inf, of which sums take the least decay. exp2(-184) is
+                0 in float32, so that nothing of earlier steps is left, neither of a state nor of a
+                pair; and such a decay has no gradient
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
-    """Where a decay for each step cannot be in their place, or is slower than Triton's kernels:
-    every chunk in which a segment begins is steep. On an H100, B2 H32 T16384 D64 with segments of
-    1024, forward and gradients took 1.55 ms, by Triton's 1.34; B2 H16 D128 1.60 and 1.79."""
+    """Where there is no mask for them, and where a decay for each step, in their place where there
+    is a decay, is slower than Triton's kernels: every chunk in which a segment begins is steep. On
+    an H100, B2 H32 T16384 D64 with segments of 1024, forward and gradients took 1.55 ms so, by
+    Triton's 1.34; B2 H16 D128 1.60 and 1.79."""
     if frame.by_documents(spec):
         return document_table.unsupported(spec, phase)
     if not spec.causal:
@@ -46,14 +48,14 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "with a decay per channel"
     if frame.is_wide(spec):
         return f"with more than {frame.F} columns"
-    if phase == "backward" and max(spec.D, spec.V) <= mosaic.HALF:
-        return f"for the gradients with up to {mosaic.HALF} columns"
+    if spec.decay and phase == "backward" and max(spec.D, spec.V) <= mosaic.HALF:
+        return f"for the gradients with a decay and up to {mosaic.HALF} columns"
     return None
 
 
 def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
-    """The call with lengths as they are; where rows are walked with at most `kv_lengths`, and a
-    decay in the place of segments.
+    """The call with lengths as they are; where rows are walked with at most `kv_lengths`, and
+    beside a decay with segments as part of it.
 
     Lengths are there, too, where T ends within a chunk, and the state behind it is returned or a
     walk begins there: rows beyond the end are read as zeros, whose features need not be zero.
@@ -68,7 +70,7 @@ def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttention
     if lengths is not None:
         spec = dataclasses.replace(spec, q_lengths=False, kv_lengths=True)
         inputs = inputs._replace(q_lengths=None, kv_lengths=lengths)
-    if spec.segments:
+    if spec.segments and spec.decay:
         decay = _with_borders(spec, inputs)
         spec = dataclasses.replace(spec, segments=None, decay="step")
         inputs = inputs._replace(decay=decay, q_segments=None, kv_segments=None)
@@ -78,10 +80,9 @@ def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttention
 def _with_borders(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
     """The decay of each step; the least at those that begin a segment."""
     ids = inputs.kv_segments
-    assert ids is not None
+    assert ids is not None and inputs.decay is not None
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))  # [B, S]
-    decay = jnp.zeros((), jnp.float32) if inputs.decay is None else inputs.decay
-    return jnp.where(_of_steps(spec, begins), -jnp.inf, _as_steps(spec, decay))
+    return jnp.where(_of_steps(spec, begins), -jnp.inf, _as_steps(spec, inputs.decay))
 
 
 def decay_of_steps(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
@@ -116,7 +117,7 @@ def _of_steps(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
 
 
 def _as_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
-    """A number, a decay per head [G], or one per step, as one per step."""
+    """A decay per head [G], or one per step, as one per step."""
     shape = (spec.B, spec.S, spec.G) if spec.layout == "bthd" else (spec.B, spec.G, spec.S)
     if decay.ndim == 1 and spec.layout == "bhtd":
         decay = decay[:, None]

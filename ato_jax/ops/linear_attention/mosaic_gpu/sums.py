@@ -23,7 +23,12 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Item
-from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel_blocks,
+    chunk_borders,
+    feature_maps,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -39,9 +44,11 @@ def sums(
     v: jax.Array,
     gates: jax.Array | None,
     lengths: jax.Array | None = None,
+    adding: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
-    end, [B, G, T up to a whole chunk]; lengths: [B] int32, rows behind them are left out."""
+    end, [B, G, T up to a whole chunk]; lengths: [B] int32, rows behind them are left out; adding:
+    with segments, as `chunk_borders` has it."""
 
     def map_rows(half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
         adds = mosaic.ones(C, ALIKE, frame.tiling(spec).dtype)
@@ -52,7 +59,9 @@ def sums(
         feature_maps.map_keys_in_place(spec, k_ref, half, exponents)
 
     vectors = [] if gates is None else [gates]
-    return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE, lengths=lengths)
+    return piece_sums(
+        spec, deal, "sums", k, v, vectors, map_rows, ALIKE, lengths=lengths, within=adding
+    )
 
 
 def piece_sums(
@@ -67,6 +76,7 @@ def piece_sums(
     weigh: Callable[..., jax.Array] | None = None,
     lengths: jax.Array | None = None,
     units: tuple[jax.Array, jax.Array] | None = None,
+    within: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
 
@@ -81,6 +91,8 @@ def piece_sums(
       lengths: [B] int32; rows of x and y behind them count as 0.
       units: in float16, of phi and of a, [B, heads, chunks] each, which `map_rows` is given, too:
         it divides by them. Sums are kept in the units of the last chunk.
+      within: [B, P, 2] int32, the rows of each piece that are summed, where not all are: the first
+        one, and the one behind the last.
     """
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
@@ -121,7 +133,13 @@ def piece_sums(
         *given, total_ref, columns_ref = refs
         vector_refs = given[: len(vectors_s)]
         unit_refs = given[len(vectors_s) : len(vectors_s) + 2] if units else ()
+        within_ref = None if within is None else given.pop()
         lengths_ref = None if lengths is None else given[-1]
+
+        def each(do: Callable[[Item], None]) -> Any:
+            if within_ref is None:
+                return deal.each(do)
+            return deal.each(do, cut=lambda item: chunk_borders.cut_to(within_ref, item))
 
         def units_of(item: Item, half: Any, chunk: Any) -> tuple[Any, ...]:
             """Of phi and of a in this chunk."""
@@ -170,6 +188,8 @@ def piece_sums(
                 given_units = {"units": units_of(item, half, chunk)} if units else {}
                 map_rows(half, x, a, *vectors, **given_units)
                 mosaic.keep_rows(x, item.rows_within(chunk, lengths_ref))
+                if within_ref is not None:
+                    chunk_borders.keep_within(within_ref, item, chunk, x)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if by_values:
@@ -250,7 +270,7 @@ def piece_sums(
         @pl.when(mosaic.group() == frame.MEMORY)
         def _memory() -> None:
             mosaic.set_registers(mosaic.MEMORY_REGISTERS, WARPGROUPS)
-            steps = deal.each(load_piece)
+            steps = each(load_piece)
             mosaic.await_the_last(free, steps, STAGES)
 
         for half in range(2):
@@ -258,13 +278,13 @@ def piece_sums(
             @pl.when(mosaic.group() == frame.FEATURES + half)
             def _features(half: int = half) -> None:
                 mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                deal.each(lambda item: map_piece(item, half))
+                each(lambda item: map_piece(item, half))
                 plgpu.wait_smem_to_gmem(0)
 
         @pl.when(mosaic.group() < frame.MEMORY)
         def _values() -> None:
             mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
-            deal.each(multiply_piece)
+            each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
     of_pieces = deal.B, deal.heads * heads, deal.pieces
@@ -272,5 +292,6 @@ def piece_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.V, spec.D), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    arrays = [x, y, *vectors, *(units or ()), *([] if lengths is None else [lengths])]
+    arrays = [x, y, *vectors, *(units or ())]
+    arrays += [array for array in (lengths, within) if array is not None]
     return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)

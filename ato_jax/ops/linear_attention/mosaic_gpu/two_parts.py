@@ -58,8 +58,8 @@ def chunks_in_two_parts(spec: LinearAttentionSpec) -> int:
     small by chance many. Both terms of row i are about 1 / sqrt(i) of the first row's. Further on,
     the error is small beside half the RMS row of 65,536 rows, which a row counts as at least.
     """
-    if not spec.normalize or spec.decay is not None:
-        return 0
+    if not spec.normalize or spec.decay is not None or spec.segments:
+        return 0  # with segments few keys are seen everywhere
     if frame.heads_of_tile(spec) == 1:
         # It spills 184 bytes in place of 52, and at D = 128 a call with gradients takes 1.11 times
         # as long on an H200; with two heads in a tile 1.005 times.
