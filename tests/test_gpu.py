@@ -534,6 +534,33 @@ def test_random_features_of_mosaic_gpu(D: int, F: int, causal: bool) -> None:
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "layout", "options"),
+    [
+        (2, 9000, 4, 4, 128, "bthd", {}),
+        (2, 7000, 8, 2, 128, "bhtd", {"feature_map": "silu"}),
+        (2, 9001, 8, 8, 64, "bthd", {}),
+        (2, 7000, 8, 4, 64, "bhtd", {"kv_lengths": np.array([7000, 3001])}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_causal_segments_of_mosaic_gpu(
+    B: int, T: int, H: int, G: int, D: int, layout: str, options: dict[str, Any]
+) -> None:
+    """Several borders in a chunk, and chunks without one. Two runs give the same bits."""
+    needs_hopper()
+    generator = np.random.default_rng(0)
+    begins = generator.random((B, T)) < np.where(np.arange(T) < 200, 1 / 2, 1 / 200)
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout)
+    options = options | {"layout": layout, "segment_ids": np.cumsum(begins, axis=1)}
+    wanted = numerics.oracle("linear_attention", *qkv, causal=True, **options)
+    found, again = (numerics.run_backends("mosaic_gpu", "mosaic_gpu", wanted) for _ in range(2))
+    numerics.compare(found, wanted)
+    for name in found:
+        np.testing.assert_array_equal(found[name], again[name], err_msg=name)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     ("causal", "D", "V", "kind"),
     [
         (True, 128, 64, "step"),

@@ -153,7 +153,8 @@ def keep(
         out, den = wide_causal.output(spec, deal, *arrays), None
     else:
         steep = None if pieces is None else pieces.steep
-        options = {"gates": gates, "steep": steep, "lengths": inputs.kv_lengths, "s_units": units}
+        options: dict[str, Any] = {"gates": gates, "steep": steep, "s_units": units}
+        options |= {"lengths": inputs.kv_lengths}
         options |= {"begins": borders.begins, "borders_of": borders.chunks}
         out, den = output(spec, deal, *arrays, later, **options)
     state = ahead.end

@@ -164,7 +164,7 @@ def add_up(
     only the keys of its last one are seen by later chunks."""
 
     def at_border() -> tuple[jax.Array, ...]:
-        found = []
+        found: list[jax.Array] = []
         for start, read, pairs in zip(starts, of_later, of_pairs, strict=True):
             (x,) = multiply((start, read))
             found += multiply((mosaic.rows_within(x, borders.adds, None), pairs))
