@@ -112,7 +112,7 @@ class Borders(NamedTuple):
         else:
             pl.when(~self.exist)(do)
 
-    # Loaded where they are used: kept in registers they would be spilled.
+    # Loaded where they are used, so that they take no registers meanwhile.
     @property
     def reads(self) -> Any:
         return None if self.numbers is None else self.numbers[0]
