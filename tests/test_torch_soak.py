@@ -91,6 +91,10 @@ def test_slow_calls_and_their_reasons():
 
 def test_growth_of_memory():
     steady = [{"host MiB": 1000.0 + n % 7, "mappings": 5000.0} for n in range(40)]
-    assert soak.growth(steady) == []
+    assert soak.growth(steady, 0) == []
     growing = [sample | {"mappings": 5000.0 + 50 * n} for n, sample in enumerate(steady)]
-    assert soak.growth(growing) == ["mappings grew from 6450 to 6950"]
+    assert soak.growth(growing, 0) == ["mappings grew from 6450 to 6950"]
+    # Memory of programs that are compiled in the first half.
+    programs = [one | {"host MiB": 1000.0 + 15 * min(n, 20)} for n, one in enumerate(steady)]
+    assert soak.growth(programs, 80) == []
+    assert soak.growth(programs, 40) == ["host MiB grew from 1000 to 1300 by 40 programs"]
