@@ -54,7 +54,7 @@ LARGEST: list[Case] = [
     ("A100", "float32", 576, 512, 1, {"form": "contiguous"}),
     ("A100", "float32", 320, 64, 16, MANY_HEADS),
 ]
-# Of narrow rows, those of which the rule once said too little.
+# Calls of narrow rows that an earlier rule allowed less memory than the compiler takes.
 NARROW: list[Case] = [
     ("A10", "bfloat16", 128, 128, 16, {"form": "shared"}),
     ("A10", "bfloat16", 64, 64, 1, {"cached": "int8"}),

@@ -178,7 +178,8 @@ def add_up(
 
 
 def of_last_segment(borders: Borders, rows: list[jax.Array]) -> list[jax.Array]:
-    """Of each head's rows of keys, 0 in those that no later chunk sees."""
+    """The rows of each head with 0 for keys whose segment ends in this chunk, which no later chunk
+    sees."""
 
     def at_border() -> list[jax.Array]:
         return [mosaic.rows_within(of_head, borders.adds, None) for of_head in rows]

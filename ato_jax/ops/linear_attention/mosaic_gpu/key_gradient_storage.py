@@ -245,7 +245,7 @@ class Walk:
         return lax.optimization_barrier(x)
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
-        """Of a chunk that is counted from the end."""
+        """The borders of chunk number `chunk`, where 0 is the last chunk of the item."""
         of_chunks = self.arrays.ends, self.arrays.borders
         if self.arrays.borders is None:
             return chunk_borders.Borders()
