@@ -62,6 +62,7 @@ OPS = (
     "mosaic_gpu",
     "mosaic_channel_gates",
     "mosaic_documents",
+    "random_features",
     "mosaic_attention",
     "mosaic_delta_rule",
 )
@@ -109,6 +110,7 @@ BESIDE = {
         "linear_attention/scans/channel*.py",
     ),
     "mosaic_documents": ("mosaic_gpu", "linear_attention/mosaic_gpu/document*.py"),
+    "random_features": ("mosaic_gpu", "linear_attention/random_features.py"),
 }
 # The entries of a table that order backends, and the functions, of a backend and of `tuning.py`.
 ORDER = ("first", "last")
@@ -123,6 +125,7 @@ MARKED_ALONE = {
     "mosaic_gpu",
     "mosaic_channel_gates",
     "mosaic_documents",
+    "random_features",
     "mosaic_attention",
     "mosaic_delta_rule",
 }
@@ -146,6 +149,7 @@ def source_files(part: str) -> list[Path]:
     patterns += [KIT] if below in MADE_OF_THE_KIT else []
     patterns += [HOPPER_KIT] if below in MADE_OF_HOPPERS_KIT else []
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    found |= beside(part) if part in BESIDE else set()
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 
 

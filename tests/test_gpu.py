@@ -39,6 +39,7 @@ of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 of_wide_heads = pytest.mark.kernels("wide_attention")
 of_mosaic_gpu = pytest.mark.kernels("mosaic_gpu")
 of_mosaic_documents = pytest.mark.kernels("mosaic_documents")
+of_random_features = pytest.mark.kernels("random_features")
 of_mosaic_attention = pytest.mark.kernels("mosaic_attention")
 of_mosaic_delta_rule = pytest.mark.kernels("mosaic_delta_rule")
 
@@ -519,7 +520,7 @@ def test_documents_of_mosaic_gpu(
         np.testing.assert_array_equal(found[name], again[name], err_msg=name)
 
 
-@of_mosaic_gpu
+@of_random_features
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("D", "count"), [(64, 128), (128, 128), (48, 240)])
 def test_random_features_of_mosaic_gpu(D: int, count: int, causal: bool) -> None:
