@@ -26,6 +26,9 @@ SMALLEST_SLOPE = 2.0**-53
 # A fault of all of a query's weights that leaves its gradients half of float16's budget.
 SMALLEST_CORRECTION = 2.0**-11
 
+# Larger than any distance between positions; the sum of two fits int32.
+FAR = (1 << 30) - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
@@ -156,6 +159,42 @@ def positions_of_first_query(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
     q_lengths = jnp.int32(spec.T) if inputs.q_lengths is None else inputs.q_lengths
     kv_lengths = jnp.int32(spec.S) if inputs.kv_lengths is None else inputs.kv_lengths
     return jnp.broadcast_to(kv_lengths - q_lengths, (spec.B,))
+
+
+class Limits(NamedTuple):
+    """The bounds of a batch entry's pairs: ints where they are static."""
+
+    low: Any  # None: no bound
+    high: Any
+    q_length: Any
+    kv_length: Any
+
+
+class Ranges(NamedTuple):
+    """Blocks first, ..., end - 1 hold all visible pairs; whole, ..., whole_end - 1 no hidden
+    ones."""
+
+    first: Any
+    whole: Any
+    whole_end: Any
+    end: Any
+
+
+def limits_array(spec: AttentionSpec, inputs: Inputs) -> jax.Array | None:
+    """The limits of every batch entry, [B, 4] int32; None where all are static."""
+    if spec.offset is not None and not (spec.q_lengths or spec.kv_lengths):
+        return None
+    nothing = jnp.zeros((spec.B,), jnp.int32)
+    position = jnp.clip(positions_of_first_query(spec, inputs), -FAR, FAR)
+    # Clipped where a bound hides all pairs or none, whatever its value.
+    low, high = (
+        nothing if reach is None else jnp.clip(position + reach, -spec.T, spec.S)
+        for reach in (None if spec.left is None else -spec.left, spec.right)
+    )
+    q_length, kv_length = (
+        nothing if length is None else length for length in (inputs.q_lengths, inputs.kv_lengths)
+    )
+    return jnp.stack([low, high, q_length, kv_length], axis=-1)
 
 
 def within_bounds(spec: AttentionSpec, position: Any, key: Any) -> Any:

@@ -10,37 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 
 import jax.numpy as jnp
 
 from ato_jax import device
 from ato_jax.backend import Backend
-from ato_jax.mosaic import HALF, program
+from ato_jax.mosaic import HALF
+from ato_jax.mosaic import refusal_of_device as unsupported_device
 from ato_jax.ops.attention.mosaic_gpu import bias_gradient, frame, pairs
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, passes, sums_by_query
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, rest_in_units
-
-HOPPER = (9, 0)
-INTERPRETER_THREADS = 32
-
-
-def unsupported_device(device: device.Device, interpreted: bool) -> str | None:
-    if interpreted:
-        if program.interpreter is None:
-            return "JAX interprets such kernels from 0.12 on"
-        if int(os.environ.get("NPROC") or os.cpu_count() or 1) < INTERPRETER_THREADS:
-            return (
-                "its warpgroups are threads of XLA's where they are interpreted, which wait for "
-                f"one another: set NPROC={INTERPRETER_THREADS} in the environment before JAX starts"
-            )
-        return None
-    if device.capability != HOPPER:
-        return f"needs a Hopper GPU, and this one is {device.name}"
-    return None
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:

@@ -31,7 +31,6 @@ from ato_jax.ops.attention.mosaic_gpu import (
     gradient_pairs,
     pairs,
     segments,
-    visibility,
 )
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
@@ -45,6 +44,7 @@ from ato_jax.ops.attention.spec import (
     Residuals,
     bias_gradient_by_query,
     gradient_gain,
+    limits_array,
     over_lacked_axes,
 )
 
@@ -156,7 +156,7 @@ def arrays_of(
     given = dict(x=x, y=y, other_x=other_x, other_y=other_y)
     if "weights" in of.by_row and inputs.sinks is not None:
         given["sinks"] = inputs.sinks
-    if (bounds := visibility.limits_array(of.spec, inputs)) is not None:
+    if (bounds := limits_array(of.spec, inputs)) is not None:
         given["bounds"] = bounds
     rows, columns = of.tiles * of.tile, of.other_blocks * of.others
     given |= pairs.arrays_of(planes, inputs, rows, columns, of.of_keys)

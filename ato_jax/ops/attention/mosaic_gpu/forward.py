@@ -52,7 +52,7 @@ from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, Storage, Walk, consumer, storage_of
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, limits_array
 
 Ids = tuple[jax.Array, jax.Array]
 
@@ -81,7 +81,7 @@ def forward(
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if inputs.sinks is not None:
         given["sinks"] = inputs.sinks
-    if (bounds := visibility.limits_array(spec, inputs)) is not None:
+    if (bounds := limits_array(spec, inputs)) is not None:
         given["bounds"] = bounds
     given |= segments.arrays_of(spec, config, inputs)
     planes = pairs.planes_of(spec, inputs)

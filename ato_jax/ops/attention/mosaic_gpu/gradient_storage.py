@@ -17,7 +17,7 @@ from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
 
 ROWS = mosaic.ROWS  # of a consumer
 # The most columns of dk and dv in one kernel. Their sums take half of the registers of each thread;
@@ -321,13 +321,13 @@ class Walk:
         consumers = self.of.consumers
         return mosaic.Turns(consumers, consumers + 1) if self.of.turns else None
 
-    def limits(self, batch: Any) -> visibility.Limits:
+    def limits(self, batch: Any) -> Limits:
         """As own rows see others."""
         spec = self.of.spec
         found = visibility.limits_of(spec, self.bounds, batch)
         return visibility.exchanged(spec, found) if self.of.of_keys else found
 
-    def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
+    def seen(self, batch: Any, first_row: Any, rows: int) -> Ranges:
         """The blocks of others that so many own rows see."""
         blocks = self.of.other_blocks
         found = visibility.ranges(self.limits(batch), first_row, rows, self.of.others, blocks)

@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.mosaic_gpu.visibility import Ranges
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import AttentionSpec, Ranges
 
 # The size of an element of 16 bits.
 ITEM_BYTES = 2

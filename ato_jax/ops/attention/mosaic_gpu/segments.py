@@ -17,8 +17,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.mosaic_gpu.visibility import Ranges
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Ranges
 
 WORD = 32
 WORDS = 8

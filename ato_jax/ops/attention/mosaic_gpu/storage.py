@@ -17,7 +17,7 @@ from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Softmax
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
 
 # The most registers of a consumer's thread: as many as each of two consumers gets.
 MOST_REGISTERS = 240
@@ -117,7 +117,7 @@ class Walk:
             return Softmax(1.0, subtracts_first=True)
         return Softmax(self.spec.softcap or self.spec.scale)
 
-    def limits(self, batch: Any) -> visibility.Limits:
+    def limits(self, batch: Any) -> Limits:
         return visibility.limits_of(self.spec, self.bounds, batch)
 
     @property
@@ -125,7 +125,7 @@ class Walk:
         """Whether values beyond the keys' end may be anything, NaN too."""
         return self.spec.kv_lengths
 
-    def seen(self, batch: Any, first_row: Any, rows: int) -> visibility.Ranges:
+    def seen(self, batch: Any, first_row: Any, rows: int) -> Ranges:
         """The blocks that so many rows go through."""
         blocks = int(pl.cdiv(self.spec.S, self.config.keys))
         found = visibility.ranges(

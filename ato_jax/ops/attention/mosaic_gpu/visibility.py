@@ -15,7 +15,7 @@ Bounds that are known while tracing are Python ints. All others come in an array
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,51 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax.mosaic import TILE, in_columns, in_rows
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, positions_of_first_query
-
-# Larger than any distance between positions; the sum of two fits int32.
-FAR = (1 << 30) - 1
-
-
-class Limits(NamedTuple):
-    """The bounds of a batch entry's pairs: ints where they are static. low, high: None for no
-    bound. q_length: None where no query is padded."""
-
-    low: Any
-    high: Any
-    q_length: Any
-    kv_length: Any
-
-
-class Ranges(NamedTuple):
-    """Blocks first, ..., end - 1 hold all visible pairs; whole, ..., whole_end - 1 no hidden
-    ones. first < end: a tile that sees nothing goes through one block."""
-
-    first: Any
-    whole: Any
-    whole_end: Any
-    end: Any
-
-
-def limits_array(spec: AttentionSpec, inputs: Inputs) -> jax.Array | None:
-    """The limits of every batch entry, [B, 4]; None where all are static."""
-    if spec.offset is not None and not (spec.q_lengths or spec.kv_lengths):
-        return None
-    nothing = jnp.zeros((spec.B,), jnp.int32)
-    position = jnp.clip(positions_of_first_query(spec, inputs), -FAR, FAR)
-    # Clipped where a bound hides all pairs or none, whatever its value.
-    low, high = (
-        nothing if reach is None else jnp.clip(position + reach, -spec.T, spec.S)
-        for reach in (None if spec.left is None else -spec.left, spec.right)
-    )
-    q_length, kv_length = (
-        nothing if length is None else length for length in (inputs.q_lengths, inputs.kv_lengths)
-    )
-    return jnp.stack([low, high, q_length, kv_length], axis=-1)
+from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
 
 
 def limits_of(spec: AttentionSpec, array: Any, batch: Any) -> Limits:
-    """The limits of a batch entry. Static bounds that hide no key are None."""
+    """The limits of a batch entry. Static bounds that hide no key are None, and so is q_length
+    where no query is padded."""
     low: Any = None
     high: Any = None
     if spec.offset is not None:
@@ -98,7 +59,8 @@ def cuts(spec: AttentionSpec, limits: Limits, keys: int) -> tuple[bool, bool]:
 
 
 def ranges(limits: Limits, first_row: Any, rows: int, keys: int, blocks: int) -> Ranges:
-    """The blocks, `blocks` in all, that queries from `first_row` to `first_row + rows` see."""
+    """The blocks, `blocks` in all, that queries from `first_row` to `first_row + rows` see. first
+    is less than end: a tile that sees nothing goes through one block."""
     last_row = first_row + (rows - 1)
     first: Any = jnp.int32(0)
     whole: Any = jnp.int32(0)

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs, dropout_keep
+from ato_jax.ops.attention.spec import (
+    AttentionSpec,
+    Broadcast,
+    Inputs,
+    Limits,
+    Ranges,
+    dropout_keep,
+    limits_array,
+)
 from ato_jax.ops.attention.triton.common import (
     BIASED_UNIT,
     multiply_add,
@@ -22,11 +30,8 @@ from ato_jax.ops.attention.triton.common import (
     score_factor,
 )
 from ato_jax.ops.attention.triton.visibility import (
-    Limits,
-    Ranges,
     block_ranges,
     intersection,
-    limits_array,
     limits_of,
     part_of,
     query_bounds,

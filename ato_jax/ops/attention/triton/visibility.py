@@ -16,7 +16,7 @@ beyond their length need no rule: their inputs are read as 0, and their results 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,37 +25,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import device
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, positions_of_first_query
+from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
 from ato_jax.ops.attention.triton.common import quotient
 
 # The segments of a block are a set of this many bits; the bit of an id is the id modulo that.
 SEGMENT_BITS = 256
 WORD = 32
 
-# Larger than any distance between positions; the sum of two fits int32.
-FAR = (1 << 30) - 1
-
 Carry = TypeVar("Carry")
 Bounds = tuple[Any, Any]
-
-
-class Limits(NamedTuple):
-    """The bounds of a batch entry's pairs: ints where they are static, traced scalars elsewhere."""
-
-    low: Any  # None: no bound
-    high: Any
-    q_length: Any
-    kv_length: Any
-
-
-class Ranges(NamedTuple):
-    """Blocks first, ..., end - 1 hold all visible pairs; whole, ..., whole_end - 1 no hidden
-    ones."""
-
-    first: Any
-    whole: Any
-    whole_end: Any
-    end: Any
 
 
 def key_bounds(spec: AttentionSpec, offset: int) -> Bounds:
@@ -73,23 +51,6 @@ def query_bounds(bounds: Bounds) -> Bounds:
     """(low, high): queries j + low to j + high see key j, from the bounds of `key_bounds`."""
     low, high = bounds
     return None if high is None else -high, None if low is None else -low
-
-
-def limits_array(spec: AttentionSpec, inputs: Inputs) -> jax.Array | None:
-    """The limits of every batch entry, [B, 4] int32; None where all are static."""
-    if spec.offset is not None and not (spec.q_lengths or spec.kv_lengths):
-        return None
-    nothing = jnp.zeros((spec.B,), jnp.int32)
-    position = jnp.clip(positions_of_first_query(spec, inputs), -FAR, FAR)
-    # Clipped where a bound hides all pairs or none, whatever its value.
-    low, high = (
-        nothing if reach is None else jnp.clip(position + reach, -spec.T, spec.S)
-        for reach in (None if spec.left is None else -spec.left, spec.right)
-    )
-    q_length, kv_length = (
-        nothing if length is None else length for length in (inputs.q_lengths, inputs.kv_lengths)
-    )
-    return jnp.stack([low, high, q_length, kv_length], axis=-1)
 
 
 def limits_of(spec: AttentionSpec, ref: Any, b: Any) -> Limits:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +35,7 @@ from jax.custom_batching import custom_vmap
 from ato_jax import mosaic
 from ato_jax.backend import Backend
 from ato_jax.device import Device
-from ato_jax.mosaic import program
+from ato_jax.mosaic import refusal_of_device as unsupported_device
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
     both_ways,
@@ -55,8 +54,6 @@ from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.scans.returned import add_returned
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
-HOPPER = (9, 0)
-INTERPRETER_THREADS = 32
 SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
 # Maps whose features are no larger than x + 1.
 FITTING = "elu1", "relu", "softplus", "identity", "silu"
@@ -81,22 +78,6 @@ LEAST_FILLED = 3 / 8
 # With gates of channels and gradients. On an H100, B1 H64 T16384 D32 took 1.26 ms and by Triton's
 # kernels 1.91, forward alone 0.402 and 0.391; D48 1.79 and 3.00, 0.473 and 0.638.
 LEAST_FILLED_BY_CHANNEL = 1 / 4
-
-
-def unsupported_device(device: Device, interpreted: bool) -> str | None:
-    """Why not on this device."""
-    if interpreted:
-        if program.interpreter is None:
-            return "JAX interprets such kernels from 0.12 on"
-        if int(os.environ.get("NPROC") or os.cpu_count() or 1) < INTERPRETER_THREADS:
-            return (
-                "its warpgroups are threads of XLA's where they are interpreted, which wait for "
-                f"one another: set NPROC={INTERPRETER_THREADS} in the environment before JAX starts"
-            )
-        return None
-    if device.capability != HOPPER:
-        return f"needs a Hopper GPU, and this one is {device.name}"
-    return None
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
