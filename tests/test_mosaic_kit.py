@@ -3,6 +3,7 @@ module text as before."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from types import SimpleNamespace
@@ -94,6 +95,46 @@ def test_undeclared_arrivals_are_refused() -> None:
 
     with pytest.raises(ValueError, match="'done' counts arrivals of works, but no role arrives"):
         lowered(storage(), nobody)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapping(Storage):
+    mapped: Signal
+
+
+@pytest.mark.parametrize(
+    ("mapped", "fault"),
+    [
+        (Signal((WORKS,), within="rows"), None),
+        (Signal((WORKS,), slots=2), None),
+        (Signal((WORKS,)), "a signal of 1 slots is used at a slot among 2"),
+        (Signal((WORKS,), slots=3), "a signal of 3 slots is used at a slot among 2"),
+    ],
+)
+def test_a_signal_within_a_ring_has_a_barrier_for_each_slot(
+    mapped: Signal, fault: str | None
+) -> None:
+    """Found when the kernel is traced: lowering and interpretation take a barrier too few."""
+    own = storage()
+    values = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+
+    def maps(own: Mapping) -> None:
+        works(own)
+        own.mapped.arrive(own.rows.slot(jnp.int32(5)))
+
+    with contextlib.nullcontext() if fault is None else pytest.raises(ValueError, match=fault):
+        lowered(Mapping(**values, mapped=mapped), maps)
+
+
+def test_slots_of_barriers_are_those_of_steps() -> None:
+    def at(slot: Any) -> Any:
+        return lambda own: (works(own), own.rows.consumed.arrive(slot(own)))
+
+    lowered(storage(), at(lambda _: 1))
+    with pytest.raises(ValueError, match="a signal of 2 slots is used at slot 2"):
+        lowered(storage(), at(lambda _: 2))
+    with pytest.raises(ValueError, match="neither an int nor of `slot_of`"):
+        lowered(storage(), at(lambda own: own.rows.slot(jnp.int32(5)) + 1))
 
 
 # As the barriers of these kernels were counted by hand; of one head in a tile, and of two.

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from ato_jax import device, meshes
-from ato_jax.mosaic import tiles
+from ato_jax.mosaic import rings, tiles
 from ato_jax.mosaic.rings import Signal, Storage
 from ato_jax.mosaic.roles import Role, Roles
 
@@ -101,8 +101,9 @@ class Program:
         }
         storage = self.storage.bound(own)
         kernel = self.bind(refs, storage)
-        for role, part in self.parts:
-            self.roles.play(role, functools.partial(part, kernel))
+        with rings.checked_slots():
+            for role, part in self.parts:
+                self.roles.play(role, functools.partial(part, kernel))
         storage.check()
         _leave(own["leave"])
 

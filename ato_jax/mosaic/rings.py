@@ -4,9 +4,14 @@ A barrier completes once so many arrivals have come, and a wrong number is a dea
 nobody writes the number: a `Signal` names the roles that arrive on it, and the buffers whose TMA
 copies do, and counts them. A `Ring` is slots with two signals: `produced`, when a slot's copies
 have landed, and `consumed`, when every role that reads the slot has let go of it. What is handed on
-within a slot (a role maps it in place, another multiplies it) is a signal of its own.
+within a slot (a role maps it in place, another multiplies it) is a signal of its own, which names
+the ring and has as many barriers.
 
-    storage = Storage(q=Buffer(tiles), rows=Ring.of(4, filled=(q, k), readers=(FEATURES, VALUES)))
+    storage = Storage(
+        q=q,
+        rows=Ring.of(4, filled=(q, k), readers=(FEATURES, VALUES)),
+        mapped=Signal((FEATURES,), within="rows"),
+    )
 
 `Storage` is declared outside of the kernel. Inside, the same class holds references: of a `Buffer`
 its array in shared memory, of signals and rings their barriers.
@@ -14,8 +19,10 @@ its array in shared memory, of signals and rings their barriers.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -44,12 +51,13 @@ class Signal:
     """A barrier for each of `slots`. A phase completes when all of `by` have arrived: each
     warpgroup of a role, and each copy into a buffer.
 
-    A signal within the slots of a ring has to be given as many slots as the ring: nothing checks
-    that they agree, and interpreted kernels have passed with one barrier too few.
+    `within`: the field of `Storage` that holds the ring whose slots it is of. `Storage` then sets
+    `slots` to those of the ring.
     """
 
     by: tuple[Role | Buffer, ...]
     slots: int = 1
+    within: str | None = None
     barrier: Any = None
     used: set[Role | str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
@@ -62,14 +70,17 @@ class Signal:
         return plgpu.Barrier(num_arrivals=self.arrivals, num_barriers=self.slots)
 
     @property
-    def at(self) -> Any:
+    def at(self) -> _At:
         """By slot: for copies, and for waits in turn."""
         self.used.add("awaited")
-        return self.barrier.at
+        return _At(self)
 
     def _of(self, slot: Any) -> Any:
         assert slot is not None or self.slots == 1, "a barrier of several slots is used by slot"
-        return self.barrier if slot is None else self.barrier.at[slot]
+        if slot is None:
+            return self.barrier
+        check_slot(slot, self.slots)
+        return self.barrier.at[slot]
 
     def arrive(self, slot: Any = None) -> None:
         """This warpgroup's arrival."""
@@ -95,6 +106,14 @@ class Signal:
             raise ValueError(
                 f"barrier {name!r} counts arrivals of {listed[0]}, but {listed[1]} arrives on it"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    signal: Signal
+
+    def __getitem__(self, slot: Any) -> Any:
+        return self.signal._of(slot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +157,13 @@ class Storage:
     """
 
     barriers: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Signal) and value.within is not None:
+                slots = getattr(self, value.within).slots
+                object.__setattr__(self, field.name, dataclasses.replace(value, slots=slots))
 
     def signals(self) -> dict[str, Signal]:
         """By name: that of the field, and for a ring that of its signal, too."""
@@ -189,8 +215,40 @@ class Storage:
             signal.check(name)
 
 
+# Of the program that is being traced: each slot that `slot_of` found, and among how many, by its
+# id. The slot is kept, so that no other object gets that id.
+found_slots: contextvars.ContextVar[dict[int, tuple[Any, int]] | None]
+found_slots = contextvars.ContextVar("found_slots", default=None)
+
+
+@contextlib.contextmanager
+def checked_slots() -> Iterator[None]:
+    """Around the trace of a program: its barriers are used at slots of as many as they are."""
+    token = found_slots.set({})
+    try:
+        yield
+    finally:
+        found_slots.reset(token)
+
+
+def check_slot(slot: Any, slots: int) -> None:
+    """With one barrier too few a kernel is lowered, and its interpreted results may be right."""
+    if isinstance(slot, int):
+        if not 0 <= slot < slots:
+            raise ValueError(f"a signal of {slots} slots is used at slot {slot}")
+    elif (known := found_slots.get()) is not None:
+        _, among = known.get(id(slot), (None, None))
+        if among is None:
+            raise ValueError("a signal is used at a slot that is neither an int nor of `slot_of`")
+        if among != slots:
+            raise ValueError(f"a signal of {slots} slots is used at a slot among {among}")
+
+
 def slot_of(step: Any, slots: int) -> Any:
-    return lax.rem(step, slots)
+    slot = lax.rem(step, slots)
+    if (known := found_slots.get()) is not None:
+        known[id(slot)] = slot, slots
+    return slot
 
 
 def wait_until_free(barriers: Any, step: Any, slots: int) -> None:

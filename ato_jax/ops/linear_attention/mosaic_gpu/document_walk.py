@@ -86,7 +86,7 @@ def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None
         ones = Buffer(tiling.shared(mosaic.ALIKE, C))
         unit, u = Buffer(vector), Buffer(vector)
         rest = Buffer(of_s)
-        signals = {"mapped": Signal((halves,), SLOTS), "s_known": Signal((halves,))}
+        signals = {"mapped": Signal((halves,), within="rows"), "s_known": Signal((halves,))}
         signals |= {name: Signal((sums,)) for name in ("r_known", "ones_known")}
     elif tiling.heads == 1 and not spec.feature_map.nonnegative:
         low = Buffer(tiling.shared(2, 2, C, HALF))

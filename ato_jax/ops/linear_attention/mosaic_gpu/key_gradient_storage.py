@@ -160,8 +160,8 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
         keys=Ring.of(k_stages, (k, v), (cast.dv, cast.dk)),
         state=Ring.of(1, (cast.state,), (cast.dv, cast.dk)),
         pairs_ring=Ring.of(1, (cast.dk,), (cast.dv,)) if some_steep else None,
-        mapped=Signal((cast.state,), STAGES),
-        keys_mapped=Signal((cast.dv,), k_stages) if replaces_keys else None,
+        mapped=Signal((cast.state,), within="rows"),
+        keys_mapped=Signal((cast.dv,), within="keys") if replaces_keys else None,
         start=Signal(tuple(one for one in starts if one is not None)),
         shares=Signal((out,), 2) if adds else None,
     )

@@ -144,8 +144,8 @@ def storage_of(
         values=Ring.of(V_STAGES, values_by, values_for),
         state=Ring.of(1, (s, s_units), (VALUES,)),
         sums=Ring.of(1, (z_start,), (FEATURES,)),
-        mapped=Signal((FEATURES,), stages),
-        den_known=Signal((FEATURES,), V_STAGES),
+        mapped=Signal((FEATURES,), within="rows"),
+        den_known=Signal((FEATURES,), within="values"),
         eight=eight,
     )
 
