@@ -18,6 +18,7 @@
 from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.assembly import hidden_position as hidden_position
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
+from ato_jax.mosaic.assembly import plus_zero as plus_zero
 from ato_jax.mosaic.eight_bits import copy_eight_bits as copy_eight_bits
 from ato_jax.mosaic.eight_bits import eight_bits as eight_bits
 from ato_jax.mosaic.eight_bits import load_eight_bits as load_eight_bits

@@ -1,5 +1,6 @@
-"""Inline PTX: instructions that Pallas cannot express. They change no result. Interpreted kernels
-leave them out, or compute the same values by Pallas's own operations."""
+"""Inline PTX, instructions that Pallas cannot express, and what else holds compilers off. What ops
+share of these changes no result: interpreted kernels leave it out, or compute the same values by
+Pallas's own operations."""
 
 from __future__ import annotations
 
@@ -20,17 +21,46 @@ from ato_jax.mosaic.tiles import BF16, TILE, position, rounded
 COLUMNS_OF_SIGNS = 8  # of a register tile; a thread has two of them
 
 
-def _ptx(text: str, constraints: str, operands: Sequence[Any]) -> None:
-    """Instructions with operands and without results."""
-    ir.Operation.create(
-        "llvm.inline_asm",
-        operands=operands,
-        attributes={
-            "asm_string": ir.StringAttr.get(text),
-            "constraints": ir.StringAttr.get(constraints),
-            "has_side_effects": ir.UnitAttr.get(),
-        },
+def instructions(
+    text: str,
+    constraints: str,
+    operands: Sequence[Any] = (),
+    result: Any = None,
+    *,
+    has_side_effects: bool = False,
+) -> Any:
+    """The result of PTX, of the type `result`; None where it has none. Without side effects the
+    compiler may leave it out or move it."""
+    attributes: dict[str, Any] = {
+        "asm_string": ir.StringAttr.get(text),
+        "constraints": ir.StringAttr.get(constraints),
+    }
+    if has_side_effects:
+        attributes["has_side_effects"] = ir.UnitAttr.get()
+    results = [] if result is None else [result]
+    made = ir.Operation.create(
+        "llvm.inline_asm", results=results, operands=operands, attributes=attributes
     )
+    return None if result is None else made.result
+
+
+def field(found: Any, number: int, type: Any) -> Any:
+    """One of several results, which `instructions` returns as a struct."""
+    at = ir.DenseI64ArrayAttr.get([number])
+    return ir.Operation.create(
+        "llvm.extractvalue", results=[type], operands=[found], attributes={"position": at}
+    ).result
+
+
+def element(pair: Any, number: int) -> Any:
+    """One of the two float32 numbers of a register."""
+    at = ir.DenseI64ArrayAttr.get([number])
+    return ir.Operation.create(
+        "vector.extract",
+        results=[ir.F32Type.get()],
+        operands=[pair],
+        attributes={"static_position": at},
+    ).result
 
 
 def named_barrier(operation: str, number: Any, threads: int) -> None:
@@ -40,7 +70,8 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
     def at_barrier(_: Any, number: Any) -> None:
-        _ptx(f"bar.{operation} $0, {threads};", "r", [number.registers[()]])
+        text = f"bar.{operation} $0, {threads};"
+        instructions(text, "r", [number.registers[()]], has_side_effects=True)
 
     at_barrier(number)
 
@@ -61,20 +92,19 @@ def hidden_position(axis: int) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=own)
     def plus_zero(_: Any, tile: Any) -> Any:
         word = ir.IntegerType.get_signless(32)
-        zero = ir.Operation.create(
-            "llvm.inline_asm",
-            results=[word],
-            operands=[],
-            attributes={
-                "asm_string": ir.StringAttr.get("mov.u32 $0, %ctaid.z;"),
-                "constraints": ir.StringAttr.get("=r"),
-            },
-        ).result
+        zero = instructions("mov.u32 $0, %ctaid.z;", "=r", result=word)
         return tile + mgpu.FragmentedArray.splat(
             zero, tile.shape, tile.layout, is_signed=tile.is_signed
         )
 
     return plus_zero(index)
+
+
+def plus_zero(x: Any, number: Any) -> Any:
+    """x plus 0, by the sign of a number that no compiler knows not to be negative. An address with
+    it is computed where it is used: else the descriptors of all products in a loop are computed
+    ahead of it, kept in registers, and spilled."""
+    return x + lax.shift_right_arithmetic(number, jnp.int32(31))
 
 
 def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,22 +126,10 @@ def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         both = ir.Type.parse("!llvm.struct<(i32, i32)>")
         parts = [np.empty(tile.registers.shape, object) for _ in range(2)]
         for place, pair in np.ndenumerate(tile.registers):
-            found = ir.Operation.create(
-                "llvm.inline_asm",
-                results=[both],
-                operands=[_element(pair, 1), _element(pair, 0)],
-                attributes={
-                    "asm_string": ir.StringAttr.get(_SPLIT),
-                    "constraints": ir.StringAttr.get("=&r,=r,f,f"),
-                },
-            ).result
+            operands = [element(pair, 1), element(pair, 0)]
+            found = instructions(_SPLIT, "=&r,=r,f,f", operands, both)
             for number, own in enumerate(parts):
-                bits = ir.Operation.create(
-                    "llvm.extractvalue",
-                    results=[word],
-                    operands=[found],
-                    attributes={"position": ir.DenseI64ArrayAttr.get([number])},
-                ).result
+                bits = field(found, number, word)
                 own[place] = ir.Operation.create(
                     "llvm.bitcast", results=[pair_of_bf16], operands=[bits]
                 ).result
@@ -153,25 +171,17 @@ def compute_first(x: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(TILE,))
     def store_if_negative(_: Any, tile: Any) -> None:
         for pair in tile.registers.flat:
-            elements = [_element(pair, position) for position in range(2)]
-            _ptx(
+            elements = [element(pair, number) for number in range(2)]
+            instructions(
                 "{ .reg .pred negative; .reg .b32 nowhere; .reg .f32 sum; "
                 "mov.b32 nowhere, 0; add.f32 sum, $0, $1; setp.lt.f32 negative, sum, 0f00000000; "
                 "@negative st.volatile.shared.f32 [nowhere], sum; }",
                 "f,f",
                 elements,
+                has_side_effects=True,
             )
 
     store_if_negative(_signs(x))
-
-
-def _element(pair: Any, position: int) -> Any:
-    return ir.Operation.create(
-        "vector.extract",
-        results=[ir.F32Type.get()],
-        operands=[pair],
-        attributes={"static_position": ir.DenseI64ArrayAttr.get([position])},
-    ).result
 
 
 def _signs(x: jax.Array) -> jax.Array:

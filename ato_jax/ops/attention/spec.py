@@ -26,6 +26,10 @@ SMALLEST_SLOPE = 2.0**-53
 # A fault of all of a query's weights that leaves its gradients half of float16's budget.
 SMALLEST_CORRECTION = 2.0**-11
 
+# A sink's gradient is one sum over the queries of its head, which may happen to cancel. In the norm
+# of the gradients of more heads than these, one that does counts for nothing.
+FEW_HEADS = 8
+
 # Larger than any distance between positions; the sum of two fits int32.
 FAR = (1 << 30) - 1
 
@@ -238,6 +242,47 @@ def over_lacked_axes(found: jax.Array, bias: jax.Array) -> jax.Array:
     """A gradient [B|1, H|1, T|1, S|1], summed over the axes that the bias lacks, in its dtype."""
     lacked = [axis for axis, size in enumerate(bias.shape) if found.shape[axis] != size]
     return jnp.sum(found, axis=lacked, keepdims=True).astype(bias.dtype)
+
+
+def sums_by_query(spec: AttentionSpec) -> bool:
+    """Whether the kernel for dq also sums each query's ds over its keys, for the gradient of the
+    sinks of few heads (`exact_delta`)."""
+    return spec.sinks and spec.dtype != "float32" and spec.H <= FEW_HEADS
+
+
+def exact_delta(
+    spec: AttentionSpec,
+    cotangents: Outputs,
+    shares: jax.Array | float,
+    norm: jax.Array,
+    delta: jax.Array,
+    by_query: jax.Array,
+) -> jax.Array:
+    """delta without the error of out, whose weights were rounded to 16 bits, from the sum of each
+    query's ds, whose weights were not. With any delta that is
+
+        sum_j ds_ij = sum_j p_ij dp_ij - (1 - share_i) delta_i
+
+    and sum_j p_ij dp_ij is what out_i . dout_i stands for. `norm`: lse, infinite where a query is
+    padded. All [B, H, T].
+    """
+    found = by_query + (1 - shares) * delta
+    if not spec.return_lse:
+        return found
+    dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
+    return found - jnp.where(norm < jnp.inf, dlse, 0.0)
+
+
+def with_correction(
+    spec: AttentionSpec, correction: jax.Array, dout: jax.Array, delta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """dout and delta that bring the correction of the weights to dk, dv and dbias. Rounding dout
+    changes do . v against delta, by more than is left of their difference where one key has all of
+    a query's weight: so rows that hardly need it are left as they are."""
+    needed = jnp.abs(correction - 1) > SMALLEST_CORRECTION
+    correction = jnp.where(needed, correction, 1.0)
+    by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
+    return (dout * by_query[..., None]).astype(dout.dtype), delta * correction
 
 
 def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:

@@ -21,8 +21,14 @@ from ato_jax.ops.attention.mosaic_gpu import bias_gradient, frame, pairs
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
 from ato_jax.ops.attention.mosaic_gpu.frame import Config as Config
-from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, passes, sums_by_query
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs, rest_in_units
+from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, passes
+from ato_jax.ops.attention.spec import (
+    AttentionSpec,
+    Inputs,
+    Outputs,
+    rest_in_units,
+    sums_by_query,
+)
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:

@@ -37,15 +37,16 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
 from ato_jax.ops.attention.spec import (
     REST_UNITS,
-    SMALLEST_CORRECTION,
     AttentionSpec,
     Inputs,
     Outputs,
     Residuals,
     bias_gradient_by_query,
+    exact_delta,
     gradient_gain,
     limits_array,
     over_lacked_axes,
+    with_correction,
 )
 
 
@@ -98,40 +99,6 @@ def backward(
                 dbias = of_bias[..., None]  # [B, H, T, 1]
             found["bias"] = over_lacked_axes(dbias, inputs.bias)
     return Inputs(**found)
-
-
-def exact_delta(
-    spec: AttentionSpec,
-    cotangents: Outputs,
-    shares: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    by_query: jax.Array,
-) -> jax.Array:
-    """delta without the error of out, whose weights were rounded to 16 bits, from the sum of each
-    query's ds, whose weights were not. With any delta that is
-
-        sum_j ds_ij = sum_j p_ij dp_ij - (1 - share_i) delta_i
-
-    and sum_j p_ij dp_ij is what out_i . dout_i stands for.
-    """
-    found = by_query + (1 - shares) * delta
-    if not spec.return_lse:
-        return found
-    dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
-    return found - jnp.where(lse < jnp.inf, dlse, 0.0)
-
-
-def with_correction(
-    spec: AttentionSpec, correction: jax.Array, dout: jax.Array, delta: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """dout and delta that bring the correction of the weights to dk, dv and dbias. Rounding dout
-    changes do . v against delta, by more than is left of their difference where one key has all of
-    a query's weight: so rows that hardly need it are left as they are."""
-    needed = jnp.abs(correction - 1) > SMALLEST_CORRECTION
-    correction = jnp.where(needed, correction, 1.0)
-    by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
-    return (dout * by_query[..., None]).astype(dout.dtype), delta * correction
 
 
 def by_pairs(

@@ -287,7 +287,9 @@ def pairs_of(
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """p, with `signs`, the softcap's slope, and dp - delta, where dx is made."""
     of = walk.of
-    number = mine.number + unknown_zero(mine, at)
+    # Kept in registers, the descriptors of x and y at D = 256 made the kernels spill 300 to 800
+    # bytes.
+    number = mosaic.plus_zero(mine.number, mine.first_row + at.block)
     x = of.own[0].parts_of(walk.own.x.at[number])
     issued = functools.partial(pass_turn_on, walk, mine)
     start, of_s = mosaic.zeros(ROWS, of.others), frame.products(x, xs)
@@ -311,13 +313,6 @@ def pairs_of(
         known, issued=issued
     )
     return p, slope, finish_dp(of.spec, p, dp, minus_delta)
-
-
-def unknown_zero(mine: Own, at: At) -> Any:
-    """0, by the sign of a number that no compiler knows not to be negative. Else it would compute
-    all descriptors of x and y ahead of the loop, and keep them in registers: at D = 256 the kernels
-    spilled 300 to 800 bytes, and with this spill none."""
-    return lax.shift_right_arithmetic(mine.first_row + at.block, jnp.int32(31))
 
 
 def await_turn(walk: Walk, mine: Own) -> None:

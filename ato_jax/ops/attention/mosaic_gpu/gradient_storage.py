@@ -17,15 +17,12 @@ from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
-from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
+from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges, sums_by_query
 
 ROWS = mosaic.ROWS  # of a consumer
 # The most columns of dk and dv in one kernel. Their sums take half of the registers of each thread;
 # p and dp need the rest.
 MOST_COLUMNS = 256
-# A sink's gradient is one sum over the queries of its head, which may happen to cancel. In the norm
-# of the gradients of more heads than these, one that does counts for nothing.
-FEW_HEADS = 8
 # Mosaic GPU lays each buffer at a multiple of so many bytes, and all barriers take fewer.
 ALIGNMENT = BARRIER_BYTES = 1024
 
@@ -179,12 +176,6 @@ class Pass:
         of_rows += [self.others * self.y_stages] * (self.of_keys and self.with_x)
         buffers = [count * size for count in elements] + [count * 4 for count in of_rows]
         return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in buffers) + BARRIER_BYTES
-
-
-def sums_by_query(spec: AttentionSpec) -> bool:
-    """Whether the kernel for dq also sums each query's ds over its keys (`backward.py` says why):
-    for the sinks of few heads."""
-    return spec.sinks and spec.H <= FEW_HEADS
 
 
 def dq_pass(spec: AttentionSpec, config: Config) -> Pass:

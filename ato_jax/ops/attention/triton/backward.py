@@ -28,12 +28,14 @@ from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.attention.spec import (
     REST_UNITS,
-    SMALLEST_CORRECTION,
     AttentionSpec,
     Inputs,
     Outputs,
     Residuals,
+    exact_delta,
     gradient_gain,
+    sums_by_query,
+    with_correction,
 )
 from ato_jax.ops.attention.triton import bias
 from ato_jax.ops.attention.triton.block_sizes import Config
@@ -76,9 +78,6 @@ from ato_jax.ops.attention.triton.weights import (
 )
 from ato_jax.triton.arithmetic import round_to_bfloat16
 
-# A sink's gradient is one sum over the queries of its head, which may happen to cancel. In the norm
-# of the gradients of more heads than these, one that does counts for nothing.
-FEW_HEADS = 8
 # Beside a launch the products of calls of so few queries, over all heads, take no time.
 FEW_QUERIES = 64
 
@@ -381,26 +380,12 @@ def _query_gradient(
     return dq.astype(inputs.q.dtype), Rows(norm, delta, correction), flow
 
 
-def sums_by_query(spec: AttentionSpec) -> bool:
-    """Whether the kernel for dq also sums each query's ds over its keys, for the sinks' gradient.
-
-        sum_j ds_ij = sum_j p_ij dp_ij - (1 - share_i) delta_i
-
-    out is a sum of weights rounded to 16 bits, and delta = out . do - dlse has their error. The
-    weights in ds are float32, so this sum tells what delta lacks.
-    """
-    return spec.sinks and spec.dtype != "float32" and spec.H <= FEW_HEADS
-
-
 def _with_correction(spec: AttentionSpec, do: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
     """do and the rows for the other kernels, which correct the weights of float32 alone."""
     if rows.correction is None or spec.dtype == "float32":
         return do, rows
-    needed = jnp.abs(rows.correction - 1) > SMALLEST_CORRECTION
-    correction = jnp.where(needed, rows.correction, 1.0)
-    by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
-    scaled = (do * by_query[..., None]).astype(do.dtype)
-    return scaled, rows._replace(delta=rows.delta * correction, correction=None)
+    scaled, delta = with_correction(spec, rows.correction, do, rows.delta)
+    return scaled, rows._replace(delta=delta, correction=None)
 
 
 def _key_gradients(
@@ -473,10 +458,7 @@ def backward(
     if spec.sinks:
         shares, delta = sink_shares(spec, inputs.sinks, rows), plain_delta(spec, rows, gain)
         if flow is not None:
-            delta = flow + (1 - shares) * delta
-            if spec.return_lse:
-                dlse = cotangents.lse if spec.layout == "bhtd" else cotangents.lse.swapaxes(1, 2)
-                delta -= jnp.where(rows.norm < jnp.inf, dlse, 0.0)
+            delta = exact_delta(spec, cotangents, shares, rows.norm, delta, flow)
         dsinks = -jnp.sum(shares * delta, axis=(0, 2))
     do, rows = _with_correction(spec, cotangents.out, rows)
     cotangents = cotangents._replace(out=do)

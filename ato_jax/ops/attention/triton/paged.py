@@ -73,6 +73,8 @@ NUM_WARPS = 4
 # For rows in several slices, so that twice as many rows share each load; and in 8 bits for more
 # rows than the smallest tile has.
 MANY_WARPS = 8
+# What `unsupported` asks whether it fits.
+SMALLEST = Config(SMALLEST_TILE, SMALLEST_TILE, MANY_WARPS, num_stages=1, programs=1)
 # Each stage holds a block of keys and values in shared memory while it is loaded.
 NUM_STAGES = 3
 # With pages and rows in several slices, the compiler also prefetches from the table, which takes
@@ -137,9 +139,6 @@ def _too_large(spec: AttentionSpec, here: Device, eight_bits: bool) -> str | Non
         f"D={spec.D} and V={spec.V} in {spec.dtype} may need {needed} bytes of shared memory "
         f"for the smallest tiles; a block has {here.shared_memory} on this GPU"
     )
-
-
-SMALLEST = Config(SMALLEST_TILE, SMALLEST_TILE, MANY_WARPS, num_stages=1, programs=1)
 
 
 def shared_bytes(

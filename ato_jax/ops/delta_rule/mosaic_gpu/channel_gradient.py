@@ -191,7 +191,7 @@ def add_level(
     own, (dq, recalled, written) = kernel.own, sums
     size = lax.shift_left(jnp.int32(1), jnp.int32(level))
     # So that nothing that is the same for all levels is held in registers over all of them.
-    number_here = frame.plus_nothing(jnp.int32(number), item.first_row + level)
+    number_here = mosaic.plus_zero(jnp.int32(number), item.first_row + level)
     (factor,) = channel.factors(channel.to_middle(size), [own.decays.at[number_here]])
     rows: list[Any] = [own.rows.at[number_here, n] for n in range(PARTS + 1)]
     parts = frame.in_two_parts(keys_of(kernel, number) * factor)

@@ -175,7 +175,7 @@ def work(kernel: Kernel) -> None:
 def one_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own = kernel.own
     own.chunks.produced.wait(0)
-    worker = frame.plus_nothing(worker, item.first_row)
+    worker = mosaic.plus_zero(worker, item.first_row)
     numbers = own.numbers.at[worker]
     lower, pairs = decayed_pairs(kernel, worker, item.first_row)
     pairs = pairs * mosaic.in_columns(load(numbers.at[frame.OF_QUERIES], OF_ROWS), C)
@@ -222,7 +222,7 @@ def decayed_pairs(
 
     def add_level(level: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         size = lax.shift_left(jnp.int32(1), jnp.int32(level))
-        here = frame.plus_nothing(worker, first_row + level)
+        here = mosaic.plus_zero(worker, first_row + level)
         decays = frame.blocks_at(spec, own.decays, here)
         rows = [[own.rows.at[here, block, part] for part in range(PARTS)] for block in blocks]
         turned = [tuple(part.T for part in both) for both in rows]

@@ -136,12 +136,6 @@ def load_rows(
         plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tile), barrier)
 
 
-def plus_nothing(x: Any, number: Any) -> Any:
-    """x plus 0, by the sign of a number that no compiler knows not to be negative. Else it would
-    compute the descriptors of all products ahead of a loop, and spill them."""
-    return x + lax.shift_right_arithmetic(number, jnp.int32(31))
-
-
 def numbers_in_memory(*slots: int, count: int = NUMBERS) -> Any:
     return plgpu.SMEM((*slots, count, C), F32)
 

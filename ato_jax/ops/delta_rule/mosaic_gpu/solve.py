@@ -166,7 +166,7 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
     slot = own.chunks.slot(item.number)
     own.chunks.produced.wait(slot)
-    worker = frame.plus_nothing(worker, item.first_row)
+    worker = mosaic.plus_zero(worker, item.first_row)
     k = frame.blocks_at(spec, own.k, slot, worker)
     numbers = own.numbers.at[slot, worker]
     beta = load(numbers.at[frame.BETA], OF_ROWS)

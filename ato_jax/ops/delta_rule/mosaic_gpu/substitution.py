@@ -23,7 +23,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
 from ato_jax import device, mosaic
-from ato_jax.mosaic import F32
+from ato_jax.mosaic import F32, assembly
 
 BLOCK = 16
 ROWS = mosaic.ROWS
@@ -44,49 +44,28 @@ def inverses_along_diagonal(lower: list[jax.Array]) -> list[jax.Array]:
     def substitute(_: Any, *tiles: Any) -> Any:
         # In the order of [eighth, row g or g + 8, column 2 t or 2 t + 1].
         pairs = [pair for tile in tiles for pair in tile.registers.flat]
-        given = [_element(pair, number) for pair in pairs for number in range(2)]
+        given = [assembly.element(pair, number) for pair in pairs for number in range(2)]
         f32 = ir.F32Type.get()
         results = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * VALUES)})>")
-        found = _operation(
-            "llvm.inline_asm",
-            results,
-            given,
-            asm_string=ir.StringAttr.get(_program()),
-            constraints=ir.StringAttr.get(",".join(["=f"] * VALUES + ["f"] * VALUES)),
-            has_side_effects=ir.UnitAttr.get(),
+        constraints = ",".join(["=f"] * VALUES + ["f"] * VALUES)
+        found = assembly.instructions(
+            _program(), constraints, given, results, has_side_effects=True
         )
-        values = iter(
-            _operation(
-                "llvm.extractvalue", f32, [found], position=ir.DenseI64ArrayAttr.get([number])
-            )
-            for number in range(VALUES)
-        )
+        values = iter(assembly.field(found, number, f32) for number in range(VALUES))
         made = []
         for tile in tiles:
             registers = np.empty(tile.registers.shape, object)
             for place, pair in np.ndenumerate(tile.registers):
                 both = [next(values), next(values)]
-                registers[place] = _operation("vector.from_elements", pair.type, both)
+                registers[place] = ir.Operation.create(
+                    "vector.from_elements", results=[pair.type], operands=both
+                ).result
             made.append(
                 mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
             )
         return tuple(made)
 
     return list(substitute(*lower))
-
-
-def _operation(name: str, result: Any, operands: list[Any], **attributes: Any) -> Any:
-    made = ir.Operation.create(name, results=[result], operands=operands, attributes=attributes)
-    return made.result
-
-
-def _element(pair: Any, number: int) -> Any:
-    return _operation(
-        "vector.extract",
-        ir.F32Type.get(),
-        [pair],
-        static_position=ir.DenseI64ArrayAttr.get([number]),
-    )
 
 
 def _program() -> str:
