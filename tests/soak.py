@@ -574,9 +574,10 @@ class Soak:
     def thread(self, number: int, end: float, new_lengths: bool) -> None:
         """Calls of one thread; the first one has the new lengths, spread over half of the time."""
         chosen = random.Random(number)
-        interval = (end - time.monotonic()) / 2 / NEW_LENGTHS
-        half = time.monotonic() + (end - time.monotonic()) / 2
-        next_new = time.monotonic() if new_lengths and number == 0 else math.inf
+        begin = time.monotonic()
+        half = (begin + end) / 2
+        interval = (half - begin) / NEW_LENGTHS
+        next_new = begin if new_lengths and number == 0 else math.inf
         own = self.device == "cuda" and number % 2
         with torch.cuda.stream(torch.cuda.Stream()) if own else contextlib.nullcontext():
             while time.monotonic() < end:
