@@ -585,7 +585,11 @@ def run_backends(
     """
     op, request = wanted.op, wanted.request
     device = describe(jax.devices()[0]) if device is None else device
-    modules = [APIS[op].OP.backend(name) for name in (forward, backward)]
+    names = forward, backward
+    modules = [APIS[op].OP.backend(name) for name in names]
+    for name, module, phase in zip(names, modules, ("forward", "backward"), strict=True):
+        reason = module.unsupported(request.spec, phase)
+        assert reason is None, f"{name} refuses the {phase} pass of this call: {reason}"
     configs = [
         dataclasses.replace(module.default_config(request.spec, device), **(override or {}))
         for module, override in zip(modules, (forward_config, backward_config), strict=True)

@@ -462,6 +462,22 @@ def test_mosaic_gpu_in_float16(
     check("linear_attention", *qkv, **options)
 
 
+def check_segments(
+    B: int, T: int, H: int, G: int, D: int, layout: str, *, rows: int, **options: Any
+) -> None:
+    """Segments of 2 rows in the mean, then of `rows`. Two runs give the same bits."""
+    needs_hopper()
+    generator = np.random.default_rng(0)
+    begins = generator.random((B, T)) < np.where(np.arange(T) < 200, 1 / 2, 1 / rows)
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout)
+    options |= {"layout": layout, "segment_ids": np.cumsum(begins, axis=1)}
+    wanted = numerics.oracle("linear_attention", *qkv, **options)
+    found, again = (numerics.run_backends("mosaic_gpu", "mosaic_gpu", wanted) for _ in range(2))
+    numerics.compare(found, wanted)
+    for name in found:
+        np.testing.assert_array_equal(found[name], again[name], err_msg=name)
+
+
 @of_mosaic_gpu
 @pytest.mark.parametrize(
     ("B", "T", "S", "H", "G", "D", "layout", "scale"),
@@ -507,17 +523,8 @@ def test_mosaic_gpu_both_ways(
 def test_documents_of_mosaic_gpu(
     B: int, T: int, H: int, G: int, D: int, layout: str, options: dict[str, Any]
 ) -> None:
-    """Of one row and more, most of them no multiple of 8. Two runs give the same bits."""
-    needs_hopper()
-    generator = np.random.default_rng(0)
-    begins = generator.random((B, T)) < np.where(np.arange(T) < 200, 1 / 2, 1 / 60)
-    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout)
-    options = options | {"layout": layout, "segment_ids": np.cumsum(begins, axis=1)}
-    wanted = numerics.oracle("linear_attention", *qkv, **options)
-    found, again = (numerics.run_backends("mosaic_gpu", "mosaic_gpu", wanted) for _ in range(2))
-    numerics.compare(found, wanted)
-    for name in found:
-        np.testing.assert_array_equal(found[name], again[name], err_msg=name)
+    """Of one row and more, most of them no multiple of 8."""
+    check_segments(B, T, H, G, D, layout, rows=60, **options)
 
 
 @of_random_features
@@ -549,17 +556,8 @@ def test_random_features_of_mosaic_gpu(D: int, count: int, causal: bool) -> None
 def test_causal_segments_of_mosaic_gpu(
     B: int, T: int, H: int, G: int, D: int, layout: str, options: dict[str, Any]
 ) -> None:
-    """Several borders in a chunk, and chunks without one. Two runs give the same bits."""
-    needs_hopper()
-    generator = np.random.default_rng(0)
-    begins = generator.random((B, T)) < np.where(np.arange(T) < 200, 1 / 2, 1 / 200)
-    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout)
-    options = options | {"layout": layout, "segment_ids": np.cumsum(begins, axis=1)}
-    wanted = numerics.oracle("linear_attention", *qkv, causal=True, **options)
-    found, again = (numerics.run_backends("mosaic_gpu", "mosaic_gpu", wanted) for _ in range(2))
-    numerics.compare(found, wanted)
-    for name in found:
-        np.testing.assert_array_equal(found[name], again[name], err_msg=name)
+    """Several borders in a chunk, and chunks without one."""
+    check_segments(B, T, H, G, D, layout, rows=200, causal=True, **options)
 
 
 @of_mosaic_gpu
