@@ -48,6 +48,14 @@ def test_any_forward_with_any_backward(op: str, forward: str, backward: str) -> 
         numerics.compare(numerics.run_backends(forward, backward, wanted), wanted)
 
 
+def test_a_refused_pass_is_not_run() -> None:
+    """Its numbers would be of a call that no user's call becomes."""
+    wanted = numerics.oracle("attention", *arrays("attention"), **OPTIONS["attention"])
+    for names, phase in ((("mosaic_gpu", "xla"), "forward"), (("xla", "mosaic_gpu"), "backward")):
+        with pytest.raises(AssertionError, match=f"mosaic_gpu refuses the {phase} pass .* float32"):
+            numerics.run_backends(*names, wanted)
+
+
 @each_op
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_bit_identical(op: str, implementation: str) -> None:
