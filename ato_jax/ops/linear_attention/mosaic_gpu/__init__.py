@@ -158,8 +158,6 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
 
 def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
     """Sums and weights have units there, features do not: they are to fit as they are."""
-    if not spec.causal:
-        return "without causal=True"
     if spec.decay or spec.segments:
         return "with a decay or segments"
     if frame.is_wide(spec):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.float8_sums import chunks_of_group, float8_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_key_gradient import whole_key_gradient
@@ -26,7 +27,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient import whole_q
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_key_gradient import wide_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_query_gradient import wide_query_gradient
-from ato_jax.ops.linear_attention.scans.totals import add_up
+from ato_jax.ops.linear_attention.scans.totals import Totals, add_up
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -60,7 +61,13 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     pieces = whole_sums(spec, of_keys, "whole_sums", k, v, lengths=lengths)
     sums = add_up(spec, pieces, inputs.initial_state, returned=True)
     assert sums.kv is not None
-    out = whole_output(spec, of_queries, inputs.q, sums.read, sums.rows, inputs.q_lengths)
+    s, s_unit = _read(spec, sums)
+    rows, units = sums.rows, None
+    if s_unit is not None:
+        s_unit = s_unit if spec.normalize else s_unit * spec.scale
+        rows, z_unit = whole_units.rows_in_units(sums.k_sum)
+        units = jnp.stack([s_unit, z_unit], axis=2)
+    out = whole_output(spec, of_queries, inputs.q, s, rows, inputs.q_lengths, units=units)
     return Outputs(out, LinearState(sums.kv, sums.k_sum))
 
 
@@ -91,8 +98,10 @@ def backward(
     # rows are all alike, so are the roundings of phi', and would add up: in units of 1 / sum z
     # they have none where features are alike.
     whole = state.kv[:, :, None], state.k_sum[:, :, None]
-    s = add_up(spec, whole, unit_of=state.k_sum, returned=False)
-    arrays = inputs.q, cotangents.out, s.read, s.k_sum
+    in_units = mosaic.has_units(frame.tiling(spec).dtype)
+    s = add_up(spec, whole, unit_of=state.k_sum, returned=in_units)
+    s_read, s_unit = _read(spec, s)
+    arrays = inputs.q, cotangents.out, s_read, s.k_sum
     if frame.is_wide(spec):
         dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, s.least[:, :, 0])
         of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
@@ -100,18 +109,33 @@ def backward(
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:
-        dq, r, u = whole_query_gradient(spec, of_queries, *arrays, s.least, inputs.q_lengths)
+        dq, r, u = whole_query_gradient(
+            spec, of_queries, *arrays, s.least, inputs.q_lengths, s_unit
+        )
     # Over the pieces and over the query heads of each kv head.
     pieces = (
         r.reshape(spec.B, spec.G, -1, spec.D, spec.V),
         u.reshape(spec.B, spec.G, -1, spec.D),
     )
     added = cotangents.state if spec.return_state else None
-    sums = add_up(spec, pieces, added, state.k_sum, returned=spec.initial_state)
-    of_walk = inputs.k, inputs.v, sums.read, sums.k_sum
+    returned = spec.initial_state or in_units
+    sums = add_up(spec, pieces, added, state.k_sum, returned=returned)
+    r_read, r_unit = _read(spec, sums)
+    of_walk = inputs.k, inputs.v, r_read, sums.k_sum
     if frame.is_wide(spec):
         dk, dv = wide_key_gradient(spec, of_keys, *of_walk)
     else:
-        dk, dv = whole_key_gradient(spec, of_keys, *of_walk, inputs.kv_lengths)
-    d_state = None if sums.kv is None else LinearState(sums.kv, sums.k_sum)
+        dk, dv = whole_key_gradient(spec, of_keys, *of_walk, inputs.kv_lengths, r_unit)
+    d_state = None
+    if spec.initial_state:
+        assert sums.kv is not None
+        d_state = LinearState(sums.kv, sums.k_sum)
     return Inputs(dq, dk, dv, initial_state=d_state)
+
+
+def _read(spec: LinearAttentionSpec, sums: Totals) -> tuple[jax.Array, jax.Array | None]:
+    """kv as kernels read it, and in float16 its units [B, G]."""
+    if not mosaic.has_units(frame.tiling(spec).dtype):
+        return sums.read, None
+    assert sums.kv is not None
+    return whole_units.in_units(sums.kv)

@@ -1,4 +1,4 @@
-"""The gradients of keys and values that every query sees, of R [F, V] (bfloat16) and u [F]:
+"""The gradients of keys and values that every query sees, of R [F, V] (16 bits) and u [F]:
 
     dv_j = R^T phi(k_j)
     dk_j = (R v_j + u) phi'(k_j)        phi' is phi's derivative
@@ -8,6 +8,8 @@
 
 Where phi' is computed from k and not from phi(k), no registers are left to keep k: it stays in its
 slot of shared memory until dk is stored, and dv comes first.
+
+In float16 R comes in a unit of its head (`whole_units.py`), by which products are multiplied.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -40,9 +42,10 @@ def whole_key_gradient(
     r: jax.Array,
     u: jax.Array,
     lengths: jax.Array | None = None,
+    units: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, from r [B, G, F, V] in bfloat16 and u [B, G, F] in float32; 0 in rows behind the
-    lengths [B] of keys."""
+    """dk and dv, from r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32; 0 in rows
+    behind the lengths [B] of keys. `units` [B, G] float32 are those of r in float16."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     scratch = dict(
         k_s=tiling.shared(STAGES, C, F),
@@ -77,6 +80,7 @@ def whole_key_gradient(
         r_free: Any,
     ) -> None:
         *given, dk_ref, dv_ref = refs
+        units_ref: Any = given.pop() if units is not None else None
         (lengths_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
@@ -101,6 +105,7 @@ def whole_key_gradient(
 
         def write_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
+            unit = None if units_ref is None else units_ref[item.batch, item.head]
             plgpu.barrier_wait(r_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
@@ -118,7 +123,7 @@ def whole_key_gradient(
                     if callable(found):
                         found(own_out)
                     else:
-                        own_out[...] = found.astype(BF16)
+                        own_out[...] = found.astype(tiling.dtype)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
                         own_out, tiling.part(ref, item, item.rows(chunk), item.head)
@@ -126,14 +131,15 @@ def whole_key_gradient(
 
                 def gradient_of_features() -> jax.Array:
                     of_sum = mosaic.in_rows(load(u_s.at[state], OF_COLUMNS), C)
+                    of_sum = of_sum if unit is None else of_sum * (1 / unit)
                     plgpu.barrier_wait(v_loaded.at[slot])
                     (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
                     plgpu.barrier_arrive(v_free.at[slot])
-                    return dk
+                    return dk if unit is None else dk * unit
 
                 def write_dv(factors: list[tuple[jax.Array, Any]]) -> None:
                     (dv,) = multiply((mosaic.zeros(C, V), factors))
-                    write(1, dv, dv_ref)
+                    write(1, dv if unit is None else dv * unit, dv_ref)
 
                 plgpu.barrier_wait(loaded.at[slot])
                 if maps.slope_is_known:
@@ -162,7 +168,7 @@ def whole_key_gradient(
                     for first in firsts:
                         own = dk[:, first : first + HALF] * maps.slope(keys(first))
                         own = mosaic.kept(own, count)
-                        own_out.at[:, pl.ds(first, HALF)][...] = own.astype(BF16)
+                        own_out.at[:, pl.ds(first, HALF)][...] = own.astype(tiling.dtype)
                     let_go_of_k()
 
                 write(0, store, dk_ref)
@@ -184,6 +190,6 @@ def whole_key_gradient(
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
-    arrays = [k, v, r, u, *([] if lengths is None else [lengths])]
+    out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
+    arrays = [k, v, r, u, *(x for x in (lengths, units) if x is not None)]
     return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, arrays)

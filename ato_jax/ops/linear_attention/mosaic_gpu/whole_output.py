@@ -1,4 +1,4 @@
-"""The output of queries that see every key, of S [F, V] (bfloat16) and z [F] of all keys:
+"""The output of queries that see every key, of S [F, V] (16 bits) and z [F] of all keys:
 
     out_i = phi(q_i) S / max(phi(q_i) . z, eps)        or without the denominator
 
@@ -14,6 +14,9 @@ rounded, and what that left off.
 
 Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks,
 too.
+
+In float16 S and z each come in a unit of their head (`whole_units.py`), by which out and the
+denominator are multiplied.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, BF16, F32, HALF, Item, load, multiply, slot_of
+from ato_jax.mosaic import ALIKE, F32, HALF, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
@@ -46,9 +49,11 @@ def whole_output(
     z_rows: jax.Array,
     lengths: jax.Array | None = None,
     q_scale: jax.Array | None = None,
+    units: jax.Array | None = None,
 ) -> jax.Array:
-    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], bfloat16, and 0 behind the lengths [B] of
-    queries. `deal` counts items. `q_scale` [B, H] float32 is that of queries of 8 bits."""
+    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], in the dtype of tiles, and 0 behind the
+    lengths [B] of queries. `deal` counts items. `q_scale` [B, H] float32 is that of queries of 8
+    bits, and `units` [B, G, 2] float32 are those of s and z in float16."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
     in_two_parts = not spec.feature_map.nonnegative
@@ -87,6 +92,7 @@ def whole_output(
         s_free: Any,
     ) -> None:
         *given, out_ref = refs
+        units_ref: Any = given.pop() if units is not None else None
         q_scale_ref: Any = given.pop() if of_eight_bits else None
         (lengths_ref,) = given or (None,)
 
@@ -125,13 +131,19 @@ def whole_output(
                 rows = pl.ds(first, HALF)
                 phi = maps.unrounded(load(q_s.at[slot, :, rows]), first)  # [C, HALF]
                 phi = mosaic.kept(phi, count)
-                rounded = mosaic.rounded(phi)
-                yield [rounded, mosaic.rounded(phi - rounded.astype(F32))], rows
+                rounded = mosaic.rounded(phi, tiling.dtype)
+                rest = mosaic.rounded(phi - rounded.astype(F32), tiling.dtype)
+                yield [rounded, rest], rows
 
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)
             state = slot_of(item.number, states)
             own_out = out_s.at[mosaic.group()]
+            s_unit: Any = None
+            z_unit: Any = None
+            if units_ref is not None:
+                of_head = item.batch, lax.div(head, group_size)
+                s_unit, z_unit = (units_ref[(*of_head, number)] for number in range(2))
             plgpu.barrier_wait(s_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
@@ -173,12 +185,15 @@ def whole_output(
                     if whole is None and first + size == width:
                         let_go()
                     if den:
-                        factor = 1.0 / jnp.maximum(mosaic.of_parts(den[0]), spec.eps)
+                        of_row = mosaic.of_parts(den[0])
+                        of_row = of_row if z_unit is None else of_row * z_unit
+                        factor = 1.0 / jnp.maximum(of_row, spec.eps)
                     if factor is not None:
                         out = out * mosaic.in_columns(factor, size)
+                    out = out if s_unit is None else out * s_unit
                     if not first:
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    own_out.at[:, own][...] = out.astype(BF16)
+                    own_out.at[:, own][...] = out.astype(tiling.dtype)
                 plgpu.commit_smem()
                 target = tiling.part(out_ref, item, item.rows(chunk), head)
                 target = target if parts == 1 else target.at[:, columns]
@@ -200,8 +215,8 @@ def whole_output(
             deal.each(write_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), BF16)
-    given = [array for array in (lengths, q_scale) if array is not None]
+    out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), tiling.dtype)
+    given = [array for array in (lengths, q_scale, units) if array is not None]
     arrays = [q, s, z_rows, *given]
     return frame.launch(body, "whole_output", deal, out_type, scratch, arrays)
 

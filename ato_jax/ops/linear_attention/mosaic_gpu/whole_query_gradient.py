@@ -14,6 +14,10 @@ Unnormalised, inverse is 1 and e is 0: S comes scaled.
     dq        two, each half of F: features once, and all that is made of them; phi' replaces q
     sums      R in registers
 
+In float16 S comes in a unit of its head (`whole_units.py`), and where there is a normaliser, phi'
+lies in a unit of its half and chunk: the largest element up to then in the piece, over `LARGEST`.
+R is carried in the unit of the chunk that was added last, and u is added up in its own.
+
 The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
 once, and e belongs to the G and den that dq is made of.
 
@@ -35,7 +39,6 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import (
     ALIKE,
-    BF16,
     F32,
     HALF,
     OF_COLUMNS,
@@ -53,6 +56,7 @@ SUMS = 3  # the warpgroup of the sums; dq's are 0 and 1
 STAGES = 4
 DQ_REGISTERS, SUMS_REGISTERS = 160, 168
 COLUMNS = 32  # of R that are stored at once
+LARGEST = 2.0**10  # of what is in units in float16: beneath it all digits down to 2^-24 of it
 
 
 def whole_query_gradient(
@@ -64,10 +68,11 @@ def whole_query_gradient(
     z: jax.Array,
     least: jax.Array,
     lengths: jax.Array | None = None,
+    units: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in bfloat16, z
+    """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in the dtype of tiles, z
     [B, G, F] and least [B, G, C], all the same, in float32. Rows behind the lengths [B] of queries
-    have no gradient, and give none."""
+    have no gradient, and give none. `units` [B, G] float32 are those of s in float16."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     scratch = dict(
@@ -91,6 +96,12 @@ def whole_query_gradient(
     )
     if lengths is not None:
         scratch["multiplied"] = plgpu.Barrier(num_arrivals=2)
+    in_units = units is not None and spec.normalize
+    if in_units:
+        # By turns those of chunks, and that of u: the largest of each row, of each half.
+        scratch["largest_s"] = plgpu.SMEM((3, 2, C), F32)
+        scratch["units_s"] = plgpu.SMEM((STAGES, 2, C), F32)
+        scratch["largest_stored"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
 
     def body(
         q_ref: Any,
@@ -117,8 +128,12 @@ def whole_query_gradient(
         s_loaded: Any,
         s_free: Any,
         multiplied: Any = None,
+        largest_s: Any = None,
+        units_s: Any = None,
+        largest_stored: Any = None,
     ) -> None:
         *given, dq_ref, r_ref, u_ref = refs
+        units_ref: Any = given.pop() if units is not None else None
         (lengths_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
@@ -148,11 +163,22 @@ def whole_query_gradient(
 
         def write_piece(item: Item) -> None:
             half = mosaic.group()
+            s_unit: Any = None
+            if units_ref is not None:
+                s_unit = units_ref[item.batch, lax.div(item.head, group_size)]
             plgpu.barrier_wait(s_loaded)
 
             def z() -> jax.Array:
                 """Read where it is needed: there are no registers to keep it in."""
                 return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+
+            def unit_of(x: jax.Array, turn: Any) -> jax.Array:
+                """The largest magnitude of x [C, HALF] over `LARGEST`: [C] times the same."""
+                own = largest_s.at[turn, half]
+                own[...] = jnp.max(jnp.abs(x), axis=1)
+                plgpu.barrier_arrive(largest_stored.at[half])
+                plgpu.barrier_wait(largest_stored.at[half])
+                return mosaic.unit_of(own, C) * (1 / LARGEST)
 
             def mask_cotangents(slot: Any, count: Any) -> None:
                 """Sets half the columns of g to 0 in rows that do not count, ahead of the sums:
@@ -164,7 +190,8 @@ def whole_query_gradient(
                     plgpu.barrier_wait(multiplied)
                     mosaic.keep_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], count)
 
-            def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
+            def write_chunk(chunk: Any, carried: Any) -> Any:
+                total, *unit_before = carried if in_units else (carried,)
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
@@ -182,6 +209,8 @@ def whole_query_gradient(
                 plgpu.barrier_wait(loaded.at[slot])
                 products = [(g_s.at[slot], s_s.at[half].T)]
                 G, phi_q = mosaic.multiply_while(products, (C, HALF), features)
+                if s_unit is not None:
+                    G = G * s_unit
                 if count is not None:
                     mask_cotangents(slot, count)
                 mapped_q = phi_q
@@ -204,38 +233,63 @@ def whole_query_gradient(
                     G = (G - e * z()) * inverse
                 if not maps.slope_is_known:  # of x, which phi' replaces
                     G = G * maps.slope(load(own_q))
-                own_q[...] = mapped_q.astype(BF16)
+                carries: Any = total
+                if in_units:
+                    unit = jnp.maximum(unit_before[0], unit_of(mapped_q, parity))
+                    units_s.at[slot, half][...] = unit
+                    mapped_q = mosaic.in_units(mapped_q, unit)
+                    carries = total, unit
+                own_q[...] = mapped_q.astype(tiling.dtype)
                 # Of the store of two chunks ago.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 if maps.slope_is_known:
                     G = G * maps.slope_of_features(phi_q)
-                own_dq[...] = mosaic.kept(G, count).astype(BF16)
+                own_dq[...] = mosaic.kept(G, count).astype(tiling.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 plgpu.copy_smem_to_gmem(
                     own_dq, tiling.part(dq_ref, item, item.rows(chunk), item.head, half)
                 )
-                return total
+                return carries
 
-            total = lax.fori_loop(0, item.chunks, write_chunk, mosaic.zeros(C, HALF))
+            start: Any = mosaic.zeros(C, HALF)
+            if in_units:
+                start = start, plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
+            total = lax.fori_loop(0, item.chunks, write_chunk, start)
+            u_unit: Any = None
+            if in_units:
+                total, _ = total
+                u_unit = unit_of(total, 2)
+                total = mosaic.in_units(total, u_unit)
             plgpu.barrier_arrive(s_free)
             # The sum over the rows, as a product: of what is rounded, and what that leaves off.
-            rounded = mosaic.rounded(total)
+            rounded = mosaic.rounded(total, tiling.dtype)
             sums = mosaic.zeros(HALF, ALIKE)
-            for one in (rounded, (total - rounded.astype(F32)).astype(BF16)):
+            for one in (rounded, (total - rounded.astype(F32)).astype(tiling.dtype)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dq_s.at[0, half][...] = one
                 plgpu.commit_smem()
                 (sums,) = multiply((sums, [(dq_s.at[0, half].T, ones_s.T)]))
-            u_s.at[half][...] = jnp.max(sums, axis=1)  # of columns that are alike
+            u = jnp.max(sums, axis=1)  # of columns that are alike
+            u_s.at[half][...] = u if u_unit is None else u * u_unit
             plgpu.commit_smem()
             rows = pl.ds(half * HALF, HALF)
             plgpu.copy_smem_to_gmem(u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows])
 
         def sum_piece(item: Item) -> None:
-            def sum_chunk(chunk: Any, halves: Any) -> Any:
+            def times(halves: Any, factors: Any) -> Any:
+                pairs = zip(halves, factors, strict=True)
+                return tuple(x * mosaic.in_columns(factor, V) for x, factor in pairs)
+
+            def sum_chunk(chunk: Any, carried: Any) -> Any:
                 slot = slot_of(item.before + chunk, STAGES)
+                halves, units_before = carried if in_units else (carried, ())
                 plgpu.barrier_wait(mapped.at[slot])
+                own_units: Any = ()
+                if in_units:
+                    own_units = tuple(load(units_s.at[slot, half], OF_ROWS) for half in range(2))
+                    pairs = zip(units_before, own_units, strict=True)
+                    halves = times(halves, [before / own for before, own in pairs])
                 halves = multiply(
                     *(
                         (total, [(q_s.at[slot, half].T, g_s.at[slot])])
@@ -243,10 +297,15 @@ def whole_query_gradient(
                     )
                 )
                 plgpu.barrier_arrive(free.at[slot])
-                return halves
+                return (halves, own_units) if in_units else halves
 
-            start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
+            start: Any = (mosaic.zeros(HALF, V), mosaic.zeros(HALF, V))
+            if in_units:
+                none = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
+                start = start, (none, none)
             halves = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            if in_units:
+                halves = times(*halves)
             of_piece = item.batch, item.head, item.piece
             for column in range(0, V, COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -270,7 +329,7 @@ def whole_query_gradient(
         @pl.when(mosaic.group() == SUMS)
         def _sums() -> None:
             mosaic.set_registers(SUMS_REGISTERS, frame.WARPGROUPS)
-            mosaic.store_transposed(ones_s, mosaic.ones(C, ALIKE))
+            mosaic.store_transposed(ones_s, mosaic.ones(C, ALIKE, tiling.dtype))
             plgpu.commit_smem()
             plgpu.barrier_arrive(ones_stored)
             deal.each(sum_piece)
@@ -284,11 +343,11 @@ def whole_query_gradient(
             plgpu.wait_smem_to_gmem(0)
 
     out_type = (
-        jax.ShapeDtypeStruct(q.shape, BF16),
+        jax.ShapeDtypeStruct(q.shape, tiling.dtype),
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F, V), F32),
         jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F), F32),
     )
-    arrays = [q, g, s, z, least, *([] if lengths is None else [lengths])]
+    arrays = [q, g, s, z, least, *(x for x in (lengths, units) if x is not None)]
     return frame.launch(
         body, "whole_query_gradient", deal, out_type, scratch, arrays, own_barriers=True
     )

@@ -134,7 +134,7 @@ def whole_sums(
                     first += share * workers * HALF
                 phi = maps.transposed_keys(x, first)
                 if lengths_ref is not None or deal.length % C:
-                    phi = mosaic.rounded(there(phi, chunk))
+                    phi = mosaic.rounded(there(phi, chunk), tiling.dtype)
                 return phi, jnp.sum(phi.astype(F32), axis=1)
 
             def map_queries(x: jax.Array, slot: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
