@@ -172,10 +172,10 @@ def whole_query_gradient(
                 """Read where it is needed: there are no registers to keep it in."""
                 return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
-            def unit_of(x: jax.Array, turn: Any) -> jax.Array:
-                """The largest magnitude of x [C, HALF] over `LARGEST`: [C] times the same."""
+            def unit_of(rows: jax.Array, turn: Any) -> jax.Array:
+                """The largest magnitude of rows [C] over `LARGEST`: [C] times the same."""
                 own = largest_s.at[turn, half]
-                own[...] = jnp.max(jnp.abs(x), axis=1)
+                own[...] = rows
                 plgpu.barrier_arrive(largest_stored.at[half])
                 plgpu.barrier_wait(largest_stored.at[half])
                 return mosaic.unit_of(own, C) * (1 / LARGEST)
@@ -227,6 +227,7 @@ def whole_query_gradient(
                     least = load(least_s, OF_ROWS)
                     inverse = 1.0 / jnp.maximum(den, least)
                     e = mosaic.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
+                    of_rows = inverse
                     inverse = mosaic.in_columns(inverse, HALF)
                     mapped_q = phi_q * inverse
                     total -= e * mapped_q
@@ -235,9 +236,11 @@ def whole_query_gradient(
                     G = G * maps.slope(load(own_q))
                 carries: Any = total
                 if in_units:
-                    unit = jnp.maximum(unit_before[0], unit_of(mapped_q, parity))
+                    # Features with a normaliser are not negative.
+                    own_unit = unit_of(jnp.max(phi_q, axis=1) * of_rows, parity)
+                    unit = jnp.maximum(unit_before[0], own_unit)
                     units_s.at[slot, half][...] = unit
-                    mapped_q = mosaic.in_units(mapped_q, unit)
+                    mapped_q = phi_q * mosaic.in_columns(of_rows / unit, HALF)
                     carries = total, unit
                 own_q[...] = mapped_q.astype(tiling.dtype)
                 # Of the store of two chunks ago.
@@ -259,7 +262,7 @@ def whole_query_gradient(
             u_unit: Any = None
             if in_units:
                 total, _ = total
-                u_unit = unit_of(total, 2)
+                u_unit = unit_of(jnp.max(jnp.abs(total), axis=1), 2)
                 total = mosaic.in_units(total, u_unit)
             plgpu.barrier_arrive(s_free)
             # The sum over the rows, as a product: of what is rounded, and what that leaves off.
