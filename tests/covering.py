@@ -555,11 +555,6 @@ MOSAIC = Space(
             "needs",
         ),
         Rule(
-            ("dtype", "causal"),
-            lambda dtype, causal: dtype == "float16" and not causal,
-            "does not support float16 without causal",
-        ),
-        Rule(
             ("dtype", "decay", "segments"),
             lambda dtype, decay, segments: (
                 dtype == "float16" and (decay != "none" or segments != "none")

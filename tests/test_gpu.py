@@ -480,6 +480,29 @@ def check_segments(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "scale", "options"),
+    [
+        (1, LONG, 2, 2, 128, 1.0, {}),
+        (1, LONG, 2, 2, 128, 30.0, {"feature_map": "softplus"}),
+        (2, 9000, 8, 2, 128, 30.0, {"layout": "bhtd"}),
+        (1, 16384, 4, 4, 128, 0.01, {}),
+        (30, 72, 50, 25, 128, 1.0, {}),
+        (2, 9000, 8, 4, 96, 1.0, {"feature_map": "silu", "return_state": True}),
+        (2, 9000, 8, 8, 128, 30.0, {"feature_map": "identity", "scale": 1e-8}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float16_where_every_query_sees_every_key(
+    B: int, T: int, H: int, G: int, D: int, scale: float, options: dict[str, Any]
+) -> None:
+    needs_hopper()
+    layout = options.get("layout", "bthd")
+    qkv = arrays("float16", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     ("B", "T", "S", "H", "G", "D", "layout", "scale"),
     [
         (1, LONG, LONG, 2, 2, 128, "bthd", 1.0),

@@ -1,5 +1,5 @@
-"""Causal kernels for Hopper in float16, interpreted beside the float64 reference: sums
-and weights beyond float16's range, and far below."""
+"""Kernels for Hopper in float16, interpreted beside the float64 reference: sums and weights beyond
+float16's range, and far below."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
+import test_mosaic_maps_whole as whole
 from test_linear_mosaic import OP, against_the_reference
 from test_mosaic_lengths import poisoned
 
+from ato_jax.ops.linear_attention import api, mosaic_gpu
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -42,3 +44,38 @@ def test_output_and_gradients(
         options, arrays = options | {"kv_lengths": lengths}, poisoned(arrays, lengths, "bthd")
     wanted = numerics.oracle(OP, *arrays, causal=True, **options)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, T, S, H, sizes, options",
+    [
+        (128, 72, 136, 2, (1.0, 1.0, 1.0), {}),
+        (128, 136, 72, 1, (30.0, 30.0, 1e4), {"layout": "bhtd"}),
+        (96, 136, 72, 1, (0.01, 0.01, 1e-3), {"q_lengths": [60, 136], "kv_lengths": [72, 50]}),
+        (112, 72, 72, 1, (1e3, 1e3, 1.0), {"feature_map": "softplus"}),
+        (128, 72, 136, 1, (30.0, 30.0, 1e3), {"feature_map": "identity", "scale": 1e-6}),
+        (128, 136, 72, 2, (1.0, 1.0, 1.0), {"feature_map": "silu", "return_state": True}),
+    ],
+)
+def test_every_query_sees_every_key(
+    D: int, T: int, S: int, H: int, sizes: tuple[float, ...], options: dict[str, Any]
+) -> None:
+    """In two pieces, of the sizes of q, k and v."""
+    lengths = {name: jnp.array(options[name]) for name in options if name.endswith("lengths")}
+    B = 2 if lengths else 1
+    arrays = [
+        (channel.draw(B, rows, heads, D, dtype="float32", seed=seed) * size).astype(jnp.float16)
+        for seed, (rows, heads, size) in enumerate(zip((T, S, S), (H, 1, 1), sizes, strict=True))
+    ]
+    if options.get("layout") == "bhtd":
+        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
+    whole.against_the_reference(numerics.oracle(OP, *arrays, **options | lengths))
+
+
+def test_weights_that_may_all_be_zero_are_refused() -> None:
+    arrays = [channel.draw(1, 64, 1, 128).astype(jnp.float16) for _ in range(3)]
+    for options in ({"causal": True}, {"normalize": False}, {}):
+        spec = api.prepare(*arrays, feature_map="relu", **options).spec
+        found = mosaic_gpu.unsupported(spec, "forward")
+        assert (found is None) == bool(options)
