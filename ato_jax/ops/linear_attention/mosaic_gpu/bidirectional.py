@@ -61,14 +61,13 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     pieces = whole_sums(spec, of_keys, "whole_sums", k, v, lengths=lengths)
     sums = add_up(spec, pieces, inputs.initial_state, returned=True)
     assert sums.kv is not None
-    s, s_unit = _read(spec, sums)
-    rows, units = sums.rows, None
-    if s_unit is not None:
-        s_unit = s_unit if spec.normalize else s_unit * spec.scale
-        rows, z_unit = whole_units.rows_in_units(sums.k_sum)
-        units = jnp.stack([s_unit, z_unit], axis=2)
-    out = whole_output(spec, of_queries, inputs.q, s, rows, inputs.q_lengths, units=units)
-    return Outputs(out, LinearState(sums.kv, sums.k_sum))
+    state = LinearState(sums.kv, sums.k_sum)
+    read, z, units = sums.read, sums.rows, None
+    if _in_float16(spec):
+        read, units = _in_units(spec, state)
+        z = sums.k_sum
+    out = whole_output(spec, of_queries, inputs.q, read, z, inputs.q_lengths, units=units)
+    return Outputs(out, state)
 
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
@@ -97,11 +96,15 @@ def backward(
     # S, z and with them phi' come in a unit of their own, in which the sums are given back. Where
     # rows are all alike, so are the roundings of phi', and would add up: in units of 1 / sum z
     # they have none where features are alike.
-    whole = state.kv[:, :, None], state.k_sum[:, :, None]
-    in_units = mosaic.has_units(frame.tiling(spec).dtype)
-    s = add_up(spec, whole, unit_of=state.k_sum, returned=in_units)
-    s_read, s_unit = _read(spec, s)
-    arrays = inputs.q, cotangents.out, s_read, s.k_sum
+    units: jax.Array | None = None
+    if _in_float16(spec):
+        read, units = _in_units(spec, state)
+        least = max(spec.eps, whole_units.LEAST_SUM)
+        s = Totals(read, state.k_sum, read, jnp.full((spec.B, spec.G, frame.C), least))
+    else:
+        whole = state.kv[:, :, None], state.k_sum[:, :, None]
+        s = add_up(spec, whole, unit_of=state.k_sum, returned=False)
+    arrays = inputs.q, cotangents.out, s.read, s.k_sum
     if frame.is_wide(spec):
         dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, s.least[:, :, 0])
         of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
@@ -109,23 +112,22 @@ def backward(
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:
-        dq, r, u = whole_query_gradient(
-            spec, of_queries, *arrays, s.least, inputs.q_lengths, s_unit
-        )
+        dq, r, u = whole_query_gradient(spec, of_queries, *arrays, s.least, inputs.q_lengths, units)
     # Over the pieces and over the query heads of each kv head.
     pieces = (
         r.reshape(spec.B, spec.G, -1, spec.D, spec.V),
         u.reshape(spec.B, spec.G, -1, spec.D),
     )
     added = cotangents.state if spec.return_state else None
-    returned = spec.initial_state or in_units
-    sums = add_up(spec, pieces, added, state.k_sum, returned=returned)
-    r_read, r_unit = _read(spec, sums)
-    of_walk = inputs.k, inputs.v, r_read, sums.k_sum
-    if frame.is_wide(spec):
-        dk, dv = wide_key_gradient(spec, of_keys, *of_walk)
+    if _in_float16(spec):
+        dk, dv, sums = _key_gradient_in_float16(spec, of_keys, inputs, state, pieces, added)
     else:
-        dk, dv = whole_key_gradient(spec, of_keys, *of_walk, inputs.kv_lengths, r_unit)
+        sums = add_up(spec, pieces, added, state.k_sum, returned=spec.initial_state)
+        of_walk = inputs.k, inputs.v, sums.read, sums.k_sum
+        if frame.is_wide(spec):
+            dk, dv = wide_key_gradient(spec, of_keys, *of_walk)
+        else:
+            dk, dv = whole_key_gradient(spec, of_keys, *of_walk, inputs.kv_lengths)
     d_state = None
     if spec.initial_state:
         assert sums.kv is not None
@@ -133,9 +135,36 @@ def backward(
     return Inputs(dq, dk, dv, initial_state=d_state)
 
 
-def _read(spec: LinearAttentionSpec, sums: Totals) -> tuple[jax.Array, jax.Array | None]:
-    """kv as kernels read it, and in float16 its units [B, G]."""
-    if not mosaic.has_units(frame.tiling(spec).dtype):
-        return sums.read, None
+def _in_float16(spec: LinearAttentionSpec) -> bool:
+    return mosaic.has_units(frame.tiling(spec).dtype)
+
+
+def _in_units(spec: LinearAttentionSpec, state: LinearState) -> tuple[jax.Array, jax.Array | None]:
+    """The means of values, or, without a normaliser, kv and its units [B, G], scaled."""
+    if spec.normalize:
+        return whole_units.means(state), None
+    read, units = whole_units.in_units(state.kv)
+    return read, units * spec.scale
+
+
+def _key_gradient_in_float16(
+    spec: LinearAttentionSpec,
+    of_keys: mosaic.Deal,
+    inputs: Inputs,
+    state: LinearState,
+    pieces: tuple[jax.Array, jax.Array],
+    added: LinearState | None,
+) -> tuple[jax.Array, jax.Array, Totals]:
+    """dk and dv, and the sums over the pieces: with a normaliser those of shares, which are z times
+    R and u, and so is what is added to them."""
+    z, inverse, unit_of = state.k_sum, None, state.k_sum
+    if spec.normalize:
+        inverse, unit_of = whole_units.inverse_sums(z), None
+        if added is not None:
+            added = LinearState(added.kv * z[..., None], added.k_sum * z)
+    sums = add_up(spec, pieces, added, unit_of, returned=True)
     assert sums.kv is not None
-    return whole_units.in_units(sums.kv)
+    r, units = whole_units.in_units(sums.kv)
+    arrays = inputs.k, inputs.v, r, sums.k_sum
+    dk, dv = whole_key_gradient(spec, of_keys, *arrays, inputs.kv_lengths, units, inverse)
+    return dk, dv, sums

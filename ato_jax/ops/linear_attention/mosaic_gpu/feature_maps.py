@@ -132,6 +132,10 @@ class Elu1:
         """The derivative of phi(x), or, times `decay` [rows], of phi(x) times it, instead of x."""
         return jnp.minimum(phi, 1.0 if decay is None else mosaic.in_columns(decay, self.spec.F))
 
+    def scaled_slope(self, phi: jax.Array, factor: jax.Array) -> jax.Array:
+        """The derivative times `factor`, which is positive, of phi(x) times it."""
+        return jnp.minimum(phi, factor)
+
     def slope_of(self, x: jax.Array, phi: jax.Array) -> jax.Array:
         return self.slope_of_features(phi)
 
@@ -182,6 +186,9 @@ class Traced:
         return found
 
     def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
+        raise NotImplementedError("only x tells the derivative of a traced map")
+
+    def scaled_slope(self, phi: jax.Array, factor: jax.Array) -> jax.Array:
         raise NotImplementedError("only x tells the derivative of a traced map")
 
     def slope_of(self, x: jax.Array, phi: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@
 Where phi' is computed from k and not from phi(k), no registers are left to keep k: it stays in its
 slot of shared memory until dk is stored, and dv comes first.
 
-In float16 R comes in a unit of its head (`whole_units.py`), by which products are multiplied.
+In float16 (`whole_units.py`) R comes in a unit of its head, by which products are multiplied; where
+there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # The warpgroups before the one that loads. The number of slots of k and v is a multiple of it, so
@@ -43,9 +45,11 @@ def whole_key_gradient(
     u: jax.Array,
     lengths: jax.Array | None = None,
     units: jax.Array | None = None,
+    inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv, from r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32; 0 in rows
-    behind the lengths [B] of keys. `units` [B, G] float32 are those of r in float16."""
+    behind the lengths [B] of keys. In float16 `units` [B, G] float32 are those of r, and with a
+    normaliser `inverse` [B, G, F] float32 is `LARGEST` / z."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     scratch = dict(
         k_s=tiling.shared(STAGES, C, F),
@@ -60,6 +64,9 @@ def whole_key_gradient(
         r_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
         r_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STATES),
     )
+    if inverse is not None:
+        scratch["inverse_s"] = plgpu.SMEM((STATES, F), F32)
+        scratch["r_loaded"] = plgpu.Barrier(num_arrivals=3, num_barriers=STATES)
 
     def body(
         k_ref: Any,
@@ -78,15 +85,20 @@ def whole_key_gradient(
         v_free: Any,
         r_loaded: Any,
         r_free: Any,
+        inverse_s: Any = None,
     ) -> None:
         *given, dk_ref, dv_ref = refs
+        inverse_ref: Any = given.pop() if inverse is not None else None
         units_ref: Any = given.pop() if units is not None else None
         (lengths_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
             mosaic.wait_until_free(r_free, item.number, STATES)
-            for ref, own in ((r_ref, r_s), (u_ref, u_s)):
+            of_heads = [(r_ref, r_s), (u_ref, u_s)]
+            if inverse_ref is not None:
+                of_heads.append((inverse_ref, inverse_s))
+            for ref, own in of_heads:
                 source = ref.at[item.batch, item.head]
                 plgpu.copy_gmem_to_smem(source, own.at[state], r_loaded.at[state])
 
@@ -105,7 +117,9 @@ def whole_key_gradient(
 
         def write_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
-            unit = None if units_ref is None else units_ref[item.batch, item.head]
+            unit: Any = None if units_ref is None else units_ref[item.batch, item.head]
+            # Shares come times `LARGEST`, and so does what dk is multiplied by.
+            unit_of_shares = unit if inverse_ref is None else unit * (1 / LARGEST)
             plgpu.barrier_wait(r_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
@@ -135,20 +149,31 @@ def whole_key_gradient(
                     plgpu.barrier_wait(v_loaded.at[slot])
                     (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
                     plgpu.barrier_arrive(v_free.at[slot])
-                    return dk if unit is None else dk * unit
+                    return dk if unit is None else dk * unit_of_shares
 
                 def write_dv(factors: list[tuple[jax.Array, Any]]) -> None:
                     (dv,) = multiply((mosaic.zeros(C, V), factors))
-                    write(1, dv if unit is None else dv * unit, dv_ref)
+                    write(1, dv if unit is None else dv * unit_of_shares, dv_ref)
+
+                def inverse_of(first: int, width: int) -> jax.Array:
+                    own = inverse_s.at[state, pl.ds(first, width)]
+                    return mosaic.in_rows(load(own, OF_COLUMNS), C)
 
                 plgpu.barrier_wait(loaded.at[slot])
                 if maps.slope_is_known:
                     x = load(k_s.at[slot])  # [C, F]
                     let_go_of_k()
-                    phi_k = mosaic.kept(maps.keys(maps.present(x)), count)
+                    if inverse_ref is None:
+                        phi_k = mosaic.kept(maps.keys(maps.present(x)), count)
+                    else:
+                        phi_k = mosaic.kept(maps.unrounded(x) * inverse_of(0, F), count)
+                        phi_k = mosaic.rounded(phi_k, tiling.dtype)
                     dk = mosaic.kept(gradient_of_features(), count)
-
-                    write(0, dk * maps.slope_of_features(phi_k).astype(F32), dk_ref)
+                    if inverse_ref is None:
+                        dk = dk * maps.slope_of_features(phi_k).astype(F32)
+                    else:
+                        dk = dk * maps.scaled_slope(phi_k.astype(F32), inverse_of(0, F))
+                    write(0, dk, dk_ref)
                     write_dv([(phi_k, r_s.at[state])])
                     return
 
@@ -156,7 +181,10 @@ def whole_key_gradient(
                     return load(k_s.at[slot, :, pl.ds(first, HALF)])  # [C, HALF]
 
                 def features(first: int) -> jax.Array:
-                    return mosaic.kept(maps.keys(keys(first), first=first), count)
+                    if inverse_ref is None:
+                        return mosaic.kept(maps.keys(keys(first), first=first), count)
+                    phi = maps.unrounded(keys(first), first) * inverse_of(first, HALF)
+                    return mosaic.rounded(mosaic.kept(phi, count), tiling.dtype)
 
                 firsts = range(0, F, HALF)
                 write_dv(
@@ -167,6 +195,8 @@ def whole_key_gradient(
                 def store(own_out: Any) -> None:
                     for first in firsts:
                         own = dk[:, first : first + HALF] * maps.slope(keys(first))
+                        if inverse_ref is not None:
+                            own = own * inverse_of(first, HALF)
                         own = mosaic.kept(own, count)
                         own_out.at[:, pl.ds(first, HALF)][...] = own.astype(tiling.dtype)
                     let_go_of_k()
@@ -191,5 +221,5 @@ def whole_key_gradient(
             plgpu.wait_smem_to_gmem(0)
 
     out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
-    arrays = [k, v, r, u, *(x for x in (lengths, units) if x is not None)]
+    arrays = [k, v, r, u, *(x for x in (lengths, units, inverse) if x is not None)]
     return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, arrays)

@@ -15,8 +15,9 @@ rounded, and what that left off.
 Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks,
 too.
 
-In float16 S and z each come in a unit of their head (`whole_units.py`), by which out and the
-denominator are multiplied.
+In float16 (`whole_units.py`) the factors are shares and means where there is a normaliser: z is in
+float32, and so is the denominator, which is divided by the sum of what shares were rounded to.
+Otherwise S comes in a unit of its head, by which out is multiplied.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, F32, HALF, Item, load, multiply, slot_of
+from ato_jax.mosaic import ALIKE, F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LEAST_SUM
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS = 3  # the warpgroups before the one that loads
@@ -46,14 +48,15 @@ def whole_output(
     deal: mosaic.Deal,
     q: jax.Array,
     s: jax.Array,
-    z_rows: jax.Array,
+    z: jax.Array,
     lengths: jax.Array | None = None,
     q_scale: jax.Array | None = None,
     units: jax.Array | None = None,
 ) -> jax.Array:
-    """out, of s [B, G, F, V] and z_rows [B, G, 8, F], in the dtype of tiles, and 0 behind the
-    lengths [B] of queries. `deal` counts items. `q_scale` [B, H] float32 is that of queries of 8
-    bits, and `units` [B, G, 2] float32 are those of s and z in float16."""
+    """out, of s [B, G, F, V] and z [B, G, 8, F], in the dtype of tiles, and 0 behind the lengths
+    [B] of queries. `deal` counts items. `q_scale` [B, H] float32 is that of queries of 8 bits. In
+    float16 z is [B, G, F] in float32, where there is a normaliser s are means, and otherwise
+    `units` [B, G] float32 are those of s."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
     in_two_parts = not spec.feature_map.nonnegative
@@ -62,6 +65,8 @@ def whole_output(
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
     blocks = spec.D // HALF
     of_eight_bits = q_scale is not None
+    half_precision = mosaic.has_units(tiling.dtype)
+    of_shares = half_precision and spec.normalize
     rows_of_q = tiling.shared(slots, C, spec.D)
     if of_eight_bits:
         rows_of_q = mosaic.eight_bits(slots, blocks, C, HALF)
@@ -69,7 +74,7 @@ def whole_output(
     scratch = dict(
         q_s=rows_of_q,
         s_s=tiling.shared(states, spec.D, width),
-        z_rows_s=tiling.shared(states, ALIKE, spec.D),
+        z_s=tiling.shared(states, ALIKE, spec.D),
         out_s=tiling.shared(WORKERS, C, width),
         loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
@@ -77,14 +82,17 @@ def whole_output(
         s_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=states),
     )
 
+    if half_precision:
+        scratch["z_s"] = plgpu.SMEM((states, spec.D), F32)
+
     def body(
         q_ref: Any,
         s_ref: Any,
-        z_rows_ref: Any,
+        z_ref: Any,
         *refs: Any,
         q_s: Any,
         s_s: Any,
-        z_rows_s: Any,
+        z_s: Any,
         out_s: Any,
         loaded: Any,
         free: Any,
@@ -107,7 +115,7 @@ def whole_output(
             mosaic.wait_until_free(s_free, item.number, states)
             for source, own in (
                 (s_ref.at[(*of_head, slice(None), columns)], s_s),
-                (z_rows_ref.at[of_head], z_rows_s),
+                (z_ref.at[of_head], z_s),
             ):
                 plgpu.copy_gmem_to_smem(source, own.at[state], s_loaded.at[state])
 
@@ -135,15 +143,25 @@ def whole_output(
                 rest = mosaic.rounded(phi - rounded.astype(F32), tiling.dtype)
                 yield [rounded, rest], rows
 
+        def shares(x: jax.Array, z_own: Any, count: Any) -> tuple[jax.Array, jax.Array]:
+            """Those of queries [C, D], and what their products with means are multiplied by, [C]:
+            den / max(den, eps), and what makes up for the sum of the rounded shares."""
+            phi = mosaic.kept(maps.unrounded(x), count)
+            phi = phi * mosaic.in_rows(load(z_own, OF_COLUMNS), C)
+            den = jnp.sum(phi, axis=1)
+            inverse = 1.0 / jnp.maximum(den, LEAST_SUM)
+            found = mosaic.rounded(phi * mosaic.in_columns(inverse, spec.D), tiling.dtype)
+            of_rounded = jnp.sum(found.astype(F32), axis=1)
+            of_all = den / jnp.maximum(den, max(spec.eps, LEAST_SUM))
+            return found, of_all / jnp.maximum(of_rounded, LEAST_SUM)
+
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)
             state = slot_of(item.number, states)
             own_out = out_s.at[mosaic.group()]
             s_unit: Any = None
-            z_unit: Any = None
             if units_ref is not None:
-                of_head = item.batch, lax.div(head, group_size)
-                s_unit, z_unit = (units_ref[(*of_head, number)] for number in range(2))
+                s_unit = units_ref[item.batch, lax.div(head, group_size)]
             plgpu.barrier_wait(s_loaded.at[state])
 
             def write_chunk(chunk: Any) -> None:
@@ -156,6 +174,7 @@ def whole_output(
                     plgpu.barrier_arrive(free.at[slot])
 
                 whole: Any = None
+                factor: Any = None
                 if of_eight_bits:
                     xs = [mosaic.load_eight_bits(q_s.at[slot, block]) for block in range(blocks)]
                     let_go()
@@ -164,17 +183,22 @@ def whole_output(
                 elif not in_two_parts:
                     x = load(q_s.at[slot])  # [C, D]
                     let_go()
-                    whole = [([mosaic.kept(maps.queries(x), count)], slice(None))]
-                factor: Any = None
+                    if of_shares:
+                        phi, factor = shares(x, z_s.at[state], count)
+                    else:
+                        phi = mosaic.kept(maps.queries(x), count)
+                    whole = [([phi], slice(None))]
                 # In columns of a width that leaves registers to the features.
                 for first in range(0, width, F):
                     size = min(F, width - first)
                     own = pl.ds(first, size)
                     found: tuple[jax.Array, ...] = (mosaic.zeros(C, size),)
-                    if spec.normalize and not first:
+                    if spec.normalize and not (first or half_precision):
                         found += (mosaic.zeros(C, ALIKE),)
                     for phis, rows in whole or parts_of_features(slot, count):
-                        read = s_s.at[state, rows, own], z_rows_s.at[state, :, rows].T
+                        read: Any = (s_s.at[state, rows, own],)
+                        if not half_precision:
+                            read += (z_s.at[state, :, rows].T,)
                         found = multiply(
                             *(
                                 (start, [(phi, ref) for phi in phis])
@@ -185,9 +209,7 @@ def whole_output(
                     if whole is None and first + size == width:
                         let_go()
                     if den:
-                        of_row = mosaic.of_parts(den[0])
-                        of_row = of_row if z_unit is None else of_row * z_unit
-                        factor = 1.0 / jnp.maximum(of_row, spec.eps)
+                        factor = 1.0 / jnp.maximum(mosaic.of_parts(den[0]), spec.eps)
                     if factor is not None:
                         out = out * mosaic.in_columns(factor, size)
                     out = out if s_unit is None else out * s_unit
@@ -217,7 +239,7 @@ def whole_output(
 
     out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), tiling.dtype)
     given = [array for array in (lengths, q_scale, units) if array is not None]
-    arrays = [q, s, z_rows, *given]
+    arrays = [q, s, z, *given]
     return frame.launch(body, "whole_output", deal, out_type, scratch, arrays)
 
 

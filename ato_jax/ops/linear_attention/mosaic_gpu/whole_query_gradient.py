@@ -14,9 +14,8 @@ Unnormalised, inverse is 1 and e is 0: S comes scaled.
     dq        two, each half of F: features once, and all that is made of them; phi' replaces q
     sums      R in registers
 
-In float16 S comes in a unit of its head (`whole_units.py`), and where there is a normaliser, phi'
-lies in a unit of its half and chunk: the largest element up to then in the piece, over `LARGEST`.
-R is carried in the unit of the chunk that was added last, and u is added up in its own.
+In float16 (`whole_units.py`) S comes in a unit of its head; where there is a normaliser it comes as
+means, and phi' are shares, which are multiplied by `LARGEST`. u is added up in a unit of its half.
 
 The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
 once, and e belongs to the G and den that dq is made of.
@@ -50,13 +49,13 @@ from ato_jax.mosaic import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F, V
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 SUMS = 3  # the warpgroup of the sums; dq's are 0 and 1
 STAGES = 4
 DQ_REGISTERS, SUMS_REGISTERS = 160, 168
 COLUMNS = 32  # of R that are stored at once
-LARGEST = 2.0**10  # of what is in units in float16: beneath it all digits down to 2^-24 of it
 
 
 def whole_query_gradient(
@@ -72,7 +71,8 @@ def whole_query_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in the dtype of tiles, z
     [B, G, F] and least [B, G, C], all the same, in float32. Rows behind the lengths [B] of queries
-    have no gradient, and give none. `units` [B, G] float32 are those of s in float16."""
+    have no gradient, and give none. In float16 with a normaliser s are means, and R and u those of
+    shares; otherwise `units` [B, G] float32 are those of s."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     scratch = dict(
@@ -96,11 +96,10 @@ def whole_query_gradient(
     )
     if lengths is not None:
         scratch["multiplied"] = plgpu.Barrier(num_arrivals=2)
-    in_units = units is not None and spec.normalize
-    if in_units:
-        # By turns those of chunks, and that of u: the largest of each row, of each half.
-        scratch["largest_s"] = plgpu.SMEM((3, 2, C), F32)
-        scratch["units_s"] = plgpu.SMEM((STAGES, 2, C), F32)
+    half_precision = mosaic.has_units(tiling.dtype)
+    of_shares = half_precision and spec.normalize
+    if of_shares:
+        scratch["largest_s"] = plgpu.SMEM((2, C), F32)
         scratch["largest_stored"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
 
     def body(
@@ -129,7 +128,6 @@ def whole_query_gradient(
         s_free: Any,
         multiplied: Any = None,
         largest_s: Any = None,
-        units_s: Any = None,
         largest_stored: Any = None,
     ) -> None:
         *given, dq_ref, r_ref, u_ref = refs
@@ -172,10 +170,10 @@ def whole_query_gradient(
                 """Read where it is needed: there are no registers to keep it in."""
                 return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
-            def unit_of(rows: jax.Array, turn: Any) -> jax.Array:
-                """The largest magnitude of rows [C] over `LARGEST`: [C] times the same."""
-                own = largest_s.at[turn, half]
-                own[...] = rows
+            def unit_of(x: jax.Array) -> jax.Array:
+                """The largest magnitude of x [C, HALF] over `LARGEST`: [C] times the same."""
+                own = largest_s.at[half]
+                own[...] = jnp.max(jnp.abs(x), axis=1)
                 plgpu.barrier_arrive(largest_stored.at[half])
                 plgpu.barrier_wait(largest_stored.at[half])
                 return mosaic.unit_of(own, C) * (1 / LARGEST)
@@ -190,8 +188,7 @@ def whole_query_gradient(
                     plgpu.barrier_wait(multiplied)
                     mosaic.keep_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], count)
 
-            def write_chunk(chunk: Any, carried: Any) -> Any:
-                total, *unit_before = carried if in_units else (carried,)
+            def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
@@ -215,7 +212,8 @@ def whole_query_gradient(
                     mask_cotangents(slot, count)
                 mapped_q = phi_q
                 if spec.normalize:
-                    own_parts = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
+                    of_phi = phi_q * z() if of_shares else phi_q
+                    own_parts = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z(), axis=1)
                     for number, own in enumerate(own_parts):
                         parts_s.at[parity, half, number][...] = own
                     plgpu.barrier_arrive(exchanged)
@@ -227,21 +225,16 @@ def whole_query_gradient(
                     least = load(least_s, OF_ROWS)
                     inverse = 1.0 / jnp.maximum(den, least)
                     e = mosaic.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
-                    of_rows = inverse
                     inverse = mosaic.in_columns(inverse, HALF)
-                    mapped_q = phi_q * inverse
+                    mapped_q = (phi_q * z() if of_shares else phi_q) * inverse
                     total -= e * mapped_q
-                    G = (G - e * z()) * inverse
+                    if of_shares:
+                        G = (G - e) * (z() * inverse)
+                        mapped_q = mapped_q * LARGEST
+                    else:
+                        G = (G - e * z()) * inverse
                 if not maps.slope_is_known:  # of x, which phi' replaces
                     G = G * maps.slope(load(own_q))
-                carries: Any = total
-                if in_units:
-                    # Features with a normaliser are not negative.
-                    own_unit = unit_of(jnp.max(phi_q, axis=1) * of_rows, parity)
-                    unit = jnp.maximum(unit_before[0], own_unit)
-                    units_s.at[slot, half][...] = unit
-                    mapped_q = phi_q * mosaic.in_columns(of_rows / unit, HALF)
-                    carries = total, unit
                 own_q[...] = mapped_q.astype(tiling.dtype)
                 # Of the store of two chunks ago.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -253,19 +246,15 @@ def whole_query_gradient(
                 plgpu.copy_smem_to_gmem(
                     own_dq, tiling.part(dq_ref, item, item.rows(chunk), item.head, half)
                 )
-                return carries
+                return total
 
-            start: Any = mosaic.zeros(C, HALF)
-            if in_units:
-                start = start, plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
-            total = lax.fori_loop(0, item.chunks, write_chunk, start)
-            u_unit: Any = None
-            if in_units:
-                total, _ = total
-                u_unit = unit_of(jnp.max(jnp.abs(total), axis=1), 2)
-                total = mosaic.in_units(total, u_unit)
+            total = lax.fori_loop(0, item.chunks, write_chunk, mosaic.zeros(C, HALF))
             plgpu.barrier_arrive(s_free)
             # The sum over the rows, as a product: of what is rounded, and what that leaves off.
+            u_unit: Any = None
+            if of_shares:
+                u_unit = unit_of(total)
+                total = mosaic.in_units(total, u_unit)
             rounded = mosaic.rounded(total, tiling.dtype)
             sums = mosaic.zeros(HALF, ALIKE)
             for one in (rounded, (total - rounded.astype(F32)).astype(tiling.dtype)):
@@ -280,19 +269,9 @@ def whole_query_gradient(
             plgpu.copy_smem_to_gmem(u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows])
 
         def sum_piece(item: Item) -> None:
-            def times(halves: Any, factors: Any) -> Any:
-                pairs = zip(halves, factors, strict=True)
-                return tuple(x * mosaic.in_columns(factor, V) for x, factor in pairs)
-
-            def sum_chunk(chunk: Any, carried: Any) -> Any:
+            def sum_chunk(chunk: Any, halves: Any) -> Any:
                 slot = slot_of(item.before + chunk, STAGES)
-                halves, units_before = carried if in_units else (carried, ())
                 plgpu.barrier_wait(mapped.at[slot])
-                own_units: Any = ()
-                if in_units:
-                    own_units = tuple(load(units_s.at[slot, half], OF_ROWS) for half in range(2))
-                    pairs = zip(units_before, own_units, strict=True)
-                    halves = times(halves, [before / own for before, own in pairs])
                 halves = multiply(
                     *(
                         (total, [(q_s.at[slot, half].T, g_s.at[slot])])
@@ -300,15 +279,12 @@ def whole_query_gradient(
                     )
                 )
                 plgpu.barrier_arrive(free.at[slot])
-                return (halves, own_units) if in_units else halves
+                return halves
 
-            start: Any = (mosaic.zeros(HALF, V), mosaic.zeros(HALF, V))
-            if in_units:
-                none = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
-                start = start, (none, none)
+            start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
             halves = lax.fori_loop(0, item.chunks, sum_chunk, start)
-            if in_units:
-                halves = times(*halves)
+            if of_shares:
+                halves = tuple(total * (1 / LARGEST) for total in halves)
             of_piece = item.batch, item.head, item.piece
             for column in range(0, V, COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

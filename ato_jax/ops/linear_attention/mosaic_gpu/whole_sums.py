@@ -10,6 +10,9 @@ or, with what `wide_query_gradient.py` leaves of each row, of queries,
     sums      each 64 rows of the sum: phi(x)^T [64, C] in registers, all columns of y
 
 Where the sum fills more registers than a block has, two blocks have half of its rows each.
+
+In float16 with a normaliser phi(k) lies in a unit of its feature, the largest up to then in the
+piece, over `whole_units.LARGEST`. S is carried in it, and z is not.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, LEAST_SUM
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
@@ -58,6 +62,7 @@ def whole_sums(
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
+    in_units = mosaic.has_units(tiling.dtype) and spec.normalize
     scratch = dict(
         x_s=tiling.shared(STAGES, workers, C, HALF),
         y_s=tiling.shared(STAGES, C, spec.V),
@@ -137,6 +142,19 @@ def whole_sums(
                     phi = mosaic.rounded(there(phi, chunk), tiling.dtype)
                 return phi, jnp.sum(phi.astype(F32), axis=1)
 
+            def map_keys_in_units(
+                x: jax.Array, chunk: Any, before: jax.Array
+            ) -> tuple[jax.Array, jax.Array, jax.Array]:
+                """phi(k) in units [HALF] of its features, which are at least those `before`; its
+                sum over the rows; and the units, each the largest feature."""
+                phi = maps.unrounded_transposed_keys(x, worker * HALF)
+                if lengths_ref is not None or deal.length % C:
+                    phi = there(phi, chunk)
+                largest = jnp.maximum(jnp.max(phi, axis=1), before)
+                phi = mosaic.rounded(phi * mosaic.in_columns(LARGEST / largest, C), tiling.dtype)
+                added = jnp.sum(phi.astype(F32), axis=1) * (largest * (1 / LARGEST))
+                return phi, added, largest
+
             def map_queries(x: jax.Array, slot: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 inverse, e = (load(rows_s.at[slot, number], OF_COLUMNS) for number in range(2))
                 phi = maps.unrounded(x) * mosaic.in_rows(inverse, HALF)
@@ -148,21 +166,31 @@ def whole_sums(
                 return rounded, -jnp.sum(phi * e, axis=1)
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
-                total, vector = sums
+                total, vector, *largest_before = sums
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 x = mosaic.load_transposed(x_s.at[slot, worker])  # [HALF, C]
-                phi, added = map_queries(x, slot, chunk) if of_rows else map_keys(x, chunk)
+                largest: list[jax.Array] = []
+                if in_units:
+                    (before,) = largest_before
+                    phi, added, *largest = map_keys_in_units(x, chunk, before)
+                    total = total * mosaic.in_columns(before / largest[0], spec.V)
+                else:
+                    phi, added = map_queries(x, slot, chunk) if of_rows else map_keys(x, chunk)
                 if lengths_ref is not None:
                     mask_values(slot, item.rows_within(chunk, lengths_ref))
                 (total,) = multiply((total, [(phi, y_s.at[slot])]))
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
-                return total, vector + added
+                return total, vector + added, *largest
 
             nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-            start = mosaic.zeros(HALF, spec.V), nothing
-            total, vector = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            start: Any = mosaic.zeros(HALF, spec.V), nothing
+            if in_units:
+                start += (plgpu.layout_cast(jnp.full((HALF,), LEAST_SUM, F32), OF_ROWS),)
+            total, vector, *largest = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            if in_units:
+                total = total * mosaic.in_columns(largest[0] * (1 / LARGEST), spec.V)
             of_piece = item.batch, head, item.piece
             rows = pl.ds((share * workers + worker) * HALF, HALF)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

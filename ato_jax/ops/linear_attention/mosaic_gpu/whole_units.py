@@ -1,10 +1,25 @@
-"""Float16 where every query sees every key: S and R are rounded in a unit of each head.
+"""Float16 where every query sees every key: what is multiplied is bounded, or has a unit.
 
-    S = unit S',  max |S'| = 2^14        likewise R, and z
+Features may be far below float16's smallest normal number, 2^-14: elu(x) + 1 of -14 is 8e-7. With
+a normaliser z [F] of all keys makes shares of them, and means of the values:
 
-S' is rounded to float16, and kernels multiply a product with S' by the unit. The unit is of all of
-S, not of rows as in `mosaic/scales.py`: S is multiplied along either axis. From 2^14 down to 2^-14
-float16 has all of its digits: what is 2^28 times smaller than the largest element loses some.
+    b_f  = S_f / z_f [V]                   mean of v in the weights of feature f: within v's range
+    w_if = phi(q_i)_f z_f / den_i          shares of a query: in [0, 1], and their sum over f is 1
+    out_i = sum_f w_if b_f
+    P_i  = g_i b^T [F],  e_i = w_i . P_i
+    dq_i = (P_i - e_i) z / den_i phi'(q_i)
+    R_f  = sum_i w_if g_i [V],  u_f = -sum_i e_i w_if
+    dv_j = sum_f phi(k_j)_f / z_f R_f      shares of a key: in [0, 1], and their sum over j is 1
+    dk_j = (R v_j + u) phi'(k_j) / z
+
+The sums S and z themselves are made of features in units of their columns, each the largest feature
+up to then in the piece (`whole_sums.py`). Shares are multiplied by `LARGEST` before they are
+rounded where they may all be small, so those down to 2^-28 have all of their digits, and products
+are divided by it.
+
+R has a unit of its head, its largest magnitude over `LARGEST`, and without a normaliser S has one,
+too. They are of the whole head, not of rows as in `mosaic/scales.py`: R and S are multiplied along
+either axis. Without a normaliser features are rounded as they are.
 """
 
 from __future__ import annotations
@@ -13,24 +28,27 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.mosaic.scales import LEAST_UNIT
-from ato_jax.ops.linear_attention.scans.chunks import PARTS
+from ato_jax.ops.linear_attention.spec import LinearState
 
 LARGEST = 2.0**14
+# Smaller sums of features count as 0: LARGEST over it, and its product with a value are normal
+# numbers of float32.
+LEAST_SUM = 2.0**-100
 
 
 def in_units(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [B, G, ..] float32 in float16, in the unit of each head, and the units [B, G]."""
-    largest = jnp.max(jnp.abs(x), axis=tuple(range(2, x.ndim)))
-    unit = jnp.maximum(largest, LEAST_UNIT) / LARGEST
-    return (x / _along(unit, x)).astype(jnp.float16), unit
+    """x [B, G, F, V] float32 in float16, in the unit of each head, and the units [B, G]."""
+    unit = jnp.maximum(jnp.max(jnp.abs(x), axis=(2, 3)), LEAST_UNIT) / LARGEST
+    return (x / unit[..., None, None]).astype(jnp.float16), unit
 
 
-def rows_in_units(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """z [B, G, F] in 8 rows [B, G, 8, F], 4 of it rounded, 4 of what that left off; the units."""
-    rounded, unit = in_units(z)
-    rest = (z / _along(unit, z) - rounded.astype(jnp.float32)).astype(jnp.float16)
-    return jnp.repeat(jnp.stack([rounded, rest], axis=2), PARTS, axis=2), unit
+def means(state: LinearState) -> jax.Array:
+    """b [B, G, F, V] in float16; 0 for features that no key has."""
+    is_there = state.k_sum >= LEAST_SUM
+    z = jnp.where(is_there, state.k_sum, 1.0)[..., None]
+    return jnp.where(is_there[..., None], state.kv / z, 0.0).astype(jnp.float16)
 
 
-def _along(unit: jax.Array, x: jax.Array) -> jax.Array:
-    return unit.reshape(*unit.shape, *(1,) * (x.ndim - 2))
+def inverse_sums(z: jax.Array) -> jax.Array:
+    """`LARGEST` / z, [B, G, F]; 0 for features that no key has."""
+    return jnp.where(z >= LEAST_SUM, LARGEST / jnp.maximum(z, LEAST_SUM), 0.0)
