@@ -12,7 +12,6 @@ import test_mosaic_maps_whole as whole
 from test_linear_mosaic import OP, against_the_reference
 from test_mosaic_lengths import poisoned
 
-from ato_jax.ops.linear_attention import api, mosaic_gpu
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -73,9 +72,34 @@ def test_every_query_sees_every_key(
     whole.against_the_reference(numerics.oracle(OP, *arrays, **options | lengths))
 
 
-def test_weights_that_may_all_be_zero_are_refused() -> None:
-    arrays = [channel.draw(1, 64, 1, 128).astype(jnp.float16) for _ in range(3)]
-    for options in ({"causal": True}, {"normalize": False}, {}):
-        spec = api.prepare(*arrays, feature_map="relu", **options).spec
-        found = mosaic_gpu.unsupported(spec, "forward")
-        assert (found is None) == bool(options)
+@newest
+@pytest.mark.parametrize(
+    "D, H, of_queries, of_keys, options",
+    [
+        (128, 2, (0.0,), (-14.0,), {"return_state": True}),
+        (96, 1, (-14.0, 3.0), (-20.0, 10.0, -3.0), {"feature_map": "softplus"}),
+    ],
+)
+def test_features_below_the_least_normal_number(
+    D: int, H: int, of_queries: Any, of_keys: Any, options: dict[str, Any]
+) -> None:
+    """Beside others that are not; queries and keys have offsets, by columns in turn."""
+    arrays = [
+        (channel.draw(1, rows, heads, D, seed=seed) + jnp.resize(jnp.array(offsets), D))
+        for seed, (rows, heads, offsets) in enumerate(
+            ((72, H, of_queries), (136, 1, of_keys), (136, 1, (0.0,)))
+        )
+    ]
+    arrays = [x.astype(jnp.float16) for x in arrays]
+    whole.against_the_reference(numerics.oracle(OP, *arrays, **options))
+
+
+@newest
+def test_features_that_no_key_has() -> None:
+    """Every ninth query has no other features: its denominator is eps."""
+    q, k, v = (channel.draw(1, 72, 1, 128, seed=seed) for seed in range(3))
+    dead = jnp.arange(128) < 40
+    alone = jnp.arange(72)[:, None, None] % 9 == 0
+    q, k = jnp.where(alone & ~dead, -1.0, q), jnp.where(dead, -1.0, k)
+    arrays = [x.astype(jnp.float16) for x in (q, k, v)]
+    whole.against_the_reference(numerics.oracle(OP, *arrays, feature_map="relu"))

@@ -13,9 +13,9 @@ float32; causal, or with segments, also D = V = 64, two heads side by side; with
 without segments also D = V = 192 and 256; other multiples of 16 from 80 on, and of 8 from 16 to 56
 where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
 where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`), and
-heads above 128 columns are cut into blocks (`channel_blocks.py`). Up to 128 columns without
-a decay or segments they take float16, too, whose sums and weights have units (`mosaic/scales.py`,
-`whole_units.py`).
+heads above 128 columns are cut into blocks (`channel_blocks.py`). Up to 128 columns, without a
+decay and segments, kernels also take float16, whose sums and weights have units
+(`mosaic/scales.py`), or are shares and means (`whole_units.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D, forward alone
 (`projected.py`). Lengths and causal segments are rows that do not count and steps with a decay

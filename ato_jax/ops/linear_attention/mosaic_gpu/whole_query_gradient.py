@@ -170,6 +170,11 @@ def whole_query_gradient(
                 """Read where it is needed: there are no registers to keep it in."""
                 return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
 
+            def scaled(slope: jax.Array, inverse: Any) -> jax.Array:
+                """The derivative of what shares have in place of phi(q). In this order it is 0
+                where slope is, and near 1 at most where slope is about phi(q)."""
+                return slope * z() * inverse if of_shares else slope
+
             def unit_of(x: jax.Array) -> jax.Array:
                 """The largest magnitude of x [C, HALF] over `LARGEST`: [C] times the same."""
                 own = largest_s.at[half]
@@ -210,7 +215,7 @@ def whole_query_gradient(
                     G = G * s_unit
                 if count is not None:
                     mask_cotangents(slot, count)
-                mapped_q = phi_q
+                mapped_q, inverse = phi_q, None
                 if spec.normalize:
                     of_phi = phi_q * z() if of_shares else phi_q
                     own_parts = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z(), axis=1)
@@ -229,17 +234,17 @@ def whole_query_gradient(
                     mapped_q = (phi_q * z() if of_shares else phi_q) * inverse
                     total -= e * mapped_q
                     if of_shares:
-                        G = (G - e) * (z() * inverse)
+                        G = G - e
                         mapped_q = mapped_q * LARGEST
                     else:
                         G = (G - e * z()) * inverse
                 if not maps.slope_is_known:  # of x, which phi' replaces
-                    G = G * maps.slope(load(own_q))
+                    G = G * scaled(maps.slope(load(own_q)), inverse)
                 own_q[...] = mapped_q.astype(tiling.dtype)
                 # Of the store of two chunks ago.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 if maps.slope_is_known:
-                    G = G * maps.slope_of_features(phi_q)
+                    G = G * scaled(maps.slope_of_features(phi_q), inverse)
                 own_dq[...] = mosaic.kept(G, count).astype(tiling.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
