@@ -36,7 +36,7 @@ from ato_jax.mosaic import ALIKE, F32, HALF, OF_COLUMNS, Item, load, multiply, s
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
-from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LEAST_SUM
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LEAST_SHARE, LEAST_SUM
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS = 3  # the warpgroups before the one that loads
@@ -153,7 +153,7 @@ def whole_output(
             found = mosaic.rounded(phi * mosaic.in_columns(inverse, spec.D), tiling.dtype)
             of_rounded = jnp.sum(found.astype(F32), axis=1)
             of_all = den / jnp.maximum(den, max(spec.eps, LEAST_SUM))
-            return found, of_all / jnp.maximum(of_rounded, LEAST_SUM)
+            return found, of_all / jnp.maximum(of_rounded, LEAST_SHARE)
 
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)

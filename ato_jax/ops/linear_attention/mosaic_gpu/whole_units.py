@@ -34,6 +34,7 @@ LARGEST = 2.0**14
 # Smaller sums of features count as 0: LARGEST over it, and its product with a value are normal
 # numbers of float32.
 LEAST_SUM = 2.0**-100
+LEAST_SHARE = 2.0**-24  # float16's smallest positive number
 
 
 def in_units(x: jax.Array) -> tuple[jax.Array, jax.Array]:
