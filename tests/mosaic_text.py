@@ -65,6 +65,7 @@ class Case:
     feature_map: str = "elu1"
     segments: bool = False
     float8: bool = False
+    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -78,6 +79,7 @@ class Case:
         parts += ["states"] if self.states else []
         parts += ["segments"] if self.segments else []
         parts += ["float8"] if self.float8 else []
+        parts += [self.dtype] if self.dtype != "bfloat16" else []
         parts += [] if self.gradients else ["forward"]
         return "-".join(parts)
 
@@ -124,6 +126,9 @@ CASES = [
     Case(64, segments=True, layout="bhtd", normalize=False, H=8, G=4),
     Case(128, causal=False, segments=True, T=1000),
     Case(64, causal=False, segments=True, layout="bhtd", normalize=False),
+    Case(128, causal=False, S=1000, dtype="float16"),
+    Case(96, causal=False, layout="bhtd", H=8, G=2, feature_map="softplus", dtype="float16"),
+    Case(128, causal=False, normalize=False, feature_map="silu", dtype="float16"),
     Case(128, causal=False, S=1000, gradients=False, float8=True),
     Case(64, causal=False, layout="bhtd", gradients=False, float8=True),
     Case(96, causal=False, feature_map="silu", states=True, gradients=False, float8=True),
@@ -145,7 +150,7 @@ def arrays_of(case: Case) -> tuple[Any, Any, Any, dict[str, Any]]:
     rows: Any = (case.B, S, case.G) if case.layout == "bthd" else (case.B, case.G, S)
     queries = (case.B, case.T, case.H) if case.layout == "bthd" else (case.B, case.H, case.T)
     arrays: list[Any] = [
-        jax.ShapeDtypeStruct((*of_rows, case.D), jnp.bfloat16) for of_rows in (queries, rows, rows)
+        jax.ShapeDtypeStruct((*of_rows, case.D), case.dtype) for of_rows in (queries, rows, rows)
     ]
     options: dict[str, Any] = {}
     if case.decay is not None:

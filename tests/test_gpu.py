@@ -503,6 +503,39 @@ def test_mosaic_gpu_in_float16_where_every_query_sees_every_key(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("T", "S", "H", "G", "D", "of_queries", "of_keys", "options"),
+    [
+        (9000, 16384, 2, 2, 128, (0.0,), (-14.0,), {}),
+        (4104, 9000, 4, 2, 96, (-14.0,), (-14.0,), {"feature_map": "softplus"}),
+        (4096, 4096, 4, 4, 112, (10.0, 0.0, -14.0), (-20.0, 10.0), {"return_state": True}),
+        (2048, 9000, 2, 2, 128, (3.0, 3.0, -6e4), (3.0, -6e4), {"feature_map": "relu"}),
+        (4104, 9000, 2, 2, 128, (3.0,), (-14.0,), {"kv_lengths": [9000, 72]}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float16_by_offsets_of_columns(
+    T: int,
+    S: int,
+    H: int,
+    G: int,
+    D: int,
+    of_queries: tuple[float, ...],
+    of_keys: tuple[float, ...],
+    options: dict[str, Any],
+) -> None:
+    """Features below float16's least normal number, or that no key has: queries and keys have
+    offsets, by columns in turn."""
+    needs_hopper()
+    q, k, v = arrays("float16", B=2, T=T, S=S, H=H, G=G, D=D)
+    q, k = (x + jnp.resize(jnp.array(o), D) for x, o in ((q, of_queries), (k, of_keys)))
+    qkv = (q.astype("float16"), k.astype("float16"), v)
+    if "kv_lengths" in options:
+        options = options | {"kv_lengths": jnp.array(options["kv_lengths"])}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     ("B", "T", "S", "H", "G", "D", "layout", "scale"),
     [
         (1, LONG, LONG, 2, 2, 128, "bthd", 1.0),
