@@ -75,7 +75,7 @@ CALLS = [
         },
     ),
     (Call(1, 16384, 32, 128, causal=False), 7, {}),
-    (Call(1, 16384, 32, 128, causal=False, dtype="float16"), 18, {}),
+    (Call(1, 16384, 32, 128, causal=False, dtype="float16"), 12, {}),
     (Call(1, 16384, 8, 192, causal=False, states=True), 9, {}),
     (Call(1, 16384, 8, 256, causal=False), 9, WHOLE),
     (
