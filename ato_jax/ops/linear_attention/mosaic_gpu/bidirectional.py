@@ -157,11 +157,11 @@ def _key_gradient_in_float16(
 ) -> tuple[jax.Array, jax.Array, Totals]:
     """dk and dv, and the sums over the pieces: with a normaliser those of shares, which are z times
     R and u, and so is what is added to them."""
-    z, inverse, unit_of = state.k_sum, None, state.k_sum
-    if spec.normalize:
-        inverse, unit_of = whole_units.inverse_sums(z), None
-        if added is not None:
-            added = LinearState(added.kv * z[..., None], added.k_sum * z)
+    z = state.k_sum
+    inverse = whole_units.inverse_sums(z) if spec.normalize else None
+    unit_of = None if spec.normalize else z
+    if spec.normalize and added is not None:
+        added = LinearState(added.kv * z[..., None], added.k_sum * z)
     sums = add_up(spec, pieces, added, unit_of, returned=True)
     assert sums.kv is not None
     r, units = whole_units.in_units(sums.kv)
