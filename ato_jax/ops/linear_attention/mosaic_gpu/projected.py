@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
@@ -43,21 +40,9 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     return None
 
 
-def _counted(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """q and k with 0 in padding."""
-    time = 1 if spec.layout == "bthd" else 2
-
-    def counted(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        if lengths is None:
-            return x
-        positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, time)
-        return jnp.where(positions < lengths[:, None, None, None], x, 0)
-
-    return counted(inputs.q, inputs.q_lengths), counted(inputs.k, inputs.kv_lengths)
-
-
 def inner_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
     """phi(q) and phi(k) instead of q and k."""
     (projection,) = inputs.feature_parameters
-    of_q, of_k = (random_features.features_of(x, projection) for x in _counted(spec, inputs))
+    counted = random_features.counted(spec, inputs)
+    of_q, of_k = (random_features.features_of(x, projection) for x in counted)
     return inputs._replace(q=of_q, k=of_k, feature_parameters=())

@@ -1,21 +1,23 @@
-"""Feature maps that are not elementwise, FAVOR+: XLA maps, the kernels attend over the features.
+"""Feature maps that are not elementwise, FAVOR+: arrays of features, which the kernels attend over.
 
     out     = attend(phi(q), phi(k), v)                         the kernels, feature map "identity"
     d_x     = (d phi(x) / d x)^T d_phi_x                         for x = q and x = k
     d_param = sum over q and k of (d phi(x) / d param)^T d_phi_x
 
 phi(x) [.., F] is computed in float32 and rounded once, to the dtype that the kernels multiply. The
-forward in bfloat16 takes bfloat16. The other kernels take features, v and cotangents in float32.
-float32 calls are multiplied as they ask, exactly or in TF32, and all others in TF32: in float16
-features could leave its range, and backward in bfloat16 the pull-back is a difference, of the
-projection's rows and x, in which the roundings of dS and of d_phi_x dominate: dk was over its
-budget, and with TF32 at half of it.
+forward in bfloat16 takes bfloat16. The other kernels take features in float32, and v and cotangents
+in float32 or bfloat16. float32 calls are multiplied as they ask, exactly or in TF32, and all others
+in TF32: in float16 features could leave its range, and backward in bfloat16 the pull-back is a
+difference, of the projection's rows and x. By the roundings of the states S and dS to bfloat16
+alone, with 512 rows of scale 2.5, the worst row of dk is 8.6e-2 off, by those of the features
+1.3e-2, by those of d_phi_x 3.7e-3; by those of TF32 in all places 9e-3.
 
-The cost of the map, for a row of q or k in bfloat16 at D = 64, F = 128: the features, written once
-and read once, are 512 bytes, 0.12 ns at 4.3 TB/s; the 2 * D * F = 16 kflop of the projection in
-full float32 take 0.27 ns at 60 TFLOP/s. A row of exact attention over S keys is 2 * S * (D + V)
-flop, at S = 4096 and 600 TFLOP/s 1.7 ns: the map is small beside that, and does not grow with S.
-The backward maps again and pulls back, three such products; no array of size F is kept in between.
+Calls in bfloat16 of up to `MOST_COLUMNS` and `MOST_FEATURES` map and pull back by kernels
+(`random_features.py`), all others by XLA. On an H100, B2 H16 T16384 D128 F128 with gradients took
+5.67 ms where XLA did: its six products in full float32, of 17 Gflop each, and some 20 passes over
+float32 arrays of 268 MB are two thirds of that. The kernels read and write 0.40 GB to map q and k,
+0.81 where the features are in float32, and 1.07 to pull back. No array of size F is kept between
+forward and backward.
 """
 
 from __future__ import annotations
@@ -27,8 +29,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax.ops.linear_attention import features
+from ato_jax.ops.linear_attention import features, random_features
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
+
+# Of a map's and a pull-back's tiles, which are to leave room in 99 KiB of shared memory.
+MOST_COLUMNS, MOST_FEATURES = 128, 256
+
+
+def _by_kernels(spec: LinearAttentionSpec) -> bool:
+    """Whether kernels map, and pull back."""
+    fits = spec.D <= MOST_COLUMNS and spec.F <= MOST_FEATURES
+    return spec.feature_map.name == "favor" and spec.dtype == "bfloat16" and fits
 
 
 def inner_spec(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
@@ -36,6 +47,8 @@ def inner_spec(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
     if spec.feature_map.elementwise:
         return spec
     inner = dataclasses.replace(spec, D=spec.F, feature_map=features.NAMED["identity"])
+    if phase == "backward" and _by_kernels(spec):
+        inner = dataclasses.replace(inner, feature_map=random_features.OWN_SLOPE)
     if spec.dtype == "float32" or spec.dtype == "bfloat16" and phase == "forward":
         return inner
     return dataclasses.replace(inner, dtype="float32", precision="tf32")
@@ -46,17 +59,9 @@ def _mapping(
 ) -> Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], tuple[jax.Array, jax.Array]]:
     """(q, k, parameters) -> phi(q), phi(k) in float32, padding put to zero before the map."""
 
-    time = 1 if spec.layout == "bthd" else 2
-
-    def real(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        if lengths is None:
-            return x
-        positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, time)
-        return jnp.where(positions < lengths[:, None, None, None], x, 0)
-
     def mapping(q: Any, k: Any, parameters: Any) -> tuple[jax.Array, jax.Array]:
-        q = real(q, inputs.q_lengths).astype(jnp.float32)
-        k = real(k, inputs.kv_lengths).astype(jnp.float32)
+        q, k = random_features.counted(spec, inputs._replace(q=q, k=k))
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
         return spec.feature_map(q, *parameters), spec.feature_map(k, *parameters)
 
     return mapping
@@ -69,9 +74,21 @@ def _inner_inputs(
     return inputs._replace(q=phi_q, k=phi_k, v=v, feature_parameters=())
 
 
+def _mapped_by_kernels(spec: LinearAttentionSpec, inputs: Inputs, dtype: str) -> Inputs:
+    """phi(q) and phi(k) in `dtype` instead of q and k."""
+    (projection,) = inputs.feature_parameters
+    phi_q, phi_k = (
+        random_features.features_of(x, projection, jnp.dtype(dtype))
+        for x in random_features.counted(spec, inputs)
+    )
+    return inputs._replace(q=phi_q, k=phi_k, feature_parameters=())
+
+
 def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
     """`attend(spec, inputs)` is the kernels' forward."""
     inner = inner_spec(spec, "forward")
+    if _by_kernels(spec):
+        return attend(inner, _mapped_by_kernels(spec, inputs, inner.dtype))
     phi_q, phi_k = _mapping(spec, inputs)(inputs.q, inputs.k, inputs.feature_parameters)
     out, state = attend(inner, _inner_inputs(inner, inputs, phi_q, phi_k))
     return Outputs(out.astype(spec.dtype), state)
@@ -86,6 +103,10 @@ def backward(
     """`attend(spec, residuals, cotangents)` is the kernels' backward."""
     inner = inner_spec(spec, "backward")
     inputs, outputs = residuals
+    if _by_kernels(spec):
+        mapped = _mapped_by_kernels(spec, inputs, inner.dtype)
+        found = attend(inner, Residuals(mapped, outputs), cotangents)
+        return _pulled_back(spec, inputs, found)
     (phi_q, phi_k), pull = jax.vjp(
         _mapping(spec, inputs), inputs.q, inputs.k, inputs.feature_parameters
     )
@@ -99,3 +120,17 @@ def backward(
     )
     dq, dk, d_parameters = pull((found.q, found.k))
     return found._replace(q=dq, k=dk, v=found.v.astype(spec.dtype), feature_parameters=d_parameters)
+
+
+def _pulled_back(spec: LinearAttentionSpec, inputs: Inputs, found: Inputs) -> Inputs:
+    """The call's gradients, from those of the features' logarithms."""
+    (projection,) = inputs.feature_parameters
+    rows, of_rows = random_features.counted(spec, inputs), (found.q, found.k)
+    dq, dk = (
+        random_features.gradient_of_rows(x, projection, d_a)
+        for x, d_a in zip(rows, of_rows, strict=True)
+    )
+    of_q, of_k = map(random_features.gradient_of_projection, rows, of_rows)
+    parameters = ((of_q + of_k).astype(projection.dtype),)
+    v = found.v.astype(spec.dtype)
+    return found._replace(q=dq, k=dk, v=v, feature_parameters=parameters)
