@@ -1,7 +1,7 @@
 """FAVOR+'s features as arrays, of rows in bfloat16, and the pull-back of gradients to the rows.
 
-    phi(x)_m = exp(a_m)                                      a_m = w_m . x' - |x'|^2 / 2 - log(M) / 2
-    d_a_m    = phi(x)_m d_phi_m                              x' = x / D^(1/4), x [R, D], w [M, D]
+    phi(x)_m = exp(a_m)                                    a_m = w_m . x' - |x'|^2 / 2 - log(M) / 2
+    d_a_m    = phi(x)_m d_phi_m                            x' = x / D^(1/4), x [R, D], w [M, D]
     d_x      = D^(-1/4) (sum_m d_a_m w_m - x' sum_m d_a_m)
     d_w_m    = sum over the rows of d_a_m x'
 
