@@ -1,5 +1,5 @@
-"""FAVOR+'s features as arrays: the kernel that makes them, and attention over them by Mosaic GPU's
-kernels, beside float64."""
+"""FAVOR+'s features as arrays: the kernels that make them and pull gradients back, and attention
+over them by Mosaic GPU's kernels, beside float64."""
 
 from __future__ import annotations
 
@@ -54,12 +54,53 @@ def test_features(
     assert np.max(difference / np.maximum(wanted, 2e-36)) < 6e-3
 
 
+# 40 features are no whole block of those at once, 144 are three blocks.
+@pytest.mark.parametrize("by_triton", [True, False])
+@pytest.mark.parametrize("D, features", [(64, 128), (24, 40), (24, 144)])
+def test_gradients(
+    D: int, features: int, by_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of which all but 2^-6 cancels in the sum over a row."""
+    if not by_triton:
+        monkeypatch.setattr(launch, "no_triton", "is hidden")
+    w = ato_jax.favor(jax.random.key(0), features, D).projection
+    x = (2.5 * jax.random.normal(jax.random.key(1), (2, 75, D))).astype(jnp.bfloat16)
+    d_a = jax.random.normal(jax.random.key(2), (2, 75, features))
+    d_a -= (1 - 2**-6) * jnp.mean(d_a, axis=-1, keepdims=True)
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array, d_a: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with ato_jax.interpret():
+            d_x = random_features.gradient_of_rows(x, w, d_a)
+            return d_x, random_features.gradient_of_projection(x, d_a)
+
+    d_x, d_w = run(x, w, d_a)
+    assert d_x.dtype == jnp.bfloat16 and d_w.dtype == jnp.float32
+    w64, d_a64 = np.asarray(w, np.float64), np.asarray(d_a, np.float64)
+    scaled = np.asarray(x, np.float64) * D**-0.25
+    total = np.sum(d_a64, -1, keepdims=True)
+    wanted = (d_a64 @ w64 - scaled * total) * D**-0.25
+    # d_x is rounded to bfloat16 once. By products with one part of w or of d_a it is 2.5e-3.
+    assert error(d_x, wanted) < 1.9e-3
+    assert error(d_w, np.einsum("btm,btd->md", d_a64, scaled)) < 2e-6
+
+
+def test_the_kernels_return_the_gradients_of_logarithms() -> None:
+    x = jnp.linspace(0.5, 3, 7)
+    found, pull = jax.vjp(random_features.OWN_SLOPE, x)
+    np.testing.assert_array_equal(found, x)
+    np.testing.assert_array_equal(pull(2 * x)[0], 2 * x * x)
+
+
 @pytest.mark.parametrize("D, features", [(64, 128), (128, 256), (96, 112)])
 def test_they_lower_for_a_card(D: int, features: int) -> None:
     x = jnp.ones((3, 500, D), jnp.bfloat16)
     w = jnp.ones((features, D))
     kernels = aot.triton_kernels(random_features.features_of, x, w, capability=90)
     assert [kernel.name for kernel in kernels] == ["random_features"]
+    d_a = jnp.ones((3, 500, features))
+    kernels = aot.triton_kernels(random_features.gradient_of_rows, x, w, d_a, capability=90)
+    assert [kernel.name for kernel in kernels] == ["random_features_gradient"]
 
 
 FAVOR = ato_jax.favor(jax.random.key(0), 128, 64)

@@ -19,7 +19,7 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import config, few_rows, products, walk
+from ato_jax.ops.linear_attention.triton import config, few_rows, products, projected, walk
 from tests import regimes
 
 OP = "linear_attention"
@@ -212,9 +212,21 @@ def test_each_phase_of_projected_features_has_its_own_rule():
         feature_map=features.FeatureMap("favor", True, lambda x, w: x, elementwise=False),
     )
     config = triton.default_config(spec, GPUS[90])
-    # The backward is float32: tiles of few rows, which walk.
+    # The backward is TF32. Up to 128 features states are stored; beyond it programs walk, with
+    # tiles of few rows.
+    assert config.run_rows > 0 and config.backward_run_rows > 0
+    assert config.state_warps == 8
+    spec = dataclasses.replace(spec, F=256)
+    config = triton.default_config(spec, GPUS[90])
     assert config.run_rows > 0 and config.backward_run_rows == 0
     assert config.dq_block < config.output_block
+
+
+def test_projected_features_beside_stored_states():
+    """With the block sizes of a Hopper card: two runs of rows, and the last one in part."""
+    favor = ato_jax.favor(jax.random.key(0), 128, 64)
+    config = projected.STORED | {"run_rows": 128}
+    check(200, 200, 1, 1, 64, 64, "bfloat16", feature_map=favor, causal=True, config=config)
 
 
 def test_gradients_of_the_projection_and_of_what_it_maps():

@@ -9,7 +9,8 @@ elementwise map has 4 at the least: 12 where every query sees every key (the map
 is at most 0.33, causal 0.27. At D = V = F = 128 it is 0.5 and 0.4.
 
 Gradients are Triton's: by these kernels, with 256 rows of scale 2.5, the worst row of dk was 2.8e-2
-off. They round the gradient of the features to bfloat16, and the pull-back is a difference.
+off. The pull-back is a difference, in which the roundings of S, of dS and of the features to
+bfloat16 weigh; that of the features' gradient itself adds little (`triton/projected.py`).
 """
 
 from __future__ import annotations

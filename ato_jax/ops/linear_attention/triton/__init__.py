@@ -69,7 +69,10 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
         for name, value in dataclasses.asdict(backward).items()
         if name.startswith(BACKWARD_FIELDS)
     }
-    return dataclasses.replace(forward, **of_backward)
+    found = dataclasses.replace(forward, **of_backward)
+    if not spec.feature_map.elementwise:
+        found = dataclasses.replace(found, **projected.block_sizes(spec, device))
+    return found
 
 
 def _phase_config(spec: LinearAttentionSpec, device: Device, phase: str) -> Config:

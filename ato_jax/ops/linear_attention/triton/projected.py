@@ -29,17 +29,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ato_jax.device import Device
 from ato_jax.ops.linear_attention import features, random_features
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
+from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, SMALL_STATE
+from ato_jax.ops.linear_attention.triton.config import HOPPER_SHARED_MEMORY, LONG_FEATURES
+from ato_jax.triton.tiles import padded
 
 # Of a map's and a pull-back's tiles, which are to leave room in 99 KiB of shared memory.
 MOST_COLUMNS, MOST_FEATURES = 128, 256
+
+# Block sizes where causal gradients are multiplied in TF32 beside a state above 64 x 64: a state is
+# stored for every run of 128 rows, and each program has 64 rows. A program that carries its state
+# holds 16 rows at a time and spills: at D = V = F = 128 208 bytes in the pass for dq, 440 in that
+# for dk and dv; here it is none and 188, at D = V = 64 none at all. The pass for the states takes 8
+# warps, as with 4 it spills 452 bytes.
+STORED = {
+    "backward_run_rows": 128,
+    "state_block": 32,
+    "state_warps": 8,
+    "state_stages": 3,
+    "dq_block": 64,
+    "dq_warps": 8,
+    "dq_stages": 1,
+    "dkv_block": 64,
+    "dkv_warps": 8,
+    "dkv_stages": 2,
+}
 
 
 def _by_kernels(spec: LinearAttentionSpec) -> bool:
     """Whether kernels map, and pull back."""
     fits = spec.D <= MOST_COLUMNS and spec.F <= MOST_FEATURES
     return spec.feature_map.name == "favor" and spec.dtype == "bfloat16" and fits
+
+
+def block_sizes(spec: LinearAttentionSpec, device: Device) -> dict[str, int]:
+    """Those that are not their regime's."""
+    large = SMALL_STATE < padded(spec.F) * padded(spec.V) <= LARGEST_STATE
+    short = padded(spec.F) <= LONG_FEATURES and padded(spec.V) <= LONG_FEATURES
+    roomy = device.shared_memory >= HOPPER_SHARED_MEMORY
+    causal = spec.causal and spec.decay is None and spec.segments is None
+    return STORED if _by_kernels(spec) and causal and large and short and roomy else {}
 
 
 def inner_spec(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
