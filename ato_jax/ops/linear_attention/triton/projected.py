@@ -44,7 +44,7 @@ MOST_COLUMNS, MOST_FEATURES = 128, 256
 # holds 16 rows at a time and spills: at D = V = F = 128 208 bytes in the pass for dq, 440 in that
 # for dk and dv; here it is none and 188, at D = V = 64 none at all. The pass for the states takes 8
 # warps, as with 4 it spills 452 bytes.
-STORED = {
+STORED: dict[str, Any] = {
     "backward_run_rows": 128,
     "state_block": 32,
     "state_warps": 8,
@@ -64,7 +64,7 @@ def _by_kernels(spec: LinearAttentionSpec) -> bool:
     return spec.feature_map.name == "favor" and spec.dtype == "bfloat16" and fits
 
 
-def block_sizes(spec: LinearAttentionSpec, device: Device) -> dict[str, int]:
+def block_sizes(spec: LinearAttentionSpec, device: Device) -> dict[str, Any]:
     """Those that are not their regime's."""
     large = SMALL_STATE < padded(spec.F) * padded(spec.V) <= LARGEST_STATE
     short = padded(spec.F) <= LONG_FEATURES and padded(spec.V) <= LONG_FEATURES
