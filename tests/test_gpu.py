@@ -587,7 +587,7 @@ def test_documents_of_mosaic_gpu(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("D", "count"), [(64, 128), (128, 128), (48, 240)])
 def test_random_features_of_mosaic_gpu(D: int, count: int, causal: bool) -> None:
-    """With gradients by Triton, whose kernels are for features that are elementwise or not."""
+    """With gradients by Triton, which stores states up to 128 features and walks beyond them."""
     needs_hopper()
     qkv = arrays("bfloat16", B=2, T=1040, H=4, G=2, D=D)
     feature_map = ato_jax.favor(jax.random.key(0), count, D)
