@@ -107,7 +107,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if (spec.q_lengths or spec.kv_lengths) and (lacking := steps.unsupported_lengths(spec, phase)):
         return f"does not support lengths {lacking}"
     got = f"got {spec.T} and {spec.S}"
-    multiple = 1 if _takes_any_rows(spec, phase) else frame.ROWS_OF_A_TILE
+    multiple = 1 if _takes_any_rows(spec) else frame.ROWS_OF_A_TILE
     if any(length < frame.C or length % multiple for length in (spec.T, spec.S)):
         of_rows = f", multiples of {multiple}" * (multiple > 1)
         return f"needs T and S of at least {frame.C}{of_rows}, {got}"
@@ -183,14 +183,12 @@ def _unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
     return None
 
 
-def _takes_any_rows(spec: LinearAttentionSpec, phase: str) -> bool:
-    """Whether sequences may be no multiple of 8 rows (`mosaic.Views`)."""
-    in_pairs = frame.heads_of_tile(spec) == 2
-    counted = in_pairs or phase == "forward" and narrow.fills(spec, frame.F)
+def _takes_any_rows(spec: LinearAttentionSpec) -> bool:
+    """Whether sequences may be no multiple of 8 rows (`mosaic.Views`, `row_copies.py`)."""
     if frame.by_documents(spec):
         return True
     walks = spec.causal or frame.both_ways(spec)
-    return walks and counted and spec.decay != "channel"
+    return walks and spec.decay != "channel" and not frame.is_wide(spec)
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,6 +17,19 @@ from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay
 from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
+
+# A function of a group's member: it returns, for each head, the float16 units of phi' and e.
+Units = Callable[[Any], list[tuple[Any, Any]]]
+
+
+class Chunk(NamedTuple):
+    """One chunk of an item's keys."""
+
+    step: Any  # of `keys`
+    count: Any  # how many of its rows count; None: all
+    borders: Borders
+    units: Units | None  # in float16
+    load_share: Callable[[], None]
 
 
 def from_here(walk: Walk) -> jax.Array:
@@ -58,7 +71,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any, share
                     tiling.copy_tile(share, item, rows, item.head, own.out, number, own.shares)
 
             of_chunk = item.before + chunk, walk.count(item, chunk), walk.borders(item, chunk)
-            found, own_flows = one(walk, *of_chunk, units, load_share)
+            found, own_flows = one(walk, Chunk(*of_chunk, units, load_share))
             if own.shares is None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             else:
@@ -83,20 +96,10 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any, share
     plgpu.wait_smem_to_gmem(0)
 
 
-# A function of a group's member: it returns, for each head, the float16 units of phi' and e.
-Units = Callable[[Any], list[tuple[Any, Any]]]
-
-
-def values_chunk(
-    walk: Walk,
-    step: Any,
-    count: Any,
-    borders: Borders,
-    units: Units | None,
-    load_share: Callable[[], None],
-) -> Any:
+def values_chunk(walk: Walk, chunk: Chunk) -> Any:
     """dv of each head [64, V], and with a decay I(t) of a steep chunk, whose parts lie in dv's
     place meanwhile."""
+    step, count, borders, units, load_share = chunk
     own, spec, tiling = walk.own, walk.spec, walk.tiling
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.keys.produced.wait(k_slot)
@@ -293,15 +296,9 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(from_here(walk), across, 0.0), axis=1)
 
 
-def keys_chunk(
-    walk: Walk,
-    step: Any,
-    count: Any,
-    borders: Borders,
-    units: Units | None,
-    load_share: Callable[[], None],
-) -> Any:
+def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
+    step, count, borders, units, load_share = chunk
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.mapped.wait(slot)
@@ -357,7 +354,7 @@ def keys_chunk(
             dk = list(add_up(borders, of_others, of_later, of_pairs))
     own.state.consumed.arrive()
     own.rows.consumed.arrive(slot)
-    add_member = functools.partial(add_pairs, walk, step, k_slot, count, borders, units)
+    add_member = functools.partial(add_pairs, walk, chunk, k_slot)
     dk = walk.each_other_member(add_member, dk)
     if walk.gated and not walk.some_steep and own.keys_mapped is not None:
         own.keys_mapped.wait(k_slot)
@@ -383,18 +380,11 @@ def keys_chunk(
 
 
 def add_pairs(
-    walk: Walk,
-    step: Any,
-    k_slot: Any,
-    count: Any,
-    borders: Borders,
-    units: Units | None,
-    member: Any,
-    dk: list[jax.Array],
+    walk: Walk, chunk: Chunk, k_slot: Any, member: Any, dk: list[jax.Array]
 ) -> list[jax.Array]:
     """dk of each head with the pairs of another member's queries."""
-    own = walk.own
-    slot = own.rows.slot(walk.row_step(step, member))
+    own, count, borders, units = walk.own, chunk.count, chunk.borders, chunk.units
+    slot = own.rows.slot(walk.row_step(chunk.step, member))
     own.mapped.wait(slot)
     queries, vs = walk.in_heads(own.q, slot), walk.in_heads(own.v, k_slot)
     es = es_of(walk, slot)

@@ -19,6 +19,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     chunk_decay,
     feature_maps,
     frame,
+    row_copies,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import (
@@ -109,7 +110,8 @@ class Storage(mosaic.Storage):
 
 
 def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) -> Storage:
-    tiling, gated = frame.tiling(spec), spec.decay is not None
+    tiling, gated = row_copies.tiling(spec), spec.decay is not None
+    copies = row_copies.copies_of(tiling)
     heads, shared = tiling.heads, tiling.shared
     cast = cast_of(heads)
     replaces_keys = gated and feature_maps.features(spec).slope_is_known
@@ -118,10 +120,10 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
     k_stages = 1 if some_steep and splits else K_STAGES
 
     def of_rows() -> Buffer:
-        return Buffer(tiling.tiles(STAGES), copies=heads)
+        return Buffer(tiling.tiles(STAGES), copies=copies)
 
     def of_keys() -> Buffer:
-        return Buffer(tiling.tiles(k_stages), copies=heads)
+        return Buffer(tiling.tiles(k_stages), copies=copies)
 
     def vectors() -> Buffer:
         return Buffer(plgpu.SMEM((STAGES, heads * C), F32), copies=heads)
@@ -136,7 +138,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
     if mosaic.has_units(tiling.dtype):
         r_rows = Buffer(plgpu.SMEM((V,), F32), copies=heads)
     starts = (None if keeps_start(spec) else r), u_start, r_rows
-    out = Buffer(tiling.tiles(2), copies=tiling.blocks)
+    out = Buffer(tiling.tiles(2), copies=copies)
     return Storage(
         before=Buffer(shared(C, C)) if some_steep else None,
         e=e,
@@ -211,7 +213,7 @@ class Walk:
 
     @property
     def tiling(self) -> mosaic.Tiling:
-        return frame.tiling(self.spec)
+        return row_copies.tiling(self.spec)
 
     @property
     def phi(self) -> feature_maps.Features:
@@ -246,10 +248,10 @@ class Walk:
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
         """The borders of chunk number `chunk`, where 0 is the last chunk of the item."""
-        of_chunks = self.arrays.ends, self.arrays.borders
         if self.arrays.borders is None:
             return chunk_borders.Borders()
-        return chunk_borders.of_chunk(*of_chunks, item, item.chunks - 1 - chunk)
+        number = item.chunks - 1 - chunk
+        return chunk_borders.of_chunk(self.arrays.ends, self.arrays.borders, item, number)
 
     @property
     def heads(self) -> int:

@@ -16,6 +16,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     chunk_decay,
     feature_maps,
     frame,
+    row_copies,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import (
@@ -120,7 +121,7 @@ class Walk:
 
     @property
     def tiling(self) -> mosaic.Tiling:
-        return frame.tiling(self.spec)
+        return row_copies.tiling(self.spec)
 
     @property
     def phi(self) -> feature_maps.Features:
@@ -222,7 +223,9 @@ def scratch_of(walk: Walk) -> dict[str, Any]:
         s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
         v=tiling.tiles(STAGES),
         z=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
+        loaded=plgpu.Barrier(
+            num_arrivals=2 * row_copies.copies_of(tiling), num_barriers=STAGES
+        ),
         q_loaded=plgpu.Barrier(num_arrivals=2 + 2 * heads * given, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
