@@ -395,7 +395,6 @@ MOSAIC_LENGTHS = {
     "T < S": (2, 72, 328),
     "T > S": (2, 328, 72),
 }
-SIZES_OF_ANY_ROWS = (40, 40), (64, 64), (128, 128)
 MOSAIC = Space(
     "linear_attention",
     {
@@ -512,7 +511,7 @@ MOSAIC = Space(
                     decay == "channel"
                     or not causal
                     and decay == "none"
-                    or widths not in SIZES_OF_ANY_ROWS
+                    or widths[0] > 128
                 )
             ),
             "multiples of 8",

@@ -112,15 +112,36 @@ def test_tails_within_8_rows(
 def test_tails_within_8_rows_of_one_head(
     T: int, H: int, layout: str, decay: str | None, options: Any
 ) -> None:
-    """A tile of one head lies in two blocks. Some heads share keys, and some calls take a state and
-    return one. The steep chunk is one of several, or the last one, which T cuts."""
+    """A tile of one head lies in two blocks, and for the gradients in atoms of 8 rows. Some heads
+    share keys, and some calls take a state and return one. The steep chunk is one of several, or
+    the last one, which T cuts."""
     if decay:
         gates = channel.draw_gates("mild", 1, T, 1)
         if decay == "steep":
             gates = gates.at[:, jnp.array([40, T - 2])].set(-50.0)
         options = options | {"decay": gates if layout == "bthd" else jnp.swapaxes(gates, 1, 2)}
     wanted = numerics.oracle(OP, *draw(1, T, H, 1, layout), causal=True, **options)
-    against_the_reference("mosaic_gpu", "triton", wanted)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize(
+    "T, D, V, layout, options",
+    [
+        (99, 80, 80, "bthd", {}),
+        (131, 112, 112, "bhtd", {"feature_map": "exp"}),
+        (75, 128, 64, "bthd", {}),
+        (101, 64, 96, "bhtd", PLAIN),
+    ],
+)
+def test_tails_within_8_rows_of_part_of_a_tile(
+    T: int, D: int, V: int, layout: str, options: Any
+) -> None:
+    """Of v, or of q and k, the second half of the columns may lie wholly beyond the head."""
+    q, k, _ = draw(1, T, 1, 1, layout, D=D)
+    (*_, v) = draw(1, T, 1, 1, layout, D=V)
+    wanted = numerics.oracle(OP, q, k, v, causal=True, layout=layout, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 
 @newest

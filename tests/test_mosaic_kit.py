@@ -160,6 +160,9 @@ KEY_GRADIENT = {
     "mapped": (1, 1),
     "start": (2, 4),
 }
+# A sequence that is no multiple of 8 rows: 16 copies fill a tile of one head.
+BY_ATOMS = {"rows.produced": (34, 8), "keys.produced": (32, 4)}
+BY_ATOMS_WITH_GATES = {"rows.produced": (35, 10)}
 OF_GATES = {"keys_mapped": (1, 1), "rows.produced": (5, 10)}
 OF_STEEP = {"pairs_ring.produced": (1, 1), "pairs_ring.consumed": (1, 1)}
 
@@ -183,6 +186,8 @@ def test_arrivals_are_those_counted_by_hand(heads: int, decay: str | None) -> No
     for some_steep in (False, True)[: 1 + bool(decay)]:
         by_hand = KEY_GRADIENT | (OF_GATES if decay else {}) | (OF_STEEP if some_steep else {})
         assert counts(key_gradient_storage.storage_of(spec, some_steep)) == wanted(by_hand)
+        by_hand |= BY_ATOMS | (BY_ATOMS_WITH_GATES if decay else {})
+        assert counts(key_gradient_storage.storage_of(odd, some_steep)) == wanted(by_hand)
 
 
 RECORDED = mosaic_text.recorded()
@@ -217,9 +222,9 @@ def shared_bytes(text: str) -> int:
 @pytest.mark.parametrize(("decay", "layout"), [(None, "bthd"), ("step", "bhtd"), ("head", "bthd")])
 def test_sequences_of_odd_lengths(decay: str | None, layout: str, D: int) -> None:
     """A call with T = 1001 launches the kernels that T = 1000 does, and each allocates as much
-    shared memory: forward, and at D = 64 backward, too, where gates of heads take the kernels of
-    those of steps."""
-    backward = D == 64 and decay != "head"
+    shared memory: forward, and backward where gates of heads do not take the kernels of those of
+    steps."""
+    backward = decay != "head"
 
     def modules(T: int) -> list[tuple[str, str]]:
         options = dict(normalize=layout == "bthd", gradients=backward)
