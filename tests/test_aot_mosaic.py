@@ -60,7 +60,12 @@ CALLS = [
         14,
         {"key_gradient": 120, "new_body": 616, "query_gradient": 20, "output": 40},
     ),
-    (Call(1, 16379, 16, 128, decay="step", gradients=False), 5, {"output": 276}),
+    # Of one head 16 copies fill a tile of the walks for gradients.
+    (
+        Call(1, 16379, 16, 128, decay="step"),
+        14,
+        {"query_gradient": 240, "new_body": 696, "key_gradient": 432, "output": 276},
+    ),
     (
         Call(1, 16384, 16, 128, causal=False, decay="step"),
         37,
