@@ -223,9 +223,7 @@ def scratch_of(walk: Walk) -> dict[str, Any]:
         s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
         v=tiling.tiles(STAGES),
         z=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(
-            num_arrivals=2 * row_copies.copies_of(tiling), num_barriers=STAGES
-        ),
+        loaded=plgpu.Barrier(num_arrivals=2 * row_copies.copies_of(tiling), num_barriers=STAGES),
         q_loaded=plgpu.Barrier(num_arrivals=2 + 2 * heads * given, num_barriers=Q_STAGES),
         k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
         k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
