@@ -17,6 +17,7 @@
 
 from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.assembly import hidden_position as hidden_position
+from ato_jax.mosaic.assembly import in_bf16_parts as in_bf16_parts
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
 from ato_jax.mosaic.assembly import plus_zero as plus_zero
 from ato_jax.mosaic.eight_bits import copy_eight_bits as copy_eight_bits
@@ -33,6 +34,7 @@ from ato_jax.mosaic.products import ALIKE as ALIKE
 from ato_jax.mosaic.products import PARTS as PARTS
 from ato_jax.mosaic.products import accumulate_while as accumulate_while
 from ato_jax.mosaic.products import in_parts as in_parts
+from ato_jax.mosaic.products import pairs_of_parts as pairs_of_parts
 from ato_jax.mosaic.products import multiply as multiply
 from ato_jax.mosaic.products import multiply_under as multiply_under
 from ato_jax.mosaic.products import multiply_while as multiply_while

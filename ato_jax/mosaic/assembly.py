@@ -114,20 +114,31 @@ def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Two numbers take 6 instructions. By conversions they take 8: the compiler would unpack both of
     the rounded ones, and pack them again for a product.
     """
+    first, second = in_bf16_parts(x, 2)
+    return first, second
+
+
+def in_bf16_parts(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """A float32 tile in registers as the sum of 2 or 3 bfloat16 tiles, each of what rounding took
+    from those before it: 16 bits of each number, or all 24."""
     if device.interpreting():
-        first = rounded(x)
-        return first, rounded(x - first.astype(jnp.float32))
+        parts: list[jax.Array] = []
+        for _ in range(count):
+            parts.append(rounded(x))
+            x = x - parts[-1].astype(jnp.float32)
+        return tuple(parts)
+    text, constraints = _SPLITS[count]
     part = plgpu.ShapeDtypeStruct(x.shape, BF16, layout=TILE)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=(part, part))
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=(part,) * count)
     def split(_: Any, tile: Any) -> Any:
         pair_of_bf16 = ir.VectorType.get([2], ir.BF16Type.get())
         word = ir.IntegerType.get_signless(32)
-        both = ir.Type.parse("!llvm.struct<(i32, i32)>")
-        parts = [np.empty(tile.registers.shape, object) for _ in range(2)]
+        words = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+        parts = [np.empty(tile.registers.shape, object) for _ in range(count)]
         for place, pair in np.ndenumerate(tile.registers):
             operands = [element(pair, 1), element(pair, 0)]
-            found = instructions(_SPLIT, "=&r,=r,f,f", operands, both)
+            found = instructions(text, constraints, operands, words)
             for number, own in enumerate(parts):
                 bits = field(found, number, word)
                 own[place] = ir.Operation.create(
@@ -138,8 +149,8 @@ def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             for own in parts
         )
 
-    first, second = split(x)
-    return first, second
+    found: tuple[jax.Array, ...] = tuple(split(x))
+    return found
 
 
 # $0, $1: a pair's first and second parts; $2, $3: its upper and its lower number.
@@ -155,6 +166,27 @@ sub.f32 of_upper, $2, of_upper;
 sub.f32 of_lower, $3, of_lower;
 cvt.rn.bf16x2.f32 $1, of_upper, of_lower;
 }"""
+# $0 to $2: a pair's parts; $3, $4: its upper and its lower number.
+_SPLIT_IN_THREE = """{
+.reg .b32 upper, lower;
+.reg .f32 of_upper, of_lower, rest_upper, rest_lower;
+cvt.rn.bf16x2.f32 $0, $3, $4;
+and.b32 upper, $0, 0xffff0000;
+shl.b32 lower, $0, 16;
+mov.b32 of_upper, upper;
+mov.b32 of_lower, lower;
+sub.f32 rest_upper, $3, of_upper;
+sub.f32 rest_lower, $4, of_lower;
+cvt.rn.bf16x2.f32 $1, rest_upper, rest_lower;
+and.b32 upper, $1, 0xffff0000;
+shl.b32 lower, $1, 16;
+mov.b32 of_upper, upper;
+mov.b32 of_lower, lower;
+sub.f32 rest_upper, rest_upper, of_upper;
+sub.f32 rest_lower, rest_lower, of_lower;
+cvt.rn.bf16x2.f32 $2, rest_upper, rest_lower;
+}"""
+_SPLITS = {2: (_SPLIT, "=&r,=r,f,f"), 3: (_SPLIT_IN_THREE, "=&r,=&r,=r,f,f")}
 
 
 def compute_first(x: jax.Array) -> None:

@@ -119,6 +119,14 @@ def multiply_under(
     return found, lax.optimization_barrier(totals)
 
 
+def pairs_of_parts(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The products of two factors in as many bfloat16 parts each (`in_bf16_parts`), smallest first:
+    three of 2 parts, six of 3. Those that are left out are 2^-18, or 2^-27, of the largest."""
+    count = len(a)
+    places = [(i, j) for i in range(count) for j in range(count - i)]
+    return [(a[i], b[j]) for i, j in sorted(places, key=lambda place: -sum(place))]
+
+
 def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
     """Pallas's interpreter knows no factors in registers, and no sums that begin with values."""
     found = []

@@ -91,7 +91,8 @@ def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
 
 
 def load_transposed(ref: Any) -> jax.Array:
-    if _IN_REGISTERS:
+    """Loads transpose 16 bits; float32 is transposed in registers."""
+    if _IN_REGISTERS or ref.dtype == F32:
         return plgpu.layout_cast(load(ref.T, plgpu.Layout.WGMMA_TRANSPOSED), TILE)
     return load(ref.T)
 
@@ -244,6 +245,10 @@ class Tiling:
 
     def of_rows_in_float32(self, *shape: int) -> Any:
         return self._swizzled(shape, F32, self.width)
+
+    def of_parts(self, *shape: int) -> Any:
+        """For the bfloat16 parts of float32 numbers, which kernels store, or which come padded."""
+        return self._swizzled(shape, BF16, HALF)
 
     @staticmethod
     def _swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:

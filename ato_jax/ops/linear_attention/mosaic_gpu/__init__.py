@@ -44,6 +44,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel_blocks,
     documents,
     feature_maps,
+    float32,
     frame,
     narrow,
     projected,
@@ -90,9 +91,11 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype == "float16":
         if lacking := _unsupported_in_float16(spec):
             return f"does not support float16 {lacking}"
-    elif spec.dtype != "bfloat16":
-        return f"needs bfloat16 or float16, got {spec.dtype}"
-    if lacking := _unsupported_sizes(spec):
+    elif spec.dtype == "float32":
+        if lacking := _unsupported_in_float32(spec):
+            return f"does not support float32 {lacking}"
+    lacking = None if spec.dtype == "float32" else _unsupported_sizes(spec)
+    if lacking:
         return f"needs {lacking}, got D={spec.D}, V={spec.V}"
     if frame.heads_of_tile(spec) == 2 and (lacking := _unsupported_pairs(spec)):
         return f"{lacking} where D and V are at most {mosaic.HALF}, got {spec.H} and {spec.G}"
@@ -173,6 +176,15 @@ def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
     return None
 
 
+def _unsupported_in_float32(spec: LinearAttentionSpec) -> str | None:
+    """Kernels of bfloat16 parts have sizes of their own, and need no more of the others' rules."""
+    if spec.causal or spec.decay or spec.segments:
+        return "with causal=True, a decay or segments"
+    if spec.D != spec.V or spec.D not in float32.SIZES:
+        return f"but with D = V = {' or '.join(map(str, float32.SIZES))}, got {spec.D}, {spec.V}"
+    return None
+
+
 def _unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
     """Of heads, of which a tile holds two."""
     group = spec.H // spec.G
@@ -227,6 +239,8 @@ def beats_later_backends(
         # Whatever a head fills of a tile: Triton's kernels take two walks, and these one.
         enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
         return spec.B * spec.H * spec.T >= enough
+    if spec.dtype == "float32":
+        return spec.B * (spec.H * spec.T + spec.G * spec.S) * spec.D >= ENOUGH_ROWS * frame.F
     tile = narrow.tile_of(spec)
     with_flows = spec.decay == "channel" and backward_follows
     least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
@@ -351,7 +365,8 @@ def _kept(
     if frame.by_documents(spec):
         out, state = documents.forward(spec, config, inputs)
         return Outputs(out, narrow.narrowed(spec, state))
-    out, state = bidirectional.forward(spec, config, inputs)
+    run = float32.forward if spec.dtype == "float32" else bidirectional.forward
+    out, state = run(spec, config, inputs)
     return narrow.Kept(out, narrow.narrowed(spec, state), state)
 
 
@@ -425,7 +440,8 @@ def _backward(
     else:
         is_kept = isinstance(kept, narrow.Kept)
         state = kept.whole if is_kept else narrow.widened(spec, kept.state)
-        found = bidirectional.backward(spec, config, inputs, state, cotangents)
+        run = float32.backward if spec.dtype == "float32" else bidirectional.backward
+        found = run(spec, config, inputs, state, cotangents)
     if found.initial_state is None:
         return found
     return found._replace(initial_state=narrow.narrowed(spec, found.initial_state))

@@ -1,0 +1,174 @@
+"""Every query sees every key, in float32, on Hopper.
+
+WGMMA multiplies bfloat16 and adds up in float32. So each factor is split into bfloat16 parts that
+add up to it, and a product is the sum of those of its parts: six of three parts each, with all 24
+bits of a number, where products are to be exact; three of two parts, with 16 bits, where TF32 was
+asked for. (WGMMA's own TF32 takes no factor whose rows are to be summed up.)
+
+Forward, `float32_sums.py` leaves S and z of a few pieces, XLA adds them up, and queries stream past
+S (`float32_walk.py`). Backward, with g the cotangent of out,
+
+    G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, eps)
+    e_i   = phi(q_i) . G_i / den_i,  0 where den_i <= eps
+    dq_i  = (G_i - e_i z) inverse_i phi'(q_i)
+    R = sum_i phi(q_i) inverse_i g_i^T,  u = -sum_i e_i inverse_i phi(q_i)
+    dv_j  = R^T phi(k_j)
+    dk_j  = (R v_j + u) phi'(k_j)
+
+queries stream past S, the sums R and u are those of a second pass over the queries, and keys and
+values stream past R. Unnormalised, inverse is 1 and e is 0: S and R come scaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32
+from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums, parts_of
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
+from ato_jax.ops.linear_attention.scans.totals import least_usual
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+)
+
+SIZES = 64, 128  # of D = V: tiles that are full
+
+
+def in_parts(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
+    """A state [B, G, F, V] as [B, G, parts, F, V] bfloat16."""
+    parts = []
+    for _ in range(parts_of(spec)):
+        parts.append(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+        x = x - parts[-1]
+    return jnp.stack(parts, axis=2).astype(jnp.bfloat16)
+
+
+def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    of_queries = bidirectional.deal(spec, config, spec.H, spec.T)
+    of_keys = bidirectional.deal(spec, config, spec.G, spec.S)
+    pieces = float32_sums(
+        spec, of_keys, "float32_sums", inputs.k, inputs.v, lengths=inputs.kv_lengths
+    )
+    state = LinearState(*(jnp.sum(of_pieces, axis=2) for of_pieces in pieces))
+    if inputs.initial_state is not None:
+        state = jax.tree.map(jnp.add, state, inputs.initial_state)
+    maps = feature_maps.features(spec)
+
+    def write(chunk: Chunk) -> None:
+        phi = mosaic.kept(maps.unrounded(chunk.take(0)), chunk.count)
+        inverse = None
+        if spec.normalize:
+            den = jnp.sum(phi * chunk.vector(0), axis=1)
+            inverse = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), spec.V)
+        out = chunk.times_state(phi)
+        chunk.leave(0, out if inverse is None else out * inverse, 0)
+
+    out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), F32)
+    (out,) = float32_walk(
+        spec,
+        of_queries,
+        "float32_output",
+        [inputs.q],
+        in_parts(spec, state.kv * spec.scale),
+        [state.k_sum] if spec.normalize else [],
+        [out_type],
+        write,
+        kept=[0],
+        lengths=inputs.q_lengths,
+    )
+    return Outputs(out, state)
+
+
+def backward(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    state: LinearState,
+    cotangents: Outputs,
+) -> Inputs:
+    """Of the state that the forward left."""
+    dq, *of_rows = _query_gradient(spec, config, inputs, state, cotangents.out)
+    of_queries = bidirectional.deal(spec, config, spec.H, spec.T)
+    arrays = inputs.q, cotangents.out, of_rows, inputs.q_lengths
+    r, u = float32_sums(spec, of_queries, "float32_query_sums", *arrays)
+    # Over the pieces and over the query heads of each kv head.
+    r = jnp.sum(r.reshape(spec.B, spec.G, -1, spec.D, spec.V), axis=2) * spec.scale
+    u = jnp.sum(u.reshape(spec.B, spec.G, -1, spec.D), axis=2) * float(spec.normalize)
+    sums = LinearState(r, u)
+    if spec.return_state:
+        sums = jax.tree.map(jnp.add, sums, cotangents.state)
+    dk, dv = _key_gradient(spec, config, inputs, sums)
+    return Inputs(dq, dk, dv, initial_state=sums if spec.initial_state else None)
+
+
+def _query_gradient(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, state: LinearState, g: jax.Array
+) -> Any:
+    """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32."""
+    maps, least = feature_maps.features(spec), max(spec.eps, least_usual(spec))
+
+    def write(chunk: Chunk) -> None:
+        G = chunk.times_state(chunk.take(1), turned=True)  # [C, F]
+        x = chunk.take(0)
+        chunk.let_go(1)
+        if spec.normalize:
+            phi = mosaic.kept(maps.unrounded(x), chunk.count)
+            den = jnp.sum(phi * chunk.vector(0), axis=1)
+            inverse = 1.0 / jnp.maximum(den, least)
+            e = jnp.where(den > least, jnp.sum(phi * G, axis=1) * inverse, 0.0)
+            chunk.leave_rows([inverse, e], 1)
+            G = G - mosaic.in_columns(e, spec.D) * chunk.vector(0)
+            G = G * mosaic.in_columns(inverse, spec.D)
+        chunk.leave(0, G * maps.slope(x), 0)
+
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
+    return float32_walk(
+        spec,
+        bidirectional.deal(spec, config, spec.H, spec.T),
+        "float32_query_gradient",
+        [inputs.q, g],
+        in_parts(spec, state.kv * spec.scale),
+        [state.k_sum] if spec.normalize else [],
+        [jax.ShapeDtypeStruct(inputs.q.shape, F32), *([rows] * (2 * spec.normalize))],
+        write,
+        kept=[0],
+        lengths=inputs.q_lengths,
+    )
+
+
+def _key_gradient(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, sums: LinearState
+) -> Any:
+    """dk, which takes the place of v, and dv, which takes that of k."""
+    maps = feature_maps.features(spec)
+
+    def write(chunk: Chunk) -> None:
+        dk = chunk.times_state(chunk.take(1), turned=True) + chunk.vector(0)  # [C, F]
+        x = chunk.take(0)
+        chunk.leave(1, dk * maps.slope(x), 0)
+        phi = mosaic.kept(maps.unrounded(maps.present(chunk.read(0))), chunk.count)
+        chunk.leave(0, chunk.times_state(phi), 1)
+
+    like = [jax.ShapeDtypeStruct(array.shape, F32) for array in (inputs.k, inputs.v)]
+    return float32_walk(
+        spec,
+        bidirectional.deal(spec, config, spec.G, spec.S),
+        "float32_key_gradient",
+        [inputs.k, inputs.v],
+        in_parts(spec, sums.kv),
+        [sums.k_sum],
+        like,
+        write,
+        kept=[0, 1],
+        lengths=inputs.kv_lengths,
+    )

@@ -1,0 +1,270 @@
+"""Sums over a piece's rows in float32, whose products are those of bfloat16 parts: of keys,
+
+    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
+
+or of queries, with what `float32_walk.py` leaves of each row,
+
+    R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
+
+    memory    loads chunks of x and y, which are k and v or q and g
+    split     y in parts, in shared memory
+    sums      each 64 rows of the sum: phi(x)^T [64, C] in parts in registers, all columns of y
+
+                memory --features--> sums
+                memory --values----> split --parts--> sums
+
+WGMMA truncates what it adds up. So it adds up one chunk, small products first, and the sum over the
+chunks is one of float32 numbers in registers, which are rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import (
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    load,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+COLUMNS = 32  # of a sum that are stored at once
+MEMORY, SPLIT = Role("memory", mosaic.MEMORY_REGISTERS), Role("split", 104)
+PARTS_SLOTS = 2
+
+
+def parts_of(spec: LinearAttentionSpec) -> int:
+    """How many bfloat16 parts each factor has: 24 bits of each number, or 16, which is 5 more than
+    TF32 has."""
+    return 3 if spec.precision == "exact" else 2
+
+
+def sums_role(spec: LinearAttentionSpec) -> Role:
+    workers = spec.D // HALF
+    return Role("sums", 192 if workers == 2 else mosaic.MOST_REGISTERS, workers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    x: Array  # [slots, D / 64, C, 64] float32
+    y: Array  # [slots, C, V] float32
+    y_parts: Array  # [PARTS_SLOTS, parts, C, V] bfloat16
+    rows: Array  # [slots, 2, C] float32: inverse and e, of queries
+    total: Array  # [D / 64, 64, COLUMNS] float32: what is stored of S
+    vector: Array  # [D / 64, 64] float32: what is stored of z
+    features: Ring  # of x and rows
+    values: Ring  # of y
+    parts: Ring  # of y_parts
+
+
+def storage_of(spec: LinearAttentionSpec, of_queries: bool) -> Storage:
+    tiling, sums = frame.tiling(spec), sums_role(spec)
+    workers, parts = sums.warpgroups, parts_of(spec)
+    slots = 2 if workers == 2 else 4
+    y_slots = 1 if workers == 2 and parts == 3 else slots
+    x = Buffer(tiling.of_rows_in_float32(slots, workers, C, HALF), copies=workers)
+    y = Buffer(tiling.of_rows_in_float32(y_slots, C, spec.V))
+    rows = Buffer(plgpu.SMEM((slots, 2, C), F32), copies=2) if of_queries else None
+    return Storage(
+        x=x,
+        y=y,
+        y_parts=Buffer(tiling.of_parts(PARTS_SLOTS, parts, C, spec.V)),
+        rows=rows,
+        total=Buffer(tiling.shared(workers, HALF, COLUMNS, dtype=F32)),
+        vector=Buffer(plgpu.SMEM((workers, HALF), F32)),
+        features=Ring.of(slots, (x, rows), (sums,)),
+        values=Ring.of(y_slots, (y,), (SPLIT,)),
+        parts=Ring.of(PARTS_SLOTS, (SPLIT,), (sums,)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    x: Any
+    y: Any
+    total: Any
+    vector: Any
+    inverse: Any = None
+    e: Any = None
+    lengths: Any = None
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    def count(self, item: Item, chunk: Any) -> Any:
+        """How many of a chunk's rows count, at most 64 of them; None where all do."""
+        if self.lengths is not None:
+            return item.rows_within(chunk, self.lengths)
+        if self.deal.length % C == 0:
+            return None
+        return self.deal.length - item.first_row - chunk * C
+
+
+def float32_sums(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    name: str,
+    x: jax.Array,
+    y: jax.Array,
+    of_rows: Sequence[jax.Array] = (),
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """[B, heads, P, F, V] and [B, heads, P, F], float32.
+
+    Args:
+      of_rows: inverse and e, [B, heads, T up to a whole chunk] float32, of queries with a
+        normaliser; else none.
+      lengths: of the rows, [B] int32: rows behind them are left out.
+    """
+    of_pieces = deal.B, deal.heads, deal.pieces
+    out_type = (
+        jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
+        jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
+    )
+    given = {"x": x, "y": y}
+    given |= dict(zip(("inverse", "e"), of_rows, strict=False))
+    given |= {} if lengths is None else {"lengths": lengths}
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip((*given, "total", "vector"), refs, strict=True)))
+
+    sums = sums_role(spec)
+    roles = mosaic.Roles((sums, SPLIT, MEMORY))
+    parts = (MEMORY, memory), (SPLIT, split), (sums, add_up)
+    program = mosaic.Program(roles, storage_of(spec, bool(of_rows)), parts, bind)
+    found: tuple[jax.Array, jax.Array] = mosaic.launch(
+        frame.name_of(name), program, deal, out_type, list(given.values())
+    )
+    return found
+
+
+def memory(walk: Walk) -> None:
+    own, tiling = walk.own, walk.tiling
+
+    def load_piece(item: Item) -> None:
+        def load_chunk(chunk: Any, _: None) -> None:
+            step, rows = item.before + chunk, item.rows(chunk)
+            slot, loaded = own.values.slot(step), own.values.produced.at
+            own.values.acquire(step)
+            source = tiling.part(walk.y, item, rows, item.head)  # [C, V]
+            plgpu.copy_gmem_to_smem(source, own.y.at[slot], loaded[slot])
+            slot, loaded = own.features.slot(step), own.features.produced.at
+            own.features.acquire(step)
+            for half in range(walk.spec.D // HALF):
+                source = tiling.part(walk.x, item, rows, item.head, half)  # [C, 64]
+                plgpu.copy_gmem_to_smem(source, own.x.at[slot, half], loaded[slot])
+            if walk.e is not None:
+                for number, ref in enumerate((walk.inverse, walk.e)):
+                    source = ref.at[item.batch, item.head, rows]  # [C]
+                    plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded[slot])
+
+        lax.fori_loop(0, item.chunks, load_chunk, None)
+
+    steps = walk.deal.each(load_piece)
+    own.values.drain(steps)
+    own.features.drain(steps)
+
+
+def split(walk: Walk) -> None:
+    """Rows of y that do not count become 0, since features of 0 do not cancel NaN."""
+    own = walk.own
+
+    def split_piece(item: Item) -> None:
+        def split_chunk(chunk: Any, _: None) -> None:
+            step = item.before + chunk
+            slot, parts_slot = own.values.slot(step), own.parts.slot(step)
+            count = None if walk.lengths is None else walk.count(item, chunk)
+            own.values.produced.wait(slot)
+            own.parts.acquire(step)
+            for first in range(0, walk.spec.V, HALF):
+                columns = pl.ds(first, HALF)
+                y = mosaic.kept(load(own.y.at[slot, :, columns]), count)  # [C, 64]
+                for number, part in enumerate(mosaic.in_bf16_parts(y, parts_of(walk.spec))):
+                    own.y_parts.at[parts_slot, number, :, columns][...] = part
+            plgpu.commit_smem()
+            own.values.consumed.arrive(slot)
+            own.parts.produced.arrive(parts_slot)
+
+        lax.fori_loop(0, item.chunks, split_chunk, None)
+
+    own.parts.drain(walk.deal.each(split_piece))
+
+
+def add_up(walk: Walk) -> None:
+    own, spec, worker = walk.own, walk.spec, mosaic.group()
+
+    def map_chunk(item: Item, chunk: Any) -> tuple[jax.Array, jax.Array]:
+        """phi(x)^T [64, C], 0 in rows and columns that there are not; its part of z or u."""
+        slot = own.features.slot(item.before + chunk)
+        own.features.produced.wait(slot)
+        x = mosaic.load_transposed(own.x.at[slot, worker])  # [64, C]
+        phi = feature_maps.features(spec).unrounded_transposed_keys(x, worker * HALF)
+        weights = None
+        if walk.e is not None:
+            inverse, e = (load(own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
+            phi, weights = phi * mosaic.in_rows(inverse, HALF), mosaic.in_rows(-e, HALF)
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        own.features.consumed.arrive(slot)
+        count = walk.count(item, chunk)
+        if count is not None:
+            phi = jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
+        return phi, jnp.sum(phi if weights is None else phi * weights, axis=1)
+
+    def sum_chunk(item: Item, chunk: Any, sums: Any) -> Any:
+        total, vector = sums
+        phi, added = map_chunk(item, chunk)
+        count = parts_of(spec)
+        phis = mosaic.in_bf16_parts(phi, count)
+        slot = own.parts.slot(item.before + chunk)
+        own.parts.produced.wait(slot)
+        ys = [own.y_parts.at[slot, number] for number in range(count)]  # [C, V] each
+        products = mosaic.pairs_of_parts(phis, ys)
+        (found,) = mosaic.multiply((mosaic.zeros(HALF, spec.V), products))
+        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        own.parts.consumed.arrive(slot)
+        return total + found, vector + added
+
+    def sum_piece(item: Item) -> None:
+        nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
+        start = mosaic.zeros(HALF, spec.V), nothing
+        total, vector = lax.fori_loop(
+            0, item.chunks, lambda chunk, sums: sum_chunk(item, chunk, sums), start
+        )
+        of_piece = item.batch, item.head, item.piece
+        rows = pl.ds(worker * HALF, HALF)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.vector.at[worker][...] = vector
+        for column in range(0, spec.V, COLUMNS):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            own.total.at[worker][...] = total[:, column : column + COLUMNS]
+            plgpu.commit_smem()
+            target = walk.total.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
+            plgpu.copy_smem_to_gmem(own.total.at[worker], target)
+        plgpu.copy_smem_to_gmem(own.vector.at[worker], walk.vector.at[(*of_piece, rows)])
+
+    walk.deal.each(sum_piece)
+    plgpu.wait_smem_to_gmem(0)

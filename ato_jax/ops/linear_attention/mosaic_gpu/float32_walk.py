@@ -1,0 +1,222 @@
+"""Rows in float32 stream past a state in bfloat16 parts, by which they are multiplied.
+
+    memory    loads a head's state and vectors, and chunks of rows, as slots come free
+    workers   two, which take chunks in turn: a tile of rows in parts in registers, the left factor
+              of all products; what they find of a chunk takes the place of its rows
+
+                memory --state, loaded--> workers --state_free, free--> memory
+
+A slot belongs to one worker, and is free once what was stored there has been read by the copy
+engine, or earlier where nothing is: each tile of a slot has barriers of its own. What a worker
+computes of a chunk is `do` (`float32.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, OF_COLUMNS, Item, load, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import parts_of
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+WORKERS = 2
+WARPGROUPS = WORKERS + 1
+# Bytes of shared memory for chunks of rows: beside three parts of a state of 128 columns.
+ROOM = 128 * 2**10
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of rows in a worker's hands. `tiles` [C, columns] are those of its slot, `state`
+    the parts [F, V] of the state, `vectors` in shared memory as well; `count` is how many of its
+    rows count, None where all do; `of_rows` is the worker's own, [2, C]."""
+
+    item: Item
+    rows: Any
+    count: Any
+    tiling: mosaic.Tiling
+    tiles: Sequence[Any]
+    loaded: Sequence[Any]
+    free: Sequence[Any]
+    state: Sequence[Any]
+    vectors: Sequence[Any]
+    outputs: Sequence[Any]
+    of_rows: Any
+
+    def take(self, number: int) -> jax.Array:
+        """A tile in registers, once it is there."""
+        plgpu.barrier_wait(self.loaded[number])
+        return self.read(number)
+
+    def read(self, number: int) -> jax.Array:
+        return load(self.tiles[number])
+
+    def let_go(self, number: int) -> None:
+        """Nothing will be stored in this tile."""
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.barrier_arrive(self.free[number])
+
+    def vector(self, number: int) -> jax.Array:
+        """[C, columns], alike in all rows: read where it is needed."""
+        return mosaic.in_rows(load(self.vectors[number], OF_COLUMNS), C)
+
+    def times_state(self, x: jax.Array, *, turned: bool = False) -> jax.Array:
+        """x S, or x S^T."""
+        parts = [part.T if turned else part for part in self.state]
+        factors = mosaic.in_bf16_parts(x, len(parts))
+        start = mosaic.zeros(C, parts[0].shape[1])
+        (found,) = mosaic.multiply((start, mosaic.pairs_of_parts(factors, parts)))
+        return found
+
+    def leave(self, number: int, x: jax.Array, output: int) -> None:
+        """Stores x in a tile's place, and from there in an output."""
+        self.tiles[number][...] = mosaic.kept(x, self.count)
+        plgpu.commit_smem()
+        target = self.tiling.part(self.outputs[output], self.item, self.rows, self.item.head)
+        plgpu.copy_smem_to_gmem(self.tiles[number], target)
+
+    def leave_rows(self, vectors: Sequence[jax.Array], first: int) -> None:
+        """Stores numbers of rows [C] in the outputs from `first` on."""
+        for number, x in enumerate(vectors):
+            self.of_rows.at[number][...] = x
+        plgpu.commit_smem()
+        for number in range(len(vectors)):
+            target = self.outputs[first + number].at[self.item.batch, self.item.head, self.rows]
+            plgpu.copy_smem_to_gmem(self.of_rows.at[number], target)
+
+
+def float32_walk(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    name: str,
+    rows: Sequence[jax.Array],
+    state: jax.Array,
+    vectors: Sequence[jax.Array],
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    do: Callable[[Chunk], None],
+    kept: Sequence[int],
+    lengths: jax.Array | None = None,
+) -> Any:
+    """The outputs that `do` leaves.
+
+    Args:
+      rows: arrays of a sequence of `deal.heads` heads each.
+      state: [B, G, parts, F, V] bfloat16, and vectors [B, G, columns] float32, of kv heads.
+      kept: which of the rows' tiles `do` stores to and does not let go.
+      lengths: of the rows, [B] int32: what is left behind them is 0.
+    """
+    tiling, parts, group_size = frame.tiling(spec), parts_of(spec), deal.heads // spec.G
+    columns = max(spec.D, spec.V)
+    slots = max(1, ROOM // (len(rows) * WORKERS * C * columns * 4)) * WORKERS
+    copies = parts + len(vectors)
+    scratch: dict[str, Any] = dict(
+        state_s=tiling.of_parts(parts, spec.D, spec.V),
+        state_loaded=plgpu.Barrier(num_arrivals=copies),
+        state_free=plgpu.Barrier(num_arrivals=WORKERS),
+        of_rows_s=plgpu.SMEM((WORKERS, 2, C), F32),
+    )
+    for number in range(len(rows)):
+        scratch[f"tile_{number}_s"] = tiling.of_rows_in_float32(slots, C, columns)
+        for barrier in (f"loaded_{number}", f"free_{number}"):
+            scratch[barrier] = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
+    for number, vector in enumerate(vectors):
+        scratch[f"vector_{number}_s"] = plgpu.SMEM((vector.shape[-1],), F32)
+
+    def body(*refs: Any, state_s: Any, state_loaded: Any, state_free: Any, **own: Any) -> None:
+        of_tiles = range(len(rows))
+        row_refs, rest = refs[: len(rows)], refs[len(rows) + 1 + len(vectors) :]
+        state_ref, *vector_refs = refs[len(rows) : len(rows) + 1 + len(vectors)]
+        lengths_ref, outputs = (None, rest) if lengths is None else (rest[0], rest[1:])
+        tiles, loaded, free = (
+            [own[f"{kind}_{number}{end}"] for number in of_tiles]
+            for kind, end in (("tile", "_s"), ("loaded", ""), ("free", ""))
+        )
+        vectors_s = [own[f"vector_{number}_s"] for number in range(len(vectors))]
+
+        def load_piece(item: Item) -> None:
+
+            @pl.when(item.number > 0)
+            def _() -> None:
+                plgpu.barrier_wait(state_free)
+
+            of_head = item.batch, lax.div(item.head, group_size)
+            for part in range(parts):
+                source = state_ref.at[(*of_head, part)]  # [F, V]
+                plgpu.copy_gmem_to_smem(source, state_s.at[part], state_loaded)
+            for ref, vector in zip(vector_refs, vectors_s, strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[of_head], vector, state_loaded)
+
+            def load_chunk(chunk: Any, _: None) -> None:
+                step = item.before + chunk
+                slot = slot_of(step, slots)
+                for number in of_tiles:
+                    mosaic.wait_until_free(free[number], step, slots)
+                    source = tiling.part(row_refs[number], item, item.rows(chunk), item.head)
+                    own_tile, barrier = tiles[number].at[slot], loaded[number].at[slot]
+                    plgpu.copy_gmem_to_smem(source, own_tile, barrier)
+
+            lax.fori_loop(0, item.chunks, load_chunk, None)
+
+        def free_slot_of(step: Any) -> None:
+            """Once what was stored of the worker's chunk before has been read."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(step >= WORKERS)
+            def _() -> None:
+                for number in kept:
+                    plgpu.barrier_arrive(free[number].at[slot_of(step - WORKERS, slots)])
+
+        def work_on_piece(item: Item) -> None:
+            plgpu.barrier_wait(state_loaded)
+
+            def work_on_chunk(chunk: Any) -> None:
+                step = item.before + chunk
+                slot = slot_of(step, slots)
+                free_slot_of(step)
+                do(
+                    Chunk(
+                        item,
+                        item.rows(chunk),
+                        item.rows_within(chunk, lengths_ref),
+                        tiling,
+                        *([ref.at[slot] for ref in of] for of in (tiles, loaded, free)),
+                        [state_s.at[part] for part in range(parts)],
+                        vectors_s,
+                        outputs,
+                        own["of_rows_s"].at[mosaic.group()],
+                    )
+                )
+
+            mosaic.in_turn(item, WORKERS, work_on_chunk)
+            plgpu.barrier_arrive(state_free)
+
+        @pl.when(mosaic.group() == WORKERS)
+        def _memory() -> None:
+            mosaic.set_registers(mosaic.MEMORY_REGISTERS, WARPGROUPS)
+            steps = deal.each(load_piece)
+            plgpu.barrier_wait(state_free)
+            for number in of_tiles:
+                mosaic.await_the_last(free[number], steps, slots)
+
+        @pl.when(mosaic.group() < WORKERS)
+        def _workers() -> None:
+            mosaic.set_registers(mosaic.workers_registers(WORKERS), WARPGROUPS)
+            steps = deal.each(work_on_piece)
+            # The step behind this worker's last one.
+            free_slot_of(steps + lax.rem(mosaic.group() + steps, WORKERS))
+            plgpu.wait_smem_to_gmem(0)
+
+    given = [*rows, state, *vectors, *([] if lengths is None else [lengths])]
+    return frame.launch(
+        body, name, deal, tuple(out_type), scratch, given, warpgroups=WARPGROUPS
+    )
