@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32
+from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums, parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
@@ -65,13 +65,20 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     maps = feature_maps.features(spec)
 
     def write(chunk: Chunk) -> None:
-        phi = mosaic.kept(maps.unrounded(chunk.take(0)), chunk.count)
-        inverse = None
+        def features(first: int) -> tuple[jax.Array, Any]:
+            phi = mosaic.kept(maps.unrounded(chunk.read(0, first), first), chunk.count)
+            if not spec.normalize:
+                return phi, None
+            return phi, jnp.sum(phi * chunk.vector(0, first), axis=1)
+
+        chunk.wait(0)
+        out, dens = chunk.times_state(features)
         if spec.normalize:
-            den = jnp.sum(phi * chunk.vector(0), axis=1)
-            inverse = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), spec.V)
-        out = chunk.times_state(phi)
-        chunk.leave(0, out if inverse is None else out * inverse, 0)
+            inverse = 1.0 / jnp.maximum(sum(dens), spec.eps)
+            out = out * mosaic.in_columns(inverse, spec.V)
+        for first in range(0, spec.V, HALF):
+            chunk.store(0, first, out[:, first : first + HALF])
+        chunk.leave(0, 0)
 
     out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), F32)
     (out,) = float32_walk(
@@ -118,18 +125,30 @@ def _query_gradient(
     maps, least = feature_maps.features(spec), max(spec.eps, least_usual(spec))
 
     def write(chunk: Chunk) -> None:
-        G = chunk.times_state(chunk.take(1), turned=True)  # [C, F]
-        x = chunk.take(0)
+        def features(first: int) -> jax.Array:
+            return mosaic.kept(maps.unrounded(chunk.read(0, first), first), chunk.count)
+
+        chunk.wait(1)
+        whole, _ = chunk.times_state(lambda first: (chunk.read(1, first), None), turned=True)
         chunk.let_go(1)
+        chunk.wait(0)
+        firsts = range(0, spec.D, HALF)
+        G = {first: whole[:, first : first + HALF] for first in firsts}  # [C, 64] each
+        inverse = e = None
         if spec.normalize:
-            phi = mosaic.kept(maps.unrounded(x), chunk.count)
-            den = jnp.sum(phi * chunk.vector(0), axis=1)
+            phis = {first: features(first) for first in firsts}
+            den = sum(jnp.sum(phis[first] * chunk.vector(0, first), axis=1) for first in firsts)
+            of_e = sum(jnp.sum(phis[first] * G[first], axis=1) for first in firsts)
             inverse = 1.0 / jnp.maximum(den, least)
-            e = jnp.where(den > least, jnp.sum(phi * G, axis=1) * inverse, 0.0)
+            e = jnp.where(den > least, of_e * inverse, 0.0)
             chunk.leave_rows([inverse, e], 1)
-            G = G - mosaic.in_columns(e, spec.D) * chunk.vector(0)
-            G = G * mosaic.in_columns(inverse, spec.D)
-        chunk.leave(0, G * maps.slope(x), 0)
+        for first in firsts:
+            dq = G[first]
+            if spec.normalize:
+                dq = dq - mosaic.in_columns(e, HALF) * chunk.vector(0, first)
+                dq = dq * mosaic.in_columns(inverse, HALF)
+            chunk.store(0, first, dq * maps.slope(chunk.read(0, first)))
+        chunk.leave(0, 0)
 
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     return float32_walk(
@@ -153,11 +172,21 @@ def _key_gradient(
     maps = feature_maps.features(spec)
 
     def write(chunk: Chunk) -> None:
-        dk = chunk.times_state(chunk.take(1), turned=True) + chunk.vector(0)  # [C, F]
-        x = chunk.take(0)
-        chunk.leave(1, dk * maps.slope(x), 0)
-        phi = mosaic.kept(maps.unrounded(maps.present(chunk.read(0))), chunk.count)
-        chunk.leave(0, chunk.times_state(phi), 1)
+        def features(first: int) -> tuple[jax.Array, None]:
+            x = maps.present(chunk.read(0, first), first)
+            return mosaic.kept(maps.unrounded(x, first), chunk.count), None
+
+        chunk.wait(1)
+        whole, _ = chunk.times_state(lambda first: (chunk.read(1, first), None), turned=True)
+        chunk.wait(0)
+        for first in range(0, spec.D, HALF):
+            dk = whole[:, first : first + HALF] + chunk.vector(0, first)
+            chunk.store(1, first, dk * maps.slope(chunk.read(0, first)))
+        chunk.leave(1, 0)
+        dv, _ = chunk.times_state(features)
+        for first in range(0, spec.V, HALF):
+            chunk.store(0, first, dv[:, first : first + HALF])
+        chunk.leave(0, 1)
 
     like = [jax.ShapeDtypeStruct(array.shape, F32) for array in (inputs.k, inputs.v)]
     return float32_walk(

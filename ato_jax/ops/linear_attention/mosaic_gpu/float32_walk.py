@@ -14,6 +14,7 @@ computes of a chunk is `do` (`float32.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, OF_COLUMNS, Item, load, slot_of
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
@@ -53,34 +54,62 @@ class Chunk:
     outputs: Sequence[Any]
     of_rows: Any
 
-    def take(self, number: int) -> jax.Array:
-        """A tile in registers, once it is there."""
+    def wait(self, number: int) -> None:
+        """Until a tile is there."""
         plgpu.barrier_wait(self.loaded[number])
-        return self.read(number)
 
-    def read(self, number: int) -> jax.Array:
-        return load(self.tiles[number])
+    def read(self, number: int, first: int) -> jax.Array:
+        """[C, 64] of a tile, from column `first` on."""
+        return load(self.tiles[number].at[:, pl.ds(first, HALF)])
 
     def let_go(self, number: int) -> None:
         """Nothing will be stored in this tile."""
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         plgpu.barrier_arrive(self.free[number])
 
-    def vector(self, number: int) -> jax.Array:
-        """[C, columns], alike in all rows: read where it is needed."""
-        return mosaic.in_rows(load(self.vectors[number], OF_COLUMNS), C)
+    def vector(self, number: int, first: int) -> jax.Array:
+        """[C, 64], alike in all rows: read where it is needed."""
+        own = self.vectors[number].at[pl.ds(first, HALF)]
+        return mosaic.in_rows(load(own, OF_COLUMNS), C)
 
-    def times_state(self, x: jax.Array, *, turned: bool = False) -> jax.Array:
-        """x S, or x S^T."""
-        parts = [part.T if turned else part for part in self.state]
-        factors = mosaic.in_bf16_parts(x, len(parts))
-        start = mosaic.zeros(C, parts[0].shape[1])
-        (found,) = mosaic.multiply((start, mosaic.pairs_of_parts(factors, parts)))
-        return found
+    def times_state(
+        self, factor: Callable[[int], tuple[jax.Array, Any]], *, turned: bool = False
+    ) -> tuple[jax.Array, list[Any]]:
+        """x S, or x S^T; and what else `factor(first)` returns beside x [C, 64] from column `first`
+        on, which is computed while the products of the 64 columns before are in flight.
 
-    def leave(self, number: int, x: jax.Array, output: int) -> None:
-        """Stores x in a tile's place, and from there in an output."""
-        self.tiles[number][...] = mosaic.kept(x, self.count)
+        WGMMA truncates what it adds up, so 64 columns are added up by it, small products first.
+        """
+
+        def split(first: int) -> tuple[Sequence[jax.Array], Any]:
+            x, other = factor(first)
+            return mosaic.in_bf16_parts(x, len(self.state)), other
+
+        rows, columns = self.state[0].shape
+        firsts = range(0, columns if turned else rows, HALF)
+        xs, other = split(0)
+        total, others = None, [other]
+        for first in firsts:
+            own = pl.ds(first, HALF)
+            parts = [part.at[:, own].T if turned else part.at[own] for part in self.state]
+            products = mosaic.pairs_of_parts(xs, parts)
+            start = mosaic.zeros(C, rows if turned else columns)
+            if first == firsts[-1]:
+                (found,) = mosaic.multiply((start, products))
+            else:
+                following = functools.partial(split, first + HALF)
+                found, (xs, other) = mosaic.accumulate_while(start, products, following)
+                others.append(other)
+            total = found if total is None else total + found
+        assert total is not None
+        return total, others
+
+    def store(self, number: int, first: int, x: jax.Array) -> None:
+        """x [C, 64] in a tile's place, from column `first` on; 0 in rows that do not count."""
+        self.tiles[number].at[:, pl.ds(first, HALF)][...] = mosaic.kept(x, self.count)
+
+    def leave(self, number: int, output: int) -> None:
+        """Stores a tile in an output."""
         plgpu.commit_smem()
         target = self.tiling.part(self.outputs[output], self.item, self.rows, self.item.head)
         plgpu.copy_smem_to_gmem(self.tiles[number], target)
