@@ -59,7 +59,7 @@ def parts_of(spec: LinearAttentionSpec) -> int:
 
 def sums_role(spec: LinearAttentionSpec) -> Role:
     workers = spec.D // HALF
-    return Role("sums", 192 if workers == 2 else mosaic.MOST_REGISTERS, workers)
+    return Role("sums", 192, workers)
 
 
 @dataclasses.dataclass(frozen=True)
