@@ -88,6 +88,7 @@ class Call:
     dtype: str = "bfloat16"  # of float8_e4m3fn, scales are given
     V: int | None = None  # D, unless it is said
     segments: bool = False
+    precision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +270,7 @@ def main(call: Call) -> None:
             layout=call.layout,
             normalize=call.normalize,
             return_state=call.states,
+            precision=call.precision,
             implementation="mosaic_gpu",
             **options,
         )

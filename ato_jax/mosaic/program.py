@@ -139,6 +139,7 @@ def launch(
     arrays: Sequence[jax.Array | np.ndarray],
     *,
     own_barriers: bool = False,
+    approximates: bool = True,
     rest: Runs | None = None,
 ) -> Any:
     """The kernel's outputs.
@@ -147,13 +148,14 @@ def launch(
       own_barriers: Pallas puts none of a warpgroup's barriers around loads and stores, so what a
         product reads may be stored again only behind a `commit_smem` or a `wait_smem_to_gmem` that
         follows the product.
+      approximates: whether tanh, sine and others are the hardware's, with 11 or more bits.
       rest: a second program, launched behind `program`, which writes those parts of the same
         outputs that `program` leaves out.
     """
     arrays = meshes.varying_with(tuple(arrays), tuple(arrays))
     interpreted = {"interpret": interpreter()} if device.interpreting() else {}
     params = plgpu.CompilerParams(
-        approx_math=True,
+        approx_math=approximates,
         reduction_scratch_bytes=0,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         unsafe_no_auto_barriers=own_barriers,

@@ -91,11 +91,9 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype == "float16":
         if lacking := _unsupported_in_float16(spec):
             return f"does not support float16 {lacking}"
-    elif spec.dtype == "float32":
-        if lacking := _unsupported_in_float32(spec):
-            return f"does not support float32 {lacking}"
-    lacking = None if spec.dtype == "float32" else _unsupported_sizes(spec)
-    if lacking:
+    elif spec.dtype == "float32" and (spec.causal or spec.decay or spec.segments):
+        return "does not support float32 with causal=True, a decay or segments"
+    if lacking := _unsupported_sizes(spec):
         return f"needs {lacking}, got D={spec.D}, V={spec.V}"
     if frame.heads_of_tile(spec) == 2 and (lacking := _unsupported_pairs(spec)):
         return f"{lacking} where D and V are at most {mosaic.HALF}, got {spec.H} and {spec.G}"
@@ -150,10 +148,15 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
         if spec.D == spec.V and spec.D in SIZES_BOTH_WAYS:
             return None
         return f"D = V = {', '.join(map(str, SIZES_BOTH_WAYS[:-1]))} or {SIZES_BOTH_WAYS[-1]}"
-    most = frame.F if spec.decay else max(narrow.TILES)
+    in_float32 = spec.dtype == "float32"
+    if in_float32 and narrow.fills(spec, mosaic.HALF):
+        return None
+    most = frame.F if spec.decay or in_float32 else max(narrow.TILES)
     if max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
     sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
+    if in_float32:
+        sizes += f", or D = V = {mosaic.HALF}"
     if spec.causal:
         step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
         sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"
@@ -173,15 +176,6 @@ def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
         return f"with normalize=True and feature_map={name!r}, whose features may be negative"
     if spec.normalize and spec.initial_state:
         return "with a normalizer beside an initial_state"
-    return None
-
-
-def _unsupported_in_float32(spec: LinearAttentionSpec) -> str | None:
-    """Kernels of bfloat16 parts have sizes of their own, and need no more of the others' rules."""
-    if spec.causal or spec.decay or spec.segments:
-        return "with causal=True, a decay or segments"
-    if spec.D != spec.V or spec.D not in float32.SIZES:
-        return f"but with D = V = {' or '.join(map(str, float32.SIZES))}, got {spec.D}, {spec.V}"
     return None
 
 
@@ -239,9 +233,9 @@ def beats_later_backends(
         # Whatever a head fills of a tile: Triton's kernels take two walks, and these one.
         enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
         return spec.B * spec.H * spec.T >= enough
-    if spec.dtype == "float32":
-        return spec.B * (spec.H * spec.T + spec.G * spec.S) * spec.D >= ENOUGH_ROWS * frame.F
     tile = narrow.tile_of(spec)
+    if spec.dtype == "float32" and narrow.fills(spec, mosaic.HALF):
+        tile = mosaic.HALF
     with_flows = spec.decay == "channel" and backward_follows
     least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
     if tile is None or spec.D * spec.V < least_filled * tile**2:

@@ -159,8 +159,11 @@ class Traced:
     in_pairs: bool = False  # a tile holds two heads, and x has the columns of one of them
     slope_is_known = False
 
+    def _evaluated(self, shape: tuple[int, ...], derivative: bool) -> Callable[..., Sequence[Any]]:
+        return _evaluated(self.map, shape, derivative, self.dtype == F32)
+
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
-        (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
+        (phi,) = self._evaluated(x.shape, False)(x.astype(F32))
         if self.width is None:
             return phi
         first = 0 if self.in_pairs else first
@@ -182,7 +185,7 @@ class Traced:
         return mosaic.rounded(phi, self.dtype)
 
     def slope(self, x: jax.Array) -> jax.Array:
-        (found,) = _evaluated(self.map, x.shape, True)(x.astype(F32))
+        (found,) = self._evaluated(x.shape, True)(x.astype(F32))
         return found
 
     def slope_of_features(self, phi: jax.Array, decay: jax.Array | None = None) -> jax.Array:
@@ -198,7 +201,7 @@ class Traced:
         return mosaic.rounded(self.unrounded_transposed_keys(x, first), self.dtype)
 
     def unrounded_transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
-        (phi,) = _evaluated(self.map, x.shape, False)(x.astype(F32))
+        (phi,) = self._evaluated(x.shape, False)(x.astype(F32))
         if self.width is not None:
             rows = plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=0, layout=mosaic.TILE)
             phi = jnp.where(first + rows < self.width, phi, 0.0)
@@ -230,6 +233,22 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 0.01, series, jnp.log(1 + x))
 
 
+def _expm1_in_float32(x: jax.Array) -> jax.Array:
+    u = jax.lax.optimization_barrier(jnp.exp(x))
+    # Far from 0 it is u - 1, also where the logarithm is not finite.
+    near = jnp.abs(x) < 1
+    log = jnp.log(jnp.where(near, u, 2.0))
+    found = (u - 1) * jnp.where(near & (u != 1), x / jnp.where(u == 1, 1.0, log), 1.0)
+    return jnp.where(u == 1, x, found)
+
+
+def _log1p_in_float32(x: jax.Array) -> jax.Array:
+    u = jax.lax.optimization_barrier(1 + x)
+    near = (jnp.abs(x) < 1) & (u != 1)
+    found = jnp.log(u) * jnp.where(near, x / jnp.where(near, u - 1, 1.0), 1.0)
+    return jnp.where(u == 1, x, found)
+
+
 def _integer_pow(x: jax.Array, y: int) -> jax.Array:
     if y == 0:
         return jnp.ones_like(x)
@@ -247,6 +266,13 @@ INSTEAD: dict[str, Callable[..., jax.Array]] = {
     "one_minus_square": lambda x, **_: 1 - x * x,
     "sqrt": lambda x, **_: jnp.where(x > 0, x * jax.lax.rsqrt(x), x),
     "stop_gradient": lambda x, **_: x,
+}
+# The same of float32 inputs, where the series above would be seen. As u = 1 + x, or u = exp(x), is
+# rounded, the quotient with what the rounding left of x puts it right.
+INSTEAD_IN_FLOAT32 = INSTEAD | {
+    "exp": lambda x, **_: jnp.exp(x),
+    "expm1": lambda x, **_: _expm1_in_float32(x),
+    "log1p": lambda x, **_: _log1p_in_float32(x),
 }
 # Calls of other jaxprs, which are inlined, and under which parameter that is.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
@@ -306,11 +332,13 @@ def _lacking(jaxpr: Any) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _evaluated(
-    feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool
+    feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool, in_float32: bool
 ) -> Callable[..., Sequence[Any]]:
-    """The map, or its derivative, as a function of a float32 tile of that shape."""
+    """The map, or its derivative, as a function of a float32 tile of that shape; `in_float32`:
+    whose numbers were not rounded before."""
     closed = _traced(feature_map, shape, derivative)
-    return functools.partial(_evaluate, closed.jaxpr, closed.consts)
+    instead = INSTEAD_IN_FLOAT32 if in_float32 else INSTEAD
+    return functools.partial(_evaluate, instead, closed.jaxpr, closed.consts)
 
 
 def _traced(feature_map: FeatureMap, shape: tuple[int, ...], derivative: bool) -> Any:
@@ -330,7 +358,12 @@ def _is_literal(variable: Any) -> bool:
     return hasattr(variable, "val")
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], *arguments: Any) -> list[Any]:
+def _evaluate(
+    instead: dict[str, Callable[..., jax.Array]],
+    jaxpr: Any,
+    consts: Sequence[Any],
+    *arguments: Any,
+) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
     def read(variable: Any) -> Any:
@@ -340,9 +373,9 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], *arguments: Any) -> list[Any]:
         name, inputs = equation.primitive.name, [read(one) for one in equation.invars]
         if name in CALLS:
             inner = equation.params[CALLS[name]]
-            found = _evaluate(inner.jaxpr, inner.consts, *inputs)
-        elif name in INSTEAD:
-            found = [INSTEAD[name](*inputs, **equation.params)]
+            found = _evaluate(instead, inner.jaxpr, inner.consts, *inputs)
+        elif name in instead:
+            found = [instead[name](*inputs, **equation.params)]
         else:
             bound = equation.primitive.bind(*inputs, **equation.params)
             found = list(bound) if equation.primitive.multiple_results else [bound]

@@ -41,8 +41,6 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
 )
 
-SIZES = 64, 128  # of D = V: tiles that are full
-
 
 def in_parts(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     """A state [B, G, F, V] as [B, G, parts, F, V] bfloat16."""

@@ -157,7 +157,7 @@ def float32_sums(
     parts = (MEMORY, memory), (SPLIT, split), (sums, add_up)
     program = mosaic.Program(roles, storage_of(spec, bool(of_rows)), parts, bind)
     found: tuple[jax.Array, jax.Array] = mosaic.launch(
-        frame.name_of(name), program, deal, out_type, list(given.values())
+        frame.name_of(name), program, deal, out_type, list(given.values()), approximates=False
     )
     return found
 

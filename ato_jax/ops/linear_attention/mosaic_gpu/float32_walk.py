@@ -247,5 +247,12 @@ def float32_walk(
 
     given = [*rows, state, *vectors, *([] if lengths is None else [lengths])]
     return frame.launch(
-        body, name, deal, tuple(out_type), scratch, given, warpgroups=WARPGROUPS
+        body,
+        name,
+        deal,
+        tuple(out_type),
+        scratch,
+        given,
+        warpgroups=WARPGROUPS,
+        approximates=False,
     )

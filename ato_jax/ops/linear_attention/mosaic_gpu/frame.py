@@ -95,6 +95,7 @@ def launch(
     *,
     warpgroups: int = WARPGROUPS,
     own_barriers: bool = False,
+    approximates: bool = True,
     rest: tuple[mosaic.Body, dict[str, Any]] | None = None,
 ) -> Any:
     """Launches a flat kernel, whose barriers are counted by hand; see `mosaic.launch`."""
@@ -105,5 +106,6 @@ def launch(
         out_type,
         arrays,
         own_barriers=own_barriers,
+        approximates=approximates,
         rest=None if rest is None else mosaic.Flat(*rest, warpgroups),
     )
