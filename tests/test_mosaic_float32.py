@@ -20,9 +20,18 @@ OP = "linear_attention"
 
 
 def draw(
-    B: int, T: int, S: int, H: int, G: int, D: int, layout: str = "bthd", scale: float = 1.0
+    B: int,
+    T: int,
+    S: int,
+    H: int,
+    G: int,
+    D: int,
+    layout: str = "bthd",
+    scale: float = 1.0,
+    V: int | None = None,
 ) -> list[Any]:
-    shapes = ((B, length, heads, D) for length, heads in ((T, H), (S, G), (S, G)))
+    sizes = (T, H, D), (S, G, D), (S, G, V or D)
+    shapes = ((B, *size) for size in sizes)
     drawn = [
         channel.draw(*shape, dtype="float32", seed=seed) * (scale if seed < 2 else 1.0)
         for seed, shape in enumerate(shapes)
@@ -56,6 +65,14 @@ def test_every_query_sees_every_key(
     features need not be zero."""
     arrays = draw(1, T, S, H, G, D, options.get("layout", "bthd"), scale)
     against_the_reference(numerics.oracle(OP, *arrays, precision=precision, **options))
+
+
+@newest
+@pytest.mark.parametrize("D, V", [(80, 80), (96, 128)])
+def test_columns_that_fill_a_tile_in_part(D: int, V: int) -> None:
+    """With a map that is 0.7 where TMA fills zeros."""
+    arrays = draw(1, 72, 72, 1, 1, D, V=V)
+    against_the_reference(numerics.oracle(OP, *arrays, feature_map="softplus"))
 
 
 @newest
