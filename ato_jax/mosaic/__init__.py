@@ -34,11 +34,11 @@ from ato_jax.mosaic.products import ALIKE as ALIKE
 from ato_jax.mosaic.products import PARTS as PARTS
 from ato_jax.mosaic.products import accumulate_while as accumulate_while
 from ato_jax.mosaic.products import in_parts as in_parts
-from ato_jax.mosaic.products import pairs_of_parts as pairs_of_parts
 from ato_jax.mosaic.products import multiply as multiply
 from ato_jax.mosaic.products import multiply_under as multiply_under
 from ato_jax.mosaic.products import multiply_while as multiply_while
 from ato_jax.mosaic.products import of_parts as of_parts
+from ato_jax.mosaic.products import pairs_of_parts as pairs_of_parts
 from ato_jax.mosaic.program import Body as Body
 from ato_jax.mosaic.program import Flat as Flat
 from ato_jax.mosaic.program import Grid as Grid

@@ -63,11 +63,14 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     maps = feature_maps.features(spec)
 
     def write(chunk: Chunk) -> None:
-        def features(first: int) -> tuple[jax.Array, Any]:
+        def features(first: int) -> Any:
             phi = mosaic.kept(maps.unrounded(chunk.read(0, first), first), chunk.count)
-            if not spec.normalize:
-                return phi, None
-            return phi, jnp.sum(phi * chunk.vector(0, first), axis=1)
+            den = None
+            if spec.normalize:
+                den = jnp.sum(phi * chunk.vector(0, first), axis=1)
+            if first + HALF == spec.D:
+                chunk.free_the_last()
+            return chunk.split(phi), den
 
         chunk.wait(0)
         out, dens = chunk.times_state(features)
@@ -116,6 +119,20 @@ def backward(
     return Inputs(dq, dk, dv, initial_state=sums if spec.initial_state else None)
 
 
+def _first_tile(chunk: Chunk, columns: int) -> Any:
+    """The rows of a chunk's first tile as a factor. Once they are read, the tile is free, and so is
+    what was stored before: under the products of the columns before, if there are any."""
+
+    def factor(first: int) -> Any:
+        parts = chunk.split(chunk.read(0, first))
+        if first + HALF == columns:
+            chunk.let_go(0)
+            chunk.free_the_last()
+        return parts, None
+
+    return factor
+
+
 def _query_gradient(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, state: LinearState, g: jax.Array
 ) -> Any:
@@ -124,15 +141,15 @@ def _query_gradient(
 
     def write(chunk: Chunk) -> None:
         def features(first: int) -> jax.Array:
-            return mosaic.kept(maps.unrounded(chunk.read(0, first), first), chunk.count)
+            return mosaic.kept(maps.unrounded(chunk.read(1, first), first), chunk.count)
 
-        chunk.wait(1)
-        whole, _ = chunk.times_state(lambda first: (chunk.read(1, first), None), turned=True)
-        chunk.let_go(1)
         chunk.wait(0)
+        whole, _ = chunk.times_state(_first_tile(chunk, spec.V), turned=True)
+        chunk.wait(1)
         firsts = range(0, spec.D, HALF)
         G = {first: whole[:, first : first + HALF] for first in firsts}  # [C, 64] each
-        inverse = e = None
+        inverse: Any = None
+        e: Any = None
         if spec.normalize:
             phis = {first: features(first) for first in firsts}
             den = sum(jnp.sum(phis[first] * chunk.vector(0, first), axis=1) for first in firsts)
@@ -145,20 +162,20 @@ def _query_gradient(
             if spec.normalize:
                 dq = dq - mosaic.in_columns(e, HALF) * chunk.vector(0, first)
                 dq = dq * mosaic.in_columns(inverse, HALF)
-            chunk.store(0, first, dq * maps.slope(chunk.read(0, first)))
-        chunk.leave(0, 0)
+            chunk.store(1, first, dq * maps.slope(chunk.read(1, first)))
+        chunk.leave(1, 0)
 
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     return float32_walk(
         spec,
         bidirectional.deal(spec, config, spec.H, spec.T),
         "float32_query_gradient",
-        [inputs.q, g],
+        [g, inputs.q],
         in_parts(spec, state.kv * spec.scale),
         [state.k_sum] if spec.normalize else [],
         [jax.ShapeDtypeStruct(inputs.q.shape, F32), *([rows] * (2 * spec.normalize))],
         write,
-        kept=[0],
+        kept=[1],
         lengths=inputs.q_lengths,
     )
 
@@ -166,36 +183,37 @@ def _query_gradient(
 def _key_gradient(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, sums: LinearState
 ) -> Any:
-    """dk, which takes the place of v, and dv, which takes that of k."""
+    """dk and dv, which take the place of k, one after the other."""
     maps = feature_maps.features(spec)
 
     def write(chunk: Chunk) -> None:
-        def features(first: int) -> tuple[jax.Array, None]:
-            x = maps.present(chunk.read(0, first), first)
-            return mosaic.kept(maps.unrounded(x, first), chunk.count), None
-
-        chunk.wait(1)
-        whole, _ = chunk.times_state(lambda first: (chunk.read(1, first), None), turned=True)
         chunk.wait(0)
+        whole, _ = chunk.times_state(_first_tile(chunk, spec.V), turned=True)
+        chunk.wait(1)
+        phis = {}
         for first in range(0, spec.D, HALF):
+            x = chunk.read(1, first)
             dk = whole[:, first : first + HALF] + chunk.vector(0, first)
-            chunk.store(1, first, dk * maps.slope(chunk.read(0, first)))
+            phi = maps.unrounded(maps.present(x, first), first)
+            phis[first] = chunk.split(mosaic.kept(phi, chunk.count))
+            chunk.store(1, first, dk * maps.slope(x))
         chunk.leave(1, 0)
-        dv, _ = chunk.times_state(features)
+        dv, _ = chunk.times_state(lambda first: (phis[first], None))
+        chunk.await_reads()
         for first in range(0, spec.V, HALF):
-            chunk.store(0, first, dv[:, first : first + HALF])
-        chunk.leave(0, 1)
+            chunk.store(1, first, dv[:, first : first + HALF])
+        chunk.leave(1, 1)
 
     like = [jax.ShapeDtypeStruct(array.shape, F32) for array in (inputs.k, inputs.v)]
     return float32_walk(
         spec,
         bidirectional.deal(spec, config, spec.G, spec.S),
         "float32_key_gradient",
-        [inputs.k, inputs.v],
+        [inputs.v, inputs.k],
         in_parts(spec, sums.kv),
         [sums.k_sum],
         like,
         write,
-        kept=[0, 1],
+        kept=[1],
         lengths=inputs.kv_lengths,
     )

@@ -6,9 +6,11 @@
 
                 memory --state, loaded--> workers --state_free, free--> memory
 
-A slot belongs to one worker, and is free once what was stored there has been read by the copy
-engine, or earlier where nothing is: each tile of a slot has barriers of its own. What a worker
-computes of a chunk is `do` (`float32.py`).
+A slot belongs to one worker, and each of its tiles has barriers of its own. A tile is free once
+what was stored there has been read by the copy engine, which its worker awaits under the products
+of its next chunk; or earlier, where nothing is stored. So the tile that is multiplied first is the
+first of `rows`: it is loaded ahead of one that is not free yet. What a worker computes of a chunk
+is `do` (`float32.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ WARPGROUPS = WORKERS + 1
 ROOM = 128 * 2**10
 
 
+Parts = Sequence[jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A chunk of rows in a worker's hands. `tiles` [C, columns] are those of its slot, `state`
     the parts [F, V] of the state, `vectors` in shared memory as well; `count` is how many of its
-    rows count, None where all do; `of_rows` is the worker's own, [2, C]."""
+    rows count, None where all do; `of_rows` is the worker's own, [2, C]. `do` has to call
+    `free_the_last` once, before it waits for a tile that it stores to, and may do so late."""
 
     item: Item
     rows: Any
@@ -53,6 +59,7 @@ class Chunk:
     vectors: Sequence[Any]
     outputs: Sequence[Any]
     of_rows: Any
+    free_the_last: Callable[[], None]
 
     def wait(self, number: int) -> None:
         """Until a tile is there."""
@@ -72,22 +79,20 @@ class Chunk:
         own = self.vectors[number].at[pl.ds(first, HALF)]
         return mosaic.in_rows(load(own, OF_COLUMNS), C)
 
+    def split(self, x: jax.Array) -> Parts:
+        return mosaic.in_bf16_parts(x, len(self.state))
+
     def times_state(
-        self, factor: Callable[[int], tuple[jax.Array, Any]], *, turned: bool = False
+        self, factor: Callable[[int], tuple[Parts, Any]], *, turned: bool = False
     ) -> tuple[jax.Array, list[Any]]:
-        """x S, or x S^T; and what else `factor(first)` returns beside x [C, 64] from column `first`
-        on, which is computed while the products of the 64 columns before are in flight.
+        """x S, or x S^T; and what else `factor(first)` returns beside the parts of x [C, 64] from
+        column `first` on. It runs while the products of the 64 columns before are in flight.
 
         WGMMA truncates what it adds up, so 64 columns are added up by it, small products first.
         """
-
-        def split(first: int) -> tuple[Sequence[jax.Array], Any]:
-            x, other = factor(first)
-            return mosaic.in_bf16_parts(x, len(self.state)), other
-
         rows, columns = self.state[0].shape
         firsts = range(0, columns if turned else rows, HALF)
-        xs, other = split(0)
+        xs, other = factor(0)
         total, others = None, [other]
         for first in firsts:
             own = pl.ds(first, HALF)
@@ -97,7 +102,7 @@ class Chunk:
             if first == firsts[-1]:
                 (found,) = mosaic.multiply((start, products))
             else:
-                following = functools.partial(split, first + HALF)
+                following = functools.partial(factor, first + HALF)
                 found, (xs, other) = mosaic.accumulate_while(start, products, following)
                 others.append(other)
             total = found if total is None else total + found
@@ -109,10 +114,14 @@ class Chunk:
         self.tiles[number].at[:, pl.ds(first, HALF)][...] = mosaic.kept(x, self.count)
 
     def leave(self, number: int, output: int) -> None:
-        """Stores a tile in an output."""
+        """Stores a tile in an output. It may be stored to again behind `await_reads`."""
         plgpu.commit_smem()
         target = self.tiling.part(self.outputs[output], self.item, self.rows, self.item.head)
         plgpu.copy_smem_to_gmem(self.tiles[number], target)
+
+    @staticmethod
+    def await_reads() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def leave_rows(self, vectors: Sequence[jax.Array], first: int) -> None:
         """Stores numbers of rows [C] in the outputs from `first` on."""
@@ -197,7 +206,7 @@ def float32_walk(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def free_slot_of(step: Any) -> None:
-            """Once what was stored of the worker's chunk before has been read."""
+            """Of the worker's chunk before, once what was stored there has been read."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(step >= WORKERS)
@@ -211,7 +220,6 @@ def float32_walk(
             def work_on_chunk(chunk: Any) -> None:
                 step = item.before + chunk
                 slot = slot_of(step, slots)
-                free_slot_of(step)
                 do(
                     Chunk(
                         item,
@@ -223,6 +231,7 @@ def float32_walk(
                         vectors_s,
                         outputs,
                         own["of_rows_s"].at[mosaic.group()],
+                        functools.partial(free_slot_of, step),
                     )
                 )
 
