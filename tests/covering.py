@@ -410,7 +410,7 @@ MOSAIC = Space(
         "scale": (None, 0.7, -0.7),
         "widths": ((128, 128), (64, 64), (40, 40), (80, 80), (128, 64), (160, 160), (256, 256)),
         "heads": ("H = G", "pairs", "one key head"),
-        "dtype": ("bfloat16", "float16"),
+        "dtype": ("bfloat16", "float16", "float32", "TF32"),
         "eps": (1e-6, 0.5),
         "layout": LAYOUTS,
         "batched": (True, False),
@@ -552,6 +552,18 @@ MOSAIC = Space(
                 and (heads == "one key head" or heads == "pairs" and decay == "channel")
             ),
             "needs",
+        ),
+        Rule(
+            ("dtype", "causal", "decay", "segments"),
+            lambda dtype, causal, decay, segments: (
+                dtype in ("float32", "TF32") and (causal or decay != "none" or segments != "none")
+            ),
+            "does not support float32 with causal=True, a decay or segments",
+        ),
+        Rule(
+            ("dtype", "widths"),
+            lambda dtype, widths: dtype in ("float32", "TF32") and widths[0] > 128,
+            "needs D",
         ),
         Rule(
             ("dtype", "decay", "segments"),
