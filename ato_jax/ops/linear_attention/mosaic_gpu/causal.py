@@ -29,7 +29,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     narrow,
     query_gradient_storage,
     wide_causal,
-    wide_walk,
+    wide_states,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
@@ -71,11 +71,11 @@ AS_GOOD = 1.02
 def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     """So many that the last round of blocks is nearly full, and little is read twice; of those that
     are as good the fewest."""
+    if frame.is_wide(spec) and not config.pieces:
+        config = dataclasses.replace(config, pieces=wide_states.pieces_of(spec, config.blocks))
     at_once = _chunks_at_once(spec)
     units = pl.cdiv(spec.T, at_once * frame.C)
     heads = spec.B * spec.H // frame.heads_of_tile(spec)
-    if frame.is_wide(spec):
-        heads *= wide_walk.blocks_of_walk(spec)
 
     def cost(pieces: int) -> float:
         each = pl.cdiv(units, pieces) * at_once
@@ -101,7 +101,7 @@ def _pieces_of_groups(spec: LinearAttentionSpec, config: Config) -> int:
 
 def _chunks_at_once(spec: LinearAttentionSpec) -> int:
     """What pieces are made of."""
-    return channel.CHUNKS if spec.decay == "channel" else 1
+    return channel.CHUNKS if spec.decay == "channel" else wide_states.chunks_at_once(spec)
 
 
 def deal_of(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
@@ -113,8 +113,8 @@ def deal_of(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
 
 
 class Kept(NamedTuple):
-    """`Outputs`, and the sums ahead of each piece, as `output` reads them; with gates of channels,
-    where they are wanted, the features, too."""
+    """`Outputs`, and the sums ahead of each piece, or of each run where heads are wide, as `output`
+    reads them; with gates of channels, where they are wanted, the features, too."""
 
     out: jax.Array
     state: LinearState
@@ -221,7 +221,7 @@ def states_of(
     gates: OfPieces | None,
     borders: chunk_borders.OfSequence | None = None,
 ) -> Edges:
-    """Those ahead of each piece; behind the last one, too, if it is to be returned."""
+    """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned."""
     pieces = of_queries.pieces - (not spec.return_state)
     found = None
     if pieces:
@@ -237,7 +237,9 @@ def states_of(
     kept_by = borders if gates is None else gates
     keeps = None if kept_by is None else kept_by.keeps
     dtype = _dtype_of_edges(spec)
-    return at_edges(spec, found, inputs.initial_state, keeps, ends=spec.return_state, dtype=dtype)
+    options: Any = {"ends": spec.return_state, "dtype": dtype}
+    edges = at_edges(spec, found, inputs.initial_state, keeps, **options)
+    return wide_causal.at_runs(spec, of_queries, inputs, edges) if frame.is_wide(spec) else edges
 
 
 def _dtype_of_edges(spec: LinearAttentionSpec) -> Any:

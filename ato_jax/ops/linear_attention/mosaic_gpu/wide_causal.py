@@ -1,4 +1,5 @@
-"""The causal passes over heads of 129 to 256 columns, by the walks of `wide_walk.py`."""
+"""The causal passes over heads of 129 to 256 columns: `wide_states.py` walks the sequence, and
+`wide_runs.py` does the rest."""
 
 from __future__ import annotations
 
@@ -9,12 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_walk import Role, wide_walk
-from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import Arrays, Pass
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_runs import (
+    whole_units,
+    wide_key_gradients,
+    wide_runs,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import wide_states
+from ato_jax.ops.linear_attention.scans.edges import Edges
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 State = tuple[jax.Array, jax.Array]
+JOINED = True
 
 
 def piece_sums(
@@ -31,6 +39,15 @@ def piece_sums(
     return jnp.swapaxes(kv, 3, 4), k_sum
 
 
+def at_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs, edges: Edges) -> Edges:
+    """The states ahead of each run, S [B, G, runs, F, V], and z ahead of each chunk, of those ahead
+    of each piece."""
+    deal = dataclasses.replace(deal, heads=spec.G)
+    start = jnp.swapaxes(edges.kv, 3, 4), edges.k_sum
+    kv, k_sum = wide_states(spec, deal, "wide_key_states", inputs.k, inputs.v, start)
+    return edges._replace(kv=kv, k_sum=k_sum)
+
+
 def output(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
@@ -40,7 +57,8 @@ def output(
     s: jax.Array,
     z: jax.Array,
 ) -> jax.Array:
-    found: jax.Array = wide_walk(spec, deal, Role.OUT, q, k, v, (s, z))
+    """Of states as `at_runs` leaves them."""
+    found: jax.Array = wide_runs(spec, deal, Pass.OUT, Arrays(q, k, v, s, z)).found
     return found
 
 
@@ -54,37 +72,12 @@ def query_gradient(
     s: jax.Array,
     z: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; inverse and e [B, H, T up to a whole chunk], float32.
-
-    e is a quotient of what phi(q) as rounded makes. But inverse is multiplied by phi(q) before it
-    is rounded: where all of a row are rounded alike, that would add up.
-    """
-    length = mosaic.whole_chunks(spec.T)
-    inverse = jnp.full((spec.B, spec.H, length), spec.scale, jnp.float32)
-    e = jnp.zeros_like(inverse)
-    if spec.normalize:
-        flows, den = wide_walk(spec, deal, Role.FLOW, q, k, v, (s, z), g)
-        usual = den > spec.eps
-        inverse = 1 / jnp.maximum(den, spec.eps)
-        e = jnp.where(usual, jnp.sum(flows, axis=2) * inverse, 0.0)
-        inverse *= jnp.where(usual, _rounded_over_unrounded(spec, q, length), 1.0)
-    state = jnp.swapaxes(s, 3, 4), z
-    return wide_walk(spec, deal, Role.DQ, g, v, k, state, q, (inverse, e)), inverse, e
-
-
-def _rounded_over_unrounded(spec: LinearAttentionSpec, q: jax.Array, length: int) -> jax.Array:
-    """The sum of each row's features as rounded over what it is unrounded, [B, H, length]. Sums of
-    features that may be negative cancel: there each feature counts times itself."""
-    phi = feature_maps.features(spec).unrounded_of_rows(q)
-    rounded = jax.lax.reduce_precision(phi, 8, 7)
-    if spec.feature_map.nonnegative:
-        ratio = jnp.sum(rounded, axis=3) / jnp.sum(phi, axis=3)
-    else:
-        squares = jnp.sum(phi * phi, axis=3)
-        ratio = jnp.where(squares > 0, jnp.sum(rounded * phi, axis=3) / squares, 1.0)
-    if spec.layout == "bthd":
-        ratio = jnp.swapaxes(ratio, 1, 2)
-    return jnp.pad(ratio, ((0, 0), (0, 0), (0, length - spec.T)), constant_values=1.0)
+    """dq; inverse and e [B, H, T up to a whole unit], float32."""
+    dq, inverse, e = wide_runs(spec, deal, Pass.DQ, Arrays(g, v, k, s, z, q))
+    if not spec.normalize:
+        inverse = jnp.full((spec.B, spec.H, whole_units(spec.T)), spec.scale, jnp.float32)
+        e = jnp.zeros_like(inverse)
+    return dq, inverse, e
 
 
 def key_gradient(
@@ -100,6 +93,11 @@ def key_gradient(
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv."""
-    dv = wide_walk(spec, deal, Role.DV, k, q, g, (r, u), of_rows=(inverse,))
-    state = jnp.swapaxes(r, 3, 4), u
-    return wide_walk(spec, deal, Role.DK, v, g, q, state, k, (inverse, e)), dv
+    start = jnp.swapaxes(r, 3, 4), u
+    states = wide_states(spec, deal, "wide_query_states", q, g, start, (inverse, e))
+    of_keys = Arrays(v, g, q, *states, k, inverse, e)
+    if JOINED:
+        return wide_key_gradients(spec, deal, of_keys)
+    of_values = Arrays(k, q, g, *states, inverse=inverse)
+    dv = wide_runs(spec, deal, Pass.DV, of_values).found
+    return wide_runs(spec, deal, Pass.DK, of_keys).found, dv

@@ -1,0 +1,255 @@
+"""What the passes of `wide_runs.py` have: their arrays in global and in shared memory, and which
+tiles a unit of rows takes in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import device, mosaic
+from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role, Signal
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import RUN
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+UNIT = 2  # chunks, one of each warpgroup of OWN
+OWN = Role("own", registers=208, warpgroups=UNIT)
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+FEATURES = Role("features", registers=72)
+ROLES = mosaic.Roles((OWN, MEMORY, FEATURES))
+# Of what is found, in one product: more takes more registers than a warpgroup has at its launch.
+MOST_COLUMNS = 128
+SHARED = 224 * 1024  # bytes of tiles, beside which vectors and barriers have room
+
+
+class Pass(enum.Enum):
+    OUT = "wide_output"
+    DQ = "wide_query_gradient"
+    DV = "wide_value_gradient"
+    DK = "wide_key_gradient"
+
+
+class Arrays(NamedTuple):
+    """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
+    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q."""
+
+    x: Any
+    y: Any
+    p: Any
+    states: Any
+    vectors: Any
+    reader: Any = None
+    inverse: Any = None
+    e: Any = None
+
+
+class Left(NamedTuple):
+    """What a pass writes: DQ with a normaliser all three."""
+
+    found: Any
+    inverse: Any = None
+    e: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    x: Array  # [UNIT, 64, D]: own rows; what is found in the end
+    tiles: Array  # [slots, 64, D], or where T is turned also [slots, D, 64] in the same bytes
+    turned: Array  # the latter, where they are not the same bytes
+    vector: Array  # [UNIT, D] float32: z or u
+    ring: Ring  # of tiles
+    mapped: Signal  # the tile in this slot of the ring is
+    x_loaded: Signal  # x and the vector of a warpgroup
+    x_free: Signal
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts units
+    of rows."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    of: Pass
+    arrays: Arrays
+    left: Any = None  # `Left`
+    own: Any = None  # `Storage`
+    joined: bool = False  # whether DV and DK share a launch, and so the storage of DK
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def blocks(self) -> int:
+        """Of 64 columns."""
+        return self.spec.D // HALF
+
+    @property
+    def parts(self) -> list[Any]:
+        """Columns of what is found that are multiplied at once."""
+        firsts = range(0, self.spec.D, MOST_COLUMNS)
+        return [pl.ds(first, min(MOST_COLUMNS, self.spec.D - first)) for first in firsts]
+
+    @property
+    def by_values(self) -> bool:
+        """Whether x and y are features, and p are values."""
+        return self.of in (Pass.OUT, Pass.DV)
+
+    @property
+    def from_the_end(self) -> bool:
+        return self.of in (Pass.DV, Pass.DK)
+
+    @property
+    def normalizes(self) -> bool:
+        return self.spec.normalize and not self.from_the_end
+
+    @property
+    def has_vector(self) -> bool:
+        return self.normalizes or self.of is Pass.DK or self.joined
+
+    @property
+    def readers(self) -> int:
+        """How many tiles of `reader` a unit takes."""
+        return 0 if self.arrays.reader is None else UNIT
+
+    @property
+    def slots(self) -> int:
+        """What there is room for beside x."""
+        return SHARED // (2 * C * self.spec.D) - UNIT
+
+    def storage(self) -> Storage:
+        tiling, D, slots = self.tiling, self.spec.D, self.slots
+        x = Buffer(tiling.shared(UNIT, C, D))
+        tiles, turned = tiling.shared(slots, C, D), None
+        if not self.by_values:
+            turned = tiling.shared(slots, D, HALF)
+            if not device.interpreting():
+                tiles, turned = plgpu.RefUnion(tiles, turned), None
+        of_tiles = Buffer(tiles)
+        vector = Buffer(plgpu.SMEM((UNIT, D), F32)) if self.has_vector else None
+        filled = (x,) if vector is None else (x, vector)
+        return Storage(
+            x=x,
+            tiles=of_tiles,
+            turned=None if turned is None else Buffer(turned),
+            vector=vector,
+            ring=Ring.of(slots, (of_tiles,), (OWN,)),
+            mapped=Signal((FEATURES,), slots, "ring"),
+            x_loaded=Signal(filled, UNIT),
+            # One arrival: a place is of one warpgroup.
+            x_free=Signal((Buffer(None),), UNIT),
+        )
+
+    def first(self, item: Item) -> Any:
+        """The first chunk of those that the unit sees."""
+        first = item.piece * UNIT
+        return first if self.from_the_end else lax.div(first, RUN) * RUN
+
+    def last(self, item: Item) -> Any:
+        first = item.piece * UNIT
+        last = first + UNIT - 1
+        if self.from_the_end:
+            last = lax.div(first, RUN) * RUN + RUN - 1
+        return jnp.minimum(last, int(pl.cdiv(self.spec.T, C)) - 1)
+
+    def turns(self, item: Item) -> Any:
+        """How many chunks it sees."""
+        return self.last(item) - self.first(item) + 1
+
+    def tiles_of(self, item: Item) -> Any:
+        """How many tiles a unit takes."""
+        return self.blocks + 2 * self.turns(item) + self.readers
+
+    def chunk(self, item: Item, turn: Any) -> Any:
+        """A chunk's number in the sequence: those of the unit's own rows come last."""
+        return self.last(item) - turn if self.from_the_end else self.first(item) + turn
+
+    def own_chunk(self, item: Item, own: Any) -> Any:
+        return item.piece * UNIT + own
+
+    def tile_of_state(self, item: Item, block: int) -> Any:
+        return item.before + block
+
+    def tile_of_chunk(self, item: Item, turn: Any, number: int) -> Any:
+        """`number`: 0 of y, 1 of p."""
+        return item.before + self.blocks + 2 * turn + number
+
+    def tile_of_reader(self, item: Item, own: Any) -> Any:
+        return item.before + self.blocks + 2 * self.turns(item) + own
+
+    def kv_head(self, item: Item) -> Any:
+        return lax.div(item.head, self.spec.H // self.spec.G)
+
+    def own_head(self, item: Item) -> Any:
+        """Of x, and of what is found."""
+        return self.kv_head(item) if self.from_the_end else item.head
+
+    def seen_head(self, item: Item) -> Any:
+        """Of y and p."""
+        return item.head if self.from_the_end else self.kv_head(item)
+
+    def wait(self, tile: Any) -> Any:
+        """The slot of a tile once it is loaded."""
+        slot = self.own.ring.slot(tile)
+        self.own.ring.produced.wait(slot)
+        return slot
+
+    def let_go(self, slot: Any) -> None:
+        self.own.ring.consumed.arrive(slot)
+
+    @property
+    def tiles(self) -> Any:
+        tiles = self.own.tiles
+        return tiles.tiled if isinstance(tiles, mosaic.Views) else tiles
+
+    @property
+    def turned(self) -> Any:
+        """[slots, D, 64]."""
+        tiles = self.own.tiles
+        return tiles.untiled if isinstance(tiles, mosaic.Views) else self.own.turned
+
+
+def columns_of(block: int) -> Any:
+    return pl.ds(block * HALF, HALF)
+
+
+def rows_of(chunk: Any) -> Any:
+    return pl.ds(chunk * C, C)
+
+
+def each(passes: Sequence[Runs], do: Callable[[Runs, Item], None]) -> Any:
+    """Runs `do` for each unit of each pass, and returns how many tiles these took in all: of an
+    item `chunks` are its tiles. Passes that share a launch take the heads in turns, so that blocks
+    that run at once read the same rows."""
+
+    def of_pass(item: Item) -> Any:
+        return lax.rem(item.head, len(passes))
+
+    def cut(item: Item) -> Item:
+        tiles, *others = (runs.tiles_of(item) for runs in passes)
+        for number, other in enumerate(others):
+            tiles = jnp.where(of_pass(item) == number + 1, other, tiles)
+        return item._replace(chunks=tiles)
+
+    def one(item: Item) -> None:
+        own = item._replace(head=lax.div(item.head, len(passes)))
+        for number, runs in enumerate(passes):
+            pl.when(of_pass(item) == number)(functools.partial(do, runs, own))
+
+    if len(passes) == 1:
+        return passes[0].deal.each(functools.partial(do, passes[0]), cut=cut)
+    return passes[0].deal.each(one, cut=cut)

@@ -1,0 +1,218 @@
+"""Causal passes over heads of 129 to 256 columns: each 128 rows alone, from the state of their run.
+
+All four are one pass, with other arrays in other roles. Row i reads with x_i; row j is found by
+y_j, and p_j is what is read of it. With T the state of all rows ahead of row i's run of 256
+(`wide_states.py`), and w[i, j] = x_i . y_j where both are of one run and row i sees row j:
+
+    found_i = x_i T + sum_j w[i, j] p_j
+
+    pass    x        y        p         T           found
+    OUT     phi(q)   phi(k)   v         S           out_i, once it is divided by den_i
+    DQ      g        v        phi(k)    S^T         G_i
+    DV      phi(k)   phi'(q)  g         R           dv_j; here later rows are seen, and R is behind
+    DK      v        g        phi'(q)   R^T         dk_j, less u, over phi(k)'s derivative
+
+with phi'(q_i) = phi(q_i) inverse_i. In DK e of the query is subtracted from w. With z_i the sum of
+phi(k) over all keys that row i sees, DQ makes of G_i, as roundings left it,
+
+    den_i = phi(q_i) . z_i       inverse_i = 1 / max(den_i, eps)
+    e_i   = phi(q_i) . G_i inverse_i,  0 where den_i <= eps
+    dq_i  = (G_i - e_i z_i) inverse_i times phi(q_i)'s derivative
+
+A unit has 128 rows. All that it reads but x comes through one ring of tiles [64, D]:
+
+    T in tiles of 64 rows or columns;  y, p of each chunk of the run that is seen;  q or k of both
+                                                                          chunks, for DQ or DK
+    MEMORY (2)     loads the tiles of T, x of both chunks, and the other tiles
+      |  ring: a tile is loaded      x_loaded: x of a chunk, and z or u, are
+      v
+    FEATURES (3)   maps y or p in place
+      |  mapped: y or p is, in a slot of the ring
+      v
+    OWN (0, 1)     all products of 64 rows, whose sums [64, D] are registers; what is found is
+                   stored from x's place (`wide_run_rows.py`)
+         x_free: it has been, by one of the two
+
+Of a chunk that only the other half of the unit sees a warpgroup of OWN waits for the tiles and lets
+them go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, HALF, OF_ROWS, Item, load
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_rows import own_rows
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
+    FEATURES,
+    MEMORY,
+    OWN,
+    ROLES,
+    UNIT,
+    Arrays,
+    Left,
+    Pass,
+    Runs,
+    Storage,
+    columns_of,
+    each,
+    rows_of,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import RUN
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+
+def whole_units(length: int) -> int:
+    """The rows of a sequence, up to a whole unit."""
+    return int(pl.cdiv(length, UNIT * C)) * UNIT * C
+
+
+def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
+    """What the pass finds; of DQ with a normaliser also inverse and e, [B, H, T up to a whole unit]
+    in float32. `deal` counts heads."""
+    runs = Runs(spec, in_units(spec, deal), of, arrays)
+    given = {name: array for name, array in arrays._asdict().items() if array is not None}
+    like = arrays.x if arrays.reader is None else arrays.reader
+    shape = frame.shape_of_values(spec, deal.heads) if runs.by_values else like.shape
+    left = [jax.ShapeDtypeStruct(shape, BF16)]
+    if of is Pass.DQ and spec.normalize:
+        left += [jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)] * 2
+
+    def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
+        inputs = Arrays(**dict(zip(given, refs, strict=False)))
+        outputs = Left(*refs[len(given) :])
+        return [dataclasses.replace(runs, arrays=inputs, left=outputs, own=own)]
+
+    return Left(*launch(runs, f"causal_{of.value}", bind, left, tuple(given.values())))
+
+
+def wide_key_gradients(
+    spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """dk and dv by passes that share a launch, and so what they read of the second cache. `arrays`
+    are those of DK."""
+    units = in_units(spec, dataclasses.replace(deal, heads=2 * deal.heads))
+    runs = Runs(spec, units, Pass.DK, arrays, joined=True)
+    left = [
+        jax.ShapeDtypeStruct(arrays.reader.shape, BF16),
+        jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), BF16),
+    ]
+
+    def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
+        *inputs, dk, dv = refs
+        of_keys = Arrays(*inputs)
+        v, g, q, states, vectors, k, inverse, _ = of_keys
+        of_values = Arrays(k, q, g, states, vectors, inverse=inverse)
+        return [
+            dataclasses.replace(runs, arrays=of_keys, left=Left(dk), own=own),
+            dataclasses.replace(runs, of=Pass.DV, arrays=of_values, left=Left(dv), own=own),
+        ]
+
+    dk, dv = launch(runs, "causal_wide_key_gradients", bind, left, tuple(arrays))
+    return dk, dv
+
+
+def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
+    units = whole_units(spec.T) // (UNIT * C)
+    return mosaic.Deal(spec.B, deal.heads, spec.T, UNIT * C, units, deal.most_blocks)
+
+
+def launch(runs: Runs, name: str, bind: Any, left: Sequence[Any], arrays: Any) -> Any:
+    parts = (MEMORY, memory), (FEATURES, features), (OWN, own_rows)
+    program = mosaic.Program(ROLES, runs.storage(), parts, bind)
+    return mosaic.launch(frame.name_of(name), program, runs.deal, tuple(left), arrays)
+
+
+def memory(passes: Sequence[Runs]) -> None:
+    own = passes[0].own
+    tiles = each(passes, load_unit)
+    for number in range(UNIT):
+        own.x_free.wait(number)
+    own.ring.drain(tiles)
+
+
+def load_unit(runs: Runs, item: Item) -> None:
+    own, arrays, tiling = runs.own, runs.arrays, runs.tiling
+    kv_head = runs.kv_head(item)
+
+    def load_tile(tile: Any, source: Any, tiles: Any) -> None:
+        own.ring.acquire(tile)
+        slot = own.ring.slot(tile)
+        plgpu.copy_gmem_to_smem(source, tiles.at[slot], own.ring.produced.at[slot])
+
+    of_run = item.batch, kv_head, lax.div(item.piece * UNIT, RUN)
+    for block in range(runs.blocks):
+        part = columns_of(block), slice(None)
+        source = arrays.states.at[(*of_run, *(part if runs.by_values else part[::-1]))]
+        tiles = runs.tiles if runs.by_values else runs.turned
+        load_tile(runs.tile_of_state(item, block), source, tiles)
+    for number in range(UNIT):
+        pl.when(item.number > 0)(functools.partial(own.x_free.wait, number))
+        chunk, loaded = runs.own_chunk(item, number), own.x_loaded.at[number]
+        source = tiling.part(arrays.x, item, rows_of(chunk), runs.own_head(item))
+        plgpu.copy_gmem_to_smem(source, own.x.at[number], loaded)
+        if runs.has_vector:
+            if runs.of is not Pass.DQ:
+                chunk = runs.chunk(item, 0)
+            source = arrays.vectors.at[item.batch, kv_head, chunk]
+            plgpu.copy_gmem_to_smem(source, own.vector.at[number], loaded)
+
+    def load_chunk(turn: Any, _: None) -> None:
+        rows = rows_of(runs.chunk(item, turn))
+        for number, ref in enumerate((arrays.y, arrays.p)):
+            source = tiling.part(ref, item, rows, runs.seen_head(item))
+            load_tile(runs.tile_of_chunk(item, turn, number), source, runs.tiles)
+
+    lax.fori_loop(0, runs.turns(item), load_chunk, None)
+    for number in range(runs.readers):
+        rows = rows_of(runs.own_chunk(item, number))
+        source = tiling.part(arrays.reader, item, rows, runs.own_head(item))
+        load_tile(runs.tile_of_reader(item, number), source, runs.tiles)
+
+
+def features(passes: Sequence[Runs]) -> None:
+    each(passes, map_unit)
+
+
+def map_unit(runs: Runs, item: Item) -> None:
+    """Every phase of a barrier has to be awaited, so it waits for all tiles."""
+    for block in range(runs.blocks):
+        runs.wait(runs.tile_of_state(item, block))
+
+    def map_chunk(turn: Any, _: None) -> None:
+        inverse = None
+        if runs.from_the_end:
+            of_chunk = item.batch, item.head, rows_of(runs.chunk(item, turn))
+            inverse = load(runs.arrays.inverse.at[of_chunk], OF_ROWS, optimized=False)
+        for number in range(2):
+            slot = runs.wait(runs.tile_of_chunk(item, turn, number))
+            if number == (0 if runs.by_values else 1):
+                map_tile(runs, runs.tiles.at[slot], inverse)
+                runs.own.mapped.arrive(slot)
+
+    lax.fori_loop(0, runs.turns(item), map_chunk, None)
+    for number in range(runs.readers):
+        runs.wait(runs.tile_of_reader(item, number))
+
+
+def map_tile(runs: Runs, tile: Any, inverse: jax.Array | None) -> None:
+    """Keys, or with their `inverse` queries."""
+    for block in range(runs.blocks):
+        part = tile.at[:, columns_of(block)]
+        if inverse is None:
+            half = block if runs.tiling.is_filled else 0
+            feature_maps.map_keys_in_place(runs.spec, part, half)
+        else:
+            feature_maps.map_queries_in_place(runs.spec, part, inverse, block * HALF)
+    plgpu.commit_smem()
