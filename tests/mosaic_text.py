@@ -66,6 +66,7 @@ class Case:
     segments: bool = False
     float8: bool = False
     dtype: str = "bfloat16"
+    precision: str | None = None
 
     @property
     def name(self) -> str:
@@ -80,6 +81,7 @@ class Case:
         parts += ["segments"] if self.segments else []
         parts += ["float8"] if self.float8 else []
         parts += [self.dtype] if self.dtype != "bfloat16" else []
+        parts += [self.precision] if self.precision else []
         parts += [] if self.gradients else ["forward"]
         return "-".join(parts)
 
@@ -138,6 +140,10 @@ CASES = [
     Case(96, causal=False, feature_map="silu", states=True, gradients=False, float8=True),
     Case(128, H=8, G=2, gradients=False, float8=True),
     Case(64, layout="bhtd", states=True, gradients=False, float8=True),
+    Case(128, causal=False, S=1000, dtype="float32"),
+    Case(128, causal=False, layout="bhtd", dtype="float32", precision="tf32"),
+    Case(64, causal=False, states=True, normalize=False, H=8, G=2, dtype="float32"),
+    Case(96, causal=False, feature_map="softplus", layout="bhtd", dtype="float32"),
 ]
 
 
@@ -184,6 +190,7 @@ def spec_of(case: Case) -> LinearAttentionSpec:
                 layout=case.layout,
                 normalize=case.normalize,
                 return_state=case.states,
+                precision=case.precision,
                 **options,
             ).spec
         )
