@@ -108,6 +108,12 @@ CALLS = [
         8,
         {"channel_sums": 32, "channel_output": 776, "channel_key_gradient": 112},
     ),
+    (
+        Call(1, 16384, 32, 128, causal=False, dtype="float32"),
+        9,
+        {"float32_query_gradient": 8, "float32_key_gradient": 220, "float32_output": 76},
+    ),
+    (Call(1, 16384, 32, 64, causal=False, dtype="float32", precision="tf32"), 9, {}),
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.
@@ -126,6 +132,7 @@ def label(call: Call) -> str:
     mapped = "" if call.feature_map == "elu1" else f", {call.feature_map}"
     of_group = "" if call.G is None else f", H = {call.H // call.G} G"
     in_half = "" if call.dtype == "bfloat16" else f", {call.dtype}"
+    in_half += f", {call.precision}" if call.precision else ""
     return f"D {call.D}, {seen}, decay {call.decay}{mapped}{of_group}{in_half}"
 
 

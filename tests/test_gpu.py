@@ -462,6 +462,49 @@ def test_mosaic_gpu_in_float16(
     check("linear_attention", *qkv, **options)
 
 
+@of_mosaic_gpu
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "scale", "options"),
+    [
+        (1, LONG, 2, 2, 128, 1.0, {}),
+        (1, LONG, 4, 2, 64, 0.01, {}),
+        (2, 9000, 8, 2, 128, 30.0, {"layout": "bhtd"}),
+        (2, 9000, 8, 4, 96, 1.0, {"feature_map": "silu", "return_state": True}),
+        (2, 9000, 8, 8, 80, 1.0, {"feature_map": "softplus"}),
+        (30, 72, 50, 25, 128, 1.0, {}),
+        (2, 9000, 8, 8, 64, 1.0, {"feature_map": "identity", "scale": 1e-3}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float32(
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    scale: float,
+    options: dict[str, Any],
+    precision: str | None,
+) -> None:
+    needs_hopper()
+    layout = options.get("layout", "bthd")
+    qkv = arrays("float32", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
+    options = options | {"precision": precision, "implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.recorded.backend == explained.backward.backend == "mosaic_gpu"
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float32_with_lengths() -> None:
+    needs_hopper()
+    qkv = arrays("float32", B=2, T=9000, S=4104, H=4, G=2, D=128)
+    lengths = {"q_lengths": jnp.array([9000, 70]), "kv_lengths": jnp.array([3, 4100])}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **lengths)
+
+
 def check_segments(
     B: int, T: int, H: int, G: int, D: int, layout: str, *, rows: int, **options: Any
 ) -> None:

@@ -15,7 +15,8 @@ where causal or with segments, fill one of these tiles in part, and so does the 
 where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`), and
 heads above 128 columns are cut into blocks (`channel_blocks.py`). Up to 128 columns, without a
 decay and segments, kernels also take float16, whose sums and weights have units
-(`mosaic/scales.py`), or are shares and means (`whole_units.py`).
+(`mosaic/scales.py`), or are shares and means (`whole_units.py`). Where every query sees every key,
+kernels of their own take float32 of up to 128 columns, D = V = 64 included (`float32.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D, forward alone
 (`projected.py`). Lengths and causal segments are rows that do not count and steps with a decay
