@@ -147,7 +147,7 @@ class Runs:
             tiles=of_tiles,
             turned=None if turned is None else Buffer(turned),
             vector=vector,
-            ring=Ring.of(slots, (of_tiles,), (OWN,)),
+            ring=Ring.of(slots, (of_tiles,), (OWN, FEATURES)),
             mapped=Signal((FEATURES,), slots, "ring"),
             x_loaded=Signal(filled, UNIT),
             # One arrival: a place is of one warpgroup.

@@ -186,9 +186,10 @@ def features(passes: Sequence[Runs]) -> None:
 
 
 def map_unit(runs: Runs, item: Item) -> None:
-    """Every phase of a barrier has to be awaited, so it waits for all tiles."""
+    """Every phase of a barrier has to be awaited, so it waits for all tiles, and lets them go: else
+    a slot could be filled twice before it does."""
     for block in range(runs.blocks):
-        runs.wait(runs.tile_of_state(item, block))
+        runs.let_go(runs.wait(runs.tile_of_state(item, block)))
 
     def map_chunk(turn: Any, _: None) -> None:
         inverse = None
@@ -200,10 +201,11 @@ def map_unit(runs: Runs, item: Item) -> None:
             if number == (0 if runs.by_values else 1):
                 map_tile(runs, runs.tiles.at[slot], inverse)
                 runs.own.mapped.arrive(slot)
+            runs.let_go(slot)
 
     lax.fori_loop(0, runs.turns(item), map_chunk, None)
     for number in range(runs.readers):
-        runs.wait(runs.tile_of_reader(item, number))
+        runs.let_go(runs.wait(runs.tile_of_reader(item, number)))
 
 
 def map_tile(runs: Runs, tile: Any, inverse: jax.Array | None) -> None:
