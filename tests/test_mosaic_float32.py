@@ -44,7 +44,7 @@ def draw(
 @pytest.mark.parametrize(
     "D, T, S, H, G, scale, options",
     [
-        (128, 72, 136, 1, 1, 1.0, {}),
+        (128, 456, 456, 1, 1, 1.0, {}),
         (64, 200, 72, 2, 1, 0.01, {"layout": "bhtd"}),
         (64, 72, 136, 2, 2, 1.0, {"normalize": False} | options_of(1, 2, "bthd", True, 64)),
         (64, 136, 72, 1, 1, 1.0, {"feature_map": bumpy} | options_of(1, 1, "bthd", True, 64)),
@@ -62,7 +62,7 @@ def test_every_query_sees_every_key(
     precision: str | None,
 ) -> None:
     """In two pieces, the last of them in part: rows beyond the end are read as zeros, whose
-    features need not be zero."""
+    features need not be zero. With 4 chunks of a piece each slot is filled twice."""
     arrays = draw(1, T, S, H, G, D, options.get("layout", "bthd"), scale)
     against_the_reference(numerics.oracle(OP, *arrays, precision=precision, **options))
 
