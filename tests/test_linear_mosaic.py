@@ -470,13 +470,18 @@ def test_transforms_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = [jax.ShapeDtypeStruct((4, 2048, 64, 128), jnp.bfloat16)] * 3
     axes = jax.sharding.PartitionSpec("data", None, "heads")
     mesh = mesh_of("data", "heads")
-    for function, count in (
-        (functools.partial(gradients, causal=True), 5),
-        (jax.vmap(functools.partial(gradients, causal=False)), 4),
+    wide = [jax.ShapeDtypeStruct((4, 2048, 64, 256), jnp.bfloat16)] * 3
+    single = [jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)] * 3
+    causal, full = (functools.partial(gradients, causal=causal) for causal in (True, False))
+    for function, qkv, count in (
+        (causal, arrays, 5),
+        (causal, wide, 5),
+        (jax.vmap(full), arrays, 4),
+        (jax.vmap(full), single, 5),
     ):
         with jax.sharding.use_abstract_mesh(mesh):
             sharded = jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes)
-        assert kernels_of(sharded, *arrays, mesh=mesh) == count
+        assert kernels_of(sharded, *qkv, mesh=mesh) == count
 
     def decayed(q: jax.Array, decay: jax.Array) -> jax.Array:
         return ato_jax.linear_attention(q, q, q, causal=True, decay=decay)

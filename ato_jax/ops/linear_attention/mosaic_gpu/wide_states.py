@@ -194,7 +194,8 @@ def wide_states(
             plgpu.barrier_wait(start_loaded)
             sums = tuple(load(state_s.at[column]).astype(F32) for column in range(COLUMNS))
             of_start = vector_ref.at[item.batch, head, item.piece, of_block]
-            vector = load(of_start, OF_ROWS, optimized=False)
+            # A mesh's axes belong to the type of what is loaded, but not to that of a sum.
+            vector = load(of_start, OF_ROWS, optimized=False) + 0.0
 
             def sum_chunk(chunk: Any, carried: Any) -> Any:
                 sums, vector = carried
