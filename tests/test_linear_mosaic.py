@@ -589,7 +589,7 @@ def test_who_is_asked_for_what() -> None:
         (101, 64, {}, None),
         (101, 64, {"decay": "step"}, None),
         (104, 128, {}, None),
-        (101, 96, {"decay": "step"}, "multiples of 8"),
+        (101, 96, {"decay": "step"}, None),
         (101, 256, {}, "multiples of 8"),
         (101, 128, {"causal": False}, "multiples of 8"),
         (101, 64, {"decay": "channel"}, "multiples of 8"),

@@ -175,7 +175,7 @@ def test_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
         ({"D": 64, "T": 128}, "triton"),
         ({"T": 16383}, "triton"),
         ({"D": 192}, "mosaic_gpu"),
-        ({"out_dtype": "float32"}, "xla"),
+        ({"out_dtype": "float32"}, "mosaic_gpu"),
         ({"implementation": "triton"}, "triton"),
         ({"causal": True, "T": 128}, "triton"),
         ({"causal": True, "D": 40}, None),
