@@ -98,7 +98,7 @@ CALLS = [
         8,  # and what a conditional does
         {
             "channel_sums": 8,
-            "channel_output": 1160,
+            "channel_output": 1276,
             "channel_query_gradient": 224,
             "channel_key_gradient": 72,
         },
