@@ -215,8 +215,8 @@ class Storage:
             signal.check(name)
 
 
-# Of the program that is being traced: each slot that `slot_of` found, and among how many, by its
-# id. The slot is kept, so that no other object gets that id.
+# The slots that `slot_of` has returned while the current program is traced: the key is the slot's
+# id, the value the slot and the number of slots. Keeping the slot keeps its id from being reused.
 found_slots: contextvars.ContextVar[dict[int, tuple[Any, int]] | None]
 found_slots = contextvars.ContextVar("found_slots", default=None)
 

@@ -267,8 +267,8 @@ INSTEAD: dict[str, Callable[..., jax.Array]] = {
     "sqrt": lambda x, **_: jnp.where(x > 0, x * jax.lax.rsqrt(x), x),
     "stop_gradient": lambda x, **_: x,
 }
-# The same of float32 inputs, where the series above would be seen. As u = 1 + x, or u = exp(x), is
-# rounded, the quotient with what the rounding left of x puts it right.
+# Replacements for float32 inputs, where the errors of the series above would be too large.
+# u = 1 + x and u = exp(x) are rounded; a quotient corrects for the error of that rounding.
 INSTEAD_IN_FLOAT32 = INSTEAD | {
     "exp": lambda x, **_: jnp.exp(x),
     "expm1": lambda x, **_: _expm1_in_float32(x),

@@ -104,7 +104,7 @@ def backward(
     state: LinearState,
     cotangents: Outputs,
 ) -> Inputs:
-    """Of the state that the forward left."""
+    """The gradients of the inputs. `state` is the one that the forward pass kept."""
     dq, *of_rows = _query_gradient(spec, config, inputs, state, cotangents.out)
     of_queries = bidirectional.deal(spec, config, spec.H, spec.T)
     arrays = inputs.q, cotangents.out, of_rows, inputs.q_lengths

@@ -206,7 +206,7 @@ def float32_walk(
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
         def free_slot_of(step: Any) -> None:
-            """Of the worker's chunk before, once what was stored there has been read."""
+            """Frees the slot of this worker's previous chunk once its stores have been read."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(step >= WORKERS)

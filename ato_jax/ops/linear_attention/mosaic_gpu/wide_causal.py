@@ -57,7 +57,7 @@ def output(
     s: jax.Array,
     z: jax.Array,
 ) -> jax.Array:
-    """Of states as `at_runs` leaves them."""
+    """out. s and z are the states that `at_runs` returns."""
     found: jax.Array = wide_runs(spec, deal, Pass.OUT, Arrays(q, k, v, s, z)).found
     return found
 

@@ -198,7 +198,7 @@ def write_query_gradient(runs: Runs, item: Item, G: Found, reader: Any, k_slot: 
         plgpu.commit_smem()
 
     def z_of(block: int) -> jax.Array:
-        """Of all keys that each row sees."""
+        """64 columns, for each row, of the sum of phi(k) over all keys that it sees."""
         ahead = mosaic.zeros(C, HALF) + vector_of(runs, block)
         (z,) = multiply((ahead, [(seen, k.at[:, columns_of(block)])]))
         return z

@@ -1,5 +1,5 @@
-"""What the passes of `wide_runs.py` have: their arrays in global and in shared memory, and which
-tiles a unit of rows takes in which order."""
+"""The arrays of the passes in `wide_runs.py`, in global and in shared memory, and the order in
+which a unit of rows takes its tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ OWN = Role("own", registers=208, warpgroups=UNIT)
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 FEATURES = Role("features", registers=72)
 ROLES = mosaic.Roles((OWN, MEMORY, FEATURES))
-# Of what is found, in one product: more takes more registers than a warpgroup has at its launch.
+# A product computes at most so many columns of the result: for more, a warpgroup would need more
+# registers than it has at its launch.
 MOST_COLUMNS = 128
 SHARED = 224 * 1024  # bytes of tiles, beside which vectors and barriers have room
 
@@ -53,7 +54,7 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a pass writes: DQ with a normaliser all three."""
+    """What a pass writes. `inverse` and `e` are written by DQ alone, and only with a normaliser."""
 
     found: Any
     inverse: Any = None
@@ -95,7 +96,7 @@ class Runs:
 
     @property
     def blocks(self) -> int:
-        """Of 64 columns."""
+        """How many blocks of 64 columns a head has."""
         return self.spec.D // HALF
 
     @property
