@@ -61,7 +61,9 @@ def test_order_of_barriers_names_all_of_them() -> None:
         Short(**values).types(Signal((WORKS,)))
 
 
-def lowered(own: Storage, works: Any, loads: Any = lambda own: own.rows.drain(0)) -> Any:
+def lowered(
+    own: Storage, works: Any, loads: Any = lambda own: own.rows.drain(0), dtype: Any = F32
+) -> Any:
     roles = mosaic.Roles((WORKS, LOADS))
     parts = (LOADS, loads), (WORKS, works)
     program = mosaic.Program(roles, own, parts, lambda _refs, own: own)
@@ -72,13 +74,19 @@ def lowered(own: Storage, works: Any, loads: Any = lambda own: own.rows.drain(0)
         return mosaic.launch("kit_test", program, deal, out, (x,))
 
     with mosaic_text.on_hopper():
-        return jax.jit(call).trace(jnp.zeros(64)).lower(lowering_platforms=("cuda",))
+        return jax.jit(call).trace(jnp.zeros(64, dtype)).lower(lowering_platforms=("cuda",))
 
 
 def works(own: Storage) -> None:
     own.rows.produced.wait(0)
     own.rows.consumed.arrive(0)
     own.done.arrive()
+
+
+def test_inputs_of_64_bits_are_refused() -> None:
+    """Some JAX would lower them to kernels that copy too many bytes."""
+    with jax.enable_x64(True), pytest.raises(TypeError, match="kit_test: input 0 is float64"):
+        lowered(storage(), works, dtype=jnp.float64)
 
 
 def test_undeclared_arrivals_are_refused() -> None:

@@ -152,6 +152,9 @@ def launch(
       rest: a second program, launched behind `program`, which writes those parts of the same
         outputs that `program` leaves out.
     """
+    for place, array in enumerate(arrays):
+        if array.dtype.itemsize > 4:
+            raise TypeError(f"{name}: input {place} is {array.dtype}; kernels have 32 bits at most")
     arrays = meshes.varying_with(tuple(arrays), tuple(arrays))
     interpreted = {"interpret": interpreter()} if device.interpreting() else {}
     params = plgpu.CompilerParams(

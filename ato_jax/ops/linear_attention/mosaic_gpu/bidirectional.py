@@ -100,7 +100,7 @@ def backward(
     if _in_float16(spec):
         read, units = _in_units(spec, state)
         least = max(spec.eps, whole_units.LEAST_SUM)
-        s = Totals(read, state.k_sum, read, jnp.full((spec.B, spec.G, frame.C), least))
+        s = Totals(read, state.k_sum, read, jnp.full((spec.B, spec.G, frame.C), least, jnp.float32))
     else:
         whole = state.kv[:, :, None], state.k_sum[:, :, None]
         s = add_up(spec, whole, unit_of=state.k_sum, returned=False)
