@@ -60,7 +60,7 @@ def on_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
 def allocate(cache: Cache) -> tuple[Cache, tuple[jax.Array, jax.Array]]:
     """As allocate, and what must hold, [1]."""
     slot = first_free(cache)
-    active = cache.active | (jnp.arange(cache.active.size) == slot)
+    active = cache.active | (jnp.arange(cache.active.size, dtype=jnp.int32) == slot)
     return cache._replace(active=active), (slot, slot[None] >= 0)
 
 
@@ -120,9 +120,9 @@ def append(
 
     # The pages that are taken, from the top of the stack.
     most = 1 + pages_for(max(T - 1, 0), page)
-    columns = first[:, None] + jnp.arange(most)  # [N, most]
-    takes = jnp.arange(most) < needs[:, None]
-    ranks = (jnp.cumsum(needs) - needs)[:, None] + jnp.arange(most)
+    columns = first[:, None] + jnp.arange(most, dtype=jnp.int32)  # [N, most]
+    takes = jnp.arange(most, dtype=jnp.int32) < needs[:, None]
+    ranks = (jnp.cumsum(needs) - needs)[:, None] + jnp.arange(most, dtype=jnp.int32)
     taken = cache.free_pages[jnp.where(takes, cache.available - 1 - ranks, 0)]
     page_table = cache.page_table.at[jnp.where(takes, at[:, None], B), columns].set(
         taken, mode="drop"
@@ -131,13 +131,13 @@ def append(
     references = references.at[jnp.where(copies, last, P)].add(-1, mode="drop")
 
     # One scatter of rows: what the copied page held, then what is new.
-    positions = held[:, None] + jnp.arange(T)  # [N, T]
+    positions = held[:, None] + jnp.arange(T, dtype=jnp.int32)  # [N, T]
     homes = page_table[at[:, None], jnp.minimum(positions // page, pages - 1)]
-    rows = jnp.broadcast_to(jnp.arange(page), (entries, page))
+    rows = jnp.broadcast_to(jnp.arange(page, dtype=jnp.int32), (entries, page))
     copied = copies[:, None] & (rows < held[:, None] % page)
     homes = jnp.concatenate([jnp.broadcast_to(taken[:, :1], copied.shape), homes], 1)
     rows = jnp.concatenate([rows, positions % page], 1)  # [N, page + T]
-    present = jnp.concatenate([copied, jnp.arange(T) < written[:, None]], 1)
+    present = jnp.concatenate([copied, jnp.arange(T, dtype=jnp.int32) < written[:, None]], 1)
     # A row that is left out names a page of its own beyond the last, so no page and row come twice.
     beyond = P + jnp.arange(homes.size, dtype=jnp.int32).reshape(homes.shape)
     homes = jnp.where(present, homes, beyond)
@@ -174,8 +174,9 @@ def fork(
     length = held if length is None else length
     fine = jnp.stack([known & cache.active[at], (length >= 0) & (length <= held), new >= 0])
     new = jnp.where(fine.all(), new, -1)
-    row = jnp.where(jnp.arange(pages) < pages_for(length, page), cache.page_table[at], -1)
-    chosen = jnp.arange(B) == new
+    needed = jnp.arange(pages, dtype=jnp.int32) < pages_for(length, page)
+    row = jnp.where(needed, cache.page_table[at], -1)
+    chosen = jnp.arange(B, dtype=jnp.int32) == new
     shared = jnp.where((row >= 0) & (new >= 0), row, P)
     cache = cache._replace(
         page_table=jnp.where(chosen[:, None], row, cache.page_table),
@@ -216,7 +217,7 @@ def free(cache: Cache, slots: jax.Array) -> tuple[Cache, jax.Array]:
 def defragment(cache: Cache) -> tuple[Cache, None]:
     P = cache.references.size
     in_use = cache.references > 0
-    behind = jnp.arange(P) >= in_use.sum()
+    behind = jnp.arange(P, dtype=jnp.int32) >= in_use.sum()
     # As many pages in use lie behind the last place as there are holes before it.
     steps = pages_for(P, MOVED_AT_ONCE)
     size = steps * MOVED_AT_ONCE

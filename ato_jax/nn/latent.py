@@ -297,7 +297,7 @@ class LatentAttention(nnx.Module):
         decode = as_decode(self.decode if decode is None else decode)
         causal = shapes.flag("is_causal", is_causal) or self.causal
         held = made(self.cache_index)[...] if decode else jnp.zeros((), jnp.int32)
-        positions = (held + jnp.arange(T))[None]
+        positions = (held + jnp.arange(T, dtype=jnp.int32))[None]
         ids = as_segment_ids(segment_ids, tuple(batch), T, T, decode)
         if ids is not None:
             positions = positions_in_segments(ids)

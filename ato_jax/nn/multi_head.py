@@ -298,7 +298,8 @@ class MultiHead(nnx.MultiHeadAttention):
             )
             return next(found), next(found)
         first = self._held() if decode else 0
-        return first + jnp.arange(T)[None], first + jnp.arange(S)[None]
+        rows, columns = (jnp.arange(size, dtype=jnp.int32)[None] for size in (T, S))
+        return first + rows, first + columns
 
     def _held(self) -> jax.Array:
         """The number of tokens in the cache: a scalar, or [B, 1] if sequences differ."""

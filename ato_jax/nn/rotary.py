@@ -27,7 +27,7 @@ def as_positions(positions: Any) -> jax.Array:
 
 def positions_in_segments(segment_ids: jax.Array) -> jax.Array:
     """Positions [B, T] that count from 0 in each run of equal ids [B, T]."""
-    positions = jnp.arange(segment_ids.shape[1])[None]
+    positions = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     same = segment_ids[:, 1:] == segment_ids[:, :-1]
     begins = jnp.pad(~same, ((0, 0), (1, 0)), constant_values=True)
     return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
@@ -47,7 +47,7 @@ def positions_over_devices(segment_ids: jax.Array, devices: Devices) -> jax.Arra
         last = ends[number, :, 2]
         last = jnp.where(last == T, T + ahead[-1], last)  # all rows are one run
         ahead.append(jnp.where(continues[number + 1], last, 0))
-    in_first = own == jnp.arange(T)
+    in_first = own == jnp.arange(T, dtype=jnp.int32)
     return own + jnp.where(in_first, jnp.stack(ahead)[devices.index][:, None], 0)
 
 

@@ -261,7 +261,7 @@ def _states_forward(axis: AxisName, returns_total: bool, part: Part, initial: ja
         added, kept = jnp.split(effect, [initial.shape[-1]], axis=-1)
         return (added + jnp.matmul(kept, state, precision=EXACT), here), None
 
-    entries = jnp.arange(devices.count), starts, parts.effect
+    entries = jnp.arange(devices.count, dtype=jnp.int32), starts, parts.effect
     total, ahead = devices.in_turn(onwards, (initial, jnp.zeros_like(initial)), entries)
     kept = parts.effect[..., initial.shape[-1] :]
     return (ahead, total), (kept, starts, ahead)
@@ -286,7 +286,7 @@ def _states_backward(
         before = own + jnp.matmul(kept.mT, after, precision=EXACT)
         return (_zero_where(starts, before), here), None
 
-    entries = jnp.arange(devices.count), starts, kept, devices.gather(own)
+    entries = jnp.arange(devices.count, dtype=jnp.int32), starts, kept, devices.gather(own)
     first, here = devices.in_turn(
         backwards, (after, jnp.zeros_like(after)), entries, reverse=True
     )

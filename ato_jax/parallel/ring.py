@@ -147,7 +147,7 @@ def forward(plan: Plan, arrays: Arrays, exact: bool = False) -> tuple[jax.Array,
     count = plan.devices.count
     carry = [nothing(q) for q in queries], (k, v, rows.kv_ids)
     if count > 1:
-        carry, _ = lax.scan(step_of, carry, jnp.arange(count - 1))
+        carry, _ = lax.scan(step_of, carry, jnp.arange(count - 1, dtype=jnp.int32))
     found = attend_to(jnp.int32(count - 1), *carry)
     outs, lses = zip(*found, strict=True)
     return jnp.concatenate(outs, axis=plan.time), jnp.concatenate(lses, axis=plan.time)
@@ -256,7 +256,7 @@ def backward(plan: Plan, by_lse: bool, residuals: Any, cotangents: Any) -> Array
     )
     with device.interpret(plan.interpret):
         if count > 1:
-            carry, _ = lax.scan(step_of, carry, jnp.arange(count - 1))
+            carry, _ = lax.scan(step_of, carry, jnp.arange(count - 1, dtype=jnp.int32))
         d_queries, d_held = attend_to(jnp.int32(count - 1), *carry)
     # The last step's keys are those of the right neighbour.
     d_k, d_v = onwards(plan, d_held)

@@ -354,7 +354,7 @@ def _asked(plan: Plan, q_lengths: jax.Array) -> jax.Array:
     size = plan.T // plan.chunks
     return jnp.concatenate(
         [
-            jnp.arange(size) < part_of_lengths(q_lengths, start, size)[:, None]
+            jnp.arange(size, dtype=jnp.int32) < part_of_lengths(q_lengths, start, size)[:, None]
             for start in plan.starts(plan.devices.index, plan.T)
         ],
         axis=1,

@@ -67,7 +67,7 @@ def within_lengths(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | Non
     """Which keys are no padding, [B, S]; None for all."""
     if inputs.kv_lengths is None:
         return None
-    return jnp.arange(spec.S) < inputs.kv_lengths[:, None]
+    return jnp.arange(spec.S, dtype=jnp.int32) < inputs.kv_lengths[:, None]
 
 
 def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
@@ -243,7 +243,7 @@ def others(gathered: LinearState, devices: Devices) -> LinearState:
     """The sum of other devices' states: a difference of sums would lose small ones."""
 
     def of_one(array: jax.Array) -> jax.Array:
-        here = jnp.arange(devices.count) == devices.index
+        here = jnp.arange(devices.count, dtype=jnp.int32) == devices.index
         here = jnp.expand_dims(here, tuple(range(1, array.ndim)))
         return jnp.sum(jnp.where(here, 0, array), axis=0)
 
@@ -255,7 +255,7 @@ def around(
     spec: LinearAttentionSpec, parts: Part, initial: LinearState, devices: Devices
 ) -> Around:
     """The states around this device's rows, from the parts of all."""
-    index, numbers = devices.index, jnp.arange(devices.count)
+    index, numbers = devices.index, jnp.arange(devices.count, dtype=jnp.int32)
     if not spec.causal and parts.first is None:
         ahead = plus(initial, others(parts.state, devices))
         own = jax.tree.map(lambda array: array[index], parts.state)

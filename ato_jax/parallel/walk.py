@@ -191,7 +191,7 @@ def _rightwards(
         ahead = states.plus(own, states.times(keeps, after))
         return (states.zero_where(starts, ahead), here), None
 
-    entries = jnp.arange(count), own, keeps, starts
+    entries = jnp.arange(count, dtype=jnp.int32), own, keeps, starts
     carry = varying_with((d_total, walk.zeros(own)), (d_total, entries, index))
     first, after = walk.devices.in_turn(step, carry, entries, reverse=True)
     return after, first

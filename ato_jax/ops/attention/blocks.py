@@ -126,8 +126,8 @@ def per_kv_head(spec: AttentionSpec, inputs: Inputs) -> Arrays:
         "bias": None if bias is None else grouped(bias),
         "mask": None if inputs.mask is None else grouped(inputs.mask),
         "sinks": None if inputs.sinks is None else inputs.sinks.reshape(1, G, H // G),
-        "h": jnp.arange(H).reshape(1, G, H // G),
-        "b": jnp.arange(B)[:, None],
+        "h": jnp.arange(H, dtype=jnp.int32).reshape(1, G, H // G),
+        "b": jnp.arange(B, dtype=jnp.int32)[:, None],
         "first": positions_of_first_query(spec, inputs)[:, None],
         "q_segments": None if inputs.q_segments is None else inputs.q_segments[:, None],
         "kv_segments": None if inputs.kv_segments is None else inputs.kv_segments[:, None],
@@ -149,7 +149,7 @@ def ready(spec: AttentionSpec, arrays: Arrays) -> Arrays:
     def wide(name: str, lengths: str) -> jax.Array:
         x = arrays[name]  # [R, T, D], [S, D] or [S, V]
         if lengths in arrays:
-            x = jnp.where(jnp.arange(x.shape[-2])[:, None] < arrays[lengths], x, 0)
+            x = jnp.where(jnp.arange(x.shape[-2], dtype=jnp.int32)[:, None] < arrays[lengths], x, 0)
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     found = {"q": wide("q", "q_lengths"), "k": wide("k", "kv_lengths")}
@@ -283,7 +283,7 @@ def _band(
             [cut[span : span + count] for span in range(spans)], axis=cut.ndim - axis
         )
 
-    stacked: Arrays = {"strip": jnp.arange(count)}
+    stacked: Arrays = {"strip": jnp.arange(count, dtype=jnp.int32)}
     shared: Arrays = {}
     rectangular = []  # [R|1, T, S]: rows by strip, columns sliced inside the loop
     for name, array in arrays.items():
@@ -340,7 +340,7 @@ def by_query_block(arrays: Arrays, block_t: int) -> tuple[Arrays, Arrays]:
         if _has(T_AXES, name, array)
     }
     shared = {name: array for name, array in arrays.items() if name not in own}
-    own["i0"] = shared.pop("i0") + length * jnp.arange(own["q"].shape[0])
+    own["i0"] = shared.pop("i0") + length * jnp.arange(own["q"].shape[0], dtype=jnp.int32)
     return shared, own
 
 
@@ -355,8 +355,8 @@ def over_queries(function: Callable[[Arrays], Any], arrays: Arrays, block_t: int
 
 def indices(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """The indices of the queries [T, 1] and of the keys [1, S] that the arrays hold."""
-    i = arrays["i0"] + jnp.arange(arrays["q"].shape[-2])[:, None]
-    j = arrays["j0"] + jnp.arange(arrays["k"].shape[-2])[None, :]
+    i = arrays["i0"] + jnp.arange(arrays["q"].shape[-2], dtype=jnp.int32)[:, None]
+    j = arrays["j0"] + jnp.arange(arrays["k"].shape[-2], dtype=jnp.int32)[None, :]
     return i, j
 
 

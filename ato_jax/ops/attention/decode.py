@@ -400,7 +400,7 @@ def _plain(spec: AttentionSpec, name: str, inputs: CacheInputs) -> tuple[jax.Arr
     mask = None
     if table is not None:
         count, page = inputs.k.shape[:2]
-        used = jnp.arange(table.shape[1]) * page < lengths[:, None]
+        used = jnp.arange(table.shape[1], dtype=jnp.int32) * page < lengths[:, None]
         exists = used & (table >= 0) & (table < count)  # [B, pages]
         table = jnp.where(exists, table, count)
         mask = jnp.repeat(exists, page, axis=1)[:, None, None]

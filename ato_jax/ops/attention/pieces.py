@@ -198,7 +198,8 @@ def _total(spec: AttentionSpec, T: int, given: tuple[Inputs, jax.Array]) -> jax.
     lse = lse.swapaxes(1, 2) if spec.layout == "bthd" else lse  # [B, H, T]
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, spec.T - T)))
     if inputs.q_lengths is not None:
-        lse = jnp.where(jnp.arange(spec.T) < inputs.q_lengths[:, None, None], lse, -jnp.inf)
+        held = jnp.arange(spec.T, dtype=jnp.int32) < inputs.q_lengths[:, None, None]
+        lse = jnp.where(held, lse, -jnp.inf)
     config = blocks.default_config(spec, device.of_call(inputs))
     arrays = blocks.per_kv_head(spec, inputs)
     del arrays["v"]

@@ -43,8 +43,8 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
 
 def visible_pairs(spec: AttentionSpec, inputs: Inputs) -> jax.Array:
     """Which query sees which key, [B, H|1, T, S]."""
-    i = jnp.arange(spec.T)[:, None]
-    j = jnp.arange(spec.S)[None, :]
+    i = jnp.arange(spec.T, dtype=jnp.int32)[:, None]
+    j = jnp.arange(spec.S, dtype=jnp.int32)[None, :]
     position = i + positions_of_first_query(spec, inputs)[:, None, None]  # [B, T, 1]
     visible = jnp.ones((spec.B, spec.T, spec.S), bool) & within_bounds(spec, position, j)
     if inputs.q_segments is not None and inputs.kv_segments is not None:
@@ -63,11 +63,14 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
         q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # Padding is replaced before any arithmetic, so that a NaN in it goes nowhere.
-    q_lengths = jnp.full(spec.B, spec.T) if inputs.q_lengths is None else inputs.q_lengths
-    asked = (jnp.arange(spec.T) < q_lengths[:, None])[:, None, :, None]  # [B, 1, T, 1]
+    q_lengths = inputs.q_lengths
+    if q_lengths is None:
+        q_lengths = jnp.full(spec.B, spec.T, jnp.int32)
+    asked = jnp.arange(spec.T, dtype=jnp.int32) < q_lengths[:, None]
+    asked = asked[:, None, :, None]  # [B, 1, T, 1]
     q = jnp.where(asked, q, 0)
     if inputs.kv_lengths is not None:
-        real = jnp.arange(spec.S) < inputs.kv_lengths[:, None]
+        real = jnp.arange(spec.S, dtype=jnp.int32) < inputs.kv_lengths[:, None]
         k, v = (jnp.where(real[:, None, :, None], array, 0) for array in (k, v))
     q = q.astype(dtype)  # [B, H, T, D]
     k, v = (

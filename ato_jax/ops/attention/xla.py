@@ -64,7 +64,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     if inputs.q_lengths is not None:
         # The rows hold these values already; the selects keep NaN in their cotangents from the
         # gradients.
-        held = jnp.arange(spec.T) < inputs.q_lengths[:, None, None]  # [B, 1, T]
+        held = jnp.arange(spec.T, dtype=jnp.int32) < inputs.q_lengths[:, None, None]  # [B, 1, T]
         out = jnp.where(held[..., None], out, 0)
         lse = jnp.where(held, lse, lax.stop_gradient(lse))
     if spec.layout == "bthd":

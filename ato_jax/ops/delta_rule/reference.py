@@ -47,8 +47,8 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     dtype = jnp.promote_types(inputs.q.dtype, jnp.float32)
-    lengths = jnp.full(spec.B, spec.T) if inputs.lengths is None else inputs.lengths
-    real = jnp.arange(spec.T)[:, None] < lengths  # [T, B]
+    lengths = jnp.full(spec.B, spec.T, jnp.int32) if inputs.lengths is None else inputs.lengths
+    real = jnp.arange(spec.T, dtype=jnp.int32)[:, None] < lengths  # [T, B]
     runs = jnp.zeros((spec.B, spec.T), jnp.int32) if inputs.segments is None else inputs.segments
     starts = jnp.diff(runs, axis=1, prepend=0).T != 0  # [T, B], of every segment but the first
 

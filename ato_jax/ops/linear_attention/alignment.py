@@ -35,7 +35,8 @@ def runs_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
     if runs is None or inputs.kv_lengths is None:
         return runs
     last = jnp.maximum(inputs.kv_lengths - 1, 0)[:, None]
-    return jnp.where(jnp.arange(spec.S) <= last, runs, jnp.take_along_axis(runs, last, 1))
+    real = jnp.arange(spec.S, dtype=jnp.int32) <= last
+    return jnp.where(real, runs, jnp.take_along_axis(runs, last, 1))
 
 
 def sort_steps(spec: LinearAttentionSpec, inputs: Inputs, runs: jax.Array | None) -> Order:
@@ -46,7 +47,7 @@ def sort_steps(spec: LinearAttentionSpec, inputs: Inputs, runs: jax.Array | None
         position += positions_of_first_query(spec, inputs)[:, None]
     asked = jnp.full((B, T), True)
     if inputs.q_lengths is not None:
-        asked = jnp.arange(T) < inputs.q_lengths[:, None]
+        asked = jnp.arange(T, dtype=jnp.int32) < inputs.q_lengths[:, None]
     start, end = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), S - 1, jnp.int32)
     if runs is not None:
         assert inputs.q_segments is not None

@@ -46,8 +46,8 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 def sums_between(steps: jax.Array) -> jax.Array:
     """[S, F] steps -> [S+1, S+1, F]: at [a, b], the sum of steps[a:b]; 0 where a >= b."""
-    rows = jnp.arange(steps.shape[0] + 1)[:, None, None]
-    counted = jnp.where(jnp.arange(steps.shape[0])[None, :, None] >= rows, steps, 0)
+    number = jnp.arange(steps.shape[0] + 1, dtype=jnp.int32)
+    counted = jnp.where(number[None, :-1, None] >= number[:, None, None], steps, 0)
     return jnp.pad(jnp.cumsum(counted, axis=1), ((0, 0), (1, 0), (0, 0)))
 
 
@@ -59,11 +59,15 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
         decay = jnp.swapaxes(decay, 1, 2) if decay is not None and per_step else decay
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    q_lengths = jnp.full(spec.B, spec.T) if inputs.q_lengths is None else inputs.q_lengths
-    kv_lengths = jnp.full(spec.B, spec.S) if inputs.kv_lengths is None else inputs.kv_lengths
+    q_lengths = inputs.q_lengths
+    if q_lengths is None:
+        q_lengths = jnp.full(spec.B, spec.T, jnp.int32)
+    kv_lengths = inputs.kv_lengths
+    if kv_lengths is None:
+        kv_lengths = jnp.full(spec.B, spec.S, jnp.int32)
     first = positions_of_first_query(spec, inputs)
-    real = jnp.arange(spec.S) < kv_lengths[:, None]  # [B, S]
-    asked = jnp.arange(spec.T) < q_lengths[:, None]  # [B, T]
+    real = jnp.arange(spec.S, dtype=jnp.int32) < kv_lengths[:, None]  # [B, S]
+    asked = jnp.arange(spec.T, dtype=jnp.int32) < q_lengths[:, None]  # [B, T]
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     q_segments = zeros((spec.B, spec.T)) if inputs.q_segments is None else inputs.q_segments
     kv_segments = zeros((spec.B, spec.S)) if inputs.kv_segments is None else inputs.kv_segments
@@ -93,8 +97,8 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     ) -> tuple[jax.Array, LinearState]:
         """q [T, F] of one head; k [S, F], v [S, V], steps [S, F|1], state [F, V], [F] of its kv."""
         first, asked, real, q_segments, kv_segments, kv_length = b_facts
-        i = jnp.arange(spec.T)[:, None]
-        j = jnp.arange(spec.S)[None, :]
+        i = jnp.arange(spec.T, dtype=jnp.int32)[:, None]
+        j = jnp.arange(spec.S, dtype=jnp.int32)[None, :]
         position = i + first if spec.causal else i
         sums = sums_between(steps)
         step = jnp.clip(position, -1, spec.S - 1)

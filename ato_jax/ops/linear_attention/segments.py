@@ -57,7 +57,7 @@ def match_runs(
         if lengths is None:
             return ids
         last = jnp.maximum(lengths - 1, 0)[:, None]
-        inside = jnp.arange(ids.shape[1]) <= last
+        inside = jnp.arange(ids.shape[1], dtype=jnp.int32) <= last
         return jnp.where(inside, ids, jnp.take_along_axis(ids, last, 1))
 
     def match(ids: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -198,7 +198,7 @@ def _inside(start: Any, rows: int, length: Any, columns: Columns | None) -> jax.
         if mask is not None:
             mask = mask[:, None]
         if columns.width != columns.size:
-            exists = (jnp.arange(columns.size) < columns.width)[None, :]
+            exists = (jnp.arange(columns.size, dtype=jnp.int32) < columns.width)[None, :]
             mask = exists if mask is None else mask & exists
         if mask is not None:
             mask = jnp.broadcast_to(mask, (rows, columns.size))

@@ -137,7 +137,7 @@ def _segments_of_blocks(
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
     ids = ids.reshape(ids.shape[0], -1, block)
     bit = ids & (SEGMENT_BITS - 1)
-    words = jnp.arange(SEGMENT_BITS // WORD)[:, None, None, None]
+    words = jnp.arange(SEGMENT_BITS // WORD, dtype=jnp.int32)[:, None, None, None]
     mine = jnp.left_shift(jnp.uint32(1), (bit % WORD).astype(jnp.uint32))
     sets = jnp.where(bit // WORD == words, mine, jnp.uint32(0))  # [words, B, blocks, block]
     sets = lax.reduce(sets, np.uint32(0), lax.bitwise_or, (3,))

@@ -81,7 +81,7 @@ def cut(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> tuple[Steps, int
     q, k, v, beta, decay = (pieces(array) for array in arrays)
     real = run = None
     if inputs.lengths is not None:
-        real = pieces(jnp.arange(spec.T) < inputs.lengths[:, None])
+        real = pieces(jnp.arange(spec.T, dtype=jnp.int32) < inputs.lengths[:, None])
     if inputs.segments is not None:
         run = pieces(inputs.segments, "edge")  # [pieces, B, steps]
         before = jnp.pad(run[:-1, :, -1:], ((1, 0), (0, 0), (0, 0)))
@@ -115,8 +115,8 @@ def open_piece(spec: DeltaRuleSpec, chunk: int, piece: Steps) -> Steps:
     if real is not None:
         real = real.reshape(-1, chunk)
     if run is not None:
-        first = jnp.arange(0, run.shape[1] - 1, chunk)[:, None]
-        run = run[:, first + jnp.arange(1 + chunk)].reshape(-1, 1 + chunk)
+        first = jnp.arange(0, run.shape[1] - 1, chunk, dtype=jnp.int32)[:, None]
+        run = run[:, first + jnp.arange(1 + chunk, dtype=jnp.int32)].reshape(-1, 1 + chunk)
     return Steps(q, k, v, beta, decay, real, run)
 
 
@@ -151,7 +151,7 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     state, out = jax.lax.scan(jax.checkpoint(attend, prevent_cse=False), state, pieces)
     out = jnp.moveaxis(out, 0, 1).reshape(spec.B, -1, spec.H, spec.V)[:, : spec.T]
     if inputs.lengths is not None:
-        real = jnp.arange(spec.T) < inputs.lengths[:, None]
+        real = jnp.arange(spec.T, dtype=jnp.int32) < inputs.lengths[:, None]
         out = jnp.where(real[..., None, None], out, 0)
     out = jnp.swapaxes(out, 1, 2) if spec.layout == "bhtd" else out
     return Outputs(out, state.reshape(spec.B, spec.H, spec.D, spec.V))

@@ -168,5 +168,5 @@ def _weights(
     e = jnp.pad(of_rows, ((0, 0), (0, 0), (0, den.shape[2] - spec.T)))
     counts = den > spec.eps
     if inputs.kv_lengths is not None:
-        counts &= jnp.arange(den.shape[2]) < inputs.kv_lengths[:, None, None]
+        counts &= jnp.arange(den.shape[2], dtype=jnp.int32) < inputs.kv_lengths[:, None, None]
     return 1 / den, jnp.where(counts, e, 0.0)

@@ -146,7 +146,8 @@ def _joined(runs: jax.Array) -> jax.Array:
         return jnp.repeat(x, C, axis=1)[:, :rows]
 
     within = (runs != of_rows(ahead)) & (runs != of_rows(behind))
-    follows = jnp.pad(within[:, :-1], ((0, 0), (1, 0))) & (jnp.arange(rows) % C != 0)
+    inner = jnp.arange(rows, dtype=jnp.int32) % C != 0
+    follows = jnp.pad(within[:, :-1], ((0, 0), (1, 0))) & inner
     begins = _begins(runs).reshape(B, rows) & ~(within & follows)
     return jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
 
@@ -155,7 +156,7 @@ def _longest_first(fields: jax.Array) -> jax.Array:
     """The table with its first `SORTED` items in the order of their rows, so that blocks end
     together; where there are more, they are short. A sort would launch more than this sum."""
     some = fields[:, :SORTED]
-    size, number = some[2] + some[5], jnp.arange(some.shape[1])
+    size, number = some[2] + some[5], jnp.arange(some.shape[1], dtype=jnp.int32)
     ahead = size > size[:, None]
     ahead |= (size == size[:, None]) & (number < number[:, None])
     place = jnp.sum(ahead, axis=1)
@@ -168,7 +169,7 @@ def _of_numbers(runs: jax.Array) -> tuple[jax.Array, jax.Array]:
     before = jnp.cumsum(counts) - counts
     begins = _begins(runs).reshape(runs.shape)
     place = jnp.where(begins, runs + before[:, None], size).reshape(-1)
-    first = jnp.full(size, size).at[place].set(jnp.arange(size), mode="drop")
+    first = jnp.full(size, size).at[place].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
     return first, jnp.sum(counts)
 
 
@@ -200,7 +201,7 @@ def _of_both(
     k_row, k_size = _sizes(k_first, S)
     runs = kv_ids[:, -1] + 1
     before = jnp.cumsum(runs) - runs  # the runs of keys of the batch entries before
-    entries = jnp.arange(B)[:, None]
+    entries = jnp.arange(B, dtype=jnp.int32)[:, None]
     seen = jnp.zeros((B, S + 1), bool).at[entries, jnp.where(q_ids < 0, S, q_ids)].set(True)
     unseen = k_begins & ~jnp.take_along_axis(seen, kv_ids, axis=1).reshape(-1)
     # Rows of queries, then rows of keys.

@@ -41,7 +41,8 @@ def units_of_chunks(
 ) -> jax.Array:
     """The largest magnitude of each chunk's rows that count, [B, H, chunks], of x [B, H, T up to a
     whole chunk]."""
-    counted = jnp.arange(x.shape[2]) < (spec.T if lengths is None else lengths[:, None, None])
+    number = jnp.arange(x.shape[2], dtype=jnp.int32)
+    counted = number < (spec.T if lengths is None else lengths[:, None, None])
     return mosaic.units_of_rows([jnp.where(counted, x, 0.0).reshape(*x.shape[:2], -1, C)])
 
 

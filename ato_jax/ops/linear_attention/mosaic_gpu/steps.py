@@ -107,7 +107,7 @@ def _where_counted(spec: LinearAttentionSpec, inputs: Inputs, x: jax.Array) -> j
     """x of each step and head, and 0 where keys do not count."""
     if inputs.kv_lengths is None:
         return x
-    counted = jnp.arange(spec.S) < inputs.kv_lengths[:, None]  # [B, S]
+    counted = jnp.arange(spec.S, dtype=jnp.int32) < inputs.kv_lengths[:, None]  # [B, S]
     return jnp.where(_of_steps(spec, counted), x, 0.0)
 
 

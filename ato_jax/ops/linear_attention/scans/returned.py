@@ -90,7 +90,9 @@ def _steps_of(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax
     elif spec.layout == "bthd":
         decay = jnp.swapaxes(decay, 1, 2)
     step = jnp.arange(spec.S, dtype=jnp.int32)
-    lengths = jnp.full(spec.B, spec.S) if inputs.kv_lengths is None else inputs.kv_lengths
+    lengths = inputs.kv_lengths
+    if lengths is None:
+        lengths = jnp.full(spec.B, spec.S, jnp.int32)
     real = step < lengths[:, None]
     return jnp.where(real[:, None], jnp.maximum(decay, LEAST_DECAY), 0.0), real
 

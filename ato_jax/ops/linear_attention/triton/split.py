@@ -127,7 +127,7 @@ def backward(
         _cut_outputs(spec, count, pair) for pair in (residuals.outputs, cotangents)
     )
     # k_sum has no columns to cut: its cotangent enters with the first block alone.
-    first = jnp.arange(count) == 0
+    first = jnp.arange(count, dtype=jnp.int32) == 0
     d_k_sum = jnp.where(first[:, None, None, None], cotangents.state.k_sum, 0)
     cotangents = cotangents._replace(state=cotangents.state._replace(k_sum=d_k_sum))
     found = jax.vmap(block, in_axes=(axes, _outputs_axes(None), _outputs_axes(0)))(

@@ -94,7 +94,8 @@ def lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> Layout:
             decay = jnp.swapaxes(decay, 1, 2)
         if inputs.kv_lengths is None:
             return decay
-        return jnp.where(jnp.arange(S) < inputs.kv_lengths[:, None, None], decay, 0)
+        real = jnp.arange(S, dtype=jnp.int32) < inputs.kv_lengths[:, None, None]
+        return jnp.where(real, decay, 0)
 
     if not walk.indexed:
         before, behind = -walk.first_key, count - S + walk.first_key
@@ -107,8 +108,8 @@ def lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> Layout:
             run = jnp.pad(run, ((0, 0), (before, behind)), mode="edge")
         return Layout(sequences.length_arrays(inputs), run, pad)
 
-    q_lengths = jnp.full(spec.B, T) if inputs.q_lengths is None else inputs.q_lengths
-    kv_lengths = jnp.full(spec.B, S) if inputs.kv_lengths is None else inputs.kv_lengths
+    q_lengths = jnp.full(spec.B, T, jnp.int32) if inputs.q_lengths is None else inputs.q_lengths
+    kv_lengths = jnp.full(spec.B, S, jnp.int32) if inputs.kv_lengths is None else inputs.kv_lengths
     step = jnp.arange(count, dtype=jnp.int32)
     if spec.segments == "cross":
         runs = runs_of_keys(spec, inputs)

@@ -179,7 +179,7 @@ def output(spec: LinearAttentionSpec, num: jax.Array, den: jax.Array) -> jax.Arr
 
 
 def pair_indices(size: int) -> tuple[jax.Array, jax.Array]:
-    return jnp.arange(size)[:, None], jnp.arange(size)[None, :]
+    return jnp.arange(size, dtype=jnp.int32)[:, None], jnp.arange(size, dtype=jnp.int32)[None, :]
 
 
 def in_parts(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -213,7 +213,7 @@ def pair_decay(decay: jax.Array, real: jax.Array | None) -> jax.Array:
     if real is not None:
         keys = jnp.cumsum(real, axis=1, dtype=jnp.int32)  # [B, C]
         sign = jnp.sign(keys[:, :, None] - keys[:, None])[:, None]  # [B, 1, C, C]
-    return (difference(coarse) + difference(rest)) * sign
+    return (difference(coarse) + difference(rest)) * sign.astype(coarse.dtype)
 
 
 def middles(size: int) -> list[np.ndarray]:

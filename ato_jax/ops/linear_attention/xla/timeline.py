@@ -111,9 +111,9 @@ def heads_first(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Timeline, Ti
         decay = jnp.swapaxes(decay, 1, 2) if spec.decay in ("step", "channel") else decay
     asked = real = None
     if inputs.q_lengths is not None:
-        asked = jnp.arange(spec.T) < inputs.q_lengths[:, None]
+        asked = jnp.arange(spec.T, dtype=jnp.int32) < inputs.q_lengths[:, None]
     if inputs.kv_lengths is not None:
-        real = jnp.arange(spec.S) < inputs.kv_lengths[:, None]
+        real = jnp.arange(spec.S, dtype=jnp.int32) < inputs.kv_lengths[:, None]
     q = q.reshape(B, G, spec.H // G, spec.T, spec.D)
     return Timeline(q=q, asked=asked), Timeline(
         k=k, v=v, decay=decay, run=runs_of_keys(spec, inputs), real=real
