@@ -83,6 +83,8 @@ MOST_ERRORS = 20
 SPARE_PROGRAMS = 16
 # How many new lengths there are in a run of any duration, and the largest one.
 NEW_LENGTHS, LONGEST_NEW = 84, 400
+# That compile and compare at first, on a GPU.
+COMPILING_THREADS = 16
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -538,27 +540,41 @@ class Soak:
             torch.cuda.synchronize()
 
     def prepare(self, threads: int) -> None:
-        """Compiles all, and compares the first results with float64."""
+        """Compiles all, and compares the first results of each kind with float64 once it is."""
+        alone = threading.Lock()  # large calls and their float64 scores share the GPU's memory
 
-        def compile(kind: Kind) -> None:
-            # One call each, then the ways that follow a first call.
-            for _ in range(4):
-                call(kind, draw(kind, 0, self.device))
+        def first_results(kind: Kind) -> list[str]:
+            with contextlib.nullcontext() if kind.weight == 1 else alone:
+                # One call each, then the ways that follow a first call.
+                for _ in range(4):
+                    call(kind, draw(kind, 0, self.device))
+                return [
+                    f"{kind}: {said}"
+                    for pair in self.pairs
+                    if pair[0] == kind
+                    for said in self._first_result(pair)
+                ]
 
+        # What takes longest comes first.
+        ordered = sorted(self.kinds, key=lambda kind: (kind.weight, not kind.gradients))
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            list(pool.map(compile, self.kinds))
+            for wrong in pool.map(first_results, ordered):
+                self.record.wrong += wrong
+        self.record.checked += len(self.pairs)
         self.synchronize()
-        for pair in self.pairs:
-            kind, seed = pair
-            tensors = draw(kind, seed, self.device)
-            found = call(kind, {name: x.clone() for name, x in tensors.items()})
-            self._compare(kind, tensors, found)
-            # Large ones are drawn anew, so that they do not take all of the memory.
-            if kind.weight == 1:
-                self.inputs[pair] = tensors
-                self.first[pair] = found
-            else:
-                self.first[pair] = [x[:1].clone() for x in found]
+
+    def _first_result(self, pair: tuple[Kind, int]) -> list[str]:
+        """Keeps what all later calls are compared with; what is over the budgets."""
+        kind, seed = pair
+        tensors = draw(kind, seed, self.device)
+        found = call(kind, {name: x.clone() for name, x in tensors.items()})
+        # Large ones are drawn anew, so that they do not take all of the memory.
+        if kind.weight == 1:
+            self.inputs[pair] = tensors
+            self.first[pair] = found
+        else:
+            self.first[pair] = [x[:1].clone() for x in found]
+        return over_budget(kind, tensors, found)
 
     def _compare(self, kind: Kind, tensors: Tensors, found: Sequence[torch.Tensor]) -> None:
         self.record.checked += 1
@@ -773,7 +789,7 @@ def run(
             large_attention(device)
             soak.synchronize()
         start = time.monotonic()
-        soak.prepare(threads)
+        soak.prepare(max(threads, COMPILING_THREADS) if device == "cuda" else threads)
         closed = closed_roads()
         print(f"compiled and compared with float64 in {time.monotonic() - start:.0f} s", flush=True)
         held = ballast(leave_gib) if device == "cuda" else None
