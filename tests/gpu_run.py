@@ -1,6 +1,6 @@
 """Runs the tests that the GPU receipt lacks on all cards of this machine, within a limit of time.
 
-    python -m tests.gpu_run --seconds=540 [--workers=13] [--cards=1,2,3] [NAME ...]
+    python -m tests.gpu_run --seconds=540 [--workers=13] [--cards=1,2,3] [--cache] [NAME ...]
 
 takes the tests under "left" and those that failed, or the named ones, and deals them to the cards.
 Each card has one pytest with `--workers` processes, since a test mostly compiles. Every outcome is
@@ -30,6 +30,8 @@ import pytest
 from tests import receipt
 
 SECONDS = receipt.ROOT / "tests" / "gpu_seconds.json"
+# What one run leaves to the next, in a folder that git ignores.
+CACHES = receipt.ROOT / ".aot_cache" / "gpu_run"
 # A test of which nothing is known, on one of many workers.
 TYPICAL_SECONDS = 30.0
 # Tests that take less are not worth a place in the file.
@@ -60,7 +62,25 @@ def dealt(tests: list[str], cards: int, seconds: dict[str, float]) -> list[list[
     return hands
 
 
-def started(card: int, tests: list[str], workers: int, folder: Path) -> subprocess.Popen[bytes]:
+def settings(cache: bool, threads: int | None) -> dict[str, str]:
+    """Of the environment of the processes, about nothing but what a run costs."""
+    # Workers import the same files: the first that does leaves its bytecode to all others.
+    found = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(CACHES / "bytecode")}
+    if threads is not None:
+        found["NPROC"] = str(threads)
+    if cache:
+        found |= {
+            "JAX_COMPILATION_CACHE_DIR": str(CACHES / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
+        }
+    return found
+
+
+def started(
+    card: int, tests: list[str], workers: int, folder: Path, own: dict[str, str]
+) -> subprocess.Popen[bytes]:
     listed = folder / f"tests_{card}.txt"
     listed.write_text("\n".join(tests))
     environment = {
@@ -69,6 +89,7 @@ def started(card: int, tests: list[str], workers: int, folder: Path) -> subproce
         "CUDA_VISIBLE_DEVICES": str(card),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "OMP_NUM_THREADS": "1",
+        **own,
     }
     spread = ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1"]
     plugins = ["-p", "tests.gpu_run", "-p", "no:cacheprovider"]
@@ -117,6 +138,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--cards", default="", help="numbers, with commas; all by default")
+    parser.add_argument("--cache", action="store_true", help="share JAX's programs on disk")
+    parser.add_argument("--threads", type=int, help="of XLA in each process; 32 by default")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     limit = time.monotonic() + options.seconds
@@ -125,6 +148,7 @@ def main() -> int:
         sys.exit("the receipt is not of these sources: `python -m tests.receipt renew` first")
     tests = options.names or [*found["left"], *found["failed"], *found["error"]]
     seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    own = settings(options.cache, options.threads)
     names = cards()
     numbers = list(map(int, options.cards.split(","))) if options.cards else range(len(names))
     devices = {*found.get("device", names[0]).split(", "), *names}
@@ -132,7 +156,7 @@ def main() -> int:
         folder = Path(os.environ.get("OUT", temporary))
         hands = dealt(tests, len(numbers), seconds)
         running = [
-            started(card, hand, min(options.workers, len(hand)), folder)
+            started(card, hand, min(options.workers, len(hand)), folder, own)
             for card, hand in zip(numbers, hands, strict=True)
             if hand
         ]
