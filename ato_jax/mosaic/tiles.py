@@ -167,6 +167,8 @@ class Tiling:
       dtype: of tiles.
       untiled: whether sequences are copied as they are (`Views`): those of a number of rows that
         is no multiple of 8, or of heads whose columns are no multiple of what a tile's row has.
+      cut: whether heads whose arrays have more than `columns` are cut into blocks of so many, each
+        a head of its own to a kernel. All first blocks are numbered ahead of all second ones.
     """
 
     layout: str
@@ -175,6 +177,7 @@ class Tiling:
     heads: int = 1
     dtype: Any = BF16
     untiled: bool = False
+    cut: bool = False
 
     @property
     def is_filled(self) -> bool:
@@ -225,6 +228,8 @@ class Tiling:
         """Rows of a sequence in global memory, [rows, columns]; with `half`, 64 columns of them."""
         columns: tuple[Any, ...] = ()
         assert half is not None or self.heads == 1
+        if self.cut:
+            return self._part_of_block(ref, item, rows, head, half)
         if half is not None:
             rows = self.rows_of_half(ref, rows, half)
             head, columns = self.head_of(head, half), (self.columns_of(half),)
@@ -233,6 +238,22 @@ class Tiling:
         if self.layout == "bthd":
             return ref.at[(item.batch, rows, head, *columns)]
         return ref.at[(item.batch, head, rows, *columns)]
+
+    def _part_of_block(self, ref: Any, item: Any, rows: Any, head: Any, half: Any) -> Any:
+        """As `part`, of an array that has the heads of a call, or those of the kernel."""
+        in_memory = ref.shape[self.layout.index("h")]
+        first: Any = 0
+        if ref.shape[-1] > self.columns:
+            first = lax.div(head, in_memory) * self.columns
+        head = lax.rem(head, in_memory)
+        count = self.columns
+        if half is not None:
+            rows = self.rows_of_half(ref, rows, half)
+            first, count = first + half * HALF, HALF
+        columns = self._columns(first, count)
+        if self.layout == "bthd":
+            return ref.at[item.batch, rows, head, columns]
+        return ref.at[item.batch, head, rows, columns]
 
     def shared(self, *shape: int, dtype: Any = None) -> Any:
         """Shared memory for tiles, swizzled as TMA and WGMMA take them. The swizzle is the largest

@@ -50,12 +50,19 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     narrow,
     projected,
     steps,
+    value_blocks,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.scans.returned import add_returned
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
 
 SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
 # Maps whose features are no larger than x + 1.
@@ -159,12 +166,16 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     in_float32 = spec.dtype == "float32"
     if in_float32 and narrow.fills(spec, mosaic.HALF):
         return None
-    most = frame.F if spec.decay or in_float32 else max(narrow.TILES)
+    most = max(narrow.TILES)
+    if in_float32 or spec.decay and not value_blocks.is_cut(spec):
+        most = frame.F
     if max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
     sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
     if in_float32:
         sizes += f", or D = V = {mosaic.HALF}"
+    elif spec.causal and spec.decay:
+        sizes += f", V alone to {max(narrow.TILES)}"
     if spec.causal:
         step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
         sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"
@@ -175,7 +186,7 @@ def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
     """Sums and weights have units there, features may not: they are to fit as they are."""
     if spec.decay or spec.segments:
         return "with a decay or segments"
-    if frame.is_wide(spec):
+    if max(spec.D, spec.V) > frame.F:
         return f"with more than {frame.F} columns"
     name = spec.feature_map.name
     if name not in FITTING:
@@ -241,12 +252,15 @@ def beats_later_backends(
         # Whatever a head fills of a tile: Triton's kernels take two walks, and these one.
         enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
         return spec.B * spec.H * spec.T >= enough
-    tile = narrow.tile_of(spec)
+    tile, tiles = narrow.tile_of(spec), 1
+    if value_blocks.is_cut(spec):
+        # TIMES
+        tile, tiles = frame.F, value_blocks.in_blocks(spec).value_blocks
     if spec.dtype == "float32" and narrow.fills(spec, mosaic.HALF):
         tile = mosaic.HALF
     with_flows = spec.decay == "channel" and backward_follows
     least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
-    if tile is None or spec.D * spec.V < least_filled * tile**2:
+    if tile is None or spec.D * spec.V < least_filled * tiles * tile**2:
         return False
     if spec.causal and spec.D != spec.V and frame.is_wide(spec):
         return False  # no card has timed them, and Triton's time follows both sizes
@@ -363,7 +377,7 @@ def _kept(
     if spec.causal or frame.both_ways(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
         found = keep(spec, config, inputs)
-        return found._replace(state=narrow.narrowed(spec, found.state))
+        return found._replace(state=_narrowed(spec, found.state))
     if frame.by_documents(spec):
         out, state = documents.forward(spec, config, inputs)
         return Outputs(out, narrow.narrowed(spec, state))
@@ -373,14 +387,34 @@ def _kept(
 
 
 def _spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    return channel_blocks.in_blocks(spec) if channel_blocks.is_cut(spec) else narrow.in_tiles(spec)
+    if channel_blocks.is_cut(spec):
+        return channel_blocks.in_blocks(spec)
+    return value_blocks.in_blocks(spec) if value_blocks.is_cut(spec) else narrow.in_tiles(spec)
 
 
 def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
-    spec = narrow.in_tiles(spec)
+    spec = _spec_in_tiles(spec)
     if inputs.initial_state is not None:
-        inputs = inputs._replace(initial_state=narrow.widened(spec, inputs.initial_state))
+        inputs = inputs._replace(initial_state=_widened(spec, inputs.initial_state))
+    if isinstance(spec, value_blocks.Cut) and inputs.decay is not None:
+        inputs = inputs._replace(decay=value_blocks.of_blocks(spec, inputs.decay, 1))
     return spec, inputs
+
+
+def _widened(
+    spec: LinearAttentionSpec, state: LinearState, is_cotangent: bool = False
+) -> LinearState:
+    """A state of the call, or its cotangent, as kernels take it."""
+    if isinstance(spec, value_blocks.Cut):
+        return value_blocks.state_in_blocks(spec, state, is_cotangent)
+    return narrow.widened(spec, state)
+
+
+def _narrowed(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
+    """The reverse."""
+    if isinstance(spec, value_blocks.Cut):
+        return value_blocks.whole_state(spec, state)
+    return narrow.narrowed(spec, state)
 
 
 def backward(
@@ -432,7 +466,10 @@ def _backward(
     kept: Any = residuals.outputs
     spec, inputs = _in_tiles(spec, residuals.inputs)
     if spec.return_state:
-        cotangents = cotangents._replace(state=narrow.widened(spec, cotangents.state))
+        state = _widened(spec, cotangents.state, is_cotangent=True)
+        cotangents = cotangents._replace(state=state)
+    if isinstance(spec, value_blocks.Cut) and decay is not None:
+        decay = value_blocks.of_blocks(spec, decay, value_blocks.heads_axis(spec))
     if spec.causal:
         found = causal.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
     elif frame.both_ways(spec):
@@ -444,6 +481,8 @@ def _backward(
         state = kept.whole if is_kept else narrow.widened(spec, kept.state)
         run = float32.backward if spec.dtype == "float32" else bidirectional.backward
         found = run(spec, config, inputs, state, cotangents)
+    if isinstance(spec, value_blocks.Cut):
+        return value_blocks.whole_gradients(spec, found, of_steps=decay is not None)
     if found.initial_state is None:
         return found
     return found._replace(initial_state=narrow.narrowed(spec, found.initial_state))

@@ -31,7 +31,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"reads float8 for an output in bfloat16, and not in {spec.dtype}"
     if spec.segments or spec.decay:
         return "reads float8 without a decay or segments"
-    if frame.is_wide(spec):
+    if max(spec.D, spec.V) > frame.F:
         return f"reads float8 of up to {frame.F} columns, got D={spec.D}, V={spec.V}"
     if spec.D % narrow.STEP or spec.V % narrow.STEP:
         # The copy engine needs rows of a multiple of 16 bytes.

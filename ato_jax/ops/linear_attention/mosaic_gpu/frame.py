@@ -16,6 +16,7 @@ from jax import lax
 from ato_jax import mosaic
 from ato_jax.mosaic import HALF as HALF
 from ato_jax.mosaic import Deal as Deal
+from ato_jax.ops.linear_attention.mosaic_gpu import value_blocks
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import widths_of
 from ato_jax.ops.linear_attention.scans.chunks import LOG2_E as LOG2_E
 from ato_jax.ops.linear_attention.scans.chunks import C as C
@@ -41,8 +42,8 @@ class Config:
 
 
 def is_wide(spec: LinearAttentionSpec) -> bool:
-    """Whether a head has more columns than a tile."""
-    return max(spec.D, spec.V) > F
+    """Whether a head has more columns than a tile, and kernels take it whole."""
+    return max(spec.D, spec.V) > F and not value_blocks.is_cut(spec)
 
 
 def both_ways(spec: LinearAttentionSpec) -> bool:
@@ -63,11 +64,13 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     # With gates of channels T is a multiple of 8, and a head's columns are one of 16.
     as_given = heads == 2 and width < HALF and spec.decay != "channel"
     untiled = spec.T % ROWS_OF_A_TILE != 0 or as_given or by_documents(spec)
-    return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled)
+    cut = isinstance(spec, value_blocks.Cut)
+    return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled, cut)
 
 
 def shape_of_values(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
-    """[B, T, heads, V], or as the layout has it."""
+    """[B, T, heads, V], or as the layout has it, for so many heads of a kernel."""
+    heads //= value_blocks.blocks_of(spec)
     lengths = (spec.T, heads) if spec.layout == "bthd" else (heads, spec.T)
     return (spec.B, *lengths, widths_of(spec)[1])
 

@@ -92,7 +92,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame, value_blocks
 from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_rows import keys, values
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import (
@@ -113,7 +113,8 @@ def key_gradient(
 ) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
     """dk and dv; with a decay, what its gradient needs."""
     k, v, gates = arrays.k, arrays.v, arrays.gates
-    out_type: Any = jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
+    of_heads = value_blocks.shape_of_heads(spec, k)
+    out_type: Any = jax.ShapeDtypeStruct(of_heads, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
     given = {name: array for name, array in arrays._asdict().items() if array is not None}
     rest = None
     if gates is not None:

@@ -83,7 +83,7 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, value_blocks
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_reads import (
     behind_rest,
@@ -121,7 +121,8 @@ def query_gradient(
     arrays = arrays._replace(ones=np.ones((ALIKE, C), arrays.q.dtype))
     walk = Walk(spec, deal, False, arrays)
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    types = Left(jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype))
+    of_heads = value_blocks.shape_of_heads(spec, arrays.q)
+    types = Left(jax.ShapeDtypeStruct(of_heads, arrays.q.dtype))
     if not walk.given:
         types = types._replace(inverse=rows, e=rows)
     if walk.gated:
