@@ -176,7 +176,7 @@ def _linear_attention() -> Iterator[Row]:
         for causal, told in ((False, "T = S = 64"), (True, "causal")):
             options = {"causal": causal, "feature_map": phi}
             yield Row(f"{told}, D = V = 128, feature_map={name}", wide, _always(**options))
-    for D, V in ((128, 64), (64, 128), (192, 128)):
+    for D, V in ((128, 64), (64, 128), (192, 128), (128, 256)):
         yield Row(f"causal, D = {D}, V = {V}", wide | {"D": D, "V": V}, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))
@@ -192,6 +192,11 @@ def _linear_attention() -> Iterator[Row]:
             sizes,
             _with_decay(axes, causal=True),
         )
+    yield Row(
+        "causal, D = 128, V = 256, decay [B, S, G]",
+        wide | {"V": 256},
+        _with_decay("BSG", causal=True),
+    )
     for D in (128, 64):
         sizes = wide | {"D": D, "V": D}
         yield Row(f"T = S = 64, D = V = {D}, decay [B, S, G]", sizes, _with_decay("BSG"))

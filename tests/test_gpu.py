@@ -727,6 +727,32 @@ def test_values_of_another_size_of_mosaic_gpu(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("B", "T", "G", "D", "V", "kind", "options"),
+    [
+        (2, 16384, 4, 128, 256, "mild", {"normalize": False, "feature_map": "identity"}),
+        (2, 9000, 4, 128, 256, "step", {}),
+        (2, 16379, 2, 128, 192, "mild", {}),
+        (2, 9001, 4, 128, 160, None, {"layout": "bhtd"}),
+        (2, 16384, 4, 64, 256, "all", {}),
+        (1, LONG, 4, 128, 256, "step", {"normalize": False, "feature_map": "identity"}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_blocks_of_values_of_mosaic_gpu(
+    B: int, T: int, G: int, D: int, V: int, kind: str | None, options: dict[str, Any]
+) -> None:
+    """Causal values of more than 128 columns beside at most 128 features."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=B, T=T, H=4, G=G, D=D, V=V, layout=options.get("layout", "bthd"))
+    options = (linear_options(kind, B, T, D, G=G, V=V) if kind else {"causal": True}) | options
+    options |= {"implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     "causal, T, D, G, options",
     [
         (False, 4096, 128, 4, {}),

@@ -1,4 +1,4 @@
-"""Causal heads whose values are cut into blocks of 128 columns, by Hopper's kernels, interpreted."""
+"""Causal heads whose values are cut into blocks of 128 columns, by Hopper's kernels."""
 
 from __future__ import annotations
 
