@@ -57,13 +57,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.scans.returned import add_returned
-from ato_jax.ops.linear_attention.spec import (
-    Inputs,
-    LinearAttentionSpec,
-    LinearState,
-    Outputs,
-    Residuals,
-)
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 
 SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
 # Maps whose features are no larger than x + 1.
@@ -380,7 +374,7 @@ def _kept(
     if spec.causal or frame.both_ways(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
         found = keep(spec, config, inputs)
-        return found._replace(state=_narrowed(spec, found.state))
+        return found._replace(state=value_blocks.narrowed(spec, found.state))
     if frame.by_documents(spec):
         out, state = documents.forward(spec, config, inputs)
         return Outputs(out, narrow.narrowed(spec, state))
@@ -398,26 +392,10 @@ def _spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
 def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
     spec = _spec_in_tiles(spec)
     if inputs.initial_state is not None:
-        inputs = inputs._replace(initial_state=_widened(spec, inputs.initial_state))
+        inputs = inputs._replace(initial_state=value_blocks.widened(spec, inputs.initial_state))
     if isinstance(spec, value_blocks.Cut) and inputs.decay is not None:
         inputs = inputs._replace(decay=value_blocks.of_blocks(spec, inputs.decay, 1))
     return spec, inputs
-
-
-def _widened(
-    spec: LinearAttentionSpec, state: LinearState, is_cotangent: bool = False
-) -> LinearState:
-    """A state of the call, or its cotangent, as kernels take it."""
-    if isinstance(spec, value_blocks.Cut):
-        return value_blocks.state_in_blocks(spec, state, is_cotangent)
-    return narrow.widened(spec, state)
-
-
-def _narrowed(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
-    """The reverse."""
-    if isinstance(spec, value_blocks.Cut):
-        return value_blocks.whole_state(spec, state)
-    return narrow.narrowed(spec, state)
 
 
 def backward(
@@ -469,7 +447,7 @@ def _backward(
     kept: Any = residuals.outputs
     spec, inputs = _in_tiles(spec, residuals.inputs)
     if spec.return_state:
-        state = _widened(spec, cotangents.state, is_cotangent=True)
+        state = value_blocks.widened(spec, cotangents.state, is_cotangent=True)
         cotangents = cotangents._replace(state=state)
     if isinstance(spec, value_blocks.Cut) and decay is not None:
         decay = value_blocks.of_blocks(spec, decay, value_blocks.heads_axis(spec))

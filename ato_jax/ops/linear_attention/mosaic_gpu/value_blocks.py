@@ -102,6 +102,22 @@ def whole_state(cut: Cut, state: LinearState, is_gradient: bool = False) -> Line
     return LinearState(kv[:, :, : cut.width, : cut.values_width], k_sum[:, :, : cut.width])
 
 
+def widened(
+    spec: LinearAttentionSpec, state: LinearState, is_cotangent: bool = False
+) -> LinearState:
+    """A state of the call, or its cotangent, as kernels take it."""
+    if isinstance(spec, Cut):
+        return state_in_blocks(spec, state, is_cotangent)
+    return narrow.widened(spec, state)
+
+
+def narrowed(spec: LinearAttentionSpec, state: LinearState) -> LinearState:
+    """The reverse."""
+    if isinstance(spec, Cut):
+        return whole_state(spec, state)
+    return narrow.narrowed(spec, state)
+
+
 def whole_gradients(cut: Cut, found: Inputs, of_steps: bool) -> Inputs:
     """The gradients of whole heads; the decay's is one of each step, or else one of each chunk, [B,
     H, chunks]."""
