@@ -67,7 +67,9 @@ def backward(
     corrected = delta
     for of in passes(spec, config):
         planes = pairs.planes_of(spec, inputs, of.of_keys)
-        rows["minus_delta"] = padded(spec, config, -corrected, 0)
+        # With dropout ds is without its factor, see `gradient_pairs.unit_of_ds`.
+        minus_delta = -corrected * (1 - spec.dropout_rate) if spec.dropout_rate else -corrected
+        rows["minus_delta"] = padded(spec, config, minus_delta, 0)
         results = gradient.run(of, planes, arrays_of(of, planes, inputs, dout) | rows)
         found |= dict(zip(of.names, results, strict=False))
         by_row = dict(zip(of.by_row, results[len(of.names) :], strict=True))

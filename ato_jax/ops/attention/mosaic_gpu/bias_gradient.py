@@ -10,7 +10,7 @@ Warpgroups, and the barriers between them:
 
     MEMORY (n)    loads q and dout of an entry, and a block of its k and v
       |  own, xs, ys          q and dout, k, v: consumed once the products that read them are done.
-      |                       Where there is one entry, q and dout stay
+      |                       Where all entries have room, q and dout stay
       |  pairs                bias and mask, consumed once in registers
       v
     CONSUMER (0 .. n - 1)     ds of an entry, [R, C] in registers, added up; dbias stored by TMA
@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -37,13 +37,11 @@ from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
     At,
     Own,
-    finish_dp,
     gradient_of_scores,
     load_planes,
-    shift,
     signs,
     start_of_dp,
-    undropped,
+    unit_of_ds,
     weights,
     with_planes_of,
     with_queries,
@@ -81,6 +79,11 @@ class Tiles:
     def entries(self) -> int:
         """How many share an element."""
         return self.of.spec.B * self.of.spec.H // self.owners
+
+    @property
+    def stays(self) -> bool:
+        """Whether q and dout of each entry have a slot, and are loaded once."""
+        return self.entries <= self.own_stages
 
     @property
     def parts(self) -> int:
@@ -131,14 +134,15 @@ class Storage(mosaic.Storage):
 def tiles_of(spec: AttentionSpec, config: Config, bias_bytes: int = 4) -> Tiles | None:
     """With as many slots as fit, for elements of the bias of so many bytes; None where none do."""
     whole = dataclasses.replace(dq_pass(spec, config), others=KEYS, turns=False)
-    slots_of = (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)
+    slots_of = (2, 2, 2), (2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1)
     for consumers, (stages, own, slots) in itertools.product(
         range(whole.consumers, 0, -1), slots_of
     ):
         of = dataclasses.replace(whole, consumers=consumers, x_stages=stages, y_stages=stages)
         tiles = Tiles(of, own, slots)
-        if tiles.entries == 1:
-            tiles = dataclasses.replace(tiles, own_stages=1)
+        if stages < own and not tiles.stays:
+            continue
+        tiles = dataclasses.replace(tiles, own_stages=min(own, tiles.entries))
         pairs_of_tile = of.tile * KEYS * bias_bytes
         planes = pairs.most_bytes(spec, of.block) - of.tile * KEYS * 4 + pairs_of_tile
         rows = tiles.own_stages * of.tile + stages * KEYS
@@ -178,6 +182,20 @@ def storage_of(tiles: Tiles, planes: pairs.Planes) -> Storage:
     )
 
 
+class Step(NamedTuple):
+    """One entry's pairs with a block of keys."""
+
+    item: Item
+    block: Any
+    number: Any  # among all of the block of warpgroups
+    entry: Any
+    is_first: Any  # whether it is the entry's first one
+
+    def slot(self, tiles: Tiles, ring: Ring) -> Any:
+        """The slot of its q and dout."""
+        return ring.slot(self.entry if tiles.stays else self.number)
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The kernel."""
@@ -191,9 +209,9 @@ class Work:
         return self.walk.own  # type: ignore[return-value]
 
     def each_step(self, start: Any, do: Any, done: Any) -> Any:
-        """Runs `do(item, block, step, carried)` for each block of keys and entry with pairs that
-        may be visible, and `done(owner, first row, block, carried)` behind each block; `carried`
-        begins as `start()`. Returns the number of steps."""
+        """Runs `do(step, carried)` for each block of keys and entry with pairs that may be visible,
+        and `done(owner, first row, block, carried)` behind each block; `carried` begins as
+        `start()`. Returns the number of steps."""
         tiles, of = self.tiles, self.tiles.of
         owner, first_row, first = tiles.place(lax.axis_index("block"))
 
@@ -205,11 +223,12 @@ class Work:
 
                 def one(_: Any, state: Any) -> Any:
                     steps, carried = state
-                    return steps + 1, do(item, block, steps, carried)
+                    is_first = block == jnp.maximum(seen.first, first)
+                    return steps + 1, do(Step(item, block, steps, number, is_first), carried)
 
                 # One iteration or none.
-                first, end = jnp.maximum(seen.first, block), jnp.minimum(seen.end, block + 1)
-                return lax.fori_loop(first, end, one, state)
+                start, end = jnp.maximum(seen.first, block), jnp.minimum(seen.end, block + 1)
+                return lax.fori_loop(start, end, one, state)
 
             steps, carried = lax.fori_loop(0, tiles.entries, one_entry, (steps, start()))
             done(owner, first_row, block, carried)
@@ -247,21 +266,22 @@ def memory(work: Work) -> None:
     """Loads rows of queries, blocks of keys, bias and mask."""
     walk, own, tiles, of = work.walk, work.storage, work.tiles, work.tiles.of
 
-    def load_rows(item: Item, step: Any) -> None:
-        slot, barrier = own.own.slot(step), own.own.produced
+    def load_rows(at: Step) -> None:
+        item, slot, barrier = at.item, at.slot(tiles, own.own), own.own.produced
         for side, ref, rows in zip(of.own, (walk.x, walk.y), (own.x, own.y), strict=True):
             for number in range(of.consumers):
                 tile = rows.at[slot * of.consumers + number]  # [R, D or V]
                 first = item.first_row + number * ROWS
                 side.load(ref, item.batch, item.head, first, ROWS, tile, barrier.at[slot])
 
-    def load(item: Item, block: Any, step: Any, _: None) -> None:
-        if tiles.entries > 1:
-            own.own.acquire(step)
-            load_rows(item, step)
+    def load(at: Step, _: None) -> None:
+        item, step = at.item, at.number
+        if tiles.stays:
+            pl.when(at.is_first)(functools.partial(load_rows, at))
         else:
-            pl.when(step == 0)(functools.partial(load_rows, item, step))
-        first, head = block * KEYS, walk.other_head(item, 0)
+            own.own.acquire(step)
+            load_rows(at)
+        first, head = at.block * KEYS, walk.other_head(item, 0)
         for side, ring, ref, blocks in zip(
             of.other,
             (own.xs, own.ys),
@@ -279,7 +299,7 @@ def memory(work: Work) -> None:
         load_planes(walk, item, item.head, step, first)
 
     steps = work.each_step(lambda: None, load, lambda *_: None)
-    if tiles.entries > 1:
+    if not tiles.stays:
         own.own.drain(steps)
     for ring in (own.xs, own.ys, own.pairs):
         ring.drain(steps)
@@ -292,7 +312,7 @@ def consume(work: Work) -> None:
     def store(owner: Any, first_row: Any, block: Any, total: jax.Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile = own.dbias.at[0, number]
-        found = total * 2.0 ** -shift(of.spec)
+        found = total * unit_of_ds(of.spec)
         tile[...] = found.astype(work.dbias.dtype)
         plgpu.commit_smem()
         rows, keys = pl.ds(first_row + number * ROWS, ROWS), pl.ds(block * KEYS, KEYS)
@@ -304,17 +324,15 @@ def consume(work: Work) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def one_step(
-    work: Work, number: Any, item: Item, block: Any, step: Any, total: jax.Array
-) -> jax.Array:
+def one_step(work: Work, number: Any, of_step: Step, total: jax.Array) -> jax.Array:
     """The sum with an entry's ds."""
     walk, own, of = work.walk, work.storage, work.tiles.of
-    first_row, stays = item.first_row + number * ROWS, work.tiles.entries == 1
+    item, step, stays = of_step.item, of_step.number, work.tiles.stays
+    first_row, slot = item.first_row + number * ROWS, of_step.slot(work.tiles, own.own)
     mine = with_planes_of(walk, with_queries(walk, Own(item, number, first_row)), 0)
-    at = At(block, own.xs.slot(step), own.ys.slot(step), own.pairs.slot(step))
-    slot = jnp.int32(0) if stays else own.own.slot(step)
+    at = At(of_step.block, own.xs.slot(step), own.ys.slot(step), own.pairs.slot(step))
     if stays:
-        pl.when(step == 0)(own.own.produced.wait)
+        pl.when(of_step.is_first)(functools.partial(own.own.produced.wait, slot))
     else:
         own.own.produced.wait(slot)
     own.xs.produced.wait(at.x_slot)
@@ -343,8 +361,7 @@ def one_step(
         own.own.consumed.arrive(slot)
     own.xs.consumed.arrive(at.x_slot)
     own.ys.consumed.arrive(at.y_slot)
-    dp = finish_dp(of.spec, p, dp, minus_delta)
-    ds = gradient_of_scores(mine, undropped(of.spec, p), dp)
+    ds = gradient_of_scores(of.spec, mine, p, dp, minus_delta)
     return total + existing(walk, mine, at, ds)
 
 

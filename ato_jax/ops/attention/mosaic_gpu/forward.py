@@ -18,6 +18,7 @@ A consumer's step t, with scores one step ahead of values:
     wait for k_t, and for its turn
     issue s_t = q k_t^T
     issue acc += p_(t-1) v_(t-1), once v_(t-1) is there;  pass the turn on
+    read bias and mask, if any, into registers
     s_t is known:   let k_t go;  p_t = softmax(s_t)     under the product with v_(t-1)
     acc is known:   let v_(t-1) go;  acc *= lasts_t
 
@@ -55,6 +56,7 @@ from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, Storage, Walk, cons
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, limits_array
 
 Ids = tuple[jax.Array, jax.Array]
+Arrays = tuple[Any, Any]  # bias and mask of a step
 
 class Carried(NamedTuple):
     """From step to step: weights whose values are still to be added, rounded, and the sums ahead
@@ -236,7 +238,8 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     ids = ids_of(walk, mine, is_cut, slot)
     own.keys.consumed.arrive(slot)
     rows = walk.softmax.start(config.rows)
-    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s, ids)
+    arrays = arrays_of_pairs(walk, mine, 0)
+    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s, ids, arrays)
     if walk.cleans:
         clean(walk, mine)
     widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
@@ -251,11 +254,18 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
     slot, v_slot = own.keys.slot(now), own.values.slot(now - 1)
     own.keys.produced.wait(slot)
     await_turn(walk, mine)
+    early: list[Arrays] = []
+
+    def issued() -> None:
+        pass_turn_on(walk, mine)
+        if walk.planes.fit_beside_scores:
+            early.append(arrays_of_pairs(walk, mine, step))
 
     def known(s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         ids = ids_of(walk, mine, is_cut, slot)
         own.keys.consumed.arrive(slot)
-        found = weights(walk, mine, is_cut, step, carried.rows, s, ids)
+        arrays = early[0] if early else arrays_of_pairs(walk, mine, step)
+        found = weights(walk, mine, is_cut, step, carried.rows, s, ids, arrays)
         if config.hold and under:
             mosaic.compute_first(found[1].total)
         return found
@@ -266,7 +276,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         sums_of_values(walk, carried, v_slot),
         known,
         between=functools.partial(await_values, walk, step, v_slot),
-        issued=functools.partial(pass_turn_on, walk, mine),
+        issued=issued,
         under=under,
     )
     own.values.consumed.arrive(v_slot)
@@ -333,13 +343,18 @@ def weights(
     rows: Rows,
     s: jax.Array,
     ids: Ids | None,
+    arrays: Arrays,
 ) -> tuple[jax.Array, Rows, jax.Array]:
     """p in float32, the rows behind it, and what earlier sums are multiplied by. A factor that is
     rounded while products are in flight makes the assembler wait for them: it comes later."""
     spec, config = walk.spec, walk.config
     if spec.softcap is not None:
         s = jnp.tanh(s * (spec.scale / spec.softcap))
-    s = with_planes(walk, mine, step, s)
+    bias, mask = arrays
+    if bias is not None:
+        s = pairs.add(s * (spec.softcap or spec.scale), bias)  # natural units
+    if mask is not None:
+        s = pairs.keep(s, mask)
     if is_cut:
         limits = walk.limits(mine.item.batch)
         kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
@@ -353,8 +368,8 @@ def weights(
     return p, rows, lasts
 
 
-def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
-    """s with bias, in natural units then, and mask."""
+def arrays_of_pairs(walk: Walk, mine: Own, step: Any) -> Arrays:
+    """Bias and mask of a step. In registers, they are read while the scores are still in flight."""
     planes, ring, block = walk.planes, walk.own.pairs, pairs.block_of(walk.config)
     slot: Any = None
     if ring is not None:
@@ -371,9 +386,7 @@ def with_planes(walk: Walk, mine: Own, step: Any, s: jax.Array) -> jax.Array:
     if ring is not None:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         ring.consumed.arrive(slot)
-    if bias is not None:
-        s = pairs.add(s * (walk.spec.softcap or walk.spec.scale), bias)
-    return s if mask is None else pairs.keep(s, mask)
+    return bias, mask
 
 
 def finish(walk: Walk, mine: Own, carried: Carried) -> None:

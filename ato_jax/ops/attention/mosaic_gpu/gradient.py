@@ -76,7 +76,6 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
     At,
     Own,
     dropped,
-    finish_dp,
     gradient_of_scores,
     load_planes,
     natural_weights,
@@ -85,6 +84,7 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
     signs,
     start_of_dp,
     undropped,
+    unit_of_ds,
     weights,
     with_planes_of,
     with_queries,
@@ -253,10 +253,10 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
     ys = other_y.parts_of(own.other_y.at[at.y_slot])
     if is_cut and of.cleans:
         clean(walk, mine, at, xs, ys)
-    p, slope, dp = pairs_of(walk, mine, is_cut, at, xs, ys)
+    p, slope, dp, minus_delta = pairs_of(walk, mine, is_cut, at, xs, ys)
     dtype, of_dx, of_dy, by_row = frame.dtype_of(of.spec), [], [], sums.by_row
     if of.with_x:
-        ds = gradient_of_scores(mine, undropped(of.spec, p), dp)
+        ds = gradient_of_scores(of.spec, mine, p, dp, minus_delta)
         by_row = tuple(
             total + by_columns(ds if name == "ds" else undropped(of.spec, p))
             for name, total in zip(of.by_row, by_row, strict=True)
@@ -284,8 +284,9 @@ def pairs_of(
     at: At,
     xs: list[Any],
     ys: list[Any],
-) -> tuple[jax.Array, jax.Array | None, Any]:
-    """p, with `signs`, the softcap's slope, and dp - delta, where dx is made."""
+) -> tuple[jax.Array, jax.Array | None, Any, Any]:
+    """p, with `signs`, the softcap's slope, and dp, from `start_of_dp` on, and -delta, where dx is
+    made."""
     of = walk.of
     # Kept in registers, the descriptors of x and y at D = 256 made the kernels spill 300 to 800
     # bytes.
@@ -297,7 +298,7 @@ def pairs_of(
         await_turn(walk, mine)
         (s,) = mosaic.multiply((start, of_s), meanwhile=issued)
         p, slope = weights(walk, mine, is_cut, at, s)
-        return signs(walk, mine, at, p), slope, None
+        return signs(walk, mine, at, p), slope, None, None
 
     def known(s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         p, slope = weights(walk, mine, is_cut, at, s)
@@ -312,7 +313,7 @@ def pairs_of(
         of_s, (ROWS, of.others), [(start_of_dp(of.spec, minus_delta), frame.products(y, ys))],
         known, issued=issued
     )
-    return p, slope, finish_dp(of.spec, p, dp, minus_delta)
+    return p, slope, dp, minus_delta
 
 
 def await_turn(walk: Walk, mine: Own) -> None:
@@ -364,7 +365,8 @@ def finish_rows(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
         else:
             if of.of_keys:
                 head = walk.other_head(item, member)
-            found = found * (unit if gain is None else unit / gain)
+            of_ds = unit_of_ds(of.spec)
+            found = found * (of_ds if gain is None else of_ds / gain)
             if inverse is not None:
                 found = found * inverse
             here = walk.limits(item.batch).q_length
@@ -382,9 +384,8 @@ def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     place_of_dy = own.x if own.y is None else own.y
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
-    unit, gain = 2.0 ** -shift(of.spec), mine.gain
-    of_y = unit / (1 - of.spec.dropout_rate)
-    of_x: Any = of.spec.scale * unit if gain is None else of.spec.scale * unit / gain
+    gain, of_y = mine.gain, unit_of_ds(of.spec)
+    of_x: Any = of.spec.scale * of_y if gain is None else of.spec.scale * of_y / gain
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
     for side, tiles, totals, factor in (
         (of.own[0], own.x, sums.dx, of_x),

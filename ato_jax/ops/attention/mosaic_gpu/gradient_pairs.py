@@ -15,8 +15,9 @@ from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
 from ato_jax.ops.attention.mosaic_gpu import dropout, pairs, visibility
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Walk
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item
+from ato_jax.ops.attention.mosaic_gpu.softcap import capped
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
-from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
+from ato_jax.ops.attention.spec import AttentionSpec
 
 # The power of two that float16's weights carry: half of its largest number, which leaves room for
 # weights that round above 1.
@@ -97,7 +98,7 @@ def weights(
     """p, float32, and the softcap's slope."""
     spec, slope = walk.of.spec, None
     if spec.softcap is not None:
-        s, slope = capped(s * (spec.scale / spec.softcap))
+        s, slope = capped(s, spec.scale / spec.softcap)
     s = with_planes(walk, mine, at, s)
     if is_cut:
         s = hide(walk, mine, at, s)
@@ -131,14 +132,6 @@ def with_planes(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
     return s if mask is None else pairs.keep(s, mask)
 
 
-def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """tanh and its slope: with e = exp(-2 |x|) and u = 2 e / (1 + e), tanh |x| = 1 - u, and the
-    slope is u (2 - u), which cancels no digits where tanh is close to 1."""
-    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
-    u = jnp.where(e > SMALLEST_SLOPE / 4, 2 * e / (1 + e), 0.0)
-    return jnp.where(x < 0, u - 1, 1 - u), u * (2 - u)
-
-
 def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
     of, own, limits = walk.of, walk.own, walk.limits(mine.item.batch)
     end = limits.kv_length if of.masks_the_end else None
@@ -157,9 +150,21 @@ def per_query(walk: Walk, of_rows: Any, vectors: Any, slot: Any) -> jax.Array:
     return mosaic.in_rows(mosaic.load(vectors.at[slot], OF_COLUMNS), ROWS)
 
 
-def gradient_of_scores(mine: Own, p: jax.Array, dp: jax.Array) -> jax.Array:
-    """ds, float32, from dp - delta, without the softcap's slope."""
-    return p * (dp if mine.gain is None else dp * mine.gain)
+def gradient_of_scores(
+    spec: AttentionSpec, mine: Own, p: jax.Array, dp: jax.Array, minus_delta: Any
+) -> jax.Array:
+    """ds, float32, in units of `unit_of_ds`, without the softcap's slope: from p with `signs`, the
+    sum that began with `start_of_dp`, and -delta as `start_of_dp` says."""
+    if not spec.dropout_rate:
+        return p * (dp if mine.gain is None else dp * mine.gain)
+    ds = dropped(spec, p) * dp + jnp.abs(p) * minus_delta
+    return ds if mine.gain is None else ds * mine.gain
+
+
+def unit_of_ds(spec: AttentionSpec) -> float:
+    """What ds is to be multiplied by: dropout's factor is left out of dp, and float16's shift is
+    in p."""
+    return 2.0 ** -shift(spec) / (1 - spec.dropout_rate)
 
 
 def signs(walk: Walk, mine: Own, at: At, p: jax.Array) -> jax.Array:
@@ -181,14 +186,6 @@ def dropped(spec: AttentionSpec, p: jax.Array) -> jax.Array:
 
 
 def start_of_dp(spec: AttentionSpec, minus_delta: jax.Array) -> jax.Array:
-    """The initial value of the sum dp. It is 0 with dropout, which multiplies dp but not delta."""
+    """The initial value of the sum dp: -delta, or 0 with dropout, which is for dp but not for
+    delta. Then -delta is multiplied by 1 - the rate: see `backward.py`."""
     return mosaic.zeros(*minus_delta.shape) if spec.dropout_rate else minus_delta
-
-
-def finish_dp(
-    spec: AttentionSpec, p: jax.Array, dp: jax.Array, minus_delta: jax.Array
-) -> jax.Array:
-    """dp - delta, from the product and p with `signs`."""
-    if not spec.dropout_rate:
-        return dp
-    return jnp.where(p > 0, dp * (1 / (1 - spec.dropout_rate)), 0.0) + minus_delta

@@ -1,8 +1,8 @@
 """Bias and mask: arrays over pairs of queries and keys, [B|1, H|1, T|1, S|1].
 
 A kernel's rows are its own side's, queries or keys, and its columns those of the side that it walks
-over. Where the rows are keys, XLA exchanges the last two axes. What an array is broadcast over
-decides how a consumer gets its elements for R rows and C columns:
+over. What an array is broadcast over decides how a consumer gets its elements for R rows and C
+columns:
 
     extent      rows, columns   how
     pairs       full, full      a tile [R, C] by TMA, in the dtype it has; masks as int8
@@ -13,21 +13,31 @@ decides how a consumer gets its elements for R rows and C columns:
 All but those of pairs are small, so XLA makes them float32 or int32 and pads them to whole blocks.
 Tiles and vectors of columns come through a ring of their own: a consumer lets go of a slot as soon
 as it has it in registers.
+
+Where the rows are keys, the last two axes are exchanged: those of a bias over pairs as its tile,
+[C, R], is read from shared memory, where loads transpose 16 bits; those of a mask by XLA, ahead of
+the kernel, since no load transposes bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
-from ato_jax import mosaic
-from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS, Buffer
+from ato_jax import device, mosaic
+from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS, TILE, Buffer
+from ato_jax.mosaic.assembly import element
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs
@@ -63,10 +73,11 @@ def extent(full: Broadcast) -> str:
 @dataclasses.dataclass(frozen=True)
 class Plane:
     """One of the two arrays: `full`, as in the spec, with the kernel's rows first, and the dtype
-    that the kernel sees."""
+    that the kernel sees. `across`: whether rows and columns are those of the array exchanged."""
 
     full: Broadcast
     dtype: Any
+    across: bool = False
 
     @property
     def extent(self) -> str:
@@ -95,7 +106,9 @@ class Plane:
         swizzle = min(128, COLUMNS_OF_A_TILE * size)
         tiled = plgpu.TilingTransform((8, swizzle // size))
         transforms = (tiled, plgpu.SwizzleTransform(swizzle))
-        tiles = plgpu.SMEM((slots, *block), self.dtype, transforms=transforms)
+        tile = (block.columns, block.rows) if self.across else (block.rows, block.columns)
+        shape = slots, block.consumers, *tile
+        tiles = plgpu.SMEM(shape, self.dtype, transforms=transforms)
         return Buffer(tiles, block.consumers)
 
     def load(
@@ -115,7 +128,8 @@ class Plane:
             return
         for number in range(block.consumers):
             rows = pl.ds(row + number * block.rows, block.rows)
-            source = ref.at[batch, head, rows, columns]
+            tile = (columns, rows) if self.across else (rows, columns)
+            source = ref.at[(batch, head, *tile)]
             plgpu.copy_gmem_to_smem(source, tiles.at[number], barrier)  # [R, C]
 
     def of_rows(self, ref: Any, block: Block, at: tuple[Any, Any], first_row: Any) -> Any:
@@ -133,6 +147,8 @@ class Plane:
         tile [R, C], or a scalar."""
         if self.extent == "pairs":
             tile = tiles.at[slot, number]
+            if self.across:
+                return mosaic.load_transposed(tile)
             return mosaic.load(tile, optimized=jnp.dtype(self.dtype).itemsize > 1)
         if self.extent == "columns":
             return mosaic.in_rows(mosaic.load(tiles.at[slot], OF_COLUMNS), block.rows)
@@ -151,6 +167,12 @@ class Planes:
     def in_ring(self) -> list[Plane]:
         return [plane for plane in self if plane is not None and plane.in_ring]
 
+    @property
+    def fit_beside_scores(self) -> bool:
+        """Whether a step's elements have registers ahead of its scores: not those of float32."""
+        of_pairs = [plane for plane in self if plane is not None and plane.extent == "pairs"]
+        return all(jnp.dtype(plane.dtype).itemsize < 4 for plane in of_pairs)
+
     def slots(self, block: Block, room: int) -> int:
         """Two where there is room for them, in bytes."""
         return 2 if 2 * sum(plane.bytes(block) for plane in self.in_ring) <= room else 1
@@ -161,7 +183,8 @@ def planes_of(spec: AttentionSpec, inputs: Inputs, of_keys: bool = False) -> Pla
     bias = mask = None
     if spec.bias is not None and inputs.bias is not None:
         own = inputs.bias.dtype if extent(spec.bias) == "pairs" else F32
-        bias = Plane(_turned(spec.bias, of_keys), jnp.dtype(own).type)
+        across = of_keys and extent(spec.bias) == "pairs"
+        bias = Plane(_turned(spec.bias, of_keys), jnp.dtype(own).type, across)
     if spec.mask is not None:
         own = jnp.int8 if extent(spec.mask) == "pairs" else jnp.int32
         mask = Plane(_turned(spec.mask, of_keys), own)
@@ -183,13 +206,15 @@ def arrays_of(
         ("mask", planes.mask, inputs.mask),
     ):
         if plane is not None and array is not None:
-            turned = jnp.swapaxes(array, 2, 3) if of_keys else array
+            turned = jnp.swapaxes(array, 2, 3) if of_keys and not plane.across else array
             found[name] = _prepared(plane, turned, rows, columns)
     return found
 
 
 def _prepared(plane: Plane, array: jax.Array, rows: int, columns: int) -> jax.Array:
     array = array.astype(plane.dtype)
+    if plane.across:
+        return array
     if plane.extent == "rows":
         array, columns = jnp.swapaxes(array, 2, 3), rows
     elif plane.extent == "pairs":
@@ -237,4 +262,34 @@ def add(s: jax.Array, bias: Any) -> jax.Array:
 def keep(s: jax.Array, mask: Any) -> jax.Array:
     if mask.ndim == 0:
         return jnp.where(mask != 0, s, -jnp.inf)
+    if mask.dtype == jnp.int8 and not device.interpreting():
+        return keep_by_bytes(s, mask)
     return jnp.where(mask.astype(jnp.int32) != 0, s, -jnp.inf)
+
+
+def keep_by_bytes(s: jax.Array, mask: jax.Array) -> jax.Array:
+    """Tests both bytes of a register where they are: two instructions a pair, where a comparison
+    of bytes that were extracted takes three."""
+    own = plgpu.ShapeDtypeStruct(s.shape, F32, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE, TILE), return_type=own)
+    def select(_: Any, s: Any, mask: Any) -> Any:
+        number, word, half = ir.F32Type.get(), *map(ir.IntegerType.get_signless, (32, 16))
+        hidden = arith.constant(number, ir.FloatAttr.get(number, -math.inf))
+        zero = arith.constant(word, ir.IntegerAttr.get(word, 0))
+        found = np.empty(s.registers.shape, object)
+        for place, pair in np.ndenumerate(s.registers):
+            both = ir.Operation.create(
+                "llvm.bitcast", results=[half], operands=[mask.registers[place]]
+            ).result
+            both, operands = arith.extui(word, both), []
+            for n in range(2):
+                byte = arith.constant(word, ir.IntegerAttr.get(word, 0xFF << 8 * n))
+                kept = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(both, byte), zero)
+                operands.append(arith.select(kept, element(pair, n), hidden))
+            found[place] = ir.Operation.create(
+                "vector.from_elements", results=[pair.type], operands=operands
+            ).result
+        return mgpu.FragmentedArray(_registers=found, _layout=s.layout, _is_signed=None)
+
+    return select(s, mask)
