@@ -89,6 +89,7 @@ class Call:
     V: int | None = None  # D, unless it is said
     segments: bool = False
     precision: str | None = None
+    random_features: int | None = None  # of FAVOR+, in place of `feature_map`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +252,7 @@ def main(call: Call) -> None:
 
     rows = of(G)
     options: dict[str, Any] = {}
+    F = call.random_features or D
     if call.decay is not None:
         options["decay"] = array(*{"head": (G,), "step": rows, "channel": (*rows, D)}[call.decay])
     if call.segments:
@@ -258,14 +260,18 @@ def main(call: Call) -> None:
     if call.dtype == "float8_e4m3fn":
         options["scales"] = tuple(array(B, heads) for heads in (H, G, G))
     if call.states:
-        options["initial_state"] = ato_jax.LinearState(array(B, G, D, V), array(B, G, D))
+        options["initial_state"] = ato_jax.LinearState(array(B, G, F, V), array(B, G, F))
+
+    feature_map: Any = call.feature_map
+    if call.random_features is not None:
+        feature_map = ato_jax.favor(jax.random.key(0), F, D)
 
     def forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         return ato_jax.linear_attention(
             q,
             k,
             v,
-            feature_map=call.feature_map,
+            feature_map=feature_map,
             causal=call.causal,
             layout=call.layout,
             normalize=call.normalize,

@@ -56,17 +56,22 @@ def _own_slope_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 OWN_SLOPE = FeatureMap("features", True, _own_slope)
 
 
+def without_padding(
+    spec: LinearAttentionSpec, x: jax.Array, lengths: jax.Array | None
+) -> jax.Array:
+    """x with 0 in padding, which may hold anything."""
+    if lengths is None:
+        return x
+    positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 if spec.layout == "bthd" else 2)
+    return jnp.where(positions < lengths[:, None, None, None], x, 0)
+
+
 def counted(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """q and k with 0 in padding, which may hold anything."""
-    time = 1 if spec.layout == "bthd" else 2
-
-    def of_one(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        if lengths is None:
-            return x
-        positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, time)
-        return jnp.where(positions < lengths[:, None, None, None], x, 0)
-
-    return of_one(inputs.q, inputs.q_lengths), of_one(inputs.k, inputs.kv_lengths)
+    """q and k with 0 in padding."""
+    return (
+        without_padding(spec, inputs.q, inputs.q_lengths),
+        without_padding(spec, inputs.k, inputs.kv_lengths),
+    )
 
 
 class Projection(NamedTuple):
@@ -76,7 +81,7 @@ class Projection(NamedTuple):
     rest: jax.Array
 
 
-def _in_two_parts(projection: jax.Array) -> Projection:
+def in_two_parts(projection: jax.Array) -> Projection:
     w = projection.astype(jnp.float32) * (projection.shape[1] ** -0.25 * LOG2_E)
     # XLA may keep float32 where a number is rounded and widened again.
     rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
@@ -116,7 +121,7 @@ def _tile(length: int) -> int:
 
 def features_of(x: jax.Array, projection: jax.Array, dtype: Any = jnp.bfloat16) -> jax.Array:
     """phi(x) in `dtype`, x [..., D] bfloat16."""
-    w = _in_two_parts(projection)
+    w = in_two_parts(projection)
     rows = x.reshape(-1, x.shape[-1])
     by = _features_by_xla if launch.no_triton is not None else _features_by_triton
     return by(rows, w, dtype).reshape(*x.shape[:-1], len(projection))
@@ -167,7 +172,7 @@ def _features_by_xla(x: jax.Array, w: Projection, dtype: Any) -> jax.Array:
 
 def gradient_of_rows(x: jax.Array, projection: jax.Array, d_a: jax.Array) -> jax.Array:
     """d_x in x's dtype, x [..., D] bfloat16, d_a [..., M] float32."""
-    w = _in_two_parts(projection)
+    w = in_two_parts(projection)
     rows, d_rows = (array.reshape(-1, array.shape[-1]) for array in (x, d_a))
     by = _gradient_by_xla if launch.no_triton is not None else _gradient_by_triton
     return by(rows, w, d_rows).reshape(x.shape)

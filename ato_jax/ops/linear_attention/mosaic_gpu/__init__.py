@@ -19,9 +19,10 @@ also take float16, whose sums and weights have units (`mosaic/scales.py`), or ar
 (`whole_units.py`). Where every query sees every key, kernels of their own take float32 of up to 128
 columns, D = V = 64 included (`float32.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
-elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D, forward alone
-(`projected.py`). Lengths and causal segments are rows that do not count and steps with a decay
-(`steps.py`). All else is Triton's.
+elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
+every query sees every key, gradients are made without such arrays (`projected_gradients.py`).
+Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`). All else
+is Triton's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ato_jax import mosaic
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.mosaic import refusal_of_device as unsupported_device
+from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
     both_ways,
@@ -50,6 +52,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     frame,
     narrow,
     projected,
+    projected_gradients,
     steps,
     value_blocks,
 )
@@ -318,6 +321,8 @@ Kept = Outputs | causal.Kept | narrow.Kept
 
 
 def forward_for_own_backward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+    if not spec.feature_map.elementwise:
+        return forward(spec, config, inputs)
     return _keep_with_gates(_keep_all, spec, config, inputs)
 
 
@@ -401,6 +406,8 @@ def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentio
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    if not spec.feature_map.elementwise:
+        return _projected_backward(spec, config, residuals, cotangents)
     if spec.decay is not None and spec.return_state:
         without = dataclasses.replace(spec, return_state=False)
         found = backward(without, config, residuals, cotangents)
@@ -422,6 +429,22 @@ def backward(
         return _backward(spec, config, residuals, cotangents, decay)
     found = _backward(spec, config, residuals, cotangents)
     return found._replace(decay=gates.gradient_of_heads(decay, found.decay))
+
+
+def _projected_backward(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    given, state = residuals.inputs, residuals.outputs.state
+    (projection,) = given.feature_parameters
+    q, k = random_features.counted(spec, given)
+    g = random_features.without_padding(spec, cotangents.out, given.q_lengths)
+    inputs = given._replace(q=q, k=k, initial_state=None, feature_parameters=())
+    cotangents = cotangents._replace(out=g)
+    w = projected_gradients.parts_of_projection(spec.B, projection)
+    run = as_larger_batch(projected_gradients.backward)
+    found, sums = run(spec, config, inputs, w, state, cotangents)
+    d_projection = projected.gradient_of_projection(spec, inputs, projection, g, state, sums)
+    return found._replace(feature_parameters=(d_projection,))
 
 
 def backward_with_fallback(

@@ -1,4 +1,5 @@
-"""Rows in float32 stream past a state in bfloat16 parts, by which they are multiplied.
+"""Rows in float32, or in bfloat16, stream past a state in bfloat16 parts, by which they are
+multiplied.
 
     memory    loads a head's state and vectors, and chunks of rows, as slots come free
     workers   two, which take chunks in turn: a tile of rows in parts in registers, the left factor
@@ -10,13 +11,14 @@ A slot belongs to one worker, and each of its tiles has barriers of its own. A t
 what was stored there has been read by the copy engine, which its worker awaits under the products
 of its next chunk; or earlier, where nothing is stored. So the tile that is multiplied first is the
 first of `rows`: it is loaded ahead of one that is not free yet. What a worker computes of a chunk
-is `do` (`float32.py`).
+is `do` (`float32.py`; of rows in bfloat16 `projected_gradients.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +30,6 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -36,6 +37,8 @@ WORKERS = 2
 WARPGROUPS = WORKERS + 1
 # Bytes of shared memory for chunks of rows: beside three parts of a state of 128 columns.
 ROOM = 128 * 2**10
+# For these and all factors in bfloat16 parts.
+SHARED = ROOM + 96 * 2**10
 
 
 Parts = Sequence[jax.Array]
@@ -44,8 +47,9 @@ Parts = Sequence[jax.Array]
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A chunk of rows in a worker's hands. `tiles` [C, columns] are those of its slot, `state`
-    the parts [F, V] of the state, `vectors` in shared memory as well; `count` is how many of its
-    rows count, None where all do; `of_rows` is the worker's own, [2, C]. `do` has to call
+    the parts [F, V] of the state, `common` those of another factor, `vectors` in shared memory as
+    well; `count` is how many of its rows count, None where all do; `of_rows` is the worker's own,
+    [2, C]. `do` has to call
     `free_the_last` once, before it waits for a tile that it stores to, and may do so late."""
 
     item: Item
@@ -56,6 +60,7 @@ class Chunk:
     loaded: Sequence[Any]
     free: Sequence[Any]
     state: Sequence[Any]
+    common: Sequence[Any]
     vectors: Sequence[Any]
     outputs: Sequence[Any]
     of_rows: Any
@@ -144,27 +149,35 @@ def float32_walk(
     do: Callable[[Chunk], None],
     kept: Sequence[int],
     lengths: jax.Array | None = None,
+    common: jax.Array | None = None,
 ) -> Any:
     """The outputs that `do` leaves.
 
     Args:
-      rows: arrays of a sequence of `deal.heads` heads each.
+      rows: arrays of a sequence of `deal.heads` heads each, float32 or bfloat16.
       state: [B, G, parts, F, V] bfloat16, and vectors [B, G, columns] float32, of kv heads.
       kept: which of the rows' tiles `do` stores to and does not let go.
       lengths: of the rows, [B] int32: what is left behind them is 0.
+      common: a factor of all heads, [B, parts, rows, columns] bfloat16.
     """
-    tiling, parts, group_size = frame.tiling(spec), parts_of(spec), deal.heads // spec.G
+    tiling, parts, group_size = frame.tiling(spec), state.shape[2], deal.heads // spec.G
     columns = max(spec.D, spec.V)
-    slots = max(1, ROOM // (len(rows) * WORKERS * C * columns * 4)) * WORKERS
-    copies = parts + len(vectors)
+    factors = [state.shape[2:], *([] if common is None else [common.shape[1:]])]
+    room = min(ROOM, SHARED - sum(2 * math.prod(factor) for factor in factors))
+    of_slot = sum(C * columns * array.dtype.itemsize for array in rows)
+    slots = max(1, room // (WORKERS * of_slot)) * WORKERS
+    copies = sum(factor[0] for factor in factors) + len(vectors)
     scratch: dict[str, Any] = dict(
-        state_s=tiling.of_parts(parts, spec.D, spec.V),
+        state_s=tiling.of_parts(*state.shape[2:]),
         state_loaded=plgpu.Barrier(num_arrivals=copies),
         state_free=plgpu.Barrier(num_arrivals=WORKERS),
         of_rows_s=plgpu.SMEM((WORKERS, 2, C), F32),
     )
-    for number in range(len(rows)):
-        scratch[f"tile_{number}_s"] = tiling.of_rows_in_float32(slots, C, columns)
+    if common is not None:
+        scratch["common_s"] = tiling.of_parts(*common.shape[1:])
+    for number, array in enumerate(rows):
+        of_rows = tiling.of_rows_in_float32 if array.dtype == F32 else tiling.shared
+        scratch[f"tile_{number}_s"] = of_rows(slots, C, columns)
         for barrier in (f"loaded_{number}", f"free_{number}"):
             scratch[barrier] = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
     for number, vector in enumerate(vectors):
@@ -174,7 +187,9 @@ def float32_walk(
         of_tiles = range(len(rows))
         row_refs, rest = refs[: len(rows)], refs[len(rows) + 1 + len(vectors) :]
         state_ref, *vector_refs = refs[len(rows) : len(rows) + 1 + len(vectors)]
-        lengths_ref, outputs = (None, rest) if lengths is None else (rest[0], rest[1:])
+        lengths_ref, rest = (None, rest) if lengths is None else (rest[0], rest[1:])
+        common_ref, outputs = (None, rest) if common is None else (rest[0], rest[1:])
+        common_s = [] if common is None else [own["common_s"].at[n] for n in range(common.shape[1])]
         tiles, loaded, free = (
             [own[f"{kind}_{number}{end}"] for number in of_tiles]
             for kind, end in (("tile", "_s"), ("loaded", ""), ("free", ""))
@@ -191,6 +206,9 @@ def float32_walk(
             for part in range(parts):
                 source = state_ref.at[(*of_head, part)]  # [F, V]
                 plgpu.copy_gmem_to_smem(source, state_s.at[part], state_loaded)
+            for part, target in enumerate(common_s):
+                source = common_ref.at[item.batch, part]  # [rows, columns]
+                plgpu.copy_gmem_to_smem(source, target, state_loaded)
             for ref, vector in zip(vector_refs, vectors_s, strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[of_head], vector, state_loaded)
 
@@ -230,6 +248,7 @@ def float32_walk(
                         [ref.at[slot] for ref in loaded],
                         [ref.at[slot] for ref in free],
                         [state_s.at[part] for part in range(parts)],
+                        common_s,
                         vectors_s,
                         outputs,
                         own["of_rows_s"].at[mosaic.group()],
@@ -256,7 +275,7 @@ def float32_walk(
             free_slot_of(steps + lax.rem(mosaic.group() + steps, WORKERS))
             plgpu.wait_smem_to_gmem(0)
 
-    given = [*rows, state, *vectors, *([] if lengths is None else [lengths])]
+    given = [*rows, state, *vectors, *(x for x in (lengths, common) if x is not None)]
     return frame.launch(
         body,
         name,

@@ -8,21 +8,30 @@ elementwise map has 4 at the least: 12 where every query sees every key (the map
 4, the sums read 3, the output reads 2 and writes 1), and 15 where causal. So the byte limit's share
 is at most 0.33, causal 0.27. At D = V = F = 128 it is 0.5 and 0.4.
 
-Gradients are Triton's: by these kernels, with 256 rows of scale 2.5, the worst row of dk was 2.8e-2
-off. The pull-back is a difference, in which the roundings of S, of dS and of the features to
-bfloat16 weigh; that of the features' gradient itself adds little (`triton/projected.py`).
+By the gradients of these kernels, with 256 rows of scale 2.5, the worst row of dk was 2.8e-2 off.
+The pull-back is a difference, in which the roundings of S, of dS and of the features to bfloat16
+weigh; that of the features' gradient itself adds little (`triton/projected.py`). So gradients have
+kernels of their own where every query sees every key (`projected_gradients.py`), which read and
+write 9 such rows, at any number of features. Other gradients are Triton's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.features import FeatureMap
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.projected_gradients import least_of
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 # "identity" is not known to be nonnegative. These features are.
 FEATURES = FeatureMap("identity", True, lambda x: x)
+# D = V where there are gradients, of at most `frame.F` features.
+SIZES = 64, 128
 
 
 def inner_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
@@ -36,8 +45,19 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes elementwise feature maps and favor, {spec.feature_map.name} is neither"
     if spec.dtype != "bfloat16":
         return f"needs bfloat16 with features that are not elementwise, got {spec.dtype}"
-    if phase == "backward":
-        return "does not support the gradients of features that are not elementwise"
+    if phase == "forward":
+        return None
+    if spec.causal or spec.decay or spec.segments:
+        return (
+            "does not support the gradients of features that are not elementwise with causal=True, "
+            "a decay or segments"
+        )
+    if spec.D != spec.V or spec.D not in SIZES or spec.F > frame.F:
+        sizes = " or ".join(map(str, SIZES))
+        return (
+            f"needs D = V = {sizes} and at most {frame.F} features for their gradients, got "
+            f"D={spec.D}, V={spec.V} and {spec.F} features"
+        )
     return None
 
 
@@ -47,3 +67,56 @@ def inner_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
     counted = random_features.counted(spec, inputs)
     of_q, of_k = (random_features.features_of(x, projection) for x in counted)
     return inputs._replace(q=of_q, k=of_k, feature_parameters=())
+
+
+def gradient_of_projection(
+    spec: LinearAttentionSpec,
+    inputs: Inputs,
+    projection: jax.Array,
+    g: jax.Array,
+    state: LinearState,
+    sums: LinearState,
+) -> jax.Array:
+    """What few calls ask for: by XLA, in float32, by arrays of features and of their gradients.
+
+    Args:
+      inputs: padding is 0 in them.
+      g: the cotangent of out, 0 in padding.
+      state: S and z, and `sums` R and u.
+    """
+    exactly = jax.lax.Precision.HIGHEST
+    axis = spec.layout.index("h")
+    phi_q, phi_k = (
+        random_features.features_of(x, projection, jnp.float32) for x in (inputs.q, inputs.k)
+    )
+
+    def in_groups(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return x.reshape(*x.shape[:axis], spec.G, spec.H // spec.G, *x.shape[axis + 1 :])
+
+    def of_kv_heads(x: jax.Array) -> jax.Array:
+        """[B, G, F] beside rows of keys."""
+        return jnp.expand_dims(x, 3 - axis)
+
+    queries, keys = ("btgr", "btg") if axis == 2 else ("bgrt", "bgt")
+    d_q = jnp.einsum(
+        f"{queries}v,bgfv->{queries}f", in_groups(g), state.kv * spec.scale, precision=exactly
+    )
+    if spec.normalize:
+        phi, z = in_groups(phi_q), state.k_sum
+        den, of_e = (
+            jnp.einsum(f"{queries}f,bgf->{queries}", phi, z, precision=exactly),
+            jnp.sum(phi * d_q, axis=-1),
+        )
+        least = least_of(spec)
+        inverse = 1.0 / jnp.maximum(den, least)
+        e = jnp.where(den > least, of_e * inverse, 0.0)
+        d_q = d_q - jnp.einsum(f"{queries},bgf->{queries}f", e, z, precision=exactly)
+        d_q = d_q * inverse[..., None]
+    v = random_features.without_padding(spec, inputs.v, inputs.kv_lengths).astype(jnp.float32)
+    d_k = jnp.einsum(f"{keys}v,bgfv->{keys}f", v, sums.kv, precision=exactly)
+    d_k = d_k + of_kv_heads(sums.k_sum)
+    of_q = random_features.gradient_of_projection(inputs.q, d_q.reshape(phi_q.shape) * phi_q)
+    of_k = random_features.without_padding(spec, d_k * phi_k, inputs.kv_lengths)
+    found = of_q + random_features.gradient_of_projection(inputs.k, of_k)
+    return found.astype(projection.dtype)

@@ -1,0 +1,219 @@
+"""FAVOR+'s gradients where every query sees every key, on Hopper. No array has a row of features
+for each of q and k: each kernel makes them of rows of x, in bfloat16, and pulls their gradients
+back (`random_features.py` has the mathematics of both).
+
+    phi(x) = exp2(w x - offset(x)),   d_x = w^T d_a / log2(e) - x sum_m d_a_m / sqrt(D)
+
+With g the cotangent of out and S, z the sums that the forward pass left,
+
+    G_i   = S g_i,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, eps)
+    e_i   = phi(q_i) . G_i / den_i,  0 where den_i <= eps
+    d_a_i = phi(q_i) (G_i - e_i z) inverse_i                    of dq_i
+    R = sum_i phi(q_i) inverse_i g_i^T,  u = -sum_i e_i inverse_i phi(q_i)
+    dv_j  = R^T phi(k_j)
+    d_a_j = phi(k_j) (R v_j + u)                                of dk_j
+
+queries stream past S (`float32_walk.py`), R and u are the sums of a second pass over the queries
+(`projected_sums.py`), and keys and values stream past R. Unnormalised, inverse is 1 and e is 0: S
+and R come scaled. WGMMA multiplies x, g and v as they are, all else in two bfloat16 parts: the
+pull-back is a difference, in which a rounding of S, R or features to bfloat16 weighs.
+
+Features are padded up to a tile's. S, z, R and u are 0 there, and with them d_a.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS
+from ato_jax.ops.linear_attention import random_features
+from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, Config
+from ato_jax.ops.linear_attention.mosaic_gpu.projected_sums import projected_sums
+from ato_jax.ops.linear_attention.random_features import LOG2_E
+from ato_jax.ops.linear_attention.scans.totals import least_usual
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
+
+PARTS = 2
+
+
+def least_of(spec: LinearAttentionSpec) -> float:
+    """The least normaliser by which is divided."""
+    return max(spec.eps, least_usual(spec))
+
+
+def _in_parts(x: jax.Array, axis: int) -> jax.Array:
+    """float32 as two bfloat16 parts along a new axis."""
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return jnp.stack([rounded, x - rounded], axis=axis).astype(jnp.bfloat16)
+
+
+def _up_to_a_tile(x: jax.Array, axis: int) -> jax.Array:
+    """With zeros behind its features."""
+    beyond = [(0, 0)] * x.ndim
+    beyond[axis] = 0, frame.F - x.shape[axis]
+    return jnp.pad(x, beyond)
+
+
+def parts_of_projection(B: int, projection: jax.Array) -> jax.Array:
+    """[B, PARTS, frame.F, D] bfloat16: w in powers of 2, for each batch entry."""
+    w = jnp.stack(random_features.in_two_parts(projection))
+    return jnp.broadcast_to(_up_to_a_tile(w, 1), (B, PARTS, frame.F, w.shape[-1]))
+
+
+def backward(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    w: jax.Array,
+    state: LinearState,
+    cotangents: Outputs,
+) -> tuple[Inputs, LinearState]:
+    """The gradients of the arrays, and R and u.
+
+    Args:
+      inputs: padding is 0 in them.
+      w: what `parts_of_projection` returns.
+      state: S and z.
+    """
+    padded_state = LinearState(*(_up_to_a_tile(x, 2) for x in state))
+    dq, *of_rows = _query_gradient(spec, config, inputs, w, padded_state, cotangents.out)
+    of_queries = bidirectional.deal(spec, config, spec.H, spec.T)
+    arrays = w, inputs.q, cotangents.out, of_rows, inputs.q_lengths
+    r, u = projected_sums(spec, of_queries, *arrays)
+    # Over the pieces and over the query heads of each kv head.
+    r = jnp.sum(r.reshape(spec.B, spec.G, -1, frame.F, spec.V), axis=2) * spec.scale
+    u = jnp.sum(u.reshape(spec.B, spec.G, -1, frame.F), axis=2)
+    sums = LinearState(r[:, :, : spec.F], u[:, :, : spec.F])
+    if spec.return_state:
+        sums = jax.tree.map(jnp.add, sums, cotangents.state)
+    padded_sums = LinearState(*(_up_to_a_tile(x, 2) for x in sums))
+    dk, dv = _key_gradient(spec, config, inputs, w, padded_sums)
+    return Inputs(dq, dk, dv, initial_state=sums if spec.initial_state else None), sums
+
+
+def _times(spec: LinearAttentionSpec, tile: Any, parts: Any, **options: Any) -> jax.Array:
+    """Rows of a tile in shared memory times the transpose of a factor [F, columns] in parts."""
+    products = [(tile, part.T) for part in reversed(parts)]
+    (found,) = mosaic.multiply((mosaic.zeros(C, frame.F), products), **options)
+    return found
+
+
+def _read(chunk: Chunk, first: int) -> jax.Array:
+    """[C, 64] of x in float32."""
+    return chunk.read(1, first).astype(F32)
+
+
+def _vector(chunk: Chunk) -> jax.Array:
+    """[C, F], alike in all rows."""
+    return mosaic.in_rows(mosaic.load(chunk.vectors[0], OF_COLUMNS), C)
+
+
+def _features(spec: LinearAttentionSpec, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+    """phi(x) [C, F], 0 in rows that do not count, and the offset of each row's exponents."""
+    exponents = _times(spec, chunk.tiles[1], chunk.common)
+    xs = [_read(chunk, first) for first in range(0, spec.D, HALF)]
+    squares = sum(jnp.sum(x * x, axis=1) for x in xs)
+    offset = squares * (0.5 * LOG2_E * spec.D**-0.5) + 0.5 * math.log2(spec.F)
+    phi = jnp.exp2(exponents - mosaic.in_columns(offset, frame.F))
+    return mosaic.kept(phi, chunk.count), offset
+
+
+def _store_pulled_back(spec: LinearAttentionSpec, chunk: Chunk, d_a: jax.Array) -> None:
+    """d_x takes the place of x."""
+    total = jnp.sum(d_a, axis=1) * spec.D**-0.5
+    products = mosaic.pairs_of_parts(mosaic.in_two_parts(d_a), chunk.common)
+    (product,) = mosaic.multiply((mosaic.zeros(C, spec.D), products))
+    for first in range(0, spec.D, HALF):
+        d_x = product[:, first : first + HALF] * (1 / LOG2_E)
+        d_x = d_x - _read(chunk, first) * mosaic.in_columns(total, HALF)
+        chunk.store(1, first, mosaic.rounded(d_x))
+
+
+def _query_gradient(
+    spec: LinearAttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    w: jax.Array,
+    state: LinearState,
+    g: jax.Array,
+) -> Any:
+    """dq; log2 of inverse less the offset, and e, [B, H, T up to a whole chunk] float32."""
+    least = least_of(spec)
+
+    def write(chunk: Chunk) -> None:
+        chunk.wait(0)
+        G = _times(spec, chunk.tiles[0], chunk.state, meanwhile=chunk.free_the_last)
+        chunk.let_go(0)
+        chunk.wait(1)
+        phi, offset = _features(spec, chunk)
+        shift, e, d_a = -offset, jnp.zeros_like(offset), phi * G
+        if spec.normalize:
+            z = _vector(chunk)
+            den, of_e = jnp.sum(phi * z, axis=1), jnp.sum(d_a, axis=1)
+            inverse = 1.0 / jnp.maximum(den, least)
+            e = jnp.where(den > least, of_e * inverse, 0.0)
+            shift = shift + jnp.log(inverse) * LOG2_E
+            d_a = phi * (G - mosaic.in_columns(e, frame.F) * z)
+            d_a = d_a * mosaic.in_columns(inverse, frame.F)
+        chunk.leave_rows([shift, e], 1)
+        _store_pulled_back(spec, chunk, d_a)
+        chunk.leave(1, 0)
+
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
+    return float32_walk(
+        spec,
+        bidirectional.deal(spec, config, spec.H, spec.T),
+        "random_features_query_gradient",
+        [g, inputs.q],
+        _in_parts(state.kv * spec.scale, 2),
+        [state.k_sum],
+        [jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype), rows, rows],
+        write,
+        kept=[1],
+        lengths=inputs.q_lengths,
+        common=w,
+    )
+
+
+def _key_gradient(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs, w: jax.Array, sums: LinearState
+) -> Any:
+    """dk and dv, which take the place of k, one after the other."""
+
+    def write(chunk: Chunk) -> None:
+        chunk.wait(0)
+        d_phi = _times(spec, chunk.tiles[0], chunk.state, meanwhile=chunk.free_the_last)
+        chunk.let_go(0)
+        chunk.wait(1)
+        phi, _ = _features(spec, chunk)
+        _store_pulled_back(spec, chunk, phi * (d_phi + _vector(chunk)))
+        chunk.leave(1, 0)
+        products = mosaic.pairs_of_parts(mosaic.in_two_parts(phi), chunk.state)
+        (dv,) = mosaic.multiply((mosaic.zeros(C, spec.V), products))
+        chunk.await_reads()
+        for first in range(0, spec.V, HALF):
+            chunk.store(1, first, mosaic.rounded(dv[:, first : first + HALF]))
+        chunk.leave(1, 1)
+
+    arrays = inputs.k, inputs.v
+    return float32_walk(
+        spec,
+        bidirectional.deal(spec, config, spec.G, spec.S),
+        "random_features_key_gradient",
+        [inputs.v, inputs.k],
+        _in_parts(sums.kv, 2),
+        [sums.k_sum],
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        write,
+        kept=[1],
+        lengths=inputs.kv_lengths,
+        common=w,
+    )

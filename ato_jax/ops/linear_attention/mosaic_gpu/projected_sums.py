@@ -1,0 +1,221 @@
+"""FAVOR+: sums over a piece's queries, whose features are made of them in the kernel.
+
+    R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F]
+    phi'_i = phi(q_i) inverse_i = exp2(w q_i + shift_i)
+
+    memory    loads the parts of w, and chunks of q and g with what `projected_gradients.py` left
+              of each row
+    sums      each 64 rows of the sum: phi'^T [64, C] in two parts in registers, all columns of g
+
+                memory --weights, chunks--> sums
+
+WGMMA truncates what it adds up. So it adds up one chunk, small products first, and the sum over the
+chunks is one of float32 numbers in registers, which are rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import (
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    load,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+WORKERS = frame.F // HALF
+COLUMNS = 32  # of a sum that are stored at once
+SLOTS = 4
+MEMORY = Role("memory", mosaic.MEMORY_REGISTERS)
+SUMS = Role("sums", mosaic.workers_registers(WORKERS), WORKERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    w: Array  # [2, F / 64, 64, D] bfloat16
+    x: Array  # [slots, C, D] bfloat16
+    y: Array  # [slots, C, V] bfloat16
+    rows: Array  # [slots, 2, C] float32: shift and e
+    total: Array  # [F / 64, 64, COLUMNS] float32: what is stored of R
+    vector: Array  # [F / 64, 64] float32: what is stored of u
+    weights: Ring  # of w
+    chunks: Ring  # of x, y and rows
+
+
+def storage_of(spec: LinearAttentionSpec) -> Storage:
+    tiling = frame.tiling(spec)
+    w = Buffer(tiling.of_parts(2, WORKERS, HALF, spec.D), copies=2 * WORKERS)
+    x = Buffer(tiling.shared(SLOTS, C, spec.D))
+    y = Buffer(tiling.shared(SLOTS, C, spec.V))
+    rows = Buffer(plgpu.SMEM((SLOTS, 2, C), F32), copies=2)
+    return Storage(
+        w=w,
+        x=x,
+        y=y,
+        rows=rows,
+        total=Buffer(tiling.shared(WORKERS, HALF, COLUMNS, dtype=F32)),
+        vector=Buffer(plgpu.SMEM((WORKERS, HALF), F32)),
+        weights=Ring.of(1, (w,), (SUMS,)),
+        chunks=Ring.of(SLOTS, (x, y, rows), (SUMS,)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    w: Any
+    x: Any
+    y: Any
+    shift: Any
+    e: Any
+    total: Any
+    vector: Any
+    lengths: Any = None
+
+    def count(self, item: Item, chunk: Any) -> Any:
+        """How many of a chunk's rows count, at most 64 of them; None where all do."""
+        if self.lengths is not None:
+            return item.rows_within(chunk, self.lengths)
+        if self.deal.length % C == 0:
+            return None
+        return self.deal.length - item.first_row - chunk * C
+
+
+def projected_sums(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    w: jax.Array,
+    q: jax.Array,
+    g: jax.Array,
+    of_rows: Sequence[jax.Array],
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """[B, H, P, F, V] and [B, H, P, F], float32.
+
+    Args:
+      w: its parts, [B, 2, F, D] bfloat16.
+      of_rows: shift and e, [B, H, T up to a whole chunk] float32.
+      lengths: of the rows, [B] int32: rows behind them are left out.
+    """
+    of_pieces = deal.B, deal.heads, deal.pieces
+    out_type = (
+        jax.ShapeDtypeStruct((*of_pieces, frame.F, spec.V), F32),
+        jax.ShapeDtypeStruct((*of_pieces, frame.F), F32),
+    )
+    given = {"w": w, "x": q, "y": g} | dict(zip(("shift", "e"), of_rows, strict=True))
+    given |= {} if lengths is None else {"lengths": lengths}
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip((*given, "total", "vector"), refs, strict=True)))
+
+    roles = mosaic.Roles((SUMS, MEMORY))
+    program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (SUMS, add_up)), bind)
+    name = frame.name_of("random_features_sums")
+    found: tuple[jax.Array, jax.Array] = mosaic.launch(
+        name, program, deal, out_type, list(given.values())
+    )
+    return found
+
+
+def memory(walk: Walk) -> None:
+    own, tiling = walk.own, frame.tiling(walk.spec)
+
+    def load_piece(item: Item) -> None:
+        slot, loaded = own.weights.slot(item.number), own.weights.produced.at
+        own.weights.acquire(item.number)
+        for part in range(2):
+            for worker in range(WORKERS):
+                source = walk.w.at[item.batch, part, pl.ds(worker * HALF, HALF)]  # [64, D]
+                plgpu.copy_gmem_to_smem(source, own.w.at[part, worker], loaded[slot])
+
+        def load_chunk(chunk: Any, _: None) -> None:
+            step, rows = item.before + chunk, item.rows(chunk)
+            slot, loaded = own.chunks.slot(step), own.chunks.produced.at
+            own.chunks.acquire(step)
+            for ref, tiles in ((walk.x, own.x), (walk.y, own.y)):
+                source = tiling.part(ref, item, rows, item.head)  # [C, columns]
+                plgpu.copy_gmem_to_smem(source, tiles.at[slot], loaded[slot])
+            for number, ref in enumerate((walk.shift, walk.e)):
+                source = ref.at[item.batch, item.head, rows]  # [C]
+                plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded[slot])
+
+        lax.fori_loop(0, item.chunks, load_chunk, None)
+
+    own.chunks.drain(walk.deal.each(load_piece))
+    own.weights.drain(walk.deal.own)
+
+
+def add_up(walk: Walk) -> None:
+    own, spec, worker = walk.own, walk.spec, mosaic.group()
+
+    def map_chunk(item: Item, chunk: Any, slot: Any) -> jax.Array:
+        """phi'^T [64, C], 0 in columns that do not count."""
+        turned = own.x.at[slot].T  # [D, C]
+        parts = [(own.w.at[part, worker], turned) for part in reversed(range(2))]
+        (exponents,) = mosaic.multiply((mosaic.zeros(HALF, C), parts))
+        shift = load(own.rows.at[slot, 0], OF_COLUMNS)
+        phi = jnp.exp2(exponents + mosaic.in_rows(shift, HALF))
+        count = walk.count(item, chunk)
+        if count is not None:
+            phi = jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
+        return phi
+
+    def sum_chunk(item: Item, chunk: Any, sums: Any) -> Any:
+        total, vector = sums
+        slot = own.chunks.slot(item.before + chunk)
+        own.chunks.produced.wait(slot)
+        phi = map_chunk(item, chunk, slot)
+        e = load(own.rows.at[slot, 1], OF_COLUMNS)
+        vector = vector - jnp.sum(phi * mosaic.in_rows(e, HALF), axis=1)
+        y = own.y.at[slot]  # [C, V]
+        products = [(part, y) for part in reversed(mosaic.in_two_parts(phi))]
+        (found,) = mosaic.multiply((mosaic.zeros(HALF, spec.V), products))
+        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        own.chunks.consumed.arrive(slot)
+        return total + found, vector
+
+    def sum_piece(item: Item) -> None:
+        own.weights.produced.wait(own.weights.slot(item.number))
+        nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
+        start = mosaic.zeros(HALF, spec.V), nothing
+        total, vector = lax.fori_loop(
+            0, item.chunks, lambda chunk, sums: sum_chunk(item, chunk, sums), start
+        )
+        own.weights.consumed.arrive(own.weights.slot(item.number))
+        of_piece = item.batch, item.head, item.piece
+        rows = pl.ds(worker * HALF, HALF)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.vector.at[worker][...] = vector
+        for column in range(0, spec.V, COLUMNS):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            own.total.at[worker][...] = total[:, column : column + COLUMNS]
+            plgpu.commit_smem()
+            target = walk.total.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
+            plgpu.copy_smem_to_gmem(own.total.at[worker], target)
+        plgpu.copy_smem_to_gmem(own.vector.at[worker], walk.vector.at[(*of_piece, rows)])
+
+    walk.deal.each(sum_piece)
+    plgpu.wait_smem_to_gmem(0)
