@@ -21,6 +21,7 @@ d_x nearly cancel.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,12 @@ def _offset(x: jax.Array, D: int, features: int) -> jax.Array:
     x = x.astype(jnp.float32)
     squares = jnp.sum(x * x, axis=1, keepdims=True)
     return squares * (0.5 * LOG2_E * D**-0.5) + 0.5 * math.log2(features)
+
+
+def offset_of(spec: LinearAttentionSpec, xs: Iterable[jax.Array]) -> jax.Array:
+    """The same of each row, [rows], whose columns `xs` hold between them."""
+    squares = sum(jnp.sum(x * x, axis=1) for x in (x.astype(jnp.float32) for x in xs))
+    return squares * (0.5 * LOG2_E * spec.D**-0.5) + 0.5 * math.log2(spec.F)
 
 
 def _load(ref: Any, rows_left: Any, columns_left: Any) -> jax.Array:

@@ -20,7 +20,7 @@ also take float16, whose sums and weights have units (`mosaic/scales.py`), or ar
 columns, D = V = 64 included (`float32.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
-every query sees every key, gradients are made without such arrays (`projected_gradients.py`).
+every query sees every key, gradients are made without such arrays (`projected_whole.py`).
 Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`). All else
 is Triton's.
 """
@@ -52,7 +52,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     frame,
     narrow,
     projected,
-    projected_gradients,
+    projected_whole,
     steps,
     value_blocks,
 )
@@ -327,6 +327,10 @@ def forward_for_own_backward(spec: LinearAttentionSpec, config: Config, inputs: 
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    if not spec.feature_map.elementwise and projected.is_whole(spec):
+        return as_larger_batch(projected_whole.forward)(
+            spec, config, *projected.whole_inputs(spec, inputs)
+        )
     if not spec.feature_map.elementwise:
         inputs = projected.inner_inputs(spec, inputs)
         return forward(projected.inner_spec(spec), config, inputs)
@@ -436,13 +440,10 @@ def _projected_backward(
 ) -> Inputs:
     given, state = residuals.inputs, residuals.outputs.state
     (projection,) = given.feature_parameters
-    q, k = random_features.counted(spec, given)
     g = random_features.without_padding(spec, cotangents.out, given.q_lengths)
-    inputs = given._replace(q=q, k=k, initial_state=None, feature_parameters=())
-    cotangents = cotangents._replace(out=g)
-    w = projected_gradients.parts_of_projection(spec.B, projection)
-    run = as_larger_batch(projected_gradients.backward)
-    found, sums = run(spec, config, inputs, w, state, cotangents)
+    inputs, w = projected.whole_inputs(spec, given)
+    run = as_larger_batch(projected_whole.backward)
+    found, sums = run(spec, config, inputs, w, state, cotangents._replace(out=g))
     d_projection = projected.gradient_of_projection(spec, inputs, projection, g, state, sums)
     return found._replace(feature_parameters=(d_projection,))
 

@@ -11,7 +11,7 @@ A slot belongs to one worker, and each of its tiles has barriers of its own. A t
 what was stored there has been read by the copy engine, which its worker awaits under the products
 of its next chunk; or earlier, where nothing is stored. So the tile that is multiplied first is the
 first of `rows`: it is loaded ahead of one that is not free yet. What a worker computes of a chunk
-is `do` (`float32.py`; of rows in bfloat16 `projected_gradients.py`).
+is `do` (`float32.py`; of rows in bfloat16 `projected_whole.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ is at most 0.33, causal 0.27. At D = V = F = 128 it is 0.5 and 0.4.
 By the gradients of these kernels, with 256 rows of scale 2.5, the worst row of dk was 2.8e-2 off.
 The pull-back is a difference, in which the roundings of S, of dS and of the features to bfloat16
 weigh; that of the features' gradient itself adds little (`triton/projected.py`). So gradients have
-kernels of their own where every query sees every key (`projected_gradients.py`), which read and
+kernels of their own where every query sees every key (`projected_whole.py`), which read and
 write 9 such rows, at any number of features. Other gradients are Triton's.
 """
 
@@ -24,13 +24,13 @@ import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.features import FeatureMap
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.mosaic_gpu.projected_gradients import least_of
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, projected_whole
+from ato_jax.ops.linear_attention.mosaic_gpu.projected_whole import least_of
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 # "identity" is not known to be nonnegative. These features are.
 FEATURES = FeatureMap("identity", True, lambda x: x)
-# D = V where there are gradients, of at most `frame.F` features.
+# D = V of `projected_whole.py`.
 SIZES = 64, 128
 
 
@@ -39,26 +39,29 @@ def inner_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
     return dataclasses.replace(spec, D=spec.F, feature_map=FEATURES)
 
 
+def is_whole(spec: LinearAttentionSpec) -> bool:
+    """Whether the call is one of `projected_whole.py`."""
+    alone = spec.causal or spec.decay or spec.segments
+    return not alone and spec.D == spec.V and spec.D in SIZES and spec.F <= frame.F
+
+
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     """What does not lie in the kernels' call."""
     if spec.feature_map.name != "favor":
         return f"takes elementwise feature maps and favor, {spec.feature_map.name} is neither"
     if spec.dtype != "bfloat16":
         return f"needs bfloat16 with features that are not elementwise, got {spec.dtype}"
-    if phase == "forward":
+    if phase == "forward" or is_whole(spec):
         return None
     if spec.causal or spec.decay or spec.segments:
         return (
             "does not support the gradients of features that are not elementwise with causal=True, "
             "a decay or segments"
         )
-    if spec.D != spec.V or spec.D not in SIZES or spec.F > frame.F:
-        sizes = " or ".join(map(str, SIZES))
-        return (
-            f"needs D = V = {sizes} and at most {frame.F} features for their gradients, got "
-            f"D={spec.D}, V={spec.V} and {spec.F} features"
-        )
-    return None
+    return (
+        f"needs D = V = {' or '.join(map(str, SIZES))} and at most {frame.F} features for their "
+        f"gradients, got D={spec.D}, V={spec.V} and {spec.F} features"
+    )
 
 
 def inner_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
@@ -67,6 +70,15 @@ def inner_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
     counted = random_features.counted(spec, inputs)
     of_q, of_k = (random_features.features_of(x, projection) for x in counted)
     return inputs._replace(q=of_q, k=of_k, feature_parameters=())
+
+
+def whole_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Inputs, jax.Array]:
+    """What `projected_whole.py` takes."""
+    (projection,) = inputs.feature_parameters
+    q, k = random_features.counted(spec, inputs)
+    v = random_features.without_padding(spec, inputs.v, inputs.kv_lengths)
+    inputs = inputs._replace(q=q, k=k, v=v, feature_parameters=())
+    return inputs, projected_whole.parts_of_projection(spec.B, projection)
 
 
 def gradient_of_projection(
@@ -113,7 +125,7 @@ def gradient_of_projection(
         e = jnp.where(den > least, of_e * inverse, 0.0)
         d_q = d_q - jnp.einsum(f"{queries},bgf->{queries}f", e, z, precision=exactly)
         d_q = d_q * inverse[..., None]
-    v = random_features.without_padding(spec, inputs.v, inputs.kv_lengths).astype(jnp.float32)
+    v = inputs.v.astype(jnp.float32)
     d_k = jnp.einsum(f"{keys}v,bgfv->{keys}f", v, sums.kv, precision=exactly)
     d_k = d_k + of_kv_heads(sums.k_sum)
     of_q = random_features.gradient_of_projection(inputs.q, d_q.reshape(phi_q.shape) * phi_q)

@@ -1,11 +1,15 @@
-"""FAVOR+: sums over a piece's queries, whose features are made of them in the kernel.
+"""FAVOR+: sums over a piece's rows, whose features are made of them in the kernel; of keys,
+
+    S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
+    phi(x) = exp2(w x - offset(x))
+
+or of queries, with what `projected_whole.py` leaves of each row,
 
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F]
     phi'_i = phi(q_i) inverse_i = exp2(w q_i + shift_i)
 
-    memory    loads the parts of w, and chunks of q and g with what `projected_gradients.py` left
-              of each row
-    sums      each 64 rows of the sum: phi'^T [64, C] in two parts in registers, all columns of g
+    memory    loads the parts of w, and chunks of x and y, which are k and v or q and g
+    sums      each 64 rows of the sum: phi^T [64, C] in two parts in registers, all columns of y
 
                 memory --weights, chunks--> sums
 
@@ -38,6 +42,7 @@ from ato_jax.mosaic import (
     Role,
     load,
 )
+from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -54,24 +59,26 @@ class Storage(mosaic.Storage):
     w: Array  # [2, F / 64, 64, D] bfloat16
     x: Array  # [slots, C, D] bfloat16
     y: Array  # [slots, C, V] bfloat16
-    rows: Array  # [slots, 2, C] float32: shift and e
+    rows: Array  # [slots, 2, C] float32: shift and e, of queries
+    offsets: Array  # [F / 64, C] float32: a warpgroup's own, of keys
     total: Array  # [F / 64, 64, COLUMNS] float32: what is stored of R
     vector: Array  # [F / 64, 64] float32: what is stored of u
     weights: Ring  # of w
     chunks: Ring  # of x, y and rows
 
 
-def storage_of(spec: LinearAttentionSpec) -> Storage:
+def storage_of(spec: LinearAttentionSpec, of_queries: bool) -> Storage:
     tiling = frame.tiling(spec)
     w = Buffer(tiling.of_parts(2, WORKERS, HALF, spec.D), copies=2 * WORKERS)
     x = Buffer(tiling.shared(SLOTS, C, spec.D))
     y = Buffer(tiling.shared(SLOTS, C, spec.V))
-    rows = Buffer(plgpu.SMEM((SLOTS, 2, C), F32), copies=2)
+    rows = Buffer(plgpu.SMEM((SLOTS, 2, C), F32), copies=2) if of_queries else None
     return Storage(
         w=w,
         x=x,
         y=y,
         rows=rows,
+        offsets=None if of_queries else Buffer(plgpu.SMEM((WORKERS, C), F32)),
         total=Buffer(tiling.shared(WORKERS, HALF, COLUMNS, dtype=F32)),
         vector=Buffer(plgpu.SMEM((WORKERS, HALF), F32)),
         weights=Ring.of(1, (w,), (SUMS,)),
@@ -89,10 +96,10 @@ class Walk:
     w: Any
     x: Any
     y: Any
-    shift: Any
-    e: Any
     total: Any
     vector: Any
+    shift: Any = None
+    e: Any = None
     lengths: Any = None
 
     def count(self, item: Item, chunk: Any) -> Any:
@@ -107,17 +114,18 @@ class Walk:
 def projected_sums(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
+    name: str,
     w: jax.Array,
-    q: jax.Array,
-    g: jax.Array,
-    of_rows: Sequence[jax.Array],
+    x: jax.Array,
+    y: jax.Array,
+    of_rows: Sequence[jax.Array] = (),
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """[B, H, P, F, V] and [B, H, P, F], float32.
+    """[B, heads, P, F, V] and [B, heads, P, F], float32.
 
     Args:
       w: its parts, [B, 2, F, D] bfloat16.
-      of_rows: shift and e, [B, H, T up to a whole chunk] float32.
+      of_rows: shift and e, [B, heads, T up to a whole chunk] float32, of queries; else none.
       lengths: of the rows, [B] int32: rows behind them are left out.
     """
     of_pieces = deal.B, deal.heads, deal.pieces
@@ -125,17 +133,17 @@ def projected_sums(
         jax.ShapeDtypeStruct((*of_pieces, frame.F, spec.V), F32),
         jax.ShapeDtypeStruct((*of_pieces, frame.F), F32),
     )
-    given = {"w": w, "x": q, "y": g} | dict(zip(("shift", "e"), of_rows, strict=True))
+    given = {"w": w, "x": x, "y": y} | dict(zip(("shift", "e"), of_rows, strict=False))
     given |= {} if lengths is None else {"lengths": lengths}
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         return Walk(spec, deal, own, **dict(zip((*given, "total", "vector"), refs, strict=True)))
 
     roles = mosaic.Roles((SUMS, MEMORY))
-    program = mosaic.Program(roles, storage_of(spec), ((MEMORY, memory), (SUMS, add_up)), bind)
-    name = frame.name_of("random_features_sums")
+    parts = (MEMORY, memory), (SUMS, add_up)
+    program = mosaic.Program(roles, storage_of(spec, bool(of_rows)), parts, bind)
     found: tuple[jax.Array, jax.Array] = mosaic.launch(
-        name, program, deal, out_type, list(given.values())
+        frame.name_of(name), program, deal, out_type, list(given.values())
     )
     return found
 
@@ -158,7 +166,7 @@ def memory(walk: Walk) -> None:
             for ref, tiles in ((walk.x, own.x), (walk.y, own.y)):
                 source = tiling.part(ref, item, rows, item.head)  # [C, columns]
                 plgpu.copy_gmem_to_smem(source, tiles.at[slot], loaded[slot])
-            for number, ref in enumerate((walk.shift, walk.e)):
+            for number, ref in enumerate(() if walk.e is None else (walk.shift, walk.e)):
                 source = ref.at[item.batch, item.head, rows]  # [C]
                 plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded[slot])
 
@@ -171,13 +179,20 @@ def memory(walk: Walk) -> None:
 def add_up(walk: Walk) -> None:
     own, spec, worker = walk.own, walk.spec, mosaic.group()
 
+    def shift_of(slot: Any) -> jax.Array:
+        """[C], which goes by way of shared memory from one layout to the other."""
+        if walk.e is not None:
+            return load(own.rows.at[slot, 0], OF_COLUMNS)
+        xs = (load(own.x.at[slot, :, pl.ds(n, HALF)]) for n in range(0, spec.D, HALF))
+        own.offsets.at[worker][...] = random_features.offset_of(spec, xs)
+        return -load(own.offsets.at[worker], OF_COLUMNS)
+
     def map_chunk(item: Item, chunk: Any, slot: Any) -> jax.Array:
-        """phi'^T [64, C], 0 in columns that do not count."""
+        """phi^T [64, C], 0 in columns that do not count."""
         turned = own.x.at[slot].T  # [D, C]
         parts = [(own.w.at[part, worker], turned) for part in reversed(range(2))]
         (exponents,) = mosaic.multiply((mosaic.zeros(HALF, C), parts))
-        shift = load(own.rows.at[slot, 0], OF_COLUMNS)
-        phi = jnp.exp2(exponents + mosaic.in_rows(shift, HALF))
+        phi = jnp.exp2(exponents + mosaic.in_rows(shift_of(slot), HALF))
         count = walk.count(item, chunk)
         if count is not None:
             phi = jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
@@ -188,8 +203,10 @@ def add_up(walk: Walk) -> None:
         slot = own.chunks.slot(item.before + chunk)
         own.chunks.produced.wait(slot)
         phi = map_chunk(item, chunk, slot)
-        e = load(own.rows.at[slot, 1], OF_COLUMNS)
-        vector = vector - jnp.sum(phi * mosaic.in_rows(e, HALF), axis=1)
+        weighted = phi
+        if walk.e is not None:
+            weighted = phi * mosaic.in_rows(-load(own.rows.at[slot, 1], OF_COLUMNS), HALF)
+        vector = vector + jnp.sum(weighted, axis=1)
         y = own.y.at[slot]  # [C, V]
         products = [(part, y) for part in reversed(mosaic.in_two_parts(phi))]
         (found,) = mosaic.multiply((mosaic.zeros(HALF, spec.V), products))
