@@ -252,7 +252,7 @@ def main(call: Call) -> None:
 
     rows = of(G)
     options: dict[str, Any] = {}
-    F = call.random_features or D
+    of_features = call.random_features or D
     if call.decay is not None:
         options["decay"] = array(*{"head": (G,), "step": rows, "channel": (*rows, D)}[call.decay])
     if call.segments:
@@ -260,11 +260,11 @@ def main(call: Call) -> None:
     if call.dtype == "float8_e4m3fn":
         options["scales"] = tuple(array(B, heads) for heads in (H, G, G))
     if call.states:
-        options["initial_state"] = ato_jax.LinearState(array(B, G, F, V), array(B, G, F))
+        options["initial_state"] = ato_jax.LinearState(array(B, G, of_features, V), array(B, G, of_features))
 
     feature_map: Any = call.feature_map
     if call.random_features is not None:
-        feature_map = ato_jax.favor(jax.random.key(0), F, D)
+        feature_map = ato_jax.favor(jax.random.key(0), of_features, D)
 
     def forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         return ato_jax.linear_attention(

@@ -26,6 +26,7 @@ import pytest
 import ato_jax
 from ato_jax import device
 from ato_jax.ops.attention import xla as attention_xla
+from ato_jax.ops.linear_attention import mosaic_gpu as linear_attention_mosaic
 from ato_jax.ops.linear_attention import xla as linear_attention_xla
 from tests import numerics, sanitize
 
@@ -630,7 +631,8 @@ def test_documents_of_mosaic_gpu(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("D", "count"), [(64, 128), (128, 128), (48, 240)])
 def test_random_features_of_mosaic_gpu(D: int, count: int, causal: bool) -> None:
-    """With gradients by Triton, which stores states up to 128 features and walks beyond them."""
+    """With gradients by Triton, which stores states up to 128 features and walks beyond them, or
+    by Mosaic GPU where it has them."""
     needs_hopper()
     qkv = arrays("bfloat16", B=2, T=1040, H=4, G=2, D=D)
     feature_map = ato_jax.favor(jax.random.key(0), count, D)
@@ -638,7 +640,32 @@ def test_random_features_of_mosaic_gpu(D: int, count: int, causal: bool) -> None
     if count <= 128:  # Beyond it causal lengths are refused.
         options["kv_lengths"] = np.array([1040, 700])
     wanted = numerics.oracle("linear_attention", *qkv, **options)
-    numerics.compare(numerics.run_backends("mosaic_gpu", "triton", wanted), wanted)
+    whole = linear_attention_mosaic.unsupported(wanted.request.spec, "backward") is None
+    assert whole == (not causal and count == 128)
+    backward = "mosaic_gpu" if whole else "triton"
+    numerics.compare(numerics.run_backends("mosaic_gpu", backward, wanted), wanted)
+
+
+@of_random_features
+@pytest.mark.parametrize(
+    ("B", "T", "S", "H", "G", "D", "count", "layout", "scale"),
+    [
+        (1, LONG, LONG, 2, 2, 64, 128, "bthd", 1.0),
+        (2, 7000, 9000, 8, 2, 128, 96, "bhtd", 1.0),
+        (1, 16384, 16384, 4, 4, 64, 128, "bthd", 0.01),
+        (1, 4096, 4096, 4, 4, 64, 128, "bthd", 2.5),
+        (30, 72, 200, 50, 25, 64, 80, "bthd", 1.0),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_random_features_seen_by_every_query(
+    B: int, T: int, S: int, H: int, G: int, D: int, count: int, layout: str, scale: float
+) -> None:
+    """Features made within kernels, of which a sum may have few large ones."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=B, T=T, S=S, H=H, G=G, D=D, layout=layout, scale=scale)
+    options = {"feature_map": ato_jax.favor(jax.random.key(0), count, D), "layout": layout}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
 
 
 @of_mosaic_gpu

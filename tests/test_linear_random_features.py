@@ -1,5 +1,5 @@
 """FAVOR+'s features as arrays: the kernels that make them and pull gradients back, and attention
-over them by Mosaic GPU's kernels, beside float64."""
+over them by Mosaic GPU's kernels, and by those that make no such arrays, beside float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_mosaic as hopper
+from test_mosaic_maps_whole import against_the_reference
 
 import ato_jax
 from ato_jax import launch
-from ato_jax.ops.linear_attention import api, mosaic_gpu, random_features
+from ato_jax.ops.linear_attention import api, features, mosaic_gpu, random_features
+from ato_jax.ops.linear_attention.mosaic_gpu import projected
 from tests import aot, numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -108,17 +110,78 @@ FAVOR = ato_jax.favor(jax.random.key(0), 128, 64)
 
 @newest
 @pytest.mark.parametrize(
-    "causal, options",
+    "V, causal, options",
     [
-        (False, {}),
-        (True, {}),
-        (True, {"q_lengths": jnp.array([130]), "kv_lengths": jnp.array([130])}),
+        (128, False, {}),
+        (64, True, {}),
+        (64, True, {"q_lengths": jnp.array([130]), "kv_lengths": jnp.array([130])}),
     ],
 )
-def test_attention_over_features(causal: bool, options: dict[str, Any]) -> None:
-    qkv = hopper.draw(1, 136, 1, 1, D=64)
-    wanted = numerics.oracle(OP, *qkv, feature_map=FAVOR, causal=causal, **options)
+def test_attention_over_features(V: int, causal: bool, options: dict[str, Any]) -> None:
+    q, k, _ = hopper.draw(1, 136, 1, 1, D=64)
+    v = hopper.draw(1, 136, 1, 1, D=V)[2]
+    wanted = numerics.oracle(OP, q, k, v, feature_map=FAVOR, causal=causal, **options)
     hopper.against_the_reference("mosaic_gpu", "xla", wanted)
+
+
+LENGTHS = {"q_lengths": jnp.array([70]), "kv_lengths": jnp.array([130])}
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, features, T, S, H, G, scale, options",
+    [
+        (64, 128, 136, 200, 2, 1, 2.5, {}),
+        (128, 96, 72, 72, 1, 1, 1.0, {"layout": "bhtd"}),
+        (64, 80, 136, 136, 1, 1, 1.0, {"normalize": False} | LENGTHS),
+        (64, 128, 72, 72, 1, 1, 1.0, hopper.options_of(1, 1, "bthd", True, 128, 64)),
+    ],
+)
+def test_every_query_sees_every_key(
+    D: int,
+    features: int,
+    T: int,
+    S: int,
+    H: int,
+    G: int,
+    scale: float,
+    options: dict[str, Any],
+) -> None:
+    """By the kernels that map rows and pull gradients back. NaN in padding reaches no sum."""
+    layout = options.get("layout", "bthd")
+    q, k, v = hopper.draw(1, T, H, G, layout, S, D)
+    q, k = ((scale * x).astype(jnp.bfloat16) for x in (q, k))
+    if "q_lengths" in options:
+        q = q.at[:, 70:].set(jnp.nan)
+        k, v = (x.at[:, 130:].set(jnp.nan) for x in (k, v))
+    phi = ato_jax.favor(jax.random.key(0), features, D)
+    wanted = numerics.oracle(OP, q, k, v, feature_map=phi, **options)
+    against_the_reference(wanted)
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_of_the_projection(normalize: bool, layout: str) -> None:
+    """By XLA, from the sums over keys and over queries; the latter are the state's gradient."""
+    q, k, v = hopper.draw(2, 40, 6, 2, layout, D=16)
+    w = ato_jax.favor(jax.random.key(0), 24, 16).projection
+    given = {"layout": layout, "normalize": normalize}
+
+    def run(w: jax.Array, state: Any) -> Any:
+        more = given | {"initial_state": state, "return_state": True}
+        phi = features.Favor(w)
+        return ato_jax.linear_attention(
+            q, k, v, feature_map=phi, implementation="reference", **more
+        )
+
+    nothing = ato_jax.LinearState(jnp.zeros((2, 2, 24, 16)), jnp.zeros((2, 2, 24)))
+    (out, state), pull = jax.vjp(run, w, nothing)
+    g = jax.random.normal(jax.random.key(1), out.shape).astype(out.dtype)
+    wanted, sums = pull((g, jax.tree.map(jnp.zeros_like, state)))
+    request = api.prepare(q, k, v, feature_map=features.Favor(w), **given)
+    with ato_jax.interpret():
+        found = projected.gradient_of_projection(request.spec, request.inputs, w, g, state, sums)
+    assert error(found, np.asarray(wanted)) < 1e-5
 
 
 def test_what_is_supported() -> None:
@@ -134,7 +197,9 @@ def test_what_is_supported() -> None:
 
     for causal in (False, True):
         assert reason(causal=causal) is None
-        assert "gradients" in str(reason("backward", causal=causal))
+    assert reason("backward") is None
+    assert "gradients" in str(reason("backward", causal=True))
+    assert "at most 128 features" in str(reason("backward", features=144))
     assert reason(causal=True, decay=-jnp.ones((1, 128, 2))) is None
     assert "bfloat16" in str(reason(dtype="float32"))
     assert "number of features, 300" in str(reason(features=300))

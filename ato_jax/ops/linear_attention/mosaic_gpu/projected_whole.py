@@ -29,14 +29,16 @@ Features are padded up to a tile's. S, z, R and u are 0 there, and with them d_a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, HALF, OF_COLUMNS
+from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
@@ -47,6 +49,8 @@ from ato_jax.ops.linear_attention.scans.totals import least_usual
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
 PARTS = 2
+# Features are mapped at once, and what is made of them by halves: whole tiles of them would spill.
+FIRSTS = range(0, frame.F, HALF)
 
 
 def least_of(spec: LinearAttentionSpec) -> float:
@@ -88,13 +92,16 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs, w: jax.Ar
     def write(chunk: Chunk) -> None:
         chunk.wait(0)
         phi, _ = _features(spec, chunk, 0, meanwhile=chunk.free_the_last)
-        factor = mosaic.rounded(phi)
-        (out,) = mosaic.multiply((mosaic.zeros(C, spec.V), [(factor, chunk.state[0])]))
+        factor = [mosaic.rounded(_half(phi, first)) for first in FIRSTS]
+        (out,) = mosaic.multiply((mosaic.zeros(C, spec.V), _products(factor, chunk.state)))
         if spec.normalize:
-            den = jnp.sum(factor.astype(F32) * _vector(chunk), axis=1)
+            den = sum(
+                jnp.sum(half.astype(F32) * chunk.vector(0, first), axis=1)
+                for half, first in zip(factor, FIRSTS, strict=True)
+            )
             out = out * mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), spec.V)
         for first in range(0, spec.V, HALF):
-            chunk.store(0, first, mosaic.rounded(out[:, first : first + HALF]))
+            chunk.store(0, first, mosaic.rounded(_half(out, first)))
         chunk.leave(0, 0)
 
     shape = frame.shape_of_values(spec, spec.H)
@@ -152,9 +159,14 @@ def _times(spec: LinearAttentionSpec, tile: Any, parts: Any, **options: Any) -> 
     return found
 
 
-def _vector(chunk: Chunk) -> jax.Array:
-    """[C, F], alike in all rows."""
-    return mosaic.in_rows(mosaic.load(chunk.vectors[0], OF_COLUMNS), C)
+def _half(x: jax.Array, first: int) -> jax.Array:
+    return x[:, first : first + HALF]
+
+
+def _products(halves: Sequence[jax.Array], parts: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Of a factor [C, F] in halves and one [F, columns] in parts, smallest first."""
+    own = [(half, pl.ds(first, HALF)) for half, first in zip(halves, FIRSTS, strict=True)]
+    return [(half, part.at[rows]) for part in reversed(parts) for half, rows in own]
 
 
 def _features(
@@ -168,14 +180,13 @@ def _features(
     return mosaic.kept(phi, chunk.count), offset
 
 
-def _store_pulled_back(spec: LinearAttentionSpec, chunk: Chunk, d_a: jax.Array) -> None:
-    """d_x takes the place of x."""
-    factor = mosaic.rounded(d_a)
-    total = jnp.sum(factor.astype(F32), axis=1) * spec.D**-0.5
-    products = [(factor, part) for part in reversed(chunk.common)]
+def _store_pulled_back(spec: LinearAttentionSpec, chunk: Chunk, d_a: Sequence[jax.Array]) -> None:
+    """d_x takes the place of x. d_a, in halves, is in bfloat16."""
+    total = sum(jnp.sum(half.astype(F32), axis=1) for half in d_a) * spec.D**-0.5
+    products = _products(d_a, chunk.common)
     (product,) = mosaic.multiply((mosaic.zeros(C, spec.D), products))
     for first in range(0, spec.D, HALF):
-        d_x = product[:, first : first + HALF] * (1 / LOG2_E)
+        d_x = _half(product, first) * (1 / LOG2_E)
         d_x = d_x - chunk.read(1, first).astype(F32) * mosaic.in_columns(total, HALF)
         chunk.store(1, first, mosaic.rounded(d_x))
 
@@ -197,16 +208,24 @@ def _query_gradient(
         chunk.let_go(0)
         chunk.wait(1)
         phi, offset = _features(spec, chunk, 1)
-        shift, e, d_a = -offset, jnp.zeros_like(offset), phi * G
+        shift, e, inverse = -offset, jnp.zeros_like(offset), None
         if spec.normalize:
-            z = _vector(chunk)
-            den, of_e = jnp.sum(phi * z, axis=1), jnp.sum(d_a, axis=1)
+            den = sum(
+                jnp.sum(_half(phi, first) * chunk.vector(0, first), axis=1) for first in FIRSTS
+            )
             inverse = 1.0 / jnp.maximum(den, least)
-            e = jnp.where(den > least, of_e * inverse, 0.0)
+            e = jnp.where(den > least, jnp.sum(phi * G, axis=1) * inverse, 0.0)
             shift = shift + jnp.log(inverse) * LOG2_E
-            d_a = phi * (G - mosaic.in_columns(e, frame.F) * z)
-            d_a = d_a * mosaic.in_columns(inverse, frame.F)
         chunk.leave_rows([shift, e], 1)
+
+        def gradient(first: int) -> jax.Array:
+            d_phi = _half(G, first)
+            if inverse is not None:
+                d_phi = d_phi - mosaic.in_columns(e, HALF) * chunk.vector(0, first)
+                d_phi = d_phi * mosaic.in_columns(inverse, HALF)
+            return mosaic.rounded(_half(phi, first) * d_phi)
+
+        d_a = [gradient(first) for first in FIRSTS]
         _store_pulled_back(spec, chunk, d_a)
         chunk.leave(1, 0)
 
@@ -237,14 +256,18 @@ def _key_gradient(
         chunk.let_go(0)
         chunk.wait(1)
         phi, _ = _features(spec, chunk, 1)
-        factor = mosaic.rounded(phi)
-        _store_pulled_back(spec, chunk, phi * (d_phi + _vector(chunk)))
+        factor, d_a = [], []
+        for first in FIRSTS:
+            d_log = _half(phi, first) * (_half(d_phi, first) + chunk.vector(0, first))
+            d_a.append(mosaic.rounded(d_log))
+            factor.append(mosaic.rounded(_half(phi, first)))
+        _store_pulled_back(spec, chunk, d_a)
         chunk.leave(1, 0)
-        products = [(factor, part) for part in reversed(chunk.state)]
+        products = _products(factor, chunk.state)
         (dv,) = mosaic.multiply((mosaic.zeros(C, spec.V), products))
         chunk.await_reads()
         for first in range(0, spec.V, HALF):
-            chunk.store(1, first, mosaic.rounded(dv[:, first : first + HALF]))
+            chunk.store(1, first, mosaic.rounded(_half(dv, first)))
         chunk.leave(1, 1)
 
     arrays = inputs.k, inputs.v
