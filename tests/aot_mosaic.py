@@ -260,7 +260,8 @@ def main(call: Call) -> None:
     if call.dtype == "float8_e4m3fn":
         options["scales"] = tuple(array(B, heads) for heads in (H, G, G))
     if call.states:
-        options["initial_state"] = ato_jax.LinearState(array(B, G, of_features, V), array(B, G, of_features))
+        of_keys = B, G, of_features
+        options["initial_state"] = ato_jax.LinearState(array(*of_keys, V), array(*of_keys))
 
     feature_map: Any = call.feature_map
     if call.random_features is not None:
