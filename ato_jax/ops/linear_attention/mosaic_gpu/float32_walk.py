@@ -138,6 +138,42 @@ class Chunk:
             plgpu.copy_smem_to_gmem(self.of_rows.at[number], target)
 
 
+def slots_of(rows: Sequence[jax.Array], columns: int, factors: Sequence[tuple[int, ...]]) -> int:
+    """How many chunks of rows have a place beside factors of these shapes, () for none."""
+    taken = sum(2 * math.prod(shape) for shape in factors if shape)
+    of_slot = sum(C * columns * array.dtype.itemsize for array in rows)
+    return max(1, min(ROOM, SHARED - taken) // (WORKERS * of_slot)) * WORKERS
+
+
+def scratch_of(
+    tiling: mosaic.Tiling,
+    slots: int,
+    columns: int,
+    rows: Sequence[jax.Array],
+    of_state: tuple[int, ...],
+    vectors: Sequence[jax.Array],
+    of_common: tuple[int, ...],
+) -> dict[str, Any]:
+    """Shared memory and barriers; of a factor its shape, () for none."""
+    copies = of_state[0] + sum(of_common[:1]) + len(vectors)
+    scratch: dict[str, Any] = dict(
+        state_s=tiling.of_parts(*of_state),
+        state_loaded=plgpu.Barrier(num_arrivals=copies),
+        state_free=plgpu.Barrier(num_arrivals=WORKERS),
+        of_rows_s=plgpu.SMEM((WORKERS, 2, C), F32),
+    )
+    if of_common:
+        scratch["common_s"] = tiling.of_parts(*of_common)
+    for number, array in enumerate(rows):
+        of_rows = tiling.of_rows_in_float32 if array.dtype == F32 else tiling.shared
+        scratch[f"tile_{number}_s"] = of_rows(slots, C, columns)
+        for barrier in (f"loaded_{number}", f"free_{number}"):
+            scratch[barrier] = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
+    for number, vector in enumerate(vectors):
+        scratch[f"vector_{number}_s"] = plgpu.SMEM((vector.shape[-1],), F32)
+    return scratch
+
+
 def float32_walk(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
@@ -162,26 +198,9 @@ def float32_walk(
     """
     tiling, parts, group_size = frame.tiling(spec), state.shape[2], deal.heads // spec.G
     columns = max(spec.D, spec.V)
-    factors = [state.shape[2:], *([] if common is None else [common.shape[1:]])]
-    room = min(ROOM, SHARED - sum(2 * math.prod(factor) for factor in factors))
-    of_slot = sum(C * columns * array.dtype.itemsize for array in rows)
-    slots = max(1, room // (WORKERS * of_slot)) * WORKERS
-    copies = sum(factor[0] for factor in factors) + len(vectors)
-    scratch: dict[str, Any] = dict(
-        state_s=tiling.of_parts(*state.shape[2:]),
-        state_loaded=plgpu.Barrier(num_arrivals=copies),
-        state_free=plgpu.Barrier(num_arrivals=WORKERS),
-        of_rows_s=plgpu.SMEM((WORKERS, 2, C), F32),
-    )
-    if common is not None:
-        scratch["common_s"] = tiling.of_parts(*common.shape[1:])
-    for number, array in enumerate(rows):
-        of_rows = tiling.of_rows_in_float32 if array.dtype == F32 else tiling.shared
-        scratch[f"tile_{number}_s"] = of_rows(slots, C, columns)
-        for barrier in (f"loaded_{number}", f"free_{number}"):
-            scratch[barrier] = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
-    for number, vector in enumerate(vectors):
-        scratch[f"vector_{number}_s"] = plgpu.SMEM((vector.shape[-1],), F32)
+    of_common = () if common is None else common.shape[1:]
+    slots = slots_of(rows, columns, (state.shape[2:], of_common))
+    scratch = scratch_of(tiling, slots, columns, rows, state.shape[2:], vectors, of_common)
 
     def body(*refs: Any, state_s: Any, state_loaded: Any, state_free: Any, **own: Any) -> None:
         of_tiles = range(len(rows))
@@ -189,7 +208,7 @@ def float32_walk(
         state_ref, *vector_refs = refs[len(rows) : len(rows) + 1 + len(vectors)]
         lengths_ref, rest = (None, rest) if lengths is None else (rest[0], rest[1:])
         common_ref, outputs = (None, rest) if common is None else (rest[0], rest[1:])
-        common_s = [] if common is None else [own["common_s"].at[n] for n in range(common.shape[1])]
+        common_s = [own["common_s"].at[part] for part in range(sum(of_common[:1]))]
         tiles, loaded, free = (
             [own[f"{kind}_{number}{end}"] for number in of_tiles]
             for kind, end in (("tile", "_s"), ("loaded", ""), ("free", ""))
