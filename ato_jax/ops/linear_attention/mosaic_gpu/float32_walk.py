@@ -207,7 +207,8 @@ def float32_walk(
         row_refs, rest = refs[: len(rows)], refs[len(rows) + 1 + len(vectors) :]
         state_ref, *vector_refs = refs[len(rows) : len(rows) + 1 + len(vectors)]
         lengths_ref, rest = (None, rest) if lengths is None else (rest[0], rest[1:])
-        common_ref, outputs = (None, rest) if common is None else (rest[0], rest[1:])
+        common_ref: Any = None if common is None else rest[0]
+        outputs = rest[common is not None :]
         common_s = [own["common_s"].at[part] for part in range(sum(of_common[:1]))]
         tiles, loaded, free = (
             [own[f"{kind}_{number}{end}"] for number in of_tiles]
