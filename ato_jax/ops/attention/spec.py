@@ -282,7 +282,8 @@ def with_correction(
     needed = jnp.abs(correction - 1) > SMALLEST_CORRECTION
     correction = jnp.where(needed, correction, 1.0)
     by_query = correction if spec.layout == "bhtd" else correction.swapaxes(1, 2)
-    return (dout * by_query[..., None]).astype(dout.dtype), delta * correction
+    corrected = dout.astype(correction.dtype) * by_query[..., None]
+    return corrected.astype(dout.dtype), delta * correction
 
 
 def gradient_gain(spec: AttentionSpec, inputs: Inputs, cotangents: Outputs) -> jax.Array | None:

@@ -159,18 +159,19 @@ def _longest_first(fields: jax.Array) -> jax.Array:
     size, number = some[2] + some[5], jnp.arange(some.shape[1], dtype=jnp.int32)
     ahead = size > size[:, None]
     ahead |= (size == size[:, None]) & (number < number[:, None])
-    place = jnp.sum(ahead, axis=1)
+    place = jnp.sum(ahead, axis=1, dtype=jnp.int32)
     return fields.at[:, place].set(some, unique_indices=True)
 
 
 def _of_numbers(runs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`_where` of the runs' numbers within each entry, [B, rows]."""
     size, counts = runs.size, runs[:, -1] + 1
-    before = jnp.cumsum(counts) - counts
+    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     begins = _begins(runs).reshape(runs.shape)
     place = jnp.where(begins, runs + before[:, None], size).reshape(-1)
-    first = jnp.full(size, size).at[place].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    return first, jnp.sum(counts)
+    first = jnp.full(size, size, jnp.int32)
+    first = first.at[place].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    return first, jnp.sum(counts, dtype=jnp.int32)
 
 
 def _begins(ids: jax.Array) -> jax.Array:
@@ -183,7 +184,8 @@ def _where(begins: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The numbers of the rows with which runs begin, then that behind the last row; and how many
     runs there are."""
     size = begins.size
-    return jnp.nonzero(begins, size=size, fill_value=size)[0], jnp.sum(begins)
+    first = jnp.nonzero(begins, size=size, fill_value=size)[0].astype(jnp.int32)
+    return first, jnp.sum(begins, dtype=jnp.int32)
 
 
 def _sizes(first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -200,7 +202,7 @@ def _of_both(
     k_first, _ = _where(k_begins)
     k_row, k_size = _sizes(k_first, S)
     runs = kv_ids[:, -1] + 1
-    before = jnp.cumsum(runs) - runs  # the runs of keys of the batch entries before
+    before = jnp.cumsum(runs, dtype=jnp.int32) - runs  # the runs of keys of the batch entries before
     entries = jnp.arange(B, dtype=jnp.int32)[:, None]
     seen = jnp.zeros((B, S + 1), bool).at[entries, jnp.where(q_ids < 0, S, q_ids)].set(True)
     unseen = k_begins & ~jnp.take_along_axis(seen, kv_ids, axis=1).reshape(-1)
