@@ -16,8 +16,8 @@ where segments are causal; with gates of channels those are multiples of 16, too
 heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
 heads with D up to 128 (`value_blocks.py`). Up to 128 columns, without a decay and segments, kernels
 also take float16, whose sums and weights have units (`mosaic/scales.py`), or are shares and means
-(`whole_units.py`). Where every query sees every key, kernels of their own take float32 of up to 128
-columns, D = V = 64 included (`float32.py`).
+(`whole_units.py`). Kernels of their own take float32 of up to 128 columns, D = V = 64 included
+(`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
@@ -49,6 +49,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     documents,
     feature_maps,
     float32,
+    float32_causal,
     frame,
     narrow,
     projected,
@@ -97,8 +98,11 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype == "float16":
         if lacking := _unsupported_in_float16(spec):
             return f"does not support float16 {lacking}"
-    elif spec.dtype == "float32" and (spec.causal or spec.decay or spec.segments):
-        return "does not support float32 with causal=True, a decay or segments"
+    elif spec.dtype == "float32":
+        if spec.decay or spec.segments:
+            return "does not support float32 with a decay or segments"
+        if spec.causal and (spec.q_lengths or spec.kv_lengths):
+            return "does not support float32 with causal=True and lengths"
     if lacking := _unsupported_sizes(spec):
         return f"needs {lacking}, got D={spec.D}, V={spec.V}"
     if frame.heads_of_tile(spec) == 2 and (lacking := _unsupported_pairs(spec)):
@@ -167,14 +171,15 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     most = max(narrow.TILES)
     if in_float32 or spec.decay and not value_blocks.is_cut(spec):
         most = frame.F
-    if max(spec.D, spec.V) <= most and narrow.tile_of(spec):
+    least = narrow.LEAST if in_float32 else 0
+    if least <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
     sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
     if in_float32:
         sizes += f", or D = V = {mosaic.HALF}"
     elif spec.causal and spec.decay:
         sizes += f", V alone to {max(narrow.TILES)}"
-    if spec.causal:
+    if spec.causal and not in_float32:
         step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
         sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"
     return sizes
@@ -210,7 +215,7 @@ def _takes_any_rows(spec: LinearAttentionSpec) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`, `row_copies.py`)."""
     if frame.by_documents(spec):
         return True
-    walks = spec.causal or frame.both_ways(spec)
+    walks = (spec.causal or frame.both_ways(spec)) and spec.dtype != "float32"
     return walks and spec.decay != "channel" and not frame.is_wide(spec)
 
 
@@ -382,6 +387,8 @@ def _kept(
     spec, inputs = _in_tiles(spec, inputs)
     if spec.causal or frame.both_ways(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
+        if spec.dtype == "float32":
+            keep = float32_causal.keep
         found = keep(spec, config, inputs)
         return found._replace(state=value_blocks.narrowed(spec, found.state))
     if frame.by_documents(spec):
@@ -475,7 +482,9 @@ def _backward(
         cotangents = cotangents._replace(state=state)
     if isinstance(spec, value_blocks.Cut) and decay is not None:
         decay = value_blocks.of_blocks(spec, decay, value_blocks.heads_axis(spec))
-    if spec.causal:
+    if spec.causal and spec.dtype == "float32":
+        found = float32_causal.backward(spec, config, Residuals(inputs, kept), cotangents)
+    elif spec.causal:
         found = causal.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
     elif frame.both_ways(spec):
         found = both_ways.backward(spec, config, Residuals(inputs, kept), cotangents, decay)

@@ -50,8 +50,8 @@ def whole_chunks(length: int) -> int:
 
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
     """How many heads share a tile's columns: one of 128, or two of up to 64. Where every query
-    sees every key alike, no head shares a tile."""
-    in_pairs = spec.causal or spec.segments or spec.decay
+    sees every key alike, and in float32, no head shares a tile."""
+    in_pairs = (spec.causal or spec.segments or spec.decay) and spec.dtype != "float32"
     return 2 if in_pairs and 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
 
 

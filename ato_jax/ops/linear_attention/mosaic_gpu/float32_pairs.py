@@ -1,0 +1,473 @@
+"""Rows read a state and the other rows of their run, in float32, by products of bfloat16 parts:
+
+    out_i = x_i S + sum_j w_ij value_j,  w_ij = pair(x_i . y_j)
+
+over the rows j of the run up to i, or from i on; or x_i S^T. S is that of the rows ahead of the
+run, or behind it, and stored for each run. A run has units of 128 rows:
+
+    memory    loads the state, x of a unit, y and values of its run's chunks
+    split     maps what is multiplied from the right and splits it into parts, 64 rows at a time
+    work      two, 64 rows x each, in parts in registers: the left factor of all products
+
+                memory --raw--> split --parts--> work
+                memory --x, rows--> work
+
+The parts of a state's 64 rows take a slot like those of 64 rows of y or values. Outputs take the
+place of x. Where a pass needs another array for them (`last`), it takes that place before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import parts_of
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+WORKERS = 2
+UNIT = WORKERS * C
+MEMORY, SPLIT = Role("memory", mosaic.MEMORY_REGISTERS), Role("split", 104)
+WORK = Role("work", 192, WORKERS)
+
+# x [C, 64] from column `first` on, the numbers of its rows [2, C] in shared memory or None.
+Map = Callable[[jax.Array, int, Any], jax.Array]
+
+
+class Given(NamedTuple):
+    """An array, and whether its heads are those of the keys."""
+
+    array: jax.Array
+    of_keys: bool = False
+
+
+class Unit(NamedTuple):
+    """64 rows in a worker's hands, to be finished: the tile that x or `last` and then the output
+    take [C, columns], the state's vector [columns], and inverse and e of the rows [2, C] of them,
+    in shared memory. `leave(number)` stores the tile in an output."""
+
+    tile: Any
+    vector: Any
+    numbers: Any
+    leave: Callable[[], None]
+    leave_numbers: Callable[[jax.Array], None]
+
+    def read(self, first: int) -> jax.Array:
+        return load(self.tile.at[:, pl.ds(first, HALF)])
+
+    def vector_from(self, first: int) -> jax.Array:
+        """[C, 64], alike in all rows."""
+        return mosaic.in_rows(load(self.vector.at[pl.ds(first, HALF)], OF_COLUMNS), C)
+
+    def number(self, which: int) -> jax.Array:
+        """[C]"""
+        return load(self.numbers.at[which], OF_ROWS)
+
+    def store(self, first: int, x: jax.Array) -> None:
+        self.tile.at[:, pl.ds(first, HALF)][...] = x
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One kernel.
+
+    Attributes:
+      x, y, value: rows, and maps of them, None for the rows themselves.
+      state: [B, heads, runs, F, V] float32, and vector [B, heads, runs, columns] or None.
+      last: rows that `finish` reads, where these are not x.
+      numbers: inverse and e [B, H, chunks, C] float32, of queries; or None.
+      reverse: rows see those from their own on, else those up to their own.
+      turned: S is read transposed.
+      minus: "rows" or "columns" whose e is taken from x_i . y_j, those of x or of y; or None.
+      sums_weights: whether `finish` is given the sum of w_ij over j.
+      outputs: shapes; the first of rows, the second, if any, of numbers [B, H, chunks, C].
+      finish: what is done with out_i, in halves [C, 64], and with the sum of the weights [C].
+    """
+
+    name: str
+    x: Given
+    y: Given
+    value: Given
+    state: Given
+    outputs: Sequence[jax.ShapeDtypeStruct]
+    finish: Callable[[Unit, Sequence[jax.Array], Any], None]
+    vector: Given | None = None
+    last: Given | None = None
+    numbers: tuple[jax.Array, jax.Array] | None = None
+    map_x: Map | None = None
+    map_y: Map | None = None
+    map_value: Map | None = None
+    reverse: bool = False
+    turned: bool = False
+    minus: str | None = None
+    sums_weights: bool = False
+
+    def given(self) -> dict[str, Given]:
+        """By name, those that there are."""
+        names = "x", "y", "value", "state", "vector", "last"
+        found = {name: getattr(self, name) for name in names}
+        inverse, e = self.numbers or (None, None)
+        if inverse is not None and e is not None:
+            found |= {"inverse": Given(inverse), "e": Given(e)}
+        return {name: given for name, given in found.items() if given is not None}
+
+
+def units_of_run(spec: LinearAttentionSpec) -> int:
+    """A longer run has fewer states to be stored, and more pairs."""
+    return 1 if parts_of(spec) == 3 or spec.D == HALF else 2
+
+
+def deal_of_runs(spec: LinearAttentionSpec, blocks: int, heads: int) -> mosaic.Deal:
+    rows = units_of_run(spec) * UNIT
+    return mosaic.Deal(spec.B, heads, spec.T, rows, int(pl.cdiv(spec.T, rows)), blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    raw: Array  # [slots, C, columns] float32
+    parts: Array  # [slots, parts, C, columns] bfloat16
+    x: Array  # [WORKERS, C, columns] float32
+    vector: Array  # [columns] float32
+    numbers: Array  # [2, chunks of a run, C] float32
+    left: Array  # [WORKERS, C] float32
+    raw_ring: Ring
+    parts_ring: Ring
+    x_ring: Ring  # of x and vector
+    numbers_ring: Ring | None
+
+
+def storage_of(spec: LinearAttentionSpec, own: Pass) -> Storage:
+    tiling, parts, columns = frame.tiling(spec), parts_of(spec), spec.D
+    slots = 4 if columns == HALF else 2
+    parts_slots = 4 if columns == HALF else 3 if parts == 2 else 2
+    raw = Buffer(tiling.of_rows_in_float32(slots, C, columns))
+    x = Buffer(tiling.of_rows_in_float32(WORKERS, C, columns), copies=WORKERS)
+    vector = Buffer(plgpu.SMEM((columns,), F32)) if own.vector else None
+    chunks = units_of_run(spec) * WORKERS
+    numbers = Buffer(plgpu.SMEM((2, chunks, C), F32), copies=2) if own.numbers else None
+    return Storage(
+        raw=raw,
+        parts=Buffer(tiling.of_parts(parts_slots, parts, C, columns)),
+        x=x,
+        vector=vector,
+        numbers=numbers,
+        left=Buffer(plgpu.SMEM((WORKERS, C), F32)) if len(own.outputs) > 1 else None,
+        raw_ring=Ring.of(slots, (raw,), (SPLIT,)),
+        parts_ring=Ring.of(parts_slots, (SPLIT,), (WORK,)),
+        x_ring=Ring.of(1, (x, vector), (WORK,)),
+        numbers_ring=Ring.of(1, (numbers,), (SPLIT, WORK)) if numbers else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: what it is of, its arrays in global memory, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    of: Pass
+    own: Storage
+    refs: dict[str, Any]
+    outputs: Sequence[Any]
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def halves(self) -> range:
+        """First columns of 64 each; a state has as many blocks of rows."""
+        return range(0, self.spec.D, HALF)
+
+    @property
+    def units(self) -> int:
+        return units_of_run(self.spec)
+
+    def head(self, name: str, item: Item) -> Any:
+        of_keys = self.of.given()[name].of_keys
+        return lax.div(item.head, self.spec.H // self.spec.G) if of_keys else item.head
+
+    def rows(self, name: str, item: Item, chunk: Any) -> Any:
+        """[C, columns] of a run's chunk."""
+        return self.tiling.part(
+            self.refs[name], item, item.rows(chunk), self.head(name, item)
+        )
+
+    def count(self, item: Item, chunk: Any) -> Any:
+        """How many of a chunk's rows there are; None where runs of chunks are whole."""
+        length = self.spec.T
+        if length % (self.units * UNIT) == 0:
+            return None
+        return length - item.first_row - chunk * C
+
+    def chunks(self, unit: Any) -> tuple[Any, Any]:
+        """The first of a run's chunks that a unit sees, and how many it sees."""
+        if self.of.reverse:
+            return unit * WORKERS, (self.units - unit) * WORKERS
+        return 0, (unit + 1) * WORKERS
+
+    def step(self, item: Item, unit: Any) -> Any:
+        """Slots that the block has filled with parts, or raw, before a unit."""
+
+        def within(units: Any) -> Any:
+            pairs = units * (units + 1)
+            if self.of.reverse:
+                pairs = units * (2 * self.units + 1 - units)
+            return units * len(self.halves) + pairs * WORKERS
+
+        return item.number * within(self.units) + within(unit)
+
+    def each(self, do: Callable[[Item, Any], None]) -> Any:
+        """Each unit of this block's runs; returns how many runs these are."""
+
+        def run(item: Item) -> None:
+            if self.units == 1:
+                do(item, 0)
+            else:
+                lax.fori_loop(0, self.units, lambda unit, _: do(item, unit), None)
+
+        self.deal.each(run)
+        return self.deal.own
+
+
+def float32_pairs(spec: LinearAttentionSpec, blocks: int, own: Pass) -> Any:
+    """The outputs of a pass."""
+    given, deal = own.given(), deal_of_runs(spec, blocks, spec.H)
+
+    def bind(refs: Sequence[Any], storage: Storage) -> Walk:
+        named = dict(zip(given, refs, strict=False))
+        return Walk(spec, deal, own, storage, named, refs[len(given) :])
+
+    program = mosaic.Program(
+        mosaic.Roles((WORK, SPLIT, MEMORY)),
+        storage_of(spec, own),
+        ((MEMORY, memory), (SPLIT, split), (WORK, work)),
+        bind,
+    )
+    arrays = [one.array for one in given.values()]
+    return mosaic.launch(
+        frame.name_of(own.name), program, deal, tuple(own.outputs), arrays, approximates=False
+    )
+
+
+def memory(walk: Walk) -> None:
+    own, of = walk.own, walk.of
+    fills = 2 if of.last else 1  # of the place of x, for each unit
+
+    def load_x(item: Item, unit: Any, name: str, step: Any) -> None:
+        own.x_ring.acquire(step)
+        loaded = own.x_ring.produced.at[0]
+        for worker in range(WORKERS):
+            source = walk.rows(name, item, unit * WORKERS + worker)
+            plgpu.copy_gmem_to_smem(source, own.x.at[worker], loaded)
+        if of.vector:
+            source = walk.refs["vector"].at[item.batch, walk.head("vector", item), item.piece]
+            plgpu.copy_gmem_to_smem(source, own.vector, loaded)
+
+    def load_raw(source: Any, step: Any) -> None:
+        own.raw_ring.acquire(step)
+        slot = own.raw_ring.slot(step)
+        plgpu.copy_gmem_to_smem(source, own.raw.at[slot], own.raw_ring.produced.at[slot])
+
+    def load_unit(item: Item, unit: Any) -> None:
+        number, step = item.number * walk.units + unit, walk.step(item, unit)
+        of_run = item.batch, walk.head("state", item), item.piece
+        for block, first in enumerate(walk.halves):
+            load_raw(walk.refs["state"].at[(*of_run, pl.ds(first, HALF))], step + block)
+        load_x(item, unit, "x", number * fills)
+        if own.numbers_ring is not None:
+            own.numbers_ring.acquire(number)
+            chunks = pl.ds(item.piece * walk.units * WORKERS, walk.units * WORKERS)
+            for which, name in enumerate(("inverse", "e")):
+                source = walk.refs[name].at[item.batch, item.head, chunks]
+                loaded = own.numbers_ring.produced.at[0]
+                plgpu.copy_gmem_to_smem(source, own.numbers.at[which], loaded)
+        first_chunk, count = walk.chunks(unit)
+
+        def load_pair(chunk: Any, _: None) -> None:
+            for place, name in enumerate(("y", "value")):
+                of_pair = step + len(walk.halves) + 2 * chunk + place
+                load_raw(walk.rows(name, item, first_chunk + chunk), of_pair)
+
+        lax.fori_loop(0, count, load_pair, None)
+        if of.last:
+            load_x(item, unit, "last", number * fills + 1)
+
+    runs = walk.each(load_unit)
+    own.raw_ring.drain(_steps(walk, runs))
+    own.x_ring.drain(runs * walk.units * fills)
+    if own.numbers_ring is not None:
+        own.numbers_ring.drain(runs * walk.units)
+
+
+def _steps(walk: Walk, runs: Any) -> Any:
+    """All slots that are filled in so many runs."""
+    every = Item(*(None,) * 7)._replace(number=runs)
+    return walk.step(every, 0)
+
+
+def split(walk: Walk) -> None:
+    own, of = walk.own, walk.of
+
+    def split_tile(step: Any, change: Callable[[jax.Array, int], jax.Array]) -> None:
+        slot, parts_slot = own.raw_ring.slot(step), own.parts_ring.slot(step)
+        own.raw_ring.produced.wait(slot)
+        own.parts_ring.acquire(step)
+        for first in walk.halves:
+            columns = pl.ds(first, HALF)
+            x = change(load(own.raw.at[slot, :, columns]), first)  # [C, 64]
+            for number, part in enumerate(mosaic.in_bf16_parts(x, parts_of(walk.spec))):
+                own.parts.at[parts_slot, number, :, columns][...] = part
+        plgpu.commit_smem()
+        own.raw_ring.consumed.arrive(slot)
+        own.parts_ring.produced.arrive(parts_slot)
+
+    def split_unit(item: Item, unit: Any) -> None:
+        step = walk.step(item, unit)
+        for block in range(len(walk.halves)):
+            split_tile(step + block, lambda x, _: x)
+        if own.numbers_ring is not None:
+            own.numbers_ring.produced.wait(0)
+        first_chunk, count = walk.chunks(unit)
+
+        def split_pair(pair: Any, _: None) -> None:
+            chunk = first_chunk + pair
+            numbers = None if own.numbers is None else own.numbers.at[:, chunk]
+            present = walk.count(item, chunk)
+            for place, map in enumerate((of.map_y, of.map_value)):
+
+                def change(x: jax.Array, first: int, map: Any = map) -> jax.Array:
+                    # A feature of a row that there is not may be infinite.
+                    return x if map is None else mosaic.kept(map(x, first, numbers), present)
+
+                split_tile(step + len(walk.halves) + 2 * pair + place, change)
+
+        lax.fori_loop(0, count, split_pair, None)
+        if own.numbers_ring is not None:
+            plgpu.commit_smem()
+            own.numbers_ring.consumed.arrive(0)
+
+    own.parts_ring.drain(_steps(walk, walk.each(split_unit)))
+
+
+def work(walk: Walk) -> None:
+    own, of, spec, worker = walk.own, walk.of, walk.spec, mosaic.group()
+    halves, tile = walk.halves, walk.own.x.at[worker]
+    fills = 2 if of.last else 1
+
+    def x_parts(first: int) -> Sequence[jax.Array]:
+        return mosaic.in_bf16_parts(load(tile.at[:, pl.ds(first, HALF)]), parts_of(spec))
+
+    def take(step: Any) -> tuple[Any, list[Any]]:
+        """A slot once it is filled, and its parts [C, columns]."""
+        slot = own.parts_ring.slot(step)
+        own.parts_ring.produced.wait(slot)
+        return slot, [own.parts.at[slot, number] for number in range(parts_of(spec))]
+
+    def give_back(slot: Any) -> None:
+        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        own.parts_ring.consumed.arrive(slot)
+
+    def times(xs: Sequence[jax.Array], ys: Sequence[Any], columns: int) -> jax.Array:
+        (found,) = mosaic.multiply((mosaic.zeros(C, columns), mosaic.pairs_of_parts(xs, ys)))
+        return found
+
+    def times_rows(parts: Sequence[Any]) -> jax.Array:
+        """x y^T [C, 64] of 64 rows y."""
+        total: Any = None
+        for first in halves:
+            turned = [part.at[:, pl.ds(first, HALF)].T for part in parts]
+            found = times(x_parts(first), turned, HALF)
+            total = found if total is None else total + found
+        return total
+
+    def in_halves(x: jax.Array) -> list[jax.Array]:
+        return [x[:, first : first + HALF] for first in halves]
+
+    def times_state(step: Any) -> list[jax.Array]:
+        total: Any = []
+        for block, first in enumerate(halves):
+            slot, parts = take(step + block)
+            if of.turned:
+                total.append(times_rows(parts))
+            else:
+                found = in_halves(times(x_parts(first), parts, spec.V))
+                total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+            give_back(slot)
+        return total
+
+    def weights(chunk: Any, row: Any, parts: Sequence[Any]) -> jax.Array:
+        """w of chunk `row` of the run beside one of its chunks, [C, C]."""
+        w = times_rows(parts)
+        if of.minus == "rows":
+            w = w - mosaic.in_columns(load(own.numbers.at[1, row], OF_ROWS), C)
+        elif of.minus == "columns":
+            w = w - mosaic.in_rows(load(own.numbers.at[1, chunk], OF_COLUMNS), C)
+        ahead = mosaic.hidden_position(0) - mosaic.hidden_position(1) + (row - chunk) * C
+        return jnp.where(ahead <= 0 if of.reverse else ahead >= 0, w, 0.0)
+
+    def work_on_unit(item: Item, unit: Any) -> None:
+        step = walk.step(item, unit)
+        row = unit * WORKERS + worker
+        own.x_ring.produced.wait(0)
+        if of.map_x is not None:
+            for first in halves:
+                x = of.map_x(load(tile.at[:, pl.ds(first, HALF)]), first, None)
+                tile.at[:, pl.ds(first, HALF)][...] = x
+        total = times_state(step)
+        if own.numbers_ring is not None:
+            own.numbers_ring.produced.wait(0)
+        first_chunk, count = walk.chunks(unit)
+
+        def add_pair(pair: Any, sums: Any) -> Any:
+            total, den = sums
+            of_pair = step + len(halves) + 2 * pair
+            slot, parts = take(of_pair)
+            w = weights(first_chunk + pair, row, parts)
+            give_back(slot)
+            if of.sums_weights:
+                den = den + jnp.sum(w, axis=1)
+            ws = mosaic.in_bf16_parts(w, parts_of(spec))
+            slot, parts = take(of_pair + 1)
+            found = in_halves(times(ws, parts, spec.V))
+            give_back(slot)
+            return [a + b for a, b in zip(total, found, strict=True)], den
+
+        nothing = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS) if of.sums_weights else None
+        total, den = lax.fori_loop(0, count, add_pair, (total, nothing))
+        if of.last:
+            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+            own.x_ring.consumed.arrive(0)
+            own.x_ring.produced.wait(0)
+
+        def leave() -> None:
+            plgpu.commit_smem()
+            target = walk.tiling.part(walk.outputs[0], item, item.rows(row), item.head)
+            plgpu.copy_smem_to_gmem(tile, target)
+
+        def leave_numbers(x: jax.Array) -> None:
+            own.left.at[worker][...] = x
+            plgpu.commit_smem()
+            chunk = item.piece * (walk.units * WORKERS) + row
+            target = walk.outputs[1].at[item.batch, item.head, chunk]
+            plgpu.copy_smem_to_gmem(own.left.at[worker], target)
+
+        numbers = None if own.numbers is None else own.numbers.at[:, row]
+        of.finish(Unit(tile, own.vector, numbers, leave, leave_numbers), total, den)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.x_ring.consumed.arrive(0)
+        if own.numbers_ring is not None:
+            own.numbers_ring.consumed.arrive(0)
+
+    walk.each(work_on_unit)
+    plgpu.wait_smem_to_gmem(0)
