@@ -378,31 +378,38 @@ def work(walk: Walk) -> None:
         plgpu.commit_smem()  # what was read, ahead of what is stored there
         own.parts_ring.consumed.arrive(slot)
 
-    def times(xs: Sequence[jax.Array], ys: Sequence[Any], columns: int) -> jax.Array:
-        (found,) = mosaic.multiply((mosaic.zeros(C, columns), mosaic.pairs_of_parts(xs, ys)))
+    def times(start: jax.Array, xs: Sequence[jax.Array], ys: Sequence[Any]) -> jax.Array:
+        """Adds products [C, 64] of 64 rows or columns."""
+        (found,) = mosaic.multiply((start, mosaic.pairs_of_parts(xs, ys)))
         return found
 
     def times_rows(parts: Sequence[Any]) -> jax.Array:
         """x y^T [C, 64] of 64 rows y."""
-        total: Any = None
+        total = mosaic.zeros(C, HALF)
         for first in halves:
             turned = [part.at[:, pl.ds(first, HALF)].T for part in parts]
-            found = times(x_parts(first), turned, HALF)
-            total = found if total is None else total + found
+            total = times(total, x_parts(first), turned)
         return total
 
-    def in_halves(x: jax.Array) -> list[jax.Array]:
-        return [x[:, first : first + HALF] for first in halves]
+    def add(
+        total: Sequence[jax.Array], xs: Sequence[jax.Array], parts: Sequence[Any]
+    ) -> list[jax.Array]:
+        """x [C, C] times a slot's rows, added to halves [C, 64]: not by WGMMA, which truncates what
+        it adds up."""
+        found = []
+        for first, half in zip(halves, total, strict=True):
+            columns = [part.at[:, pl.ds(first, HALF)] for part in parts]
+            found.append(half + times(mosaic.zeros(C, HALF), xs, columns))
+        return found
 
     def times_state(step: Any) -> list[jax.Array]:
-        total: Any = []
+        total = [mosaic.zeros(C, HALF) for _ in halves]
         for block, first in enumerate(halves):
             slot, parts = take(step + block)
             if of.turned:
-                total.append(times_rows(parts))
+                total[block] = times_rows(parts)
             else:
-                found = in_halves(times(x_parts(first), parts, spec.V))
-                total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+                total = add(total, x_parts(first), parts)
             give_back(slot)
         return total
 
@@ -439,9 +446,9 @@ def work(walk: Walk) -> None:
                 den = den + jnp.sum(w, axis=1)
             ws = mosaic.in_bf16_parts(w, parts_of(spec))
             slot, parts = take(of_pair + 1)
-            found = in_halves(times(ws, parts, spec.V))
+            total = add(total, ws, parts)
             give_back(slot)
-            return [a + b for a, b in zip(total, found, strict=True)], den
+            return total, den
 
         nothing = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS) if of.sums_weights else None
         total, den = lax.fori_loop(0, count, add_pair, (total, nothing))
