@@ -554,11 +554,30 @@ MOSAIC = Space(
             "needs",
         ),
         Rule(
-            ("dtype", "causal", "decay", "segments"),
-            lambda dtype, causal, decay, segments: (
-                dtype in ("float32", "TF32") and (causal or decay != "none" or segments != "none")
+            ("dtype", "decay", "segments"),
+            lambda dtype, decay, segments: (
+                dtype in ("float32", "TF32") and (decay != "none" or segments != "none")
             ),
-            "does not support float32 with causal=True, a decay or segments",
+            "does not support float32 with a decay or segments",
+        ),
+        Rule(
+            ("dtype", "causal", "padding"),
+            lambda dtype, causal, padding: (
+                dtype in ("float32", "TF32") and causal and padding != "none"
+            ),
+            "does not support float32 with causal=True and lengths",
+        ),
+        Rule(
+            ("dtype", "causal", "widths"),
+            lambda dtype, causal, widths: (
+                dtype in ("float32", "TF32") and causal and widths[0] < 64
+            ),
+            "needs D",
+        ),
+        Rule(
+            ("dtype", "lengths"),
+            lambda dtype, lengths: dtype in ("float32", "TF32") and lengths == "odd",
+            "multiples of 8",
         ),
         Rule(
             ("dtype", "widths"),

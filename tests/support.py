@@ -176,6 +176,10 @@ def _linear_attention() -> Iterator[Row]:
         for causal, told in ((False, "T = S = 64"), (True, "causal")):
             options = {"causal": causal, "feature_map": phi}
             yield Row(f"{told}, D = V = 128, feature_map={name}", wide, _always(**options))
+    for D in (64, 128):
+        for precision, told in ((None, "float32"), ("tf32", "float32, TF32")):
+            options = _always(causal=True, precision=precision)
+            yield Row(f"causal, D = V = {D}, {told}", wide | {"D": D, "V": D}, options, "float32")
     for D, V in ((128, 64), (64, 128), (192, 128), (128, 256)):
         yield Row(f"causal, D = {D}, V = {V}", wide | {"D": D, "V": V}, _always(causal=True))
     two_heads = {"D": 64, "V": 64, "T": 128}

@@ -363,10 +363,10 @@ def split(walk: Walk) -> None:
 def work(walk: Walk) -> None:
     own, of, spec, worker = walk.own, walk.of, walk.spec, mosaic.group()
     halves, tile = walk.halves, walk.own.x.at[worker]
-    fills = 2 if of.last else 1
 
-    def x_parts(first: int) -> Sequence[jax.Array]:
-        return mosaic.in_bf16_parts(load(tile.at[:, pl.ds(first, HALF)]), parts_of(spec))
+    def x_parts(first: int, step: Any) -> Sequence[jax.Array]:
+        own_tile = own.x.at[mosaic.plus_zero(worker, step)]
+        return mosaic.in_bf16_parts(load(own_tile.at[:, pl.ds(first, HALF)]), parts_of(spec))
 
     def take(step: Any) -> tuple[Any, list[Any]]:
         """A slot once it is filled, and its parts [C, columns]."""
@@ -383,12 +383,12 @@ def work(walk: Walk) -> None:
         (found,) = mosaic.multiply((start, mosaic.pairs_of_parts(xs, ys)))
         return found
 
-    def times_rows(parts: Sequence[Any]) -> jax.Array:
+    def times_rows(parts: Sequence[Any], step: Any) -> jax.Array:
         """x y^T [C, 64] of 64 rows y."""
         total = mosaic.zeros(C, HALF)
         for first in halves:
             turned = [part.at[:, pl.ds(first, HALF)].T for part in parts]
-            total = times(total, x_parts(first), turned)
+            total = times(total, x_parts(first, step), turned)
         return total
 
     def add(
@@ -407,21 +407,26 @@ def work(walk: Walk) -> None:
         for block, first in enumerate(halves):
             slot, parts = take(step + block)
             if of.turned:
-                total[block] = times_rows(parts)
+                total[block] = times_rows(parts, step + block)
             else:
-                total = add(total, x_parts(first), parts)
+                total = add(total, x_parts(first, step + block), parts)
             give_back(slot)
         return total
 
-    def weights(chunk: Any, row: Any, parts: Sequence[Any]) -> jax.Array:
+    def weights(chunk: Any, row: Any, parts: Sequence[Any], step: Any) -> jax.Array:
         """w of chunk `row` of the run beside one of its chunks, [C, C]."""
-        w = times_rows(parts)
+        w = times_rows(parts, step)
         if of.minus == "rows":
             w = w - mosaic.in_columns(load(own.numbers.at[1, row], OF_ROWS), C)
         elif of.minus == "columns":
             w = w - mosaic.in_rows(load(own.numbers.at[1, chunk], OF_COLUMNS), C)
-        ahead = mosaic.hidden_position(0) - mosaic.hidden_position(1) + (row - chunk) * C
-        return jnp.where(ahead <= 0 if of.reverse else ahead >= 0, w, 0.0)
+        # What is added to vectors, in each chunk, is not kept in registers for all of a tile.
+        rows, columns = (
+            plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=layout)
+            for layout in (OF_ROWS, OF_COLUMNS)
+        )
+        rows, columns = mosaic.in_columns(rows, C), mosaic.in_rows(columns + (chunk - row) * C, C)
+        return jnp.where(rows <= columns if of.reverse else rows >= columns, w, 0.0)
 
     def work_on_unit(item: Item, unit: Any) -> None:
         step = walk.step(item, unit)
@@ -440,7 +445,7 @@ def work(walk: Walk) -> None:
             total, den = sums
             of_pair = step + len(halves) + 2 * pair
             slot, parts = take(of_pair)
-            w = weights(first_chunk + pair, row, parts)
+            w = weights(first_chunk + pair, row, parts, of_pair)
             give_back(slot)
             if of.sums_weights:
                 den = den + jnp.sum(w, axis=1)
