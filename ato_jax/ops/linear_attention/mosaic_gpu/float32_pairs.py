@@ -420,7 +420,6 @@ def work(walk: Walk) -> None:
             w = w - mosaic.in_columns(load(own.numbers.at[1, row], OF_ROWS), C)
         elif of.minus == "columns":
             w = w - mosaic.in_rows(load(own.numbers.at[1, chunk], OF_COLUMNS), C)
-        # What is added to vectors, in each chunk, is not kept in registers for all of a tile.
         rows, columns = (
             plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=layout)
             for layout in (OF_ROWS, OF_COLUMNS)
@@ -429,8 +428,7 @@ def work(walk: Walk) -> None:
         return jnp.where(rows <= columns if of.reverse else rows >= columns, w, 0.0)
 
     def work_on_unit(item: Item, unit: Any) -> None:
-        step = walk.step(item, unit)
-        row = unit * WORKERS + worker
+        step, row = walk.step(item, unit), unit * WORKERS + worker
         own.x_ring.produced.wait(0)
         if of.map_x is not None:
             for first in halves:
@@ -470,8 +468,7 @@ def work(walk: Walk) -> None:
         def leave_numbers(x: jax.Array) -> None:
             own.left.at[worker][...] = x
             plgpu.commit_smem()
-            chunk = item.piece * (walk.units * WORKERS) + row
-            target = walk.outputs[1].at[item.batch, item.head, chunk]
+            target = walk.outputs[1].at[item.batch, item.head, item.piece * walk.units * WORKERS + row]
             plgpu.copy_smem_to_gmem(own.left.at[worker], target)
 
         numbers = None if own.numbers is None else own.numbers.at[:, row]
