@@ -468,7 +468,8 @@ def work(walk: Walk) -> None:
         def leave_numbers(x: jax.Array) -> None:
             own.left.at[worker][...] = x
             plgpu.commit_smem()
-            target = walk.outputs[1].at[item.batch, item.head, item.piece * walk.units * WORKERS + row]
+            of_unit = item.piece * walk.units * WORKERS
+            target = walk.outputs[1].at[item.batch, item.head, of_unit + row]
             plgpu.copy_smem_to_gmem(own.left.at[worker], target)
 
         numbers = None if own.numbers is None else own.numbers.at[:, row]
