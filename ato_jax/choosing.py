@@ -154,7 +154,7 @@ def reason_against(call: Call, name: str, phase: str) -> str | None:
         return reason
     interpretable = family(name) in INTERPRETABLE
     interpreted = call.interpret and interpretable
-    if name not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
+    if family(name) not in PLAIN_JAX and call.device.platform != "gpu" and not interpreted:
         hint = " (ato_jax.interpret() interprets kernels)" if interpretable else ""
         return f"needs a GPU, and this call runs on {call.device.platform}{hint}"
     if family(name) == "triton" and not interpreted and (reason := call.device.lacks_triton()):
@@ -167,6 +167,9 @@ def reason_against(call: Call, name: str, phase: str) -> str | None:
 def candidates(call: Call, phase: str) -> Sequence[str]:
     """The backends that may run a phase, in the order in which they are tried."""
     names: Sequence[str] = call.op.backends
+    if call.implementation in PLAIN_JAX:
+        # Not its family: JAX takes any derivative of plain JAX alone.
+        return (call.implementation,)
     if call.implementation in names:
         return tuple(name for name in names if call.implementation in (name, family(name)))
     if call.implementation is not None:

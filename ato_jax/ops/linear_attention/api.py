@@ -39,7 +39,7 @@ FeatureMapLike = str | Callable[[jax.Array], jax.Array]
 
 OP: choosing.Op[LinearAttentionSpec, Inputs, Outputs] = choosing.Op(
     "linear_attention",
-    ("mosaic_gpu", "triton", "xla", "reference"),
+    ("mosaic_gpu", "triton", "xla.products", "xla", "reference"),
     package="ato_jax.ops.linear_attention",
 )
 

@@ -1,0 +1,318 @@
+"""Causal: rows in chunks of C, chunks in segments, products over all chunks of a segment at once.
+
+With S, z the sums over the keys of all earlier chunks, and w_i as in `whole.py`:
+
+    P_ij  = phi(q_i) . phi(k_j)                           j <= i, both in the chunk
+    den_i = sum_j P_ij + phi(q_i) . z
+    out_i = w_i [P_i, phi(q_i)] [v; S]                    one product over C + F
+
+    s_i   = w_i (sum_j P_ij do_i . v_j + phi(q_i) . do_i S^T)         out_i . do_i, as in `whole.py`
+    R     = sum over the rows of all later chunks of w_i phi(q_i) do_i^T      r = -sum w_i s_i phi(q_i)
+    dP_ij = w_i (do_i . v_j - s_i)                        j <= i, both in the chunk
+    dphi(q_i) = sum_j dP_ij phi(k_j) + w_i (do_i S^T - s_i z)
+    dphi(k_j) = sum_i dP_ij phi(q_i) + v_j R^T + r
+    dv_j      = sum_i w_i P_ij do_i + phi(k_j) R
+
+A chunk's query rows are those of all heads of a group, M = R * C. Segments follow one another, so
+that what lies between the passes does not grow with T. The backward pass goes from the last segment
+to the first; it takes the state before each of them, which a pass over the keys makes anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax.meshes import varying_with
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.xla.products import rows
+
+
+class Cut(NamedTuple):
+    """T rows as `segments` of N chunks of C rows; the last may be padding in part."""
+
+    C: int
+    N: int
+    segments: int
+
+    @property
+    def rows(self) -> int:
+        return self.N * self.C
+
+
+def cut(spec: LinearAttentionSpec, chunk: int, most: int) -> Cut:
+    """Segments of like length, of at most `most` chunks."""
+    C = min(chunk, spec.T)
+    chunks = -(-spec.T // C)
+    segments = -(-chunks // most)
+    return Cut(C, -(-chunks // segments), segments)
+
+
+class Segment(NamedTuple):
+    """A segment's arrays, heads first; the features are rounded as operands are."""
+
+    phi_k: Any  # [B, G, N, C, F] float32
+    v: Any  # [B, G, N, C, V]
+    phi_q: Any = None  # [B, G, N, M, F] float32
+
+
+def _padded(spec: LinearAttentionSpec, of: Cut, array: jax.Array) -> jax.Array:
+    missing = of.rows * of.segments - spec.T
+    if not missing:
+        return array
+    axis = spec.layout.index("t")
+    return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+
+
+def _take(spec: LinearAttentionSpec, of: Cut, array: jax.Array, index: Any) -> jax.Array:
+    """A segment of [B, T, heads, X] as [B, G, N, M, X], where M is C for k and v."""
+    axis = spec.layout.index("t")
+    array = jax.lax.dynamic_slice_in_dim(array, index * of.rows, of.rows, axis=axis)
+    B, X = array.shape[0], array.shape[-1]
+    if spec.layout == "bthd":
+        array = array.reshape(B, of.N, of.C, spec.G, -1, X).transpose(0, 3, 1, 4, 2, 5)
+    else:
+        array = array.reshape(B, spec.G, -1, of.N, of.C, X).transpose(0, 1, 3, 2, 4, 5)
+    return array.reshape(B, spec.G, of.N, -1, X)
+
+
+def _put(
+    spec: LinearAttentionSpec, of: Cut, array: jax.Array, index: Any, found: jax.Array
+) -> jax.Array:
+    """`array` with a segment replaced by `found` [B, G, N, M, X]."""
+    B, X = found.shape[0], found.shape[-1]
+    found = found.reshape(B, spec.G, of.N, -1, of.C, X)
+    axis = spec.layout.index("t")
+    if spec.layout == "bthd":
+        found = found.transpose(0, 2, 4, 1, 3, 5).reshape(B, of.rows, -1, X)
+    else:
+        found = found.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, of.rows, X)
+    return jax.lax.dynamic_update_slice_in_dim(
+        array, found.astype(array.dtype), index * of.rows, axis=axis
+    )
+
+
+def _mask(
+    spec: LinearAttentionSpec, of: Cut, lengths: jax.Array | None, index: Any, group: int
+) -> jax.Array | None:
+    """[B, 1, N, M, 1]: which rows of a segment are no padding; None: all."""
+    if lengths is None:
+        if of.rows * of.segments == spec.T:
+            return None
+        lengths = jnp.full((1,), spec.T)
+    mask = rows.valid(lengths, index * of.rows, of.rows, "bt")
+    assert mask is not None
+    shape = len(mask), 1, of.N, 1, of.C, 1
+    full = jnp.broadcast_to(mask.reshape(shape), (*shape[:3], group, of.C, 1))
+    return full.reshape(*shape[:3], -1, 1)
+
+
+def _sums_before(first: jax.Array, each: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """first [B, G, ..], each [B, G, N, ..]: the sum before each n, and that of all."""
+    before = []
+    for n in range(each.shape[2]):
+        before.append(first)
+        first = first + each[:, :, n]
+    return before, first
+
+
+def _sums_after(last: jax.Array, each: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The sum behind each n, and that of all."""
+    after, total = _sums_before(last, each[:, :, ::-1])
+    return after[::-1], total
+
+
+def _stacked(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack(arrays, axis=2)
+
+
+class _Call(NamedTuple):
+    """A call with its arrays padded to whole segments."""
+
+    spec: LinearAttentionSpec
+    of: Cut
+    inputs: Inputs
+
+    def masks(self, index: Any) -> tuple[jax.Array | None, jax.Array | None]:
+        """Of queries, and of keys."""
+        group = self.spec.H // self.spec.G
+        make = functools.partial(_mask, self.spec, self.of)
+        lengths = self.inputs.q_lengths, self.inputs.kv_lengths
+        return make(lengths[0], index, group), make(lengths[1], index, 1)
+
+    def take(self, array: jax.Array, index: Any) -> jax.Array:
+        return _take(self.spec, self.of, array, index)
+
+    def keys(self, index: Any) -> Segment:
+        mask = self.masks(index)[1]
+        v = rows.keep(mask, self.take(self.inputs.v, index))
+        phi_k = rows.features(self.spec, self.take(self.inputs.k, index), mask)
+        return Segment(rows.rounded(self.spec, phi_k), v.astype(rows.operand_dtype(self.spec)))
+
+    def segment(self, index: Any) -> Segment:
+        mask = self.masks(index)[0]
+        phi_q = rows.features(self.spec, self.take(self.inputs.q, index), mask)
+        return self.keys(index)._replace(phi_q=rows.rounded(self.spec, phi_q))
+
+
+def _call(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) -> _Call:
+    of = cut(spec, chunk, most)
+    q, k, v = (_padded(spec, of, array) for array in inputs[:3])
+    return _Call(spec, of, inputs._replace(q=q, k=k, v=v))
+
+
+def _each_segment(
+    call: _Call, body: Callable[[Any, Any], Any], carry: Any, reverse: bool = False
+) -> Any:
+    """The carry after every segment; without a loop where there is one."""
+    if call.of.segments == 1:
+        return body(carry, 0)
+    carry = varying_with(carry, call.inputs)
+    indices = jnp.arange(call.of.segments)
+    return jax.lax.scan(lambda c, i: (body(c, i), None), carry, indices, reverse=reverse)[0]
+
+
+def _visible(of: Cut, M: int) -> jax.Array:
+    """[M, C]: which keys of its chunk a row sees."""
+    return (jnp.arange(M) % of.C)[:, None] >= jnp.arange(of.C)
+
+
+def _pairs(segment: Segment, of: Cut, dtype: Any) -> jax.Array:
+    """P [B, G, N, M, C]."""
+    operand = segment.v.dtype
+    k, q = segment.phi_k.astype(operand), segment.phi_q.astype(operand)
+    found = rows.product("bgnmf,bgncf->bgnmc", q, k, dtype)
+    return jnp.where(_visible(of, q.shape[3]), found, 0)
+
+
+def _den(pairs: jax.Array, phi_q: jax.Array, z: jax.Array) -> jax.Array:
+    """[B, G, N, M, 1]."""
+    of_chunk = jnp.sum(pairs.astype(jnp.float32), axis=-1, keepdims=True)
+    return of_chunk + jnp.sum(phi_q * z[:, :, :, None], axis=-1, keepdims=True)
+
+
+def _state_sums(segment: Segment, equation: str = "bgncf,bgncv->bgnfv") -> jax.Array:
+    return rows.product(equation, segment.phi_k.astype(segment.v.dtype), segment.v, jnp.float32)
+
+
+def _after(segment: Segment, state: LinearState) -> LinearState:
+    """The state after a segment's keys."""
+    dtype = segment.v.dtype
+    kv = rows.product("bgncf,bgncv->bgfv", segment.phi_k.astype(dtype), segment.v, jnp.float32)
+    return LinearState(state.kv + kv, state.k_sum + jnp.sum(segment.phi_k, axis=(2, 3)))
+
+
+def forward(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) -> Outputs:
+    call = _call(spec, chunk, most, inputs)
+
+    def body(carry: tuple[LinearState, jax.Array], index: Any) -> Any:
+        (S, z), out = carry
+        segment = call.segment(index)
+        befores, S = _sums_before(S, _state_sums(segment))
+        z_before, z = _sums_before(z, jnp.sum(segment.phi_k, axis=3))
+        pairs = _pairs(segment, call.of, segment.v.dtype)
+        w = rows.weights(spec, _den(pairs, segment.phi_q, _stacked(z_before)))
+        states = rows.parts_of_states(spec, _stacked(befores))
+        q = segment.phi_q.astype(segment.v.dtype)
+        left = jnp.concatenate([pairs, *(q for _ in states)], axis=-1)  # [.., M, C + F]
+        right = jnp.concatenate([segment.v, *states], axis=-2)  # [.., C + F, V]
+        num = rows.product("bgnmx,bgnxv->bgnmv", left, right, jnp.float32)
+        num = rows.keep(call.masks(index)[0], num)
+        return LinearState(S, z), _put(spec, call.of, out, index, num * w)
+
+    shape = list(call.inputs.q.shape)
+    shape[-1] = spec.V
+    out = jnp.zeros(shape, inputs.v.dtype)
+    state, out = _each_segment(call, body, (rows.initial(spec, inputs), out))
+    return Outputs(_unpadded(spec, out), state)
+
+
+def _unpadded(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
+    return jax.lax.slice_in_dim(array, 0, spec.T, axis=spec.layout.index("t"))
+
+
+def _states_before(call: _Call) -> tuple[jax.Array, jax.Array]:
+    """The state before each segment: kv [segments, B, G, F, V] and k_sum."""
+    state = rows.initial(call.spec, call.inputs)
+    if call.of.segments == 1:
+        return LinearState(state.kv[None], state.k_sum[None])
+
+    def body(state: LinearState, index: Any) -> tuple[LinearState, LinearState]:
+        return _after(call.keys(index), state), state
+
+    indices = jnp.arange(call.of.segments)
+    found: LinearState = jax.lax.scan(body, varying_with(state, call.inputs), indices)[1]
+    return found
+
+
+def backward(
+    spec: LinearAttentionSpec, chunk: int, most: int, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
+    call = _call(spec, chunk, most, residuals.inputs)
+    of, product = call.of, rows.product
+    dtype = rows.operand_dtype(spec)
+    d_outs = _padded(spec, of, cotangents.out)
+    starts = _states_before(call)
+    # The maps' derivatives read q and k by themselves: else XLA keeps the features in float32.
+    q_again, k_again = jax.lax.optimization_barrier((call.inputs.q, call.inputs.k))
+
+    def body(carry: tuple[LinearState, Any], index: Any) -> Any:
+        (R, r), found = carry
+        asked, real = call.masks(index)
+        segment = call.segment(index)
+        phi_q, v = segment.phi_q, segment.v
+        q, k = phi_q.astype(dtype), segment.phi_k.astype(dtype)
+        S = [one.astype(dtype) for one in _sums_before(starts.kv[index], _state_sums(segment))[0]]
+        z = _stacked(_sums_before(starts.k_sum[index], jnp.sum(segment.phi_k, axis=3))[0])
+        # In float32 for the normaliser's flow: where few keys are seen, their roundings do not
+        # average out, and these rows have the largest gradients.
+        pairs = _pairs(segment, of, jnp.float32)
+        den = _den(pairs, phi_q, z)
+        w = rows.weights(spec, den)
+        d_out = rows.keep(asked, call.take(d_outs, index)).astype(dtype)
+        of_states = product("bgnmv,bgnfv->bgnmf", d_out, _stacked(S), jnp.float32)
+        of_pairs = product("bgnmv,bgncv->bgnmc", d_out, v, jnp.float32)
+        s = jnp.sum(pairs * of_pairs, axis=-1, keepdims=True)
+        s = w * (s + jnp.sum(phi_q * of_states, axis=-1, keepdims=True))
+        s = rows.where_divided(spec, den, s)
+        d_pairs = jnp.where(_visible(of, q.shape[3]), w * (of_pairs - s), 0).astype(dtype)
+
+        sums = product("bgnmf,bgnmv->bgnfv", (phi_q * w).astype(dtype), d_out, jnp.float32)
+        after, R = _sums_after(R, sums)
+        R_after = _stacked([one.astype(dtype) for one in after])
+        r_after, r = _sums_after(r, -jnp.sum(phi_q * (w * s), axis=3))
+
+        d_q = product("bgnmc,bgncf->bgnmf", d_pairs, k, jnp.float32)
+        d_q += w * (of_states - s * z[:, :, :, None])
+        d_k = product("bgnmc,bgnmf->bgncf", d_pairs, q, jnp.float32)
+        d_k += product("bgncv,bgnfv->bgncf", v, R_after, jnp.float32)
+        d_k += _stacked(r_after)[:, :, :, None]
+        d_v = product("bgnmc,bgnmv->bgncv", (pairs * w).astype(dtype), d_out, jnp.float32)
+        d_v += product("bgncf,bgnfv->bgncv", k, R_after, jnp.float32)
+        flows = (
+            rows.pull_back(spec, call.take(q_again, index), asked, d_q),
+            rows.pull_back(spec, call.take(k_again, index), real, d_k),
+            rows.keep(real, d_v),
+        )
+        found = tuple(
+            _put(spec, of, array, index, flow) for array, flow in zip(found, flows, strict=True)
+        )
+        return LinearState(R, r), found
+
+    zeros = tuple(jnp.zeros_like(array) for array in call.inputs[:3])
+    carry = LinearState(*cotangents.state), zeros
+    state, found = _each_segment(call, body, carry, reverse=True)
+    has_state = residuals.inputs.initial_state is not None
+    return Inputs(
+        *(_unpadded(spec, array) for array in found), initial_state=state if has_state else None
+    )

@@ -1,0 +1,123 @@
+"""Linear attention of large states by products (`xla/products`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ato_jax
+from ato_jax import choosing
+from ato_jax.ops.linear_attention.spec import LinearState
+from ato_jax.ops.linear_attention.xla import products
+from benchmarks.choices import Row
+from tests import choices, numerics
+
+# Wider than tall, so that no axis is taken for another; a chunk of 256 rows and a part of one.
+SIZES = {"B": 1, "T": 300, "S": 300, "H": 2, "G": 2, "D": 272, "V": 24}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two segments of two chunks at 300 rows, and no least number of rows of heads."""
+    monkeypatch.setattr(products, "LEAST_ROWS_OF_HEADS", 1)
+    monkeypatch.setattr(products, "default_config", lambda spec, device: products.Config(80, 2))
+    monkeypatch.setattr(
+        type(products.BACKEND), "default_config", staticmethod(products.default_config)
+    )
+
+
+def draw(dtype: str, layout: str = "bthd", **sizes: int) -> list[jax.Array]:
+    sizes = SIZES | sizes
+    random = np.random.default_rng(0)
+
+    def one(letters: str) -> jax.Array:
+        order = letters if layout == "bthd" else letters[0] + letters[2] + letters[1] + letters[3]
+        shape = [sizes[letter] for letter in order]
+        return jnp.asarray(random.normal(size=shape), dtype)
+
+    return [one("BTHD"), one("BSGD"), one("BSGV")]
+
+
+def state(**sizes: int) -> LinearState:
+    sizes = SIZES | sizes
+    random = np.random.default_rng(1)
+    shape = [sizes[letter] for letter in "BGDV"]
+    kv, k_sum = random.normal(size=shape), np.abs(random.normal(size=shape[:3]))
+    return LinearState(jnp.asarray(kv, jnp.float32), jnp.asarray(k_sum, jnp.float32))
+
+
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("bfloat16", {}, {}),
+    ("bfloat16", {}, {"causal": True}),
+    ("float16", {}, {}),
+    ("float16", {}, {"causal": True}),
+    ("bfloat16", {"H": 4, "B": 2}, {"layout": "bhtd"}),
+    ("bfloat16", {"H": 4, "B": 2}, {"causal": True, "layout": "bhtd"}),
+    ("bfloat16", {"H": 4}, {"causal": True, "feature_map": "identity"}),
+    ("bfloat16", {}, {"feature_map": "silu"}),
+    ("bfloat16", {}, {"causal": True, "feature_map": "silu"}),
+    ("bfloat16", {"S": 400}, {"kv_lengths": [311], "feature_map": "relu"}),
+    ("bfloat16", {"B": 2}, {"q_lengths": [211, 300], "kv_lengths": [300, 5]}),
+    ("bfloat16", {}, {"initial_state": state(), "return_state": True}),
+    ("bfloat16", {}, {"initial_state": state(), "return_state": True, "causal": True}),
+]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("dtype", "sizes", "options"), CASES)
+def test_products_are_within_the_budgets(
+    dtype: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    arrays = draw(dtype, options.get("layout", "bthd"), **sizes)
+    options = {
+        name: np.array(value) if name.endswith("lengths") else value
+        for name, value in options.items()
+    }
+    wanted = numerics.oracle("linear_attention", *arrays, **options)
+    result = numerics.run(
+        "linear_attention", "xla.products", *arrays, cotangents=wanted.cotangents, **options
+    )
+    numerics.compare(result, wanted)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_reaches_nothing(causal: bool) -> None:
+    q, k, v = draw("bfloat16")
+    length = jnp.array([290])
+    q, k, v = (jnp.where(jnp.arange(300)[:, None, None] < 290, x, jnp.nan) for x in (q, k, v))
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = ato_jax.linear_attention(
+            q, k, v, causal=causal, q_lengths=length, kv_lengths=length,
+            implementation="xla.products",
+        )  # fmt: skip
+        return jnp.sum(out.astype(jnp.float32))
+
+    for found in (*jax.grad(total, (0, 1, 2))(q, k, v), total(q, k, v)):
+        assert np.isfinite(np.asarray(found, np.float32)).all()
+
+
+def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> None:
+    def backends(**sizes: Any) -> list[str | None]:
+        row = Row("linear_attention", **{"B": 1, "H": 8, "T": 16384} | sizes)
+        found = choices.chosen(row, choices.described("H100"))
+        return [choice and choice.backend for choice in found]
+
+    assert backends(D=512) == backends(D=320, causal=True) == ["xla.products"] * 3
+    assert backends(D=256) == ["mosaic_gpu"] * 3
+    assert backends(D=512, dtype="float32") == ["xla"] * 3
+    q, k, v = draw("bfloat16", T=4096, S=4096)
+    assert ato_jax.explain(ato_jax.linear_attention, q, k, v).implementation == "xla"
+
+
+def test_xla_by_name_is_plain_jax() -> None:
+    """`implementation="xla"` names no family: its calls have every derivative, on a card, too."""
+    call = choosing.Call(
+        choices.APIS["linear_attention"].OP, None, "xla", choices.described("H100"), False
+    )
+    assert choosing.candidates(call, "forward") == ("xla",)
