@@ -109,7 +109,7 @@ def _mask(
     if lengths is None:
         if of.rows * of.segments == spec.T:
             return None
-        lengths = jnp.full((1,), spec.T)
+        lengths = jnp.full((1,), spec.T, jnp.int32)
     mask = rows.valid(lengths, index * of.rows, of.rows, "bt")
     assert mask is not None
     shape = len(mask), 1, of.N, 1, of.C, 1
@@ -178,7 +178,7 @@ def _each_segment(
     if call.of.segments == 1:
         return body(carry, 0)
     carry = varying_with(carry, call.inputs)
-    indices = jnp.arange(call.of.segments)
+    indices = jnp.arange(call.of.segments, dtype=jnp.int32)
     return jax.lax.scan(lambda c, i: (body(c, i), None), carry, indices, reverse=reverse)[0]
 
 
@@ -241,7 +241,7 @@ def _unpadded(spec: LinearAttentionSpec, array: jax.Array) -> jax.Array:
     return jax.lax.slice_in_dim(array, 0, spec.T, axis=spec.layout.index("t"))
 
 
-def _states_before(call: _Call) -> tuple[jax.Array, jax.Array]:
+def _states_before(call: _Call) -> LinearState:
     """The state before each segment: kv [segments, B, G, F, V] and k_sum."""
     state = rows.initial(call.spec, call.inputs)
     if call.of.segments == 1:
@@ -250,7 +250,7 @@ def _states_before(call: _Call) -> tuple[jax.Array, jax.Array]:
     def body(state: LinearState, index: Any) -> tuple[LinearState, LinearState]:
         return _after(call.keys(index), state), state
 
-    indices = jnp.arange(call.of.segments)
+    indices = jnp.arange(call.of.segments, dtype=jnp.int32)
     found: LinearState = jax.lax.scan(body, varying_with(state, call.inputs), indices)[1]
     return found
 
@@ -312,7 +312,6 @@ def backward(
     zeros = tuple(jnp.zeros_like(array) for array in call.inputs[:3])
     carry = LinearState(*cotangents.state), zeros
     state, found = _each_segment(call, body, carry, reverse=True)
+    q, k, v = (_unpadded(spec, array) for array in found)
     has_state = residuals.inputs.initial_state is not None
-    return Inputs(
-        *(_unpadded(spec, array) for array in found), initial_state=state if has_state else None
-    )
+    return Inputs(q, k, v, initial_state=state if has_state else None)

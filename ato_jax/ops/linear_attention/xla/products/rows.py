@@ -54,7 +54,7 @@ def valid(lengths: jax.Array | None, first: Any, count: int, axes: str) -> jax.A
     """Which of the rows from `first` on are no padding, shaped for arrays [axes.., X]."""
     if lengths is None:
         return None
-    mask = first + jnp.arange(count) < lengths[:, None]  # [B, T]
+    mask = first + jnp.arange(count, dtype=jnp.int32) < lengths[:, None]  # [B, T]
     shape = [dict(b=mask.shape[0], t=count).get(axis, 1) for axis in axes]
     return mask.reshape(*shape, 1)
 

@@ -72,7 +72,9 @@ def forward(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
     factors = rows.parts_of_states(spec, S if spec.normalize else S * spec.scale)
     equation = f"{query_axes}f,bgfv->{query_axes}v"
     dtype = inputs.v.dtype if len(factors) == 1 and v.dtype == jnp.bfloat16 else jnp.float32
-    out = sum(rows.product(equation, q, factor, dtype) for factor in factors)
+    out, *rests = (rows.product(equation, q, factor, dtype) for factor in factors)
+    for rest in rests:
+        out = out + rest
     return Outputs(rows.of_heads(spec, out.astype(inputs.v.dtype)), LinearState(S, z))
 
 
@@ -91,11 +93,11 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     dS = dS + cotangents.state.kv
     S_operand = S.astype(dtype)
     of_state = rows.product(f"{query_axes}v,bgfv->{query_axes}f", d_out, S_operand, jnp.float32)
-    num_flow = jnp.sum(q * of_state, axis=-1, keepdims=True)  # out . do
+    num_flow = jnp.sum(q.astype(jnp.float32) * of_state, axis=-1, keepdims=True)  # out . do
     num_flow = rows.where_divided(spec, den, num_flow)
     d_phi_q = (of_state - num_flow * _over(query_axes, z)) * rows.weights(spec, den)
     over_rows = tuple(query_axes.index(axis) for axis in "tr")
-    dz = -jnp.sum(q * num_flow, axis=over_rows) + cotangents.state.k_sum
+    dz = -jnp.sum(q.astype(jnp.float32) * num_flow, axis=over_rows) + cotangents.state.k_sum
     dS_operand = dS.astype(dtype)
     d_phi_k = rows.product(f"{key_axes}v,bgfv->{key_axes}f", v, dS_operand, jnp.float32)
     d_phi_k = d_phi_k + _over(key_axes, dz)
