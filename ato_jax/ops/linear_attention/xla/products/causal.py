@@ -6,8 +6,9 @@ With S, z the sums over the keys of all earlier chunks, and w_i as in `whole.py`
     den_i = sum_j P_ij + phi(q_i) . z
     out_i = w_i [P_i, phi(q_i)] [v; S]                    one product over C + F
 
-    s_i   = w_i (sum_j P_ij do_i . v_j + phi(q_i) . do_i S^T)         out_i . do_i, as in `whole.py`
-    R     = sum over the rows of all later chunks of w_i phi(q_i) do_i^T      r = -sum w_i s_i phi(q_i)
+    s_i   = w_i (sum_j P_ij do_i . v_j + phi(q_i) . do_i S^T)     out_i . do_i, as in `whole.py`
+    R     = sum over the rows of all later chunks of w_i phi(q_i) do_i^T
+    r     = -sum over them of w_i s_i phi(q_i)
     dP_ij = w_i (do_i . v_j - s_i)                        j <= i, both in the chunk
     dphi(q_i) = sum_j dP_ij phi(k_j) + w_i (do_i S^T - s_i z)
     dphi(k_j) = sum_i dP_ij phi(q_i) + v_j R^T + r
@@ -78,25 +79,25 @@ def _take(spec: LinearAttentionSpec, of: Cut, array: jax.Array, index: Any) -> j
     """A segment of [B, T, heads, X] as [B, G, N, M, X], where M is C for k and v."""
     axis = spec.layout.index("t")
     array = jax.lax.dynamic_slice_in_dim(array, index * of.rows, of.rows, axis=axis)
-    B, X = array.shape[0], array.shape[-1]
+    B, width = array.shape[0], array.shape[-1]
     if spec.layout == "bthd":
-        array = array.reshape(B, of.N, of.C, spec.G, -1, X).transpose(0, 3, 1, 4, 2, 5)
+        array = array.reshape(B, of.N, of.C, spec.G, -1, width).transpose(0, 3, 1, 4, 2, 5)
     else:
-        array = array.reshape(B, spec.G, -1, of.N, of.C, X).transpose(0, 1, 3, 2, 4, 5)
-    return array.reshape(B, spec.G, of.N, -1, X)
+        array = array.reshape(B, spec.G, -1, of.N, of.C, width).transpose(0, 1, 3, 2, 4, 5)
+    return array.reshape(B, spec.G, of.N, -1, width)
 
 
 def _put(
     spec: LinearAttentionSpec, of: Cut, array: jax.Array, index: Any, found: jax.Array
 ) -> jax.Array:
     """`array` with a segment replaced by `found` [B, G, N, M, X]."""
-    B, X = found.shape[0], found.shape[-1]
-    found = found.reshape(B, spec.G, of.N, -1, of.C, X)
+    B, width = found.shape[0], found.shape[-1]
+    found = found.reshape(B, spec.G, of.N, -1, of.C, width)
     axis = spec.layout.index("t")
     if spec.layout == "bthd":
-        found = found.transpose(0, 2, 4, 1, 3, 5).reshape(B, of.rows, -1, X)
+        found = found.transpose(0, 2, 4, 1, 3, 5).reshape(B, of.rows, -1, width)
     else:
-        found = found.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, of.rows, X)
+        found = found.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, of.rows, width)
     return jax.lax.dynamic_update_slice_in_dim(
         array, found.astype(array.dtype), index * of.rows, axis=axis
     )
@@ -182,9 +183,9 @@ def _each_segment(
     return jax.lax.scan(lambda c, i: (body(c, i), None), carry, indices, reverse=reverse)[0]
 
 
-def _visible(of: Cut, M: int) -> jax.Array:
+def _visible(of: Cut, count: int) -> jax.Array:
     """[M, C]: which keys of its chunk a row sees."""
-    return (jnp.arange(M) % of.C)[:, None] >= jnp.arange(of.C)
+    return (jnp.arange(count) % of.C)[:, None] >= jnp.arange(of.C)
 
 
 def _pairs(segment: Segment, of: Cut, dtype: Any) -> jax.Array:
@@ -267,7 +268,7 @@ def backward(
     q_again, k_again = jax.lax.optimization_barrier((call.inputs.q, call.inputs.k))
 
     def body(carry: tuple[LinearState, Any], index: Any) -> Any:
-        (R, r), found = carry
+        (later, r), found = carry
         asked, real = call.masks(index)
         segment = call.segment(index)
         phi_q, v = segment.phi_q, segment.v
@@ -288,17 +289,17 @@ def backward(
         d_pairs = jnp.where(_visible(of, q.shape[3]), w * (of_pairs - s), 0).astype(dtype)
 
         sums = product("bgnmf,bgnmv->bgnfv", (phi_q * w).astype(dtype), d_out, jnp.float32)
-        after, R = _sums_after(R, sums)
-        R_after = _stacked([one.astype(dtype) for one in after])
+        after, later = _sums_after(later, sums)
+        states_after = _stacked([one.astype(dtype) for one in after])
         r_after, r = _sums_after(r, -jnp.sum(phi_q * (w * s), axis=3))
 
         d_q = product("bgnmc,bgncf->bgnmf", d_pairs, k, jnp.float32)
         d_q += w * (of_states - s * z[:, :, :, None])
         d_k = product("bgnmc,bgnmf->bgncf", d_pairs, q, jnp.float32)
-        d_k += product("bgncv,bgnfv->bgncf", v, R_after, jnp.float32)
+        d_k += product("bgncv,bgnfv->bgncf", v, states_after, jnp.float32)
         d_k += _stacked(r_after)[:, :, :, None]
         d_v = product("bgnmc,bgnmv->bgncv", (pairs * w).astype(dtype), d_out, jnp.float32)
-        d_v += product("bgncf,bgnfv->bgncv", k, R_after, jnp.float32)
+        d_v += product("bgncf,bgnfv->bgncv", k, states_after, jnp.float32)
         flows = (
             rows.pull_back(spec, call.take(q_again, index), asked, d_q),
             rows.pull_back(spec, call.take(k_again, index), real, d_k),
@@ -307,7 +308,7 @@ def backward(
         found = tuple(
             _put(spec, of, array, index, flow) for array, flow in zip(found, flows, strict=True)
         )
-        return LinearState(R, r), found
+        return LinearState(later, r), found
 
     zeros = tuple(jnp.zeros_like(array) for array in call.inputs[:3])
     carry = LinearState(*cotangents.state), zeros

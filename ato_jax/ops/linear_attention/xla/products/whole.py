@@ -10,10 +10,10 @@
     dphi(k_j) = v_j dS^T + dz                     dv_j = phi(k_j) dS
 
 w_i multiplies phi(q_i) before it is rounded, so that do and v are operands as they are. A scale
-multiplies S and dS instead, since phi(q_i) may be exact without it. Sums over rows of single vectors
-and over a row's columns are float32 sums and no products, which a GPU would round to TF32. s_i is
-taken from the product that the gradient is made of: the two terms of it nearly cancel, and then
-their roundings do, too.
+multiplies S and dS instead, since phi(q_i) may be exact without it. Sums over rows of single
+vectors and over a row's columns are float32 sums and no products, which a GPU would round to TF32.
+s_i is taken from the product that the gradient is made of: the two terms of it nearly cancel, and
+then their roundings do, too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ato_jax.ops.linear_attention.xla.products import rows
 
 def _over(axes: str, per_head: jax.Array) -> jax.Array:
     """[B, G, X] shaped to meet arrays [axes.., X]."""
-    B, G, X = per_head.shape
-    return per_head.reshape(*(dict(b=B, g=G).get(axis, 1) for axis in axes), X)
+    B, G, width = per_head.shape
+    return per_head.reshape(*(dict(b=B, g=G).get(axis, 1) for axis in axes), width)
 
 
 def _queries(
@@ -89,8 +89,8 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     d_out = rows.keep(asked, rows.in_groups(spec, cotangents.out)).astype(dtype)
     scale = 1.0 if spec.normalize else spec.scale
 
-    dS = rows.product(f"{query_axes}f,{query_axes}v->bgfv", q, d_out, jnp.float32) * scale
-    dS = dS + cotangents.state.kv
+    d_kv = rows.product(f"{query_axes}f,{query_axes}v->bgfv", q, d_out, jnp.float32) * scale
+    d_kv = d_kv + cotangents.state.kv
     S_operand = S.astype(dtype)
     of_state = rows.product(f"{query_axes}v,bgfv->{query_axes}f", d_out, S_operand, jnp.float32)
     num_flow = jnp.sum(q.astype(jnp.float32) * of_state, axis=-1, keepdims=True)  # out . do
@@ -98,13 +98,13 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     d_phi_q = (of_state - num_flow * _over(query_axes, z)) * rows.weights(spec, den)
     over_rows = tuple(query_axes.index(axis) for axis in "tr")
     dz = -jnp.sum(q.astype(jnp.float32) * num_flow, axis=over_rows) + cotangents.state.k_sum
-    dS_operand = dS.astype(dtype)
-    d_phi_k = rows.product(f"{key_axes}v,bgfv->{key_axes}f", v, dS_operand, jnp.float32)
+    d_kv_operand = d_kv.astype(dtype)
+    d_phi_k = rows.product(f"{key_axes}v,bgfv->{key_axes}f", v, d_kv_operand, jnp.float32)
     d_phi_k = d_phi_k + _over(key_axes, dz)
-    d_v = rows.product(f"{key_axes}f,bgfv->{key_axes}v", phi_k.astype(dtype), dS_operand, dtype)
+    d_v = rows.product(f"{key_axes}f,bgfv->{key_axes}v", phi_k.astype(dtype), d_kv_operand, dtype)
     return Inputs(
         rows.of_heads(spec, rows.pull_back(spec, q_again, asked, d_phi_q)),
         rows.pull_back(spec, k_again, real, d_phi_k),
         rows.keep(real, d_v).astype(inputs.v.dtype),
-        initial_state=None if inputs.initial_state is None else LinearState(dS, dz),
+        initial_state=None if inputs.initial_state is None else LinearState(d_kv, dz),
     )
