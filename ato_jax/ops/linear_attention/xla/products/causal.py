@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax.experimental.layout import Layout, with_layout_constraint
+
 from ato_jax.meshes import varying_with
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
@@ -75,10 +77,20 @@ def _padded(spec: LinearAttentionSpec, of: Cut, array: jax.Array) -> jax.Array:
     return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
 
 
+def _rows_first(array: jax.Array) -> jax.Array:
+    """The array with its axes in memory as they are written.
+
+    Products want heads first. Without this XLA turns the arrays of a loop as a whole before and
+    behind it, and does not turn each segment where it is mapped.
+    """
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
+
+
 def _take(spec: LinearAttentionSpec, of: Cut, array: jax.Array, index: Any) -> jax.Array:
     """A segment of [B, T, heads, X] as [B, G, N, M, X], where M is C for k and v."""
     axis = spec.layout.index("t")
     array = jax.lax.dynamic_slice_in_dim(array, index * of.rows, of.rows, axis=axis)
+    array = _rows_first(array)
     B, width = array.shape[0], array.shape[-1]
     if spec.layout == "bthd":
         array = array.reshape(B, of.N, of.C, spec.G, -1, width).transpose(0, 3, 1, 4, 2, 5)
@@ -98,9 +110,8 @@ def _put(
         found = found.transpose(0, 2, 4, 1, 3, 5).reshape(B, of.rows, -1, width)
     else:
         found = found.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, of.rows, width)
-    return jax.lax.dynamic_update_slice_in_dim(
-        array, found.astype(array.dtype), index * of.rows, axis=axis
-    )
+    found = _rows_first(found.astype(array.dtype))
+    return jax.lax.dynamic_update_slice_in_dim(array, found, index * of.rows, axis=axis)
 
 
 def _mask(
