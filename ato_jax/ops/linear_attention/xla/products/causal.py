@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from ato_jax.meshes import varying_with
