@@ -1,5 +1,5 @@
-"""Calls under `jax_numpy_dtype_promotion="strict"`, where an integer of 64 bits beside one of 32 is an
-error: what we make ourselves has 32 bits, also with 64-bit types switched on."""
+"""Calls under `jax_numpy_dtype_promotion="strict"`, where an integer of 64 bits beside one of 32 is
+an error: what we make ourselves has 32 bits, also with 64-bit types switched on."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     projected_whole,
     steps,
     value_blocks,
+    whole_units,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
@@ -198,6 +199,8 @@ def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
         return f"with normalize=True and feature_map={name!r}, whose features may be negative"
     if spec.normalize and spec.initial_state:
         return "with a normalizer beside an initial_state"
+    if spec.normalize and not spec.causal and spec.eps < whole_units.LEAST_EPS:
+        return f"without causal=True and with eps below {whole_units.LEAST_EPS:.1e}"
     return None
 
 

@@ -202,7 +202,8 @@ def _of_both(
     k_first, _ = _where(k_begins)
     k_row, k_size = _sizes(k_first, S)
     runs = kv_ids[:, -1] + 1
-    before = jnp.cumsum(runs, dtype=jnp.int32) - runs  # the runs of keys of the batch entries before
+    # The runs of keys of the batch entries before.
+    before = jnp.cumsum(runs, dtype=jnp.int32) - runs
     entries = jnp.arange(B, dtype=jnp.int32)[:, None]
     seen = jnp.zeros((B, S + 1), bool).at[entries, jnp.where(q_ids < 0, S, q_ids)].set(True)
     unseen = k_begins & ~jnp.take_along_axis(seen, kv_ids, axis=1).reshape(-1)

@@ -33,7 +33,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, feature_maps,
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums, parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
-from ato_jax.ops.linear_attention.scans.totals import least_usual
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -111,7 +110,9 @@ def backward(
     r, u = float32_sums(spec, of_queries, "float32_query_sums", *arrays)
     # Over the pieces and over the query heads of each kv head.
     r = jnp.sum(r.reshape(spec.B, spec.G, -1, spec.D, spec.V), axis=2) * spec.scale
-    u = jnp.sum(u.reshape(spec.B, spec.G, -1, spec.D), axis=2) * float(spec.normalize)
+    u = jnp.sum(u.reshape(spec.B, spec.G, -1, spec.D), axis=2)
+    if not spec.normalize:
+        u = jnp.zeros_like(u)  # it may be infinite
     sums = LinearState(r, u)
     if spec.return_state:
         sums = jax.tree.map(jnp.add, sums, cotangents.state)
@@ -137,7 +138,7 @@ def _query_gradient(
     spec: LinearAttentionSpec, config: Config, inputs: Inputs, state: LinearState, g: jax.Array
 ) -> Any:
     """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32."""
-    maps, least = feature_maps.features(spec), max(spec.eps, least_usual(spec))
+    maps = feature_maps.features(spec)
 
     def write(chunk: Chunk) -> None:
         def features(first: int) -> jax.Array:
@@ -154,8 +155,8 @@ def _query_gradient(
             phis = {first: features(first) for first in firsts}
             den = sum(jnp.sum(phis[first] * chunk.vector(0, first), axis=1) for first in firsts)
             of_e = sum(jnp.sum(phis[first] * G[first], axis=1) for first in firsts)
-            inverse = 1.0 / jnp.maximum(den, least)
-            e = jnp.where(den > least, of_e * inverse, 0.0)
+            inverse = 1.0 / jnp.maximum(den, spec.eps)
+            e = jnp.where(den > spec.eps, of_e * inverse, 0.0)
             chunk.leave_rows([inverse, e], 1)
         for first in firsts:
             dq = G[first]

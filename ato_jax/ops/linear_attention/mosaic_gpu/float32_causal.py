@@ -42,7 +42,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.float32_pairs import (
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, Config
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges
-from ato_jax.ops.linear_attention.scans.totals import least_usual
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -89,10 +88,6 @@ def _weighted_phi(spec: LinearAttentionSpec) -> Any:
     return phi
 
 
-def _least(spec: LinearAttentionSpec) -> float:
-    return max(spec.eps, least_usual(spec))
-
-
 def _numbers(spec: LinearAttentionSpec) -> jax.ShapeDtypeStruct:
     """Of each row, up to a whole run."""
     rows = units_of_run(spec) * UNIT
@@ -110,7 +105,7 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Ke
         if spec.normalize:
             for first in firsts:
                 den = den + jnp.sum(unit.read(first) * unit.vector_from(first), axis=1)
-            inverse = 1.0 / jnp.maximum(den, _least(spec))
+            inverse = 1.0 / jnp.maximum(den, spec.eps)
             factor = mosaic.in_columns(inverse, HALF)
             unit.leave_numbers(inverse)
         for first, half in zip(firsts, total, strict=True):
@@ -192,7 +187,7 @@ def _e(spec: LinearAttentionSpec, g: jax.Array, kept: causal.Kept) -> jax.Array:
     shape = _numbers(spec).shape
     e = jnp.pad(e, ((0, 0), (0, 0), (0, shape[2] * C - spec.T))).reshape(shape)
     assert kept.den is not None
-    return jnp.where(kept.den < jnp.float32(1.0) / jnp.float32(_least(spec)), e, 0.0)
+    return jnp.where(kept.den < jnp.float32(1.0) / jnp.float32(spec.eps), e, 0.0)
 
 
 Numbers = tuple[jax.Array, jax.Array] | None

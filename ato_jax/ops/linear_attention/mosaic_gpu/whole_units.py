@@ -34,6 +34,9 @@ LARGEST = 2.0**14
 # Smaller sums of features count as 0: LARGEST over it, and its product with a value are normal
 # numbers of float32.
 LEAST_SUM = 2.0**-100
+# Above what 128 features of up to 2^16, each with a sum that counts as 0, make of a denominator:
+# with an eps of at least this, such features change nothing that is divided by it.
+LEAST_EPS = 2.0**-76
 LEAST_SHARE = 2.0**-24  # float16's smallest positive number
 
 

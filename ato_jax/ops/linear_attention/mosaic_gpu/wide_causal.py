@@ -22,7 +22,6 @@ from ato_jax.ops.linear_attention.scans.edges import Edges
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 State = tuple[jax.Array, jax.Array]
-JOINED = True
 
 
 def piece_sums(
@@ -95,9 +94,4 @@ def key_gradient(
     """dk and dv."""
     start = jnp.swapaxes(r, 3, 4), u
     states = wide_states(spec, deal, "wide_query_states", q, g, start, (inverse, e))
-    of_keys = Arrays(v, g, q, *states, k, inverse, e)
-    if JOINED:
-        return wide_key_gradients(spec, deal, of_keys)
-    of_values = Arrays(k, q, g, *states, inverse=inverse)
-    dv = wide_runs(spec, deal, Pass.DV, of_values).found
-    return wide_runs(spec, deal, Pass.DK, of_keys).found, dv
+    return wide_key_gradients(spec, deal, Arrays(v, g, q, *states, k, inverse, e))
