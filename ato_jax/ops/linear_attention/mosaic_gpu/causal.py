@@ -27,6 +27,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     chunk_borders,
     frame,
     narrow,
+    powers,
     query_gradient_storage,
     wide_causal,
     wide_states,
@@ -122,6 +123,7 @@ class Kept(NamedTuple):
     z: jax.Array
     features: channel_backward.Features | None = None
     units: jax.Array | None = None  # of the rows of s, in float16
+    of_features: powers.Powers | None = None  # in float16
     # Where each query sees every key through a decay: what rows of out are divided by, and the sums
     # of the walk from the end, as s and z.
     den: jax.Array | None = None
@@ -146,7 +148,8 @@ def keep(
         return _keep_by_channel(spec, deal, inputs, features)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
     borders = chunk_borders.of_sequence(spec, deal, inputs)
-    ahead = states_of(spec, deal, inputs, pieces, borders)
+    of_features = powers.powers_of(spec, inputs)
+    ahead = states_of(spec, deal, inputs, pieces, borders, of_features)
     kv, units = _in_units(spec, ahead.kv)
     arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
@@ -156,12 +159,16 @@ def keep(
         options: dict[str, Any] = {"gates": gates, "steep": steep, "s_units": units}
         options |= {"lengths": inputs.kv_lengths}
         options |= {"begins": borders.begins, "borders_of": borders.chunks}
+        if of_features is not None:
+            options |= {"q_powers": of_features.q, "k_powers": of_features.k}
         out, den = output(spec, deal, *arrays, later, **options)
     state = ahead.end
+    if of_features is not None:
+        state = powers.times(state, 1 / of_features.k)
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
         state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
-    return Kept(out, state, kv, ahead.k_sum, units=units, den=den)
+    return Kept(out, state, kv, ahead.k_sum, units=units, of_features=of_features, den=den)
 
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
@@ -220,8 +227,10 @@ def states_of(
     inputs: Inputs,
     gates: OfPieces | None,
     borders: chunk_borders.OfSequence | None = None,
+    of_features: powers.Powers | None = None,
 ) -> Edges:
-    """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned."""
+    """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned. In
+    float16 times the powers of keys."""
     pieces = of_queries.pieces - (not spec.return_state)
     found = None
     if pieces:
@@ -233,12 +242,16 @@ def states_of(
         else:
             until = None if gates is None else gates.until
             adding = None if borders is None else borders.adding
-            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding)
+            of_keys = None if of_features is None else of_features.k
+            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding, of_keys)
     kept_by = borders if gates is None else gates
     keeps = None if kept_by is None else kept_by.keeps
     dtype = _dtype_of_edges(spec)
     options: Any = {"ends": spec.return_state, "dtype": dtype}
-    edges = at_edges(spec, found, inputs.initial_state, keeps, **options)
+    start = inputs.initial_state
+    if of_features is not None:
+        start = powers.times(start, of_features.k)
+    edges = at_edges(spec, found, start, keeps, **options)
     return wide_causal.at_runs(spec, of_queries, inputs, edges) if frame.is_wide(spec) else edges
 
 
@@ -275,11 +288,13 @@ def backward(
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
     inputs, kept = residuals
     deal = deal_of_gradients(spec, config)
-    ahead = None
+    ahead = of_features = None
     if isinstance(kept, Kept) and deal.pieces == deal_of(spec, config).pieces:
         ahead = kept.s, kept.z, kept.units
+        of_features = kept.of_features
     pieces = None if inputs.decay is None else of_pieces(spec, deal, inputs.decay)
-    return gradients(spec, deal, inputs, cotangents, ahead, pieces, decay)
+    arrays = inputs, cotangents, ahead, pieces, decay
+    return gradients(spec, deal, *arrays, of_features=of_features)
 
 
 def deal_of_gradients(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
@@ -298,6 +313,7 @@ def gradients(
     decay: jax.Array | None,
     weights: State | None = None,
     shares: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    of_features: powers.Powers | None = None,
 ) -> Inputs:
     """As `backward`. Of a deal from the end, the shares of the pairs whose key is behind the query:
     `inputs.decay`, the rows of `pieces` and `decay` are then of the sequence turned round, the
@@ -308,13 +324,15 @@ def gradients(
         to be computed.
       weights: inverse and e, as `query_gradient` takes them.
       shares: of dq, dk and dv, which are added to them.
+      of_features: in float16 the powers of features that `ahead` is of.
     """
     g = cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
     borders = chunk_borders.of_sequence(spec, deal, inputs)
     if ahead is None:
         without = dataclasses.replace(spec, return_state=False)
-        s, z, _ = states_of(without, deal, inputs, pieces, borders)
+        of_features = powers.powers_of(spec, inputs)
+        s, z, _ = states_of(without, deal, inputs, pieces, borders, of_features)
         s, units = _in_units(spec, s)
     else:
         s, z, units = ahead
@@ -330,6 +348,7 @@ def gradients(
         arrays = query_gradient_storage.Arrays(
             *(q, k, v, g, s, z),
             s_units=units,
+            k_powers=None if of_features is None else of_features.k,
             lengths=lengths,
             gates=gates,
             steep=steep,
@@ -342,8 +361,14 @@ def gradients(
         dq, inverse, e, of_queries = query_gradient(spec, deal, arrays)
 
     of_chunks = None
-    if mosaic.has_units(frame.tiling(spec).dtype):
-        of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (inverse, e))
+    end = cotangents.state if spec.return_state else None
+    if of_features is not None:
+        if not spec.normalize:
+            group = jnp.repeat(of_features.k, spec.H // spec.G, axis=1)
+            inverse = inverse / group[..., None]
+        in_powers = inverse / of_features.q[..., None]
+        of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (in_powers, e))
+        end = powers.times(end, 1 / of_features.k)
         of_chunks = of_inverse, of_e
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -356,7 +381,6 @@ def gradients(
             reading = None if borders.reading is None else borders.reading[:, first:]
             found = query_sums(spec, later, q, g, inverse, e, since, lengths, of_chunks, reading)
         found = jax.tree.map(lambda x: _of_groups(spec, x, 1), found)
-    end = cotangents.state if spec.return_state else None
     behind = at_edges(
         spec,
         found,
@@ -377,6 +401,8 @@ def gradients(
         arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
         own_borders = {"ends": borders.ends, "borders": borders.chunks}
         arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v, **own_borders)
+        if of_features is not None:
+            arrays_of_keys = arrays_of_keys._replace(k_powers=of_features.k)
         dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
@@ -396,7 +422,10 @@ def gradients(
             )
         else:
             d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
-    return Inputs(dq, dk, dv, decay=d_decay, initial_state=behind.end)
+    of_initial = behind.end
+    if of_features is not None:
+        of_initial = powers.times(of_initial, of_features.k)
+    return Inputs(dq, dk, dv, decay=d_decay, initial_state=of_initial)
 
 
 def _turned(

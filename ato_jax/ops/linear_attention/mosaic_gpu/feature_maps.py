@@ -74,14 +74,28 @@ def unrounded_decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Arr
 
 
 def map_keys_in_place(
-    spec: LinearAttentionSpec, ref: Any, half: int, exponents: jax.Array | None = None
+    spec: LinearAttentionSpec,
+    ref: Any,
+    half: int,
+    exponents: jax.Array | None = None,
+    power: Any = None,
 ) -> None:
     """Features of half a tile of keys in shared memory, where they replace it.
 
-    With `exponents`, the decay's, the features of each row are multiplied by exp2 of its exponent.
+    With `exponents`, the decay's, the features of each row are multiplied by exp2 of its exponent;
+    or by `power`, as `powers.py` has it.
     """
     phi, first = features(spec), half * HALF
-    ref[...] = phi.keys(phi.present(mosaic.load(ref), first), exponents, first)
+    x = phi.present(mosaic.load(ref), first)
+    if power is not None:
+        ref[...] = times_power(phi, x, power, first)
+        return
+    ref[...] = phi.keys(x, exponents, first)
+
+
+def times_power(phi: Features, x: jax.Array, power: Any, first: Any = 0) -> jax.Array:
+    """phi(x) of float16 x times `power`, rounded once."""
+    return mosaic.rounded(phi.unrounded(x, first) * power, x.dtype)
 
 
 def map_queries_in_place(

@@ -13,7 +13,7 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps
 from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
@@ -30,6 +30,7 @@ class Chunk(NamedTuple):
     borders: Borders
     units: Units | None  # in float16
     load_share: Callable[[], None]
+    powers: list[Any]  # of each head, in float16; else None
 
 
 def from_here(walk: Walk) -> jax.Array:
@@ -70,8 +71,9 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any, share
                     rows = item.rows_from_the_end(chunk)
                     tiling.copy_tile(share, item, rows, item.head, own.out, number, own.shares)
 
+            powers = [walk.power(item, n) for n in range(walk.heads)]
             of_chunk = item.before + chunk, walk.count(item, chunk), walk.borders(item, chunk)
-            found, own_flows = one(walk, Chunk(*of_chunk, units, load_share))
+            found, own_flows = one(walk, Chunk(*of_chunk, units, load_share, powers))
             if own.shares is None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             else:
@@ -99,7 +101,7 @@ def store_each(walk: Walk, one: Callable[..., Any], number: int, ref: Any, share
 def values_chunk(walk: Walk, chunk: Chunk) -> Any:
     """dv of each head [64, V], and with a decay I(t) of a steep chunk, whose parts lie in dv's
     place meanwhile."""
-    step, count, borders, units, load_share = chunk
+    step, count, borders, units, load_share, powers = chunk
     own, spec, tiling = walk.own, walk.spec, walk.tiling
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.keys.produced.wait(k_slot)
@@ -121,7 +123,7 @@ def values_chunk(walk: Walk, chunk: Chunk) -> Any:
     else:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         own.keys.consumed.arrive(k_slot)
-        phi_k = features_of_keys(walk, xs, None, count)
+        phi_k = features_of_keys(walk, xs, None, count, powers)
         own.mapped.wait(slot)
     reads, weights, own_flows = weights_of(walk, slot, phi_k, gates, borders)
     if not walk.some_steep:
@@ -267,10 +269,21 @@ def add_in_units(
 
 
 def features_of_keys(
-    walk: Walk, xs: list[jax.Array], exponents: Iterable[jax.Array] | None, count: Any
+    walk: Walk,
+    xs: list[jax.Array],
+    exponents: Iterable[jax.Array] | None,
+    count: Any,
+    powers: list[Any] | None = None,
 ) -> list[jax.Array]:
     """phi(k) of each head [64, F]; with a decay times exp2 of `exponents` [64], which are those up
     to the chunk's middle."""
+    if walk.has_units:
+        assert powers is not None
+        pairs_in_powers = zip(xs, powers, strict=True)
+        return [
+            mosaic.kept(feature_maps.times_power(walk.phi, x, power), count)
+            for x, power in pairs_in_powers
+        ]
     if exponents is None:
         return [mosaic.kept(walk.phi.keys(x), count) for x in xs]
     pairs = zip(xs, exponents, strict=True)
@@ -298,7 +311,7 @@ def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
 
 def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
     """dk of each head [64, F], and with a decay the flow of its keys."""
-    step, count, borders, units, load_share = chunk
+    step, count, borders, units, load_share, powers = chunk
     own, spec, tiling, heads = walk.own, walk.spec, walk.tiling, walk.heads
     slot, k_slot = own.rows.slot(walk.row_step(step, 0)), own.keys.slot(step)
     own.mapped.wait(slot)
@@ -363,7 +376,8 @@ def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
         x = mosaic.kept(load(tile), count)
         dk[n] = mosaic.kept(dk[n], count)
         if not walk.gated:
-            dk[n] *= walk.phi.slope(x)
+            slope_of_x = walk.phi.slope(x)
+            dk[n] *= slope_of_x if powers[n] is None else slope_of_x * powers[n]
             continue
         phi_k = decayed_keys(walk, x, exponents[n], count)
         flow = jnp.sum(phi_k * dk[n], axis=1)

@@ -187,6 +187,7 @@ class Arrays(NamedTuple):
     r_units: Any = None
     q_units: Any = None
     e_units: Any = None
+    k_powers: Any = None  # in float16, [B, G], as `powers.py` has them
     # What other walks found of dk and dv, to be added.
     dk: Any = None
     dv: Any = None
@@ -271,6 +272,12 @@ class Walk:
         of_member = self.of_queries(item, member)
         at = ((item.batch, head, number) for head in self.heads_of(of_member))
         return [(self.arrays.q_units[one], self.arrays.e_units[one]) for one in at]
+
+    def power(self, item: Item, n: int) -> Any:
+        """Of keys of head n, in float16; else None."""
+        if self.arrays.k_powers is None:
+            return None
+        return self.arrays.k_powers[item.batch, self.tiling.head_of(item.head, n)]
 
     @property
     def has_e(self) -> bool:

@@ -87,7 +87,7 @@ from ato_jax.mosaic import (
     multiply,
 )
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.output_eight_bits import (
     load_eight_bits,
@@ -135,6 +135,7 @@ def output(
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
+      q_powers, k_powers: in float16, `powers.Powers`.
       begins, borders_of: with segments, `begins` and `chunks` of `chunk_borders.OfSequence`.
     """
     out, *den = _launch(spec, deal, later, q=q, k=k, v=v, s=s, z=z, **options)
@@ -325,8 +326,14 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     phi, first, count = walk.phi, half * HALF, item.rows_within(chunk, walk.lengths)
     if own.eight is None:
         own.rows.produced.wait(slot)
-        own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
-        phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
+        if walk.k_powers is None:
+            own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
+            phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
+        else:
+            of_q, of_k = walk.powers(item, half)
+            phi_q = feature_maps.times_power(phi, load(own_q), of_q, first)
+            own_q[...] = mosaic.kept(phi_q, count)
+            phi_k = feature_maps.times_power(phi, phi.present(load(own_k), first), of_k, first)
         own_k[...] = mosaic.kept(phi_k, count)
         plgpu.commit_smem()
     else:
@@ -441,7 +448,7 @@ def multiply_chunk(
     (out,) = multiply((out, [(w, v)]))
     S = borders.either(behind_border, lambda: S)
     borders.when_some(lambda: own.rows.consumed.arrive(slot))
-    factor, den = factor_of(walk, half, v_slot, w, w_units, gates)
+    factor, den = factor_of(walk, item, half, v_slot, w, w_units, gates)
     plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
     out = out * factor
     if own.later is not None:

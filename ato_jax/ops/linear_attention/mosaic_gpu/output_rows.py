@@ -43,7 +43,13 @@ def times(S: list[jax.Array], factor: Any) -> list[jax.Array]:
 
 
 def factor_of(
-    walk: Walk, half: Any, v_slot: Any, w: jax.Array, w_units: jax.Array | None, gates: Any
+    walk: Walk,
+    item: Item,
+    half: Any,
+    v_slot: Any,
+    w: jax.Array,
+    w_units: jax.Array | None,
+    gates: Any,
 ) -> tuple[Any, Any]:
     """What rows of out are multiplied by, [64, 64], or the scale; and the denominator [64] of all
     keys, or of the later ones where these are all that the launch sees."""
@@ -51,6 +57,10 @@ def factor_of(
     den: Any = None
     lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0
     factor = spec.scale * lasting
+    eps: Any = spec.eps
+    if walk.k_powers is not None:
+        of_q, of_k = walk.powers(item, half)
+        factor, eps = factor / (of_q * of_k), eps * (of_q * of_k)
     if spec.normalize:
         den = jnp.sum(w.astype(F32), axis=1)
         if w_units is not None:
@@ -64,7 +74,7 @@ def factor_of(
         if walk.part is Part.LATER:
             factor = lasting
         else:
-            den = jnp.maximum(den, spec.eps)
+            den = jnp.maximum(den, eps)
             factor = lasting / den
     if w_units is not None:
         factor = factor * w_units

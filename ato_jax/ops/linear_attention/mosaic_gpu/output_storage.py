@@ -166,6 +166,8 @@ class Walk:
     steep: Any = None
     lengths: Any = None
     s_units: Any = None
+    q_powers: Any = None
+    k_powers: Any = None
     later: Any = None
     later_den: Any = None
     out: Any = None
@@ -196,11 +198,17 @@ class Walk:
 
     @property
     def z_unit(self) -> float:
-        """What z is divided by before it is rounded to float16: so that features of 2^8 may be
+        """What z is divided by before it is rounded to float16: so that features of 2^15 may be
         summed over all rows."""
         if not mosaic.has_units(self.tiling.dtype):
             return 1.0
-        return float(max(1, pl.next_power_of_2(self.spec.T) // 2**8))
+        return float(pl.next_power_of_2(self.spec.T))
+
+    def powers(self, item: Item, half: Any) -> tuple[Any, Any]:
+        """Of queries and keys, in float16."""
+        head_of = self.tiling.head_of
+        of_q = self.q_powers[item.batch, head_of(item.head, half)]
+        return of_q, self.k_powers[item.batch, head_of(self.kv_head(item), half)]
 
     def kv_head(self, item: Item) -> Any:
         return frame.head_of_keys(self.spec, item.head)

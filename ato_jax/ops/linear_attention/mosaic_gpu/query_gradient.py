@@ -251,7 +251,11 @@ def map_chunk(walk: Walk, item: Item, chunk: Any) -> None:
     def map_halves() -> None:
         for half in range(2):
             feature_maps.map_keys_in_place(
-                walk.spec, own.k.at[slot, half], half, exponents[half % heads]
+                walk.spec,
+                own.k.at[slot, half],
+                half,
+                exponents[half % heads],
+                walk.power(item, half),
             )
 
     if walk.few_chunks:

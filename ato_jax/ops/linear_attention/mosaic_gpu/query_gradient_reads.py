@@ -59,7 +59,9 @@ def map_keys(walk: Walk, chunk: Chunk) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     first: Any = chunk.half * HALF
     x = walk.phi.present(load(chunk.features), first)
-    phi_k = mosaic.kept(walk.phi.unrounded(x, first), chunk.count)
+    phi_k = walk.phi.unrounded(x, first)
+    power = walk.power(chunk.item, chunk.half)
+    phi_k = mosaic.kept(phi_k if power is None else phi_k * power, chunk.count)
     rounded = mosaic.rounded(phi_k, walk.tiling.dtype)
     chunk.rest_of_keys[...] = (phi_k - rounded.astype(F32)).astype(walk.tiling.dtype)
     chunk.features[...] = rounded

@@ -53,6 +53,7 @@ class Arrays(NamedTuple):
     z: Any
     ones: Any = None
     s_units: Any = None
+    k_powers: Any = None
     lengths: Any = None
     gates: Any = None
     steep: Any = None
@@ -191,6 +192,13 @@ class Walk:
         if self.group_size == 1:
             return item
         return item._replace(head=frame.head_of_keys(self.spec, item.head))
+
+    def power(self, item: Item, half: Any) -> Any:
+        """Of keys, in float16; else None."""
+        if self.arrays.k_powers is None:
+            return None
+        head = self.tiling.head_of(self.of_keys(item).head, half)
+        return self.arrays.k_powers[item.batch, head]
 
     def start_in(self, half: Any) -> Any:
         """S of a piece's start [V, 64], before its first chunk. Where states are split, before a

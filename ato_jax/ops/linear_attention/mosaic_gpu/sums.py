@@ -45,23 +45,25 @@ def sums(
     gates: jax.Array | None,
     lengths: jax.Array | None = None,
     adding: jax.Array | None = None,
+    powers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
     end, [B, G, T up to a whole chunk]; lengths: [B] int32, rows behind them are left out; adding:
-    with segments, as `chunk_borders` has it."""
+    with segments, as `chunk_borders` has it; powers: in float16 those of keys, `powers.py`."""
 
-    def map_rows(half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None) -> None:
+    def map_rows(
+        half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None, power: Any = None
+    ) -> None:
         adds = mosaic.ones(C, ALIKE, frame.tiling(spec).dtype)
         mosaic.store_transposed(adds_ref, adds)
         exponents = None
         if gates_ref is not None:
             exponents = mosaic.load(gates_ref, mosaic.OF_ROWS)
-        feature_maps.map_keys_in_place(spec, k_ref, half, exponents)
+        feature_maps.map_keys_in_place(spec, k_ref, half, exponents, power)
 
     vectors = [] if gates is None else [gates]
-    return piece_sums(
-        spec, deal, "sums", k, v, vectors, map_rows, ALIKE, lengths=lengths, within=adding
-    )
+    options: dict[str, Any] = dict(lengths=lengths, within=adding, powers=powers)
+    return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE, **options)
 
 
 def piece_sums(
@@ -77,6 +79,7 @@ def piece_sums(
     lengths: jax.Array | None = None,
     units: tuple[jax.Array, jax.Array] | None = None,
     within: jax.Array | None = None,
+    powers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
 
@@ -93,6 +96,7 @@ def piece_sums(
         it divides by them. Sums are kept in the units of the last chunk.
       within: [B, P, 2] int32, the rows of each piece that are summed, where not all are: the first
         one, and the one behind the last.
+      powers: [B, heads], of which `map_rows` is given its head's.
     """
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
@@ -133,6 +137,7 @@ def piece_sums(
         *given, total_ref, columns_ref = refs
         vector_refs = given[: len(vectors_s)]
         unit_refs = given[len(vectors_s) : len(vectors_s) + 2] if units else ()
+        powers_ref = None if powers is None else given.pop()
         within_ref = None if within is None else given.pop()
         lengths_ref = None if lengths is None else given[-1]
 
@@ -185,7 +190,10 @@ def piece_sums(
                     plgpu.commit_smem()
                     (own_columns,) = mosaic.multiply((mosaic.zeros(HALF, ALIKE), [(x.T, a.T)]))
                     columns = columns + own_columns * factors
-                given_units = {"units": units_of(item, half, chunk)} if units else {}
+                given_units: Any = {"units": units_of(item, half, chunk)} if units else {}
+                if powers_ref is not None:
+                    head = tiling.head_of(item.head, half)
+                    given_units["power"] = powers_ref[item.batch, head]
                 map_rows(half, x, a, *vectors, **given_units)
                 mosaic.keep_rows(x, item.rows_within(chunk, lengths_ref))
                 if within_ref is not None:
@@ -293,5 +301,5 @@ def piece_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
     arrays = [x, y, *vectors, *(units or ())]
-    arrays += [array for array in (lengths, within) if array is not None]
+    arrays += [array for array in (lengths, within, powers) if array is not None]
     return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)

@@ -1,0 +1,71 @@
+"""Powers of two by which float16 features are multiplied before they are rounded.
+
+Features may be far below float16's smallest normal number, 2^-14: elu(x) + 1 of -14 is 8e-7. Where
+causal kernels take them, features of queries and of keys are multiplied by c_q [B, H] and c_k
+[B, G], one number per head, which bring the head's largest feature to between `LARGEST` and twice
+that. Features down to 2^-28 of it then have all of their digits. With phi_q c_q and phi_k c_k:
+
+    S, z and the state behind the sequence   times c_k
+    pairs, denominators and eps              times c_q c_k, which cancels in out
+    inverse, R and u                         divided by c_k: phi(q) is not rounded without them
+    the unit of phi(q) inverse in a chunk    the largest inverse, divided by c_q
+    dk                                       times c_k at the end
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ato_jax import mosaic
+from ato_jax.mosaic import F32
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+
+LARGEST_EXPONENT = 14
+# Of the powers, so that products of two are far from float32's ends. Rows behind the end and columns
+# that a head does not have are zeros, whose features, of up to 1, are multiplied, too.
+MOST_EXPONENT, MOST_BESIDE_ZEROS = 30, 15
+RISING = "elu1", "relu", "softplus"
+
+
+class Powers(NamedTuple):
+    q: jax.Array  # [B, H] float32
+    k: jax.Array  # [B, G]
+
+
+def powers_of(spec: LinearAttentionSpec, inputs: Inputs) -> Powers | None:
+    """None where features need none."""
+    if not mosaic.has_units(frame.tiling(spec).dtype):
+        return None
+    return Powers(*(_power_of(spec, x, inputs.kv_lengths) for x in (inputs.q, inputs.k)))
+
+
+def _power_of(spec: LinearAttentionSpec, x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    rows = 1 if spec.layout == "bthd" else 2
+    rises = spec.feature_map.name in RISING
+    if not rises:
+        x = jnp.abs(spec.feature_map(x.astype(F32)))
+    # First of each row, so that rows are what is masked.
+    of_rows = jnp.max(x, axis=3).astype(F32)
+    counts = jnp.isfinite(of_rows)
+    if lengths is not None:
+        seen = jnp.arange(spec.T, dtype=jnp.int32) < lengths[:, None]
+        counts &= jnp.expand_dims(seen, 3 - rows)
+    largest = jnp.max(jnp.where(counts, of_rows, -65504.0 if rises else 0.0), axis=rows)
+    if rises:
+        largest = spec.feature_map(largest)
+    has_zeros = spec.T % frame.C != 0 or isinstance(spec, Narrow) and spec.width < spec.D
+    most = MOST_BESIDE_ZEROS if has_zeros else MOST_EXPONENT
+    _, exponent = jnp.frexp(jnp.maximum(largest, 2.0 ** (LARGEST_EXPONENT - most)))
+    return jnp.ldexp(jnp.float32(1), LARGEST_EXPONENT + 1 - exponent)
+
+
+def times(state: LinearState | None, power: jax.Array) -> LinearState | None:
+    """The state times a number for each head, [B, G]."""
+    if state is None:
+        return None
+    return LinearState(state.kv * power[..., None, None], state.k_sum * power[..., None])
