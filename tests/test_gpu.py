@@ -464,6 +464,37 @@ def test_mosaic_gpu_in_float16(
 
 
 @of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("T", "H", "G", "D", "of_queries", "of_keys", "of_first_key", "options"),
+    [
+        (4096, 2, 2, 128, -16.0, 2.0, 2.0, {}),
+        (4096, 2, 2, 128, 2.0, -16.0, -16.0, {}),
+        (9000, 8, 8, 64, -12.0, -1.0, -1.0, {}),
+        (4096, 4, 2, 128, 2.0, 2.0, -16.0, {}),
+        (4104, 4, 4, 96, -13.0, -13.0, -13.0, {"feature_map": "softplus"}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float16_causal_by_offsets(
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    of_queries: float,
+    of_keys: float,
+    of_first_key: float,
+    options: dict[str, Any],
+) -> None:
+    """Features below float16's least normal number: queries and keys have offsets, and the first key
+    has one of its own."""
+    needs_hopper()
+    q, k, v = arrays("float32", B=2, T=T, H=H, G=G, D=D)
+    k = k + jnp.where(jnp.arange(T) == 0, of_first_key, of_keys)[:, None, None]
+    qkv = [x.astype("float16") for x in (q + of_queries, k, v)]
+    check("linear_attention", *qkv, implementation="mosaic_gpu", causal=True, **options)
+
+
+@of_mosaic_gpu
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "scale", "options"),

@@ -366,8 +366,8 @@ def gradients(
         if not spec.normalize:
             group = jnp.repeat(of_features.k, spec.H // spec.G, axis=1)
             inverse = inverse / group[..., None]
-        in_powers = inverse / of_features.q[..., None]
-        of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (in_powers, e))
+        largest = powers.largest_weights(spec, of_features, inverse)
+        of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (largest, e))
         end = powers.times(end, 1 / of_features.k)
         of_chunks = of_inverse, of_e
     # No key reads the sums of the first piece, but the state before it.

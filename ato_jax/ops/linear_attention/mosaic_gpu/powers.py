@@ -8,7 +8,7 @@ that. Features down to 2^-28 of it then have all of their digits. With phi_q c_q
     S, z and the state behind the sequence   times c_k
     pairs, denominators and eps              times c_q c_k, which cancels in out
     inverse, R and u                         divided by c_k: phi(q) is not rounded without them
-    the unit of phi(q) inverse in a chunk    the largest inverse, divided by c_q
+    the unit of phi(q) inverse in a chunk    the largest of it, divided by 2^14
     dk                                       times c_k at the end
 """
 
@@ -35,33 +35,53 @@ RISING = "elu1", "relu", "softplus"
 class Powers(NamedTuple):
     q: jax.Array  # [B, H] float32
     k: jax.Array  # [B, G]
+    q_rows: jax.Array  # [B, H, T up to a whole chunk]: the largest feature of each query
 
 
 def powers_of(spec: LinearAttentionSpec, inputs: Inputs) -> Powers | None:
     """None where features need none."""
     if not mosaic.has_units(frame.tiling(spec).dtype):
         return None
-    return Powers(*(_power_of(spec, x, inputs.kv_lengths) for x in (inputs.q, inputs.k)))
+    q, q_rows = _power_of(spec, inputs.q, inputs.kv_lengths)
+    k, _ = _power_of(spec, inputs.k, inputs.kv_lengths)
+    q_rows = jnp.pad(q_rows, ((0, 0), (0, 0), (0, -spec.T % frame.C)))
+    return Powers(q, k, q_rows)
 
 
-def _power_of(spec: LinearAttentionSpec, x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    rows = 1 if spec.layout == "bthd" else 2
+def _has_zeros(spec: LinearAttentionSpec) -> bool:
+    return spec.T % frame.C != 0 or isinstance(spec, Narrow) and spec.width < spec.D
+
+
+def _power_of(
+    spec: LinearAttentionSpec, x: jax.Array, lengths: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """And the largest feature of each row, [B, heads, T]."""
     rises = spec.feature_map.name in RISING
     if not rises:
         x = jnp.abs(spec.feature_map(x.astype(F32)))
     # First of each row, so that rows are what is masked.
     of_rows = jnp.max(x, axis=3).astype(F32)
+    if spec.layout == "bthd":
+        of_rows = jnp.swapaxes(of_rows, 1, 2)
     counts = jnp.isfinite(of_rows)
     if lengths is not None:
-        seen = jnp.arange(spec.T, dtype=jnp.int32) < lengths[:, None]
-        counts &= jnp.expand_dims(seen, 3 - rows)
-    largest = jnp.max(jnp.where(counts, of_rows, -65504.0 if rises else 0.0), axis=rows)
+        counts &= jnp.arange(spec.T, dtype=jnp.int32) < lengths[:, None, None]
+    of_rows = jnp.where(counts, of_rows, -65504.0 if rises else 0.0)
     if rises:
-        largest = spec.feature_map(largest)
-    has_zeros = spec.T % frame.C != 0 or isinstance(spec, Narrow) and spec.width < spec.D
-    most = MOST_BESIDE_ZEROS if has_zeros else MOST_EXPONENT
+        of_rows = spec.feature_map(of_rows)
+    largest = jnp.max(of_rows, axis=2)
+    most = MOST_BESIDE_ZEROS if _has_zeros(spec) else MOST_EXPONENT
     _, exponent = jnp.frexp(jnp.maximum(largest, 2.0 ** (LARGEST_EXPONENT - most)))
-    return jnp.ldexp(jnp.float32(1), LARGEST_EXPONENT + 1 - exponent)
+    return jnp.ldexp(jnp.float32(1), LARGEST_EXPONENT + 1 - exponent), of_rows
+
+
+def largest_weights(spec: LinearAttentionSpec, of_features: Powers, inverse: jax.Array) -> jax.Array:
+    """What phi(q) inverse of each row is divided by, so that it is at most 2^`LARGEST_EXPONENT`, or
+    twice that where it is of zeros."""
+    of_rows = of_features.q_rows
+    if _has_zeros(spec):
+        of_rows = jnp.maximum(of_rows, 0.5)
+    return of_rows * inverse * 2.0**-LARGEST_EXPONENT
 
 
 def times(state: LinearState | None, power: jax.Array) -> LinearState | None:

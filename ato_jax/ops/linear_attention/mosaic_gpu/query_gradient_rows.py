@@ -82,11 +82,9 @@ def weigh(
     half, parity = chunk.half, chunk.parity
     own_parts: Any = ()
     inverse: Any = spec.scale
-    eps: Any = spec.eps
     e: Any = None
-    power = walk.power(chunk.item, half)
-    if power is not None:
-        inverse, eps = inverse / power, eps * power
+    if walk.has_units and not spec.normalize:
+        inverse = inverse / walk.power(chunk.item, half)
     if walk.given:
         inverse, e = (
             load(walk.tiling.rows_in(rows, chunk.q_slot, half), OF_ROWS)
@@ -112,6 +110,7 @@ def weigh(
             )
         if walk.gated:
             total, den = total * chunk.lasting, den * chunk.lasting
+        eps = spec.eps * walk.power(chunk.item, half) if walk.has_units else spec.eps
         inverse = 1.0 / jnp.maximum(den, eps)
         e = jnp.where(den > eps, total * inverse, 0.0)
         D -= mosaic.in_columns(e, HALF) * z[0]
