@@ -485,8 +485,8 @@ def test_mosaic_gpu_in_float16_causal_by_offsets(
     of_first_key: float,
     options: dict[str, Any],
 ) -> None:
-    """Features below float16's least normal number: queries and keys have offsets, and the first key
-    has one of its own."""
+    """Features below float16's least normal number: queries and keys have offsets, and the first
+    key has one of its own."""
     needs_hopper()
     q, k, v = arrays("float32", B=2, T=T, H=H, G=G, D=D)
     k = k + jnp.where(jnp.arange(T) == 0, of_first_key, of_keys)[:, None, None]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32
@@ -25,11 +26,12 @@ from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
-LARGEST_EXPONENT = 14
-# Of the powers, so that products of two are far from float32's ends. Rows behind the end and columns
-# that a head does not have are zeros, whose features, of up to 1, are multiplied, too.
-MOST_EXPONENT, MOST_BESIDE_ZEROS = 30, 15
+LARGEST = 2.0**14
+# Of the powers, so that products of two are far from float32's ends. Rows behind the end and
+# columns that a head does not have are zeros, whose features, of up to 1, are multiplied, too.
+MOST, MOST_BESIDE_ZEROS = 2.0**30, 2.0**15
 RISING = "elu1", "relu", "softplus"
+EXPONENT = 0x7F800000  # the bits of float32 that are a normal number's exponent
 
 
 class Powers(NamedTuple):
@@ -42,46 +44,41 @@ def powers_of(spec: LinearAttentionSpec, inputs: Inputs) -> Powers | None:
     """None where features need none."""
     if not mosaic.has_units(frame.tiling(spec).dtype):
         return None
-    q, q_rows = _power_of(spec, inputs.q, inputs.kv_lengths)
-    k, _ = _power_of(spec, inputs.k, inputs.kv_lengths)
-    q_rows = jnp.pad(q_rows, ((0, 0), (0, 0), (0, -spec.T % frame.C)))
-    return Powers(q, k, q_rows)
+    rises, phi = spec.feature_map.name in RISING, spec.feature_map
+
+    def largest_of_rows(x: jax.Array) -> jax.Array:
+        x = jnp.max(x if rises else jnp.abs(phi(x.astype(F32))), axis=3).astype(F32)
+        return jnp.swapaxes(x, 1, 2) if spec.layout == "bthd" else x
+
+    # All heads at once, [B, H + G, T]: a launch takes longer to start than to run.
+    rows = jnp.concatenate([largest_of_rows(x) for x in (inputs.q, inputs.k)], axis=1)
+    counts = jnp.isfinite(rows)
+    if inputs.kv_lengths is not None:
+        counts &= jnp.arange(spec.T, dtype=jnp.int32) < inputs.kv_lengths[:, None, None]
+    rows = jnp.where(counts, rows, -65504.0 if rises else 0.0)
+    if rises:
+        rows = phi(rows)
+    most = MOST_BESIDE_ZEROS if _has_zeros(spec) else MOST
+    largest = jnp.maximum(jnp.max(rows, axis=2), LARGEST / most)
+    bits = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT
+    found = LARGEST / lax.bitcast_convert_type(bits, F32)
+    q_rows = jnp.pad(rows[:, : spec.H], ((0, 0), (0, 0), (0, -spec.T % frame.C)))
+    return Powers(found[:, : spec.H], found[:, spec.H :], q_rows)
 
 
 def _has_zeros(spec: LinearAttentionSpec) -> bool:
     return spec.T % frame.C != 0 or isinstance(spec, Narrow) and spec.width < spec.D
 
 
-def _power_of(
-    spec: LinearAttentionSpec, x: jax.Array, lengths: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """And the largest feature of each row, [B, heads, T]."""
-    rises = spec.feature_map.name in RISING
-    if not rises:
-        x = jnp.abs(spec.feature_map(x.astype(F32)))
-    # First of each row, so that rows are what is masked.
-    of_rows = jnp.max(x, axis=3).astype(F32)
-    if spec.layout == "bthd":
-        of_rows = jnp.swapaxes(of_rows, 1, 2)
-    counts = jnp.isfinite(of_rows)
-    if lengths is not None:
-        counts &= jnp.arange(spec.T, dtype=jnp.int32) < lengths[:, None, None]
-    of_rows = jnp.where(counts, of_rows, -65504.0 if rises else 0.0)
-    if rises:
-        of_rows = spec.feature_map(of_rows)
-    largest = jnp.max(of_rows, axis=2)
-    most = MOST_BESIDE_ZEROS if _has_zeros(spec) else MOST_EXPONENT
-    _, exponent = jnp.frexp(jnp.maximum(largest, 2.0 ** (LARGEST_EXPONENT - most)))
-    return jnp.ldexp(jnp.float32(1), LARGEST_EXPONENT + 1 - exponent), of_rows
-
-
-def largest_weights(spec: LinearAttentionSpec, of_features: Powers, inverse: jax.Array) -> jax.Array:
-    """What phi(q) inverse of each row is divided by, so that it is at most 2^`LARGEST_EXPONENT`, or
-    twice that where it is of zeros."""
+def largest_weights(
+    spec: LinearAttentionSpec, of_features: Powers, inverse: jax.Array
+) -> jax.Array:
+    """What phi(q) inverse of each row is divided by, so that it is at most `LARGEST`, or twice that
+    where it is of zeros."""
     of_rows = of_features.q_rows
     if _has_zeros(spec):
         of_rows = jnp.maximum(of_rows, 0.5)
-    return of_rows * inverse * 2.0**-LARGEST_EXPONENT
+    return of_rows * inverse / LARGEST
 
 
 def times(state: LinearState | None, power: jax.Array) -> LinearState | None:

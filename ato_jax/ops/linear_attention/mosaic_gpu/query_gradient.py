@@ -119,6 +119,9 @@ def query_gradient(
     given; with a decay, what its gradient needs."""
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     arrays = arrays._replace(ones=np.ones((ALIKE, C), arrays.q.dtype))
+    if arrays.k_powers is not None and spec.normalize:
+        least = jnp.broadcast_to(arrays.k_powers[..., None] * spec.eps, (spec.B, spec.G, C))
+        arrays = arrays._replace(least=least)
     walk = Walk(spec, deal, False, arrays)
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     of_heads = value_blocks.shape_of_heads(spec, arrays.q)
@@ -200,6 +203,9 @@ def load_piece(walk: Walk, item: Item) -> None:
         if walk.has_units:
             source = arrays.s_units.at[of_piece]
             plgpu.copy_gmem_to_smem(source, own.start_units.at[half], own.start_loaded)
+        if arrays.least is not None:
+            source = arrays.least.at[item.batch, head]  # [64]
+            plgpu.copy_gmem_to_smem(source, own.least.at[half], own.start_loaded)
         source = arrays.s.at[(*of_piece, slice(None), columns)]
         target = mosaic.for_copy(walk.start_in(half))
         plgpu.copy_gmem_to_smem(source, target, own.start_loaded)

@@ -110,7 +110,7 @@ def weigh(
             )
         if walk.gated:
             total, den = total * chunk.lasting, den * chunk.lasting
-        eps = spec.eps * walk.power(chunk.item, half) if walk.has_units else spec.eps
+        eps = spec.eps if own.least is None else load(own.least.at[half], OF_ROWS)
         inverse = 1.0 / jnp.maximum(den, eps)
         e = jnp.where(den > eps, total * inverse, 0.0)
         D -= mosaic.in_columns(e, HALF) * z[0]

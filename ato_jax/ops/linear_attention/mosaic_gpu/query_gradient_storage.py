@@ -39,7 +39,8 @@ class Arrays(NamedTuple):
     """The kernel's inputs, in the order of its operands.
 
     s, z, gates, steep, lengths and s_units are as in `output`; with segments begins and borders are
-    those of `chunk_borders.OfSequence`, `chunks` the latter. The launch adds `ones`. Where
+    those of `chunk_borders.OfSequence`, `chunks` the latter. `k_powers` are those of keys in
+    float16 (`powers.py`). The launch adds `ones`, and `least`, the least denominators there. Where
     queries also see keys of another launch, `inverse` and `e` are given and count all keys; dq is
     then the share of this launch's keys, and `share`, where it is given, is that of the other
     launch and is added to it.
@@ -54,6 +55,7 @@ class Arrays(NamedTuple):
     ones: Any = None
     s_units: Any = None
     k_powers: Any = None
+    least: Any = None
     lengths: Any = None
     gates: Any = None
     steep: Any = None
@@ -102,6 +104,7 @@ class Storage:
     flows: Any = None  # [2, 2, 64] float32: of each half, of chunks by turns
     gates: Any = None  # [K_STAGES, heads * 64] float32
     inverse: Any = None  # as e
+    least: Any = None  # [2, 64] float32, in float16: the least denominator, for each row
     share_loaded: Any = None
     start_units: Any = None  # [2, V] float32: the units of S's rows as S is loaded
     units: Any = None  # [2, 64] float32: of its transpose's as that is multiplied
@@ -220,6 +223,7 @@ def scratch_of(walk: Walk) -> dict[str, Any]:
     """What `Storage` is allocated as."""
     spec, tiling, heads = walk.spec, walk.tiling, walk.heads
     gated, given, has_units = walk.gated, walk.given, walk.has_units
+    has_least = walk.arrays.least is not None
     scratch = dict(
         dq=tiling.of_rows(2, 2 * C, HALF),
         g=tiling.tiles(STAGES),
@@ -238,13 +242,15 @@ def scratch_of(walk: Walk) -> dict[str, Any]:
         free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        start_loaded=plgpu.Barrier(num_arrivals=5 + 2 * has_units),
+        start_loaded=plgpu.Barrier(num_arrivals=5 + 2 * has_units + 2 * has_least),
         exchanged=plgpu.Barrier(num_arrivals=2),
     )
     if has_units:
         scratch |= dict(
             start_units=plgpu.SMEM((2, spec.V), F32), units=plgpu.SMEM((2, HALF), F32)
         )
+    if has_least:
+        scratch |= dict(least=plgpu.SMEM((2, C), F32))
     if gated:
         scratch |= dict(
             gates=plgpu.SMEM((K_STAGES, heads * C), F32), flows=plgpu.SMEM((2, 2, C), F32)
