@@ -15,9 +15,9 @@ where causal or with segments, fill one of these tiles in part, and so does the 
 where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`), and
 heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
 heads with D up to 128 (`value_blocks.py`). Up to 128 columns, without a decay and segments, kernels
-also take float16, whose sums and weights have units (`mosaic/scales.py`), or are shares and means
-(`whole_units.py`). Kernels of their own take float32 of up to 128 columns, D = V = 64 included
-(`float32.py`, `float32_causal.py`).
+also take float16, whose sums and weights have units (`mosaic/scales.py`) and features powers of two
+(`powers.py`), or which are shares and means (`whole_units.py`). Kernels of their own take float32 of
+up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
@@ -187,7 +187,7 @@ def _unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
 
 
 def _unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
-    """Sums and weights have units there, features may not: they are to fit as they are."""
+    """Sums and weights have units there; features may not be above its largest number."""
     if spec.decay or spec.segments:
         return "with a decay or segments"
     if max(spec.D, spec.V) > frame.F:
