@@ -15,9 +15,8 @@ from ato_jax.mosaic import OF_COLUMNS, OF_ROWS
 from ato_jax.ops.attention.mosaic_gpu import dropout, pairs, visibility
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Walk
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item
-from ato_jax.ops.attention.mosaic_gpu.softcap import capped
 from ato_jax.ops.attention.mosaic_gpu.softmax import LOG2_E
-from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.attention.spec import SMALLEST_SLOPE, AttentionSpec
 
 # The power of two that float16's weights carry: half of its largest number, which leaves room for
 # weights that round above 1.
@@ -98,7 +97,7 @@ def weights(
     """p, float32, and the softcap's slope."""
     spec, slope = walk.of.spec, None
     if spec.softcap is not None:
-        s, slope = capped(s, spec.scale / spec.softcap)
+        s, slope = capped(s * (spec.scale / spec.softcap))
     s = with_planes(walk, mine, at, s)
     if is_cut:
         s = hide(walk, mine, at, s)
@@ -130,6 +129,14 @@ def with_planes(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
     if bias is not None:
         s = pairs.add(s * (walk.of.spec.softcap or walk.of.spec.scale), bias)
     return s if mask is None else pairs.keep(s, mask)
+
+
+def capped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """tanh and its slope: with e = exp(-2 |x|) and u = 2 e / (1 + e), tanh |x| = 1 - u, and the
+    slope is u (2 - u), which cancels no digits where tanh is close to 1."""
+    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
+    u = jnp.where(e > SMALLEST_SLOPE / 4, 2 * e / (1 + e), 0.0)
+    return jnp.where(x < 0, u - 1, 1 - u), u * (2 - u)
 
 
 def hide(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
