@@ -16,10 +16,7 @@ where segments are causal; with gates of channels those are multiples of 16, too
 heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
 heads with D up to 128 (`value_blocks.py`). Up to 128 columns, without a decay and segments, kernels
 also take float16, whose sums and weights have units (`mosaic/scales.py`) and features powers of two
-also take float16, whose sums and weights have units (`mosaic/scales.py`) and features powers of two
 (`powers.py`), or are shares and means (`whole_units.py`). Kernels of their own take float32 of
-(`powers.py`), or are shares and means (`whole_units.py`). Kernels of their own take float32 of
-up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
 up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
