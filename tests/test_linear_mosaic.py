@@ -513,7 +513,7 @@ def test_pieces_fill_the_card() -> None:
         """Where causal, and where not."""
         sizes = dataclasses.replace(spec, B=B, T=T, S=T, H=H, G=H)
         both_ways = mosaic_gpu.bidirectional.deal(sizes, config, H, T)
-        return mosaic_gpu.causal.pieces_of(sizes, config), both_ways.pieces
+        return mosaic_gpu.causal_pieces.pieces_of(sizes, config), both_ways.pieces
 
     assert pieces(1, 16384, 32) == (4, 4)
     assert pieces(1, 65536, 16) == (8, 8)

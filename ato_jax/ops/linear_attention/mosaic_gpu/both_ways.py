@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import causal, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import causal, causal_pieces, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.causal import Kept
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.output import later_output
@@ -110,7 +110,7 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     """`inputs.decay` are the gates, `gates_of_steps`."""
     (of_start, own), (of_end, turned) = _walks(spec, inputs)
     assert turned.decay is not None
-    deal = from_the_end(causal.deal_of(of_start, config), spec.T)
+    deal = from_the_end(causal_pieces.deal_of(of_start, config), spec.T)
     pieces = _pieces_from_the_end(of_end, deal, turned.decay)
     behind = causal.states_of(of_end, deal, turned, pieces)
     arrays = turned.q, turned.k, turned.v, behind.kv, behind.k_sum, turned.decay, pieces.steep
@@ -134,10 +134,10 @@ def backward(
         kept = keep(spec, config, inputs)
     (of_start, own), (of_end, turned) = _walks(spec, inputs)
     assert own.decay is not None and turned.decay is not None
-    deal = causal.deal_of_gradients(of_start, config)
+    deal = causal_pieces.deal_of_gradients(of_start, config)
     turned_deal = from_the_end(deal, spec.T)
     ahead = behind = None
-    if kept.behind is not None and deal == causal.deal_of(of_start, config):
+    if kept.behind is not None and deal == causal_pieces.deal_of(of_start, config):
         ahead, behind = (kept.s, kept.z, None), (*kept.behind, None)
     weights = None if kept.den is None else _weights(spec, inputs, kept.out, kept.den, cotangents)
     pieces = gates.of_pieces(of_start, deal, own.decay)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import (
+    causal_pieces,
     channel,
     channel_backward,
     channel_blocks,
@@ -30,7 +30,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     powers,
     query_gradient_storage,
     wide_causal,
-    wide_states,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
@@ -57,60 +56,6 @@ from ato_jax.ops.linear_attention.spec import (
 State = tuple[jax.Array, jax.Array]
 # The gradients by another backend.
 Fallback = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
-
-# What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
-# it takes for a chunk of theirs, and what an item takes before its first chunk.
-CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
-# Of a piece, so that its state is small beside its rows.
-LEAST_CHUNKS = 8
-# Of two numbers of pieces that cost as much, but for this, the smaller leaves more rows to be read
-# once: 8 sequences of 131,072 rows of 8 heads of 64 took 15% longer for each row in 41 pieces than
-# of half the length in four, which this takes for 0.6% more.
-AS_GOOD = 1.02
-
-
-def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
-    """So many that the last round of blocks is nearly full, and little is read twice; of those that
-    are as good the fewest."""
-    if frame.is_wide(spec) and not config.pieces:
-        config = dataclasses.replace(config, pieces=wide_states.pieces_of(spec, config.blocks))
-    at_once = _chunks_at_once(spec)
-    units = pl.cdiv(spec.T, at_once * frame.C)
-    heads = spec.B * spec.H // frame.heads_of_tile(spec)
-
-    def cost(pieces: int) -> float:
-        each = pl.cdiv(units, pieces) * at_once
-        rounds = pl.cdiv(heads * pieces, config.blocks)
-        if pieces == 1:
-            return rounds * (each + ITEM)
-        rounds_before = pl.cdiv(heads * (pieces - 1), config.blocks)
-        return CUT + (rounds + CUT_CHUNK * rounds_before) * (each + ITEM)
-
-    counts = range(1, max(2, units * at_once // LEAST_CHUNKS + 1))
-    least = min(map(cost, counts))
-    wanted = config.pieces or next(count for count in counts if cost(count) <= AS_GOOD * least)
-    return int(pl.cdiv(units, pl.cdiv(units, wanted)))
-
-
-def _pieces_of_groups(spec: LinearAttentionSpec, config: Config) -> int:
-    """Those of the gradients: a block that walks keys walks all queries of their group, so there
-    are as many pieces more as fill the card with the heads of keys."""
-    pieces, chunks = pieces_of(spec, config), pl.cdiv(spec.T, frame.C)
-    wanted = max(pieces, min(spec.H // spec.G * pieces, chunks // LEAST_CHUNKS))
-    return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
-
-
-def _chunks_at_once(spec: LinearAttentionSpec) -> int:
-    """What pieces are made of."""
-    return channel.CHUNKS if spec.decay == "channel" else wide_states.chunks_at_once(spec)
-
-
-def deal_of(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
-    """All rows of all query heads."""
-    pieces, unit = pieces_of(spec, config), _chunks_at_once(spec) * frame.C
-    rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
-    heads = spec.H // frame.heads_of_tile(spec)
-    return mosaic.Deal(spec.B, heads, spec.T, rows, pieces, config.blocks)
 
 
 class Kept(NamedTuple):
@@ -143,7 +88,7 @@ def keep(
 ) -> Kept:
     """`inputs.decay` are the gates; those of channels as they are given, with which `features` says
     whether these are kept, too. `later` is of keys behind each query, where it sees these."""
-    deal, gates = deal_of(spec, config), inputs.decay
+    deal, gates = causal_pieces.deal_of(spec, config), inputs.decay
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
@@ -173,7 +118,7 @@ def keep(
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
     """Without a decay. As `keep`, with sums of keys and values of 8 bits."""
-    deal = deal_of(spec, config)
+    deal = causal_pieces.deal_of(spec, config)
     pieces, found = deal.pieces - (not spec.return_state), None
     if pieces:
         length = min(pieces * deal.rows, spec.T)
@@ -287,20 +232,14 @@ def backward(
 ) -> Inputs:
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
     inputs, kept = residuals
-    deal = deal_of_gradients(spec, config)
+    deal = causal_pieces.deal_of_gradients(spec, config)
     ahead = of_features = None
-    if isinstance(kept, Kept) and deal.pieces == deal_of(spec, config).pieces:
+    if isinstance(kept, Kept) and deal.pieces == causal_pieces.deal_of(spec, config).pieces:
         ahead = kept.s, kept.z, kept.units
         of_features = kept.of_features
     pieces = None if inputs.decay is None else of_pieces(spec, deal, inputs.decay)
     arrays = inputs, cotangents, ahead, pieces, decay
     return gradients(spec, deal, *arrays, of_features=of_features)
-
-
-def deal_of_gradients(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
-    if spec.H != spec.G:
-        config = dataclasses.replace(config, pieces=_pieces_of_groups(spec, config))
-    return deal_of(spec, config)
 
 
 def gradients(
@@ -459,7 +398,7 @@ def backward_by_channel(
     if channel_blocks.is_cut(spec):
         return _backward_in_blocks(spec, config, residuals, cotangents, fallback)
     in_tiles = narrow.in_tiles(spec)
-    deal = deal_of(in_tiles, config)
+    deal = causal_pieces.deal_of(in_tiles, config)
     inputs, outputs = residuals
     given, of_outputs = inputs, cotangents
     if inputs.initial_state is not None:
@@ -489,7 +428,7 @@ def keep_in_blocks(
     """`keep` with gates of channels, of heads that are cut; out and the state are whole."""
     cut = channel_blocks.in_blocks(spec)
     arrays = channel_blocks.arrays_in_blocks(spec, cut, inputs)
-    kept = _keep_by_channel(cut, deal_of(cut, config), arrays, features)
+    kept = _keep_by_channel(cut, causal_pieces.deal_of(cut, config), arrays, features)
     out, rest = channel_blocks.whole_output(spec, cut, kept.out, kept.den)
     state = channel_blocks.whole_state(spec, cut, kept.state)
     return kept._replace(out=out, rest=rest if features else None, state=state)
@@ -518,8 +457,9 @@ def _backward_in_blocks(
         weights = channel_blocks.weights_of(spec, cut, of_rows, g)
         arrays = channel_blocks.arrays_in_blocks(spec, cut, inputs)
         states = kept.s, kept.z
+        deal = causal_pieces.deal_of(cut, config)
         found = channel_backward.gradients(
-            cut, deal_of(cut, config), arrays, kept.features, states, of_outputs, weights
+            cut, deal, arrays, kept.features, states, of_outputs, weights
         )
         return channel_blocks.whole_gradients(spec, cut, found)
 

@@ -50,8 +50,11 @@ def powers_of(spec: LinearAttentionSpec, inputs: Inputs) -> Powers | None:
         x = jnp.max(x if rises else jnp.abs(phi(x.astype(F32))), axis=3).astype(F32)
         return jnp.swapaxes(x, 1, 2) if spec.layout == "bthd" else x
 
+    # XLA would else put one of the sums over columns into the pass that writes all heads, and read
+    # its columns one after the other.
+    of_q, of_k = lax.optimization_barrier([largest_of_rows(x) for x in (inputs.q, inputs.k)])
     # All heads at once, [B, H + G, T]: a launch takes longer to start than to run.
-    rows = jnp.concatenate([largest_of_rows(x) for x in (inputs.q, inputs.k)], axis=1)
+    rows = jnp.concatenate([of_q, of_k], axis=1)
     counts = jnp.isfinite(rows)
     if inputs.kv_lengths is not None:
         counts &= jnp.arange(spec.T, dtype=jnp.int32) < inputs.kv_lengths[:, None, None]

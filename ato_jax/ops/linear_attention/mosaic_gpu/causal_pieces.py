@@ -1,0 +1,72 @@
+"""How many pieces the causal passes cut a sequence into, and what each block is dealt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame, wide_states
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
+# it takes for a chunk of theirs, and what an item takes before its first chunk.
+CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
+# Of a piece, so that its state is small beside its rows.
+LEAST_CHUNKS = 8
+# Of two numbers of pieces that cost as much, but for this, the smaller leaves more rows to be read
+# once: 8 sequences of 131,072 rows of 8 heads of 64 took 15% longer for each row in 41 pieces than
+# of half the length in four, which this takes for 0.6% more.
+AS_GOOD = 1.02
+
+
+def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
+    """So many that the last round of blocks is nearly full, and little is read twice; of those that
+    are as good the fewest."""
+    if frame.is_wide(spec) and not config.pieces:
+        config = dataclasses.replace(config, pieces=wide_states.pieces_of(spec, config.blocks))
+    at_once = chunks_at_once(spec)
+    units = pl.cdiv(spec.T, at_once * frame.C)
+    heads = spec.B * spec.H // frame.heads_of_tile(spec)
+
+    def cost(pieces: int) -> float:
+        each = pl.cdiv(units, pieces) * at_once
+        rounds = pl.cdiv(heads * pieces, config.blocks)
+        if pieces == 1:
+            return rounds * (each + ITEM)
+        rounds_before = pl.cdiv(heads * (pieces - 1), config.blocks)
+        return CUT + (rounds + CUT_CHUNK * rounds_before) * (each + ITEM)
+
+    counts = range(1, max(2, units * at_once // LEAST_CHUNKS + 1))
+    least = min(map(cost, counts))
+    wanted = config.pieces or next(count for count in counts if cost(count) <= AS_GOOD * least)
+    return int(pl.cdiv(units, pl.cdiv(units, wanted)))
+
+
+def pieces_of_groups(spec: LinearAttentionSpec, config: Config) -> int:
+    """Those of the gradients: a block that walks keys walks all queries of their group, so there
+    are as many pieces more as fill the card with the heads of keys."""
+    pieces, chunks = pieces_of(spec, config), pl.cdiv(spec.T, frame.C)
+    wanted = max(pieces, min(spec.H // spec.G * pieces, chunks // LEAST_CHUNKS))
+    return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
+
+
+def chunks_at_once(spec: LinearAttentionSpec) -> int:
+    """What pieces are made of."""
+    return channel.CHUNKS if spec.decay == "channel" else wide_states.chunks_at_once(spec)
+
+
+def deal_of(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
+    """All rows of all query heads."""
+    pieces, unit = pieces_of(spec, config), chunks_at_once(spec) * frame.C
+    rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
+    heads = spec.H // frame.heads_of_tile(spec)
+    return mosaic.Deal(spec.B, heads, spec.T, rows, pieces, config.blocks)
+
+
+def deal_of_gradients(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
+    if spec.H != spec.G:
+        config = dataclasses.replace(config, pieces=pieces_of_groups(spec, config))
+    return deal_of(spec, config)

@@ -1,0 +1,80 @@
+"""What a call is to be for the kernels of this folder to take it: sizes, float16, pairs of heads,
+rows. Each function says what is lacking, or None."""
+
+from __future__ import annotations
+
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, value_blocks, whole_units
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
+# Maps whose features are no larger than x + 1.
+FITTING = "elu1", "relu", "softplus", "identity", "silu"
+
+
+def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
+    """What D and V are to be."""
+    if spec.decay == "channel":
+        in_steps = spec.D % narrow.STEP == spec.V % narrow.STEP == 0
+        most = max(narrow.TILES)
+        if in_steps and narrow.tile_of(spec):
+            return None
+        return f"D and V of multiples of {narrow.STEP}, up to {most}"
+    if frame.both_ways(spec):
+        if spec.D == spec.V and spec.D in SIZES_BOTH_WAYS:
+            return None
+        return f"D = V = {', '.join(map(str, SIZES_BOTH_WAYS[:-1]))} or {SIZES_BOTH_WAYS[-1]}"
+    in_float32 = spec.dtype == "float32"
+    if in_float32 and narrow.fills(spec, mosaic.HALF):
+        return None
+    most = max(narrow.TILES)
+    if in_float32 or spec.decay and not value_blocks.is_cut(spec):
+        most = frame.F
+    least = narrow.LEAST if in_float32 else 0
+    if least <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
+        return None
+    sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
+    if in_float32:
+        sizes += f", or D = V = {mosaic.HALF}"
+    elif spec.causal and spec.decay:
+        sizes += f", V alone to {max(narrow.TILES)}"
+    if spec.causal and not in_float32:
+        step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
+        sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"
+    return sizes
+
+
+def unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
+    """Sums and weights have units there; features may not be above its largest number."""
+    if spec.decay or spec.segments:
+        return "with a decay or segments"
+    if max(spec.D, spec.V) > frame.F:
+        return f"with more than {frame.F} columns"
+    name = spec.feature_map.name
+    if name not in FITTING:
+        return f"with feature_map={name!r}, whose features may be larger than its largest number"
+    if spec.normalize and not spec.feature_map.nonnegative:
+        return f"with normalize=True and feature_map={name!r}, whose features may be negative"
+    if spec.normalize and spec.initial_state:
+        return "with a normalizer beside an initial_state"
+    if spec.normalize and not spec.causal and spec.eps < whole_units.LEAST_EPS:
+        return f"without causal=True and with eps below {whole_units.LEAST_EPS:.1e}"
+    return None
+
+
+def unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
+    """Of heads, of which a tile holds two."""
+    group = spec.H // spec.G
+    if spec.decay == "channel":
+        return "needs H = G, and even," if group != 1 or spec.H % 2 else None
+    if spec.G % 2 or group % 2 and group != 1:
+        return "needs an even G, and H = G or an even H / G"
+    return None
+
+
+def takes_any_rows(spec: LinearAttentionSpec) -> bool:
+    """Whether sequences may be no multiple of 8 rows (`mosaic.Views`, `row_copies.py`)."""
+    if frame.by_documents(spec):
+        return True
+    walks = (spec.causal or frame.both_ways(spec)) and spec.dtype != "float32"
+    return walks and spec.decay != "channel" and not frame.is_wide(spec)
