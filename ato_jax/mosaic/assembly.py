@@ -52,6 +52,13 @@ def field(found: Any, number: int, type: Any) -> Any:
     ).result
 
 
+def constant(value: Any) -> Any:
+    """Of an attribute with a type."""
+    return ir.Operation.create(
+        "arith.constant", results=[value.type], attributes={"value": value}
+    ).result
+
+
 def element(pair: Any, number: int) -> Any:
     """One of the two float32 numbers of a register."""
     at = ir.DenseI64ArrayAttr.get([number])

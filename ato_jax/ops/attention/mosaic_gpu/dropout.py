@@ -23,7 +23,7 @@ from jax.extend.mlir.dialects import arith
 
 from ato_jax import device
 from ato_jax.mosaic import TILE
-from ato_jax.mosaic.assembly import instructions
+from ato_jax.mosaic.assembly import constant, instructions
 from ato_jax.ops.attention.mosaic_gpu.softmax import COLUMNS
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, dropout_keep_in_row, dropout_row
 
@@ -83,7 +83,7 @@ def plus_columns(rows: jax.Array) -> jax.Array:
                 ).result
                 base = arith.addi(number, first)
                 column = ir.IntegerAttr.get(word, place[1] * COLUMNS + half)
-                operands.append(arith.addi(base, arith.constant(word, column)))
+                operands.append(arith.addi(base, constant(column)))
             found[place] = ir.Operation.create(
                 "vector.from_elements", results=[of_pair], operands=operands
             ).result

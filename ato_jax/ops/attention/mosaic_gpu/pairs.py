@@ -37,7 +37,7 @@ from jax.extend.mlir.dialects import arith
 
 from ato_jax import device, mosaic
 from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS, TILE, Buffer
-from ato_jax.mosaic.assembly import element
+from ato_jax.mosaic.assembly import constant, element
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.spec import AttentionSpec, Broadcast, Inputs
@@ -275,8 +275,8 @@ def keep_by_bytes(s: jax.Array, mask: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(TILE, TILE), return_type=own)
     def select(_: Any, s: Any, mask: Any) -> Any:
         number, word, half = ir.F32Type.get(), *map(ir.IntegerType.get_signless, (32, 16))
-        hidden = arith.constant(number, ir.FloatAttr.get(number, -math.inf))
-        zero = arith.constant(word, ir.IntegerAttr.get(word, 0))
+        hidden = constant(ir.FloatAttr.get(number, -math.inf))
+        zero = constant(ir.IntegerAttr.get(word, 0))
         found = np.empty(s.registers.shape, object)
         for place, pair in np.ndenumerate(s.registers):
             both = ir.Operation.create(
@@ -284,7 +284,7 @@ def keep_by_bytes(s: jax.Array, mask: jax.Array) -> jax.Array:
             ).result
             both, operands = arith.extui(word, both), []
             for n in range(2):
-                byte = arith.constant(word, ir.IntegerAttr.get(word, 0xFF << 8 * n))
+                byte = constant(ir.IntegerAttr.get(word, 0xFF << 8 * n))
                 kept = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(both, byte), zero)
                 operands.append(arith.select(kept, element(pair, n), hidden))
             found[place] = ir.Operation.create(

@@ -101,7 +101,8 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Ke
     ahead = _edges(spec, runs, inputs.initial_state)
 
     def finish(unit: Unit, total: Sequence[jax.Array], den: Any) -> None:
-        firsts = range(0, spec.V, HALF)
+        factor: Any
+        firsts, factor = range(0, spec.V, HALF), spec.scale
         if spec.normalize:
             for first in firsts:
                 den = den + jnp.sum(unit.read(first) * unit.vector_from(first), axis=1)
@@ -109,7 +110,7 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Ke
             factor = mosaic.in_columns(inverse, HALF)
             unit.leave_numbers(inverse)
         for first, half in zip(firsts, total, strict=True):
-            unit.store(first, half * (factor if spec.normalize else spec.scale))
+            unit.store(first, half * factor)
         unit.leave()
 
     out_type = jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), F32)
@@ -138,9 +139,9 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Ke
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    inputs, kept = residuals
-    if not isinstance(kept, causal.Kept):
-        kept = keep(spec, config, inputs)
+    inputs = residuals.inputs
+    outputs: Any = residuals.outputs
+    kept = outputs if isinstance(outputs, causal.Kept) else keep(spec, config, inputs)
     g, numbers, of_rows = cotangents.out, None, []
     if spec.normalize:
         assert kept.den is not None
@@ -187,7 +188,8 @@ def _e(spec: LinearAttentionSpec, g: jax.Array, kept: causal.Kept) -> jax.Array:
     shape = _numbers(spec).shape
     e = jnp.pad(e, ((0, 0), (0, 0), (0, shape[2] * C - spec.T))).reshape(shape)
     assert kept.den is not None
-    return jnp.where(kept.den < jnp.float32(1.0) / jnp.float32(spec.eps), e, 0.0)
+    # With some room for the rounding of a quotient: where it was clamped, it is 1 / eps.
+    return jnp.where(kept.den < (1 - 2.0**-20) / spec.eps, e, 0.0)
 
 
 Numbers = tuple[jax.Array, jax.Array] | None
