@@ -475,6 +475,7 @@ def test_which_calls_are_multiplied_finer_than_their_dtype():
     plain = spec_of(64, "bfloat16", True, T=few_rows.FEW_ROWS, B=1, H=1)
     signed = dataclasses.replace(plain, feature_map=features.NAMED["silu"], normalize=False)
     by_head = dataclasses.replace(plain, decay="head")
+    half = dataclasses.replace(plain, dtype="float16")
     longer, longest = ({"T": rows, "S": rows} for rows in (few_rows.SOME_ROWS, 4096))
     for spec, wanted in (
         (plain, ("tf32", "tf32")),
@@ -484,7 +485,11 @@ def test_which_calls_are_multiplied_finer_than_their_dtype():
         (dataclasses.replace(signed, decay="channel"), ("tf32", "tf32")),
         (dataclasses.replace(plain, B=2), (None, None)),
         (dataclasses.replace(plain, S=few_rows.FEW_ROWS + 1), (None, None)),
-        (dataclasses.replace(plain, dtype="float16"), (None, None)),
+        (half, (None, None)),
+        (dataclasses.replace(half, T=few_rows.EXACT_QUERIES), ("exact", "exact")),
+        (dataclasses.replace(half, decay="head"), (None, "exact")),
+        (dataclasses.replace(half, initial_state=True), (None, "exact")),
+        (dataclasses.replace(half, decay="head", initial_state=True, **longer), (None, None)),
         (dataclasses.replace(signed, **longer), ("tf32", "tf32")),
         (dataclasses.replace(by_head, **longer), (None, "tf32")),
         (dataclasses.replace(signed, decay="channel", **longer), (None, None)),

@@ -22,7 +22,7 @@ The kernels, by family:
     walk, steps     the steps along which pieces are cut, and what decays make of them
 
 `projected`, `split` and `few_rows` turn a call into one of these, for feature maps that are not
-elementwise, for states that no program holds, and for bfloat16 calls whose roundings would not
+elementwise, for states that no program holds, and for 16-bit calls whose roundings would not
 average out. `config` has the block sizes, `support` what is supported. The rest is shared: `calls`,
 `mapping`, `products`, `sequences`, `pairs`, and `ato_jax.triton`.
 

@@ -75,10 +75,17 @@ class FineSpec(LinearAttentionSpec):
     says (`few_rows.py`)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class FineFloat16Spec(FineSpec):
+    """The same of a call on float16 arrays."""
+
+
 def sequence_dtype(spec: LinearAttentionSpec) -> str:
     """The dtype in which the call's sequences are written."""
     if isinstance(spec, UnroundedSpec):
         return "float32"
+    if isinstance(spec, FineFloat16Spec):
+        return "float16"
     return "bfloat16" if isinstance(spec, FineSpec) else spec.dtype
 
 

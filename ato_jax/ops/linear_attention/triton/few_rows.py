@@ -1,8 +1,8 @@
-"""bfloat16 calls of few rows, whose products are float32's or TF32's.
+"""16-bit calls of few rows, whose products are float32's or TF32's.
 
 Roundings average out over the rows of a call. They do not where a few rounded weights, or one sum
-whose terms cancel, are a whole result: there the rounding of factors to bfloat16 can be beyond the
-budget of the result, and so
+whose terms cancel, are a whole result: there the rounding of factors to 16 bits can be beyond the
+budget of the result, and so in bfloat16
 
     up to `SOME_ROWS` rows    TF32 multiplies calls of features of either sign without a normaliser,
                               whose weights cancel, calls with segments or lengths, of which a few
@@ -15,7 +15,11 @@ budget of the result, and so
     up to `EXACT_QUERIES`     both passes are exact: where one weight, or one query's gradient, is
     queries                   all of a result and cancels, the roundings of TF32 are too large, too
 
-The kernels and the block sizes are then those of float32; the arrays stay in bfloat16. A call with
+float16's products keep TF32's digits, and so there exact ones alone help: in both passes up to
+`EXACT_QUERIES`, and up to `FEW_ROWS` in the backward of a decay per head, and with a normaliser in
+that of an initial state, whose k_sum's gradient is a sum over all queries that cancels.
+
+The kernels and the block sizes are then those of float32; the arrays keep their dtype. A call with
 a decay per step and channel counts up to `FEW_ROWS` alone: in float32 it has kernels that walk, not
 those of `prepared/`.
 """
@@ -26,7 +30,7 @@ import dataclasses
 
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import products
-from ato_jax.ops.linear_attention.triton.calls import FineSpec, fields
+from ato_jax.ops.linear_attention.triton.calls import FineFloat16Spec, FineSpec, fields
 
 # Rows of queries or of keys, whichever are more, and queries, over all query heads and batch
 # entries. In TF32 4% of draws of one row of signed features, 4% of one with an initial state, 1 of
@@ -42,15 +46,22 @@ def finer(spec: LinearAttentionSpec, phase: str) -> LinearAttentionSpec:
     """The kernels' call for this one in this phase."""
     heads = spec.B * spec.H
     rows = heads * max(spec.T, spec.S)
-    if spec.dtype != "bfloat16" or rows > SOME_ROWS:
+    if spec.dtype == "float32" or rows > SOME_ROWS:
         return spec
     one_number = spec.decay == "head" and phase == "backward"
+    few = rows <= FEW_ROWS
+    if spec.dtype == "float16":
+        of_state = spec.initial_state and spec.normalize and phase == "backward"
+        exact = few and (one_number or of_state or heads * spec.T <= EXACT_QUERIES)
+        return _fine(FineFloat16Spec, spec, "exact") if exact else spec
     difference = spec.normalize and not spec.causal and phase == "backward"
     apart = spec.segments is not None or spec.q_lengths or spec.kv_lengths
     cancels = spec.decay != "channel" and (apart or products.rounds_both_signs(spec))
-    few = rows <= FEW_ROWS
     if not (few or one_number or difference or cancels):
         return spec
     exact = few and (one_number or heads * spec.T <= EXACT_QUERIES)
-    precision = "exact" if exact else "tf32"
-    return FineSpec(**fields(dataclasses.replace(spec, dtype="float32", precision=precision)))
+    return _fine(FineSpec, spec, "exact" if exact else "tf32")
+
+
+def _fine(kind: type[FineSpec], spec: LinearAttentionSpec, precision: str) -> FineSpec:
+    return kind(**fields(dataclasses.replace(spec, dtype="float32", precision=precision)))
