@@ -82,3 +82,13 @@ def test_a_key_that_is_left_out_is_seen() -> None:
     off = dataclasses.replace(call, options=call.options | {"mask": seen})
     found = random_calls.oracle(off, torch.float32)
     assert beyond(call, found, exact) == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_results_that_underflow_are_only_bounded() -> None:
+    call = random_calls.draw(0, longest=8, op="linear_attention", dtype="float32")
+    exact = {"dv": np.full(call.arrays["v"].shape, 1e-36)}
+    nothing = np.zeros(call.arrays["v"].shape, np.float32)
+    assert random_calls.compare(call, {"dv": nothing}, exact) == []
+    for wrong in (np.nan, 1.0):
+        with pytest.raises(AssertionError, match="dv"):
+            random_calls.compare(call, {"dv": nothing + np.float32(wrong)}, exact)
