@@ -296,7 +296,10 @@ def backward(
         s = jnp.sum(pairs * of_pairs, axis=-1, keepdims=True)
         s = w * (s + jnp.sum(phi_q * of_states, axis=-1, keepdims=True))
         s = rows.where_divided(spec, den, s)
-        d_pairs = jnp.where(_visible(of, q.shape[3]), w * (of_pairs - s), 0).astype(dtype)
+        d_pairs = jnp.where(_visible(of, q.shape[3]), w * (of_pairs - s), 0)
+        # What it rounds to, and what that leaves: where features are alike, the sum over queries
+        # of d_pairs is all that dk is, and it cancels.
+        d_pairs, *rest = rows.in_parts(spec, d_pairs)
 
         sums = product("bgnmf,bgnmv->bgnfv", (phi_q * w).astype(dtype), d_out, jnp.float32)
         after, later = _sums_after(later, sums)
@@ -306,6 +309,9 @@ def backward(
         d_q = product("bgnmc,bgncf->bgnmf", d_pairs, k, jnp.float32)
         d_q += w * (of_states - s * z[:, :, :, None])
         d_k = product("bgnmc,bgnmf->bgncf", d_pairs, q, jnp.float32)
+        for part in rest:
+            d_q += product("bgnmc,bgncf->bgnmf", part, k, jnp.float32)
+            d_k += product("bgnmc,bgnmf->bgncf", part, q, jnp.float32)
         d_k += product("bgncv,bgnfv->bgncf", v, states_after, jnp.float32)
         d_k += _stacked(r_after)[:, :, :, None]
         d_v = product("bgnmc,bgnmv->bgncv", (pairs * w).astype(dtype), d_out, jnp.float32)

@@ -107,11 +107,18 @@ def parts_of_states(spec: LinearAttentionSpec, states: jax.Array) -> list[jax.Ar
     Four factors of like size are rounded: both features, a state and the output. Their errors add
     up to the budget of the output, so a sum that cancels has no room for the state's.
     """
+    if spec.feature_map.nonnegative:
+        return [states.astype(operand_dtype(spec))]
+    return in_parts(spec, states)
+
+
+def in_parts(spec: LinearAttentionSpec, x: jax.Array) -> list[jax.Array]:
+    """What x rounds to as an operand, and what that leaves, if anything."""
     dtype = operand_dtype(spec)
-    high = states.astype(dtype)
-    if dtype == jnp.float32 or spec.feature_map.nonnegative:
+    high = x.astype(dtype)
+    if dtype == jnp.float32:
         return [high]
-    return [high, (states - rounded(spec, states)).astype(dtype)]
+    return [high, (x - rounded(spec, x)).astype(dtype)]
 
 
 def initial(spec: LinearAttentionSpec, inputs: Inputs) -> LinearState:

@@ -91,8 +91,9 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
 
     d_kv = rows.product(f"{query_axes}f,{query_axes}v->bgfv", q, d_out, jnp.float32) * scale
     d_kv = d_kv + cotangents.state.kv
-    S_operand = S.astype(dtype)
-    of_state = rows.product(f"{query_axes}v,bgfv->{query_axes}f", d_out, S_operand, jnp.float32)
+    equation = f"{query_axes}v,bgfv->{query_axes}f"
+    parts = [rows.product(equation, d_out, part, jnp.float32) for part in rows.in_parts(spec, S)]
+    of_state = sum(parts[1:], parts[0])
     num_flow = jnp.sum(q.astype(jnp.float32) * of_state, axis=-1, keepdims=True)  # out . do
     num_flow = rows.where_divided(spec, den, num_flow)
     d_phi_q = (of_state - num_flow * _over(query_axes, z)) * rows.weights(spec, den)
