@@ -1464,6 +1464,17 @@ def test_large_heads_of_linear_attention(dtype: str, D: int, V: int, causal: boo
 
 
 @of_linear_attention
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "D", "V"), [("bfloat16", 512, 512), ("float16", 320, 272)])
+def test_states_above_256_columns_by_products(
+    dtype: str, D: int, V: int, causal: bool, scale: float
+) -> None:
+    qkv = arrays(dtype, B=1, T=1100, D=D, V=V, scale=scale)
+    check("linear_attention", *qkv, causal=causal, implementation="xla.products")
+
+
+@of_linear_attention
 @pytest.mark.parametrize("decay", [None, "head", "step", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_steps_equal_the_causal_pass(dtype: str, decay: str | None) -> None:
