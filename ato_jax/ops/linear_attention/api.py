@@ -413,8 +413,9 @@ def linear_attention(
       implementation: None for the fastest backend that supports the call on this device, or one of
         "mosaic_gpu" (Hopper; bfloat16; D and V of multiples of 16, the larger from 80 to 128,
         without a decay or, causal, V alone to 256; causal also of 8 from 16 to 64; up to 128
-        columns without a decay and segments float16, and float32 unless causal), "triton", "xla"
-        and "reference".
+        columns without a decay and segments float16 and float32), "triton", "xla.products"
+        (bfloat16 and float16; D or V from 257 on, without a decay and segments), "xla" and
+        "reference".
 
     Returns:
       out [B, T, H, V] in v's dtype, or `out_dtype`; with `return_state` the pair (out, state). A
