@@ -35,7 +35,7 @@ ORDINARY_GROUP, ORDINARY_STEP = 2, 24
 COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
-    "mosaic_gpu": (66, 1342, 493),
+    "mosaic_gpu": (66, 1346, 493),
     "mosaic_attention": (78, 1923, 201),
     "mosaic_gradients": (55, 1711, 0),
     "decode_attention": (49, 1158, 261),
