@@ -53,7 +53,7 @@ def field(found: Any, number: int, type: Any) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """Of an attribute with a type."""
+    """The constant that an attribute with a type stands for."""
     return ir.Operation.create(
         "arith.constant", results=[value.type], attributes={"value": value}
     ).result

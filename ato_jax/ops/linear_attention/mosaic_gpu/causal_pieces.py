@@ -14,11 +14,11 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
 # it takes for a chunk of theirs, and what an item takes before its first chunk.
 CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
-# Of a piece, so that its state is small beside its rows.
+# A piece has at least as many chunks, so that its state is small beside its rows.
 LEAST_CHUNKS = 8
-# Of two numbers of pieces that cost as much, but for this, the smaller leaves more rows to be read
-# once: 8 sequences of 131,072 rows of 8 heads of 64 took 15% longer for each row in 41 pieces than
-# of half the length in four, which this takes for 0.6% more.
+# Two numbers of pieces cost the same within this factor. Then the smaller is taken, since more rows
+# are read once: 8 sequences of 131,072 rows of 8 heads of 64 took 15% longer for each row in 41
+# pieces than sequences of half the length in four, where the cost says 0.6% less.
 AS_GOOD = 1.02
 
 

@@ -89,7 +89,7 @@ def _weighted_phi(spec: LinearAttentionSpec) -> Any:
 
 
 def _numbers(spec: LinearAttentionSpec) -> jax.ShapeDtypeStruct:
-    """Of each row, up to a whole run."""
+    """The type of an array with a number for each row, up to a whole run."""
     rows = units_of_run(spec) * UNIT
     chunks = -(-spec.T // rows) * (rows // C)
     return jax.ShapeDtypeStruct((spec.B, spec.H, chunks, C), F32)
@@ -155,7 +155,7 @@ def backward(
         u = jnp.zeros_like(u)
     start = None
     if spec.return_state:
-        # Of each group's first head alone, as the heads of a group are added up.
+        # The heads of a group are added up, so the first head alone begins with the cotangent.
         group_size = spec.H // spec.G
 
         def of_queries(x: jax.Array) -> jax.Array:

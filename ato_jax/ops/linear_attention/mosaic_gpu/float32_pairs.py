@@ -149,7 +149,7 @@ class Storage(mosaic.Storage):
 def storage_of(spec: LinearAttentionSpec, own: Pass) -> Storage:
     tiling, parts, columns = frame.tiling(spec), parts_of(spec), spec.D
     slots = 4 if columns == HALF else 2
-    # Of 128 columns in two parts, three slots leave no room for both vector and numbers.
+    # Three slots of 128 columns in two parts leave no room for both vector and numbers.
     is_full = parts == 3 or own.vector is not None and own.numbers is not None
     parts_slots = 4 if columns == HALF else 2 if is_full else 3
     raw = Buffer(tiling.of_rows_in_float32(slots, C, columns))

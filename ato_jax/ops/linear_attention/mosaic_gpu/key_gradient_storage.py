@@ -274,7 +274,7 @@ class Walk:
         return [(self.arrays.q_units[one], self.arrays.e_units[one]) for one in at]
 
     def power(self, item: Item, n: int) -> Any:
-        """Of keys of head n, in float16; else None."""
+        """The power of two of the features of head n's keys in float16; else None."""
         if self.arrays.k_powers is None:
             return None
         return self.arrays.k_powers[item.batch, self.tiling.head_of(item.head, n)]

@@ -205,7 +205,7 @@ class Walk:
         return float(pl.next_power_of_2(self.spec.T))
 
     def powers(self, item: Item, half: Any) -> tuple[Any, Any]:
-        """Of queries and keys, in float16."""
+        """The powers of two of the features of queries and keys, which float16 has."""
         head_of = self.tiling.head_of
         of_q = self.q_powers[item.batch, head_of(item.head, half)]
         return of_q, self.k_powers[item.batch, head_of(self.kv_head(item), half)]

@@ -27,8 +27,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 LARGEST = 2.0**14
-# Of the powers, so that products of two are far from float32's ends. Rows behind the end and
-# columns that a head does not have are zeros, whose features, of up to 1, are multiplied, too.
+# No power is larger, so that products of two are far from float32's ends. The second bound is for
+# calls with rows behind the end, or with columns that a head does not have: these are zeros, whose
+# features, of up to 1, are multiplied by the power, too.
 MOST, MOST_BESIDE_ZEROS = 2.0**30, 2.0**15
 RISING = "elu1", "relu", "softplus"
 EXPONENT = 0x7F800000  # the bits of float32 that are a normal number's exponent

@@ -164,7 +164,8 @@ def _half(x: jax.Array, first: int) -> jax.Array:
 
 
 def _products(halves: Sequence[jax.Array], parts: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Of a factor [C, F] in halves and one [F, columns] in parts, smallest first."""
+    """The pairs of factors whose products make up [C, F] times [F, columns], the first one given in
+    halves and the second in parts; the smallest products come first."""
     own = [(half, pl.ds(first, HALF)) for half, first in zip(halves, FIRSTS, strict=True)]
     return [(half, part.at[rows]) for part in reversed(parts) for half, rows in own]
 
