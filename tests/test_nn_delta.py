@@ -291,3 +291,24 @@ def test_bad_calls() -> None:
         layer(inputs(), segment_ids=np.zeros((B, T - 1), np.int32))
     with pytest.raises(ValueError, match="context_axis"):
         make("gated", context_axis="time")(inputs())
+
+
+@both_kinds
+def test_nothing(kind: str) -> None:
+    """No step or no sequence, as in the other layers: nothing comes out, no gradient, and a cache
+    stays as it is."""
+    layer = make(kind)
+    for batch, length in (((B,), 0), ((0,), T), ((0,), 0), ((), 0)):
+        empty = inputs(*batch, length, E)
+        mask, ids = np.ones((*batch, 1, 1, length), bool), np.zeros((*batch, length), int)
+        for options in ({}, {"mask": mask}, {"segment_ids": ids}):
+            assert layer(empty, **options).shape == empty.shape, (empty.shape, options)
+    empty = inputs(B, 0, E)
+    gradients = nnx.grad(lambda layer: layer(empty).sum())(layer)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients))
+    layer.init_cache((B, T, E))
+    x = inputs()
+    begun = layer(x[:, :5], decode=True)
+    assert layer(empty, mask=np.ones((B, 1, 1, 0), bool), decode=True).shape == empty.shape
+    rest = layer(x[:, 5:], decode=True)
+    assert error(jnp.concatenate([begun, rest], axis=1), layer(x)) < 1e-5

@@ -265,6 +265,8 @@ class DeltaNet(nnx.Module):
             refuse_beside_context(self.context_axis, mask, decode, "segment_ids")
         inputs = one_batch_axis(inputs_q, 2)  # [B, T, in_features]
         visible = self._visible(inputs, tuple(batch), mask, decode)
+        if T == 0:
+            visible = ids = None  # no step to hide, and none that belongs to a segment
         if visible is not None:
             inputs = blank_steps(inputs, visible)
         with caches_restored(self):
@@ -348,7 +350,9 @@ class DeltaNet(nnx.Module):
             promote_dtype(arrays, dtype=self.dtype or projected[0].dtype)
             for arrays in (projected, kernels)
         )
-        x = jnp.concatenate([array.reshape(B, T, -1) for array in projected], axis=-1)
+        sizes = [math.prod(array.shape[2:]) for array in projected]
+        flat = [array.reshape(B, T, size) for array, size in zip(projected, sizes, strict=True)]
+        x = jnp.concatenate(flat, axis=-1)
         kernel = jnp.concatenate([one.reshape(self.conv_size, -1) for one in kernels], axis=-1)
         order = None if visible is None else visible_first(visible)
         if order is not None:
@@ -366,7 +370,6 @@ class DeltaNet(nnx.Module):
         after = tail(x, before, None if order is None else order.visible)
         x = jax.nn.silu(convolve(x, kernel, before, ids))
         x = x if order is None else order.undo(x)
-        sizes = [math.prod(array.shape[2:]) for array in projected]
         parts = jnp.split(x, (sizes[0], sizes[0] + sizes[1]), axis=-1)
         query, key, value = (
             part.reshape(array.shape) for part, array in zip(parts, projected, strict=True)
