@@ -2,6 +2,8 @@
 
     python -m tests.soak                        8 minutes, 8 threads, on a GPU if there is one
     python -m tests.soak --minutes=1 --threads=2
+    python -m tests.soak --prepare --cache=DIR                  compiles and compares with float64
+    python -m tests.soak --cache=DIR --limit=575                the run alone, in 575 s
 
 1. `linear_attention` is timed before and after large calls of `attention` in the same process, with
    the road that `ato_torch.explain` gives each time.
@@ -15,6 +17,16 @@
 
 Results are compared twice: those of the first call with a float64 computation in PyTorch, by the
 budgets of `numerics`, and those of all further calls with the first ones, bit by bit.
+
+`--prepare` compiles all programs but those of new lengths, in several processes, and compares the
+first results with float64. The folder DIR gets JAX's persistent cache and a SHA-256 of each first
+result. A run with that cache finds its programs there and compares its first results with the
+hashes instead. It refuses a DIR of other sources, versions, settings or another card. In parts 2
+and 3 the cache is off.
+
+With `--limit` the calls get fewer minutes where the rest would otherwise not fit. A thread that
+does not end in time is a fault, and the report is printed without it. A run that is ended by
+SIGTERM or Ctrl-C prints what it found so far, marked as cut, and has the exit status 1.
 
 A call is slow if its host time is more than three times the median of its kind in the same part of
 the run. Slow calls are all counted. Each has one reason: the first that holds of
@@ -38,15 +50,22 @@ threads share, times are printed and not judged.
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
+import json
 import math
+import os
+import platform
 import random
+import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -55,14 +74,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+STARTED = time.monotonic()  # before the imports that take seconds
 
-import ato_jax
-import ato_torch
-from ato_torch import _direct, _programs
-from tests import numerics
+import torch  # noqa: E402
 
-import jax  # isort: skip  (after ato_torch, which sets how much of a GPU's memory JAX takes)
+import ato_jax  # noqa: E402
+import ato_torch  # noqa: E402
+from ato_torch import _direct, _programs  # noqa: E402
+from tests import numerics  # noqa: E402
+
+# After ato_torch, which sets how much of a GPU's memory JAX takes.
+import jax  # noqa: E402  isort: skip
+import jaxlib  # noqa: E402  isort: skip
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402  isort: skip
+from jax.extend.mlir import ir  # noqa: E402  isort: skip
 
 F = torch.nn.functional
 SLOW = 3
@@ -85,9 +110,27 @@ SPARE_PROGRAMS = 16
 NEW_LENGTHS, LONGEST_NEW = 84, 400
 # That compile and compare at first, on a GPU.
 COMPILING_THREADS = 16
+# That trace and lower where all is compiled: more would wait for Python's lock.
+CACHED_THREADS = 4
+# Processes of `--prepare`. The first one has the large calls, which share the GPU's memory.
+PROCESSES = 4
+# Of `--limit`, kept for the end of part 2, for that of part 3, and for the report.
+END_SECONDS, REPORT_SECONDS = 20.0, 10.0
+# The settings of JAX's cache that keep every program, and nothing of XLA's own. Triton kernels are
+# in its key with source locations, which are those of whoever traced a shared function first: so
+# these are left out, or programs would be found only if all were traced in the same order.
+CACHE_SETTINGS = {
+    "jax_traceback_in_locations_limit": 0,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
+ROOT = Path(__file__).parent.parent
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 COMPILED = "/jax/core/compile/backend_compile_duration"
+DUMP_NAME = "mosaic_gpu.dump_basename"
+FOUND, MISSED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,19 +461,23 @@ class Record:
     def slow(self, pauses: Pauses, compiling: bool) -> dict[str, Any]:
         """For each kind its count, median and worst time, and its slow calls by reason."""
         by_kind = collections.defaultdict(list)
-        for each in self.calls:
+        for each in list(self.calls):
             by_kind[each.kind].append(each)
-        usual = statistics.median(one.seconds for one in self.controls) if self.controls else 0.0
-        noise = max((one.seconds - usual for one in self.controls), default=0.0)
-        by_kind[CONTROL] = self.controls
+        controls = list(self.controls)
+        usual = statistics.median(one.seconds for one in controls) if controls else 0.0
+        noise = max((one.seconds - usual for one in controls), default=0.0)
+        by_kind[CONTROL] = controls
+        collected, compiled = Intervals(pauses.collections), Intervals(pauses.compilations)
+        if not compiling:
+            compiled = Intervals([])
         return {
-            kind: self._of_kind(timed, pauses, compiling, noise)
+            kind: self._of_kind(timed, collected, compiled, noise)
             for kind, timed in by_kind.items()
             if timed
         }
 
     def _of_kind(
-        self, timed: list[Timed], pauses: Pauses, compiling: bool, noise: float
+        self, timed: list[Timed], collected: Intervals, compiled: Intervals, noise: float
     ) -> dict[str, Any]:
         median = statistics.median(one.seconds for one in timed)
         reasons: collections.Counter[str] = collections.Counter()
@@ -438,9 +485,9 @@ class Record:
             excess = one.seconds - median
             if one.seconds <= SLOW * median:
                 continue
-            if pauses.overlap(pauses.collections, one) >= excess / 2:
+            if collected.overlap(one) >= excess / 2:
                 reasons["garbage collection"] += 1
-            elif compiling and pauses.overlap(pauses.compilations, one) > 0:
+            elif compiled.overlap(one) > 0:
                 reasons["compilation"] += 1
             elif one.allocated:
                 reasons["device allocation"] += 1
@@ -458,16 +505,19 @@ class Pauses:
     def __init__(self) -> None:
         self.collections: list[tuple[float, float]] = []
         self.compilations: list[tuple[float, float]] = []
+        self.cache: collections.Counter[str] = collections.Counter()
         self._start = 0.0
 
     def __enter__(self) -> Pauses:
         gc.callbacks.append(self._collected)
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        jax.monitoring.register_event_listener(self._happened)
         return self
 
     def __exit__(self, *error: Any) -> None:
         gc.callbacks.remove(self._collected)
         jax.monitoring.unregister_event_duration_listener(self._compiled)
+        jax.monitoring.unregister_event_listener(self._happened)
 
     def _collected(self, phase: str, info: Any) -> None:
         if phase == "start":
@@ -480,9 +530,25 @@ class Pauses:
             end = time.perf_counter()
             self.compilations.append((end - duration, end))
 
-    @staticmethod
-    def overlap(pauses: list[tuple[float, float]], one: Timed) -> float:
-        return sum(max(0.0, min(end, one.end) - max(start, one.start)) for start, end in pauses)
+    def _happened(self, event: str, **facts: Any) -> None:
+        self.cache[event] += 1
+
+
+class Intervals:
+    """Sorted, so that the few beside a call are found: there are a hundred collections a second."""
+
+    def __init__(self, found: Sequence[tuple[float, float]]) -> None:
+        self.sorted = sorted(found)
+        self.starts = [start for start, _ in self.sorted]
+        self.longest = max((end - start for start, end in self.sorted), default=0.0)
+
+    def overlap(self, one: Timed) -> float:
+        first = bisect.bisect_left(self.starts, one.start - self.longest)
+        last = bisect.bisect_right(self.starts, one.end)
+        return sum(
+            max(0.0, min(end, one.end) - max(start, one.start))
+            for start, end in self.sorted[first:last]
+        )
 
 
 def memory(device: str) -> dict[str, float]:
@@ -519,12 +585,210 @@ def growth(samples: Sequence[dict[str, float]], compiled: int) -> list[str]:
     return found
 
 
+# What --prepare keeps
+
+
+@contextlib.contextmanager
+def cached_programs(folder: Path | None) -> Iterator[None]:
+    """Inside, JAX keeps all programs in the folder and looks for them there."""
+    if folder is None:
+        yield
+        return
+    settings = {"jax_compilation_cache_dir": str(folder / "programs"), **CACHE_SETTINGS}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX asks its settings once
+    try:
+        with unnumbered_kernels():
+            yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def unnumbered_kernels() -> Iterator[None]:
+    """Inside, a Mosaic GPU kernel's module is the same whatever was lowered before it.
+
+    JAX 0.11 counts the kernels of a name, and the number is in the module, for the names of dumps.
+    So it is in the key of JAX's cache, which threads that lower in any order would miss.
+    """
+    from jax.experimental.mosaic.gpu import core
+
+    serialize = core._run_serde_pass
+
+    def unnumbered(module: Any, **options: Any) -> Any:
+        module = serialize(module, **options)
+        if DUMP_NAME in module.operation.attributes:
+            name = ir.StringAttr.get("kernel", context=module.context)
+            module.operation.attributes[DUMP_NAME] = name
+        return module
+
+    core._run_serde_pass = unnumbered
+    try:
+        yield
+    finally:
+        core._run_serde_pass = serialize
+
+
+def identity(device: str) -> dict[str, str]:
+    """All that the programs and the bits of results depend on, by name."""
+    sources = hashlib.sha256()
+    files = [Path(__file__), Path(numerics.__file__)]
+    for package in ("ato_jax", "ato_torch"):
+        files += sorted(one for one in (ROOT / package).rglob("*") if one.is_file())
+    for file in files:
+        if file.suffix != ".pyc":
+            sources.update(f"{file.relative_to(ROOT)} {file.stat().st_size}\n".encode())
+            sources.update(file.read_bytes())
+    card = "cpu " + platform.machine()
+    if device == "cuda":
+        facts = torch.cuda.get_device_properties(0)
+        card = f"{facts.name}, {facts.multi_processor_count} multiprocessors"
+    return {
+        "sources": sources.hexdigest(),
+        "Python": platform.python_version(),
+        "JAX": f"{jax.__version__}, jaxlib {jaxlib.__version__}",
+        "PyTorch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "settings": f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get(_direct.SWITCH, '')}",
+        "card": card,
+    }
+
+
+def digest(found: Sequence[torch.Tensor]) -> str:
+    """SHA-256 of shapes, dtypes and bits."""
+    total = hashlib.sha256()
+    for one in found:
+        total.update(f"{tuple(one.shape)} {one.dtype}\n".encode())
+        total.update(one.contiguous().view(INTEGERS[one.element_size()]).cpu().numpy().tobytes())
+    return total.hexdigest()
+
+
+@dataclasses.dataclass
+class Kept:
+    """Of the runs that were compared with float64.
+
+    `results` has the hash of each first result, and `closed` is how many programs went through JAX.
+    """
+
+    identity: dict[str, str]
+    results: dict[str, str]
+    closed: int = 0
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, file: Path) -> Kept:
+        return cls(**json.loads(file.read_text()))
+
+
+KEPT = "kept.json"
+
+
+def read_kept(folder: Path, device: str) -> tuple[Kept | None, list[str]]:
+    """What the folder keeps; why it cannot be used."""
+    if not (folder / KEPT).exists():
+        return None, [f"{folder} has no results: python -m tests.soak --prepare --cache={folder}"]
+    kept = Kept.read(folder / KEPT)
+    return kept, [
+        f"{folder} was prepared with other {name}: {kept.identity.get(name)!r}, here {here!r}"
+        for name, here in identity(device).items()
+        if kept.identity.get(name) != here
+    ]
+
+
+def share_of(chosen: list[Kind], number: int, count: int) -> list[Kind]:
+    """The kinds of one of several processes. The first one has all large ones."""
+    if count == 1:
+        return chosen
+    small = [kind for kind in chosen if kind.weight == 1]
+    small.sort(key=lambda kind: not kind.gradients)
+    large = [kind for kind in chosen if kind.weight != 1]
+    return large if number == 0 else small[number - 1 :: count - 1]
+
+
+def prepare_share(folder: Path, device: str, number: int, count: int, chosen: list[Kind]) -> int:
+    """Compiles and compares one share; writes what is kept of it."""
+    faults: list[str] = []
+    soak = Soak(device, share_of(chosen, number, count))
+    with Pauses() as pauses, cached_programs(folder):
+        if number == 0:
+            with timed_around(device, soak.synchronize):
+                large_attention(device)
+                soak.synchronize()
+        soak.prepare(max(1, COMPILING_THREADS // count) if device == "cuda" else 1)
+    faults = soak.record.wrong
+    results = {label(pair): digest(found) for pair, found in soak.first.items()}
+    closed = closed_roads()
+    for fault in faults:
+        print(f"FAULT: {fault}", flush=True)
+    for reason, times in closed.items():
+        print(f"  {times} times through JAX: {reason}", flush=True)
+    took = time.monotonic() - STARTED
+    print(
+        f"share {number + 1} of {count}: {len(soak.kinds)} kinds in {took:.0f} s, "
+        f"{pauses.cache[FOUND]} programs found in the cache, {pauses.cache[MISSED]} compiled",
+        flush=True,
+    )
+    if not faults:
+        Kept(identity(device), results, closed.total()).write(folder / f"share_{number}.json")
+    return int(bool(faults))
+
+
+def prepare(folder: Path, device: str, processes: int, chosen: list[Kind] | None = None) -> int:
+    """Fills the folder. What is kept of an earlier time is dropped first, programs apart."""
+    (folder / "programs").mkdir(parents=True, exist_ok=True)
+    for old in [folder / KEPT, *folder.glob("share_*.json")]:
+        old.unlink(missing_ok=True)
+    if processes == 1:
+        chosen = kinds(device) if chosen is None else chosen
+        statuses = [prepare_share(folder, device, 0, 1, chosen)]
+    else:
+        command = [sys.executable, "-m", "tests.soak", "--prepare", f"--cache={folder}"]
+        running = [
+            subprocess.Popen([*command, f"--share={number}/{processes}"], cwd=ROOT)
+            for number in range(processes)
+        ]
+        try:
+            statuses = [each.wait() for each in running]
+        finally:
+            for each in running:
+                each.terminate()
+    shares = [Kept.read(file) for file in sorted(folder.glob("share_*.json"))]
+    if any(statuses) or len(shares) != processes:
+        print(f"failed: exit statuses {statuses}", flush=True)
+        return 1
+    results = {name: bits for share in shares for name, bits in share.results.items()}
+    Kept(identity(device), results, sum(share.closed for share in shares)).write(folder / KEPT)
+    programs = [file.stat().st_size for file in (folder / "programs").iterdir()]
+    print(
+        f"{len(results)} first results within the budgets, {len(programs)} files of programs, "
+        f"{sum(programs) / 2**20:.0f} MiB, in {time.monotonic() - STARTED:.0f} s\nprepared",
+        flush=True,
+    )
+    return 0
+
+
 # The run
 
 
+class CutError(BaseException):
+    """The run is to end now, with a report. No `Exception`: nothing else catches it."""
+
+
+def label(pair: tuple[Kind, int]) -> str:
+    return f"{pair[0]} seed {pair[1]}"
+
+
 class Soak:
-    def __init__(self, device: str, chosen: list[Kind], seeds: int = 2) -> None:
-        self.device, self.kinds = device, chosen
+    def __init__(
+        self, device: str, chosen: list[Kind], seeds: int = 2, kept: Kept | None = None
+    ) -> None:
+        self.device, self.kinds, self.kept = device, chosen, kept
+        self.stopped = threading.Event()
         self.pairs = [
             (kind, seed) for kind in chosen for seed in range(seeds if kind.weight == 1 else 1)
         ]
@@ -540,7 +804,8 @@ class Soak:
             torch.cuda.synchronize()
 
     def prepare(self, threads: int) -> None:
-        """Compiles all, and compares the first results of each kind with float64 once it is."""
+        """Compiles all, and compares the first results of each kind once it is: with float64, or
+        with what is kept."""
         alone = threading.Lock()  # large calls and their float64 scores share the GPU's memory
 
         def first_results(kind: Kind) -> list[str]:
@@ -557,9 +822,12 @@ class Soak:
 
         # What takes longest comes first.
         ordered = sorted(self.kinds, key=lambda kind: (kind.weight, not kind.gradients))
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(threads)
+        try:
             for wrong in pool.map(first_results, ordered):
                 self.record.wrong += wrong
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         self.record.checked += len(self.pairs)
         self.synchronize()
 
@@ -574,7 +842,11 @@ class Soak:
             self.first[pair] = found
         else:
             self.first[pair] = [x[:1].clone() for x in found]
-        return over_budget(kind, tensors, found)
+        if self.kept is None:
+            return over_budget(kind, tensors, found)
+        if self.kept.results.get(label(pair)) != digest(self.first[pair]):
+            return [f"seed {seed}: other bits than those that were compared with float64"]
+        return []
 
     def _compare(self, kind: Kind, tensors: Tensors, found: Sequence[torch.Tensor]) -> None:
         self.record.checked += 1
@@ -596,7 +868,7 @@ class Soak:
         next_new = begin if new_lengths and number == 0 else math.inf
         own = self.device == "cuda" and number % 2
         with torch.cuda.stream(torch.cuda.Stream()) if own else contextlib.nullcontext():
-            while time.monotonic() < end:
+            while time.monotonic() < end and not self.stopped.is_set():
                 try:
                     if half > time.monotonic() >= next_new:
                         next_new += interval
@@ -649,8 +921,13 @@ class Soak:
         told = torch.cuda.memory_stats_as_nested_dict()
         return told["num_device_alloc"] + told["num_device_free"] + told["num_alloc_retries"]
 
-    def threads(self, count: int, seconds: float) -> list[dict[str, float]]:
-        """Part 2; what memory there was, over time."""
+    def threads(
+        self, count: int, seconds: float, samples: list[dict[str, float]], patience: float | None
+    ) -> None:
+        """Part 2. `samples` gets what memory there was, over time.
+
+        Threads that do not end within `patience` seconds are left, and an error each.
+        """
         end = time.monotonic() + seconds
         running = [
             threading.Thread(target=self.thread, args=(number, end, True), daemon=True)
@@ -658,7 +935,7 @@ class Soak:
         ]
         for each in running:
             each.start()
-        samples, told = [], time.monotonic()
+        told = time.monotonic()
         while time.monotonic() < end:
             time.sleep(min(2.0, seconds / 16))
             samples.append(memory(self.device))
@@ -666,9 +943,14 @@ class Soak:
                 told += 60
                 print(f"  {len(self.record.calls)} calls; {shown(samples[-1])}", flush=True)
         for each in running:
-            each.join()
-        self.synchronize()
-        return samples
+            left = None if patience is None else max(0.0, end + patience - time.monotonic())
+            each.join(left)
+        stuck = sum(each.is_alive() for each in running)
+        if stuck:
+            self.stopped.set()
+            self.record.errors.append(f"{stuck} threads did not end within {patience:.0f} s")
+        else:
+            self.synchronize()
 
     def alone(self, seconds: float) -> None:
         """Part 3."""
@@ -778,53 +1060,170 @@ def report(title: str, found: dict[str, Any]) -> int:
     return unexplained
 
 
+class Report:
+    """What a run found so far, which `finish` prints however the run ended."""
+
+    def __init__(self, device: str, started: float) -> None:
+        self.device, self.started = device, started
+        self.part = "ahead of part 1"
+        self.faults: list[str] = []
+        self.records: list[Record] = []
+        self.samples: list[dict[str, float]] = []
+        self.unexplained = self.compiled = 0
+        self.closed: collections.Counter[str] = collections.Counter()
+        # A part that runs: its title, its record, and whether compilations are a reason there.
+        self.open: tuple[str, Record, bool] | None = None
+
+    def begin(self, title: str, record: Record, compiling: bool) -> None:
+        self.open = title, record, compiling
+        self.records.append(record)
+
+    def end(self, pauses: Pauses) -> None:
+        """Prints the times of the part that runs."""
+        if self.open is not None:
+            title, record, compiling = self.open
+            self.open = None
+            self.unexplained += report(title, record.slow(pauses, compiling))
+
+    def finish(self, cut: str | None) -> int:
+        faults = list(self.faults)
+        for record in self.records:
+            faults += record.wrong + record.errors
+        if self.unexplained and self.device == "cuda":
+            faults.append(f"{self.unexplained} slow calls without an explanation")
+        if self.samples:
+            first, last = self.samples[0], self.samples[-1]
+            print(f"\nmemory at first: {shown(first)}\nmemory at last:  {shown(last)}")
+        total = {
+            name: sum(getattr(record, name) for record in self.records)
+            for name in ("checked", "new_lengths", "out_of_memory")
+        }
+        print(
+            f"{sum(len(record.calls) for record in self.records)} calls, "
+            f"{total['checked']} results compared, {total['new_lengths']} new lengths, "
+            f"{self.compiled} compilations in part 2, "
+            f"{total['out_of_memory']} calls out of memory"
+        )
+        print(f"{self.closed.total()} programs go through JAX")
+        for reason, count in self.closed.items():
+            print(f"  {count} times: {reason}")
+        for fault, count in collections.Counter(faults).most_common(40):
+            print(f"FAULT ({count} times): {fault}")
+        took = time.monotonic() - self.started
+        if cut is not None:
+            print(f"CUT {cut}, after {took:.0f} s: {len(faults)} faults so far", flush=True)
+            return 1
+        ended = "passed" if not faults else f"failed: {len(faults)} faults"
+        print(f"{took:.0f} s\n{ended}", flush=True)
+        return int(bool(faults))
+
+
 def run(
-    minutes: float, threads: int, device: str, leave_gib: float, chosen: list[Kind] | None = None
+    minutes: float,
+    threads: int,
+    device: str,
+    leave_gib: float,
+    chosen: list[Kind] | None = None,
+    cache: Path | None = None,
+    limit: float = math.inf,
+    started: float | None = None,
 ) -> int:
-    seconds, faults = 60 * minutes, []
-    soak = Soak(device, kinds(device) if chosen is None else chosen)
+    """The whole run; its exit status. `limit` counts from `started`, which is now if not given."""
+    kept, reasons = (None, []) if cache is None else read_kept(cache, device)
+    for reason in reasons:
+        print(f"FAULT: {reason}", flush=True)
+    if reasons:
+        return 1
+    made = Report(device, time.monotonic() if started is None else started)
+    soak = Soak(device, kinds(device) if chosen is None else chosen, kept=kept)
     with Pauses() as pauses, few_programs(len(soak.kinds) + SPARE_PROGRAMS):
+        try:
+            _parts(soak, made, pauses, minutes, threads, leave_gib, cache, limit)
+        except (CutError, KeyboardInterrupt) as cut:
+            soak.stopped.set()
+            print(f"\nCUT in {made.part}: what was found so far", flush=True)
+            made.end(pauses)
+            return made.finish(cut=f"in {made.part} by {cut or type(cut).__name__}")
+    return made.finish(cut=None)
+
+
+def _parts(
+    soak: Soak,
+    made: Report,
+    pauses: Pauses,
+    minutes: float,
+    threads: int,
+    leave_gib: float,
+    cache: Path | None,
+    limit: float,
+) -> None:
+    device = soak.device
+    ending = made.started + limit - REPORT_SECONDS
+    with cached_programs(cache):
+        made.part = "part 1"
         print("1. linear_attention around large calls of attention", flush=True)
         with timed_around(device, soak.synchronize) as changed:
             large_attention(device)
             soak.synchronize()
+        made.faults += changed
+        made.part = "the first calls"
         start = time.monotonic()
-        soak.prepare(max(threads, COMPILING_THREADS) if device == "cuda" else threads)
-        closed = closed_roads()
-        print(f"compiled and compared with float64 in {time.monotonic() - start:.0f} s", flush=True)
-        held = ballast(leave_gib) if device == "cuda" else None
-        print(f"2. {threads} threads; at first {shown(memory(device))}", flush=True)
-        with timed_around(device, soak.synchronize) as changed_later:
-            before = len(pauses.compilations)
-            samples = soak.threads(threads, 7 / 8 * seconds)
-            compiled = len(pauses.compilations) - before
-            together, soak.record = soak.record, Record()
-            unexplained = report(f"{threads} threads", together.slow(pauses, compiling=True))
-            soak.alone(seconds / 8)
-            soak.synchronize()
-        closed_later = closed_roads()
-        unexplained += report("alone", soak.record.slow(pauses, compiling=False))
-        del held
-    for record in (together, soak.record):
-        faults += record.wrong + record.errors
-    faults += changed + changed_later + growth(samples, compiled)
-    faults += list((closed_later - closed).elements())
-    if unexplained and device == "cuda":
-        faults.append(f"{unexplained} slow calls without an explanation")
-    calls = len(together.calls) + len(soak.record.calls)
-    print(f"\nmemory at first: {shown(samples[0])}\nmemory at last:  {shown(samples[-1])}")
+        made.records.append(soak.record)
+        if cache is not None:
+            count = min(threads, CACHED_THREADS)
+        else:
+            count = max(threads, COMPILING_THREADS) if device == "cuda" else threads
+        soak.prepare(count)
+    made.closed = closed = closed_roads()
+    if soak.kept is None:
+        beside = "float64"
+    else:
+        beside = "what is kept"
+        if closed.total() > soak.kept.closed:
+            made.faults.append(
+                f"{closed.total()} programs go through JAX, where {soak.kept.closed} did when they "
+                "were compiled"
+            )
     print(
-        f"{calls} calls, {together.checked + soak.record.checked} results compared, "
-        f"{together.new_lengths} new lengths, {compiled} compilations in part 2, "
-        f"{together.out_of_memory + soak.record.out_of_memory} calls out of memory"
+        f"compiled and compared with {beside} in {time.monotonic() - start:.0f} s, "
+        f"{pauses.cache[FOUND]} programs found in the cache; "
+        f"{time.monotonic() - made.started:.0f} s since the start",
+        flush=True,
     )
-    print(f"{closed_later.total()} programs go through JAX")
-    for reason, count in closed_later.items():
-        print(f"  {count} times: {reason}")
-    for fault, count in collections.Counter(faults).most_common(40):
-        print(f"FAULT ({count} times): {fault}")
-    print("passed" if not faults else f"failed: {len(faults)} faults", flush=True)
-    return int(bool(faults))
+    seconds = min(60 * minutes, ending - END_SECONDS - time.monotonic())
+    if seconds < 60 * minutes:
+        print(f"the limit leaves {seconds:.0f} s of calls in place of {60 * minutes:.0f}")
+    if seconds <= 0:
+        made.faults.append("the limit left no time for calls")
+        return
+    held = ballast(leave_gib) if device == "cuda" else None
+    made.part = "part 2"
+    print(f"2. {threads} threads; at first {shown(memory(device))}", flush=True)
+    with timed_around(device, soak.synchronize) as changed:
+        soak.record = Record()
+        made.begin(f"{threads} threads", soak.record, compiling=True)
+        before = len(pauses.compilations)
+        patience = None if limit == math.inf else END_SECONDS
+        soak.threads(threads, 7 / 8 * seconds, made.samples, patience)
+        made.compiled = len(pauses.compilations) - before
+        if soak.stopped.is_set():  # further calls may wait for the thread that does not end
+            raise CutError("a thread that does not end")
+        made.end(pauses)
+        made.part = "part 3"
+        soak.record = Record()
+        made.begin("alone", soak.record, compiling=False)
+        soak.alone(min(seconds / 8, ending - time.monotonic()))
+        soak.synchronize()
+    made.faults += changed + growth(made.samples, made.compiled)
+    made.closed = closed_roads()
+    made.faults += list((made.closed - closed).elements())
+    made.end(pauses)
+    del held
+
+
+def _cut(*signal_and_frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise CutError("SIGTERM")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -832,10 +1231,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--leave_gib", type=float, default=6.0, help="GPU memory without ballast")
+    parser.add_argument("--cache", type=Path, help="the folder of programs and first results")
+    parser.add_argument("--prepare", action="store_true", help="fill that folder, and end")
+    parser.add_argument("--processes", type=int, help="of --prepare")
+    parser.add_argument("--share", help="NUMBER/COUNT: what one of those processes prepares")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds, of all there is")
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return run(given.minutes, given.threads, device, given.leave_gib)
+    cache = None if given.cache is None else given.cache.absolute()
+    if not given.prepare:
+        return run(
+            given.minutes,
+            given.threads,
+            device,
+            given.leave_gib,
+            cache=cache,
+            limit=given.limit,
+            started=STARTED,
+        )
+    if cache is None:
+        parser.error("--prepare needs --cache=DIR")
+    try:
+        if given.share is not None:
+            number, count = map(int, given.share.split("/"))
+            return prepare_share(cache, device, number, count, kinds(device))
+        usual = PROCESSES if device == "cuda" else 1
+        return prepare(cache, device, given.processes or usual)
+    except (CutError, KeyboardInterrupt):
+        print(f"CUT after {time.monotonic() - STARTED:.0f} s: programs are kept", flush=True)
+        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, _cut)
+    status = main()
+    if threading.active_count() > 1:
+        # Python would wait for threads that do not end, or that a cut left at work.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

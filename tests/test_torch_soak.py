@@ -1,6 +1,10 @@
 """The long mixed run of `tests/soak.py`, for seconds on a CPU, and with planted faults."""
 
 import functools
+import os
+import random
+import signal
+import threading
 import time
 
 import pytest
@@ -15,8 +19,8 @@ from tests import soak  # noqa: E402
 KIND = functools.partial(soak.Kind, "attention", 1, 2, 2, 5, 5, 4, torch.float32)
 
 
-def short_run(chosen):
-    return soak.run(0.02, threads=2, device="cpu", leave_gib=0.0, chosen=chosen)
+def short_run(chosen, minutes=0.02, **settings):
+    return soak.run(minutes, threads=2, device="cpu", leave_gib=0.0, chosen=chosen, **settings)
 
 
 def test_a_short_run_on_a_cpu(capsys):
@@ -98,3 +102,148 @@ def test_growth_of_memory():
     programs = [one | {"host MiB": 1000.0 + 15 * min(n, 20)} for n, one in enumerate(steady)]
     assert soak.growth(programs, 80) == []
     assert soak.growth(programs, 40) == ["host MiB grew from 1000 to 1300 by 40 programs"]
+
+
+def test_overlaps_with_sorted_intervals():
+    chosen = random.Random(0)
+    found, now = [], 0.0
+    for _ in range(300):
+        now += chosen.random()
+        found.append((now, now + chosen.random() ** 8 * 20))
+    intervals = soak.Intervals(found)
+    for _ in range(100):
+        start = chosen.random() * now
+        one = soak.Timed("a kind", start, start + chosen.random(), False)
+        wanted = sum(max(0.0, min(end, one.end) - max(begin, one.start)) for begin, end in found)
+        assert intervals.overlap(one) == pytest.approx(wanted)
+
+
+# What --prepare keeps
+
+
+def test_a_run_finds_what_was_prepared(tmp_path, capsys):
+    kinds = [KIND()]
+    assert soak.prepare(tmp_path, "cpu", 1, kinds) == 0
+    assert short_run(kinds, cache=tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "prepared\n" in printed and "compared with what is kept" in printed
+
+    # A bit of a kept result.
+    kept = soak.Kept.read(tmp_path / soak.KEPT)
+    (name, digest), *_ = kept.results.items()
+    kept.results[name] = f"{int(digest[0], 16) ^ 1:x}{digest[1:]}"
+    kept.write(tmp_path / soak.KEPT)
+    assert short_run(kinds, cache=tmp_path) == 1
+    assert "seed 0: other bits than those that were compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["sources", "JAX", "PyTorch", "settings", "card"])
+def test_a_cache_of_another_state_is_refused(what, tmp_path, capsys):
+    soak.Kept(soak.identity("cpu") | {what: "another"}, {}).write(tmp_path / soak.KEPT)
+    assert short_run([KIND()], cache=tmp_path) == 1
+    assert f"was prepared with other {what}: 'another'" in capsys.readouterr().out
+
+
+def test_a_cache_that_was_not_prepared_is_refused(tmp_path, capsys):
+    assert short_run([KIND()], cache=tmp_path) == 1
+    assert f"{tmp_path} has no results" in capsys.readouterr().out
+
+
+def test_faults_leave_no_prepared_cache(planted, tmp_path, capsys):
+    assert soak.prepare(tmp_path, "cpu", 1, [KIND()]) == 0
+    planted(lambda out: out + 1e-4)
+    assert soak.prepare(tmp_path, "cpu", 1, [KIND()]) == 1
+    assert "out: error" in capsys.readouterr().out
+    assert not (tmp_path / soak.KEPT).exists()
+
+
+def test_more_programs_through_jax_than_as_they_were_prepared(monkeypatch, tmp_path, capsys):
+    assert soak.prepare(tmp_path, "cpu", 1, [KIND()]) == 0
+    monkeypatch.setattr(soak, "closed_roads", lambda: soak.collections.Counter({"a reason": 1}))
+    assert short_run([KIND()], cache=tmp_path) == 1
+    assert "1 programs go through JAX, where 0 did" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_kind_is_in_one_share(count):
+    kinds = soak.kinds("cuda")
+    shares = [soak.share_of(kinds, number, count) for number in range(count)]
+    assert sorted(str(kind) for share in shares for kind in share) == sorted(map(str, kinds))
+    assert sum(any(kind.weight != 1 for kind in share) for share in shares) == 1
+
+
+def test_the_modules_of_kernels_have_no_number(monkeypatch):
+    from jax.experimental.mosaic.gpu import core
+
+    def serialized(text, **options):
+        return soak.ir.Module.parse(text)
+
+    monkeypatch.setattr(core, "_run_serde_pass", serialized)
+    text = 'module attributes {mosaic_gpu.dump_basename = "attention_%d"} {}'
+    with soak.ir.Context():
+        with soak.unnumbered_kernels():
+            texts = {str(core._run_serde_pass(text % n, serialize=True)) for n in range(2)}
+            assert len(texts) == 1 and "attention" not in texts.pop()
+        assert core._run_serde_pass is serialized
+
+
+def test_settings_of_the_cache_are_given_back(tmp_path):
+    names = ["jax_compilation_cache_dir", *soak.CACHE_SETTINGS]
+    before = [getattr(soak.jax.config, name) for name in names]
+    with soak.cached_programs(tmp_path):
+        found = [getattr(soak.jax.config, name) for name in names]
+        assert found == [str(tmp_path / "programs"), *soak.CACHE_SETTINGS.values()]
+    assert [getattr(soak.jax.config, name) for name in names] == before
+
+
+# How a run ends
+
+
+def test_a_limit_shortens_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "END_SECONDS", 1.0)
+    monkeypatch.setattr(soak, "REPORT_SECONDS", 1.0)
+    kinds = [KIND()]
+    short_run(kinds)  # compiles
+    start = time.monotonic()
+    assert short_run(kinds, minutes=5.0, limit=8.0) == 0
+    assert time.monotonic() - start < 20
+    printed = capsys.readouterr().out
+    assert "s of calls in place of 300" in printed and printed.endswith("passed\n")
+
+
+def test_no_time_for_calls_is_a_fault(capsys):
+    assert short_run([KIND()], limit=1.0) == 1
+    assert "the limit left no time for calls" in capsys.readouterr().out
+
+
+def test_a_thread_that_does_not_end_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "END_SECONDS", 0.5)
+    released = threading.Event()
+    monkeypatch.setattr(soak.Soak, "_one", lambda *_: released.wait())
+    try:
+        assert short_run([KIND()], limit=60.0) == 1
+    finally:
+        released.set()
+    printed = capsys.readouterr().out
+    assert "2 threads did not end within" in printed
+    assert "CUT in part 2 by a thread that does not end" in printed
+
+
+def test_a_run_that_is_cut_prints_what_it_found(monkeypatch, capsys):
+    memory, seen = soak.memory, []
+
+    def sampled(device):
+        seen.append(device)
+        if len(seen) == 4:  # part 2 runs
+            os.kill(os.getpid(), signal.SIGTERM)
+        return memory(device)
+
+    monkeypatch.setattr(soak, "memory", sampled)
+    before = signal.signal(signal.SIGTERM, soak._cut)
+    try:
+        assert short_run([KIND()], minutes=5.0) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr().out
+    assert "2 threads: host time of a call by kind" in printed and "passed" not in printed
+    assert "CUT in part 2 by SIGTERM, after " in printed.splitlines()[-1]
