@@ -464,6 +464,7 @@ def test_full_cache() -> None:
         (nn.Attention, {"softcap": -1.0}, "softcap must be positive"),
         (nn.Attention, {"precision": "low"}, "precision must be None"),
         (nn.Attention, {"deterministic": "no"}, "deterministic must be True or False"),
+        (nn.Attention, {"dtype": "float64"}, "^dtype must have at most 32 bits, got 'float64'"),
         (nn.Attention, {"dtype": "foo"}, "^dtype must be None or a dtype of floats, got 'foo'"),
         (nn.LinearAttention, {"dtype": jnp.int32}, "^dtype must be None or a dtype of floats"),
         (nn.Attention, {"param_dtype": "foo"}, "^param_dtype must be None or a dtype of floats"),

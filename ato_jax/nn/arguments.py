@@ -96,7 +96,7 @@ def as_implementation(op: choosing.Op, implementation: str | None) -> str | None
 
 
 def refuse_no_dtype(**dtypes: Any) -> None:
-    """Refuses what is neither None nor a floating-point dtype."""
+    """Refuses what is neither None nor a floating-point dtype, and one that JAX would narrow."""
     for name, dtype in dtypes.items():
         if dtype is None:
             continue
@@ -107,6 +107,10 @@ def refuse_no_dtype(**dtypes: Any) -> None:
             floats = False
         if not floats:
             raise ValueError(f"{name} must be None or a dtype of floats, got {dtype!r}")
+        if jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
+            raise ValueError(
+                f"{name} must have at most 32 bits, got {dtype!r}: JAX would narrow it to float32"
+            )
 
 
 def as_kv_dtype(kv_dtype: Any) -> str | None:
