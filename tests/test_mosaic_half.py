@@ -96,6 +96,31 @@ def test_features_below_the_least_normal_number(
 
 @newest
 @pytest.mark.parametrize(
+    "D, T, S, H, of_queries, of_keys, options",
+    [
+        (128, 136, 72, 1, -16.0, 2.0, {}),
+        (128, 72, 136, 2, 2.0, -16.0, {"return_state": True, "layout": "bhtd"}),
+        (96, 72, 136, 1, -12.0, -1.0, {}),
+        (112, 136, 72, 1, -16.0, -1.0, {"feature_map": "softplus"}),
+    ],
+)
+def test_small_features_without_a_normaliser(
+    D: int, T: int, S: int, H: int, of_queries: float, of_keys: float, options: dict[str, Any]
+) -> None:
+    """`scale` brings out and all gradients to where float16 has all of its digits."""
+    rows = (T, H, of_queries), (S, 1, of_keys), (S, 1, 0.0)
+    arrays = [
+        (channel.draw(1, length, heads, D, seed=seed) + offset).astype(jnp.float16)
+        for seed, (length, heads, offset) in enumerate(rows)
+    ]
+    if options.get("layout") == "bhtd":
+        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
+    of_all = {"normalize": False, "scale": 1e3} | options
+    whole.against_the_reference(numerics.oracle(OP, *arrays, **of_all))
+
+
+@newest
+@pytest.mark.parametrize(
     "D, H, T, of_queries, of_keys, of_first_key, options",
     [
         (128, 1, 64, -16.0, 2.0, 2.0, {}),

@@ -10,7 +10,8 @@ Where phi' is computed from k and not from phi(k), no registers are left to keep
 slot of shared memory until dk is stored, and dv comes first.
 
 In float16 (`whole_units.py`) R comes in a unit of its head, by which products are multiplied; where
-there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`.
+there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`. Without one phi(k), if
+it cannot be negative, is rounded in a unit of its row, by which dv is multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -51,6 +52,7 @@ def whole_key_gradient(
     behind the lengths [B] of keys. In float16 `units` [B, G] float32 are those of r, and with a
     normaliser `inverse` [B, G, F] float32 is `LARGEST` / z."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
+    of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
     scratch = dict(
         k_s=tiling.shared(STAGES, C, F),
         v_s=tiling.shared(STAGES, C, V),
@@ -151,8 +153,11 @@ def whole_key_gradient(
                     plgpu.barrier_arrive(v_free.at[slot])
                     return dk if unit is None else dk * unit_of_shares
 
-                def write_dv(factors: list[tuple[jax.Array, Any]]) -> None:
+                def write_dv(
+                    factors: list[tuple[jax.Array, Any]], rows: jax.Array | None = None
+                ) -> None:
                     (dv,) = multiply((mosaic.zeros(C, V), factors))
+                    dv = dv if rows is None else dv * mosaic.in_columns(rows, V)
                     write(1, dv if unit is None else dv * unit_of_shares, dv_ref)
 
                 def inverse_of(first: int, width: int) -> jax.Array:
@@ -163,18 +168,25 @@ def whole_key_gradient(
                 if maps.slope_is_known:
                     x = load(k_s.at[slot])  # [C, F]
                     let_go_of_k()
-                    if inverse_ref is None:
+                    own_units = None
+                    if of_rows:
+                        phi_k = mosaic.kept(maps.unrounded(maps.present(x)), count)
+                        (phi_k,), own_units = whole_units.rows_in_units([phi_k])
+                    elif inverse_ref is None:
                         phi_k = mosaic.kept(maps.keys(maps.present(x)), count)
                     else:
                         phi_k = mosaic.kept(maps.unrounded(x) * inverse_of(0, F), count)
                         phi_k = mosaic.rounded(phi_k, tiling.dtype)
                     dk = mosaic.kept(gradient_of_features(), count)
-                    if inverse_ref is None:
+                    if own_units is not None:
+                        found = phi_k.astype(F32) * mosaic.in_columns(own_units, F)
+                        dk = dk * maps.slope_of_features(found)
+                    elif inverse_ref is None:
                         dk = dk * maps.slope_of_features(phi_k).astype(F32)
                     else:
                         dk = dk * maps.scaled_slope(phi_k.astype(F32), inverse_of(0, F))
                     write(0, dk, dk_ref)
-                    write_dv([(phi_k, r_s.at[state])])
+                    write_dv([(phi_k, r_s.at[state])], own_units)
                     return
 
                 def keys(first: int) -> jax.Array:
@@ -186,10 +198,15 @@ def whole_key_gradient(
                     phi = maps.unrounded(keys(first), first) * inverse_of(first, HALF)
                     return mosaic.rounded(mosaic.kept(phi, count), tiling.dtype)
 
-                firsts = range(0, F, HALF)
-                write_dv(
-                    [(features(first), r_s.at[state, pl.ds(first, HALF)]) for first in firsts]
-                )
+                firsts, own_units = range(0, F, HALF), None
+                if of_rows:
+                    phis = [maps.unrounded(keys(first), first) for first in firsts]
+                    phis = [mosaic.kept(phi, count) for phi in phis]
+                    phis, own_units = whole_units.rows_in_units(phis)
+                else:
+                    phis = [features(first) for first in firsts]
+                parts_of_r = [r_s.at[state, pl.ds(first, HALF)] for first in firsts]
+                write_dv(list(zip(phis, parts_of_r, strict=True)), own_units)
                 dk = gradient_of_features()
 
                 def store(own_out: Any) -> None:

@@ -17,7 +17,8 @@ too.
 
 In float16 (`whole_units.py`) the factors are shares and means where there is a normaliser: z is in
 float32, and so is the denominator, which is divided by the sum of what shares were rounded to.
-Otherwise S comes in a unit of its head, by which out is multiplied.
+Otherwise S comes in a unit of its head, and phi(q), if it cannot be negative, is rounded in a unit
+of its row; out is multiplied by both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LEAST_SHARE, LEAST_SUM
@@ -185,6 +186,9 @@ def whole_output(
                     let_go()
                     if of_shares:
                         phi, factor = shares(x, z_s.at[state], count)
+                    elif whole_units.has_units_of_features(spec):
+                        phi = mosaic.kept(maps.unrounded(maps.present(x)), count)
+                        (phi,), factor = whole_units.rows_in_units([phi])
                     else:
                         phi = mosaic.kept(maps.queries(x), count)
                     whole = [([phi], slice(None))]

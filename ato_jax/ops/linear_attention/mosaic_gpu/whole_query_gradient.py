@@ -16,6 +16,8 @@ Unnormalised, inverse is 1 and e is 0: S comes scaled.
 
 In float16 (`whole_units.py`) S comes in a unit of its head; where there is a normaliser it comes as
 means, and phi' are shares, which are multiplied by `LARGEST`. u is added up in a unit of its half.
+Without a normaliser phi(q), if it cannot be negative, replaces q in a unit of its half, the largest
+feature up to then in the piece, over `LARGEST`. R is carried in it.
 
 The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
 once, and e belongs to the G and den that dq is made of.
@@ -47,7 +49,8 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.mosaic.scales import LEAST_UNIT
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -98,9 +101,12 @@ def whole_query_gradient(
         scratch["multiplied"] = plgpu.Barrier(num_arrivals=2)
     half_precision = mosaic.has_units(tiling.dtype)
     of_shares = half_precision and spec.normalize
-    if of_shares:
+    in_units = whole_units.has_units_of_features(spec) and not spec.normalize
+    if of_shares or in_units:
         scratch["largest_s"] = plgpu.SMEM((2, C), F32)
         scratch["largest_stored"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+    if in_units:
+        scratch["phi_units_s"] = plgpu.SMEM((STAGES, 2, C), F32)
 
     def body(
         q_ref: Any,
@@ -129,6 +135,7 @@ def whole_query_gradient(
         multiplied: Any = None,
         largest_s: Any = None,
         largest_stored: Any = None,
+        phi_units_s: Any = None,
     ) -> None:
         *given, dq_ref, r_ref, u_ref = refs
         units_ref: Any = given.pop() if units is not None else None
@@ -194,18 +201,21 @@ def whole_query_gradient(
                     mosaic.keep_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], count)
 
             def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
+                """Carries what makes u; or the unit of phi(q), [C] times the same."""
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
                 count = item.rows_within(chunk, lengths_ref)
 
                 def features() -> jax.Array:
-                    phi = maps.unrounded(load(own_q))
+                    x = load(own_q)
+                    phi = maps.unrounded(maps.present(x, half * HALF) if in_units else x)
                     if count is not None:
                         return mosaic.kept(phi, count)
-                    if maps.slope_is_known or deal.length % C == 0:
+                    if maps.slope_is_known and not in_units or deal.length % C == 0:
                         return phi
-                    # Beyond the end g is 0, but phi(0) inverse may be large or not finite.
+                    # Beyond the end g is 0, but phi(0) inverse may be large or not finite, and
+                    # phi(0) the largest of its half.
                     return mosaic.kept(phi, deal.length - item.first_row - chunk * C)
 
                 plgpu.barrier_wait(loaded.at[slot])
@@ -240,6 +250,10 @@ def whole_query_gradient(
                         G = (G - e * z()) * inverse
                 if not maps.slope_is_known:  # of x, which phi' replaces
                     G = G * scaled(maps.slope(load(own_q)), inverse)
+                if in_units:
+                    total = jnp.maximum(total, unit_of(mapped_q))
+                    phi_units_s.at[slot, half][...] = total
+                    mapped_q = mosaic.in_units(mapped_q, total)
                 own_q[...] = mapped_q.astype(tiling.dtype)
                 # Of the store of two chunks ago.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -253,8 +267,13 @@ def whole_query_gradient(
                 )
                 return total
 
-            total = lax.fori_loop(0, item.chunks, write_chunk, mosaic.zeros(C, HALF))
+            start = mosaic.zeros(C, HALF)
+            if in_units:
+                start = plgpu.layout_cast(jnp.full((C,), LEAST_UNIT, F32), OF_ROWS)
+            total = lax.fori_loop(0, item.chunks, write_chunk, start)
             plgpu.barrier_arrive(s_free)
+            if in_units:
+                total = mosaic.zeros(C, HALF)
             # The sum over the rows, as a product: of what is rounded, and what that leaves off.
             u_unit: Any = None
             if of_shares:
@@ -274,9 +293,22 @@ def whole_query_gradient(
             plgpu.copy_smem_to_gmem(u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows])
 
         def sum_piece(item: Item) -> None:
-            def sum_chunk(chunk: Any, halves: Any) -> Any:
+            def units_in(slot: Any) -> list[jax.Array]:
+                """Of each half, [HALF] times the same."""
+                return [load(phi_units_s.at[slot, half], OF_ROWS) for half in range(2)]
+
+            def times(halves: Any, factors: list[jax.Array]) -> Any:
+                pairs = zip(halves, factors, strict=True)
+                return tuple(total * mosaic.in_columns(factor, V) for total, factor in pairs)
+
+            def sum_chunk(chunk: Any, carried: Any) -> Any:
+                halves, before = carried
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(mapped.at[slot])
+                if in_units:
+                    units = units_in(slot)
+                    halves = times(halves, [x / y for x, y in zip(before, units, strict=True)])
+                    before = units
                 halves = multiply(
                     *(
                         (total, [(q_s.at[slot, half].T, g_s.at[slot])])
@@ -284,10 +316,14 @@ def whole_query_gradient(
                     )
                 )
                 plgpu.barrier_arrive(free.at[slot])
-                return halves
+                return halves, before
 
             start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
-            halves = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            least_unit = plgpu.layout_cast(jnp.full((HALF,), LEAST_UNIT, F32), OF_ROWS)
+            units = [least_unit] * 2 if in_units else []
+            halves, units = lax.fori_loop(0, item.chunks, sum_chunk, (start, units))
+            if in_units:
+                halves = times(halves, units)
             if of_shares:
                 halves = tuple(total * (1 / LARGEST) for total in halves)
             of_piece = item.batch, item.head, item.piece

@@ -11,8 +11,8 @@ or, with what `wide_query_gradient.py` leaves of each row, of queries,
 
 Where the sum fills more registers than a block has, two blocks have half of its rows each.
 
-In float16 with a normaliser phi(k) lies in a unit of its feature, the largest up to then in the
-piece, over `whole_units.LARGEST`. S is carried in it, and z is not.
+In float16 phi(k), where it cannot be negative, lies in a unit of its feature, the largest up to
+then in the piece, over `whole_units.LARGEST`. S is carried in it, and z is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, LEAST_SUM
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -62,7 +62,7 @@ def whole_sums(
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
-    in_units = mosaic.has_units(tiling.dtype) and spec.normalize
+    in_units = whole_units.has_units_of_features(spec)
     scratch = dict(
         x_s=tiling.shared(STAGES, workers, C, HALF),
         y_s=tiling.shared(STAGES, C, spec.V),

@@ -19,16 +19,24 @@ are divided by it.
 
 R has a unit of its head, its largest magnitude over `LARGEST`, and without a normaliser S has one,
 too. They are of the whole head, not of rows as in `mosaic/scales.py`: R and S are multiplied along
-either axis. Without a normaliser features are rounded as they are.
+either axis. Without a normaliser features that cannot be negative have a unit wherever they are
+multiplied (`has_units_of_features`): that of their row, the largest feature in it over `LARGEST`,
+in products with S and R; in sums over rows the largest up to then in the piece. Features that may
+be negative are rounded as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from ato_jax.mosaic.scales import LEAST_UNIT
-from ato_jax.ops.linear_attention.spec import LinearState
+from ato_jax import mosaic
+from ato_jax.mosaic import F16
+from ato_jax.mosaic.scales import LEAST_UNIT, has_units, units_of_rows
+from ato_jax.mosaic.scales import in_units as in_units_of_rows
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 LARGEST = 2.0**14
 # Smaller sums of features count as 0: LARGEST over it, and its product with a value are normal
@@ -38,6 +46,18 @@ LEAST_SUM = 2.0**-100
 # with an eps of at least this, such features change nothing that is divided by it.
 LEAST_EPS = 2.0**-76
 LEAST_SHARE = 2.0**-24  # float16's smallest positive number
+
+
+def has_units_of_features(spec: LinearAttentionSpec) -> bool:
+    """Whether features are multiplied in units."""
+    return has_units(jnp.dtype(spec.dtype)) and spec.feature_map.nonnegative
+
+
+def rows_in_units(parts: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Rows of features in parts [rows, columns] float32, rounded in the unit of each row, and the
+    units [rows]."""
+    units = units_of_rows(parts) * (1 / LARGEST)
+    return [mosaic.rounded(in_units_of_rows(part, units), F16) for part in parts], units
 
 
 def in_units(x: jax.Array) -> tuple[jax.Array, jax.Array]:
