@@ -126,6 +126,7 @@ def test_small_features_without_a_normaliser(
         (128, 1, 64, -16.0, 2.0, 2.0, {}),
         (128, 1, 64, 2.0, -16.0, -16.0, {}),
         (128, 1, 64, 2.0, 2.0, -16.0, {}),
+        (128, 1, 64, (-20.0, 9.0), 2.0, 2.0, {}),
         (96, 2, 72, -13.0, -13.0, -13.0, {"feature_map": "softplus"}),
         (64, 2, 136, -12.0, -12.0, -12.0, {"normalize": False, "scale": 1e8, "layout": "bhtd"}),
     ],
@@ -134,17 +135,18 @@ def test_causal_features_below_the_least_normal_number(
     D: int,
     H: int,
     T: int,
-    of_queries: float,
+    of_queries: Any,
     of_keys: float,
     of_first_key: float,
     options: dict[str, Any],
 ) -> None:
-    """Queries and keys have offsets, and the first key, which is all that the first query sees, one
-    of its own."""
+    """Queries, by rows in turn, and keys have offsets, and the first key, which is all that the
+    first query sees, one of its own."""
     G = 1 if D > 64 else H
     q, k, v = (channel.draw(1, T, heads, D, seed=seed) for seed, heads in enumerate((H, G, G)))
     k = k + jnp.where(jnp.arange(T) == 0, of_first_key, of_keys)[:, None, None]
-    arrays = [x.astype(jnp.float16) for x in (q + of_queries, k, v)]
+    q = q + jnp.resize(jnp.array(of_queries), T)[:, None, None]
+    arrays = [x.astype(jnp.float16) for x in (q, k, v)]
     if options.get("layout") == "bhtd":
         arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
     wanted = numerics.oracle(OP, *arrays, causal=True, **options)

@@ -68,7 +68,7 @@ class Kept(NamedTuple):
     z: jax.Array
     features: channel_backward.Features | None = None
     units: jax.Array | None = None  # of the rows of s, in float16
-    of_features: powers.Powers | None = None  # in float16
+    k_powers: jax.Array | None = None  # in float16
     # Where each query sees every key through a decay: what rows of out are divided by, and the sums
     # of the walk from the end, as s and z.
     den: jax.Array | None = None
@@ -93,8 +93,8 @@ def keep(
         return _keep_by_channel(spec, deal, inputs, features)
     pieces = None if gates is None else of_pieces(spec, deal, gates)
     borders = chunk_borders.of_sequence(spec, deal, inputs)
-    of_features = powers.powers_of(spec, inputs)
-    ahead = states_of(spec, deal, inputs, pieces, borders, of_features)
+    k_powers = powers.powers_of_keys(spec, inputs)
+    ahead = states_of(spec, deal, inputs, pieces, borders, k_powers)
     kv, units = _in_units(spec, ahead.kv)
     arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
@@ -104,16 +104,15 @@ def keep(
         options: dict[str, Any] = {"gates": gates, "steep": steep, "s_units": units}
         options |= {"lengths": inputs.kv_lengths}
         options |= {"begins": borders.begins, "borders_of": borders.chunks}
-        if of_features is not None:
-            options |= {"q_powers": of_features.q, "k_powers": of_features.k}
+        options |= {"k_powers": k_powers}
         out, den = output(spec, deal, *arrays, later, **options)
     state = ahead.end
-    if of_features is not None:
-        state = powers.times(state, 1 / of_features.k)
+    if k_powers is not None:
+        state = powers.times(state, 1 / k_powers)
     if state is None:
         of_state = spec.B, spec.G, spec.D, spec.V
         state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
-    return Kept(out, state, kv, ahead.k_sum, units=units, of_features=of_features, den=den)
+    return Kept(out, state, kv, ahead.k_sum, units=units, k_powers=k_powers, den=den)
 
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
@@ -172,7 +171,7 @@ def states_of(
     inputs: Inputs,
     gates: OfPieces | None,
     borders: chunk_borders.OfSequence | None = None,
-    of_features: powers.Powers | None = None,
+    k_powers: jax.Array | None = None,
 ) -> Edges:
     """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned. In
     float16 times the powers of keys."""
@@ -187,15 +186,14 @@ def states_of(
         else:
             until = None if gates is None else gates.until
             adding = None if borders is None else borders.adding
-            of_keys = None if of_features is None else of_features.k
-            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding, of_keys)
+            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding, k_powers)
     kept_by = borders if gates is None else gates
     keeps = None if kept_by is None else kept_by.keeps
     dtype = _dtype_of_edges(spec)
     options: Any = {"ends": spec.return_state, "dtype": dtype}
     start = inputs.initial_state
-    if of_features is not None:
-        start = powers.times(start, of_features.k)
+    if k_powers is not None:
+        start = powers.times(start, k_powers)
     edges = at_edges(spec, found, start, keeps, **options)
     return wide_causal.at_runs(spec, of_queries, inputs, edges) if frame.is_wide(spec) else edges
 
@@ -233,13 +231,13 @@ def backward(
     """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
     inputs, kept = residuals
     deal = causal_pieces.deal_of_gradients(spec, config)
-    ahead = of_features = None
+    ahead = k_powers = None
     if isinstance(kept, Kept) and deal.pieces == causal_pieces.deal_of(spec, config).pieces:
         ahead = kept.s, kept.z, kept.units
-        of_features = kept.of_features
+        k_powers = kept.k_powers
     pieces = None if inputs.decay is None else of_pieces(spec, deal, inputs.decay)
     arrays = inputs, cotangents, ahead, pieces, decay
-    return gradients(spec, deal, *arrays, of_features=of_features)
+    return gradients(spec, deal, *arrays, k_powers=k_powers)
 
 
 def gradients(
@@ -252,7 +250,7 @@ def gradients(
     decay: jax.Array | None,
     weights: State | None = None,
     shares: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    of_features: powers.Powers | None = None,
+    k_powers: jax.Array | None = None,
 ) -> Inputs:
     """As `backward`. Of a deal from the end, the shares of the pairs whose key is behind the query:
     `inputs.decay`, the rows of `pieces` and `decay` are then of the sequence turned round, the
@@ -263,15 +261,15 @@ def gradients(
         to be computed.
       weights: inverse and e, as `query_gradient` takes them.
       shares: of dq, dk and dv, which are added to them.
-      of_features: in float16 the powers of features that `ahead` is of.
+      k_powers: in float16 those of the keys that `ahead` is of.
     """
     g = cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
     borders = chunk_borders.of_sequence(spec, deal, inputs)
     if ahead is None:
         without = dataclasses.replace(spec, return_state=False)
-        of_features = powers.powers_of(spec, inputs)
-        s, z, _ = states_of(without, deal, inputs, pieces, borders, of_features)
+        k_powers = powers.powers_of_keys(spec, inputs)
+        s, z, _ = states_of(without, deal, inputs, pieces, borders, k_powers)
         s, units = _in_units(spec, s)
     else:
         s, z, units = ahead
@@ -280,14 +278,14 @@ def gradients(
     steep, since, keeps = None, None, borders.keeps
     if pieces is not None:
         steep, since, keeps = pieces.steep, pieces.since, pieces.keeps
-    of_queries = of_keys = None
+    of_queries = of_keys = largest = None
     if wide:
         dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
     else:
         arrays = query_gradient_storage.Arrays(
             *(q, k, v, g, s, z),
             s_units=units,
-            k_powers=None if of_features is None else of_features.k,
+            k_powers=k_powers,
             lengths=lengths,
             gates=gates,
             steep=steep,
@@ -297,17 +295,18 @@ def gradients(
         )
         if weights is not None:
             arrays = arrays._replace(inverse=weights[0], e=weights[1])
-        dq, inverse, e, of_queries = query_gradient(spec, deal, arrays)
+        dq, inverse, e, largest, of_queries = query_gradient(spec, deal, arrays)
 
     of_chunks = None
     end = cotangents.state if spec.return_state else None
-    if of_features is not None:
+    if k_powers is not None:
         if not spec.normalize:
-            group = jnp.repeat(of_features.k, spec.H // spec.G, axis=1)
+            group = jnp.repeat(k_powers, spec.H // spec.G, axis=1)
             inverse = inverse / group[..., None]
-        largest = powers.largest_weights(spec, of_features, inverse)
+        assert largest is not None
+        largest = powers.largest_weights(spec, largest, inverse)
         of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (largest, e))
-        end = powers.times(end, 1 / of_features.k)
+        end = powers.times(end, 1 / k_powers)
         of_chunks = of_inverse, of_e
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -340,8 +339,7 @@ def gradients(
         arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
         own_borders = {"ends": borders.ends, "borders": borders.chunks}
         arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v, **own_borders)
-        if of_features is not None:
-            arrays_of_keys = arrays_of_keys._replace(k_powers=of_features.k)
+        arrays_of_keys = arrays_of_keys._replace(k_powers=k_powers)
         dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
@@ -362,8 +360,8 @@ def gradients(
         else:
             d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
     of_initial = behind.end
-    if of_features is not None:
-        of_initial = powers.times(of_initial, of_features.k)
+    if k_powers is not None:
+        of_initial = powers.times(of_initial, k_powers)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=of_initial)
 
 

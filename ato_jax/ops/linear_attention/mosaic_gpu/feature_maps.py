@@ -13,6 +13,7 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
                                column `first`; 0 in columns that the head does not have
     phi.unrounded_transposed_keys(x, first)  the same in float32
     phi.unrounded_of_rows(x)   phi(x) in float32 of an array outside of kernels
+    phi.largest_of_rows(x, first)  the largest magnitude of phi(x) in each row, float32
 
 elu(x) + 1 has fast paths of its own: in bfloat16 two elements take one instruction, and its
 derivative is the smaller of it and 1, which is known where phi(x) replaced x (`slope_is_known`).
@@ -42,6 +43,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # elu(x) + 1 of it is 0, with any decay.
 LEAST_KEY = -1024.0
+RISING = "elu1", "relu", "softplus"  # maps whose largest feature is that of the largest x
 
 
 def features_of(x: jax.Array) -> jax.Array:
@@ -162,6 +164,9 @@ class Elu1:
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return unrounded_features_of(x)
 
+    def largest_of_rows(self, x: jax.Array, first: Any = 0) -> jax.Array:
+        return unrounded_features_of(jnp.max(self.present(x, first).astype(F32), axis=1))
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -223,6 +228,13 @@ class Traced:
 
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return self.map(x.astype(F32))
+
+    def largest_of_rows(self, x: jax.Array, first: Any = 0) -> jax.Array:
+        if self.map.name not in RISING or self.width is not None:
+            return jnp.max(jnp.abs(self.unrounded(x, first)), axis=1)
+        largest = jnp.max(x.astype(F32), axis=1)
+        (found,) = self._evaluated(largest.shape, False)(largest)
+        return found
 
 
 Features = Elu1 | Traced

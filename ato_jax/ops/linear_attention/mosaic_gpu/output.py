@@ -135,7 +135,7 @@ def output(
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
-      q_powers, k_powers: in float16, `powers.Powers`.
+      k_powers: in float16, [B, G] float32, `powers.powers_of_keys`.
       begins, borders_of: with segments, `begins` and `chunks` of `chunk_borders.OfSequence`.
     """
     out, *den = _launch(spec, deal, later, q=q, k=k, v=v, s=s, z=z, **options)
@@ -330,11 +330,20 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
             own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
             phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
         else:
-            of_q, of_k = walk.powers(item, half)
-            phi_q = feature_maps.times_power(phi, load(own_q), of_q, first)
-            own_q[...] = mosaic.kept(phi_q, count)
+            # Rows that do not count may hold anything.
+            largest = phi.largest_of_rows(mosaic.kept(load(own_q), count), first)
+            own.q_largest.at[v_slot, half][...] = largest
+            if own.largest_known is not None:
+                own.largest_known.arrive(v_slot)
+            of_k = walk.power_of_keys(item, half)
             phi_k = feature_maps.times_power(phi, phi.present(load(own_k), first), of_k, first)
         own_k[...] = mosaic.kept(phi_k, count)
+        if walk.k_powers is not None:
+            if own.largest_known is not None:
+                own.largest_known.wait(v_slot)
+            of_q = mosaic.in_columns(walk.powers_of_queries(v_slot, half), HALF)
+            phi_q = feature_maps.times_power(phi, phi.present(load(own_q), first), of_q, first)
+            own_q[...] = mosaic.kept(phi_q, count)
         plgpu.commit_smem()
     else:
         own.rows.acquire(step)

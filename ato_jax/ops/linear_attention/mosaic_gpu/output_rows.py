@@ -59,8 +59,8 @@ def factor_of(
     factor = spec.scale * lasting
     eps: Any = spec.eps
     if walk.k_powers is not None:
-        of_q, of_k = walk.powers(item, half)
-        factor, eps = factor / (of_q * of_k), eps * (of_q * of_k)
+        of_pairs = walk.powers_of_queries(v_slot, half) * walk.power_of_keys(item, half)
+        factor, eps = factor / of_pairs, eps * of_pairs
     if spec.normalize:
         den = jnp.sum(w.astype(F32), axis=1)
         if w_units is not None:

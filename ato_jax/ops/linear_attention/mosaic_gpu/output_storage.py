@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import jax
@@ -12,12 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
+from ato_jax.mosaic import ALIKE, F32, HALF, OF_ROWS, Array, Buffer, Item, Ring, Role, Signal, load
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     chunk_borders,
     chunk_decay,
     feature_maps,
     frame,
+    powers,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -55,6 +57,7 @@ class Storage(mosaic.Storage):
     left_den: Array  # [2, 64] float32: the denominators, of keys on one side or of all
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
+    q_largest: Array  # [V_STAGES, 2, 64] float32, in float16: the largest phi(q_i) of each half
     s: Array  # [2, 64, F] S of each half of V
     s_units: Array  # [2, 64] float32: of S's rows, in float16
     v: Array  # [V_STAGES, 2, 64, 64]
@@ -66,6 +69,7 @@ class Storage(mosaic.Storage):
     sums: Ring  # of z_start
     mapped: Signal
     den_known: Signal
+    largest_known: Signal | None  # q_largest of both halves, where these are of one head
     eight: Ring | None  # of rows of 8 bits, which FEATURES widen into q, k and v
 
     barriers = (
@@ -73,6 +77,7 @@ class Storage(mosaic.Storage):
         "eight.consumed",
         "eight.produced",
         "rows.consumed",
+        "largest_known",
         "leave",
         "rows.produced",
         "mapped",
@@ -99,8 +104,11 @@ def storage_of(
     gates = Buffer(plgpu.SMEM((V_STAGES, heads * C), F32), copies=heads)
     s = Buffer(shared(2, HALF, spec.F), copies=2)
     z_start = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
-    s_units = None
+    s_units = q_largest = largest_known = None
     if mosaic.has_units(tiling.dtype):
+        q_largest = Buffer(plgpu.SMEM((V_STAGES, 2, C), F32))
+        if heads == 1:
+            largest_known = Signal((FEATURES,), within="values")
         s_units = Buffer(plgpu.SMEM((2, HALF), F32), copies=2)
     later = later_den = left_den = None
     if part is Part.REST:
@@ -135,6 +143,7 @@ def storage_of(
         left_den=left_den,
         out=Buffer(tiling.of_rows(2, OUT_SLOTS, C, HALF)),
         q=q,
+        q_largest=q_largest,
         s=s,
         s_units=s_units,
         v=v,
@@ -146,6 +155,7 @@ def storage_of(
         sums=Ring.of(1, (z_start,), (FEATURES,)),
         mapped=Signal((FEATURES,), within="rows"),
         den_known=Signal((FEATURES,), within="values"),
+        largest_known=largest_known,
         eight=eight,
     )
 
@@ -166,7 +176,6 @@ class Walk:
     steep: Any = None
     lengths: Any = None
     s_units: Any = None
-    q_powers: Any = None
     k_powers: Any = None
     later: Any = None
     later_den: Any = None
@@ -204,11 +213,15 @@ class Walk:
             return 1.0
         return float(pl.next_power_of_2(self.spec.T))
 
-    def powers(self, item: Item, half: Any) -> tuple[Any, Any]:
-        """The powers of two of the features of queries and keys, which float16 has."""
-        head_of = self.tiling.head_of
-        of_q = self.q_powers[item.batch, head_of(item.head, half)]
-        return of_q, self.k_powers[item.batch, head_of(self.kv_head(item), half)]
+    def power_of_keys(self, item: Item, half: Any) -> Any:
+        """The power of two of their features, in float16."""
+        return self.k_powers[item.batch, self.tiling.head_of(self.kv_head(item), half)]
+
+    def powers_of_queries(self, v_slot: Any, half: Any) -> jax.Array:
+        """Those of a chunk's queries, [64], in float16, of `q_largest`."""
+        halves = range(2) if self.tiling.heads == 1 else (half,)
+        found = [load(self.own.q_largest.at[v_slot, other], OF_ROWS) for other in halves]
+        return powers.power_of(functools.reduce(jnp.maximum, found))
 
     def kv_head(self, item: Item) -> Any:
         return frame.head_of_keys(self.spec, item.head)

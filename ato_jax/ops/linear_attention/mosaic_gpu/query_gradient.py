@@ -114,9 +114,10 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 def query_gradient(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
-) -> tuple[jax.Array, jax.Array, jax.Array, flows.OfQueries | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, flows.OfQueries | None]:
     """dq; inverse and e [B, H, T up to a whole chunk], float32, those of `arrays` where they are
-    given; with a decay, what its gradient needs."""
+    given; in float16 the largest features, as `Left` has them; with a decay, what its gradient
+    needs."""
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     arrays = arrays._replace(ones=np.ones((ALIKE, C), arrays.q.dtype))
     if arrays.k_powers is not None and spec.normalize:
@@ -128,6 +129,9 @@ def query_gradient(
     types = Left(jax.ShapeDtypeStruct(of_heads, arrays.q.dtype))
     if not walk.given:
         types = types._replace(inverse=rows, e=rows)
+    if walk.has_units:
+        halves = jax.ShapeDtypeStruct((2 // walk.heads, *rows.shape), F32)
+        types = types._replace(largest=halves)
     if walk.gated:
         of_edges = spec.B, spec.G, flows.places(spec, deal)
         types = types._replace(flows=jax.ShapeDtypeStruct((2 // walk.heads, *rows.shape), F32))
@@ -152,8 +156,8 @@ def query_gradient(
     if not spec.normalize:
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
     if not walk.gated:
-        return left.dq, inverse, e, None
-    return left.dq, inverse, e, flows.OfQueries(left.flows, left.kv, left.k_sum)
+        return left.dq, inverse, e, left.largest, None
+    return left.dq, inverse, e, left.largest, flows.OfQueries(left.flows, left.kv, left.k_sum)
 
 
 def _body(walk: Walk, inputs: Sequence[str], outputs: Sequence[str]) -> mosaic.Body:

@@ -30,7 +30,7 @@ def let_queries_go(walk: Walk, chunk: Chunk) -> None:
 def await_slot(walk: Walk) -> None:
     # Until the stores of two chunks ago have read their slots. Those of the last chunk may still
     # read theirs: one store of dq, and one of each array of rows.
-    stores = 1 + walk.heads * walk.leaves_weights + walk.gated
+    stores = 1 + walk.heads * walk.leaves_weights + walk.gated + walk.has_units
     plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
 
 
@@ -38,8 +38,11 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
     """`of_state`: of a walk with steep chunks, phi(q) . D and phi(q) . z_i of the state alone."""
     spec, own, tiling, phi = walk.spec, walk.own, walk.tiling, walk.phi
     item, half, parity = chunk.item, chunk.half, chunk.parity
-    if walk.adds:
+    # What is left first has no other registers to stay in.
+    awaits_first = walk.adds or walk.has_units
+    if awaits_first:
         await_slot(walk)
+    if walk.adds:
         rows = item.rows(chunk.number)
         source = tiling.part(walk.arrays.share, item, rows, item.head, half)
         target = mosaic.for_copy(own.dq.at[half, pl.ds(parity * C, C)])
@@ -47,6 +50,8 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
     if not walk.some_steep:
         plgpu.barrier_wait(own.q_loaded.at[chunk.q_slot])
     phi_q = features_of_queries(walk, chunk)
+    if walk.has_units:
+        own.largest.at[half, parity][...] = jnp.max(jnp.abs(phi_q), axis=1)
     D, inverse, e = weigh(walk, chunk, phi_q, D, z)
     scale = inverse * chunk.lasting if walk.gated else inverse
     if walk.gated or spec.normalize:
@@ -58,7 +63,7 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
         # Loaded once more: there are no registers to keep q, or its derivative.
         dq *= phi.slope(load(own.q.at[chunk.q_slot, half]))
         let_queries_go(walk, chunk)
-    if not walk.adds:
+    if not awaits_first:
         await_slot(walk)
     if walk.gated:
         flow = jnp.sum(mosaic.rounded(phi_q * scale).astype(F32) * D, axis=1)
@@ -134,6 +139,9 @@ def store_rows(walk: Walk, chunk: Chunk, dq_slot: Any, inverse: Any, e: Any) -> 
         of_half = half if heads == 1 else 0
         target = left.flows.at[of_half, item.batch, head, rows]
         plgpu.copy_smem_to_gmem(own.flows.at[half, parity], target)
+    if walk.has_units:
+        target = left.largest.at[half if heads == 1 else 0, item.batch, head, rows]
+        plgpu.copy_smem_to_gmem(own.largest.at[half, parity], target)
     for number, ref in enumerate((left.inverse, left.e) if walk.leaves_weights else ()):
         target = ref.at[item.batch, head, rows]
         if heads == 2:

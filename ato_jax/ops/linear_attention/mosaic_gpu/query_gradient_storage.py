@@ -67,11 +67,13 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What the kernel writes. With a decay `flows`, and S and z ahead of some chunks."""
+    """What the kernel writes. With a decay `flows`, and S and z ahead of some chunks. In float16
+    `largest` is the largest magnitude of each query's features, of each half's columns."""
 
     dq: Any
     inverse: Any = None
     e: Any = None
+    largest: Any = None  # [2 / heads of a tile, B, H, T up to a whole chunk]
     flows: Any = None
     kv: Any = None
     k_sum: Any = None
@@ -104,6 +106,7 @@ class Storage:
     flows: Any = None  # [2, 2, 64] float32: of each half, of chunks by turns
     gates: Any = None  # [K_STAGES, heads * 64] float32
     inverse: Any = None  # as e
+    largest: Any = None  # as flows, in float16
     least: Any = None  # [2, 64] float32, in float16: the least denominator, for each row
     share_loaded: Any = None
     start_units: Any = None  # [2, V] float32: the units of S's rows as S is loaded
@@ -247,7 +250,9 @@ def scratch_of(walk: Walk) -> dict[str, Any]:
     )
     if has_units:
         scratch |= dict(
-            start_units=plgpu.SMEM((2, spec.V), F32), units=plgpu.SMEM((2, HALF), F32)
+            largest=plgpu.SMEM((2, 2, C), F32),
+            start_units=plgpu.SMEM((2, spec.V), F32),
+            units=plgpu.SMEM((2, HALF), F32),
         )
     if has_least:
         scratch |= dict(least=plgpu.SMEM((2, C), F32))
