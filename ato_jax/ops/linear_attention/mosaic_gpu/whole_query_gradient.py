@@ -166,6 +166,13 @@ def whole_query_gradient(
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
+        def least_unit() -> jax.Array:
+            return plgpu.layout_cast(jnp.full((C,), LEAST_UNIT, F32), OF_ROWS)
+
+        def first_carried() -> jax.Array:
+            """Of what makes u [C, HALF]; or of the unit of phi(q), [C] times the same."""
+            return least_unit() if in_units else mosaic.zeros(C, HALF)
+
         def write_piece(item: Item) -> None:
             half = mosaic.group()
             s_unit: Any = None
@@ -201,7 +208,6 @@ def whole_query_gradient(
                     mosaic.keep_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], count)
 
             def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
-                """Carries what makes u; or the unit of phi(q), [C] times the same."""
                 step = item.before + chunk
                 slot, parity = slot_of(step, STAGES), slot_of(step, 2)
                 own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
@@ -267,13 +273,9 @@ def whole_query_gradient(
                 )
                 return total
 
-            start = mosaic.zeros(C, HALF)
-            if in_units:
-                start = plgpu.layout_cast(jnp.full((C,), LEAST_UNIT, F32), OF_ROWS)
-            total = lax.fori_loop(0, item.chunks, write_chunk, start)
+            total = lax.fori_loop(0, item.chunks, write_chunk, first_carried())
             plgpu.barrier_arrive(s_free)
-            if in_units:
-                total = mosaic.zeros(C, HALF)
+            total = mosaic.zeros(C, HALF) if in_units else total
             # The sum over the rows, as a product: of what is rounded, and what that leaves off.
             u_unit: Any = None
             if of_shares:
@@ -319,8 +321,7 @@ def whole_query_gradient(
                 return halves, before
 
             start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
-            least_unit = plgpu.layout_cast(jnp.full((HALF,), LEAST_UNIT, F32), OF_ROWS)
-            units = [least_unit] * 2 if in_units else []
+            units = [least_unit()] * 2 if in_units else []
             halves, units = lax.fori_loop(0, item.chunks, sum_chunk, (start, units))
             if in_units:
                 halves = times(halves, units)
