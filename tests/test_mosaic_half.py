@@ -127,6 +127,8 @@ def test_small_features_without_a_normaliser(
         (128, 1, 64, 2.0, -16.0, -16.0, {}),
         (128, 1, 64, 2.0, 2.0, -16.0, {}),
         (128, 1, 64, (-20.0, 9.0), 2.0, 2.0, {}),
+        # The largest features of a query's halves lie between other powers of two.
+        (128, 1, 64, -3.0, 0.0, 0.0, {}),
         (96, 2, 72, -13.0, -13.0, -13.0, {"feature_map": "softplus"}),
         (64, 2, 136, -12.0, -12.0, -12.0, {"normalize": False, "scale": 1e8, "layout": "bhtd"}),
     ],
