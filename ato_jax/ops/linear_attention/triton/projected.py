@@ -31,8 +31,14 @@ import jax.numpy as jnp
 
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention import features, random_features
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, SMALL_STATE
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, SMALL_STATE, one_state
 from ato_jax.ops.linear_attention.triton.config import HOPPER_SHARED_MEMORY, LONG_FEATURES
 from ato_jax.triton.tiles import padded
 
@@ -56,6 +62,11 @@ STORED: dict[str, Any] = {
     "dkv_warps": 8,
     "dkv_stages": 2,
 }
+
+
+# Tiles of the sums over the keys in the backward of full attention: those of float32, which fit all
+# memories. The config's are the forward's, of features in bfloat16.
+SUMS: dict[str, Any] = {"state_block": 32, "state_warps": 8, "state_stages": 2}
 
 
 def _by_kernels(spec: LinearAttentionSpec) -> bool:
@@ -127,26 +138,31 @@ def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: I
 
 def backward(
     attend: Callable[..., Inputs],
+    sums: Callable[..., LinearState],
     spec: LinearAttentionSpec,
     residuals: Residuals,
     cotangents: Outputs,
 ) -> Inputs:
-    """`attend(spec, residuals, cotangents)` is the kernels' backward."""
+    """`attend(spec, residuals, cotangents)` is the kernels' backward, `sums(spec, inputs)` their S
+    and z where one state serves all queries."""
     inner = inner_spec(spec, "backward")
     inputs, outputs = residuals
+
+    def attend_over(mapped: Inputs, outputs: Outputs, cotangents: Outputs) -> Inputs:
+        # The forward's S is one of features in bfloat16. Other calls sum their states up again.
+        if one_state(spec) and spec.dtype == "bfloat16":
+            outputs = outputs._replace(state=sums(inner, mapped))
+        return attend(inner, Residuals(mapped, outputs), cotangents)
+
     if _by_kernels(spec):
         mapped = _mapped_by_kernels(spec, inputs, inner.dtype)
-        found = attend(inner, Residuals(mapped, outputs), cotangents)
-        return _pulled_back(spec, inputs, found)
+        return _pulled_back(spec, inputs, attend_over(mapped, outputs, cotangents))
     (phi_q, phi_k), pull = jax.vjp(
         _mapping(spec, inputs), inputs.q, inputs.k, inputs.feature_parameters
     )
-    found = attend(
-        inner,
-        Residuals(
-            _inner_inputs(inner, inputs, phi_q, phi_k),
-            outputs._replace(out=outputs.out.astype(inner.dtype)),
-        ),
+    found = attend_over(
+        _inner_inputs(inner, inputs, phi_q, phi_k),
+        outputs._replace(out=outputs.out.astype(inner.dtype)),
         cotangents._replace(out=cotangents.out.astype(inner.dtype)),
     )
     dq, dk, d_parameters = pull((found.q, found.k))
