@@ -30,6 +30,12 @@ from jax import lax
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_query_gradient import (
+    d_phi_of,
+    in_halves,
+    normaliser_of,
+    query_gradient,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums, parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
@@ -147,37 +153,25 @@ def _query_gradient(
         chunk.wait(0)
         whole, _ = chunk.times_state(_first_tile(chunk, spec.V), turned=True)
         chunk.wait(1)
-        firsts = range(0, spec.D, HALF)
-        G = {first: whole[:, first : first + HALF] for first in firsts}  # [C, 64] each
-        inverse: Any = None
-        e: Any = None
+        G, normaliser = in_halves(whole), None
         if spec.normalize:
-            phis = {first: features(first) for first in firsts}
-            den = sum(jnp.sum(phis[first] * chunk.vector(0, first), axis=1) for first in firsts)
-            of_e = sum(jnp.sum(phis[first] * G[first], axis=1) for first in firsts)
-            inverse = 1.0 / jnp.maximum(den, spec.eps)
-            e = jnp.where(den > spec.eps, of_e * inverse, 0.0)
-            chunk.leave_rows([inverse, e], 1)
-        for first in firsts:
-            dq = G[first]
-            if spec.normalize:
-                dq = dq - mosaic.in_columns(e, HALF) * chunk.vector(0, first)
-                dq = dq * mosaic.in_columns(inverse, HALF)
-            chunk.store(1, first, dq * maps.slope(chunk.read(1, first)))
+            phi = {first: features(first) for first in G}
+            normaliser = normaliser_of(chunk, phi, G, spec.eps)
+            chunk.leave_rows(normaliser, 1)
+        for first in G:
+            d_phi = d_phi_of(chunk, G, first, normaliser)
+            chunk.store(1, first, d_phi * maps.slope(chunk.read(1, first)))
         chunk.leave(1, 0)
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    return float32_walk(
+    return query_gradient(
         spec,
-        bidirectional.deal(spec, config, spec.H, spec.T),
+        config,
         "float32_query_gradient",
-        [g, inputs.q],
-        in_parts(spec, state.kv * spec.scale),
-        [state.k_sum] if spec.normalize else [],
-        [jax.ShapeDtypeStruct(inputs.q.shape, F32), *([rows] * (2 * spec.normalize))],
+        inputs,
+        g,
+        (in_parts(spec, state.kv * spec.scale), state.k_sum if spec.normalize else None),
         write,
-        kept=[1],
-        lengths=inputs.q_lengths,
+        leaves_numbers=spec.normalize,
     )
 
 

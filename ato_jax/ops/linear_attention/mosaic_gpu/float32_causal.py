@@ -31,13 +31,12 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.mosaic_gpu import causal, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_pairs import (
-    UNIT,
     Given,
     Pass,
     Unit,
+    chunks_of_runs,
     deal_of_runs,
     float32_pairs,
-    units_of_run,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, Config
@@ -90,9 +89,7 @@ def _weighted_phi(spec: LinearAttentionSpec) -> Any:
 
 def _numbers(spec: LinearAttentionSpec) -> jax.ShapeDtypeStruct:
     """The type of an array with a number for each row, up to a whole run."""
-    rows = units_of_run(spec) * UNIT
-    chunks = -(-spec.T // rows) * (rows // C)
-    return jax.ShapeDtypeStruct((spec.B, spec.H, chunks, C), F32)
+    return jax.ShapeDtypeStruct((spec.B, spec.H, chunks_of_runs(spec), C), F32)
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Kept:

@@ -33,6 +33,7 @@ from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, 
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import split_tile
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS = 2
@@ -130,6 +131,12 @@ def units_of_run(spec: LinearAttentionSpec) -> int:
 def deal_of_runs(spec: LinearAttentionSpec, blocks: int, heads: int) -> mosaic.Deal:
     rows = units_of_run(spec) * UNIT
     return mosaic.Deal(spec.B, heads, spec.T, rows, int(pl.cdiv(spec.T, rows)), blocks)
+
+
+def chunks_of_runs(spec: LinearAttentionSpec) -> int:
+    """The chunks of a sequence, up to a whole run."""
+    deal = deal_of_runs(spec, blocks=1, heads=1)
+    return deal.pieces * deal.rows // C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,23 +328,13 @@ def _steps(walk: Walk, runs: Any) -> Any:
 def split(walk: Walk) -> None:
     own, of = walk.own, walk.of
 
-    def split_tile(step: Any, change: Callable[[jax.Array, int], jax.Array]) -> None:
-        slot, parts_slot = own.raw_ring.slot(step), own.parts_ring.slot(step)
-        own.raw_ring.produced.wait(slot)
-        own.parts_ring.acquire(step)
-        for first in walk.halves:
-            columns = pl.ds(first, HALF)
-            x = change(load(own.raw.at[slot, :, columns]), first)  # [C, 64]
-            for number, part in enumerate(mosaic.in_bf16_parts(x, parts_of(walk.spec))):
-                own.parts.at[parts_slot, number, :, columns][...] = part
-        plgpu.commit_smem()
-        own.raw_ring.consumed.arrive(slot)
-        own.parts_ring.produced.arrive(parts_slot)
+    def split_slot(step: Any, change: Callable[[jax.Array, int], jax.Array]) -> None:
+        split_tile((own.raw, own.raw_ring), (own.parts, own.parts_ring), step, change)
 
     def split_unit(item: Item, unit: Any) -> None:
         step = walk.step(item, unit)
         for block in range(len(walk.halves)):
-            split_tile(step + block, lambda x, _: x)
+            split_slot(step + block, lambda x, _: x)
         if own.numbers_ring is not None:
             own.numbers_ring.produced.wait(0)
         first_chunk, count = walk.chunks(unit)
@@ -352,7 +349,7 @@ def split(walk: Walk) -> None:
                     # A feature of a row that there is not may be infinite.
                     return x if map is None else mosaic.kept(map(x, first, numbers), present)
 
-                split_tile(step + len(walk.halves) + 2 * pair + place, change)
+                split_slot(step + len(walk.halves) + 2 * pair + place, change)
 
         lax.fori_loop(0, count, split_pair, None)
         if own.numbers_ring is not None:

@@ -26,27 +26,15 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import (
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    Array,
-    Buffer,
-    Item,
-    Ring,
-    Role,
-    load,
-)
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Array, Buffer, Item, Ring, Role, load
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, sums_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import COLUMNS, Sums, Walk
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-COLUMNS = 32  # of a sum that are stored at once
 MEMORY, SPLIT = Role("memory", mosaic.MEMORY_REGISTERS), Role("split", 104)
 PARTS_SLOTS = 2
 
@@ -96,34 +84,6 @@ def storage_of(spec: LinearAttentionSpec, of_queries: bool) -> Storage:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage."""
-
-    spec: LinearAttentionSpec
-    deal: mosaic.Deal
-    own: Storage
-    x: Any
-    y: Any
-    total: Any
-    vector: Any
-    inverse: Any = None
-    e: Any = None
-    lengths: Any = None
-
-    @property
-    def tiling(self) -> mosaic.Tiling:
-        return frame.tiling(self.spec)
-
-    def count(self, item: Item, chunk: Any) -> Any:
-        """How many of a chunk's rows count, at most 64 of them; None where all do."""
-        if self.lengths is not None:
-            return item.rows_within(chunk, self.lengths)
-        if self.deal.length % C == 0:
-            return None
-        return self.deal.length - item.first_row - chunk * C
-
-
 def float32_sums(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
@@ -140,51 +100,37 @@ def float32_sums(
         normaliser; else none.
       lengths: of the rows, [B] int32: rows behind them are left out.
     """
-    of_pieces = deal.B, deal.heads, deal.pieces
-    out_type = (
-        jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
-        jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
+    parts = (MEMORY, memory), (SPLIT, split), (sums_role(spec), add_up)
+    return sums_walk.sums_of_pieces(
+        spec,
+        deal,
+        name,
+        (Walk, storage_of(spec, bool(of_rows)), parts),
+        (deal.pieces, spec.D, spec.V),
+        {"x": x, "y": y},
+        of_rows,
+        lengths,
+        approximates=False,
     )
-    given = {"x": x, "y": y}
-    given |= dict(zip(("inverse", "e"), of_rows, strict=False))
-    given |= {} if lengths is None else {"lengths": lengths}
-
-    def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        return Walk(spec, deal, own, **dict(zip((*given, "total", "vector"), refs, strict=True)))
-
-    sums = sums_role(spec)
-    roles = mosaic.Roles((sums, SPLIT, MEMORY))
-    parts = (MEMORY, memory), (SPLIT, split), (sums, add_up)
-    program = mosaic.Program(roles, storage_of(spec, bool(of_rows)), parts, bind)
-    found: tuple[jax.Array, jax.Array] = mosaic.launch(
-        frame.name_of(name), program, deal, out_type, list(given.values()), approximates=False
-    )
-    return found
 
 
 def memory(walk: Walk) -> None:
     own, tiling = walk.own, walk.tiling
 
-    def load_piece(item: Item) -> None:
-        def load_chunk(chunk: Any, _: None) -> None:
-            step, rows = item.before + chunk, item.rows(chunk)
-            slot, loaded = own.values.slot(step), own.values.produced.at
-            own.values.acquire(step)
-            source = tiling.part(walk.y, item, rows, item.head)  # [C, V]
-            plgpu.copy_gmem_to_smem(source, own.y.at[slot], loaded[slot])
-            slot, loaded = own.features.slot(step), own.features.produced.at
-            own.features.acquire(step)
-            for half in range(walk.spec.D // HALF):
-                source = tiling.part(walk.x, item, rows, item.head, half)  # [C, 64]
-                plgpu.copy_gmem_to_smem(source, own.x.at[slot, half], loaded[slot])
-            if walk.e is not None:
-                for number, ref in enumerate((walk.inverse, walk.e)):
-                    source = ref.at[item.batch, item.head, rows]  # [C]
-                    plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded[slot])
+    def load_chunk(item: Item, chunk: Any) -> None:
+        step, rows = item.before + chunk, item.rows(chunk)
+        slot, loaded = own.values.slot(step), own.values.produced.at
+        own.values.acquire(step)
+        source = tiling.part(walk.y, item, rows, item.head)  # [C, V]
+        plgpu.copy_gmem_to_smem(source, own.y.at[slot], loaded[slot])
+        slot, loaded = own.features.slot(step), own.features.produced.at
+        own.features.acquire(step)
+        for half in range(walk.spec.D // HALF):
+            source = tiling.part(walk.x, item, rows, item.head, half)  # [C, 64]
+            plgpu.copy_gmem_to_smem(source, own.x.at[slot, half], loaded[slot])
+        walk.load_of_rows(item, rows, slot, loaded[slot])
 
-        lax.fori_loop(0, item.chunks, load_chunk, None)
-
-    steps = walk.deal.each(load_piece)
+    steps = walk.each_chunk(load_chunk)
     own.values.drain(steps)
     own.features.drain(steps)
 
@@ -193,25 +139,16 @@ def split(walk: Walk) -> None:
     """Rows of y that do not count become 0, since features of 0 do not cancel NaN."""
     own = walk.own
 
-    def split_piece(item: Item) -> None:
-        def split_chunk(chunk: Any, _: None) -> None:
-            step = item.before + chunk
-            slot, parts_slot = own.values.slot(step), own.parts.slot(step)
-            count = None if walk.lengths is None else walk.count(item, chunk)
-            own.values.produced.wait(slot)
-            own.parts.acquire(step)
-            for first in range(0, walk.spec.V, HALF):
-                columns = pl.ds(first, HALF)
-                y = mosaic.kept(load(own.y.at[slot, :, columns]), count)  # [C, 64]
-                for number, part in enumerate(mosaic.in_bf16_parts(y, parts_of(walk.spec))):
-                    own.y_parts.at[parts_slot, number, :, columns][...] = part
-            plgpu.commit_smem()
-            own.values.consumed.arrive(slot)
-            own.parts.produced.arrive(parts_slot)
+    def split_chunk(item: Item, chunk: Any) -> None:
+        count = None if walk.lengths is None else walk.count(item, chunk)
+        sums_walk.split_tile(
+            (own.y, own.values),
+            (own.y_parts, own.parts),
+            item.before + chunk,
+            lambda y, _: mosaic.kept(y, count),
+        )
 
-        lax.fori_loop(0, item.chunks, split_chunk, None)
-
-    own.parts.drain(walk.deal.each(split_piece))
+    own.parts.drain(walk.each_chunk(split_chunk))
 
 
 def add_up(walk: Walk) -> None:
@@ -224,7 +161,7 @@ def add_up(walk: Walk) -> None:
         x = mosaic.load_transposed(own.x.at[slot, worker])  # [64, C]
         phi = feature_maps.features(spec).unrounded_transposed_keys(x, worker * HALF)
         weights = None
-        if walk.e is not None:
+        if walk.of_rows:
             inverse, e = (load(own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
             phi, weights = phi * mosaic.in_rows(inverse, HALF), mosaic.in_rows(-e, HALF)
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -234,7 +171,7 @@ def add_up(walk: Walk) -> None:
             phi = jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
         return phi, jnp.sum(phi if weights is None else phi * weights, axis=1)
 
-    def sum_chunk(item: Item, chunk: Any, sums: Any) -> Any:
+    def add_chunk(item: Item, chunk: Any, sums: Sums) -> Sums:
         total, vector = sums
         phi, added = map_chunk(item, chunk)
         count = parts_of(spec)
@@ -249,22 +186,8 @@ def add_up(walk: Walk) -> None:
         return total + found, vector + added
 
     def sum_piece(item: Item) -> None:
-        nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-        start = mosaic.zeros(HALF, spec.V), nothing
-        total, vector = lax.fori_loop(
-            0, item.chunks, lambda chunk, sums: sum_chunk(item, chunk, sums), start
-        )
-        of_piece = item.batch, item.head, item.piece
-        rows = pl.ds(worker * HALF, HALF)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        own.vector.at[worker][...] = vector
-        for column in range(0, spec.V, COLUMNS):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            own.total.at[worker][...] = total[:, column : column + COLUMNS]
-            plgpu.commit_smem()
-            target = walk.total.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
-            plgpu.copy_smem_to_gmem(own.total.at[worker], target)
-        plgpu.copy_smem_to_gmem(own.vector.at[worker], walk.vector.at[(*of_piece, rows)])
+        sums = walk.add_up(item, add_chunk)
+        of_piece, rows = (item.batch, item.head, item.piece), pl.ds(worker * HALF, HALF)
+        walk.leave(worker, of_piece, rows, sums)
 
-    walk.deal.each(sum_piece)
-    plgpu.wait_smem_to_gmem(0)
+    walk.each_sum(sum_piece)

@@ -38,12 +38,12 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, narrow
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, narrow, sums_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import COLUMNS, Sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES, WIDE_STAGES = 6, 2
-COLUMNS = 32  # of a sum that are stored at once
 
 SUMS = Role("sums", registers=192, warpgroups=2)
 VALUES = Role("values", registers=104)
@@ -86,23 +86,15 @@ def storage_of(spec: LinearAttentionSpec) -> Storage:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts
-    groups as chunks; `rows` are those of a piece, and `length` those of all pieces."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk(sums_walk.Walk):
+    """`deal` counts groups as chunks; `rows` are those of a piece, and `length` those of all
+    pieces. x and y are k and v."""
 
-    spec: LinearAttentionSpec
-    deal: mosaic.Deal
     rows: int
     length: int
-    own: Storage
-    k: Any
-    v: Any
     k_scale: Any
     v_scale: Any
-    lengths: Any = None
-    kv: Any = None
-    k_sum: Any = None
 
     @property
     def at_once(self) -> int:
@@ -126,7 +118,7 @@ class Walk:
         """The number in the sequence of a chunk's first row; `number` counts within a group."""
         return item.piece * self.rows + (chunk * self.at_once + number) * C
 
-    def count(self, item: Item, chunk: Any, number: Any) -> Any:
+    def count(self, item: Item, chunk: Any, number: Any = 0) -> Any:
         """How many of a chunk's rows there are, at most 64 of them; None where all are."""
         end: Any = self.length
         if self.lengths is not None:
@@ -152,10 +144,7 @@ def float8_sums(
       arrays: k and v, float8_e4m3fn, and their scales [B, G] float32.
       lengths: of keys, [B] int32: rows behind them are left out.
     """
-    names = ["k", "v", "k_scale", "v_scale", *(["lengths"] if lengths is not None else [])]
-    operands = [*arrays, *([lengths] if lengths is not None else [])]
     at_once = chunks_of_group(spec)
-    of_pieces = deal.B, deal.heads, deal.pieces * at_once
     last = deal.length - (deal.pieces - 1) * deal.rows
 
     def in_chunks(rows: int) -> int:
@@ -165,45 +154,37 @@ def float8_sums(
     rows = in_chunks(deal.rows)
     length = (deal.pieces - 1) * rows + in_chunks(last)
     of_groups = dataclasses.replace(deal, rows=rows, length=length)
-    out_type = (
-        jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
-        jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
+    walk = functools.partial(Walk, rows=deal.rows, length=deal.length)
+    return sums_walk.sums_of_pieces(
+        spec,
+        of_groups,
+        "float8_sums",
+        (walk, storage_of(spec), ((MEMORY, memory), (VALUES, values), (SUMS, sums))),
+        (deal.pieces * at_once, spec.D, spec.V),
+        dict(zip(("x", "y", "k_scale", "v_scale"), arrays, strict=True)),
+        lengths=lengths,
     )
-
-    def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        given = dict(zip((*names, "kv", "k_sum"), refs, strict=True))
-        return Walk(spec, of_groups, deal.rows, deal.length, own, **given)
-
-    parts = (MEMORY, memory), (VALUES, values), (SUMS, sums)
-    program = mosaic.Program(ROLES, storage_of(spec), parts, bind)
-    found: tuple[jax.Array, jax.Array] = mosaic.launch(
-        frame.name_of("float8_sums"), program, of_groups, out_type, operands
-    )
-    return found
 
 
 def memory(walk: Walk) -> None:
     """Loads groups of rows."""
     own, tiling = walk.own, walk.tiling
 
-    def load_piece(item: Item) -> None:
-        def load_group(chunk: Any, _: None) -> None:
-            step = item.before + chunk
-            rows = pl.ds(walk.first_row(item, chunk), walk.at_once * C)
-            for ring, ref, tiles, size in (
-                (own.keys, walk.k, own.k, walk.spec.D),
-                (own.values, walk.v, own.v, walk.spec.V),
-            ):
-                slot = ring.slot(step)
-                ring.acquire(step)
-                # [rows, 64] each
-                blocks = [tiles.at[slot, block] for block in range(size // HALF)]
-                barrier = ring.produced.at[slot]
-                mosaic.copy_eight_bits(tiling, ref, item, rows, item.head, blocks, barrier)
+    def load_group(item: Item, chunk: Any) -> None:
+        step = item.before + chunk
+        rows = pl.ds(walk.first_row(item, chunk), walk.at_once * C)
+        for ring, ref, tiles, size in (
+            (own.keys, walk.x, own.k, walk.spec.D),
+            (own.values, walk.y, own.v, walk.spec.V),
+        ):
+            slot = ring.slot(step)
+            ring.acquire(step)
+            # [rows, 64] each
+            blocks = [tiles.at[slot, block] for block in range(size // HALF)]
+            barrier = ring.produced.at[slot]
+            mosaic.copy_eight_bits(tiling, ref, item, rows, item.head, blocks, barrier)
 
-        lax.fori_loop(0, item.chunks, load_group, None)
-
-    steps = walk.deal.each(load_piece)
+    steps = walk.each_chunk(load_group)
     own.keys.drain(steps)
     own.values.drain(steps)
 
@@ -212,12 +193,8 @@ def values(walk: Walk) -> None:
     """Widens v; rows that do not count become 0, since features of 0 do not cancel NaN."""
     own = walk.own
 
-    def widen_piece(item: Item) -> None:
-        def widen_group(chunk: Any, _: None) -> None:
-            step = item.before + chunk
-            slot, wide_slot = own.values.slot(step), own.wide_values.slot(step)
-            own.values.produced.wait(slot)
-            own.wide_values.acquire(step)
+    def widen_group(item: Item, chunk: Any) -> None:
+        def write(slot: Any, wide_slot: Any) -> None:
             for number in range(walk.at_once):
                 cut = walk.lengths is not None or walk.cuts_groups
                 count = walk.count(item, chunk, number) if cut else None
@@ -226,18 +203,14 @@ def values(walk: Walk) -> None:
                     columns = pl.ds(half * HALF, HALF)
                     target = own.wide_v.at[wide_slot, rows, columns]  # [64, 64]
                     mosaic.widen(own.v.at[slot, half, rows], target, count)
-            plgpu.commit_smem()
-            own.values.consumed.arrive(slot)
-            own.wide_values.produced.arrive(wide_slot)
 
-        lax.fori_loop(0, item.chunks, widen_group, None)
+        sums_walk.pass_on(own.values, own.wide_values, item.before + chunk, write)
 
-    own.wide_values.drain(walk.deal.each(widen_piece))
+    own.wide_values.drain(walk.each_chunk(widen_group))
 
 
 def sums(walk: Walk) -> None:
-    walk.deal.each(functools.partial(sum_piece, walk))
-    plgpu.wait_smem_to_gmem(0)
+    walk.each_sum(functools.partial(sum_piece, walk))
 
 
 def sum_piece(walk: Walk, item: Item) -> None:
@@ -269,7 +242,7 @@ def sum_piece(walk: Walk, item: Item) -> None:
     (total,) = mosaic.multiply((total, [(a, b)]))
     plgpu.commit_smem()
     own.wide_values.consumed.arrive(slot)
-    leave_sums(walk, item, half, number, total, vector)
+    leave_sums(walk, item, half, number, (total, vector))
 
 
 def map_chunk(walk: Walk, item: Item, half: Any, number: Any, chunk: Any) -> jax.Array:
@@ -286,20 +259,9 @@ def map_chunk(walk: Walk, item: Item, half: Any, number: Any, chunk: Any) -> jax
     return phi if count is None else jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
 
 
-def leave_sums(
-    walk: Walk, item: Item, half: Any, number: Any, total: jax.Array, vector: jax.Array
-) -> None:
+def leave_sums(walk: Walk, item: Item, half: Any, number: Any, sums: Sums) -> None:
     """Stores S, times v's scale, and z."""
-    own, worker = walk.own, mosaic.group()
+    worker, (total, vector) = mosaic.group(), sums
     total = total * walk.v_scale[item.batch, item.head]
     of_piece = item.batch, item.head, item.piece * walk.at_once + number
-    rows = pl.ds(half * HALF, HALF)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    own.vector.at[worker][...] = vector
-    for column in range(0, walk.spec.V, COLUMNS):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        own.total.at[worker][...] = total[:, column : column + COLUMNS]
-        plgpu.commit_smem()
-        target = walk.kv.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
-        plgpu.copy_smem_to_gmem(own.total.at[worker], target)
-    plgpu.copy_smem_to_gmem(own.vector.at[worker], walk.k_sum.at[(*of_piece, rows)])
+    walk.leave(worker, of_piece, pl.ds(half * HALF, HALF), (total, vector))

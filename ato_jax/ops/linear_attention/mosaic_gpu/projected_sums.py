@@ -26,29 +26,17 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import (
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    Array,
-    Buffer,
-    Item,
-    Ring,
-    Role,
-    load,
-)
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Array, Buffer, Item, Ring, Role, load
 from ato_jax.ops.linear_attention import random_features
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, sums_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import COLUMNS, Sums
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS = frame.F // HALF
-COLUMNS = 32  # of a sum that are stored at once
 SLOTS = 4
 MEMORY = Role("memory", mosaic.MEMORY_REGISTERS)
 SUMS = Role("sums", mosaic.workers_registers(WORKERS), WORKERS)
@@ -86,29 +74,9 @@ def storage_of(spec: LinearAttentionSpec, of_queries: bool) -> Storage:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage."""
-
-    spec: LinearAttentionSpec
-    deal: mosaic.Deal
-    own: Storage
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk(sums_walk.Walk):
     w: Any
-    x: Any
-    y: Any
-    total: Any
-    vector: Any
-    shift: Any = None
-    e: Any = None
-    lengths: Any = None
-
-    def count(self, item: Item, chunk: Any) -> Any:
-        """How many of a chunk's rows count, at most 64 of them; None where all do."""
-        if self.lengths is not None:
-            return item.rows_within(chunk, self.lengths)
-        if self.deal.length % C == 0:
-            return None
-        return self.deal.length - item.first_row - chunk * C
 
 
 def projected_sums(
@@ -128,30 +96,23 @@ def projected_sums(
       of_rows: shift and e, [B, heads, T up to a whole chunk] float32, of queries; else none.
       lengths: of the rows, [B] int32: rows behind them are left out.
     """
-    of_pieces = deal.B, deal.heads, deal.pieces
-    out_type = (
-        jax.ShapeDtypeStruct((*of_pieces, frame.F, spec.V), F32),
-        jax.ShapeDtypeStruct((*of_pieces, frame.F), F32),
-    )
-    given = {"w": w, "x": x, "y": y} | dict(zip(("shift", "e"), of_rows, strict=False))
-    given |= {} if lengths is None else {"lengths": lengths}
-
-    def bind(refs: Sequence[Any], own: Storage) -> Walk:
-        return Walk(spec, deal, own, **dict(zip((*given, "total", "vector"), refs, strict=True)))
-
-    roles = mosaic.Roles((SUMS, MEMORY))
     parts = (MEMORY, memory), (SUMS, add_up)
-    program = mosaic.Program(roles, storage_of(spec, bool(of_rows)), parts, bind)
-    found: tuple[jax.Array, jax.Array] = mosaic.launch(
-        frame.name_of(name), program, deal, out_type, list(given.values())
+    return sums_walk.sums_of_pieces(
+        spec,
+        deal,
+        name,
+        (Walk, storage_of(spec, bool(of_rows)), parts),
+        (deal.pieces, frame.F, spec.V),
+        {"w": w, "x": x, "y": y},
+        of_rows,
+        lengths,
     )
-    return found
 
 
 def memory(walk: Walk) -> None:
-    own, tiling = walk.own, frame.tiling(walk.spec)
+    own, tiling = walk.own, walk.tiling
 
-    def load_piece(item: Item) -> None:
+    def load_weights(item: Item) -> None:
         slot, loaded = own.weights.slot(item.number), own.weights.produced.at
         own.weights.acquire(item.number)
         for part in range(2):
@@ -159,20 +120,16 @@ def memory(walk: Walk) -> None:
                 source = walk.w.at[item.batch, part, pl.ds(worker * HALF, HALF)]  # [64, D]
                 plgpu.copy_gmem_to_smem(source, own.w.at[part, worker], loaded[slot])
 
-        def load_chunk(chunk: Any, _: None) -> None:
-            step, rows = item.before + chunk, item.rows(chunk)
-            slot, loaded = own.chunks.slot(step), own.chunks.produced.at
-            own.chunks.acquire(step)
-            for ref, tiles in ((walk.x, own.x), (walk.y, own.y)):
-                source = tiling.part(ref, item, rows, item.head)  # [C, columns]
-                plgpu.copy_gmem_to_smem(source, tiles.at[slot], loaded[slot])
-            for number, ref in enumerate(() if walk.e is None else (walk.shift, walk.e)):
-                source = ref.at[item.batch, item.head, rows]  # [C]
-                plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded[slot])
+    def load_chunk(item: Item, chunk: Any) -> None:
+        step, rows = item.before + chunk, item.rows(chunk)
+        slot, loaded = own.chunks.slot(step), own.chunks.produced.at
+        own.chunks.acquire(step)
+        for ref, tiles in ((walk.x, own.x), (walk.y, own.y)):
+            source = tiling.part(ref, item, rows, item.head)  # [C, columns]
+            plgpu.copy_gmem_to_smem(source, tiles.at[slot], loaded[slot])
+        walk.load_of_rows(item, rows, slot, loaded[slot])
 
-        lax.fori_loop(0, item.chunks, load_chunk, None)
-
-    own.chunks.drain(walk.deal.each(load_piece))
+    own.chunks.drain(walk.each_chunk(load_chunk, ahead=load_weights))
     own.weights.drain(walk.deal.own)
 
 
@@ -181,7 +138,7 @@ def add_up(walk: Walk) -> None:
 
     def shift_of(slot: Any) -> jax.Array:
         """[C], which goes by way of shared memory from one layout to the other."""
-        if walk.e is not None:
+        if walk.of_rows:
             return load(own.rows.at[slot, 0], OF_COLUMNS)
         xs = (load(own.x.at[slot, :, pl.ds(n, HALF)]) for n in range(0, spec.D, HALF))
         own.offsets.at[worker][...] = random_features.offset_of(spec, xs)
@@ -198,13 +155,13 @@ def add_up(walk: Walk) -> None:
             phi = jnp.where(mosaic.hidden_position(1) < count, phi, 0.0)
         return phi
 
-    def sum_chunk(item: Item, chunk: Any, sums: Any) -> Any:
+    def add_chunk(item: Item, chunk: Any, sums: Sums) -> Sums:
         total, vector = sums
         slot = own.chunks.slot(item.before + chunk)
         own.chunks.produced.wait(slot)
         phi = map_chunk(item, chunk, slot)
         weighted = phi
-        if walk.e is not None:
+        if walk.of_rows:
             weighted = phi * mosaic.in_rows(-load(own.rows.at[slot, 1], OF_COLUMNS), HALF)
         vector = vector + jnp.sum(weighted, axis=1)
         y = own.y.at[slot]  # [C, V]
@@ -216,23 +173,9 @@ def add_up(walk: Walk) -> None:
 
     def sum_piece(item: Item) -> None:
         own.weights.produced.wait(own.weights.slot(item.number))
-        nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-        start = mosaic.zeros(HALF, spec.V), nothing
-        total, vector = lax.fori_loop(
-            0, item.chunks, lambda chunk, sums: sum_chunk(item, chunk, sums), start
-        )
+        sums = walk.add_up(item, add_chunk)
         own.weights.consumed.arrive(own.weights.slot(item.number))
-        of_piece = item.batch, item.head, item.piece
-        rows = pl.ds(worker * HALF, HALF)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        own.vector.at[worker][...] = vector
-        for column in range(0, spec.V, COLUMNS):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            own.total.at[worker][...] = total[:, column : column + COLUMNS]
-            plgpu.commit_smem()
-            target = walk.total.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
-            plgpu.copy_smem_to_gmem(own.total.at[worker], target)
-        plgpu.copy_smem_to_gmem(own.vector.at[worker], walk.vector.at[(*of_piece, rows)])
+        of_piece, rows = (item.batch, item.head, item.piece), pl.ds(worker * HALF, HALF)
+        walk.leave(worker, of_piece, rows, sums)
 
-    walk.deal.each(sum_piece)
-    plgpu.wait_smem_to_gmem(0)
+    walk.each_sum(sum_piece)

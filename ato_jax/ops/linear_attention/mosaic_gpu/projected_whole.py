@@ -33,14 +33,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, HALF
+from ato_jax.mosaic import F32, HALF, OF_ROWS
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_query_gradient import (
+    d_phi_of,
+    in_halves,
+    normaliser_of,
+    query_gradient,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_walk import Chunk, float32_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, Config
 from ato_jax.ops.linear_attention.mosaic_gpu.projected_sums import projected_sums
@@ -205,43 +212,30 @@ def _query_gradient(
 
     def write(chunk: Chunk) -> None:
         chunk.wait(0)
-        G = _times(spec, chunk.tiles[0], chunk.state, meanwhile=chunk.free_the_last)
+        G = in_halves(_times(spec, chunk.tiles[0], chunk.state, meanwhile=chunk.free_the_last))
         chunk.let_go(0)
         chunk.wait(1)
-        phi, offset = _features(spec, chunk, 1)
-        shift, e, inverse = -offset, jnp.zeros_like(offset), None
+        features, offset = _features(spec, chunk, 1)
+        phi, normaliser = in_halves(features), None
+        shift, e = -offset, plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
         if spec.normalize:
-            den = sum(
-                jnp.sum(_half(phi, first) * chunk.vector(0, first), axis=1) for first in FIRSTS
-            )
-            inverse = 1.0 / jnp.maximum(den, least)
-            e = jnp.where(den > least, jnp.sum(phi * G, axis=1) * inverse, 0.0)
-            shift = shift + jnp.log(inverse) * LOG2_E
+            normaliser = normaliser_of(chunk, phi, G, least)
+            e, shift = normaliser.e, shift + jnp.log(normaliser.inverse) * LOG2_E
         chunk.leave_rows([shift, e], 1)
-
-        def gradient(first: int) -> jax.Array:
-            d_phi = _half(G, first)
-            if inverse is not None:
-                d_phi = d_phi - mosaic.in_columns(e, HALF) * chunk.vector(0, first)
-                d_phi = d_phi * mosaic.in_columns(inverse, HALF)
-            return mosaic.rounded(_half(phi, first) * d_phi)
-
-        d_a = [gradient(first) for first in FIRSTS]
+        d_phi = {first: d_phi_of(chunk, G, first, normaliser) for first in FIRSTS}
+        d_a = [mosaic.rounded(phi[first] * d_phi[first]) for first in FIRSTS]
         _store_pulled_back(spec, chunk, d_a)
         chunk.leave(1, 0)
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    return float32_walk(
+    return query_gradient(
         spec,
-        bidirectional.deal(spec, config, spec.H, spec.T),
+        config,
         "random_features_query_gradient",
-        [g, inputs.q],
-        _in_parts(state.kv * spec.scale, 2),
-        [state.k_sum],
-        [jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype), rows, rows],
+        inputs,
+        g,
+        (_in_parts(state.kv * spec.scale, 2), state.k_sum),
         write,
-        kept=[1],
-        lengths=inputs.q_lengths,
+        leaves_numbers=True,
         common=w,
     )
 
