@@ -16,7 +16,8 @@ import ato_jax
 from ato_jax import launch
 from ato_jax.ops.linear_attention import api, features, mosaic_gpu, random_features
 from ato_jax.ops.linear_attention.mosaic_gpu import projected
-from tests import aot, numerics
+from ato_jax.ops.linear_attention.spec import Residuals
+from tests import aot, mosaic_text, numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
@@ -175,6 +176,26 @@ def test_gradients_by_triton_where_features_are_nearly_alike(beside_a_state: boo
         found = numerics.run_backends("triton", "triton", wanted)
     numerics.compare(found, wanted)
     assert error(found["dq"], wanted.exact["dq"]) < numerics.budget("dq", "bfloat16")
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_gradients_lower_for_hopper(normalize: bool) -> None:
+    """Layouts of vectors in registers, which no interpreter checks."""
+    array = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        request = api.prepare(q, k, v, feature_map=FAVOR, normalize=normalize)
+        spec, inputs = request.spec, request.inputs
+        config = mosaic_gpu.default_config(spec, mosaic_text.H200)
+        kept = mosaic_gpu.forward_for_own_backward(spec, config, inputs)
+        residuals = Residuals(inputs, kept)
+        return mosaic_gpu.backward(spec, config, residuals, kept.plain())
+
+    with mosaic_text.on_hopper():
+        traced = jax.jit(call).trace(array, array, array)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    names = [name for name, _ in mosaic_text.modules_of(lowered)]
+    assert "linear_attention_random_features_query_gradient_mosaic" in names
 
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
