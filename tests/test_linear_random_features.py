@@ -13,9 +13,9 @@ import test_linear_mosaic as hopper
 from test_mosaic_maps_whole import against_the_reference
 
 import ato_jax
-from ato_jax import launch
+from ato_jax import launch, mosaic
 from ato_jax.ops.linear_attention import api, features, mosaic_gpu, random_features
-from ato_jax.ops.linear_attention.mosaic_gpu import projected
+from ato_jax.ops.linear_attention.mosaic_gpu import projected, projected_sums, projected_whole
 from ato_jax.ops.linear_attention.spec import Residuals
 from tests import aot, mosaic_text, numerics
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -176,6 +176,27 @@ def test_gradients_by_triton_where_features_are_nearly_alike(beside_a_state: boo
         found = numerics.run_backends("triton", "triton", wanted)
     numerics.compare(found, wanted)
     assert error(found["dq"], wanted.exact["dq"]) < numerics.budget("dq", "bfloat16")
+
+
+@newest
+def test_sums_have_16_bits() -> None:
+    """Of features and of the projection: few rows are within the limits with 8, too."""
+    q, k, v = hopper.draw(1, 136, 1, 1, D=64)
+    spec = api.prepare(q, k, v, feature_map=FAVOR).spec
+    deal = mosaic.Deal(1, 1, 136, 64, 3, 2)
+
+    @jax.jit
+    def run(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w = projected_whole.parts_of_projection(1, FAVOR.projection)
+        return projected_sums.projected_sums(spec, deal, "random_features_sums", w, k, v)
+
+    with ato_jax.interpret():
+        S, z = (jnp.sum(x, axis=2)[0, 0] for x in run(k, v))
+    w64, x = np.asarray(FAVOR.projection, np.float64), np.asarray(k[0, :, 0], np.float64)
+    half = 0.5 * np.sum(x**2, 1, keepdims=True) * 64**-0.5
+    phi = np.exp(64**-0.25 * x @ w64.T - half) * 128**-0.5
+    assert error(S, phi.T @ np.asarray(v[0, :, 0], np.float64)) < 1e-4
+    assert error(z, np.sum(phi, axis=0)) < 1e-4
 
 
 @pytest.mark.parametrize("normalize", [True, False])
