@@ -35,7 +35,7 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton import mapping, powers, products, sequences
 from ato_jax.ops.linear_attention.triton.calls import SMALL_STATE, state_size
 from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.ops.linear_attention.triton.gradients import normalizer_terms
@@ -60,7 +60,8 @@ def sums(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> LinearSta
         return tiles.tile_rows(start, block, spec.S, pieces.whole, refs.get("kv_length"))
 
     lengths = sequences.length_arrays(inputs)
-    kv, k_sum = piece_states(spec, config, inputs.k, inputs.v, pieces, keys_at, lengths)
+    arrays = lengths | powers.arrays(spec, inputs)
+    kv, k_sum = piece_states(spec, config, inputs.k, inputs.v, pieces, keys_at, arrays)
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)

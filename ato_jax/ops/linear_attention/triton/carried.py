@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton import mapping, powers, products, sequences
 from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.ops.linear_attention.triton.gradients import (
     Normalizer,
@@ -47,13 +47,14 @@ def output(
     sides: list[Edges],
 ) -> jax.Array:
     block = config.output_block
-    arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
+    arrays = steps.rows | steps.powers | gates(spec, walk, steps, block, CAUSAL_GATES)
 
     def kernel(
         refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
     ) -> None:
         piece = walk.with_queries + piece_id()
         one = products.identity(spec, tiles.padded(spec.D))
+        power = powers.of_head(refs)
 
         def write_chunk(i: Any, state: State) -> State:
             start = piece * walk.pieces.rows + i * block
@@ -63,7 +64,8 @@ def output(
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             phi_q = mapping.features_of(spec, products.as_accumulated(q, one), queries)  # [C, F]
-            features = mapping.features_of(spec, k, keys)  # [C, F]
+            phi_q = powers.over(power, phi_q)
+            features = powers.times(power, mapping.features_of(spec, k, keys))  # [C, F]
             phi_k = products.operand(spec, features, wide=mapping.wide_features(spec))
             pairs = pairs_of(walk, refs, chunk, chunk)
             w = products.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
@@ -82,7 +84,7 @@ def output(
             tiles.store_tile(out_ref, queries, spec.V, out)
             return _add_keys(spec, refs, chunk, state, features, phi_k, v)
 
-        state = load_state(spec, side_refs, block)
+        state = powers.times(power, load_state(spec, side_refs, block))
         jax.lax.fori_loop(0, walk.pieces.rows // block, write_chunk, state)
 
     return launch(
@@ -118,7 +120,8 @@ def _add_keys(
 ) -> State:
     """The state behind a chunk, kv [V, F] and z [C, F], from that ahead of it.
 
-    `features` are phi(k) [C, F] of the chunk's keys in float32, and phi_k is their operand.
+    `features` are phi(k) [C, F] of the chunk's keys in float32, and phi_k is their operand. All
+    are times the head's power (`powers.py`) where it has one.
     """
     kv, z = state
     start, block = steps
@@ -144,7 +147,7 @@ def query_gradient(
 ) -> QueryGradient:
     block = config.dq_block
     count = walk.pieces.count - walk.with_queries
-    arrays = steps.rows | gates(spec, walk, steps, block, CAUSAL_GATES)
+    arrays = steps.rows | steps.powers | gates(spec, walk, steps, block, CAUSAL_GATES)
     if "reads" in arrays:
         of_pieces = gates(spec, walk, steps, walk.pieces.rows, ("reads",))
         arrays["reads_of_piece"] = of_pieces["reads"]
@@ -162,6 +165,7 @@ def query_gradient(
     ) -> None:
         piece = walk.with_queries + piece_id()
         one = products.identity(spec, tiles.padded(spec.D))
+        power = powers.of_head(refs)
 
         def write_chunk(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             state, (dkv, dz) = carry
@@ -175,7 +179,7 @@ def query_gradient(
             q = products.as_accumulated(q, one)
             phi_q, slopes = mapping.features_and_slopes(spec, q, queries)  # [C, F]
             wide = mapping.wide_features(spec)
-            features = mapping.features_of(spec, k, keys)  # [C, F]
+            features = powers.times(power, mapping.features_of(spec, k, keys))  # [C, F]
             phi_k = products.operand(spec, features, wide=wide)
             pairs = pairs_of(walk, refs, chunk, chunk)
             dw = products.product(spec, do, v, trans_b=True)  # [C, C]
@@ -189,11 +193,11 @@ def query_gradient(
             inverse = jnp.full((block,), spec.scale, jnp.float32)
             if spec.normalize:
                 z_seen = pairs.add_keys(spec, from_state[1], phi_k, wide)
-                e, inverse = normalizer_terms(spec, [phi_q], [y], [z_seen])
+                e, inverse = normalizer_terms(spec, [powers.over(power, phi_q)], [y], [z_seen])
                 tiles.store_rows(normalizer_refs[0], queries, e)
                 tiles.store_rows(normalizer_refs[1], queries, inverse)
 
-            d_phi_q = feature_gradient(y, z_seen, e, inverse)
+            d_phi_q = feature_gradient(y, z_seen, e, powers.over(power, inverse))
             tiles.store_tile(dq_ref, queries, spec.D, d_phi_q * slopes)
             u = phi_q * inverse[:, None]
             if "reads_of_piece" in refs:
@@ -208,7 +212,7 @@ def query_gradient(
             state = _add_keys(spec, refs, chunk, state, features, phi_k, v)
             return state, (dkv, dz)
 
-        state = load_state(spec, side_refs, block)
+        state = powers.times(power, load_state(spec, side_refs, block))
         dz = jnp.zeros((state[1].shape[1], tiles.COLUMNS), jnp.float32)
         sums = jnp.zeros_like(state[0]), dz
         chunks = walk.pieces.rows // block

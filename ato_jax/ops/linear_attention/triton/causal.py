@@ -56,7 +56,7 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.triton import carried, stored
+from ato_jax.ops.linear_attention.triton import carried, powers, stored
 from ato_jax.ops.linear_attention.triton.calls import FineSpec, unrounded
 from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.ops.linear_attention.triton.scan import Edges, scan_states
@@ -82,7 +82,8 @@ def _lay_out(spec: LinearAttentionSpec, walk: Walk, inputs: Inputs) -> tuple[Ste
         # Part by part: `own` is a sum, too.
         decay, own = zip(*map(layout.place, to_base_2(spec, inputs.decay)), strict=True)
         own = None if own[0] is None else own
-    return Steps(layout.rows, decay, own, layout.run), pull
+    steps = Steps(layout.rows, powers.arrays(spec, inputs), decay, own, layout.run)
+    return steps, pull
 
 
 def _sides(
@@ -94,7 +95,7 @@ def _sides(
     of_pieces = gates(spec, walk, steps, walk.pieces.rows, names)
 
     def sums(suffix: str) -> tuple[jax.Array, jax.Array]:
-        arrays = dict(steps.rows)
+        arrays = steps.rows | steps.powers
         if of_pieces:
             arrays["adds"] = of_pieces[f"adds{suffix}"]
         keys_at = functools.partial(walk.keys_at, spec)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton import mapping, powers, products, sequences
 from ato_jax.ops.linear_attention.triton.calls import STATE_BLOCK, in_parts
 from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.triton import tiles
@@ -60,7 +60,8 @@ def piece_states(
     Args:
       x, other: k and v, or q and do.
       rows_at: the rows of some steps, from the refs of `arrays`, the first step and their number.
-      arrays: by steps, [B, N] or [B, G, N]; a row's features are multiplied by "adds".
+      arrays: by steps, [B, N] or [B, G, N]; a row's features are multiplied by "adds". Among them
+        are the keys' `powers.arrays`.
       first_piece: the pieces before it are left out.
     """
     block = pieces.block_within(config.state_block)
@@ -91,6 +92,7 @@ def piece_states(
             x_columns = Slice(program % across * width, width, spec.F)
             program //= blocks
         piece = first_piece + program
+        power = powers.of_head(refs)
 
         def add_tile(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             kv, k_sum = sums  # [V, F], [apart, F]
@@ -98,7 +100,8 @@ def piece_states(
             rows = rows_at(refs, first, block)
             x = tiles.load_tile(x_ref, rows, x_columns)  # [C, D]
             other = tiles.load_tile(other_ref, rows, other_columns)  # [C, V]
-            features = mapping.features_of(spec, x, rows, x_columns)  # [C, F]
+            # [C, F]
+            features = powers.times(power, mapping.features_of(spec, x, rows, x_columns))
             wide = mapping.wide_features(spec)
             if "adds" in refs:
                 features, wide = tiles.scale_rows(features, refs["adds"], first), True
@@ -120,8 +123,9 @@ def piece_states(
 
         sums = jnp.zeros((height, width), jnp.float32), jnp.zeros((apart, width), jnp.float32)
         kv, k_sum = jax.lax.fori_loop(0, pieces.turns(piece, block), add_tile, sums)
-        tiles.store_matrix(kv_ref, other_columns, x_columns, kv)
-        k_sum, features_at = jnp.sum(k_sum, axis=0), tiles.all_rows(x_columns)
+        tiles.store_matrix(kv_ref, other_columns, x_columns, powers.over(power, kv))
+        k_sum = powers.over(power, jnp.sum(k_sum, axis=0))
+        features_at = tiles.all_rows(x_columns)
         if blocks > 1:  # k_sum is written by one program
             once = (x_columns.index < spec.F) & (other_columns.first == 0)
             features_at = Rows(features_at.numbers, once, once)

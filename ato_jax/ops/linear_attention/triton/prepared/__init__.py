@@ -63,7 +63,7 @@ from ato_jax.ops.linear_attention.triton.states import piece_states
 from ato_jax.ops.linear_attention.triton.steps import Steps
 from ato_jax.ops.linear_attention.triton.walk import Walk, plan
 
-NO_STEPS = Steps({}, None, None, None)
+NO_STEPS = Steps({}, {}, None, None, None)
 
 
 def inner_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton import mapping, powers, products, sequences
 from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.ops.linear_attention.triton.pairs import STORED_QUERY_GATES, pairs_of
 from ato_jax.ops.linear_attention.triton.reads import for_state, load_state, read_for_output
@@ -30,7 +30,8 @@ def output(
     sides: list[Edges],
 ) -> jax.Array:
     cut = tiling(walk, config, config.output_block)
-    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
+    arrays = steps.rows | steps.powers
+    arrays |= gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
 
     def kernel(
         refs: dict[str, Any], q_ref: Any, k_ref: Any, v_ref: Any, side_refs: Any, out_ref: Any
@@ -57,6 +58,9 @@ def output(
             right = read_for_output(spec, refs, "reads_right", start, reading, state)
             out, den = out + right[0], None if den is None else den + right[1]
 
+        power = powers.of_head(refs)
+        phi_q = powers.over(power, phi_q)
+
         def add_tile(j: Any, sums: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             out, den = sums
             first = run + j * cut.other
@@ -64,7 +68,11 @@ def output(
             k = tiles.load_tile(k_ref, keys, spec.D)  # [C, D]
             v = tiles.load_tile(v_ref, keys, spec.V)  # [C, V]
             wide = mapping.wide_features(spec)
-            phi_k = mapping.feature_operand(spec, k, keys, wide=wide)  # [C, F]
+            if power is None:
+                phi_k = mapping.feature_operand(spec, k, keys, wide=wide)  # [C, F]
+            else:
+                phi_k = powers.times(power, mapping.features_of(spec, k, keys))  # [C, F]
+                phi_k = products.operand(spec, phi_k, wide=wide)
             w = products.product(spec, phi_q, phi_k, wide=True, trans_b=True)  # [C, C]
             w = pairs_of(walk, refs, (start, cut.block), (first, cut.other)).weigh(w)
             if den is None:

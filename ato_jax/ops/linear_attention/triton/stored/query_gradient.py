@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
-from ato_jax.ops.linear_attention.triton import mapping, products, sequences
+from ato_jax.ops.linear_attention.triton import mapping, powers, products, sequences
 from ato_jax.ops.linear_attention.triton.calls import MatchedSpec, in_parts
 from ato_jax.ops.linear_attention.triton.config import Config
 from ato_jax.ops.linear_attention.triton.gradients import (
@@ -47,7 +47,8 @@ from ato_jax.triton.tiles import Columns, Rows
 
 # A part of y and of z_i from each state, [C, F].
 Parts = list[tuple[jax.Array, Any]]
-# phi(k) [C, F] of a tile of keys, its pairs with the queries, and do v^T [C, C].
+# phi(k) [C, F] of a tile of keys, times the head's power (`powers.py`) where it has one; its pairs
+# with the queries, and do v^T [C, C].
 OfKeys = tuple[jax.Array, Pairs, jax.Array]
 
 
@@ -68,6 +69,10 @@ class QueryTile:
     # q [C, D], beside a large state. Loaded later, Triton would lay out the sums over its rows as q
     # is loaded, not as y is.
     early: jax.Array | None
+
+    @property
+    def power(self) -> Any:
+        return powers.of_head(self.refs)
 
     def map_queries(self, anew: bool) -> tuple[jax.Array, jax.Array]:
         """phi(q) and phi'(q), [C, F]."""
@@ -94,7 +99,8 @@ class QueryTile:
         k = tiles.load_tile(self.qkv_refs[1], keys, spec.D)  # [C, D]
         v = tiles.load_tile(self.qkv_refs[2], keys, spec.V)  # [C, V]
         wide = mapping.wide_features(spec)
-        phi_k = products.operand(spec, mapping.features_of(spec, k, keys), wide=wide)
+        phi_k = powers.times(self.power, mapping.features_of(spec, k, keys))
+        phi_k = products.operand(spec, phi_k, wide=wide)
         pairs = pairs_of(self.walk, self.refs, (start, self.cut.block), (first, other))
         return phi_k, pairs, products.product(spec, self.do, v, trans_b=True)
 
@@ -143,7 +149,8 @@ def _by_difference(tile: QueryTile, keep: Keep) -> Found:
         return den + jnp.sum(w, axis=1), num_do + jnp.sum(w * dw, axis=1)
 
     nothing = jnp.zeros((tile.cut.block,), jnp.float32)
-    phi_q = products.operand(spec, tile.map_queries(anew=False)[0], wide=True)
+    phi_q = powers.over(tile.power, tile.map_queries(anew=False)[0])
+    phi_q = products.operand(spec, phi_q, wide=True)
     den, num_do = tile.over_keys(add_weights, (nothing, nothing))  # [C]
     # The states' part comes after the loop, where it does not fill the registers.
     phi_q = products.rounded(spec, tile.map_queries(anew=several)[0], wide=True)
@@ -162,7 +169,8 @@ def _by_difference(tile: QueryTile, keep: Keep) -> Found:
         return products.add_weighted_sum(spec, y, pairs.weigh(dw + of_rows), phi_k)
 
     y = add_up(part[0] for part in parts) + of_rows * add_up(part[1] for part in parts)
-    d_phi_q = tile.over_keys(add_difference, y) * inverse[:, None]
+    y = tile.over_keys(add_difference, powers.times(tile.power, y))
+    d_phi_q = y * powers.over(tile.power, inverse)[:, None]
     _, slopes = tile.map_queries(anew=several)
     keep(e, inverse)
     return Found(phi_q, slopes, d_phi_q, parts, e, inverse, flows, own)
@@ -190,12 +198,12 @@ def _by_sums(tile: QueryTile, keep: Keep, with_flows: bool) -> Found:
     flows = _flows_of(parts, tile.map_queries(anew=False)[0]) if ahead else []
     y = add_up(part[0] for part in parts)
     z_seen = add_up(part[1] for part in parts) if spec.normalize else None
-    y, z_seen = tile.over_keys(add_tile, (y, z_seen))
+    y, z_seen = tile.over_keys(add_tile, powers.times(tile.power, (y, z_seen)))
     phi_q, slopes = tile.map_queries(anew=ahead)
     if z_seen is not None:
-        e, inverse = normalizer_terms(spec, [phi_q], [y], [z_seen])
+        e, inverse = normalizer_terms(spec, [powers.over(tile.power, phi_q)], [y], [z_seen])
         keep(e, inverse)
-    d_phi_q = feature_gradient(y, z_seen, e, inverse)
+    d_phi_q = feature_gradient(y, z_seen, e, powers.over(tile.power, inverse))
     return Found(phi_q, slopes, d_phi_q, parts, e, inverse, flows)
 
 
@@ -210,7 +218,8 @@ def query_gradient(
 ) -> QueryGradient:
     cut = tiling(walk, config, config.dq_block)
     programs = (walk.pieces.count - walk.with_queries) * cut.in_run
-    arrays = steps.rows | gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
+    arrays = steps.rows | steps.powers
+    arrays |= gates(spec, walk, steps, walk.pieces.rows, STORED_QUERY_GATES)
     # Per step, for the decay's gradient.
     flows = len(sides) if spec.decay is not None else 0
     own = int("own" in arrays)
