@@ -14,7 +14,7 @@ import pytest
 
 import ato_jax
 from ato_jax import device
-from ato_jax.ops.linear_attention import features, triton
+from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 from ato_jax.ops.linear_attention.triton import powers
 
@@ -37,6 +37,10 @@ def draw(*shape, of=(1.0, 0.0), seed=0):
     scale, mean = of
     values = np.random.default_rng(seed).normal(size=shape) * scale + mean
     return jnp.asarray(values.astype(np.float16))
+
+
+def gates(*shape):
+    return -0.05 * abs(draw(*shape).astype(jnp.float32))
 
 
 def check(of_inputs, T=90, S=None, config=CARRIED, H=2, G=1, D=32, **options):
@@ -73,7 +77,9 @@ def test_tiny_features(causal, normalize, of_inputs):
 @pytest.mark.parametrize("decay", [None, "head", "step"])
 def test_states_stored_for_every_run(decay, of_inputs):
     shape = {None: None, "head": (1,), "step": (1, 90, 1)}[decay]
-    options = {} if decay is None else {"decay": -0.05 * abs(jnp.asarray(draw(*shape), jnp.float32))}
+    options = (
+        {} if decay is None else {"decay": -0.05 * abs(jnp.asarray(draw(*shape), jnp.float32))}
+    )
     check(of_inputs, config=STORED, causal=True, **options)
 
 
@@ -83,7 +89,7 @@ def test_both_ways(kind):
         options = {"segment_ids": jnp.asarray((np.arange(90) // 37)[None])}
     else:
         shape = (1,) if kind == "head" else (1, 90, 1)
-        options = {"decay": -0.05 * abs(jnp.asarray(draw(*shape), jnp.float32))}
+        options = {"decay": gates(*shape)}
     check(TINY_KEYS, **options)
 
 
@@ -96,8 +102,7 @@ def test_other_maps(causal, feature_map):
 
 @pytest.mark.parametrize("of_inputs", [TINY_KEYS, TINY_QUERIES])
 def test_channel(of_inputs):
-    decay = -0.05 * abs(jnp.asarray(draw(1, 48, 1, 32), jnp.float32))
-    check(of_inputs, T=48, decay=decay, causal=True)
+    check(of_inputs, T=48, decay=gates(1, 48, 1, 32), causal=True)
 
 
 def test_more_keys_than_queries_with_a_state():

@@ -476,6 +476,7 @@ def test_which_calls_are_multiplied_finer_than_their_dtype():
     signed = dataclasses.replace(plain, feature_map=features.NAMED["silu"], normalize=False)
     by_head = dataclasses.replace(plain, decay="head")
     half = dataclasses.replace(plain, dtype="float16")
+    few = few_rows.FEW_HEADS
     longer, longest = ({"T": rows, "S": rows} for rows in (few_rows.SOME_ROWS, 4096))
     for spec, wanted in (
         (plain, ("tf32", "tf32")),
@@ -498,7 +499,9 @@ def test_which_calls_are_multiplied_finer_than_their_dtype():
         (dataclasses.replace(plain, kv_lengths=True, decay="channel", **longer), (None, None)),
         (dataclasses.replace(plain, segments="self", **longest), (None, None)),
         (dataclasses.replace(signed, **longest), (None, None)),
-        (dataclasses.replace(by_head, **longest), (None, None)),
+        (dataclasses.replace(by_head, **longest), (None, "tf32")),
+        (dataclasses.replace(by_head, H=few, G=few, **longest), (None, "tf32")),
+        (dataclasses.replace(by_head, H=few + 1, G=few + 1, **longest), (None, None)),
     ):
         for phase, precision in zip(("forward", "backward"), wanted, strict=True):
             found = few_rows.finer(spec, phase)
