@@ -42,10 +42,10 @@ from ato_jax.ops.linear_attention.triton.calls import FineFloat16Spec, FineSpec,
 EXACT_QUERIES = 8
 FEW_ROWS = 128
 SOME_ROWS = 2048
-# Heads of keys G. In bfloat16 a decay's gradient has errors of 2e-3 to 4e-3 of the usual gradient, at
-# 512 rows as at 4,224. So one head's is beyond the budget of 1e-2 where it is below a fifth to two
-# fifths of the usual one: 1 draw in 4 to 8. The heads of a call are measured together, and with four
-# heads and errors of 2.5e-3 it is 1 in 100, as rare as one head's in TF32.
+# Heads of keys G. In bfloat16 a decay's gradient has errors of 2e-3 to 4e-3 of the usual gradient,
+# at 512 rows as at 4,224. So one head's is beyond the budget of 1e-2 where it is below a fifth to
+# two fifths of the usual one: 1 draw in 4 to 8. The heads of a call are measured together, and with
+# four heads and errors of 2.5e-3 it is 1 in 100, as rare as one head's in TF32.
 FEW_HEADS = 3
 
 
