@@ -39,13 +39,7 @@ from typing import Any
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device
-from ato_jax.ops.linear_attention.spec import (
-    Inputs,
-    LinearAttentionSpec,
-    LinearState,
-    Outputs,
-    Residuals,
-)
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 from ato_jax.ops.linear_attention.triton import (
     bidirectional,
     causal,
@@ -124,11 +118,8 @@ def backward(
             return split.backward(attend, spec, count, residuals, cotangents)
         return _kernels(spec).backward(spec, config, residuals, cotangents)
 
-    def sums(spec: LinearAttentionSpec, inputs: Inputs) -> LinearState:
-        return bidirectional.sums(spec, dataclasses.replace(config, **projected.SUMS), inputs)
-
     if not spec.feature_map.elementwise:
-        return projected.backward(attend, sums, spec, residuals, cotangents)
+        return projected.backward(attend, spec, residuals, cotangents)
     return attend(spec, residuals, cotangents)
 
 

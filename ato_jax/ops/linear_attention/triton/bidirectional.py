@@ -47,13 +47,6 @@ from ato_jax.triton.work import Dealt, Pieces
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    state = sums(spec, config, inputs)
-    lengths = sequences.length_arrays(inputs)
-    return Outputs(_output(spec, config, inputs.q, state, lengths), state)
-
-
-def sums(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> LinearState:
-    """S and z, with those of an initial state."""
     pieces = work.deal(spec.S, spec.B * spec.G, config.state_block, config.state_programs)
 
     def keys_at(refs: dict[str, Any], start: Any, block: int) -> Rows:
@@ -65,7 +58,7 @@ def sums(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> LinearSta
     state = LinearState(jnp.swapaxes(jnp.sum(kv, axis=2), 2, 3), jnp.sum(k_sum, axis=2))
     if inputs.initial_state is not None:
         state = jax.tree.map(jnp.add, state, inputs.initial_state)
-    return state
+    return Outputs(_output(spec, config, inputs.q, state, lengths), state)
 
 
 def _stream(length: int, others: int, block: int, programs: int, rows: int) -> Pieces | Dealt:

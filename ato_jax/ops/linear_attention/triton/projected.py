@@ -12,12 +12,6 @@ difference, of the projection's rows and x. Simulated in float64 with 512 causal
 and D = 64, F = 128, the worst row of dk is 8.6e-2 off where the states S and dS alone are rounded
 to bfloat16, 1.3e-2 where the features are, 3.7e-3 where d_phi_x is, and 9e-3 where all are to TF32.
 
-Where all features are nearly alike, dq is a small difference of two sums over the keys. So the
-backward of full attention sums S and z up again, of features in float32, where the forward's are of
-features in bfloat16: by those dq is 8.7e-3 off with 600 rows of scale 0.05, by its own 2.2e-3. What
-TF32 rounds of S is next, where values have a mean: with one of 1, 1.6e-2 of dq, but 1.2e-4
-of the two terms that cancel, by which dq's error is budgeted.
-
 Calls in bfloat16 of up to `MOST_COLUMNS` and `MOST_FEATURES` map and pull back by kernels
 (`random_features.py`), all others by XLA. On an H100, B2 H16 T16384 D128 F128 with gradients took
 5.67 ms where XLA did, by six products in full float32, of 17 Gflop and 0.54 GB each, and passes
@@ -37,14 +31,8 @@ import jax.numpy as jnp
 
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention import features, random_features
-from ato_jax.ops.linear_attention.spec import (
-    Inputs,
-    LinearAttentionSpec,
-    LinearState,
-    Outputs,
-    Residuals,
-)
-from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, SMALL_STATE, one_state
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
+from ato_jax.ops.linear_attention.triton.calls import LARGEST_STATE, SMALL_STATE
 from ato_jax.ops.linear_attention.triton.config import HOPPER_SHARED_MEMORY, LONG_FEATURES
 from ato_jax.triton.tiles import padded
 
@@ -68,11 +56,6 @@ STORED: dict[str, Any] = {
     "dkv_warps": 8,
     "dkv_stages": 2,
 }
-
-
-# Tiles of the sums over the keys in the backward of full attention: those of float32, which fit all
-# memories. The config's are the forward's, of features in bfloat16.
-SUMS: dict[str, Any] = {"state_block": 32, "state_warps": 8, "state_stages": 2}
 
 
 def _by_kernels(spec: LinearAttentionSpec) -> bool:
@@ -144,31 +127,26 @@ def forward(attend: Callable[..., Outputs], spec: LinearAttentionSpec, inputs: I
 
 def backward(
     attend: Callable[..., Inputs],
-    sums: Callable[..., LinearState],
     spec: LinearAttentionSpec,
     residuals: Residuals,
     cotangents: Outputs,
 ) -> Inputs:
-    """`attend(spec, residuals, cotangents)` is the kernels' backward, `sums(spec, inputs)` their S
-    and z where one state serves all queries."""
+    """`attend(spec, residuals, cotangents)` is the kernels' backward."""
     inner = inner_spec(spec, "backward")
     inputs, outputs = residuals
-
-    def attend_over(mapped: Inputs, outputs: Outputs, cotangents: Outputs) -> Inputs:
-        # The forward's S is one of features in bfloat16. Other calls sum their states up again.
-        if one_state(spec) and spec.dtype == "bfloat16":
-            outputs = outputs._replace(state=sums(inner, mapped))
-        return attend(inner, Residuals(mapped, outputs), cotangents)
-
     if _by_kernels(spec):
         mapped = _mapped_by_kernels(spec, inputs, inner.dtype)
-        return _pulled_back(spec, inputs, attend_over(mapped, outputs, cotangents))
+        found = attend(inner, Residuals(mapped, outputs), cotangents)
+        return _pulled_back(spec, inputs, found)
     (phi_q, phi_k), pull = jax.vjp(
         _mapping(spec, inputs), inputs.q, inputs.k, inputs.feature_parameters
     )
-    found = attend_over(
-        _inner_inputs(inner, inputs, phi_q, phi_k),
-        outputs._replace(out=outputs.out.astype(inner.dtype)),
+    found = attend(
+        inner,
+        Residuals(
+            _inner_inputs(inner, inputs, phi_q, phi_k),
+            outputs._replace(out=outputs.out.astype(inner.dtype)),
+        ),
         cotangents._replace(out=cotangents.out.astype(inner.dtype)),
     )
     dq, dk, d_parameters = pull((found.q, found.k))
