@@ -419,6 +419,15 @@ def test_few_queries_whose_weights_are_all_alike():
     check(q, k, draw("bfloat16", T=40, S=255, H=1, G=1)[2])
 
 
+@pytest.mark.parametrize("dtype, dlse", [("bfloat16", 0.62744), ("float16", 0.625305)])
+def test_gradients_through_lse_that_are_all_alike(dtype, dlse):
+    """The gradient of each score is dlse / 160: in the middle of two numbers of the dtype, so that
+    the sign of q_i . k_j decides how it is rounded."""
+    q, k, v = draw(dtype, T=160, S=160, H=1, G=1, D=8, scale=0.01)
+    lse = jnp.full((1, 160, 1), dlse, jnp.float32)
+    check(q, k, v, cotangents=Outputs(1e-3 * v, lse), return_lse=True)
+
+
 def test_queries_that_see_nothing():
     q, k, v = draw("float32", T=40, S=40)
     with ato_jax.interpret():

@@ -168,8 +168,8 @@ def _dq_kernel(
         ds = p * (dp - delta[:, None])
         if flow is not None:
             flow = flow + jnp.sum(ds, axis=1)
-        ds = (ds if slope is None else ds * slope).astype(spec.dtype)
-        return plus_product(spec, dq, ds, k), total, flow
+        ds = ds if slope is None else ds * slope
+        return _plus_weighted(spec, dq, ds, k, in_parts=_has_alike_gradients(spec)), total, flow
 
     total = jnp.zeros((block_q,), jnp.float32)
     if total_ref is not None and options.sinks is not None:
@@ -194,16 +194,36 @@ def _dq_kernel(
     store_rows(layout, dq_ref, None, i0, dq, spec.T, spec.D)
 
 
-def _plus_weighted(spec: AttentionSpec, sums: Sliced, w: jax.Array, rows: Sliced) -> Sliced:
-    """sums + w . rows, slice by slice, the weights w [block_k, block_q] rounded to the dtype.
+def _has_few_queries(spec: AttentionSpec) -> bool:
+    """In bfloat16 one rounding loses up to 3.9e-3. Of few queries a pair or two may be all of dk,
+    and weights that are alike all of dv."""
+    return spec.dtype == "bfloat16" and spec.B * spec.H * spec.T <= FEW_QUERIES
 
-    In bfloat16 one rounding loses up to 3.9e-3. Of few queries a pair or two may be all of dk, and
-    weights that are alike all of dv. So there what the rounding left is multiplied, too.
-    """
+
+def _has_alike_gradients(spec: AttentionSpec) -> bool:
+    """Where inputs are small and lse has a cotangent, ds_ij = p_ij dlse_i is nearly the same for
+    all pairs of a query. Close to the middle of two numbers of the dtype the sign of q_i . k_j
+    decides how it is rounded. So the roundings do not average out in dq, nor in dk where dlse is
+    the same for all queries."""
+    return spec.return_lse and spec.dtype != "float32"
+
+
+def _plus_weighted(
+    spec: AttentionSpec, sums: Sliced, w: jax.Array, rows: Sliced, *, in_parts: bool
+) -> Sliced:
+    """sums + w . rows, slice by slice, the weights w [rows of sums, rows] rounded to the dtype.
+    `in_parts`: what the rounding left is multiplied, too."""
     sums = plus_product(spec, sums, w.astype(rows[0].dtype), rows)
-    if spec.dtype != "bfloat16" or spec.B * spec.H * spec.T > FEW_QUERIES:
+    if not in_parts:
         return sums
-    return plus_product(spec, sums, (w - round_to_bfloat16(w)).astype(rows[0].dtype), rows)
+    return plus_product(spec, sums, _rounding_of(spec, w).astype(rows[0].dtype), rows)
+
+
+def _rounding_of(spec: AttentionSpec, w: jax.Array) -> jax.Array:
+    """float32 w less w rounded to the dtype."""
+    if spec.dtype == "bfloat16":
+        return w - round_to_bfloat16(w)
+    return w - w.astype(spec.dtype).astype(jnp.float32)
 
 
 def _dkv_kernel(
@@ -264,13 +284,14 @@ def _dkv_kernel(
             do = load_rows(layout, do_ref, r, i0, block_q, q_length, spec.V, all_exist)
             kept = pairs.kept(h, query, key)
             dropped = p if kept is None else jnp.where(kept, p, 0.0)
-            dv = _plus_weighted(spec, dv, dropped, do)
+            dv = _plus_weighted(spec, dv, dropped, do, in_parts=_has_few_queries(spec))
             dp = inner(spec, v, do)  # [block_k, block_q]
             ds = p * (weight_gradient(spec, dp, kept, gain) - row(delta_ref))
             if dbias is not None:
                 dbias = dbias + jnp.sum(ds, axis=1)
             ds = ds if slope is None else ds * slope
-            return _plus_weighted(spec, dk, ds, q), dv, dbias
+            in_parts = _has_few_queries(spec) or _has_alike_gradients(spec)
+            return _plus_weighted(spec, dk, ds, q, in_parts=in_parts), dv, dbias
 
         of_head = None if dbias_ref is None else jnp.zeros((block_k,), jnp.float32)
         dk, dv, of_head = for_blocks(ranges, step, (*sums, of_head))
