@@ -16,6 +16,7 @@ import pytest
 import ato_jax
 from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.mosaic_gpu import bias_gradient, gradient_storage, visibility
+from ato_jax.ops.attention.spec import Outputs
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -172,6 +173,19 @@ def test_a_sink_whose_gradient_is_a_sum_that_cancels(
     request, _ = numerics.prepare("attention", *arrays, **options)
     cotangents = numerics.draw_cotangents("attention", request, seed)
     gradients(arrays, cotangents=cotangents, forward="mosaic_gpu", **options)
+
+
+@newest
+@pytest.mark.parametrize(
+    "dtype, scale, dlse", [("bfloat16", 0.01, 0.62744), ("float16", 0.004, 0.625305)]
+)
+def test_gradients_through_lse_that_are_all_alike(dtype: str, scale: float, dlse: float) -> None:
+    """The gradient of each score is dlse / 160: in the middle of two numbers of the dtype, so that
+    the sign of q_i . k_j decides how it is rounded."""
+    arrays = [x.astype(dtype) for x in draw(T=160, D=16, dtype="float32", scale=scale)]
+    lse = jnp.full((1, 160, 1), dlse, jnp.float32)
+    cotangents = Outputs((1e-3 * arrays[2].astype("float32")).astype(dtype), lse)
+    gradients(arrays, cotangents=cotangents, return_lse=True)
 
 
 @newest

@@ -52,6 +52,9 @@ With a bias, scores and lse are natural, and p = exp2(log2(e) (s - lse)), since 
 that lse has no digit left of the logarithm of the keys' number. So the kernel for dq sums each
 query's weights up, and divides by that sum; `backward.py` brings it to dk and dv.
 
+Where lse has a cotangent, ds is multiplied in two parts of 16 bits, by one product more: see
+`may_have_alike_gradients`.
+
 In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
 power of two that keeps it within 1; the sums lose both at the end.
 """
@@ -99,6 +102,7 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
 )
 from ato_jax.ops.attention.mosaic_gpu.softmax import COLUMNS, by_columns
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
+from ato_jax.ops.attention.spec import AttentionSpec, may_have_alike_gradients
 
 
 class Sums(NamedTuple):
@@ -261,8 +265,11 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
             total + by_columns(ds if name == "ds" else undropped(of.spec, p))
             for name, total in zip(of.by_row, by_row, strict=True)
         )
-        ds = mosaic.rounded(ds if slope is None else ds * slope, dtype)
-        of_dx = [(total, [(ds, part)]) for total, part in zip(sums.dx, xs, strict=True)]
+        ds = in_factors(of.spec, ds if slope is None else ds * slope)
+        of_dx = [
+            (total, [(factor, part) for factor in ds])
+            for total, part in zip(sums.dx, xs, strict=True)
+        ]
     if own.norm is not None or own.ids is not None:
         plgpu.commit_smem()  # vectors were read, ahead of the loads that overwrite them
     if of.with_y:
@@ -314,6 +321,14 @@ def pairs_of(
         known, issued=issued
     )
     return p, slope, dp, minus_delta
+
+
+def in_factors(spec: AttentionSpec, ds: jax.Array) -> list[jax.Array]:
+    """ds as the first factor of its products, in the dtype of q: it, or it and what is left."""
+    found = [mosaic.rounded(ds, frame.dtype_of(spec))]
+    if may_have_alike_gradients(spec):
+        found.append(mosaic.rounded(ds - found[0].astype(mosaic.F32), found[0].dtype))
+    return found
 
 
 def await_turn(walk: Walk, mine: Own) -> None:

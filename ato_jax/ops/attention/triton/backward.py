@@ -34,6 +34,7 @@ from ato_jax.ops.attention.spec import (
     Residuals,
     exact_delta,
     gradient_gain,
+    may_have_alike_gradients,
     sums_by_query,
     with_correction,
 )
@@ -169,7 +170,7 @@ def _dq_kernel(
         if flow is not None:
             flow = flow + jnp.sum(ds, axis=1)
         ds = ds if slope is None else ds * slope
-        return _plus_weighted(spec, dq, ds, k, in_parts=_has_alike_gradients(spec)), total, flow
+        return _plus_weighted(spec, dq, ds, k, in_parts=may_have_alike_gradients(spec)), total, flow
 
     total = jnp.zeros((block_q,), jnp.float32)
     if total_ref is not None and options.sinks is not None:
@@ -198,14 +199,6 @@ def _has_few_queries(spec: AttentionSpec) -> bool:
     """In bfloat16 one rounding loses up to 3.9e-3. Of few queries a pair or two may be all of dk,
     and weights that are alike all of dv."""
     return spec.dtype == "bfloat16" and spec.B * spec.H * spec.T <= FEW_QUERIES
-
-
-def _has_alike_gradients(spec: AttentionSpec) -> bool:
-    """Where inputs are small and lse has a cotangent, ds_ij = p_ij dlse_i is nearly the same for
-    all pairs of a query. Close to the middle of two numbers of the dtype the sign of q_i . k_j
-    decides how it is rounded. So the roundings do not average out in dq, nor in dk where dlse is
-    the same for all queries."""
-    return spec.return_lse and spec.dtype != "float32"
 
 
 def _plus_weighted(
@@ -290,7 +283,7 @@ def _dkv_kernel(
             if dbias is not None:
                 dbias = dbias + jnp.sum(ds, axis=1)
             ds = ds if slope is None else ds * slope
-            in_parts = _has_few_queries(spec) or _has_alike_gradients(spec)
+            in_parts = _has_few_queries(spec) or may_have_alike_gradients(spec)
             return _plus_weighted(spec, dk, ds, q, in_parts=in_parts), dv, dbias
 
         of_head = None if dbias_ref is None else jnp.zeros((block_k,), jnp.float32)
