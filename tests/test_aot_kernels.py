@@ -139,6 +139,8 @@ def reason(row: Row, spilled: int) -> str | None:
         return "a few registers: the fastest tile of those tried on a card, spill and all"
     if named == "channel":
         return "factors are held twice, decayed and not, beside a state: no tile tried spills less"
+    if (op, dtype, D, kernel) == ("attention", "bfloat16", 256, "attention_backward_dkv"):
+        return "ds is multiplied in two parts where lse has a cotangent; right first, fast later"
     if dtype == "float32":
         return "exact products hold three bfloat16 pieces of each operand; right first, fast later"
     if capability == 80:
