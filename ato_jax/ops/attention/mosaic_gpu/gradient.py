@@ -265,9 +265,9 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, at: At, sums: Sums) -> Sums:
             total + by_columns(ds if name == "ds" else undropped(of.spec, p))
             for name, total in zip(of.by_row, by_row, strict=True)
         )
-        ds = in_factors(of.spec, ds if slope is None else ds * slope)
+        factors = in_factors(of.spec, ds if slope is None else ds * slope)
         of_dx = [
-            (total, [(factor, part) for factor in ds])
+            (total, [(factor, part) for factor in factors])
             for total, part in zip(sums.dx, xs, strict=True)
         ]
     if own.norm is not None or own.ids is not None:
