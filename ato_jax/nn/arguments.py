@@ -107,7 +107,7 @@ def refuse_no_dtype(**dtypes: Any) -> None:
             floats = False
         if not floats:
             raise ValueError(f"{name} must be None or a dtype of floats, got {dtype!r}")
-        if jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
+        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
             raise ValueError(
                 f"{name} must have at most 32 bits, got {dtype!r}: JAX would narrow it to float32"
             )
