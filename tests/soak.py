@@ -108,13 +108,13 @@ MOST_ERRORS = 20
 SPARE_PROGRAMS = 16
 # How many new lengths there are in a run of any duration, and the largest one.
 NEW_LENGTHS, LONGEST_NEW = 84, 400
-# That compile and compare at first, on a GPU.
+# Threads that compile programs and compare first results, on a GPU.
 COMPILING_THREADS = 16
-# That trace and lower where all is compiled: more would wait for Python's lock.
+# Threads that do so where a cache has all programs: more would wait for Python's lock.
 CACHED_THREADS = 4
 # Processes of `--prepare`. The first one has the large calls, which share the GPU's memory.
 PROCESSES = 4
-# Of `--limit`, kept for the end of part 2, for that of part 3, and for the report.
+# Seconds of `--limit` that are kept for the last calls of parts 2 and 3, and for the report.
 END_SECONDS, REPORT_SECONDS = 20.0, 10.0
 # The settings of JAX's cache that keep every program, and nothing of XLA's own. Triton kernels are
 # in its key with source locations, which are those of whoever traced a shared function first: so
@@ -668,9 +668,10 @@ def digest(found: Sequence[torch.Tensor]) -> str:
 
 @dataclasses.dataclass
 class Kept:
-    """Of the runs that were compared with float64.
+    """What `--prepare` leaves beside the programs.
 
-    `results` has the hash of each first result, and `closed` is how many programs went through JAX.
+    `results` has the hash of each first result, which was compared with float64; `closed` is how
+    many programs went through JAX.
     """
 
     identity: dict[str, str]

@@ -106,7 +106,7 @@ def test_channel(of_inputs):
 
 
 def test_more_keys_than_queries_with_a_state():
-    """And with lengths, whose padding may hold anything."""
+    """The power multiplies a state that is given, and is no part of the one returned."""
     state = ato_jax.LinearState(
         jnp.asarray(draw(1, 1, 32, 32), jnp.float32) * 1e-4,
         jnp.asarray(abs(draw(1, 1, 32)), jnp.float32) * 1e-4,

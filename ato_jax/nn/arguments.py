@@ -96,7 +96,7 @@ def as_implementation(op: choosing.Op, implementation: str | None) -> str | None
 
 
 def refuse_no_dtype(**dtypes: Any) -> None:
-    """Refuses what is neither None nor a floating-point dtype, and one that JAX would narrow."""
+    """Refuses all but None and floating-point dtypes, and float64 where JAX would narrow it."""
     for name, dtype in dtypes.items():
         if dtype is None:
             continue

@@ -245,13 +245,16 @@ def over_lacked_axes(found: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def may_have_alike_gradients(spec: AttentionSpec) -> bool:
-    """Whether a kernel has to multiply ds in two parts of 16 bits: ds and what its rounding left.
+    """Whether ds is multiplied in two parts of 16 bits: rounded, and what rounding left off.
 
     Where inputs are small and lse has a cotangent, ds_ij = p_ij dlse_i is nearly the same for all
-    pairs of a query. Close to the middle of two numbers of the dtype the sign of q_i . k_j decides
-    how it is rounded. So the roundings do not average out in dq, nor in dk where dlse is the same
-    for all queries: by emulation they grow with sqrt(S / D), to 6e-2 of dq in bfloat16 at S =
-    16,384 and D = 64, whose budget is 5e-3.
+    pairs of a query. If it lies midway between two numbers of the dtype, the sign of q_i . k_j
+    decides to which of them it is rounded. So the roundings do not average out in dq, nor in dk
+    where dlse is the same for all queries: by emulation they grow with sqrt(S / D), to 6e-2 of dq
+    in bfloat16 at S = 16,384 and D = 64, whose budget is 5e-3.
+
+    A spec tells that lse is returned, not that it has a cotangent, so every such call takes both
+    parts. Triton's kernels for wide heads (`wide_backward.py`) multiply one part all the same.
     """
     return spec.return_lse and spec.dtype in ("bfloat16", "float16")
 

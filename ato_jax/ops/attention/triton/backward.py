@@ -196,8 +196,8 @@ def _dq_kernel(
 
 
 def _has_few_queries(spec: AttentionSpec) -> bool:
-    """In bfloat16 one rounding loses up to 3.9e-3. Of few queries a pair or two may be all of dk,
-    and weights that are alike all of dv."""
+    """Whether dk and dv are sums over so few queries that roundings do not average out: in bfloat16
+    one loses up to 3.9e-3, and a pair or two may be all of dk, weights that are alike all of dv."""
     return spec.dtype == "bfloat16" and spec.B * spec.H * spec.T <= FEW_QUERIES
 
 
@@ -205,7 +205,7 @@ def _plus_weighted(
     spec: AttentionSpec, sums: Sliced, w: jax.Array, rows: Sliced, *, in_parts: bool
 ) -> Sliced:
     """sums + w . rows, slice by slice, the weights w [rows of sums, rows] rounded to the dtype.
-    `in_parts`: what the rounding left is multiplied, too."""
+    With `in_parts` what rounding left off is multiplied, too."""
     sums = plus_product(spec, sums, w.astype(rows[0].dtype), rows)
     if not in_parts:
         return sums
@@ -213,7 +213,7 @@ def _plus_weighted(
 
 
 def _rounding_of(spec: AttentionSpec, w: jax.Array) -> jax.Array:
-    """float32 w less w rounded to the dtype."""
+    """What rounding w to the dtype leaves off, in float32."""
     if spec.dtype == "bfloat16":
         return w - round_to_bfloat16(w)
     return w - w.astype(spec.dtype).astype(jnp.float32)

@@ -5,7 +5,8 @@
     inverse_i = 1 / max(den_i, least),  e_i = phi(q_i) . G_i inverse_i, 0 where den_i <= least
     d_phi_i   = (G_i - e_i z) inverse_i
 
-How rows are mapped, and how d_phi is pulled back to dq, is that of each.
+Without a normaliser inverse is 1 and e is 0. Each of the two maps rows, and pulls d_phi back to dq,
+in its own way.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def normaliser_of(chunk: Chunk, phi: Halves, G: Halves, least: float) -> Normali
 
 
 def d_phi_of(chunk: Chunk, G: Halves, first: int, normaliser: Normaliser | None) -> jax.Array:
-    """[C, 64] from column `first` on; without a normaliser inverse is 1 and e is 0."""
+    """d_phi in 64 columns from `first` on, [C, 64]."""
     d_phi = G[first]
     if normaliser is not None:
         d_phi = d_phi - mosaic.in_columns(normaliser.e, HALF) * chunk.vector(0, first)
@@ -64,11 +65,12 @@ def query_gradient(
     leaves_numbers: bool,
     common: jax.Array | None = None,
 ) -> Any:
-    """dq; and where the kernel leaves them two numbers of each row, [B, H, T up to a whole chunk]
-    float32. g is the first tile of a chunk, and q the second, which dq takes the place of.
+    """dq and, with `leaves_numbers`, two numbers of each row, [B, H, T up to a whole chunk] in
+    float32. A chunk's first tile is g, and its second is q, which dq replaces.
 
     Args:
       state: S in parts [B, G, parts, F, V] bfloat16, and z where it is read.
+      common: a factor of all heads, [B, parts, rows, columns] bfloat16.
     """
     kv, k_sum = state
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)

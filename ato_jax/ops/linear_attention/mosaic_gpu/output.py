@@ -16,6 +16,7 @@ between them:
       v                                                           |          |
     FEATURES (3, 4)   half of F each: maps q and k in place; z;   |          |
       |               phi(q_i) . z                                |          |
+      |  largest_known: float16, max phi(q_i) of both halves      |          |
       |  mapped: phi(q) and phi(k) lie in the slot                |          |
       |  den_known: phi(q_i) . z of both halves                   |          |
       v                                                           v          v
@@ -39,6 +40,10 @@ fill, and `values` is consumed by VALUES alone.
     L_i         [64]           log2 of the decay from the chunk's first row to row i, summed
     m           -              the chunk's middle row
     to_end      -              what is left at the chunk's end of a state that its middle sees
+
+In float16 (`powers.py`) phi(k) is multiplied by a power of two of its head, and phi(q_i) by one of
+its own, which FEATURES finds: the halves exchange the largest feature of each query, where both are
+of one head, before they round phi(q). Both powers cancel in out_i, or it is divided by them.
 
 With a decay:
 

@@ -57,7 +57,7 @@ class Storage(mosaic.Storage):
     left_den: Array  # [2, 64] float32: the denominators, of keys on one side or of all
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
-    q_largest: Array  # [V_STAGES, 2, 64] float32, in float16: the largest phi(q_i) of each half
+    q_largest: Array  # [V_STAGES, 2, 64] float32, in float16: max abs(phi(q_i)) over each half
     s: Array  # [2, 64, F] S of each half of V
     s_units: Array  # [2, 64] float32: of S's rows, in float16
     v: Array  # [V_STAGES, 2, 64, 64]
@@ -69,7 +69,7 @@ class Storage(mosaic.Storage):
     sums: Ring  # of z_start
     mapped: Signal
     den_known: Signal
-    largest_known: Signal | None  # q_largest of both halves, where these are of one head
+    largest_known: Signal | None  # q_largest is stored, where both halves are of one head
     eight: Ring | None  # of rows of 8 bits, which FEATURES widen into q, k and v
 
     barriers = (
@@ -214,11 +214,11 @@ class Walk:
         return float(pl.next_power_of_2(self.spec.T))
 
     def power_of_keys(self, item: Item, half: Any) -> Any:
-        """The power of two of their features, in float16."""
+        """In float16, the power of two by which a head's phi(k) is multiplied."""
         return self.k_powers[item.batch, self.tiling.head_of(self.kv_head(item), half)]
 
     def powers_of_queries(self, v_slot: Any, half: Any) -> jax.Array:
-        """Those of a chunk's queries, [64], in float16, of `q_largest`."""
+        """In float16, those by which phi(q) of a chunk's queries is multiplied, [64]."""
         halves = range(2) if self.tiling.heads == 1 else (half,)
         found = [load(self.own.q_largest.at[v_slot, other], OF_ROWS) for other in halves]
         return powers.power_of(functools.reduce(jnp.maximum, found))

@@ -4,13 +4,14 @@ Features may be far below float16's smallest normal number, 2^-14: elu(x) + 1 of
 causal kernels take them, features of keys are multiplied by c_k [B, G], one number per head, and
 those of each query by a number of its own, c_i, which bring the largest feature of the head or the
 query to between `LARGEST` and twice that. Features down to 2^-28 of it then have all of their
-digits. c_k is found ahead of the kernels, c_i by `output.py`. With phi_q c_i and phi_k c_k:
+digits. XLA finds c_k ahead of the kernels, and `output.py` finds c_i. The gradients do without c_i,
+since phi(q) is rounded there only as phi(q) inverse, which has a unit. With phi_k c_k:
 
-    S, z and the state behind the sequence   times c_k
-    pairs, denominators and eps              times c_i c_k, which cancels in out
-    inverse, R and u                         divided by c_k: phi(q) is not rounded without them
-    the unit of phi(q) inverse in a chunk    the largest of it, divided by 2^14
-    dk                                       times c_k at the end
+    S, z and the state behind the sequence   are multiplied by c_k
+    pairs, denominators and eps of out       are multiplied by c_i c_k, which cancels in out
+    inverse, R and u                         are divided by c_k
+    the unit of phi(q) inverse in a chunk    is its largest magnitude, divided by 2^14
+    dk                                       is multiplied by c_k at the end
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 LARGEST = 2.0**14
-# No power is larger, so that products of two are far from float32's ends. The second bound is for
-# calls with rows behind the end, or with columns that a head does not have: these are zeros, whose
-# features, of up to 1, are multiplied by the power of the head's keys, too.
+# No power is larger, so products of two stay far from float32's limits. The second bound is for
+# calls with rows beyond the end, or with columns that a head does not have: there x is 0, and its
+# feature, which may be 1, is multiplied by the power of the head's keys, too.
 MOST, MOST_BESIDE_ZEROS = 2.0**30, 2.0**15
-EXPONENT = 0x7F800000  # the bits of float32 that are a normal number's exponent
+EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
 def power_of(largest: jax.Array, most: float = MOST) -> jax.Array:
-    """The power of two, at most `most`, which brings numbers to between `LARGEST` and twice that,
-    or up to there. Kernels call it, too."""
+    """The power of two, at most `most`, that brings `largest` to between `LARGEST` and twice that;
+    with `most` itself it may stay below. Kernels call this, too."""
     bits = lax.bitcast_convert_type(jnp.maximum(largest, LARGEST / most), jnp.int32) & EXPONENT
     return LARGEST / lax.bitcast_convert_type(bits, F32)
 
@@ -70,9 +71,9 @@ def _most(spec: LinearAttentionSpec) -> float:
 def largest_weights(
     spec: LinearAttentionSpec, of_rows: jax.Array, inverse: jax.Array
 ) -> jax.Array:
-    """What phi(q) inverse of each row is divided by, so that it is at most `LARGEST`, or twice that
-    where it is of zeros. of_rows: the largest feature of each query's columns, in one part or two,
-    [parts, B, H, T up to a whole chunk]."""
+    """Divisors that bring phi(q) inverse of each row to at most `LARGEST`, or twice that where q is
+    0. of_rows: each query's largest feature, over all columns or over each half of them,
+    [1 or 2, B, H, T up to a whole chunk]."""
     of_rows = jnp.max(of_rows, axis=0)
     if _has_zeros(spec):
         of_rows = jnp.maximum(of_rows, 0.5)

@@ -38,7 +38,7 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
     """`of_state`: of a walk with steep chunks, phi(q) . D and phi(q) . z_i of the state alone."""
     spec, own, tiling, phi = walk.spec, walk.own, walk.tiling, walk.phi
     item, half, parity = chunk.item, chunk.half, chunk.parity
-    # What is left first has no other registers to stay in.
+    # `share` is loaded into the slot early, and no registers can hold `largest` until dq is there.
     awaits_first = walk.adds or walk.has_units
     if awaits_first:
         await_slot(walk)

@@ -68,7 +68,7 @@ class Arrays(NamedTuple):
 
 class Left(NamedTuple):
     """What the kernel writes. With a decay `flows`, and S and z ahead of some chunks. In float16
-    `largest` is the largest magnitude of each query's features, of each half's columns."""
+    `largest` is the largest magnitude of each query's features over each half's columns."""
 
     dq: Any
     inverse: Any = None

@@ -1,5 +1,6 @@
-"""What the kernels share that add up rows of pieces: in float32 (`float32_sums.py`), of 8 bits
-(`float8_sums.py`), and mapped to FAVOR+'s features (`projected_sums.py`).
+"""The parts shared by three kernels that sum over the rows of a piece: of float32 arrays
+(`float32_sums.py`), of 8-bit arrays (`float8_sums.py`), and of FAVOR+'s features
+(`projected_sums.py`).
 
     total = sum_j phi(x_j) y_j^T [F, V],  vector = a sum of features [F]
 
@@ -7,8 +8,8 @@
     sums      each 64 rows of the total: phi(x)^T [64, C] in registers, all columns of y
 
 Each role walks over the chunks of the pieces that its block takes. A role between these two may
-write what products take of y into another ring. How a chunk is loaded, mapped and multiplied is
-that of each kernel.
+convert y, for the products, into another ring (`pass_on`). Each kernel says for itself how a chunk
+is loaded, mapped and multiplied.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ Sums = tuple[jax.Array, jax.Array]  # total [64, V] and vector [64]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walk:
-    """A kernel: what it is of, its arrays in global memory, and its storage `own`, which has
-    `total` [workers, 64, COLUMNS] and `vector` [workers, 64] float32 for what is stored.
+    """A kernel's spec and deal, its arrays in global memory, and its storage `own`, where `total`
+    [workers, 64, COLUMNS] and `vector` [workers, 64] float32 hold what is about to be stored.
 
-    `of_rows` are numbers of each row, [B, heads, T up to a whole chunk] float32: of queries that
-    have a normaliser what their features are multiplied by, and e; else none."""
+    `of_rows` are two numbers of each query, [B, heads, T up to a whole chunk] float32: the factor
+    of its features, or for FAVOR+ the shift of their exponents, and e. It is empty for keys, and
+    for float32 queries without a normaliser."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -77,7 +79,7 @@ class Walk:
         return self.deal.each(walk_piece)
 
     def load_of_rows(self, item: Item, rows: Any, slot: Any, loaded: Any) -> None:
-        """Copies the numbers of a chunk's rows to a slot of `own.rows` [slots, 2, C]."""
+        """Copies `of_rows` of a chunk to a slot of `own.rows` [slots, 2, C]."""
         for number, ref in enumerate(self.of_rows):
             source = ref.at[item.batch, item.head, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, self.own.rows.at[slot, number], loaded)
@@ -97,8 +99,7 @@ class Walk:
         plgpu.wait_smem_to_gmem(0)
 
     def leave(self, worker: Any, of_piece: tuple[Any, ...], rows: Any, sums: Sums) -> None:
-        """Stores `rows` of the sums, 64 of them, which a worker has; `of_piece` is the place in
-        the outputs."""
+        """Stores a worker's 64 rows of the sums: `rows` of the outputs at the index `of_piece`."""
         own = self.own
         total, vector = sums
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -127,7 +128,7 @@ def sums_of_pieces(
     """Launches a kernel: total [B, heads, P, F, V] and vector [B, heads, P, F], float32.
 
     Args:
-      program: the class of the walk, the storage, and the roles with their parts, memory first.
+      program: what makes the walk, the storage, and each role with its function, memory first.
       shape: P, F and V.
       arrays: by the names of the walk's fields, x and y among them.
     """
@@ -169,8 +170,8 @@ def sums_of_pieces(
 
 
 def pass_on(source: Ring, target: Ring, step: Any, write: Callable[[Any, Any], None]) -> None:
-    """A role between two rings: `write` fills a slot of `target` with what it reads in one of
-    `source`, and is given the numbers of both."""
+    """One step of a role between two rings: `write(slot, target_slot)` reads that slot of `source`
+    and fills that slot of `target`."""
     slot, target_slot = source.slot(step), target.slot(step)
     source.produced.wait(slot)
     target.acquire(step)
@@ -187,7 +188,7 @@ def split_tile(
     change: Callable[[jax.Array, int], jax.Array],
 ) -> None:
     """Splits a tile [slots, C, columns] float32 into its bfloat16 parts [slots, parts, C, columns],
-    64 columns at a time. `change` is given these columns and the number of the first one."""
+    64 columns at a time, each as `change(columns, number of the first one)` gives it."""
     (x, raw), (parts, changed) = source, target
     _, count, _, width = parts.shape
 

@@ -17,7 +17,7 @@ too.
 
 In float16 (`whole_units.py`) the factors are shares and means where there is a normaliser: z is in
 float32, and so is the denominator, which is divided by the sum of what shares were rounded to.
-Otherwise S comes in a unit of its head, and phi(q), if it cannot be negative, is rounded in a unit
+Otherwise S comes in a unit of its head, and a phi(q) that cannot be negative is rounded in a unit
 of its row; out is multiplied by both.
 """
 

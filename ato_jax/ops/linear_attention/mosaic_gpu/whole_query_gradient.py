@@ -16,8 +16,8 @@ Unnormalised, inverse is 1 and e is 0: S comes scaled.
 
 In float16 (`whole_units.py`) S comes in a unit of its head; where there is a normaliser it comes as
 means, and phi' are shares, which are multiplied by `LARGEST`. u is added up in a unit of its half.
-Without a normaliser phi(q), if it cannot be negative, replaces q in a unit of its half, the largest
-feature up to then in the piece, over `LARGEST`. R is carried in it.
+Without a normaliser, a phi(q) that cannot be negative is rounded in a unit of its half: the largest
+feature so far in the piece, over `LARGEST`. R is accumulated in that unit.
 
 The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
 once, and e belongs to the G and den that dq is made of.
@@ -170,7 +170,7 @@ def whole_query_gradient(
             return plgpu.layout_cast(jnp.full((C,), LEAST_UNIT, F32), OF_ROWS)
 
         def first_carried() -> jax.Array:
-            """Of what makes u [C, HALF]; or of the unit of phi(q), [C] times the same."""
+            """The sum that u is made of, [C, HALF]; or the unit of phi(q), repeated in [C]."""
             return least_unit() if in_units else mosaic.zeros(C, HALF)
 
         def write_piece(item: Item) -> None:
@@ -296,7 +296,7 @@ def whole_query_gradient(
 
         def sum_piece(item: Item) -> None:
             def units_in(slot: Any) -> list[jax.Array]:
-                """Of each half, [HALF] times the same."""
+                """The unit of phi(q) in each half, repeated in [HALF]."""
                 return [load(phi_units_s.at[slot, half], OF_ROWS) for half in range(2)]
 
             def times(halves: Any, factors: list[jax.Array]) -> Any:

@@ -11,8 +11,9 @@ or, with what `wide_query_gradient.py` leaves of each row, of queries,
 
 Where the sum fills more registers than a block has, two blocks have half of its rows each.
 
-In float16 phi(k), where it cannot be negative, lies in a unit of its feature, the largest up to
-then in the piece, over `whole_units.LARGEST`. S is carried in it, and z is not.
+In float16 a phi(k) that cannot be negative is rounded in units, one for each feature: its largest
+value so far in the piece, over `whole_units.LARGEST`. S is accumulated in these units, and z in
+none.
 """
 
 from __future__ import annotations

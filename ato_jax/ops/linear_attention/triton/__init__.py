@@ -28,7 +28,8 @@ average out. `config` has the block sizes, `support` what is supported. The rest
 
 Operands of products have the spec's dtype, accumulators are float32. In float16 a factor that is a
 sum over keys or a quotient is multiplied in TF32, which has float16's mantissa and float32's range,
-and features of keys are multiplied by powers of two before they are rounded (`powers`).
+and features of keys that may be tiny are multiplied by a power of two before they are rounded
+(`powers`).
 float32 is multiplied exactly unless the spec's precision says "tf32".
 """
 

@@ -120,8 +120,8 @@ def _add_keys(
 ) -> State:
     """The state behind a chunk, kv [V, F] and z [C, F], from that ahead of it.
 
-    `features` are phi(k) [C, F] of the chunk's keys in float32, and phi_k is their operand. All
-    are times the head's power (`powers.py`) where it has one.
+    `features` are phi(k) [C, F] of the chunk's keys in float32, and phi_k is their operand. State
+    and features are multiplied by the head's power (`powers.py`) where it has one.
     """
     kv, z = state
     start, block = steps

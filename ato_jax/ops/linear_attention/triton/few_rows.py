@@ -10,8 +10,8 @@ budget of the result, and so in bfloat16
                               and that of full attention with a normaliser, in which the gradient of
                               a query is the small difference of two sums over all keys
     up to `FEW_HEADS` heads   TF32 multiplies the backward with a decay per head at any length: its
-    of keys                   gradient is one number for each head, a sum over all pairs of either
-                              sign, whose roundings grow with the rows as the usual sum does
+    of keys                   gradient is one number for each head, a sum over all pairs of terms of
+                              either sign, whose error grows with the rows as its usual size does
     up to `FEW_ROWS` rows     TF32 multiplies every other call, and a decay per head's backward is
                               exact
     up to `EXACT_QUERIES`     both passes are exact: where one weight, or one query's gradient, is
@@ -42,10 +42,11 @@ from ato_jax.ops.linear_attention.triton.calls import FineFloat16Spec, FineSpec,
 EXACT_QUERIES = 8
 FEW_ROWS = 128
 SOME_ROWS = 2048
-# Heads of keys G. In bfloat16 a decay's gradient has errors of 2e-3 to 4e-3 of the usual gradient,
-# at 512 rows as at 4,224. So one head's is beyond the budget of 1e-2 where it is below a fifth to
-# two fifths of the usual one: 1 draw in 4 to 8. The heads of a call are measured together, and with
-# four heads and errors of 2.5e-3 it is 1 in 100, as rare as one head's in TF32.
+# Heads of keys G. In bfloat16 a decay's gradient has errors of 2e-3 to 4e-3 of the root mean square
+# gradient, at 512 rows as at 4,224. So the gradient of a single head is beyond its budget of 1e-2
+# in 1 draw of 4 to 8: where it is below a fifth to two fifths of the root mean square. The budget
+# is of all heads of a call together. Four heads with errors of 2.5e-3 are beyond it in 1 draw of
+# 100, as rarely as one head in TF32.
 FEW_HEADS = 3
 
 

@@ -2,14 +2,14 @@
 
 float16's smallest normal number is 2^-14, and features may be far below it: elu(x) + 1 of -14 is
 8e-7. Each key/value head has a power c, [B, G], which brings the head's largest feature to between
-`LARGEST` and twice that, or is 1 where it is larger already. Features down to 2^-28 of the largest
+`LARGEST` and twice that; c is at least 1 and at most `MOST`. Features down to 2^-28 of the largest
 then have all of their digits. In the kernels that round features of keys to float16,
 
-    phi(k), and sums over keys such as S, z, y and z_i     are times c
-    phi(q), where it is multiplied with these              is divided by c, which float32 can hold
+    phi(k), and sums over keys such as S, z, y and z_i     are multiplied by c
+    phi(q), where it is multiplied by these                is divided by c, in float32's range
 
-so that weights and denominators are without c. What a kernel stores is without it, too. Products
-with powers of two are exact: only what float16 could not hold changes.
+so weights and denominators do not contain c, and kernels divide sums by c before they store them.
+Multiplying by a power of two is exact, so only features that float16 would have cut short change.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from jax import lax
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 LARGEST = 2.0**14
-# With a larger power, phi(q) divided by it could be too small for float32.
+# Divided by a larger power, phi(q) could underflow in float32.
 MOST = 2.0**60
-# Maps whose features are not all numbers of float16 and fit into it (`mapping.wide_features`).
+# Maps whose features stay in float16's range (`mapping.wide_features`) but have to be rounded to
+# it; relu and identity need no rounding. The largest feature of a RISING map is that of the largest
+# x.
 RISING = "elu1", "softplus"
 OTHERS = ("silu",)
-EXPONENT = 0x7F800000  # the bits of float32 that are a normal number's exponent
+EXPONENT = 0x7F800000  # the exponent bits of a float32
 NAME = "k_power"  # the array's name among the refs of a kernel
 
 
 def arrays(spec: LinearAttentionSpec, inputs: Inputs) -> dict[str, jax.Array]:
-    """The powers [B, G, 1] as a kernel takes arrays by steps; none where features need none."""
+    """The powers [B, G, 1], by the name of their array in a kernel; empty where none are needed."""
     phi, k = spec.feature_map, inputs.k
     if spec.dtype != "float16" or phi.name not in RISING + OTHERS:
         return {}

@@ -60,8 +60,8 @@ def piece_states(
     Args:
       x, other: k and v, or q and do.
       rows_at: the rows of some steps, from the refs of `arrays`, the first step and their number.
-      arrays: by steps, [B, N] or [B, G, N]; a row's features are multiplied by "adds". Among them
-        are the keys' `powers.arrays`.
+      arrays: by steps, [B, N] or [B, G, N]; a row's features are multiplied by "adds". For
+        sums over keys they include `powers.arrays`.
       first_piece: the pieces before it are left out.
     """
     block = pieces.block_within(config.state_block)

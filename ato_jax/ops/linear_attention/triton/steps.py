@@ -70,7 +70,7 @@ class Steps(NamedTuple):
     """The rows at each of the N = walk.steps steps, and the decays and segments for `gates`."""
 
     rows: dict[str, jax.Array]
-    powers: dict[str, jax.Array]  # those of the keys' features (`powers.py`)
+    powers: dict[str, jax.Array]  # `powers.arrays` of the keys; may be empty
     decay: Exponent | None  # of [B, G, N]
     own: Exponent | None  # of [B, G, N]
     run: jax.Array | None  # [B, N]

@@ -47,8 +47,8 @@ from ato_jax.triton.tiles import Columns, Rows
 
 # A part of y and of z_i from each state, [C, F].
 Parts = list[tuple[jax.Array, Any]]
-# phi(k) [C, F] of a tile of keys, times the head's power (`powers.py`) where it has one; its pairs
-# with the queries, and do v^T [C, C].
+# phi(k) [C, F] of a tile of keys, multiplied by the head's power (`powers.py`) where it has one;
+# its pairs with the queries, and do v^T [C, C].
 OfKeys = tuple[jax.Array, Pairs, jax.Array]
 
 
