@@ -162,7 +162,7 @@ def test_every_query_sees_every_key(
 
 @newest
 def test_sums_have_16_bits() -> None:
-    """Of features and of the projection: few rows are within the limits with 8, too."""
+    """The sums need 16 bits of features and projection. Calls of few rows pass with 8, too."""
     q, k, v = hopper.draw(1, 136, 1, 1, D=64)
     spec = api.prepare(q, k, v, feature_map=FAVOR).spec
     deal = mosaic.Deal(1, 1, 136, 64, 3, 2)

@@ -67,8 +67,8 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What the kernel writes. With a decay `flows`, and S and z ahead of some chunks. In float16
-    `largest` is the largest magnitude of each query's features over each half's columns."""
+    """The arrays that the kernel writes. Calls with a decay also have `flows`, and S and z ahead of
+    some chunks. Float16 calls also have `largest`, each query's largest feature in each half."""
 
     dq: Any
     inverse: Any = None

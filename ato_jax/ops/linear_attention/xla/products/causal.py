@@ -297,8 +297,8 @@ def backward(
         s = w * (s + jnp.sum(phi_q * of_states, axis=-1, keepdims=True))
         s = rows.where_divided(spec, den, s)
         d_pairs = jnp.where(_visible(of, q.shape[3]), w * (of_pairs - s), 0)
-        # What it rounds to, and what that leaves: where features are alike, the sum over queries
-        # of d_pairs is all that dk is, and it cancels.
+        # Two parts: the 16 bits that d_pairs is rounded to, and its rounding error. Where features
+        # are alike, dk is the sum of d_pairs over the queries, and the terms of that sum cancel.
         d_pairs, *rest = rows.in_parts(spec, d_pairs)
 
         sums = product("bgnmf,bgnmv->bgnfv", (phi_q * w).astype(dtype), d_out, jnp.float32)
