@@ -690,7 +690,7 @@ KEPT = "kept.json"
 
 
 def read_kept(folder: Path, device: str) -> tuple[Kept | None, list[str]]:
-    """What the folder keeps; why it cannot be used."""
+    """The content of the folder's `kept.json`, and the reasons why this run cannot use it."""
     if not (folder / KEPT).exists():
         return None, [f"{folder} has no results: python -m tests.soak --prepare --cache={folder}"]
     kept = Kept.read(folder / KEPT)
@@ -713,7 +713,6 @@ def share_of(chosen: list[Kind], number: int, count: int) -> list[Kind]:
 
 def prepare_share(folder: Path, device: str, number: int, count: int, chosen: list[Kind]) -> int:
     """Compiles and compares one share; writes what is kept of it."""
-    faults: list[str] = []
     soak = Soak(device, share_of(chosen, number, count))
     with Pauses() as pauses, cached_programs(folder):
         if number == 0:
@@ -1062,7 +1061,7 @@ def report(title: str, found: dict[str, Any]) -> int:
 
 
 class Report:
-    """What a run found so far, which `finish` prints however the run ended."""
+    """The figures and faults of a run so far. `finish` prints them, also if the run was cut."""
 
     def __init__(self, device: str, started: float) -> None:
         self.device, self.started = device, started
