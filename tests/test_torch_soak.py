@@ -44,14 +44,14 @@ def planted(monkeypatch):
 
 
 def test_results_far_from_float64_are_reported(planted):
-    made = soak.Soak("cpu", [KIND()])
+    made = soak.Soak("cpu", [KIND()], lambda: 0)
     planted(lambda out: out + 1e-4)
     made.prepare(threads=1)
     assert "out: error" in made.record.wrong[0]
 
 
 def test_results_that_change_by_a_bit_are_reported(planted):
-    made = soak.Soak("cpu", [KIND()])
+    made = soak.Soak("cpu", [KIND()], lambda: 0)
     made.prepare(threads=1)
     assert not made.record.wrong
     planted(lambda out: out.nextafter(torch.full_like(out, 9.0)))
@@ -59,8 +59,22 @@ def test_results_that_change_by_a_bit_are_reported(planted):
     assert "other bits than the first call gave" in made.record.wrong[0]
 
 
+def test_other_bits_of_a_program_that_was_compiled_again(planted):
+    """They are compared with float64 once, and known from then on."""
+    compilations = [0]
+    made = soak.Soak("cpu", [KIND()], lambda: len(compilations))
+    made.prepare(threads=1)
+    for change, wrong in ((lambda x: x.nextafter(torch.full_like(x, 9.0)), 0), (torch.neg, 2)):
+        compilations.append(0)
+        planted(change)
+        made.thread(0, time.monotonic() + 0.2, new_lengths=False)
+        assert len(made.record.wrong) == wrong, made.record.wrong
+        assert all("compiled again: out: error" in said for said in made.record.wrong)
+    assert len(made.record.again) == 4
+
+
 def test_errors_are_reported_and_end_a_thread(planted):
-    made = soak.Soak("cpu", [KIND()])
+    made = soak.Soak("cpu", [KIND()], lambda: 0)
     made.prepare(threads=1)
     planted(lambda out: 1 / 0)
     start = time.monotonic()
@@ -221,7 +235,7 @@ def test_a_thread_that_does_not_end_is_reported(monkeypatch, capsys):
     released = threading.Event()
     monkeypatch.setattr(soak.Soak, "_one", lambda *_: released.wait())
     try:
-        assert short_run([KIND()], limit=60.0) == 1
+        assert short_run([KIND()], minutes=0.1, limit=60.0) == 1
     finally:
         released.set()
     printed = capsys.readouterr().out
